@@ -1,0 +1,133 @@
+// moe_rt._engine: the CPU engine for Python. Tensors come as addresses, so that a call costs well under a microsecond;
+// moe_rt/native/cpu.py gives them shapes. The GIL is released for the whole of every op, waits included.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace moe_rt;
+
+namespace {
+
+using Address = uint64_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Status dispatch(Engine& engine, Address x, Address topk_idx, Address topk_weights, int64_t num_tokens, Address recv_x,
+                Address recv_weights, Address offs, Address recv_plan, Address send_plan, uint32_t tag) {
+  return engine.dispatch({at<void>(x), at<int64_t>(topk_idx), at<void>(topk_weights), num_tokens, at<void>(recv_x),
+                          at<void>(recv_weights), at<int32_t>(offs), at<int32_t>(recv_plan), at<int32_t>(send_plan)},
+                         tag);
+}
+
+Status combine(Engine& engine, Address y, Address recv_weights, Address recv_plan, Address send_plan,
+               int64_t num_tokens, Address out, uint32_t tag) {
+  return engine.combine({Op::kCombine, at<void>(y), at<void>(recv_weights), nullptr, at<int32_t>(recv_plan),
+                         at<int32_t>(send_plan), num_tokens, at<void>(out), nullptr},
+                        tag);
+}
+
+Status dispatch_backward(Engine& engine, Address grad_recv_x, Address grad_recv_weights, Address recv_plan,
+                         Address send_plan, int64_t num_tokens, Address grad_x, Address grad_topk_weights,
+                         uint32_t tag) {
+  return engine.combine({Op::kDispatchBackward, at<void>(grad_recv_x), nullptr, at<void>(grad_recv_weights),
+                         at<int32_t>(recv_plan), at<int32_t>(send_plan), num_tokens, at<void>(grad_x),
+                         at<void>(grad_topk_weights)},
+                        tag);
+}
+
+Status combine_backward(Engine& engine, Address grad_out, int64_t num_tokens, Address y, Address recv_weights,
+                        Address recv_plan, Address grad_y, Address grad_recv_weights, uint32_t tag) {
+  return engine.combine_backward({at<void>(grad_out), num_tokens, at<void>(y), at<void>(recv_weights),
+                                  at<int32_t>(recv_plan), at<void>(grad_y), at<void>(grad_recv_weights)},
+                                 tag);
+}
+
+Shape make_shape(int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes) {
+  return {num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes, elem_bytes == 8 ? 8 : 4};
+}
+
+}  // namespace
+
+NB_MODULE(_engine, m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+
+  m.attr("MAX_TOPK") = kMaxTopk;
+
+  nb::class_<Shape>(m, "Shape")
+      .def("__init__",
+           [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk,
+              int elem_bytes) {
+             new (self) Shape(make_shape(num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes));
+           },
+           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
+           nb::arg("num_topk"), nb::arg("elem_bytes"))
+      .def("segment_bytes", [](const Shape& s) { return Layout::make(s).bytes; })
+      .def("recv_plan_ints", [](const Shape& s, int num_local) { return RecvPlan::num_ints(s, num_local); });
+
+  // Enumerators travel as integers; moe_rt/errors.py names them and a test compares the two.
+  nb::class_<Status>(m, "Status")
+      .def_prop_ro("code", [](const Status& s) { return static_cast<int>(s.code); })
+      .def_prop_ro("op", [](const Status& s) { return static_cast<int>(s.op); })
+      .def_prop_ro("phase", [](const Status& s) { return static_cast<int>(s.phase); })
+      .def_ro("peer", &Status::peer)
+      .def_ro("seq", &Status::seq)
+      .def_ro("got", &Status::got)
+      .def_ro("expected", &Status::expected);
+
+  nb::class_<Engine>(m, "Engine")
+      .def("__init__",
+           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
+              std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
+              std::vector<int> pidfds, double timeout_s, bool drop_overflow, int num_lanes, std::string isa) {
+             new (self) Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash,
+                                            std::move(expert_rank), std::move(capacity), std::move(segments),
+                                            std::move(pidfds), timeout_s, drop_overflow, num_lanes, std::move(isa)});
+           },
+           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
+           nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),
+           nb::arg("drop_overflow"), nb::arg("num_lanes"), nb::arg("isa"))
+      .def("dispatch", &dispatch, Release())
+      .def("combine", &combine, Release())
+      .def("dispatch_backward", &dispatch_backward, Release())
+      .def("combine_backward", &combine_backward, Release())
+      .def("refuse",
+           [](Engine& e, int op, int code, int64_t got, int64_t expected, uint32_t tag) {
+             return e.refuse(static_cast<Op>(op), static_cast<Code>(code), got, expected, tag);
+           },
+           Release())
+      .def("poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); })
+      .def("health", &Engine::health)
+      .def("issued", [](const Engine& e, int kind) { return e.issued(static_cast<Kind>(kind)); })
+      .def("close", &Engine::close);
+
+  // One row op on its own, for tests and benchmarks of the instruction sets: float accumulators, any element type.
+  m.def(
+      "weighted_sum",
+      [](const std::string& isa, int elem, Address dst, const std::vector<Address>& srcs,
+         const std::vector<double>& weights, int64_t hidden, bool stream) {
+        const rows::Table* table = rows::find_table(isa.c_str());
+        if (!table) throw nb::value_error("this machine or build has no row primitives for that isa");
+        std::vector<const char*> pointers;
+        for (const Address src : srcs) pointers.push_back(at<char>(src));
+        const int n = static_cast<int>(srcs.size());
+        if (static_cast<rows::Elem>(elem) == rows::Elem::kFloat64) {
+          return table->f64.weighted_sum(at<char>(dst), pointers.data(), weights.data(), n, hidden, stream);
+        }
+        const std::vector<float> factors(weights.begin(), weights.end());
+        const rows::Functions<float>* functions[] = {&table->f32, &table->bf16, &table->f16};
+        functions[elem]->weighted_sum(at<char>(dst), pointers.data(), factors.data(), n, hidden, stream);
+      });
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (const char* isa : {"portable", "avx2", "avx512"}) {
+      if (rows::find_table(isa)) names.push_back(isa);
+    }
+    return names;
+  });
+}

@@ -1,0 +1,132 @@
+// What every op of the engine shares: exclusive use, announcing, waiting, judging headers, and failing for good.
+#include "engine.h"
+
+#include <stdexcept>
+
+#include "engine_call.h"
+
+namespace moe_rt {
+
+Engine::Engine(EngineConfig config)
+    : config_(std::move(config)),
+      dims_{config_.shape.hidden, config_.shape.num_topk},
+      table_(rows::find_table(config_.isa.c_str())) {
+  if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
+  const Shape& shape = config_.shape;
+  if (shape.num_topk < 1 || shape.num_topk > kMaxTopk) {
+    throw std::invalid_argument("num_topk outside [1, " + std::to_string(kMaxTopk) + "]");
+  }
+  const int num_ranks = shape.num_ranks;
+  for (int r = 0; r < num_ranks; ++r) {
+    rank_first_.push_back(static_cast<int32_t>(owner_.size()));
+    for (int e = 0; e < shape.num_experts; ++e) {
+      if (config_.expert_rank[e] == r) owner_.push_back(r);
+    }
+  }
+  rank_first_.push_back(static_cast<int32_t>(owner_.size()));
+  std::vector<int32_t> next(rank_first_.begin(), rank_first_.end() - 1);
+  for (int e = 0; e < shape.num_experts; ++e) position_.push_back(next[config_.expert_rank[e]]++);
+  for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
+
+  world_ = {shape,
+            Layout::make(shape),
+            {position_.data(), owner_.data(), rank_first_.data()},
+            config_.capacity.data(),
+            base_.data(),
+            config_.rank,
+            config_.config_hash};
+  const int lanes = config_.num_lanes;
+  lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
+  copy_cursors_.resize(int64_t{lanes} * num_ranks);
+  block_start_.resize(int64_t{world_.num_local_experts()} * num_ranks);
+  pull_start_.resize(num_ranks + 1);
+  copy_start_.resize(num_ranks + 1);
+  lane_fault_.resize(lanes);
+  if (lanes > 1) team_ = std::make_unique<Team>(lanes);
+  oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
+}
+
+Engine::~Engine() { close(); }
+
+void Engine::post_all(Kind kind, const Header& header) {
+  for (int i = 0; i < world_.shape.num_ranks; ++i) {
+    post(world_.mailbox((world_.rank + i) % world_.shape.num_ranks, kind, world_.rank), header);
+  }
+}
+
+// Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not decide
+// which of two refusals is raised, and buffer reuse needs all of them.
+Status Engine::wait_all(Op op, const Header& ours) {
+  const Kind kind = kind_of(op);
+  HostIdle idle(world_, kind, seq_, config_.timeout_s, oversubscribed_);
+  for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
+    idle.watch(peer, config_.pidfds.empty() ? -1 : config_.pidfds[peer]);
+    const Code code = wait_signal(mailbox, ours.seq, idle);
+    if (code != Code::kOk) {
+      return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
+    }
+  }
+  Status worst;
+  for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    const Status s = check_header(world_.mailbox(world_.rank, kind, peer).header[ours.seq & 1], ours, peer);
+    if (s.code > worst.code) worst = s;
+  }
+  return worst;
+}
+
+Status Engine::fail(Status status) {
+  if (status.ok() || is_refusal(status.code)) return status;
+  if (status.code == Code::kPoisoned) {
+    const uint64_t word = load_relaxed(world_.poison(world_.rank));
+    status.peer = poison_origin(word);
+    status.got = int64_t(poison_code(word));
+    status.expected = poison_peer(word);
+  } else {
+    poison(status.code, status.peer);
+  }
+  return failure_ = status;
+}
+
+void Engine::poison(Code code, int peer) {
+  for (int r = 0; r < world_.shape.num_ranks; ++r) {
+    replace_acq_rel(world_.poison(r), uint64_t{0}, poison_word(code, world_.rank, peer));
+  }
+}
+
+Status Engine::health() const {
+  if (load_acquire(closed_)) return {Code::kClosed, Op::kNone, Phase::kNone, -1, 0, 0, 0};
+  if (!failure_.ok()) return failure_;
+  const uint64_t word = load_relaxed(world_.poison(world_.rank));
+  if (word == 0) return {};
+  return {Code::kPoisoned, Op::kNone, Phase::kNone, poison_origin(word), 0, int64_t(poison_code(word)), poison_peer(word)};
+}
+
+void Engine::close() {
+  if (exchange_acquire(closed_, 1u)) return;
+  for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+      say_goodbye(world_.mailbox(peer, kind, world_.rank));
+    }
+  }
+}
+
+Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {
+  const auto nothing = [](const auto&, auto&&...) {};
+  return exchange({op, tag, 0, 0, {code, op, Phase::kPublish, world_.rank, 0, got, expected}}, nothing, nothing);
+}
+
+Status Engine::dispatch(const DispatchArgs& args, uint32_t tag) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_dispatch<double>(args, tag) : typed_dispatch<float>(args, tag);
+}
+
+Status Engine::combine(const CombineArgs& args, uint32_t tag) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_combine<double>(args, tag) : typed_combine<float>(args, tag);
+}
+
+Status Engine::combine_backward(const CombineBackwardArgs& args, uint32_t tag) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_combine_backward<double>(args, tag)
+                                              : typed_combine_backward<float>(args, tag);
+}
+
+}  // namespace moe_rt

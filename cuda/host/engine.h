@@ -1,0 +1,124 @@
+// The CPU engine of one rank: owns its sequence numbers and scratch, and runs each op as one call over mapped segments.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../protocol/combine.h"
+#include "../protocol/dispatch.h"
+#include "rows.h"
+#include "team.h"
+
+namespace moe_rt {
+
+struct EngineConfig {
+  Shape shape;
+  rows::Elem elem;
+  int rank;
+  uint64_t config_hash;
+  std::vector<int32_t> expert_rank;  // [E]
+  std::vector<int64_t> capacity;     // [R]
+  std::vector<uint64_t> segments;    // [R] addresses; each Layout::bytes long, zero-filled before first use
+  std::vector<int> pidfds;           // [R] or empty; -1 where there is no process to watch
+  double timeout_s;
+  bool drop_overflow;  // false: overflow is refused by all ranks
+  int num_lanes;
+  std::string isa;
+};
+
+// Pointers are to contiguous tensors of the shapes in moe_rt/ops.py; rows are elements of `elem`, weights accumulators.
+struct DispatchArgs {
+  const void* x;
+  const int64_t* topk_idx;
+  const void* topk_weights;
+  int64_t num_tokens;
+  void* recv_x;
+  void* recv_weights;
+  int32_t* offs;
+  int32_t* recv_plan;
+  int32_t* send_plan;
+};
+
+struct CombineArgs {
+  Op op;  // kCombine or kDispatchBackward
+  const void* y;
+  const void* recv_weights;       // combine: factors; dispatch backward: nullptr
+  const void* grad_recv_weights;  // dispatch backward: scalars sent home; combine: nullptr
+  int32_t* recv_plan;
+  const int32_t* send_plan;
+  int64_t num_tokens;
+  void* out;
+  void* grad_topk_weights;  // dispatch backward only
+};
+
+struct CombineBackwardArgs {
+  const void* grad_out;
+  int64_t num_tokens;
+  const void* y;
+  const void* recv_weights;
+  int32_t* recv_plan;
+  void* grad_y;
+  void* grad_recv_weights;
+};
+
+class Engine {
+ public:
+  explicit Engine(EngineConfig config);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Each returns when this rank's part is done. `tag` names the layer; it must agree between ranks.
+  Status dispatch(const DispatchArgs& args, uint32_t tag);
+  Status combine(const CombineArgs& args, uint32_t tag);  // and dispatch backward
+  Status combine_backward(const CombineBackwardArgs& args, uint32_t tag);
+
+  // Takes part in an op only to say that this rank refuses it, so that every rank raises and none waits.
+  Status refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag);
+
+  // Tells every peer that this rank will not go on; their waits end. Idempotent: the first cause stays.
+  void poison(Code code, int peer);
+  // The failure that ended this group, if any; never blocks.
+  Status health() const;
+  // Local: says goodbye to peers and refuses further ops. Idempotent.
+  void close();
+
+  const Layout& layout() const { return world_.layout; }
+  uint64_t issued(Kind kind) const { return seq_[static_cast<int>(kind)]; }
+
+ private:
+  struct Call;
+  template <class Before, class After>
+  Status exchange(const Call& call, Before&& before, After&& after);
+  template <class Fn>
+  void run_lanes(Fn&& fn);
+  void post_all(Kind kind, const Header& header);
+  Status wait_all(Op op, const Header& ours);
+  Status fail(Status status);
+  template <class Acc>
+  rows::HostRows<Acc> row_ops(int64_t rows_written) const;
+
+  template <class Acc>
+  Status typed_dispatch(const DispatchArgs& args, uint32_t tag);
+  template <class Acc>
+  Status typed_combine(const CombineArgs& args, uint32_t tag);
+  template <class Acc>
+  Status typed_combine_backward(const CombineBackwardArgs& args, uint32_t tag);
+
+  EngineConfig config_;
+  World world_{};
+  RuntimeDims dims_;
+  const rows::Table* table_;
+  std::vector<int32_t> position_, owner_, rank_first_;
+  std::vector<char*> base_;
+  std::vector<int32_t> lane_counters_, copy_cursors_, block_start_, pull_start_, copy_start_;
+  std::vector<int64_t> lane_fault_;
+  std::unique_ptr<Team> team_;
+  uint64_t seq_[kNumKinds] = {0, 0};
+  Status failure_;
+  uint32_t busy_ = 0, closed_ = 0;
+  bool oversubscribed_;
+};
+
+}  // namespace moe_rt

@@ -1,0 +1,62 @@
+// The frame around every op: take the engine, run `before` on all lanes, announce, wait for every peer, run `after`.
+#pragma once
+
+#include "engine.h"
+#include "waiting.h"
+
+namespace moe_rt {
+
+struct Engine::Call {
+  Op op;
+  uint32_t tag;
+  uint64_t handle_seq;  // of the dispatch whose handle is reused; 0 for dispatch itself
+  int64_t num_tokens;
+  Status refusal;  // ok, or why this rank refuses its own input
+};
+
+template <class Fn>
+void Engine::run_lanes(Fn&& fn) {
+  if (team_) {
+    team_->run(fn);
+  } else {
+    fn(Solo{});
+  }
+}
+
+// `before(coop, seq, header)` writes the window and may turn the header into a refusal; `after(coop, seq, status)` reads
+// peers' windows and may report a failure. Both end in step: after the last sync no lane touches a window.
+template <class Before, class After>
+Status Engine::exchange(const Call& call, Before&& before, After&& after) {
+  if (exchange_acquire(busy_, 1u)) return {Code::kConcurrentUse, call.op, Phase::kNone, -1, 0, 0, 0};
+  Status status = health();
+  if (status.ok()) {
+    const Kind kind = kind_of(call.op);
+    const uint64_t seq = ++seq_[static_cast<int>(kind)];
+    Header header{seq,
+                  world_.config,
+                  call_word(call.op, call.tag, call.handle_seq),
+                  call.refusal.code,
+                  static_cast<int32_t>(call.num_tokens),
+                  call.refusal.got,
+                  call.refusal.expected};
+    run_lanes([&](const auto& coop) {
+      if (call.refusal.ok()) before(coop, seq, header);
+      streaming_store_fence();
+      coop.sync();
+      if (coop.rank() == 0) {
+        post_all(kind, header);
+        status = wait_all(call.op, header);
+      }
+      coop.sync();
+      if (status.ok()) after(coop, seq, status);
+      streaming_store_fence();
+    });
+    status.op = call.op;
+    status.seq = seq;
+    status = fail(status);
+  }
+  store_release(busy_, 0u);
+  return status;
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,117 @@
+// The four ops of the CPU engine, each as what it does before announcing and after everyone has announced.
+#include <algorithm>
+
+#include "engine_call.h"
+
+namespace moe_rt {
+
+namespace {
+
+constexpr int64_t kNoFault = -1;
+
+// Fewer bytes than this are likely to be read again from the caches; measured in docs/log.md.
+constexpr int64_t kStreamFrom = int64_t{8} << 20;
+
+}  // namespace
+
+template <class Acc>
+rows::HostRows<Acc> Engine::row_ops(int64_t rows_written) const {
+  const rows::Functions<Acc>* fn;
+  if constexpr (std::is_same_v<Acc, double>) {
+    fn = &table_->f64;
+  } else {
+    fn = config_.elem == rows::Elem::kBfloat16  ? &table_->bf16
+         : config_.elem == rows::Elem::kFloat16 ? &table_->f16
+                                                : &table_->f32;
+  }
+  const Shape& s = world_.shape;
+  return {table_, fn, s.hidden, s.elem_bytes, rows_written * s.hidden * s.elem_bytes >= kStreamFrom};
+}
+
+template <class Acc>
+Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
+  const LaneCounters counters{lane_counters_.data(), world_.shape.num_experts, world_.shape.num_ranks};
+  const Blocks blocks{block_start_.data(), pull_start_.data(), copy_start_.data()};
+  const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+
+  const auto before = [&](const auto& coop, uint64_t seq, Header& header) {
+    const auto lists = RouteLists<Acc>::view(world_, world_.rank, seq);
+    int64_t bad = kNoFault;
+    const bool valid = count_visits(coop, dims_, world_, a.topk_idx, a.num_tokens, counters, &bad);
+    lane_fault_[coop.rank()] = valid ? kNoFault : bad;
+    coop.sync();
+    if (coop.rank() == 0) {
+      for (const int64_t fault : lane_fault_) {
+        if (fault == kNoFault || header.status != Code::kOk) continue;
+        header.status = Code::kInvalidRouting;
+        header.got = fault;
+        header.expected = world_.shape.num_experts;
+      }
+      if (header.status == Code::kOk) place_lanes(world_, counters, coop.size(), lists);
+    }
+    coop.sync();
+    if (header.status != Code::kOk) return;
+    write_lists(coop, dims_, world_, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
+                copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
+    publish_rows(coop, world_, seq, static_cast<const char*>(a.x), a.num_tokens, row_ops<Acc>(a.num_tokens));
+  };
+
+  const auto after = [&](const auto& coop, uint64_t seq, Status& status) {
+    if (coop.rank() == 0) {
+      int64_t needed = 0;
+      const int full = config_.drop_overflow ? -1 : overflowing_rank<Acc>(world_, seq, &needed);
+      if (full >= 0) {
+        status = {Code::kCapacityOverflow, Op::kDispatch, Phase::kGather, full, seq, needed, world_.capacity[full]};
+      } else if (const int peer = index_blocks<Acc>(world_, seq, blocks, a.offs, plan.head); peer >= 0) {
+        status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, peer, seq, 0, 0};
+      }
+    }
+    coop.sync();
+    if (!status.ok()) return;
+    lane_fault_[coop.rank()] = gather(coop, world_, seq, blocks, static_cast<char*>(a.recv_x),
+                                      static_cast<Acc*>(a.recv_weights), plan, row_ops<Acc>(plan.head->num_copies));
+    coop.sync();
+    if (coop.rank() == 0) {
+      const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
+      if (peer >= 0) status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, int32_t(peer), seq, 0, 0};
+    }
+  };
+  return exchange({Op::kDispatch, tag, 0, a.num_tokens, {}}, before, after);
+}
+
+template <class Acc>
+Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
+  const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  const auto before = [&](const auto& coop, uint64_t seq, Header&) {
+    push(coop, dims_, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+         static_cast<const Acc*>(a.grad_recv_weights), row_ops<Acc>(plan.head->num_pulled));
+  };
+  const auto after = [&](const auto& coop, uint64_t seq, Status&) {
+    reduce(coop, dims_, world_, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
+           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens));
+  };
+  return exchange({a.op, tag, plan.head->seq, a.num_tokens, {}}, before, after);
+}
+
+template <class Acc>
+Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
+  const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  const auto before = [&](const auto& coop, uint64_t seq, Header&) {
+    publish_rows(coop, world_, seq, static_cast<const char*>(a.grad_out), a.num_tokens, row_ops<Acc>(a.num_tokens));
+  };
+  const auto after = [&](const auto& coop, uint64_t seq, Status&) {
+    gather_grad(coop, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+                static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights),
+                row_ops<Acc>(plan.head->num_copies));
+  };
+  return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
+}
+
+template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t);
+template Status Engine::typed_dispatch<double>(const DispatchArgs&, uint32_t);
+template Status Engine::typed_combine<float>(const CombineArgs&, uint32_t);
+template Status Engine::typed_combine<double>(const CombineArgs&, uint32_t);
+template Status Engine::typed_combine_backward<float>(const CombineBackwardArgs&, uint32_t);
+template Status Engine::typed_combine_backward<double>(const CombineBackwardArgs&, uint32_t);
+
+}  // namespace moe_rt

@@ -1,0 +1,48 @@
+// The CPU's row primitives: one table of functions per instruction set and element type, chosen when an engine is made.
+#pragma once
+
+#include <cstdint>
+
+namespace moe_rt::rows {
+
+enum class Elem : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
+inline constexpr int kNumElems = 4;
+
+// Each works on `hidden` elements. Sums are taken in fp32 (fp64 for fp64), in the order given, and rounded once, to
+// nearest even. No fused multiply-add is contracted, so every instruction set gives the same bits.
+template <class Acc>
+struct Functions {
+  void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
+  Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden, bool stream);
+};
+
+struct Table {
+  const char* name;
+  void (*copy)(char* dst, const char* src, int64_t bytes, bool stream);
+  Functions<float> f32, bf16, f16;
+  Functions<double> f64;
+};
+
+// `isa` is "auto", "portable", "avx2" or "avx512"; nullptr when this machine or build lacks it.
+const Table* find_table(const char* isa);
+
+// The primitive that role functions take: one element type, one row length, streaming or not.
+template <class Acc>
+struct HostRows {
+  const Table* table;
+  const Functions<Acc>* fn;
+  int64_t hidden, elem_bytes;
+  // Streaming stores go past the caches, which wins once the rows written exceed what the caches would keep.
+  bool stream;
+
+  int64_t tensor_row_bytes() const { return hidden * elem_bytes; }
+  void copy(char* dst, const char* src) const { table->copy(dst, src, tensor_row_bytes(), stream); }
+  void weighted_sum(char* dst, const char* const* srcs, const Acc* weights, int n) const {
+    fn->weighted_sum(dst, srcs, weights, n, hidden, stream);
+  }
+  Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
+    return fn->scale_dot(dst, weight, g, y, hidden, stream);
+  }
+};
+
+}  // namespace moe_rt::rows

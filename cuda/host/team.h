@@ -1,0 +1,108 @@
+// A team of host threads that runs one role together: the coop for several cores per rank, and for race tests.
+#pragma once
+
+#include <sched.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "../protocol/atomics.h"
+#include "../protocol/coop.h"
+
+namespace moe_rt {
+
+// Lanes of one op meet here. Bounded because every lane reaches it: only lane 0 ever waits for a peer, with a deadline.
+class Barrier {
+ public:
+  explicit Barrier(int size) : size_(size) {}
+  // SYNC POINT barrier: the last lane's release of generation_ pairs with the others' acquire; arrivals are chained by the
+  // read-modify-write. Without it a lane could read scratch that another lane has not finished writing.
+  void wait() {
+    const uint32_t generation = load_relaxed(generation_);
+    if (fetch_add_acq_rel(arrived_, 1u) + 1 == static_cast<uint32_t>(size_)) {
+      store_relaxed(arrived_, 0u);
+      store_release(generation_, generation + 1);
+    } else {
+      while (load_acquire(generation_) == generation) sched_yield();
+    }
+  }
+
+ private:
+  int size_;
+  uint32_t arrived_ = 0, generation_ = 0;
+};
+
+struct TeamCoop {
+  int rank_, size_;
+  Barrier* barrier;
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  void sync() const { barrier->wait(); }
+  Range chunk(int64_t n) const { return contiguous_chunk(n, rank_, size_); }
+  Range share(int64_t n) const { return chunk(n); }
+};
+
+// Threads that sleep between ops; the caller is lane 0.
+class Team {
+ public:
+  explicit Team(int size) : size_(size), barrier_(size) {
+    for (int lane = 1; lane < size; ++lane) threads_.emplace_back([this, lane] { serve(lane); });
+  }
+  ~Team() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& t : threads_) t.join();
+  }
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  // Runs fn(coop) on every lane and returns when all are done.
+  template <class Fn>
+  void run(Fn& fn) {
+    {
+      std::lock_guard lock(mutex_);
+      job_ = [](void* f, const TeamCoop& coop) { (*static_cast<Fn*>(f))(coop); };
+      argument_ = &fn;
+      ++round_;
+    }
+    wake_.notify_all();
+    fn(TeamCoop{0, size_, &barrier_});
+    barrier_.wait();
+  }
+
+ private:
+  void serve(int lane) {
+    uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+      if (round_ == seen) {
+        wake_.wait(lock);
+        continue;
+      }
+      seen = round_;
+      const auto job = job_;
+      void* const argument = argument_;
+      lock.unlock();
+      job(argument, TeamCoop{lane, size_, &barrier_});
+      barrier_.wait();
+      lock.lock();
+    }
+  }
+
+  int size_;
+  Barrier barrier_;
+  std::vector<std::thread> threads_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  void (*job_)(void*, const TeamCoop&) = nullptr;
+  void* argument_ = nullptr;
+  uint64_t round_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace moe_rt

@@ -1,0 +1,107 @@
+// Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
+//
+//   control     poison word | mailboxes [kind][source rank]
+//   per parity  route counts, offsets, lists and weights | token window [T][H] | partial window [T][S][H] | scalars [T][K]
+// with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
+// Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
+// per-expert and per-rank numbers grow with E and R.
+#pragma once
+
+#include "signal.h"
+
+namespace moe_rt {
+
+inline constexpr int64_t kLine = 128;
+inline constexpr int64_t kPage = 4096;
+inline constexpr int64_t kRowAlign = 64;
+
+// One token that a destination rank pulls from this source.
+struct Pull {
+  int32_t token, slot;   // slot: which of the token's distinct ranks, in rank order, the destination is
+  int32_t first, copies;  // its entries in the copy list
+};
+
+// One (token, local expert) row at the destination: the index-th row that this source sends to that expert.
+struct Copy {
+  int32_t expert, index, k, unused;
+};
+
+struct Shape {
+  int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk;
+  int32_t elem_bytes, acc_bytes;  // payload element; accumulator and routing weight (fp32, or fp64 for fp64 payloads)
+  MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
+  MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
+};
+
+struct Layout {
+  int64_t poison, mailboxes;
+  struct Window {
+    int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars;
+  } window[2];
+  int64_t bytes;
+
+  MOE_RT_FN static Layout make(const Shape& s) {
+    Layout l{};
+    int64_t cursor = 0;
+    auto take = [&cursor](int64_t bytes, int64_t align) {
+      const int64_t at = round_up(cursor, align);
+      cursor = at + bytes;
+      return at;
+    };
+    const int64_t tokens = s.num_max_tokens;
+    l.poison = take(sizeof(uint64_t), kLine);
+    l.mailboxes = take(int64_t{kNumKinds} * s.num_ranks * sizeof(Mailbox), kLine);
+    for (Window& w : l.window) {
+      w.counts = take(int64_t{4} * s.num_experts, kLine);
+      w.pull_offs = take(int64_t{4} * (s.num_ranks + 1), kLine);
+      w.copy_offs = take(int64_t{4} * (s.num_ranks + 1), kLine);
+      w.pulls = take(tokens * s.num_slots() * int64_t{sizeof(Pull)}, kLine);
+      w.copies = take(tokens * s.num_topk * int64_t{sizeof(Copy)}, kLine);
+      w.weights = take(tokens * s.num_topk * s.acc_bytes, kLine);
+      w.tokens = take(tokens * s.row_bytes(), kPage);
+      w.partials = take(tokens * s.num_slots() * s.row_bytes(), kPage);
+      w.scalars = take(tokens * s.num_topk * s.acc_bytes, kLine);
+    }
+    l.bytes = round_up(cursor, kPage);
+    return l;
+  }
+};
+
+// Experts in placement order: by rank, then by local index. Tables are the same on every rank.
+struct Placement {
+  const int32_t* position;    // [E] expert id -> place in that order
+  const int32_t* owner;       // [E] place -> rank
+  const int32_t* rank_first;  // [R + 1] first place of each rank
+};
+
+// One rank's view of its group: everything a role function needs besides its tensors.
+struct World {
+  Shape shape;
+  Layout layout;
+  Placement placement;
+  const int64_t* capacity;  // [R] rows of recv_x on each rank
+  char* const* base;        // [R] where each rank's segment is mapped here
+  int32_t rank;
+  uint64_t config;  // hash of shape, dtype and placement; equal on all ranks
+
+  MOE_RT_FN int32_t num_local_experts() const {
+    return placement.rank_first[rank + 1] - placement.rank_first[rank];
+  }
+  MOE_RT_FN const Layout::Window& window(uint64_t seq) const { return layout.window[seq & 1]; }
+  template <class T>
+  MOE_RT_FN T* at(int peer, int64_t offset) const {
+    return reinterpret_cast<T*>(base[peer] + offset);
+  }
+  MOE_RT_FN uint64_t& poison(int peer) const { return *at<uint64_t>(peer, layout.poison); }
+  MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
+    return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
+  }
+  MOE_RT_FN char* token_row(int peer, uint64_t seq, int64_t token) const {
+    return at<char>(peer, window(seq).tokens) + token * shape.row_bytes();
+  }
+  MOE_RT_FN char* partial_row(int peer, uint64_t seq, int64_t token, int64_t slot) const {
+    return at<char>(peer, window(seq).partials) + (token * shape.num_slots() + slot) * shape.row_bytes();
+  }
+};
+
+}  // namespace moe_rt

@@ -1,0 +1,62 @@
+// What dispatch leaves in the handle, in private memory, for combine and both backward ops: windows are reused, plans
+// are not. The receive plan says which rows belong to which pulled token; the send plan where a token's copies went.
+#pragma once
+
+#include "layout.h"
+
+namespace moe_rt {
+
+// A token this rank pulled: whose, its partial slot at the source, and its range in the row list.
+struct Pulled {
+  int32_t token;
+  int16_t source, slot;
+  int32_t first, copies;
+};
+
+inline constexpr int32_t kDropped = -1;  // in the row list: beyond capacity
+
+// A view of the int32 tensor recv_plan: head | pulled | rows | ks.
+struct RecvPlan {
+  struct Head {
+    uint64_t seq;  // of the dispatch that made it
+    int32_t num_pulled, num_copies, num_dropped, unused[3];
+  };
+  Head* head;
+  Pulled* pulled;
+  int32_t* rows;  // row of recv_x, or kDropped
+  int32_t* ks;    // which of the token's top-k entries the row serves
+
+  MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
+  MOE_RT_FN static int64_t max_copies(const Shape& s, int32_t num_local_experts) {
+    return max_pulled(s) * smaller(s.num_topk, num_local_experts);
+  }
+  MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
+    return int64_t(sizeof(Head) + max_pulled(s) * sizeof(Pulled)) / 4 + 2 * max_copies(s, num_local_experts);
+  }
+  MOE_RT_FN static RecvPlan view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
+    RecvPlan p;
+    p.head = reinterpret_cast<Head*>(ints);
+    p.pulled = reinterpret_cast<Pulled*>(p.head + 1);
+    p.rows = reinterpret_cast<int32_t*>(p.pulled + max_pulled(s));
+    p.ks = p.rows + max_copies(s, num_local_experts);
+    return p;
+  }
+};
+
+// One int32 of send_plan[T][K]: the slot where the entry's partial comes back, and the first entry of the same token with
+// the same expert, which carries the row for its duplicates; kNowhere for topk_idx -1.
+inline constexpr int32_t kNowhere = -1;
+MOE_RT_FN constexpr int32_t send_entry(int slot, int first_k) { return first_k << 16 | slot; }
+MOE_RT_FN constexpr int send_slot(int32_t entry) { return entry & 0xffff; }
+MOE_RT_FN constexpr int send_first_k(int32_t entry) { return entry >> 16; }
+
+// Slots are handed out in rank order without gaps, so the number of a token's distinct ranks follows from them.
+MOE_RT_FN int num_partials(const int32_t* send_plan_row, int num_topk) {
+  int n = 0;
+  for (int k = 0; k < num_topk; ++k) {
+    if (send_plan_row[k] != kNowhere && send_slot(send_plan_row[k]) >= n) n = send_slot(send_plan_row[k]) + 1;
+  }
+  return n;
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,49 @@
+// Which compiler is this, and what does the protocol need of it: the only file that asks.
+//
+// The protocol headers compile under g++ (CPU ranks), nvcc and NVRTC (CUDA ranks). They use no standard library beyond
+// fixed-width integers, so that NVRTC, which has none, sees the same text.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+#include <cuda/std/cstdint>
+#include <cuda/std/type_traits>
+#else
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#endif
+
+#if defined(__CUDACC__)
+#define MOE_RT_FN __host__ __device__ inline
+#else
+#define MOE_RT_FN inline
+#endif
+
+namespace moe_rt {
+
+#if defined(__CUDACC_RTC__)
+using cuda::std::int16_t;
+using cuda::std::int32_t;
+using cuda::std::int64_t;
+using cuda::std::uint16_t;
+using cuda::std::uint32_t;
+using cuda::std::uint64_t;
+#else
+using std::int16_t;
+using std::int32_t;
+using std::int64_t;
+using std::uint16_t;
+using std::uint32_t;
+using std::uint64_t;
+#endif
+
+MOE_RT_FN constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+template <class T>
+MOE_RT_FN constexpr T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+
+}  // namespace moe_rt

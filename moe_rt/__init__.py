@@ -1,0 +1,8 @@
+"""moe_rt: sync-free mixture-of-experts dispatch over symmetric memory."""
+
+from moe_rt.buffer import Buffer
+from moe_rt.handle import Handle
+from moe_rt.heap.rendezvous import ThreadGroup
+
+__all__ = ["Buffer", "Handle", "ThreadGroup"]
+__version__ = "0.1.0"

@@ -1,0 +1,88 @@
+"""Types of the compiled CPU engine (cuda/host/bindings.cpp). Addresses are tensor.data_ptr()."""
+
+MAX_TOPK: int
+
+class Shape:
+    def __init__(
+        self, *, num_ranks: int, num_experts: int, num_max_tokens: int, hidden: int, num_topk: int, elem_bytes: int
+    ) -> None: ...
+    def segment_bytes(self) -> int: ...
+    def recv_plan_ints(self, num_local: int, /) -> int: ...
+
+class Status:
+    code: int
+    op: int
+    phase: int
+    peer: int
+    seq: int
+    got: int
+    expected: int
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        shape: Shape,
+        elem: int,
+        rank: int,
+        config_hash: int,
+        expert_rank: list[int],
+        capacity: list[int],
+        segments: list[int],
+        pidfds: list[int],
+        timeout_s: float,
+        drop_overflow: bool,
+        num_lanes: int,
+        isa: str,
+    ) -> None: ...
+    def dispatch(
+        self,
+        x: int,
+        topk_idx: int,
+        topk_weights: int,
+        num_tokens: int,
+        recv_x: int,
+        recv_weights: int,
+        offs: int,
+        recv_plan: int,
+        send_plan: int,
+        tag: int,
+        /,
+    ) -> Status: ...
+    def combine(
+        self, y: int, recv_weights: int, recv_plan: int, send_plan: int, num_tokens: int, out: int, tag: int, /
+    ) -> Status: ...
+    def dispatch_backward(
+        self,
+        grad_recv_x: int,
+        grad_recv_weights: int,
+        recv_plan: int,
+        send_plan: int,
+        num_tokens: int,
+        grad_x: int,
+        grad_topk_weights: int,
+        tag: int,
+        /,
+    ) -> Status: ...
+    def combine_backward(
+        self,
+        grad_out: int,
+        num_tokens: int,
+        y: int,
+        recv_weights: int,
+        recv_plan: int,
+        grad_y: int,
+        grad_recv_weights: int,
+        tag: int,
+        /,
+    ) -> Status: ...
+    def refuse(self, op: int, code: int, got: int, expected: int, tag: int, /) -> Status: ...
+    def poison(self, code: int, peer: int, /) -> None: ...
+    def health(self) -> Status: ...
+    def issued(self, kind: int, /) -> int: ...
+    def close(self) -> None: ...
+
+def weighted_sum(
+    isa: str, elem: int, dst: int, srcs: list[int], weights: list[float], hidden: int, stream: bool, /
+) -> None: ...
+def isas() -> list[str]: ...

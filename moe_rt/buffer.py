@@ -1,0 +1,228 @@
+"""The buffer: one group's symmetric memory, and dispatch and combine over it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_rt import ops as _ops  # noqa: F401  registers torch.ops.moe_rt
+from moe_rt.agreement import agree
+from moe_rt.config import BufferSpec, Overflow
+from moe_rt.errors import InvalidConfig
+from moe_rt.handle import Handle
+from moe_rt.heap import shm, threads
+from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
+from moe_rt.native.cpu import CpuEngine
+
+Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
+
+
+class Buffer:
+    """Symmetric memory of one expert-parallel group, shared by all layers whose sizes fit it.
+
+    Making a buffer is collective: every rank of the group makes it, in the same order. All ops of a buffer must be issued
+    in the same order on every rank, by ranks without tokens too.
+
+    Args:
+        group: a ProcessGroup, a one-dimensional DeviceMesh, a ThreadGroup (ranks are threads), or None for the default
+            group, or for a single rank where torch.distributed is not initialised.
+        num_max_tokens_per_rank: the most tokens a rank will dispatch at once; the same on every rank.
+        hidden: elements of a row (H).
+        num_topk: entries of topk_idx for each token (K).
+        num_experts: experts of the whole group (E); need not divide by the number of ranks.
+        dtype: payload: torch.float32, bfloat16, float16 or float64. Sums are taken in fp32 (fp64 for float64).
+        heap: "shm" (ranks are processes of one host), "threads", or "auto": what fits the group.
+        capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
+            of a perfectly balanced load.
+        overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered, or
+            "drop" the last rows in the order expert, source rank, token, and count them in `handle.num_dropped`.
+        timeout_s: seconds an op waits for a peer before PeerTimeout ends the group.
+        init_timeout_s: the same for making the buffer.
+        placement: rank of each expert, length E; None places contiguous blocks.
+        num_threads: host threads that run this rank's ops.
+
+    Raises:
+        InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.
+        OutOfSharedMemory, SegmentPermission: on every rank, when a segment cannot be made or opened.
+        PeerTimeout: a rank did not come.
+
+    Example:
+        >>> buffer = Buffer(None, num_max_tokens_per_rank=16, hidden=8, num_topk=2, num_experts=4, dtype=torch.float32)
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        dtype: torch.dtype,
+        heap: Literal["auto", "shm", "threads"] = "auto",
+        capacity_factor: float | None = None,
+        overflow: Overflow = "raise",
+        timeout_s: float = 120.0,
+        init_timeout_s: float = 300.0,
+        placement: Sequence[int] | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        rendezvous = _rendezvous(group)
+        allocators = {"shm": shm.allocate, "threads": threads.allocate}
+        natural = "threads" if isinstance(rendezvous, ThreadGroup) else "shm"
+
+        def make_spec() -> BufferSpec:
+            if heap not in ("auto", natural):
+                raise InvalidConfig(f'heap: got "{heap}", expected "auto" or "{natural}" for this kind of group')
+            if not (timeout_s > 0 and init_timeout_s > 0):
+                raise InvalidConfig(f"timeout_s: got {timeout_s} and {init_timeout_s}, expected positive seconds")
+            if num_threads < 1:
+                raise InvalidConfig(f"num_threads: got {num_threads}, expected at least 1")
+            return BufferSpec.make(
+                num_ranks=rendezvous.size,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                hidden=hidden,
+                num_topk=num_topk,
+                num_experts=num_experts,
+                dtype=dtype,
+                placement=placement,
+                capacity_factor=capacity_factor,
+                overflow=overflow,
+            )
+
+        self.spec = agree(rendezvous, make_spec, init_timeout_s)
+        self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, natural
+        segments = allocators[natural](rendezvous, self.spec.shape().segment_bytes(), init_timeout_s)
+        self._engine = CpuEngine(
+            self.spec,
+            self.rank,
+            segments,
+            timeout_s=timeout_s,
+            num_threads=num_threads,
+            isa=os.environ.get("MOE_RT_ISA", "auto"),
+        )
+        self._id = self._engine.id
+        # Leaves when the buffer is garbage or the interpreter ends, whichever is first; close() does it by hand.
+        self._finalizer = weakref.finalize(self, _leave, self._engine, segments)
+
+    @property
+    def capacity(self) -> int:
+        """Rows of recv_x on this rank."""
+        return self.spec.capacity(self.rank)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on this rank (L)."""
+        return self.spec.placement.count(self.rank)
+
+    @property
+    def num_bytes(self) -> int:
+        """Symmetric memory of this rank; docs/protocol.md has the formula."""
+        return self.spec.shape().segment_bytes()
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0
+    ) -> tuple[Tensor, Tensor, Handle]:
+        """Sends every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
+
+        A token that names an expert twice visits it once, with the sum of both weights.
+
+        Args:
+            x: [T, H] of the buffer's dtype, 0 <= T <= num_max_tokens_per_rank; T may differ between ranks.
+            topk_idx: int64 or int32 [T, K]; expert ids, or -1 for none.
+            topk_weights: floating [T, K].
+            tag: names the layer, in [0, 2**28), so that ranks that run layers in different order are told.
+
+        Returns:
+            recv_x [capacity, H], rows in the order local expert, source rank, token; recv_weights [capacity], the
+            weight of each row (fp32, or fp64 for fp64); and the handle, whose `offs` delimit the experts.
+
+        Raises:
+            InvalidInput, InvalidRouting, TooManyTokens, CapacityOverflow: on every rank, in this op; the buffer can be
+                used again.
+            PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, ConfigMismatch, CallOrderMismatch: the group is over.
+            ConcurrentUse: another thread is inside an op of this buffer.
+        """
+        recv_x, recv_weights, offs, recv_plan, send_plan = torch.ops.moe_rt.dispatch(
+            x, topk_idx.to(torch.int64), topk_weights.to(self.spec.acc_dtype), self._id, tag
+        )
+        return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
+
+    def combine(self, y: Tensor, recv_weights: Tensor, handle: Handle) -> Tensor:
+        """Brings the experts' rows home: out[t] is the sum of recv_weights * y over the rows of token t. Collective.
+
+        Differentiable in y and recv_weights. Each rank sums its own rows of a token first and rounds the partial to
+        the payload dtype; partials are added in rank order.
+
+        Args:
+            y: [capacity, H] of the buffer's dtype; rows past handle.offs[-1] are not read.
+            recv_weights: [capacity], as dispatch returned them.
+            handle: of the dispatch that these rows come from.
+
+        Returns:
+            out [T, H], T as in that dispatch; tokens without experts are zero.
+
+        Raises:
+            As `dispatch`.
+        """
+        return torch.ops.moe_rt.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._id, handle.tag)
+
+    def check(self) -> None:
+        """Raises what has ended the group, if anything has. Local; never blocks."""
+        self._engine.health()
+
+    def close(self) -> None:
+        """Leaves the group. Local and idempotent: peers that still wait for this rank raise GroupClosed."""
+        self._finalizer()
+
+    def abort(self) -> None:
+        """Ends the group on every rank, for a rank that cannot go on: peers raise GroupPoisoned at once."""
+        if self._finalizer.alive:
+            self._engine.poison()
+        self.close()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        return self  # a copied layer shares its group
+
+    def __repr__(self) -> str:
+        return f"Buffer(rank {self.rank} of {self.num_ranks}, heap={self.heap}, {self.num_bytes} bytes, {self.spec})"
+
+
+def _rendezvous(group: Group) -> Rendezvous:
+    if isinstance(group, ThreadGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise InvalidConfig(f"group: got a mesh of {group.ndim} dimensions, expected one, as in mesh['ep']")
+        group = group.get_group()
+    if group is None:
+        if not dist.is_initialized():
+            return ThreadGroup.make(1)[0]
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
+    return StoreRendezvous(group)
+
+
+def _leave(engine: CpuEngine, segments: Any) -> None:
+    engine.close()
+    segments.release()

@@ -1,0 +1,200 @@
+"""The errors of moe_rt: one family, each saying what was got, what was expected and which rank is concerned.
+
+Refusals (bad input, overflow) are raised by every rank in the same op, and the buffer can be used again. Failures (a dead
+or silent peer, ranks that disagree) end the group: every later op raises `GroupPoisoned` or the same failure.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_rt._engine import Status
+
+
+class Code(IntEnum):
+    """Status codes of cuda/protocol/status.h."""
+
+    OK = 0
+    INVALID_INPUT = 1
+    INVALID_ROUTING = 2
+    TOO_MANY_TOKENS = 3
+    CAPACITY_OVERFLOW = 4
+    CONFIG_MISMATCH = 16
+    CALL_ORDER_MISMATCH = 17
+    CORRUPT_PEER = 18
+    PEER_TIMEOUT = 19
+    PEER_DEAD = 20
+    PEER_CLOSED = 21
+    POISONED = 22
+    CLOSED = 32
+    CONCURRENT_USE = 33
+
+
+class Op(IntEnum):
+    """The four ops, as they travel in headers."""
+
+    NONE = 0
+    DISPATCH = 1
+    COMBINE = 2
+    DISPATCH_BACKWARD = 3
+    COMBINE_BACKWARD = 4
+
+
+class Phase(IntEnum):
+    """Where in an op something was noticed."""
+
+    NONE = 0
+    PUBLISH = 1
+    WAIT = 2
+    GATHER = 3
+    PUSH = 4
+    REDUCE = 5
+
+
+class MoeRtError(RuntimeError):
+    """Base of all errors. `rank` is who raises, `peer` whom it concerns; -1 where that has no meaning."""
+
+    def __init__(
+        self, message: str, *, rank: int = -1, peer: int = -1, op: Op = Op.NONE, seq: int = 0, phase: Phase = Phase.NONE
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.peer, self.op, self.seq, self.phase = rank, peer, op, seq, phase
+
+
+class InvalidConfig(MoeRtError, ValueError):
+    """A buffer or layer was asked for with a value that makes no sense, on this rank or on a peer."""
+
+
+class InvalidInput(MoeRtError, ValueError):
+    """A tensor has the wrong shape, dtype or device."""
+
+
+class InvalidRouting(InvalidInput):
+    """An expert id lies outside [-1, num_experts)."""
+
+
+class TooManyTokens(InvalidInput):
+    """More tokens than num_max_tokens_per_rank."""
+
+
+class CapacityOverflow(MoeRtError):
+    """A rank would receive more rows than its capacity; no row was delivered anywhere."""
+
+
+class ConfigMismatch(MoeRtError):
+    """Ranks disagree about a buffer's configuration."""
+
+
+class CallOrderMismatch(MoeRtError):
+    """Ranks issued different ops, or the same op on different layers or handles."""
+
+
+class CorruptPeer(MoeRtError):
+    """A peer's control data cannot be true; nothing was read through it."""
+
+
+class PeerTimeout(MoeRtError):
+    """A peer did not announce the op in time."""
+
+
+class PeerDead(MoeRtError):
+    """A peer's process ended before it announced the op."""
+
+
+class GroupPoisoned(MoeRtError):
+    """Another rank failed first and said so; `peer` is that rank."""
+
+
+class GroupClosed(MoeRtError):
+    """The buffer, or a peer's, was closed."""
+
+
+class ConcurrentUse(MoeRtError):
+    """A second thread entered an op while one was running on the same buffer."""
+
+
+class OutOfSharedMemory(MoeRtError, MemoryError):
+    """A segment could not be reserved in full."""
+
+
+class SegmentPermission(MoeRtError, PermissionError):
+    """A peer's segment cannot be opened, or is not what the peer said it is."""
+
+
+class SizeOverflow(InvalidConfig):
+    """A size does not fit the types of the protocol."""
+
+
+_CLASSES: dict[Code, type[MoeRtError]] = {
+    Code.INVALID_INPUT: InvalidInput,
+    Code.INVALID_ROUTING: InvalidRouting,
+    Code.TOO_MANY_TOKENS: TooManyTokens,
+    Code.CAPACITY_OVERFLOW: CapacityOverflow,
+    Code.CONFIG_MISMATCH: ConfigMismatch,
+    Code.CALL_ORDER_MISMATCH: CallOrderMismatch,
+    Code.CORRUPT_PEER: CorruptPeer,
+    Code.PEER_TIMEOUT: PeerTimeout,
+    Code.PEER_DEAD: PeerDead,
+    Code.PEER_CLOSED: GroupClosed,
+    Code.POISONED: GroupPoisoned,
+    Code.CLOSED: GroupClosed,
+    Code.CONCURRENT_USE: ConcurrentUse,
+}
+
+
+def _call_name(word: int) -> str:
+    """Spells out a call word of signal.h."""
+    word &= (1 << 64) - 1
+    return f"{Op(word >> 60 & 0xF).name.lower()} (layer tag {word >> 32 & 0xFFFFFFF}, handle {word & 0xFFFFFFFF})"
+
+
+def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
+    peer, got, expected = f"rank {status.peer}", status.got, status.expected
+    match code:
+        case Code.INVALID_INPUT:
+            return f"{peer} refused its input: got {got}, expected {expected}; its own error names the argument"
+        case Code.INVALID_ROUTING:
+            return f"{peer} got expert id {got} in topk_idx, expected -1 or [0, {expected})"
+        case Code.TOO_MANY_TOKENS:
+            return f"{peer} got {got} tokens, expected at most num_max_tokens_per_rank = {expected}"
+        case Code.CAPACITY_OVERFLOW:
+            return (
+                f"{peer} would receive {got} rows, expected at most its capacity of {expected}; "
+                'raise capacity_factor, or choose overflow="drop"'
+            )
+        case Code.CONFIG_MISMATCH:
+            return f"{peer} published configuration {got & (1 << 64) - 1:#x}, expected {expected & (1 << 64) - 1:#x}"
+        case Code.CALL_ORDER_MISMATCH if status.phase == Phase.WAIT and got >= 0 and (got >> 60) == 0:
+            return f"{peer} went on to a later op without issuing this one; all ranks must issue the same ops in order"
+        case Code.CALL_ORDER_MISMATCH:
+            return f"{peer} issued {_call_name(got)}, expected {_call_name(expected)}"
+        case Code.CORRUPT_PEER:
+            return f"control data of {peer} cannot be true (got {got}, expected {expected})"
+        case Code.PEER_TIMEOUT:
+            return f"{peer} announced op {got}, expected {expected} within {timeout_s:g} s"
+        case Code.PEER_DEAD:
+            return f"the process of {peer} ended: it announced op {got}, expected {expected}"
+        case Code.PEER_CLOSED:
+            return f"{peer} closed its buffer: it announced op {got}, expected {expected}"
+        case Code.POISONED:
+            cause = Code(got).name.lower() if got in Code._value2member_map_ else str(got)
+            blamed = f", concerning rank {expected}" if expected >= 0 else ""
+            return f"{peer} failed first ({cause}{blamed}) and ended the group; make a new buffer on every rank"
+        case Code.CLOSED:
+            return "the buffer was closed on this rank; expected an open one"
+        case _:
+            return "another thread is inside an op of this buffer; expected one op at a time"
+
+
+def error_from_status(status: Status, rank: int, timeout_s: float) -> MoeRtError:
+    """Builds the exception for a status of the engine; the status must not be OK."""
+    code, peer = Code(status.code), status.peer
+    kind = _CLASSES[code]
+    if code is Code.POISONED and status.got == Code.PEER_DEAD:
+        kind, peer = PeerDead, status.expected
+    op, phase = Op(status.op), Phase(status.phase)
+    where = f"{op.name.lower()} #{status.seq} on rank {rank}: " if op else f"rank {rank}: "
+    message = where + _explain(code, status, rank, timeout_s)
+    return kind(message, rank=rank, peer=peer, op=op, seq=status.seq, phase=phase)

@@ -1,0 +1,34 @@
+"""What dispatch returns besides rows: everything combine and both backwards need to find the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """Routing of one dispatch, in private memory: it stays valid while later ops reuse the windows.
+
+    Attributes:
+        offs: int32 [L], inclusive cumulative rows per local expert; rows past offs[-1] are unspecified.
+        recv_plan: int32, opaque: which rows belong to which pulled token.
+        send_plan: int32 [T, K], opaque: where each top-k entry of this rank's tokens went.
+        tag: the layer tag given to dispatch; combine must carry the same.
+    """
+
+    offs: Tensor
+    recv_plan: Tensor
+    send_plan: Tensor
+    tag: int
+
+    @property
+    def num_recv_tokens_per_expert(self) -> Tensor:
+        """int32 [L] on the device: rows that each local expert received."""
+        return self.offs.diff(prepend=self.offs.new_zeros(1))
+
+    @property
+    def num_dropped(self) -> Tensor:
+        """int32 scalar on the device: rows beyond capacity that this rank did not take (overflow="drop")."""
+        return self.recv_plan[4]

@@ -1,0 +1,124 @@
+"""Heap for ranks that are processes of one host: a sealed memfd per rank, opened by its peers through /proc.
+
+A memfd has no name: nothing is left in /dev/shm however a rank dies, a small /dev/shm does not limit it, and no other
+user can open it. Pages are reserved when it is made, so too little memory is an error here and not a SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+from typing import Any
+
+from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import Segments, address_of
+
+
+def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
+    """Makes this rank's segment and maps every peer's. Collective: either every rank succeeds or every rank raises.
+
+    Raises:
+        OutOfSharedMemory: some rank could not reserve its segment.
+        SegmentPermission: some rank could not open a peer's segment, or found something else in its place.
+        InvalidConfig: ranks are on different hosts.
+    """
+    opened: list[int] = []  # descriptors, needed only until everyone has mapped
+    segments = Segments([], [], [])
+    try:
+        mine: dict[str, Any] = {}
+        failure: MoeRtError | None = None
+        try:
+            mine = _create(num_bytes, opened)
+        except OSError as error:
+            failure = _creation_error(error, num_bytes, rendezvous.rank)
+        records = _share(rendezvous, mine, failure, timeout_s)
+        try:
+            _attach_all(rendezvous, records, num_bytes, opened, segments)
+        except MoeRtError as error:
+            failure = error
+        _share(rendezvous, {}, failure, timeout_s)
+    except BaseException:
+        segments.release()
+        raise
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return segments
+
+
+def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
+    fd = os.memfd_create("moe_rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    opened.append(fd)
+    os.fchmod(fd, 0o600)
+    os.posix_fallocate(fd, 0, num_bytes)
+    # No peer can shrink the segment under us: that would turn an access into a SIGBUS.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    stat = os.fstat(fd)
+    with open("/proc/sys/kernel/random/boot_id") as f:
+        host = f.read().strip()
+    return {"pid": os.getpid(), "fd": fd, "dev": stat.st_dev, "ino": stat.st_ino, "host": host}
+
+
+def _creation_error(error: OSError, num_bytes: int, rank: int) -> MoeRtError:
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        message = f"rank {rank} could not reserve a segment of {num_bytes} bytes: {os.strerror(error.errno)}"
+        return OutOfSharedMemory(message, rank=rank)
+    return SegmentPermission(f"rank {rank} could not make a segment: {error}", rank=rank)
+
+
+def _share(
+    rendezvous: Rendezvous, record: dict[str, Any], failure: MoeRtError | None, timeout_s: float
+) -> list[dict[str, Any]]:
+    """All-gathers records; when any rank failed, raises that failure's kind on every rank."""
+    if failure is not None:
+        record = {"error": type(failure).__name__, "message": str(failure)}
+    payloads = rendezvous.all_gather(json.dumps(record).encode(), timeout_s)
+    records: list[dict[str, Any]] = [json.loads(p) for p in payloads]
+    if failure is not None:
+        raise failure
+    kinds = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission, InvalidConfig)}
+    for peer, r in enumerate(records):
+        if "error" in r:
+            raise kinds[r["error"]](r["message"], rank=rendezvous.rank, peer=peer)
+    return records
+
+
+def _attach_all(
+    rendezvous: Rendezvous, records: list[dict[str, Any]], num_bytes: int, opened: list[int], segments: Segments
+) -> None:
+    me = rendezvous.rank
+    for peer, record in enumerate(records):
+        if record["host"] != records[me]["host"]:
+            raise InvalidConfig(f'heap "shm": got rank {peer} on another host than rank {me}, expected one host')
+        path = f"/proc/{record['pid']}/fd/{record['fd']}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            message = (
+                f"rank {me} cannot open the segment of rank {peer} ({error.strerror}): ranks must be processes of one "
+                "user in one process-id namespace"
+            )
+            raise SegmentPermission(message, rank=me, peer=peer) from error
+        opened.append(fd)
+        stat = os.fstat(fd)
+        got = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid)
+        expected = (record["dev"], record["ino"], num_bytes, os.geteuid())
+        if got != expected:
+            message = f"segment of rank {peer}: got device, inode, size, user {got}, expected {expected}"
+            raise SegmentPermission(message, rank=me, peer=peer)
+        mapping = mmap.mmap(fd, num_bytes)
+        segments.mappings.append(mapping)
+        segments.addresses.append(address_of(mapping))
+        segments.pidfds.append(-1 if peer == me else _watch(record["pid"]))
+
+
+def _watch(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 where the kernel offers none (then only time tells)."""
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    return -1

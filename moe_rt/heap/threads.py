@@ -1,0 +1,33 @@
+"""Heap for ranks that are threads of one process: anonymous memory, shared by address.
+
+Every rank uses the same mapping of a segment, which is what lets ThreadSanitizer see both sides of a race.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import Segments, address_of
+
+# Mappings on their way from their owner to its peers, by address. Emptied before `allocate` returns.
+_in_transit: dict[int, mmap.mmap] = {}
+_lock = threading.Lock()
+
+
+def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
+    """Maps one segment per rank. Collective over the rendezvous."""
+    mine = mmap.mmap(-1, num_bytes)
+    address = address_of(mine)
+    with _lock:
+        _in_transit[address] = mine
+    try:
+        addresses = [int(a) for a in rendezvous.all_gather(str(address).encode(), timeout_s)]
+        with _lock:
+            mappings = [_in_transit[a] for a in addresses]
+        rendezvous.all_gather(b"attached", timeout_s)
+    finally:
+        with _lock:
+            del _in_transit[address]
+    return Segments(addresses, [-1] * rendezvous.size, mappings)

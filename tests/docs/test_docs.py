@@ -1,0 +1,171 @@
+"""The docs hold what they show: every fenced block of theirs runs, or quotes code that is there."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import fenced
+import pytest
+from fenced import Block, BlockError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def docs(root: Path) -> list[Path]:
+    top = [root / "README.md", root / "CONTRIBUTING.md"]
+    return [path for path in (*top, *sorted((root / "docs").rglob("*.md"))) if path.exists()]
+
+
+def blocks(root: Path) -> list[Block]:
+    found = [
+        block
+        for path in docs(root)
+        for block in fenced.find_blocks(path.read_text(encoding="utf-8"), path.relative_to(root))
+    ]
+    return [block for block in found if fenced.is_checked(block)]
+
+
+def the_block(markdown: str) -> Block:
+    (block,) = fenced.find_blocks(markdown, Path("docs/a.md"))
+    return block
+
+
+def test_the_readme_exists() -> None:
+    assert (ROOT / "README.md").is_file()
+
+
+def as_parameter(block: Block) -> Any:
+    """A slow block may take longer than any other test, and its own limit is to end it, not pytest's."""
+    slow = [pytest.mark.timeout(fenced.SLOW_LIMIT_S + 60)] if block.directive == "slow" else []
+    return pytest.param(block, id=str(block), marks=slow)
+
+
+@pytest.mark.parametrize("block", [as_parameter(block) for block in blocks(ROOT)])
+def test_block(block: Block) -> None:
+    assert fenced.INSIDE_A_BLOCK not in os.environ, "a block of the docs runs the tests of the docs: mark it as skipped"
+    fenced.check(block, ROOT)
+    if block.skip_reason is not None:
+        pytest.skip(block.skip_reason)
+
+
+def test_blocks_are_found_with_their_lines_and_directives(tmp_path: Path) -> None:
+    markdown = """# Title
+```python
+x = 1
+```
+<!-- docs-test: slow -->
+
+~~~bash title="x"
+echo '
+```
+'
+~~~
+A sentence.
+
+- <!-- not one of ours -->
+  ````text
+  ```
+    two
+  ````
+"""
+    path = Path("a.md")
+    assert list(fenced.find_blocks(markdown, path)) == [
+        Block(path, 2, "python", "x = 1\n"),
+        Block(path, 7, "bash", "echo '\n```\n'\n", "slow"),
+        Block(path, 15, "text", "```\n  two\n"),
+    ]
+    (tmp_path / "README.md").write_text(markdown)
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "deep" / "b.md").write_text("```cpp\nx;\n```\n")
+    assert [str(block) for block in blocks(tmp_path)] == ["README.md:2", "README.md:7", "docs/deep/b.md:1"]
+
+
+def test_a_directive_holds_for_the_next_block_only() -> None:
+    markdown = (
+        "<!-- docs-test: slow -->\n```bash\na\n```\n```bash\nb\n```\n<!-- docs-test: slow -->\nProse\n```bash\nc\n```\n"
+    )
+    assert [block.directive for block in fenced.find_blocks(markdown, Path("a.md"))] == ["slow", "", ""]
+
+
+def test_an_open_block_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a\.md:3: the block is never closed"):
+        list(fenced.find_blocks("One\n\n```bash\necho\n", Path("a.md")))
+
+
+SOUND = [
+    "```python\nfrom pathlib import Path\nassert Path.cwd() == Path(__file__).resolve().parent\n```\n",
+    '```bash\ntest "$MOE_RT_DOCS_TEST" = 1\necho to make gone\n```\n',
+    "```bash\ntest -f Makefile && which python # make nothing\nmake -s hello X=1 && make world\n```\n",
+    "```cpp\nint f()  {\n    return 1;\n}\n```\n",
+    "<!-- docs-test: skip needs a GPU -->\n```bash\nexit 1\n```\n",
+    "<!-- docs-test: skip needs a GPU -->\n```python\nraise SystemExit(1)\n```\n",
+    "<!-- docs-test: skip runs the whole test suite -->\n```bash\nmake test\n```\n",
+]
+
+# (markdown, what the failure says)
+BROKEN = [
+    ("```python\nx = 1\nraise KeyError('gone')\n```\n", r"(?s)docs/a\.md:1: exit status 1.*line 3.*KeyError: 'gone'"),
+    ("```bash\nfalse | cat\n```\n", r"docs/a\.md:1: exit status 1"),
+    ("```bash\nfalse\ntrue\n```\n", "exit status 1"),
+    ("```bash\necho $MOE_RT_NOT_SET\n```\n", "unbound variable"),
+    ("```bash\nmake gone\n```\n", "the Makefile has no target 'gone'"),
+    ("<!-- docs-test: skip needs a GPU -->\n```bash\nmake gone\n```\n", "the Makefile has no target 'gone'"),
+    ("```bash\ncd . && make -j2 test\n```\n", "`make test` runs these tests again; mark the block"),
+    ("```bash\nmake demo\n```\n", "`make demo` runs these tests again; mark the block"),
+    ("<!-- docs-test: skip is boring -->\n```bash\ntrue\n```\n", "skipped because it 'is boring'; the reasons allowed"),
+    ("<!-- docs-test: skip -->\n```bash\ntrue\n```\n", "skipped because it ''; the reasons allowed"),
+    ("<!-- docs-test: skp needs a GPU -->\n```bash\ntrue\n```\n", "is neither `slow` nor `skip REASON`"),
+    ("```cpp\nint f() { return 2; }\n```\n", "no file under cuda/ contains this C"),
+    ("```pyhton\nx\n```\n", "'pyhton' is none of the languages"),
+    ("```\nx\n```\n", "'' is none of the languages"),
+    ("```bash\n\n```\n", "the block is empty"),
+]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "Makefile").write_text("X := 2\n.PHONY: hello world\nhello world: a\na:\n\ttrue\ndemo:\ntest: hello\n")
+    (tmp_path / "cuda" / "host").mkdir(parents=True)
+    (tmp_path / "cuda" / "host" / "f.h").write_text("// Before.\nint f() {\n  return 1;\n}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("markdown", SOUND)
+def test_a_sound_block_passes(tree: Path, markdown: str) -> None:
+    fenced.check(the_block(markdown), tree)
+
+
+@pytest.mark.parametrize(("markdown", "message"), BROKEN)
+def test_a_broken_block_fails(tree: Path, markdown: str, message: str) -> None:
+    with pytest.raises(BlockError, match=message):
+        fenced.check(the_block(markdown), tree)
+
+
+def test_a_block_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    block = the_block("```bash\nsleep 60 &\necho $! > child; wait\n```\n")
+    with pytest.raises(BlockError, match=r"not done after 0\.5 s"):
+        fenced.run(block, ["bash", "-c", block.text], cwd=tmp_path, environment={}, limit_s=0.5)
+    assert ends(int((tmp_path / "child").read_text()))
+
+
+def test_what_a_block_leaves_behind_is_ended(tmp_path: Path) -> None:
+    block = the_block("```bash\nsleep 60 >/dev/null 2>&1 &\necho $! > child\n```\n")
+    fenced.run(block, ["bash", "-c", block.text], cwd=tmp_path, environment={})
+    assert ends(int((tmp_path / "child").read_text()))
+
+
+def ends(pid: int) -> bool:
+    """Whether the process is gone, or dead and not yet waited for, within five seconds."""
+    stat = Path(f"/proc/{pid}/stat")
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
