@@ -3,6 +3,7 @@
 from moe_rt.buffer import Buffer
 from moe_rt.handle import Handle
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.layer import MoEConfig, MoELayer
 
-__all__ = ["Buffer", "Handle", "ThreadGroup"]
+__all__ = ["Buffer", "Handle", "MoEConfig", "MoELayer", "ThreadGroup"]
 __version__ = "0.1.0"

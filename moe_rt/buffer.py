@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_rt import ops as _ops  # noqa: F401  registers torch.ops.moe_rt
 from moe_rt.agreement import agree
 from moe_rt.config import BufferSpec, Overflow
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, Op
 from moe_rt.handle import Handle
 from moe_rt.heap import shm, threads
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
@@ -110,6 +110,7 @@ class Buffer:
             isa=os.environ.get("MOE_RT_ISA", "auto"),
         )
         self._id = self._engine.id
+        self._num_tags = 0
         # Leaves when the buffer is garbage or the interpreter ends, whichever is first; close() does it by hand.
         self._finalizer = weakref.finalize(self, _leave, self._engine, segments)
 
@@ -151,8 +152,13 @@ class Buffer:
             PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, ConfigMismatch, CallOrderMismatch: the group is over.
             ConcurrentUse: another thread is inside an op of this buffer.
         """
+        self._engine.require_device(Op.DISPATCH, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+        if topk_idx.dtype is torch.int32:
+            topk_idx = topk_idx.to(torch.int64)
+        if topk_weights.is_floating_point():
+            topk_weights = topk_weights.to(self.spec.acc_dtype)
         recv_x, recv_weights, offs, recv_plan, send_plan = torch.ops.moe_rt.dispatch(
-            x, topk_idx.to(torch.int64), topk_weights.to(self.spec.acc_dtype), self._id, tag
+            x, topk_idx, topk_weights, self._id, tag
         )
         return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
 
@@ -173,11 +179,22 @@ class Buffer:
         Raises:
             As `dispatch`.
         """
+        self._engine.require_device(Op.COMBINE, handle.tag, y=y, recv_weights=recv_weights, recv_plan=handle.recv_plan)
         return torch.ops.moe_rt.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._id, handle.tag)
 
     def check(self) -> None:
         """Raises what has ended the group, if anything has. Local; never blocks."""
         self._engine.health()
+
+    def new_tag(self) -> int:
+        """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""
+        self._num_tags += 1
+        return self._num_tags
+
+    @property
+    def closed(self) -> bool:
+        """True once this rank has left the group."""
+        return not self._finalizer.alive
 
     def close(self) -> None:
         """Leaves the group. Local and idempotent: peers that still wait for this rank raise GroupClosed."""

@@ -154,7 +154,8 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
     peer, got, expected = f"rank {status.peer}", status.got, status.expected
     match code:
         case Code.INVALID_INPUT:
-            return f"{peer} refused its input: got {got}, expected {expected}; its own error names the argument"
+            sizes = f": got {got}, expected {expected}" if got != expected else ""
+            return f"{peer} refused its input{sizes}; its own error names the argument"
         case Code.INVALID_ROUTING:
             return f"{peer} got expert id {got} in topk_idx, expected -1 or [0, {expected})"
         case Code.TOO_MANY_TOKENS:

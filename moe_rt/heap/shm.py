@@ -12,6 +12,7 @@ import fcntl
 import json
 import mmap
 import os
+from pathlib import Path
 from typing import Any
 
 from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
@@ -31,7 +32,8 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     segments = Segments([], [], [])
     try:
         mine: dict[str, Any] = {}
-        failure: MoeRtError | None = None
+        failure: MoeRtError | None = _no_room(num_bytes * rendezvous.size, rendezvous.rank)
+        _share(rendezvous, mine, failure, timeout_s)  # everyone looks before anyone takes
         try:
             mine = _create(num_bytes, opened)
         except OSError as error:
@@ -49,6 +51,20 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         for fd in opened:
             os.close(fd)
     return segments
+
+
+def _no_room(num_bytes: int, rank: int) -> OutOfSharedMemory | None:
+    """Reserving more than there is would not fail: it would wake the kernel's out-of-memory killer."""
+    with open("/proc/meminfo") as f:
+        meminfo = dict(line.split(":") for line in f)
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no such file outside a limited control group, or "max" in it
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    if num_bytes <= available:
+        return None
+    message = f"rank {rank}: got segments of {num_bytes} bytes for all ranks of this host, expected at most {available}"
+    return OutOfSharedMemory(message, rank=rank)
 
 
 def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:

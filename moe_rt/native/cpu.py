@@ -159,6 +159,13 @@ class CpuEngine:
             self._raise(status)
         return grad_y, grad_recv_weights
 
+    def require_device(self, op: Op, tag: int, **tensors: Tensor) -> None:
+        """Refuses tensors that are not here: torch would look for another kernel and never ask this engine."""
+        for name, t in tensors.items():
+            if t.device.type != "cpu":
+                error = InvalidInput(f"{name}: got a tensor on {t.device}, expected one on cpu", rank=self.rank, op=op)
+                self._refuse(op, tag, error, 0, 0)
+
     def health(self) -> None:
         """Raises what ended the group, if anything did. Never blocks."""
         self._alive()

@@ -16,9 +16,17 @@
  * A d_step is one access to shared memory as a peer sees it, or a few that no peer can tell apart (the reason is then
  * given). None of them blocks or makes a choice.
  *
- * Must hold:       (no flag)  ROUTES=r  REFUSE  RAISE  LEAVE
- * Must be refuted: ROUTES=r SKIP_ZERO, SINGLE_WINDOW=D|C, EARLY_SIGNAL=D|C, PER_LAYER, RAISE NO_POISON,
- *                  LEAVE NO_POISON, REFUSE NO_WAIT
+ * Must hold: no flag, ROUTES=r, and
+ *   REFUSE  A rank may refuse its input. It announces that in place of data, waits like everybody, and all go on.
+ *   RAISE   A rank may raise at any moment and leave for good; it poisons its peers' memory, which every wait polls.
+ *   LEAVE   Like REFUSE, but whoever refuses, or learns of a refusal, raises and leaves.
+ * Must be refuted (D|C names the kind of op that is spoilt):
+ *   ROUTES=r SKIP_ZERO            Peers that exchange no tokens neither signal nor wait for each other.
+ *   SINGLE_WINDOW=D|C             One window instead of two.
+ *   EARLY_SIGNAL=D|C              The signal comes before the data.
+ *   PER_LAYER                     Each layer counts its own ops, but layers share the windows.
+ *   REFUSE NO_WAIT                A rank that refused its input returns without waiting for its peers.
+ *   RAISE|LEAVE NO_POISON         A rank leaves without telling those who wait for it.
  */
 #ifndef N
 #define N 3 /* ranks: 2, 3 or 4 */
@@ -59,12 +67,12 @@
 #endif
 
 /* A dispatch writes one window in the source, whoever reads it; a combine writes one per source in the destination. */
-#define SLOTS         (2 * N + 2 * N * N)
+#define SLOTS          (2 * N + 2 * N * N)
 #define SLOT(dst, src) ((k == D -> 2 * (src) : 2 * N + 2 * ((dst) * N + (src))) + HALF)
-#define SIG(dst, src) sig[((k * LAYERS + LAYER) * N + (dst)) * N + (src)]
-#define BEGUN         (2 * u)     /* payload of op u while it is being written */
-#define DONE          (2 * u + 1) /* payload of op u, complete */
-#define HDR(refusal)  (2 * u + (refusal))
+#define SIG(dst, src)  sig[((k * LAYERS + LAYER) * N + (dst)) * N + (src)]
+#define BEGUN          (2 * u)     /* payload of op u while it is being written */
+#define DONE           (2 * u + 1) /* payload of op u, complete */
+#define HDR(refusal)   (2 * u + (refusal))
 
 byte payload[SLOTS];
 byte hdr[SLOTS];
@@ -188,7 +196,7 @@ proctype rank(byte me) {
 #endif
 #if defined(REFUSE) || defined(LEAVE)
         if :: refuse = 1 :: true fi;
-        TRUTH = (TRUTH == HDR(1) -> HDR(1) : HDR(refuse));
+        TRUTH = (TRUTH > HDR(refuse) -> TRUTH : HDR(refuse));
 #endif
 
         /* Announce. */
@@ -238,7 +246,7 @@ proctype rank(byte me) {
             look();
             saw = saw | refuse;
 #ifdef REFUSE
-            refusal_missed = TRUTH != HDR(saw);
+            refusal_missed = TRUTH == HDR(!saw);
             assert(!refusal_missed)
 #endif
         }

@@ -1,0 +1,106 @@
+"""The decoder: pre-norm attention with rotary positions, and a mixture of experts in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_rt.train.config import VOCAB_SIZE, TrainConfig
+
+# Layer index -> a module whose forward takes [B, S, H] and returns the same shape and a RouterAux.
+MakeMoE = Callable[[int], nn.Module]
+
+ROPE_BASE = 10_000.0
+
+
+class DecoderOutput(NamedTuple):
+    """Logits [B, S, 256], the sum of the layers' router losses, and top-k entries per expert, int64 [layers, E]."""
+
+    logits: Tensor
+    aux_loss: Tensor
+    tokens_per_expert: Tensor
+
+
+class Decoder(nn.Module):
+    """A language model over bytes. Ranks seeded alike start with the same weights however experts are spread."""
+
+    def __init__(self, config: TrainConfig, make_moe: MakeMoE) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB_SIZE, config.hidden)
+        self.layers = nn.ModuleList(Block(config, make_moe(i)) for i in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, VOCAB_SIZE, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws what is not the mixture's own. A small head makes the first prediction nearly uniform."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.reset_parameters()
+        nn.init.normal_(self.embedding.weight, std=1.0)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> DecoderOutput:
+        """tokens int64 [B, S], S <= seq_len."""
+        x = self.embedding(tokens)
+        auxes = []
+        for layer in self.layers:
+            x, aux = layer(x)
+            auxes.append(aux)
+        aux_loss = torch.stack([aux.loss for aux in auxes]).sum()
+        return DecoderOutput(self.head(self.norm(x)), aux_loss, torch.stack([aux.tokens_per_expert for aux in auxes]))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + moe(norm(x))."""
+
+    def __init__(self, config: TrainConfig, moe: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden)
+        self.attention = Attention(config)
+        self.moe_norm = nn.RMSNorm(config.hidden)
+        self.moe = moe
+
+    def forward(self, x: Tensor) -> tuple[Tensor, NamedTuple]:
+        x = x + self.attention(self.attention_norm(x))
+        y, aux = self.moe(self.moe_norm(x))
+        return x + y, aux
+
+
+class Attention(nn.Module):
+    """Causal self-attention; queries and keys are rotated by their position (Su et al. 2021, RoFormer)."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
+        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+        half = config.hidden // config.num_heads // 2
+        angles = torch.outer(torch.arange(config.seq_len), ROPE_BASE ** -(torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """N(0, 1 / fan-in), as the experts."""
+        for linear in (self.qkv, self.out):
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [B, S, H] -> three of [B, heads, S, H / heads]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(self._rotate(q), self._rotate(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

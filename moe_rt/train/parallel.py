@@ -1,0 +1,117 @@
+"""Ranks of a run: expert-parallel groups, and gradients averaged and clipped over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_rt.layer import MoELayer
+
+
+@contextmanager
+def process_group(timeout_s: float) -> Iterator[None]:
+    """torchrun's process group, or one of a single rank without torchrun; left at the end, whatever happens."""
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def abort_on_error(model: nn.Module) -> Iterator[None]:
+    """Ends the expert-parallel group when this rank fails, so that no peer waits for it."""
+    try:
+        yield
+    except BaseException:
+        for layer in moe_layers(model):
+            layer.buffer.abort()
+        raise
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """The layers whose experts are spread over ranks."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place. Expert-parallel (ep) groups are contiguous ranks and share one set of experts between them;
+    a data-parallel group of experts (edp) is the ranks, one of each ep group, that hold the same experts."""
+
+    rank: int
+    world_size: int
+    ep_group: dist.ProcessGroup
+    edp_group: dist.ProcessGroup
+
+    @classmethod
+    def make(cls, ep: int) -> Ranks:
+        """Collective; `ep` divides the world size."""
+        world_size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("edp", "ep"))
+        return cls(dist.get_rank(), world_size, mesh.get_group("ep"), mesh.get_group("edp"))
+
+    def share(self, count: int) -> range:
+        """This rank's contiguous part of `count` things, which the world size divides."""
+        each = count // self.world_size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+
+class Gradients:
+    """The gradients of a model for a loss that is the mean, over all ranks, of each rank's own mean.
+
+    They live in two flat tensors, of which every parameter's `grad` is a view: one for parameters that all ranks hold, and
+    one for this rank's experts. The latter arrive as sums over the tokens of the ep group already.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self._ranks = ranks
+        experts = [p for layer in moe_layers(model) for p in layer.experts.parameters()]
+        local = {id(p) for p in experts}
+        self._shared = _flat_gradient(p for p in model.parameters() if id(p) not in local)
+        self._experts = _flat_gradient(experts)
+
+    def zero(self) -> None:
+        self._shared.zero_()
+        self._experts.zero_()
+
+    def average(self) -> None:
+        """Makes them the gradients of the global loss. Collective over the world."""
+        dist.all_reduce(self._shared)
+        dist.all_reduce(self._experts, group=self._ranks.edp_group)
+        self._shared /= self._ranks.world_size
+        self._experts /= self._ranks.world_size
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales them to a global norm of at most `max_norm` and returns the norm before. Collective over the ep group.
+
+        The norm counts every parameter once, wherever it lives; all ranks see the same norm.
+        """
+        squares = self._experts.double().square().sum()
+        dist.all_reduce(squares, group=self._ranks.ep_group)
+        norm = (squares + self._shared.double().square().sum()).sqrt()
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._shared *= scale
+        self._experts *= scale
+        return norm
+
+
+def _flat_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """A zero tensor that the gradients of these parameters are views of."""
+    parameters = list(parameters)
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    for p, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = view.view_as(p)
+    return flat

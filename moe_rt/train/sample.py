@@ -1,0 +1,23 @@
+"""Text from the model. Every rank generates along, for the experts are spread over all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: str, *, num_bytes: int, seq_len: int, temperature: float, seed: int
+) -> str:
+    """`prompt` and `num_bytes` more; temperature 0 takes the likeliest byte. Collective: same arguments on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt.encode())])
+    for _ in range(num_bytes):
+        logits = model(tokens[:, -seq_len:]).logits[:, -1].float()
+        if temperature > 0:
+            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        else:
+            token = logits.argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, token], dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")

@@ -1,0 +1,33 @@
+"""Fixtures: groups of ranks, one pool of processes per size for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from harness import ProcessRanks, Ranks, ThreadRanks
+
+HEAPS = ("threads", "shm")
+
+
+@pytest.fixture(scope="session")
+def make_ranks() -> Iterator[Callable[[str, int], Ranks]]:
+    """make_ranks(heap, size): ranks to run cases on; processes are reused."""
+    pools: dict[int, ProcessRanks] = {}
+
+    def make(heap: str, size: int) -> Ranks:
+        if heap == "threads":
+            return ThreadRanks(size)
+        if size not in pools:
+            pools[size] = ProcessRanks(size)
+        return pools[size]
+
+    yield make
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    torch.set_num_threads(1)

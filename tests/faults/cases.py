@@ -1,0 +1,289 @@
+"""What ranks do in the bad-input and failure tests; each returns what rank saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer
+from moe_rt.config import BufferSpec
+
+TIMEOUT_S = 20.0
+
+
+def open_buffer(group: Any, spec: BufferSpec | None = None, **more: Any) -> Buffer:
+    rank_count = group.size if isinstance(group.size, int) else group.size()
+    spec = spec or make_spec(rank_count)
+    return Buffer(group, **{"timeout_s": TIMEOUT_S, **buffer_kwargs(spec), **more})
+
+
+def good_round(buffer: Buffer) -> None:
+    """Proves that the group still works."""
+    spec = buffer.spec
+    inputs = make_inputs(spec, [spec.num_max_tokens_per_rank] * spec.num_ranks, 11, "topk")
+    x, idx = inputs.xs[buffer.rank], inputs.topk_idx[buffer.rank]
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(idx.shape, dtype=spec.acc_dtype))
+    out = buffer.combine(recv_x, recv_weights, handle)
+    torch.testing.assert_close(out, x * spec.num_topk)
+
+
+def bad_dispatch(group: Any, culprit: int, changes: dict[str, Any]) -> str:
+    """Rank `culprit` dispatches with some arguments replaced; returns "<error class>: <message>" of this rank."""
+    with open_buffer(group) as buffer:
+        spec = buffer.spec
+        args: dict[str, Any] = {
+            "x": torch.randn(4, spec.hidden),
+            "topk_idx": torch.zeros(4, spec.num_topk, dtype=torch.int64),
+            "topk_weights": torch.ones(4, spec.num_topk),
+        }
+        if buffer.rank == culprit:
+            args |= changes
+        text = "no error"
+        try:
+            buffer.dispatch(**args)
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        good_round(buffer)  # a refusal leaves the group usable
+        return text
+
+
+def bad_combine(group: Any, culprit: int, name: str, value: torch.Tensor) -> str:
+    with open_buffer(group) as buffer:
+        spec = buffer.spec
+        x, idx = torch.randn(4, spec.hidden), torch.zeros(4, spec.num_topk, dtype=torch.int64)
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(4, spec.num_topk))
+        args = {"y": recv_x, "recv_weights": recv_weights, "handle": handle}
+        if buffer.rank == culprit:
+            args[name] = value
+        text = "no error"
+        try:
+            buffer.combine(**args)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        good_round(buffer)
+        return text
+
+
+def accepts_views(group: Any) -> None:
+    """Non-contiguous input, int32 ids and half-precision weights are accepted."""
+    with open_buffer(group) as buffer:
+        spec, n = buffer.spec, 4
+        x = torch.randn(spec.hidden, n).t()
+        idx = torch.zeros(spec.num_topk, n, dtype=torch.int32).t()
+        weights = torch.ones(spec.num_topk, n, dtype=torch.bfloat16).t()
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+        out = buffer.combine(recv_x.t().contiguous().t(), recv_weights, handle)
+        torch.testing.assert_close(out, x * spec.num_topk)
+
+
+def make_differing(group: Any, culprit: int, changes: dict[str, Any]) -> str:
+    rank = group.rank if isinstance(group.rank, int) else group.rank()
+    try:
+        open_buffer(group, **(changes if rank == culprit else {})).close()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def overflow(group: Any) -> str:
+    spec = make_spec(group.size if isinstance(group.size, int) else group.size(), capacity_factor=0.5, num_topk=1)
+    with open_buffer(group, spec) as buffer:
+        x = torch.randn(12, spec.hidden)
+        text = "no error"
+        try:
+            buffer.dispatch(x, torch.zeros(12, 1, dtype=torch.int64), torch.ones(12, 1))
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        idx = torch.full((12, 1), -1)
+        buffer.dispatch(x, idx, torch.ones(12, 1))  # the group goes on
+        return text
+
+
+def swapped_layers(group: Any, culprit: int) -> str:
+    with open_buffer(group) as buffer:
+        tag = 2 if buffer.rank == culprit else 1
+        x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+        try:
+            buffer.dispatch(x, idx, torch.ones(4, buffer.spec.num_topk), tag=tag)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def skipped_op(group: Any, culprit: int) -> str:
+    """Everyone dispatches twice, but the culprit combines instead of the second."""
+    with open_buffer(group) as buffer:
+        x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+        weights = torch.ones(4, buffer.spec.num_topk)
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+        try:
+            if buffer.rank == culprit:
+                buffer.combine(recv_x, recv_weights, handle)
+            else:
+                buffer.dispatch(x, idx, weights)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def other_handle(group: Any, culprit: int) -> str:
+    with open_buffer(group) as buffer:
+        x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+        weights = torch.ones(4, buffer.spec.num_topk)
+        results = [buffer.dispatch(x, idx, weights) for _ in range(2)]
+        try:
+            buffer.combine(*results[0 if buffer.rank == culprit else 1])
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def use_after_close(group: Any) -> str:
+    buffer = open_buffer(group)
+    buffer.close()
+    buffer.close()
+    try:
+        buffer.dispatch(torch.randn(0, buffer.spec.hidden), torch.zeros(0, 3, dtype=torch.int64), torch.ones(0, 3))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def peer_closes_first(group: Any, culprit: int) -> str:
+    buffer = open_buffer(group)
+    good_round(buffer)
+    if buffer.rank == culprit:
+        buffer.close()
+        return "closed"
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def raise_between_ops(group: Any, culprit: int) -> str:
+    """The culprit's own code raises between dispatch and combine."""
+    try:
+        with open_buffer(group) as buffer:
+            good_round(buffer)
+            if buffer.rank == culprit:
+                raise KeyError("the user's own mistake")
+            good_round(buffer)
+    except (RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def stay_away(group: Any, culprit: int, timeout_s: float) -> tuple[str, float]:
+    """The culprit does not come to the second round within everyone's timeout."""
+    buffer = open_buffer(group, timeout_s=timeout_s)
+    good_round(buffer)
+    start = time.monotonic()
+    if buffer.rank == culprit:
+        time.sleep(3 * timeout_s)
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def two_threads(group: Any) -> list[str]:
+    """While one thread waits in an op for the other rank, a second thread enters."""
+    buffer = open_buffer(group)
+    x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+    weights = torch.ones(4, buffer.spec.num_topk)
+    if buffer.rank == 0:
+        time.sleep(0.5)
+        good_round(buffer)
+        return ["late"]
+    first = threading.Thread(target=good_round, args=(buffer,))
+    first.start()
+    time.sleep(0.2)
+    try:
+        buffer.dispatch(x, idx, weights)
+        text = "no error"
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    first.join()
+    return [text]
+
+
+def die_at(group: Any, culprit: int, at: str) -> tuple[str, float, float]:
+    """The culprit is killed; survivors return what they saw, when the op began, and when it ended (wall clock)."""
+    buffer = open_buffer(group)
+    good_round(buffer)
+    x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+    weights = torch.ones(4, buffer.spec.num_topk, requires_grad=True)
+    die = buffer.rank == culprit
+    start = time.time()
+    try:
+        if die and at == "dispatch":
+            os.kill(os.getpid(), signal.SIGKILL)
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+        if die and at == "combine":
+            os.kill(os.getpid(), signal.SIGKILL)
+        out = buffer.combine(recv_x, recv_weights, handle)
+        if die and at == "backward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        out.sum().backward()
+    except RuntimeError as error:
+        seen = f"{type(error).__name__}: {error}"
+        try:
+            good_round(buffer)
+        except RuntimeError as again:
+            return seen + " | then " + type(again).__name__, start, time.time()
+        return seen + " | then no error", start, time.time()
+    return "no error", start, time.time()
+
+
+def open_close_many(group: Any, times: int) -> tuple[int, int]:
+    """File descriptors before and after making and closing buffers; garbage left to the collector included."""
+    open_buffer(group).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(times):
+        buffer = open_buffer(group)
+        good_round(buffer)
+        if i % 2:
+            buffer.close()
+        del buffer
+    return before, len(os.listdir("/proc/self/fd"))
+
+
+def use_in_child(group: Any) -> str:
+    """A forked child must not speak for the rank; the parent goes on after the child is gone."""
+    with open_buffer(group) as buffer:
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                good_round(buffer)
+                text = "no error"
+            except RuntimeError as error:
+                text = f"{type(error).__name__}: {error}"
+            buffer.close()
+            os.write(write_end, text.encode())
+            os._exit(0)
+        os.close(write_end)
+        os.waitpid(child, 0)
+        text = os.read(read_end, 4096).decode()
+        os.close(read_end)
+        good_round(buffer)
+        return text
+
+
+def too_large(group: Any) -> str:
+    """A segment no machine has room for is an error at creation."""
+    spec = make_spec(group.size(), num_max_tokens_per_rank=2**20, hidden=2**20, num_topk=1, num_experts=3)
+    try:
+        open_buffer(group, spec)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,0 +1,85 @@
+"""Dead, silent and leaving peers: survivors raise in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import cases
+import pytest
+from conftest import HEAPS
+from harness import ProcessRanks, Ranks
+
+MakeRanks = Callable[[str, int], Ranks]
+CULPRIT, SIZE = 1, 3  # some deadlocks show from three ranks on only
+
+
+@pytest.mark.parametrize("at", ["dispatch", "combine", "backward"])
+def test_killed_peer_is_noticed(at: str) -> None:
+    ranks = ProcessRanks(SIZE)
+    outcomes = ranks.outcomes(cases.die_at, CULPRIT, at)
+    ranks.close()
+    assert isinstance(outcomes[CULPRIT], ChildProcessError)
+    for rank in (0, 2):
+        text, start, end = outcomes[rank]
+        assert text.startswith("PeerDead:"), outcomes
+        assert "rank 1" in text
+        assert text.endswith("then PeerDead") or text.endswith("then GroupPoisoned"), text
+        assert end - start < 5.0, "noticing took longer than a loaded machine explains"
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
+    outcomes = make_ranks(heap, SIZE).run(cases.stay_away, CULPRIT, 1.0)
+    for rank in (0, 2):
+        text, seconds = outcomes[rank]
+        assert text.startswith(("PeerTimeout: dispatch #2", "GroupPoisoned: dispatch #2"))
+        assert 0.9 < seconds < 3.0
+    assert any("rank 1 announced op 1, expected 2 within 1 s" in outcomes[r][0] for r in (0, 2))
+    assert outcomes[CULPRIT][0].startswith("GroupPoisoned:"), "the late rank learns that the group has ended"
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_peer_that_closed_first(make_ranks: MakeRanks, heap: str) -> None:
+    texts = make_ranks(heap, SIZE).run(cases.peer_closes_first, CULPRIT)
+    assert texts[CULPRIT] == "closed"
+    assert any(text.startswith("GroupClosed: dispatch #2 on rank") for text in texts)
+    assert all(text.startswith(("GroupClosed", "GroupPoisoned", "closed")) for text in texts), texts
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_raising_rank_ends_the_group(make_ranks: MakeRanks, heap: str) -> None:
+    texts = make_ranks(heap, SIZE).run(cases.raise_between_ops, CULPRIT)
+    assert texts[CULPRIT].startswith("KeyError")
+    for rank in (0, 2):
+        assert texts[rank].startswith("GroupPoisoned:"), texts
+        assert "rank 1 failed first" in texts[rank] or "failed first" in texts[rank]
+
+
+def test_nothing_leaks(make_ranks: MakeRanks) -> None:
+    shm_before = sorted(os.listdir("/dev/shm"))
+    for before, after in make_ranks("shm", SIZE).run(cases.open_close_many, 20):
+        assert after == before
+    assert sorted(os.listdir("/dev/shm")) == shm_before
+
+
+def test_killed_group_leaves_no_segment() -> None:
+    shm_before = sorted(os.listdir("/dev/shm"))
+    ranks = ProcessRanks(2)
+    ranks.run(cases.open_close_many, 1)
+    for process in ranks.processes:
+        process.kill()
+        process.join()
+    ranks.close()
+    assert sorted(os.listdir("/dev/shm")) == shm_before
+
+
+def test_forked_child_is_refused(make_ranks: MakeRanks) -> None:
+    for text in make_ranks("shm", 2).run(cases.use_in_child):
+        assert text.startswith("GroupClosed:")
+        assert "after fork" in text
+
+
+def test_segment_that_does_not_fit(make_ranks: MakeRanks) -> None:
+    for text in make_ranks("shm", 2).run(cases.too_large):
+        assert text.startswith("OutOfSharedMemory:"), text

@@ -1,0 +1,121 @@
+"""Runs a function on every rank of a group, for ranks that are threads and ranks that are processes.
+
+A case is a module-level function `case(group, *args)`; what it returns or raises comes back per rank. Process ranks are
+kept alive between cases, since starting one costs seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_rt import ThreadGroup
+
+CASE_TIMEOUT_S = 120.0
+
+
+class Ranks:
+    """`run` raises the first rank's error; `outcomes` returns each rank's value or exception."""
+
+    heap: str
+    size: int
+
+    def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        raise TypeError("use ThreadRanks or ProcessRanks")
+
+    def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        outcomes = self.outcomes(case, *args)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+
+class ThreadRanks(Ranks):
+    heap = "threads"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        results: list[Any] = [TimeoutError("rank did not finish")] * self.size
+        groups = ThreadGroup.make(self.size)
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = case(groups[rank], *args)
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(self.size)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(CASE_TIMEOUT_S)
+        return results
+
+
+class ProcessRanks(Ranks):
+    heap = "shm"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._store = tempfile.TemporaryDirectory(prefix="moe_rt_store_")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "moe_rt"])
+        self.processes, self._pipes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, f"{self._store.name}/store"), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((case, args))
+        return [self._receive(rank) for rank in range(self.size)]
+
+    def _receive(self, rank: int) -> Any:
+        if not self._pipes[rank].poll(CASE_TIMEOUT_S):
+            return TimeoutError(f"rank {rank} did not finish")
+        try:
+            return self._pipes[rank].recv()
+        except EOFError:
+            return ChildProcessError(f"rank {rank} died")
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+        self._store.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while pipe.poll(None):
+        try:
+            case, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            result = case(dist.group.WORLD, *args)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            result = error
+        pipe.send(result)
+    dist.destroy_process_group()

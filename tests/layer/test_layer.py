@@ -1,0 +1,122 @@
+"""The layer: equal to a dense loop on any number of ranks, exact gradients, finite with poisoned memory, compilable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases_layer as cases
+import pytest
+import torch
+from conftest import HEAPS
+from harness import Ranks
+
+from moe_rt import Buffer, MoELayer
+from moe_rt.errors import InvalidConfig
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize(
+    ("num_tokens", "changes"),
+    [
+        ([10], {}),
+        ([10, 4], {}),
+        ([3, 0, 10], {"score_func": "sigmoid"}),
+        ([1, 10, 0, 7], {"placement": [3, 2, 1, 0, 0, 1, 2]}),
+    ],
+    ids=lambda v: str(v).replace(" ", "") if isinstance(v, list) else "",
+)
+def test_equals_dense_loop(make_ranks: MakeRanks, heap: str, num_tokens: list[int], changes: dict[str, Any]) -> None:
+    results = make_ranks(heap, len(num_tokens)).run(cases.forward_backward, num_tokens, changes)
+    router = results[0]["params"][0].requires_grad_()
+    gate_up = torch.empty(cases.EXPERTS, 2 * cases.INTERMEDIATE, cases.HIDDEN)
+    down = torch.empty(cases.EXPERTS, cases.HIDDEN, cases.INTERMEDIATE)
+    for r in results:
+        gate_up[r["expert_ids"]], down[r["expert_ids"]] = r["params"][1], r["params"][2]
+    gate_up.requires_grad_(), down.requires_grad_()
+    xs = [cases.inputs_for(rank, n).requires_grad_() for rank, n in enumerate(num_tokens)]
+    outs = [cases.dense_layer(x, router, gate_up, down, changes.get("score_func", "softmax")) for x in xs]
+    sum((o * torch.linspace(-1, 1, cases.HIDDEN)).sum() for o in outs).backward()
+
+    close = dict(rtol=1e-4, atol=1e-5)
+    for r, x, out in zip(results, xs, outs, strict=True):
+        torch.testing.assert_close(r["out"], out.detach(), **close)
+        torch.testing.assert_close(r["x"], x.grad, **close)
+        torch.testing.assert_close(r["gate_up"], gate_up.grad[r["expert_ids"]], **close)
+        torch.testing.assert_close(r["down"], down.grad[r["expert_ids"]], **close)
+    torch.testing.assert_close(sum(r["router"] for r in results), router.grad, **close)
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_gradcheck_through_the_layer(score_func: Any) -> None:
+    """x, router (so routing weights) and both expert weights, in fp64; losses included."""
+    cfg = cases.config(hidden=6, intermediate=4, num_experts=4, num_topk=2, num_max_tokens_per_rank=5,
+                       dtype=torch.float64, score_func=score_func)  # fmt: skip
+    torch.manual_seed(0)
+    layer = MoELayer(cfg).double()
+    names = [n for n, _ in layer.named_parameters()]
+
+    def call(x: torch.Tensor, *params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, aux = torch.func.functional_call(layer, dict(zip(names, params, strict=True)), (x,))
+        return out, aux.loss
+
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(call, (x, *layer.parameters()))
+    layer.buffer.close()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_poisoned_memory_stays_out_of_gradients(make_ranks: MakeRanks, size: int) -> None:
+    for finite in make_ranks("shm", size).run(cases.two_steps_with_poisoned_memory):
+        assert finite == [True] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiles_as_one_graph(make_ranks: MakeRanks, dtype: torch.dtype) -> None:
+    for out, grad in make_ranks("shm", 2).run(cases.compiled, dtype):
+        assert out < 1e-4
+        assert grad < 1e-4
+
+
+def test_initial_parameters_do_not_depend_on_ranks(make_ranks: MakeRanks) -> None:
+    [(_, whole, router)] = make_ranks("shm", 1).run(cases.initial_parameters)
+    for ids, local, same_router in make_ranks("shm", 3).run(cases.initial_parameters):
+        assert torch.equal(local, whole[ids])
+        assert torch.equal(same_router, router)
+
+
+def test_layers_share_a_buffer(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 2).run(cases.shares_buffer) == [(True, True, 2)] * 2
+
+
+def test_buffer_of_other_sizes_is_refused() -> None:
+    kwargs: dict[str, Any] = dict(num_max_tokens_per_rank=10, hidden=8, num_topk=3, num_experts=7, dtype=torch.float32)
+    with Buffer(None, **kwargs) as buffer, pytest.raises(InvalidConfig, match="buffer.hidden: got 8, expected 16"):
+        MoELayer(cases.config(), buffer=buffer)
+
+
+def test_balanced_routing_has_unit_loss() -> None:
+    """Load-balancing loss is 1 when every expert gets the same share, E / K times the hottest share at worst."""
+    layer = MoELayer(cases.config(num_topk=1))
+    with torch.no_grad():
+        layer.router.weight.zero_()[:, :7] = torch.eye(7) * 50
+    x = torch.zeros(7, cases.HIDDEN)
+    x[:, :7] = torch.eye(7)
+    aux = layer(x)[1]
+    torch.testing.assert_close(aux.load_balancing_loss, torch.tensor(1.0))
+    assert aux.tokens_per_expert.tolist() == [1] * 7
+    x = x[:1].expand(7, -1)
+    torch.testing.assert_close(layer(x)[1].load_balancing_loss, torch.tensor(7.0))
+    layer.buffer.close()
+
+
+def test_sequences_are_balanced_on_their_own() -> None:
+    """[B, S, H]: the loss is the mean over sequences, however they are spread over ranks."""
+    layer = MoELayer(cases.config())
+    x = torch.randn(2, 5, cases.HIDDEN)
+    both = layer(x)[1].load_balancing_loss
+    each = [layer(x[i])[1].load_balancing_loss for i in range(2)]
+    torch.testing.assert_close(both, (each[0] + each[1]) / 2)
+    layer.buffer.close()

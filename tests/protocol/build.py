@@ -1,0 +1,19 @@
+"""Compiles the C++ test programs against the protocol and engine sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE = [ROOT / "cuda/host" / name for name in ("engine.cpp", "engine_ops.cpp", "rows.cpp", "rows_portable.cpp")]
+FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread"]
+
+
+def compile_program(source: str, out: Path, *flags: str) -> Path:
+    """Builds tests/protocol/<source> with the portable row primitives, so that sanitizers see every store."""
+    compiler = os.environ.get("CXX", "g++")
+    program = Path(__file__).parent / source
+    subprocess.run([compiler, *FLAGS, *flags, str(program), *map(str, ENGINE), "-o", str(out)], check=True)
+    return out

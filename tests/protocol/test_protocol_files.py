@@ -1,0 +1,112 @@
+"""What C++ and Python state about the protocol is the same, and what the docs promise about memory is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from routing import make_spec
+
+from moe_rt import _engine
+from moe_rt.config import ELEMENTS
+from moe_rt.errors import _CLASSES, Code, Op, Phase
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def enumerators(header: str, name: str) -> dict[str, int]:
+    """{SCREAMING_NAME: value} of `enum class name` in a header."""
+    text = (ROOT / header).read_text()
+    body = re.search(rf"enum class {name} : int32_t {{(.*?)}};", text, re.S)
+    assert body is not None
+    pairs = re.findall(r"k(\w+) = (\d+)", body.group(1))
+    return {re.sub(r"(?<!^)(?=[A-Z])", "_", n).upper(): int(v) for n, v in pairs}
+
+
+@pytest.mark.parametrize("kind", [Code, Op, Phase])
+def test_enumerators_agree(kind: type) -> None:
+    assert {e.name: e.value for e in kind} == enumerators("cuda/protocol/status.h", kind.__name__)
+
+
+def test_every_code_has_an_error() -> None:
+    assert set(_CLASSES) == set(Code) - {Code.OK}
+
+
+def test_elements_agree() -> None:
+    names = {"FLOAT32": torch.float32, "BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16, "FLOAT64": torch.float64}
+    header = enumerators("cuda/host/rows.h", "Elem")
+    assert {names[n]: v for n, v in header.items()} == ELEMENTS
+
+
+def documented_bytes(num_ranks: int, tokens: int, hidden: int, topk: int, experts: int, itemsize: int) -> int:
+    """The formula of docs/protocol.md, without the rounding of each region."""
+    row, slots = -(-hidden * itemsize // 64) * 64, min(topk, num_ranks)
+    acc = 8 if itemsize == 8 else 4
+    control = 128 * (1 + 2 * num_ranks)
+    lists = 4 * experts + 8 * (num_ranks + 1) + 16 * tokens * slots + (16 + acc) * tokens * topk
+    windows = tokens * row + tokens * slots * row + acc * tokens * topk
+    return control + 2 * (lists + windows)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 100, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch.dtype) -> None:
+    spec = make_spec(
+        num_ranks, num_max_tokens_per_rank=tokens, hidden=500, num_topk=8, num_experts=64, dtype=dtype
+    )
+    expected = documented_bytes(num_ranks, tokens, 500, 8, 64, dtype.itemsize)
+    rounding = 2 * (7 * 128 + 2 * 4096) + 4096 + 256
+    assert expected <= spec.shape().segment_bytes() <= expected + rounding
+
+
+def test_windows_do_not_grow_with_ranks_beyond_topk() -> None:
+    sizes = [make_spec(r, num_max_tokens_per_rank=512, hidden=1024, num_experts=64).shape().segment_bytes() for r in (8, 64)]
+    per_rank = 2 * 128 + 2 * 8
+    assert 0 <= sizes[1] - sizes[0] <= 56 * per_rank + 4096
+
+
+@pytest.mark.parametrize("isa", _engine.isas())
+@pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
+@pytest.mark.parametrize("hidden", [1, 15, 16, 33, 64, 200])
+@pytest.mark.parametrize("stream", [False, True])
+def test_row_sums_have_the_same_bits_everywhere(isa: str, dtype: torch.dtype, hidden: int, stream: bool) -> None:
+    g = torch.Generator().manual_seed(hidden)
+    acc = torch.float64 if dtype is torch.float64 else torch.float32
+    srcs = [torch.randn(hidden, generator=g).to(dtype) for _ in range(3)]
+    if dtype is torch.float16:
+        srcs[0][0], srcs[1][0] = 6e-8, 3e-6  # denormal
+    weights = torch.rand(3, generator=g, dtype=acc)
+    expected = torch.zeros(hidden, dtype=acc)
+    for w, s in zip(weights, srcs, strict=True):
+        expected += w * s.to(acc)
+    out = torch.empty(hidden, dtype=dtype)
+    _engine.weighted_sum(
+        isa, ELEMENTS[dtype], out.data_ptr(), [s.data_ptr() for s in srcs], weights.tolist(), hidden, stream
+    )
+    assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize("isa", _engine.isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_conversions_are_torchs(isa: str, dtype: torch.dtype) -> None:
+    """Every 16-bit pattern survives a copy; NaN stays NaN; fp32 values round like torch, at every edge."""
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    values = patterns.view(dtype)
+    out = torch.empty_like(values)
+    _engine.weighted_sum(isa, ELEMENTS[dtype], out.data_ptr(), [values.data_ptr()], [1.0], 2**16, False)
+    nan = values.isnan()
+    assert torch.equal(out.isnan(), nan)
+    assert torch.equal(out[~nan], values[~nan])
+    # Half-way cases: the mean of neighbouring values, scaled from exact fp32 sums of two halves.
+    pairs = torch.stack([values[:-1], values[1:]]).contiguous()
+    expected = (0.0 + 0.5 * pairs[0].float() + 0.5 * pairs[1].float()).to(dtype)
+    got = torch.empty_like(expected)
+    n = got.numel()
+    _engine.weighted_sum(
+        isa, ELEMENTS[dtype], got.data_ptr(), [pairs[0].data_ptr(), pairs[1].data_ptr()], [0.5, 0.5], n, False
+    )
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    assert bool(same.all()), (pairs[:, ~same], got[~same], expected[~same])
