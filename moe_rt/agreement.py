@@ -12,8 +12,9 @@ from moe_rt.heap.rendezvous import Rendezvous
 
 
 def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s: float) -> BufferSpec:
-    """Makes this rank's spec and compares it with everyone's. A rank whose own values are wrong still takes part, so that
-    its peers raise too instead of waiting for it.
+    """Makes this rank's spec and compares it with everyone's.
+
+    A rank whose own values are wrong still takes part, so that its peers raise too instead of waiting for it.
 
     Raises:
         InvalidConfig: what `make_spec` raised here, or that it raised on a peer.
@@ -27,7 +28,7 @@ def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s
         mine: dict[str, Any] = spec.record()
     except InvalidConfig as error:
         failure, mine = error, {"error": str(error)}
-    records = [json.loads(p) for p in rendezvous.all_gather(json.dumps(mine).encode(), timeout_s)]
+    records = [json.loads(p) for p in rendezvous.all_gather(json.dumps(mine), timeout_s)]
     if spec is None:
         assert failure is not None
         raise failure

@@ -28,8 +28,8 @@ Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
 class Buffer:
     """Symmetric memory of one expert-parallel group, shared by all layers whose sizes fit it.
 
-    Making a buffer is collective: every rank of the group makes it, in the same order. All ops of a buffer must be issued
-    in the same order on every rank, by ranks without tokens too.
+    Making a buffer is collective: every rank of the group makes it, in the same order. All ops of a buffer must be
+    issued in the same order on every rank, by ranks without tokens too.
 
     Args:
         group: a ProcessGroup, a one-dimensional DeviceMesh, a ThreadGroup (ranks are threads), or None for the default

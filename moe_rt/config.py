@@ -30,7 +30,7 @@ def contiguous_placement(num_experts: int, num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSpec:
-    """The part of a buffer's configuration that every rank must share; see `moe_rt.Buffer` for the meaning of each field."""
+    """The part of a buffer's configuration that every rank must share; `moe_rt.Buffer` explains each field."""
 
     num_ranks: int
     num_max_tokens_per_rank: int
@@ -112,7 +112,7 @@ class BufferSpec:
         return [e for e, r in enumerate(self.placement) if r == rank]
 
     def capacity(self, rank: int) -> int:
-        """Rows of recv_x on `rank`: the worst case R*T*min(K, L), or capacity_factor times the balanced load if less."""
+        """Rows of recv_x on `rank`: the worst case R*T*min(K, L), or less: capacity_factor times a balanced load."""
         num_local = self.placement.count(rank)
         tokens = self.num_ranks * self.num_max_tokens_per_rank
         worst = tokens * min(self.num_topk, num_local)
@@ -134,7 +134,12 @@ class BufferSpec:
 
     def record(self) -> dict[str, Any]:
         """Plain values for comparing ranks."""
-        return {**asdict(self), "dtype": str(self.dtype), "placement": list(self.placement), "version": PROTOCOL_VERSION}
+        return {
+            **asdict(self),
+            "dtype": str(self.dtype),
+            "placement": list(self.placement),
+            "version": PROTOCOL_VERSION,
+        }
 
     def hash(self) -> int:
         """64 bits that every header carries."""

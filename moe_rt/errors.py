@@ -1,7 +1,7 @@
 """The errors of moe_rt: one family, each saying what was got, what was expected and which rank is concerned.
 
-Refusals (bad input, overflow) are raised by every rank in the same op, and the buffer can be used again. Failures (a dead
-or silent peer, ranks that disagree) end the group: every later op raises `GroupPoisoned` or the same failure.
+Refusals (bad input, overflow) are raised by every rank in the same op, and the buffer can be used again. Failures (a
+dead or silent peer, ranks that disagree) end the group: every later op raises `GroupPoisoned` or the same failure.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
-    """silu(gate) * up, where gate_up [rows, 2F] holds gate in its first F columns. Rows past offs[-1] are not touched."""
+    """silu(gate) * up; gate_up [rows, 2F] holds gate in its first F columns. Rows past offs[-1] are not touched."""
     return torch.ops.moe_rt.swiglu(gate_up, offs)
 
 

@@ -71,12 +71,12 @@ class MoELayer(nn.Module):
 
     Making a layer and calling it are collective over the group. Layers of one group and one size share a buffer.
 
-    Parameters: `router.weight` [E, H], the same on every rank; `experts.gate_up_proj` [L, 2F, H] and `experts.down_proj`
-    [L, H, F], this rank's slice of the global tensors in the order of `expert_ids`. Ranks seeded alike start with the
-    same global weights whatever their number.
+    Parameters: `router.weight` [E, H], the same on every rank; `experts.gate_up_proj` [L, 2F, H] and
+    `experts.down_proj` [L, H, F], this rank's slice of the global tensors in the order of `expert_ids`. Ranks seeded
+    alike start with the same global weights whatever their number.
 
-    Gradients: `experts.*` hold the sum over all ranks of the group; `router.*` hold this rank's part. With a loss averaged
-    over ranks, divide the former by the number of ranks and all-reduce the latter to a mean.
+    Gradients: `experts.*` hold the sum over all ranks of the group; `router.*` hold this rank's part. With a loss
+    averaged over ranks, divide the former by the number of ranks and all-reduce the latter to a mean.
 
     Args:
         config: see MoEConfig.

@@ -3,8 +3,8 @@
     dispatch           saves its plans;            backward: dispatch_backward (a combine-type op)
     combine            saves y, weights, plans;    backward: combine_backward  (a dispatch-type op)
 
-Ops are functional and return fresh tensors of static shape, so that autograd, checkpointing and torch.compile see nothing
-unusual. A buffer is named by an integer, its engine's id. Rows past `offs[-1]` are never written and never read.
+Ops are functional and return fresh tensors of static shape, so that autograd, checkpointing and torch.compile see
+nothing unusual. A buffer is named by an integer, its engine's id. Rows past `offs[-1]` are never written nor read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from moe_rt.native.cpu import engine_by_id
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
 
 _lib.define(
-    "dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, int engine, int tag) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, int engine, int tag) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_lib.define(
-    "combine(Tensor y, Tensor recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag) -> Tensor"
-)
+_lib.define("combine(Tensor y, Tensor recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag) -> Tensor")
 _lib.define(
     "dispatch_backward(Tensor grad_recv_x, Tensor grad_recv_weights, Tensor recv_plan, Tensor send_plan, int engine, "
     "int tag) -> (Tensor, Tensor)"

@@ -14,7 +14,7 @@ _buffers: WeakValueDictionary[tuple[Any, ...], Buffer] = WeakValueDictionary()
 
 
 def shared_buffer(group: Group, **sizes: Any) -> Buffer:
-    """The open buffer of this group and these sizes, made (collectively) if there is none. Arguments: see moe_rt.Buffer."""
+    """The open buffer of this group and these sizes, made collectively if there is none. Arguments: moe_rt.Buffer's."""
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     key = (group, *sorted(sizes.items()))

@@ -1,7 +1,7 @@
 """The oracle: dispatch and combine of a whole group in plain torch, one loop per sentence of the protocol, no speed.
 
-Everything takes and returns lists over ranks. Sums are taken in the same order as the engine's, so results agree bit for bit
-(only the dot products of combine's backward are summed in another order).
+Everything takes and returns lists over ranks. Sums are taken in the same order as the engine's, so results agree bit
+for bit (only the dot products of combine's backward are summed in another order).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
         kept = rows[: spec.capacity(rank)]
         received.append(
             Received(
-                torch.stack([xs[r.source][r.token] for r in kept]) if kept else torch.empty(0, spec.hidden, dtype=spec.dtype),
+                torch.stack([xs[r.source][r.token] for r in kept])
+                if kept
+                else torch.empty(0, spec.hidden, dtype=spec.dtype),
                 torch.stack([r.weight for r in kept]) if kept else torch.empty(0, dtype=spec.acc_dtype),
                 torch.tensor(ends, dtype=torch.int32).clamp(max=spec.capacity(rank)),
                 rows,

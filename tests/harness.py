@@ -75,7 +75,9 @@ class ProcessRanks(Ranks):
         self.processes, self._pipes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, f"{self._store.name}/store"), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, f"{self._store.name}/store"), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes.append(process)

@@ -20,7 +20,7 @@ class Inputs:
 
 
 def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = "random") -> Inputs:
-    """kind: "random" ids with -1 and duplicates among them, "topk" distinct ids, "one_expert" all tokens to expert 0."""
+    """kind: "random" ids with -1 and duplicates, "topk" distinct ids, "one_expert" all tokens to expert 0."""
     g = torch.Generator().manual_seed(seed)
     inputs = Inputs([], [], [])
     for n in num_tokens:

@@ -35,10 +35,10 @@ Status combine(Engine& engine, Address y, Address recv_weights, Address recv_pla
 Status dispatch_backward(Engine& engine, Address grad_recv_x, Address grad_recv_weights, Address recv_plan,
                          Address send_plan, int64_t num_tokens, Address grad_x, Address grad_topk_weights,
                          uint32_t tag) {
-  return engine.combine({Op::kDispatchBackward, at<void>(grad_recv_x), nullptr, at<void>(grad_recv_weights),
-                         at<int32_t>(recv_plan), at<int32_t>(send_plan), num_tokens, at<void>(grad_x),
-                         at<void>(grad_topk_weights)},
-                        tag);
+  return engine.combine(
+      {Op::kDispatchBackward, at<void>(grad_recv_x), nullptr, at<void>(grad_recv_weights), at<int32_t>(recv_plan),
+       at<int32_t>(send_plan), num_tokens, at<void>(grad_x), at<void>(grad_topk_weights)},
+      tag);
 }
 
 Status combine_backward(Engine& engine, Address grad_out, int64_t num_tokens, Address y, Address recv_weights,
@@ -60,13 +60,14 @@ NB_MODULE(_engine, m) {
   m.attr("MAX_TOPK") = kMaxTopk;
 
   nb::class_<Shape>(m, "Shape")
-      .def("__init__",
-           [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk,
-              int elem_bytes) {
-             new (self) Shape(make_shape(num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes));
-           },
-           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
-           nb::arg("num_topk"), nb::arg("elem_bytes"))
+      .def(
+          "__init__",
+          [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk,
+             int elem_bytes) {
+            new (self) Shape(make_shape(num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes));
+          },
+          nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
+          nb::arg("num_topk"), nb::arg("elem_bytes"))
       .def("segment_bytes", [](const Shape& s) { return Layout::make(s).bytes; })
       .def("recv_plan_ints", [](const Shape& s, int num_local) { return RecvPlan::num_ints(s, num_local); });
 
@@ -81,48 +82,48 @@ NB_MODULE(_engine, m) {
       .def_ro("expected", &Status::expected);
 
   nb::class_<Engine>(m, "Engine")
-      .def("__init__",
-           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
-              std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
-              std::vector<int> pidfds, double timeout_s, bool drop_overflow, int num_lanes, std::string isa) {
-             new (self) Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash,
-                                            std::move(expert_rank), std::move(capacity), std::move(segments),
-                                            std::move(pidfds), timeout_s, drop_overflow, num_lanes, std::move(isa)});
-           },
-           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
-           nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),
-           nb::arg("drop_overflow"), nb::arg("num_lanes"), nb::arg("isa"))
+      .def(
+          "__init__",
+          [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
+             std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
+             std::vector<int> pidfds, double timeout_s, bool drop_overflow, int num_lanes, std::string isa) {
+            new (self) Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash,
+                                           std::move(expert_rank), std::move(capacity), std::move(segments),
+                                           std::move(pidfds), timeout_s, drop_overflow, num_lanes, std::move(isa)});
+          },
+          nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
+          nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),
+          nb::arg("drop_overflow"), nb::arg("num_lanes"), nb::arg("isa"))
       .def("dispatch", &dispatch, Release())
       .def("combine", &combine, Release())
       .def("dispatch_backward", &dispatch_backward, Release())
       .def("combine_backward", &combine_backward, Release())
-      .def("refuse",
-           [](Engine& e, int op, int code, int64_t got, int64_t expected, uint32_t tag) {
-             return e.refuse(static_cast<Op>(op), static_cast<Code>(code), got, expected, tag);
-           },
-           Release())
+      .def(
+          "refuse",
+          [](Engine& e, int op, int code, int64_t got, int64_t expected, uint32_t tag) {
+            return e.refuse(static_cast<Op>(op), static_cast<Code>(code), got, expected, tag);
+          },
+          Release())
       .def("poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); })
       .def("health", &Engine::health)
       .def("issued", [](const Engine& e, int kind) { return e.issued(static_cast<Kind>(kind)); })
       .def("close", &Engine::close);
 
   // One row op on its own, for tests and benchmarks of the instruction sets: float accumulators, any element type.
-  m.def(
-      "weighted_sum",
-      [](const std::string& isa, int elem, Address dst, const std::vector<Address>& srcs,
-         const std::vector<double>& weights, int64_t hidden, bool stream) {
-        const rows::Table* table = rows::find_table(isa.c_str());
-        if (!table) throw nb::value_error("this machine or build has no row primitives for that isa");
-        std::vector<const char*> pointers;
-        for (const Address src : srcs) pointers.push_back(at<char>(src));
-        const int n = static_cast<int>(srcs.size());
-        if (static_cast<rows::Elem>(elem) == rows::Elem::kFloat64) {
-          return table->f64.weighted_sum(at<char>(dst), pointers.data(), weights.data(), n, hidden, stream);
-        }
-        const std::vector<float> factors(weights.begin(), weights.end());
-        const rows::Functions<float>* functions[] = {&table->f32, &table->bf16, &table->f16};
-        functions[elem]->weighted_sum(at<char>(dst), pointers.data(), factors.data(), n, hidden, stream);
-      });
+  m.def("weighted_sum", [](const std::string& isa, int elem, Address dst, const std::vector<Address>& srcs,
+                           const std::vector<double>& weights, int64_t hidden, bool stream) {
+    const rows::Table* table = rows::find_table(isa.c_str());
+    if (!table) throw nb::value_error("this machine or build has no row primitives for that isa");
+    std::vector<const char*> pointers;
+    for (const Address src : srcs) pointers.push_back(at<char>(src));
+    const int n = static_cast<int>(srcs.size());
+    if (static_cast<rows::Elem>(elem) == rows::Elem::kFloat64) {
+      return table->f64.weighted_sum(at<char>(dst), pointers.data(), weights.data(), n, hidden, stream);
+    }
+    const std::vector<float> factors(weights.begin(), weights.end());
+    const rows::Functions<float>* functions[] = {&table->f32, &table->bf16, &table->f16};
+    functions[elem]->weighted_sum(at<char>(dst), pointers.data(), factors.data(), n, hidden, stream);
+  });
   m.def("isas", [] {
     std::vector<std::string> names;
     for (const char* isa : {"portable", "avx2", "avx512"}) {

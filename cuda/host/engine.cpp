@@ -54,8 +54,8 @@ void Engine::post_all(Kind kind, const Header& header) {
   }
 }
 
-// Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not decide
-// which of two refusals is raised, and buffer reuse needs all of them.
+// Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not
+// decide which of two refusals is raised, and buffer reuse needs all of them.
 Status Engine::wait_all(Op op, const Header& ours) {
   const Kind kind = kind_of(op);
   HostIdle idle(world_, kind, seq_, config_.timeout_s, oversubscribed_);
@@ -99,7 +99,8 @@ Status Engine::health() const {
   if (!failure_.ok()) return failure_;
   const uint64_t word = load_relaxed(world_.poison(world_.rank));
   if (word == 0) return {};
-  return {Code::kPoisoned, Op::kNone, Phase::kNone, poison_origin(word), 0, int64_t(poison_code(word)), poison_peer(word)};
+  return {Code::kPoisoned,  Op::kNone, Phase::kNone, poison_origin(word), 0, int64_t(poison_code(word)),
+          poison_peer(word)};
 }
 
 void Engine::close() {

@@ -23,8 +23,8 @@ void Engine::run_lanes(Fn&& fn) {
   }
 }
 
-// `before(coop, seq, header)` writes the window and may turn the header into a refusal; `after(coop, seq, status)` reads
-// peers' windows and may report a failure. Both end in step: after the last sync no lane touches a window.
+// `before(coop, seq, header)` writes the window and may turn the header into a refusal; `after(coop, seq, status)`
+// reads peers' windows and may report a failure. Both end in step: after the last sync no lane touches a window.
 template <class Before, class After>
 Status Engine::exchange(const Call& call, Before&& before, After&& after) {
   if (exchange_acquire(busy_, 1u)) return {Code::kConcurrentUse, call.op, Phase::kNone, -1, 0, 0, 0};

@@ -1,8 +1,8 @@
 // The bodies of the row primitives, compiled once per instruction set (rows_portable, rows_avx2, rows_avx512.cpp).
 //
-// Written with 64-byte vectors of the compiler, which it lowers to whatever the instruction set has; only half-precision
-// conversion and streaming stores need intrinsics. Everything has internal linkage: the same template compiled with
-// wider instructions must not replace the portable one at link time.
+// Written with 64-byte vectors of the compiler, which it lowers to whatever the instruction set has; only
+// half-precision conversion and streaming stores need intrinsics. Everything has internal linkage: the same template
+// compiled with wider instructions must not replace the portable one at link time.
 #include <cstring>
 
 #include "rows.h"
@@ -200,7 +200,8 @@ void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* wei
 }
 
 template <class E>
-typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, const char* y, int64_t hidden, bool stream) {
+typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, const char* y, int64_t hidden,
+                          bool stream) {
   constexpr int64_t kStep = E::kLanes * E::kBytes;
   stream = stream && can_stream<E>(dst);
   const int64_t whole = hidden / E::kLanes * kStep;

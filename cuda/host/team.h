@@ -17,8 +17,8 @@ namespace moe_rt {
 class Barrier {
  public:
   explicit Barrier(int size) : size_(size) {}
-  // SYNC POINT barrier: the last lane's release of generation_ pairs with the others' acquire; arrivals are chained by the
-  // read-modify-write. Without it a lane could read scratch that another lane has not finished writing.
+  // SYNC POINT barrier: the last lane's release of generation_ pairs with the others' acquire; arrivals are chained by
+  // the read-modify-write. Without it a lane could read scratch that another lane has not finished writing.
   void wait() {
     const uint32_t generation = load_relaxed(generation_);
     if (fetch_add_acq_rel(arrived_, 1u) + 1 == static_cast<uint32_t>(size_)) {

@@ -1,7 +1,8 @@
 // The roles of combine-type ops: sum a token's rows here, push the partial to its source, then add up what came home.
 //
 //   combine             push (weights)        | wait | reduce
-//   dispatch backward   push (unit weights)   | wait | reduce   and one scalar per (token, k): the routing-weight gradient
+//   dispatch backward   push (unit weights)   | wait | reduce   and one scalar per (token, k): the routing-weight
+//   gradient
 // `Rows` is the row primitive: weighted_sum(dst, srcs, weights, n), summed in the order given, in the accumulator type.
 #pragma once
 
@@ -49,8 +50,7 @@ MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, uint64
     if (!grad_topk_weights) continue;
     const Weight* scalars = w.at<Weight>(w.rank, w.window(seq).scalars) + t * dims.num_topk();
     for (int k = 0; k < dims.num_topk(); ++k) {
-      grad_topk_weights[t * dims.num_topk() + k] =
-          sent[k] == kNowhere ? Weight(0) : scalars[send_first_k(sent[k])];
+      grad_topk_weights[t * dims.num_topk() + k] = sent[k] == kNowhere ? Weight(0) : scalars[send_first_k(sent[k])];
     }
   }
 }

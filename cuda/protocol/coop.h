@@ -1,7 +1,7 @@
 // The group of lanes that runs a role together: what a role function may ask of it, and the group of one.
 //
-// A coop has rank(), size(), sync() and the two ways of sharing work below. Role functions use nothing else, so the same
-// text runs on one thread (Solo), on a team of host threads (host/team.h) and on a CUDA block.
+// A coop has rank(), size(), sync() and the two ways of sharing work below. Role functions use nothing else, so the
+// same text runs on one thread (Solo), on a team of host threads (host/team.h) and on a CUDA block.
 //   chunk(n)  contiguous, in lane order: for work whose result depends on order (stable lists)
 //   share(n)  any partition that suits the hardware: for independent rows
 #pragma once

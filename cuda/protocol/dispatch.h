@@ -1,4 +1,5 @@
-// The roles of dispatch-type ops: publish rows into the own window, then pull what the experts here need from every peer.
+// The roles of dispatch-type ops: publish rows into the own window, then pull what the experts here need from every
+// peer.
 //
 //   dispatch           publish_rows + routing.h | wait | index_blocks, gather
 //   combine backward   publish_rows             | wait | gather_grad        (reuses the handle's plan: no routing)
@@ -20,9 +21,9 @@ MOE_RT_FN void publish_rows(const Coop& coop, const World& w, uint64_t seq, cons
 
 // Where each (local expert, source) block of rows starts in recv_x, and what each source sends here.
 struct Blocks {
-  int32_t* start;        // [L][R]
-  int32_t* pull_start;   // [R + 1] of the plan's pulled list
-  int32_t* copy_start;   // [R + 1] of its row list
+  int32_t* start;       // [L][R]
+  int32_t* pull_start;  // [R + 1] of the plan's pulled list
+  int32_t* copy_start;  // [R + 1] of its row list
 };
 
 // True when a peer's lists cannot lead us out of bounds: a crashed or corrupted peer must not corrupt us.
@@ -44,8 +45,8 @@ MOE_RT_FN bool plausible(const World& w, const RouteLists<Weight>& lists) {
   return sum == copies;
 }
 
-// Fills blocks and offs from the counts of all sources. One lane's work. `offs` is clipped to capacity; rows beyond it are
-// dropped in row order. Returns the first source whose lists are not plausible, or -1.
+// Fills blocks and offs from the counts of all sources. One lane's work. `offs` is clipped to capacity; rows beyond it
+// are dropped in row order. Returns the first source whose lists are not plausible, or -1.
 template <class Weight>
 MOE_RT_FN int index_blocks(const World& w, uint64_t seq, const Blocks& blocks, int32_t* offs, RecvPlan::Head* head) {
   const int num_ranks = w.shape.num_ranks, first = w.placement.rank_first[w.rank];
@@ -84,7 +85,8 @@ MOE_RT_FN int overflowing_rank(const World& w, uint64_t seq, int64_t* needed) {
   return -1;
 }
 
-// Pulls one token: its row once from the source's window, written to each of its copies' rows. False if it points astray.
+// Pulls one token: its row once from the source's window, written to each of its copies' rows. False if it points
+// astray.
 template <class Weight, class Rows>
 MOE_RT_FN bool gather_token(const World& w, uint64_t seq, int source, const RouteLists<Weight>& lists, const Pull& pull,
                             const Blocks& blocks, char* recv_x, Weight* recv_weights, const RecvPlan& plan,
@@ -133,7 +135,8 @@ MOE_RT_FN int gather(const Coop& coop, const World& w, uint64_t seq, const Block
   return -1;
 }
 
-// grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out rows.
+// grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out
+// rows.
 template <class Coop, class Weight, class Rows>
 MOE_RT_FN void gather_grad(const Coop& coop, const World& w, uint64_t seq, const RecvPlan& plan, const char* y,
                            const Weight* recv_weights, char* grad_y, Weight* grad_recv_weights, const Rows& rows) {

@@ -1,7 +1,8 @@
 // Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
 //
 //   control     poison word | mailboxes [kind][source rank]
-//   per parity  route counts, offsets, lists and weights | token window [T][H] | partial window [T][S][H] | scalars [T][K]
+//   per parity  route counts, offsets, lists and weights | token window [T][H] | partial window [T][S][H] | scalars
+//   [T][K]
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
 // Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
 // per-expert and per-rank numbers grow with E and R.
@@ -17,7 +18,7 @@ inline constexpr int64_t kRowAlign = 64;
 
 // One token that a destination rank pulls from this source.
 struct Pull {
-  int32_t token, slot;   // slot: which of the token's distinct ranks, in rank order, the destination is
+  int32_t token, slot;    // slot: which of the token's distinct ranks, in rank order, the destination is
   int32_t first, copies;  // its entries in the copy list
 };
 
@@ -84,9 +85,7 @@ struct World {
   int32_t rank;
   uint64_t config;  // hash of shape, dtype and placement; equal on all ranks
 
-  MOE_RT_FN int32_t num_local_experts() const {
-    return placement.rank_first[rank + 1] - placement.rank_first[rank];
-  }
+  MOE_RT_FN int32_t num_local_experts() const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
   MOE_RT_FN const Layout::Window& window(uint64_t seq) const { return layout.window[seq & 1]; }
   template <class T>
   MOE_RT_FN T* at(int peer, int64_t offset) const {

@@ -43,8 +43,8 @@ struct RecvPlan {
   }
 };
 
-// One int32 of send_plan[T][K]: the slot where the entry's partial comes back, and the first entry of the same token with
-// the same expert, which carries the row for its duplicates; kNowhere for topk_idx -1.
+// One int32 of send_plan[T][K]: the slot where the entry's partial comes back, and the first entry of the same token
+// with the same expert, which carries the row for its duplicates; kNowhere for topk_idx -1.
 inline constexpr int32_t kNowhere = -1;
 MOE_RT_FN constexpr int32_t send_entry(int slot, int first_k) { return first_k << 16 | slot; }
 MOE_RT_FN constexpr int send_slot(int32_t entry) { return entry & 0xffff; }

@@ -1,8 +1,9 @@
 // The source's half of routing: from topk_idx to a stable list of pulls per destination rank, written into its window.
 //
-// Two passes over the tokens. The first counts, per lane, the rows for each expert and the pulls for each rank; a prefix
-// sum over lanes gives every lane its places; the second writes the lists. Lanes own contiguous tokens, so the lists are in
-// token order whatever the number of lanes: row order at the destination (expert, source, token) is deterministic.
+// Two passes over the tokens. The first counts, per lane, the rows for each expert and the pulls for each rank; a
+// prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own contiguous tokens, so the
+// lists are in token order whatever the number of lanes: row order at the destination (expert, source, token) is
+// deterministic.
 #pragma once
 
 #include "coop.h"
@@ -36,7 +37,8 @@ MOE_RT_FN int sorted_visits(const Dims& dims, const World& w, const int64_t* top
   return n;
 }
 
-// Per-lane counters, [lanes][E + R]: rows for each place, pulls for each rank. After place_lanes: where the lane starts.
+// Per-lane counters, [lanes][E + R]: rows for each place, pulls for each rank. After place_lanes: where the lane
+// starts.
 struct LaneCounters {
   int32_t* data;
   int32_t num_places, num_ranks;
@@ -84,7 +86,8 @@ MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, 
   return true;
 }
 
-// Turns counters into starting places and writes the totals that receivers read. One lane's work; callers sync around it.
+// Turns counters into starting places and writes the totals that receivers read. One lane's work; callers sync around
+// it.
 template <class Weight>
 MOE_RT_FN void place_lanes(const World& w, const LaneCounters& counters, int lanes, const RouteLists<Weight>& lists) {
   for (int place = 0; place < counters.num_places; ++place) {

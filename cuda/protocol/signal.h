@@ -30,8 +30,8 @@ MOE_RT_FN constexpr uint64_t call_word(Op op, uint32_t tag, uint64_t handle_seq)
   return uint64_t(op) << 60 | uint64_t(tag & 0xfffffffu) << 32 | (handle_seq & 0xffffffffu);
 }
 
-// A poison word says what went wrong, who found it and, if a peer is to blame, which: three 16-bit fields, the ranks plus
-// one. Zero is healthy.
+// A poison word says what went wrong, who found it and, if a peer is to blame, which: three 16-bit fields, the ranks
+// plus one. Zero is healthy.
 MOE_RT_FN constexpr uint64_t poison_word(Code code, int origin, int peer) {
   return uint64_t(peer + 1) << 32 | uint64_t(origin + 1) << 16 | uint64_t(code);
 }
@@ -42,13 +42,13 @@ MOE_RT_FN constexpr int poison_peer(uint64_t word) { return int(word >> 32 & 0xf
 // Signed distance, so that the comparison survives wrap-around.
 MOE_RT_FN constexpr bool reached(uint64_t signal, uint64_t seq) { return int64_t(signal - seq) >= 0; }
 
-// SYNC POINT goodbye, writer side. Pairs with said_goodbye: without the release a reader could see the goodbye but not the
-// last signal before it, and give up an op that is complete.
+// SYNC POINT goodbye, writer side. Pairs with said_goodbye: without the release a reader could see the goodbye but not
+// the last signal before it, and give up an op that is complete.
 MOE_RT_FN void say_goodbye(Mailbox& mailbox) { store_release(mailbox.goodbye, uint64_t{1}); }
 
 // SYNC POINT signal, writer side. Every write of this op's window happens before it, on every lane: callers sync first.
-// Pairs with wait_signal. Without the release: 1. source writes rows, 2. signal becomes visible, 3. reader pulls the old
-// rows. It also publishes that this rank's *reads* of op n - 1 are over, which is what lets peers reuse windows.
+// Pairs with wait_signal. Without the release: 1. source writes rows, 2. signal becomes visible, 3. reader pulls the
+// old rows. It also publishes that this rank's *reads* of op n - 1 are over, which is what lets peers reuse windows.
 MOE_RT_FN void post(Mailbox& mailbox, const Header& header) {
   mailbox.header[header.seq & 1] = header;
   store_release(mailbox.signal, header.seq);
@@ -60,8 +60,8 @@ MOE_RT_FN bool said_goodbye(const Mailbox& mailbox, uint64_t seq) {
 }
 
 // Given what a peer announced in the other kind: true when it has moved past the op we wait for without issuing it. We
-// issued `other_seq` ops of the other kind; all ranks issue the same ops in the same order, so a peer that is ahead there
-// must have announced ours first, and its release makes that visible to us.
+// issued `other_seq` ops of the other kind; all ranks issue the same ops in the same order, so a peer that is ahead
+// there must have announced ours first, and its release makes that visible to us.
 MOE_RT_FN bool out_of_order(const Mailbox& mailbox, uint64_t seq, const Mailbox& other, uint64_t other_seq) {
   return !reached(other_seq, load_acquire(other.signal)) && !reached(load_acquire(mailbox.signal), seq);
 }
@@ -77,8 +77,8 @@ MOE_RT_FN Code wait_signal(const Mailbox& mailbox, uint64_t seq, Idle& idle) {
   return Code::kOk;
 }
 
-// Judges a peer's header against ours. A refusal is believed before the call is compared: who refuses an op may not know
-// the handle it was given.
+// Judges a peer's header against ours. A refusal is believed before the call is compared: who refuses an op may not
+// know the handle it was given.
 MOE_RT_FN Status check_header(const Header& theirs, const Header& ours, int peer) {
   Status s{Code::kOk, Op(ours.call >> 60), Phase::kWait, peer, ours.seq, 0, 0};
   if (theirs.config != ours.config) {

@@ -1,4 +1,4 @@
-"""How ranks find each other before they share memory: an all-gather of small byte strings, with an end."""
+"""How ranks find each other before they share memory: an all-gather of short texts, with an end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rendezvous(Protocol):
     rank: int
     size: int
 
-    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         """Returns every rank's payload in rank order; raises PeerTimeout when a rank stays away."""
         ...
 
@@ -35,7 +35,7 @@ class StoreRendezvous:
         self._prefix = f"moe_rt/{self._store.add(f'moe_rt/buffers/{self.rank}', 1)}"
         self._round = 0
 
-    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         keys = [f"{self._prefix}/{self._round}/{r}" for r in range(self.size)]
         self._store.set(keys[self.rank], payload)
         try:
@@ -44,7 +44,7 @@ class StoreRendezvous:
             missing = [r for r in range(self.size) if not self._store.check([keys[r]])]
             message = f"rank {self.rank}: ranks {missing} did not come to make a buffer within {timeout_s:g} s"
             raise PeerTimeout(message, rank=self.rank, peer=missing[0] if missing else -1) from error
-        payloads = [bytes(self._store.get(key)) for key in keys]
+        payloads = [self._store.get(key).decode() for key in keys]
         if self._round > 0:  # everyone who is in this round has read the one before
             self._store.delete_key(f"{self._prefix}/{self._round - 1}/{self.rank}")
         self._round += 1
@@ -54,17 +54,17 @@ class StoreRendezvous:
 class ThreadGroup:
     """A rank among ranks that are threads of one process. Make all of them at once with `ThreadGroup.make(size)`."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[bytes]) -> None:
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[str]) -> None:
         self.rank, self.size = rank, size
         self._barrier, self._board = barrier, board
 
     @classmethod
     def make(cls, size: int) -> list[ThreadGroup]:
         """`size` ranks that share one meeting point; hand one to each thread."""
-        barrier, board = threading.Barrier(size), [b""] * size
+        barrier, board = threading.Barrier(size), [""] * size
         return [cls(rank, size, barrier, board) for rank in range(size)]
 
-    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         self._board[self.rank] = payload
         try:
             self._barrier.wait(timeout_s)

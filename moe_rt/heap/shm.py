@@ -93,7 +93,7 @@ def _share(
     """All-gathers records; when any rank failed, raises that failure's kind on every rank."""
     if failure is not None:
         record = {"error": type(failure).__name__, "message": str(failure)}
-    payloads = rendezvous.all_gather(json.dumps(record).encode(), timeout_s)
+    payloads = rendezvous.all_gather(json.dumps(record), timeout_s)
     records: list[dict[str, Any]] = [json.loads(p) for p in payloads]
     if failure is not None:
         raise failure
@@ -134,7 +134,7 @@ def _attach_all(
 
 
 def _watch(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where the kernel offers none (then only time tells)."""
+    """A descriptor that becomes readable when the process ends; -1 where there is none: then only time tells."""
     with contextlib.suppress(OSError):
         return os.pidfd_open(pid)
     return -1

@@ -23,10 +23,10 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     with _lock:
         _in_transit[address] = mine
     try:
-        addresses = [int(a) for a in rendezvous.all_gather(str(address).encode(), timeout_s)]
+        addresses = [int(a) for a in rendezvous.all_gather(str(address), timeout_s)]
         with _lock:
             mappings = [_in_transit[a] for a in addresses]
-        rendezvous.all_gather(b"attached", timeout_s)
+        rendezvous.all_gather("attached", timeout_s)
     finally:
         with _lock:
             del _in_transit[address]

@@ -1,7 +1,7 @@
 """The CPU engine for tensors: checks what it is given, makes the outputs, and turns statuses into exceptions.
 
-Input that this rank refuses is refused together: the engine announces the refusal, so that every rank raises in the same
-op and none waits for rows that will never come.
+Input that this rank refuses is refused together: the engine announces the refusal, so that every rank raises in the
+same op and none waits for rows that will never come.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class CpuEngine:
         self._engine.poison(Code.POISONED, -1)
 
     def close(self) -> None:
-        """Says goodbye and refuses further ops. Local and idempotent. A forked child only forgets: the rank is not it."""
+        """Says goodbye and refuses further ops. Local and idempotent. A forked child is not the rank: it says nothing."""
         if self._pid != os.getpid():
             return
         self._engine.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.layer import MoELayer
@@ -27,9 +27,7 @@ MANIFEST = "manifest.json"
 State = dict[str, dict[str, Tensor]]
 
 
-def save(
-    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
-) -> None:
+def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     """Writes `directory`/step-..., then removes all but the newest KEPT. Collective over the world."""
     final = directory / f"step-{step:08d}"
     unfinished = final.with_suffix(".tmp")
@@ -42,7 +40,7 @@ def save(
     dist.barrier()
     state = _state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
-    dcp.save(state, checkpoint_id=unfinished)
+    state_dict_saver.save(state, checkpoint_id=unfinished)
     if main:
         manifest = {"step": step, **{name: getattr(config, name) for name in MODEL_FIELDS}}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -78,7 +76,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, co
             raise InvalidConfig(f"{name}: got {got}, expected {expected} as in the checkpoint {path}")
     state = _state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
-    dcp.load(state, checkpoint_id=path)
+    state_dict_loader.load(state, checkpoint_id=path)
     torch.set_rng_state(state["rng"]["cpu"])
     for moments in optimizer.state.values():
         moments["step"].fill_(step)
@@ -108,7 +106,9 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def _complete(directory: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return sorted(p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name) and (p / MANIFEST).is_file())
+    return sorted(
+        p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name) and (p / MANIFEST).is_file()
+    )
 
 
 def _remove(checkpoint: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from moe_rt.errors import InvalidConfig
 
@@ -16,48 +16,44 @@ MODEL_FIELDS = (
 )  # fmt: skip
 
 
-def _knob(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What to train, on what, for how long. Each field's meaning is the help text of its command-line option."""
 
-    out: Path = _knob(Path("runs/train"), "Directory for metrics, plots, text sample and checkpoints.")
-    data: Path | None = _knob(None, "File or directory to train on; default: this Python's standard library.")
-    resume: bool = _knob(False, "Go on from the newest checkpoint under --out, if there is one.")
-    seed: int = _knob(0, "Seeds the initial weights, the order of the data and the text sample.")
+    out: Annotated[Path, "Directory for metrics, plots, text sample and checkpoints."] = Path("runs/train")
+    data: Annotated[Path | None, "File or directory to train on; default: this Python's standard library."] = None
+    resume: Annotated[bool, "Go on from the newest checkpoint under --out, if there is one."] = False
+    seed: Annotated[int, "Seeds the initial weights, the order of the data and the text sample."] = 0
 
-    num_layers: int = _knob(4, "Decoder blocks.")
-    hidden: int = _knob(128, "Width of the residual stream.")
-    num_heads: int = _knob(4, "Attention heads.")
-    intermediate: int = _knob(128, "Width of one expert.")
-    num_experts: int = _knob(8, "Experts of a layer, over all ranks of an expert-parallel group.")
-    num_topk: int = _knob(2, "Experts that a token visits.")
-    seq_len: int = _knob(256, "Bytes of a sequence.")
-    tie_embeddings: bool = _knob(False, "Use the embedding as the output head, too.")
-    aux_loss_coef: float = _knob(0.01, "Weight of the load-balancing loss.")
-    z_loss_coef: float = _knob(0.001, "Weight of the router's z-loss.")
-    dtype: Literal["fp32", "bf16"] = _knob("fp32", "What is computed in; parameters are always fp32.")
+    num_layers: Annotated[int, "Decoder blocks."] = 4
+    hidden: Annotated[int, "Width of the residual stream."] = 128
+    num_heads: Annotated[int, "Attention heads."] = 4
+    intermediate: Annotated[int, "Width of one expert."] = 128
+    num_experts: Annotated[int, "Experts of a layer, over all ranks of an expert-parallel group."] = 8
+    num_topk: Annotated[int, "Experts that a token visits."] = 2
+    seq_len: Annotated[int, "Bytes of a sequence."] = 256
+    tie_embeddings: Annotated[bool, "Use the embedding as the output head, too."] = False
+    aux_loss_coef: Annotated[float, "Weight of the load-balancing loss."] = 0.01
+    z_loss_coef: Annotated[float, "Weight of the router's z-loss."] = 0.001
+    dtype: Annotated[Literal["fp32", "bf16"], "What is computed in; parameters are always fp32."] = "fp32"
 
-    ep: int | None = _knob(None, "Ranks that share one set of experts, a divisor of the world size; default: all.")
-    timeout_s: float = _knob(120.0, "Seconds that a rank waits for a peer before it gives up.")
+    ep: Annotated[int | None, "Ranks that share one set of experts, a divisor of the world size; default: all."] = None
+    timeout_s: Annotated[float, "Seconds that a rank waits for a peer before it gives up."] = 120.0
 
-    steps: int = _knob(400, "Optimizer steps.")
-    batch_size: int = _knob(16, "Sequences of a step, over all ranks.")
-    lr: float = _knob(3e-3, "Peak learning rate.")
-    min_lr_ratio: float = _knob(0.1, "Final learning rate as a fraction of the peak.")
-    warmup_steps: int = _knob(40, "Steps of linear warm-up before the cosine decay.")
-    weight_decay: float = _knob(0.1, "AdamW's weight decay; norms have none.")
-    grad_clip: float = _knob(1.0, "Largest global gradient norm.")
+    steps: Annotated[int, "Optimizer steps."] = 400
+    batch_size: Annotated[int, "Sequences of a step, over all ranks."] = 16
+    lr: Annotated[float, "Peak learning rate."] = 3e-3
+    min_lr_ratio: Annotated[float, "Final learning rate as a fraction of the peak."] = 0.1
+    warmup_steps: Annotated[int, "Steps of linear warm-up before the cosine decay."] = 40
+    weight_decay: Annotated[float, "AdamW's weight decay; norms have none."] = 0.1
+    grad_clip: Annotated[float, "Largest global gradient norm."] = 1.0
 
-    val_every: int = _knob(50, "Steps between validations; the first and last step always have one.")
-    val_sequences: int = _knob(128, "Sequences of the validation set.")
-    checkpoint_every: int = _knob(200, "Steps between checkpoints; the last step always has one.")
-    prompt: str = _knob("def ", "Text that the sample starts with.")
-    sample_bytes: int = _knob(400, "Length of the text sample; 0 for none.")
-    temperature: float = _knob(0.8, "Temperature of the text sample; 0 takes the likeliest byte.")
+    val_every: Annotated[int, "Steps between validations; the first and last step always have one."] = 50
+    val_sequences: Annotated[int, "Sequences of the validation set."] = 128
+    checkpoint_every: Annotated[int, "Steps between checkpoints; the last step always has one."] = 200
+    prompt: Annotated[str, "Text that the sample starts with."] = "def "
+    sample_bytes: Annotated[int, "Length of the text sample; 0 for none."] = 400
+    temperature: Annotated[float, "Temperature of the text sample; 0 takes the likeliest byte."] = 0.8
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "num_heads", "intermediate", "num_experts", "num_topk", "seq_len"):
@@ -68,7 +64,9 @@ class TrainConfig:
             self._expect(getattr(self, name) >= 0, name, "at least 0")
         for name in ("lr", "grad_clip", "timeout_s"):
             self._expect(getattr(self, name) > 0, name, "above 0")
-        self._expect(self.hidden % (2 * self.num_heads) == 0, "hidden", f"a multiple of 2 * num_heads = {2 * self.num_heads}")
+        self._expect(
+            self.hidden % (2 * self.num_heads) == 0, "hidden", f"a multiple of 2 * num_heads = {2 * self.num_heads}"
+        )
         self._expect(self.num_topk <= self.num_experts, "num_topk", f"at most num_experts = {self.num_experts}")
         self._expect(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "between 0 and 1")
         self._expect(self.temperature >= 0, "temperature", "at least 0")

@@ -39,8 +39,8 @@ class Corpus:
     ) -> list[tuple[Tensor, Tensor]]:
         """This rank's rows of each batch of a fixed set of sequences, spread evenly over the validation bytes.
 
-        The last batch is filled up with sequences whose targets are all IGNORE, so that every rank runs the same number of
-        equal batches.
+        The last batch is filled up with sequences whose targets are all IGNORE, so that every rank runs the same number
+        of equal batches.
         """
         available = (len(self.val) - 1) // seq_len
         count = min(num_sequences, available)
@@ -61,7 +61,7 @@ def load(path: Path | None, seq_len: int) -> Corpus:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in root.rglob("*.py") if not SKIPPED_DIRECTORIES & set(f.relative_to(root).parts)]
+        files = [f for f in root.rglob("*.py") if not SKIPPED_DIRECTORIES.intersection(f.relative_to(root).parts)]
     else:
         files = [f for f in path.rglob("*") if f.is_file()] if path.is_dir() else [path]
     try:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_rt.router import RouterAux
 from moe_rt.train.config import VOCAB_SIZE, TrainConfig
 
 # Layer index -> a module whose forward takes [B, S, H] and returns the same shape and a RouterAux.
@@ -67,7 +68,7 @@ class Block(nn.Module):
         self.moe_norm = nn.RMSNorm(config.hidden)
         self.moe = moe
 
-    def forward(self, x: Tensor) -> tuple[Tensor, NamedTuple]:
+    def forward(self, x: Tensor) -> tuple[Tensor, RouterAux]:
         x = x + self.attention(self.attention_norm(x))
         y, aux = self.moe(self.moe_norm(x))
         return x + y, aux

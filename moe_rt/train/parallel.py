@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt.layer import MoELayer
@@ -23,7 +24,7 @@ def process_group(timeout_s: float) -> Iterator[None]:
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:
@@ -72,8 +73,8 @@ class Ranks:
 class Gradients:
     """The gradients of a model for a loss that is the mean, over all ranks, of each rank's own mean.
 
-    They live in two flat tensors, of which every parameter's `grad` is a view: one for parameters that all ranks hold, and
-    one for this rank's experts. The latter arrive as sums over the tokens of the ep group already.
+    They live in two flat tensors, of which every parameter's `grad` is a view: one for parameters that all ranks hold,
+    and one for this rank's experts. The latter arrive as sums over the tokens of the ep group already.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+from torch import Tensor
+
+from moe_rt.train.model import DecoderOutput
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: str, *, num_bytes: int, seq_len: int, temperature: float, seed: int
+    forward: Callable[[Tensor], DecoderOutput],
+    prompt: str,
+    *,
+    num_bytes: int,
+    seq_len: int,
+    temperature: float,
+    seed: int,
 ) -> str:
-    """`prompt` and `num_bytes` more; temperature 0 takes the likeliest byte. Collective: same arguments on every rank."""
+    """`prompt` and `num_bytes` more; temperature 0 takes the likeliest byte.
+
+    Collective: the same arguments on every rank. What a terminal could stumble over is replaced.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())])
     for _ in range(num_bytes):
-        logits = model(tokens[:, -seq_len:]).logits[:, -1].float()
+        logits = forward(tokens[:, -seq_len:]).logits[:, -1].float()
         if temperature > 0:
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         else:
             token = logits.argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, token], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

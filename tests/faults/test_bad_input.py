@@ -34,9 +34,19 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "idx shape": ({"topk_idx": t(4, 2, dtype=torch.int64)}, "InvalidInput", "topk_idx: got", "got 2, expected 3"),
     "idx rows": ({"topk_idx": t(5, 3, dtype=torch.int64)}, "InvalidInput", "topk_idx: got", "rank 1 refused"),
     "weights shape": ({"topk_weights": t(4, 1)}, "InvalidInput", "topk_weights: got", "got 1, expected 3"),
-    "id too large": ({"topk_idx": torch.full((4, 3), 9)}, "InvalidRouting", "got expert id 9", "expert id 9 in topk_idx"),
+    "id too large": (
+        {"topk_idx": torch.full((4, 3), 9)},
+        "InvalidRouting",
+        "got expert id 9",
+        "expert id 9 in topk_idx",
+    ),
     "id below -1": ({"topk_idx": torch.full((4, 3), -2)}, "InvalidRouting", "expert id -2", "expected -1 or [0, 9)"),
-    "id huge": ({"topk_idx": torch.full((4, 3), 2**32 + 1)}, "InvalidRouting", "4294967297", "got expert id 4294967297"),
+    "id huge": (
+        {"topk_idx": torch.full((4, 3), 2**32 + 1)},
+        "InvalidRouting",
+        "4294967297",
+        "got expert id 4294967297",
+    ),
     "too many": (
         {"x": t(13, 20), "topk_idx": t(13, 3, dtype=torch.int64), "topk_weights": t(13, 3)},
         "TooManyTokens",
@@ -100,7 +110,13 @@ def test_ranks_that_disagree_are_told(make_ranks: MakeRanks, heap: str, changes:
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize(
     "changes",
-    [{"hidden": 0}, {"num_topk": 10}, {"capacity_factor": 0.0}, {"capacity_factor": float("nan")}, {"overflow": "maybe"}],
+    [
+        {"hidden": 0},
+        {"num_topk": 10},
+        {"capacity_factor": 0.0},
+        {"capacity_factor": float("nan")},
+        {"overflow": "maybe"},
+    ],
     ids=str,
 )
 def test_nonsense_is_refused_everywhere(make_ranks: MakeRanks, heap: str, changes: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def config(**changes: Any) -> MoEConfig:
 
 
 def dense_layer(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, score_func: str = "softmax") -> Tensor:
-    """Every token through every expert it names, one loop, no moe_rt: router [E, H], gate_up [E, 2F, H], down [E, H, F]."""
+    """Every token through every expert it names, in one loop: router [E, H], gate_up [E, 2F, H], down [E, H, F]."""
     logits = F.linear(x.float(), router.float()) if x.dtype != torch.float64 else F.linear(x, router)
     scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
     weights, idx = scores.topk(TOPK, -1)

@@ -93,7 +93,7 @@ def test_layers_share_a_buffer(make_ranks: MakeRanks) -> None:
 
 def test_buffer_of_other_sizes_is_refused() -> None:
     kwargs: dict[str, Any] = dict(num_max_tokens_per_rank=10, hidden=8, num_topk=3, num_experts=7, dtype=torch.float32)
-    with Buffer(None, **kwargs) as buffer, pytest.raises(InvalidConfig, match="buffer.hidden: got 8, expected 16"):
+    with Buffer(None, **kwargs) as buffer, pytest.raises(InvalidConfig, match=r"buffer\.hidden: got 8, expected 16"):
         MoELayer(cases.config(), buffer=buffer)
 
 

@@ -52,8 +52,8 @@ REFUTED = [
 ]
 
 # The same mistakes where nothing shows: tests of the real thing must not stop at these settings. When dispatch and
-# combine strictly alternate, each is the other's acknowledgement; when only two ranks fail fast on a peer's refusal,
-# nobody is left to wait for them.
+# combine alternate, each acknowledges the other by accident; a skipped peer goes unseen until three dispatches run
+# without a combine; when one of two ranks fails fast on the other's refusal, nobody is left to wait.
 UNSEEN = [
     "N=2 RUN=2 OPS=8 ROUTES=4 SKIP_ZERO",
     "N=3 RUN=1 OPS=12 SINGLE_WINDOW=D",

@@ -31,8 +31,10 @@ def inputs(requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_opcheck_of_every_op(buffer: Buffer) -> None:
-    """Schema, autograd, fakes, and dynamic shapes through AOT dispatch. Every token visits K experts, so that no row of a
-    receive buffer is unspecified and values can be compared."""
+    """Schema, autograd, fakes, and dynamic shapes through AOT dispatch.
+
+    Every token visits K experts, so that no row of a receive buffer is unspecified and values can be compared.
+    """
     x, _, w = inputs()
     idx = torch.tensor([[t % E, (t + 1) % E] for t in range(T)])
     engine = buffer._id
@@ -52,7 +54,9 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
     # A plan's unused room is unspecified too, so for dispatch itself only the structure can be compared.
     structure = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.moe_rt.dispatch, (x, idx, w, engine, 0), test_utils=structure)
-    defined = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("moe_rt::")}
+    defined = {
+        n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("moe_rt::")
+    }
     assert defined == {*ops, "dispatch"}, "every op of the library is checked"
 
 

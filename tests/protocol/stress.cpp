@@ -1,7 +1,9 @@
-// Free-running chains of dispatch, combine and both backwards between ranks that are threads, each with a team of lanes.
+// Free-running chains of dispatch, combine and both backwards between ranks that are threads, each with a team of
+// lanes.
 //
 // Built with ThreadSanitizer by test_races.py: ranks share one mapping, so a missing order shows as a data race. Every
-// output is checked, so a window reused too early shows even where the detector is blind. Exit status 0: all as expected.
+// output is checked, so a window reused too early shows even where the detector is blind. Exit status 0: all as
+// expected.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -51,58 +53,82 @@ void expect_ok(const Status& s, const char* op, int rank, int round) {
   std::exit(1);
 }
 
-// One training step's worth of ops. Experts are the identity and every gradient starts as x, so that
-// out = grad_x = (number of distinct experts) * x.
-void one_round(Engine& engine, Tensors& t, int rank, int round, std::mt19937& random) {
-  const int num_tokens = static_cast<int>(random() % (kTokens + 1));
-  for (int token = 0; token < num_tokens; ++token) {
-    for (int c = 0; c < kHidden; ++c) t.x[token * kHidden + c] = element(rank, round, token, c);
-    for (int k = 0; k < kTopk; ++k) t.idx[token * kTopk + k] = static_cast<int>(random() % (kExperts + 1)) - 1;
-  }
-  expect_ok(engine.dispatch({t.x.data(), t.idx.data(), t.weights.data(), num_tokens, t.recv_x.data(),
-                             t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
-                            1),
-            "dispatch", rank, round);
-  // Every row has weight 1 per entry that named it; undo that so that each distinct expert counts once.
-  for (int i = 0; i < t.offs.back(); ++i) t.recv_weights[i] = 1.0f;
-  expect_ok(engine.combine({Op::kCombine, t.recv_x.data(), t.recv_weights.data(), nullptr, t.recv_plan.data(),
-                            t.send_plan.data(), num_tokens, t.out.data(), nullptr},
-                           1),
-            "combine", rank, round);
-  expect_ok(engine.combine_backward({t.x.data(), num_tokens, t.recv_x.data(), t.recv_weights.data(), t.recv_plan.data(),
-                                     t.grad_y.data(), t.grad_recv_weights.data()},
-                                    1),
-            "combine backward", rank, round);
-  expect_ok(engine.combine({Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(),
-                            t.recv_plan.data(), t.send_plan.data(), num_tokens, t.grad_x.data(), t.grad_weights.data()},
-                           1),
-            "dispatch backward", rank, round);
-  for (int token = 0; token < num_tokens; ++token) {
-    const int64_t* idx = &t.idx[token * kTopk];
-    int distinct = 0;
-    float square = 0;
-    for (int k = 0; k < kTopk; ++k) {
-      bool first = idx[k] >= 0;
-      for (int j = 0; j < k; ++j) first = first && idx[j] != idx[k];
-      distinct += first;
-    }
-    for (int c = 0; c < kHidden; ++c) {
-      const float x = element(rank, round, token, c);
-      square += x * x;
-      expect(t.out[token * kHidden + c] == distinct * x, "combine delivered another row", rank, round);
-      expect(t.grad_x[token * kHidden + c] == distinct * x, "dispatch backward delivered another row", rank, round);
-    }
-    for (int k = 0; k < kTopk; ++k) {
-      expect(t.grad_weights[token * kTopk + k] == (idx[k] >= 0 ? square : 0.0f), "wrong weight gradient", rank, round);
-    }
-  }
-}
+// Experts are the identity and every gradient starts as x, so that out = grad_x = (number of distinct experts) * x.
+struct Microbatch {
+  Tensors t;
+  int rank, round, num_tokens;
 
+  void fill(std::mt19937& random) {
+    num_tokens = static_cast<int>(random() % (kTokens + 1));
+    for (int token = 0; token < num_tokens; ++token) {
+      for (int c = 0; c < kHidden; ++c) t.x[token * kHidden + c] = element(rank, round, token, c);
+      for (int k = 0; k < kTopk; ++k) t.idx[token * kTopk + k] = static_cast<int>(random() % (kExperts + 1)) - 1;
+    }
+  }
+  void dispatch(Engine& engine) {
+    expect_ok(engine.dispatch({t.x.data(), t.idx.data(), t.weights.data(), num_tokens, t.recv_x.data(),
+                               t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
+                              1),
+              "dispatch", rank, round);
+    // A row's weight is 1 for each entry that named it; undo that, so that each distinct expert counts once.
+    for (int i = 0; i < t.offs.back(); ++i) t.recv_weights[i] = 1.0f;
+  }
+  void combine(Engine& engine) {
+    expect_ok(engine.combine({Op::kCombine, t.recv_x.data(), t.recv_weights.data(), nullptr, t.recv_plan.data(),
+                              t.send_plan.data(), num_tokens, t.out.data(), nullptr},
+                             1),
+              "combine", rank, round);
+  }
+  void combine_backward(Engine& engine) {
+    expect_ok(engine.combine_backward({t.x.data(), num_tokens, t.recv_x.data(), t.recv_weights.data(),
+                                       t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
+                                      1),
+              "combine backward", rank, round);
+  }
+  void dispatch_backward(Engine& engine) {
+    expect_ok(
+        engine.combine({Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(), t.recv_plan.data(),
+                        t.send_plan.data(), num_tokens, t.grad_x.data(), t.grad_weights.data()},
+                       1),
+        "dispatch backward", rank, round);
+  }
+  void check() const {
+    for (int token = 0; token < num_tokens; ++token) {
+      const int64_t* idx = &t.idx[token * kTopk];
+      int distinct = 0;
+      float square = 0;
+      for (int k = 0; k < kTopk; ++k) {
+        bool first = idx[k] >= 0;
+        for (int j = 0; j < k; ++j) first = first && idx[j] != idx[k];
+        distinct += first;
+      }
+      for (int c = 0; c < kHidden; ++c) {
+        const float x = element(rank, round, token, c);
+        square += x * x;
+        expect(t.out[token * kHidden + c] == distinct * x, "combine delivered another row", rank, round);
+        expect(t.grad_x[token * kHidden + c] == distinct * x, "dispatch backward delivered another row", rank, round);
+      }
+      for (int k = 0; k < kTopk; ++k) {
+        expect(t.grad_weights[token * kTopk + k] == (idx[k] >= 0 ? square : 0.0f), "wrong weight gradient", rank,
+               round);
+      }
+    }
+  }
+};
+
+// Rounds have one, two or three microbatches in flight: D C D C hides errors that D D C C and D D D C C C show, because
+// a combine between two dispatches acknowledges the first.
 void run_rank(Engine& engine, const Shape& shape, int rank, int rounds, int64_t capacity, int num_local) {
-  Tensors t = make_tensors(shape, num_local, capacity);
+  std::vector<Microbatch> batches(3, {make_tensors(shape, num_local, capacity), rank, 0, 0});
   std::mt19937 random(1234u + static_cast<unsigned>(rank));
   for (int round = 0; round < rounds; ++round) {
-    one_round(engine, t, rank, round, random);
+    batches.resize(1 + round % 3, batches[0]);
+    for (Microbatch& b : batches) b.round = round, b.fill(random);
+    for (Microbatch& b : batches) b.dispatch(engine);
+    for (Microbatch& b : batches) b.combine(engine);
+    for (Microbatch& b : batches) b.combine_backward(engine);
+    for (Microbatch& b : batches) b.dispatch_backward(engine);
+    for (Microbatch& b : batches) b.check();
     const unsigned pause = random() % 64;
     if (pause == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
     if (pause < 8) std::this_thread::yield();
@@ -131,8 +157,8 @@ int main(int argc, char** argv) {
 
   std::vector<std::unique_ptr<Engine>> engines;
   for (int r = 0; r < num_ranks; ++r) {
-    engines.push_back(std::make_unique<Engine>(EngineConfig{shape, rows::Elem::kFloat32, r, 7, expert_rank, capacity,
-                                                            segments, {}, 60.0, false, lanes, "portable"}));
+    engines.push_back(std::make_unique<Engine>(EngineConfig{
+        shape, rows::Elem::kFloat32, r, 7, expert_rank, capacity, segments, {}, 60.0, false, lanes, "portable"}));
   }
   std::vector<std::thread> ranks;
   for (int r = 0; r < num_ranks; ++r) {

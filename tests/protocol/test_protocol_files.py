@@ -54,16 +54,16 @@ def documented_bytes(num_ranks: int, tokens: int, hidden: int, topk: int, expert
 @pytest.mark.parametrize("tokens", [1, 100, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch.dtype) -> None:
-    spec = make_spec(
-        num_ranks, num_max_tokens_per_rank=tokens, hidden=500, num_topk=8, num_experts=64, dtype=dtype
-    )
+    spec = make_spec(num_ranks, num_max_tokens_per_rank=tokens, hidden=500, num_topk=8, num_experts=64, dtype=dtype)
     expected = documented_bytes(num_ranks, tokens, 500, 8, 64, dtype.itemsize)
     rounding = 2 * (7 * 128 + 2 * 4096) + 4096 + 256
     assert expected <= spec.shape().segment_bytes() <= expected + rounding
 
 
 def test_windows_do_not_grow_with_ranks_beyond_topk() -> None:
-    sizes = [make_spec(r, num_max_tokens_per_rank=512, hidden=1024, num_experts=64).shape().segment_bytes() for r in (8, 64)]
+    sizes = [
+        make_spec(r, num_max_tokens_per_rank=512, hidden=1024, num_experts=64).shape().segment_bytes() for r in (8, 64)
+    ]
     per_rank = 2 * 128 + 2 * 8
     assert 0 <= sizes[1] - sizes[0] <= 56 * per_rank + 4096
 

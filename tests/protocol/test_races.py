@@ -1,4 +1,4 @@
-"""The protocol under sanitizers: ranks are threads with a team of three lanes each, free-running, every output checked."""
+"""The protocol under sanitizers: ranks are threads with teams of lanes, free-running, every output checked."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from build import compile_program
 
-RANKS, LANES, ROUNDS = "3", "3", "2000"  # a round is two dispatch-type and two combine-type ops
+RANKS, LANES, ROUNDS = "3", "3", "2000"  # a round is one to three dispatches, as many combines, and backwards
 
 
 def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:

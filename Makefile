@@ -1,0 +1,42 @@
+# make demo: train on two ranks.  make test: everything that must hold.  Both set up their own environment first.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find cuda -name '*.h' -o -name '*.cpp')
+CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp')
+
+.PHONY: demo test lint format install tools clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): $(SOURCES)
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(INSTALLED)
+
+# Trains a small mixture-of-experts language model on Python's own source files; says where the plots are.
+demo: install
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m moe_rt.train --out runs/demo
+
+test: install tools lint
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/mypy
+	$(BIN)/python tools/check_tree.py
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+# The model checker is no Python package. Where it cannot be installed, its tests say that they are skipped.
+tools:
+	@command -v spin >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -y -qq spin; } || echo "spin is not here: the model tests will be skipped"
+
+clean:
+	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

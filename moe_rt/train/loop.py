@@ -1,0 +1,161 @@
+"""The training loop: the same steps on every rank, and reports from rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_rt.layer import MoEConfig, MoELayer
+from moe_rt.train import checkpoint, data, plots
+from moe_rt.train.config import TrainConfig
+from moe_rt.train.metrics import Reporter, Row, refuse_to_overwrite
+from moe_rt.train.model import Decoder, DecoderOutput, MakeMoE
+from moe_rt.train.optim import learning_rate, make_optimizer
+from moe_rt.train.parallel import Gradients, Ranks, abort_on_error, moe_layers, process_group
+from moe_rt.train.sample import generate
+
+
+def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
+    """Runs a whole training. Collective over torchrun's world, or alone where there is none.
+
+    Args:
+        config: the same on every rank.
+        make_moe: makes the mixture of each layer; default: moe_rt.MoELayer.
+
+    Raises:
+        InvalidConfig: a value makes no sense, for this many ranks, this data or this checkpoint.
+        MoeRtError: a peer failed; see moe_rt.errors.
+    """
+    with process_group(config.timeout_s):
+        ranks = Ranks.make(config.check_world(dist.get_world_size()))
+        refuse_to_overwrite(config.out / "metrics.jsonl", config.resume)
+        dist.barrier()  # no rank writes there before all have looked
+        corpus = data.load(config.data, config.seq_len)
+        torch.manual_seed(config.seed)
+        model = Decoder(config, make_moe or _moe_layers(config, ranks))
+        with abort_on_error(model):
+            Trainer(config, ranks, corpus, model).run()
+
+
+def _moe_layers(config: TrainConfig, ranks: Ranks) -> MakeMoE:
+    moe = MoEConfig(
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        num_experts=config.num_experts,
+        num_topk=config.num_topk,
+        num_max_tokens_per_rank=len(ranks.share(config.batch_size)) * config.seq_len,
+        dtype=torch.bfloat16 if config.dtype == "bf16" else torch.float32,
+        aux_loss_coef=config.aux_loss_coef,
+        z_loss_coef=config.z_loss_coef,
+        timeout_s=config.timeout_s,
+    )
+    return lambda layer: MoELayer(moe, ranks.ep_group)
+
+
+class Trainer:
+    """One rank's state of a run."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, corpus: data.Corpus, model: Decoder) -> None:
+        self.config, self.ranks, self.corpus, self.model = config, ranks, corpus, model
+        self.rows = ranks.share(config.batch_size)
+        self.gradients = Gradients(model, ranks)
+        self.optimizer = make_optimizer(model, config)
+        self.val_batches = corpus.val_batches(
+            num_sequences=config.val_sequences, batch_size=config.batch_size, rows=self.rows, seq_len=config.seq_len
+        )
+
+    def run(self) -> None:
+        config, checkpoints = self.config, self.config.out / "checkpoints"
+        first = checkpoint.load(checkpoints, self.model, self.optimizer, config) if config.resume else 0
+        with self._reporter(first) as reporter:
+            if first == 0:
+                self._validate(0, reporter)
+            for step in range(first + 1, config.steps + 1):
+                row = self._train_step(step)
+                if reporter:
+                    reporter.training(row)
+                if step % config.val_every == 0 or step == config.steps:
+                    self._validate(step, reporter)
+                if step % config.checkpoint_every == 0 or step == config.steps:
+                    checkpoint.save(checkpoints, step, self.model, self.optimizer, config)
+        text = generate(
+            self._forward,
+            config.prompt,
+            num_bytes=config.sample_bytes,
+            seq_len=config.seq_len,
+            temperature=config.temperature,
+            seed=config.seed,
+        )
+        if self.ranks.rank == 0:
+            (config.out / "sample.txt").write_text(text + "\n")
+            plots.draw(config.out, self._title())
+            print(f"\n{text}\n")
+            for name in ("metrics.jsonl", "loss.png", "expert_load.png", "sample.txt", "checkpoints"):
+                print(f"{name:<16} {config.out / name}")
+
+    def _train_step(self, step: int) -> Row:
+        config, began = self.config, time.perf_counter()
+        x, y = self.corpus.train_batch(seed=config.seed, step=step, indices=self.rows, seq_len=config.seq_len)
+        self.gradients.zero()
+        out = self._forward(x)
+        loss = F.cross_entropy(out.logits.float().flatten(0, 1), y.flatten())
+        (loss + out.aux_loss).backward()
+        self.gradients.average()
+        grad_norm = self.gradients.clip(config.grad_clip)
+        lr = learning_rate(step, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+        # The one place where a step's numbers are read.
+        counts = out.tokens_per_expert.double()
+        sums = torch.cat([torch.stack([loss.detach(), out.aux_loss.detach()]).double(), counts.flatten()])
+        dist.all_reduce(sums)
+        load = sums[2:].view_as(counts)
+        return {
+            "step": step,
+            "loss": sums[0].item() / self.ranks.world_size,
+            "lr": lr,
+            "grad_norm": grad_norm.item(),
+            "tokens_per_s": config.batch_size * config.seq_len / (time.perf_counter() - began),
+            "aux_loss": sums[1].item() / self.ranks.world_size,
+            "expert_load": (load / load.sum(1, keepdim=True)).tolist(),
+        }
+
+    @torch.no_grad()
+    def _validate(self, step: int, reporter: Reporter | None) -> None:
+        sums = torch.zeros(2, dtype=torch.float64)  # loss, bytes
+        for x, y in self.val_batches:
+            logits = self._forward(x).logits.float().flatten(0, 1)
+            sums[0] += F.cross_entropy(logits, y.flatten(), ignore_index=data.IGNORE, reduction="sum")
+            sums[1] += (y != data.IGNORE).sum()
+        dist.all_reduce(sums)
+        val_loss = (sums[0] / sums[1]).item()
+        if reporter:
+            reporter.validation({"step": step, "val_loss": val_loss, "val_bpb": val_loss / math.log(2)})
+
+    def _forward(self, tokens: Tensor) -> DecoderOutput:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bf16"):
+            return self.model(tokens)
+
+    def _reporter(self, first: int) -> contextlib.AbstractContextManager[Reporter | None]:
+        if self.ranks.rank != 0:
+            return contextlib.nullcontext()
+        return Reporter(self.config.out / "metrics.jsonl", first_step=first, steps=self.config.steps)
+
+    def _title(self) -> str:
+        config = self.config
+        expert = 3 * config.hidden * config.intermediate
+        local = sum(p.numel() for layer in moe_layers(self.model) for p in layer.experts.parameters())
+        shared = sum(p.numel() for p in self.model.parameters()) - local
+        total, active = (shared + config.num_layers * n * expert for n in (config.num_experts, config.num_topk))
+        return (
+            f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active: {config.num_layers} layers, "
+            f"{config.num_experts} experts, top-{config.num_topk}"
+        )
