@@ -18,6 +18,7 @@ from moe_rt import _engine
 from moe_rt.config import ELEMENTS, BufferSpec
 from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens, error_from_status
 from moe_rt.heap.segments import Segments
+from moe_rt.native.storage import Recycler
 
 _REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
@@ -38,6 +39,7 @@ class CpuEngine:
         self.capacity = spec.capacity(rank)
         self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
         self._segments = segments
+        self._memory = Recycler()
         self._pid = os.getpid()
         self._engine = _engine.Engine(
             shape=spec.shape(),
@@ -69,7 +71,7 @@ class CpuEngine:
         self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), torch.int64)
         self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), s.acc_dtype)
         x, topk_idx, topk_weights = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
-        recv_x = torch.empty(self.capacity, s.hidden, dtype=s.dtype)
+        recv_x = self._memory.empty((self.capacity, s.hidden), s.dtype)
         recv_weights = torch.empty(self.capacity, dtype=s.acc_dtype)
         offs = torch.empty(self.num_local_experts, dtype=torch.int32)
         recv_plan = torch.empty(self.plan_ints, dtype=torch.int32)
@@ -96,7 +98,7 @@ class CpuEngine:
         self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
         y, recv_weights = y.contiguous(), recv_weights.contiguous()
         num_tokens = send_plan.shape[0]
-        out = torch.empty(num_tokens, self.spec.hidden, dtype=self.spec.dtype)
+        out = self._memory.empty((num_tokens, self.spec.hidden), self.spec.dtype)
         status = self._engine.combine(
             y.data_ptr(),
             recv_weights.data_ptr(),
@@ -119,7 +121,7 @@ class CpuEngine:
         self._check_plans(op, tag, recv_plan, send_plan)
         grad_recv_x, grad_recv_weights = grad_recv_x.contiguous(), grad_recv_weights.contiguous()
         num_tokens = send_plan.shape[0]
-        grad_x = torch.empty(num_tokens, self.spec.hidden, dtype=self.spec.dtype)
+        grad_x = self._memory.empty((num_tokens, self.spec.hidden), self.spec.dtype)
         grad_topk_weights = torch.empty(num_tokens, self.spec.num_topk, dtype=self.spec.acc_dtype)
         status = self._engine.dispatch_backward(
             grad_recv_x.data_ptr(),
@@ -144,7 +146,8 @@ class CpuEngine:
         self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
         self._check_plans(op, tag, recv_plan, None)
         grad_out, y, recv_weights = grad_out.contiguous(), y.contiguous(), recv_weights.contiguous()
-        grad_y, grad_recv_weights = torch.empty_like(y), torch.empty_like(recv_weights)
+        grad_y = self._memory.empty((self.capacity, self.spec.hidden), self.spec.dtype)
+        grad_recv_weights = torch.empty_like(recv_weights)
         status = self._engine.combine_backward(
             grad_out.data_ptr(),
             num_tokens,

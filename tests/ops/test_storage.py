@@ -1,0 +1,50 @@
+"""Recycled memory: warm for the next output, never shared with a living one."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from moe_rt import Buffer
+from moe_rt.native.storage import Recycler
+
+SHAPE = (300, 2048)  # over 1 MiB in bf16
+
+
+def test_a_living_tensor_keeps_its_block() -> None:
+    memory = Recycler()
+    first = memory.empty(SHAPE, torch.bfloat16).fill_(1)
+    view = first[-1:]
+    del first
+    second = memory.empty(SHAPE, torch.bfloat16).fill_(2)
+    assert view.eq(1).all()
+    assert second.shape == SHAPE
+    assert second.is_contiguous()
+
+
+def test_a_dead_tensors_block_is_used_again() -> None:
+    memory = Recycler()
+    addresses = set()
+    for _ in range(5):
+        t = memory.empty(SHAPE, torch.float32)
+        addresses.add(t.data_ptr())
+        del t
+        gc.collect()
+    assert len(addresses) == 1
+
+
+def test_autograd_keeps_what_it_saved() -> None:
+    """combine saves y for its backward; later dispatches must not get y's memory."""
+    hidden, tokens = 2048, 300
+    sizes = dict(num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=1, num_experts=2, dtype=torch.float32)
+    with Buffer(None, **sizes) as buffer:
+        idx, weights = torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1, requires_grad=True)
+        x = torch.randn(tokens, hidden)
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+        out = buffer.combine(recv_x, recv_weights, handle)
+        del recv_x
+        for _ in range(4):
+            buffer.dispatch(torch.zeros_like(x), idx, weights)
+        (grad,) = torch.autograd.grad(out, weights, torch.ones_like(out))
+        torch.testing.assert_close(grad, x.sum(1, keepdim=True), rtol=1e-4, atol=1e-3)
