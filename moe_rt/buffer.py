@@ -186,6 +186,15 @@ class Buffer:
         """Raises what has ended the group, if anything has. Local; never blocks."""
         self._engine.health()
 
+    def timings(self) -> dict[str, Any]:
+        """Where this rank's time went in the last op, in nanoseconds: costs nothing to keep.
+
+        Returns:
+            op; before_ns (publish or push), wait_ns, after_ns (gather or reduce); arrival_ns: for each peer, how long
+            after this rank began to wait it saw the peer's signal, looking at peers in rank order.
+        """
+        return self._engine.timings()
+
     def new_tag(self) -> int:
         """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""
         self._num_tags += 1

@@ -106,7 +106,11 @@ NB_MODULE(_engine, m) {
           Release())
       .def("poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); })
       .def("health", &Engine::health)
-      .def("issued", [](const Engine& e, int kind) { return e.issued(static_cast<Kind>(kind)); })
+      .def("timings",
+           [](const Engine& e) {
+             const Timings& t = e.timings();
+             return nb::make_tuple(static_cast<int>(t.op), t.before_ns, t.wait_ns, t.after_ns, t.arrival_ns);
+           })
       .def("close", &Engine::close);
 
   // One row op on its own, for tests and benchmarks of the instruction sets: float accumulators, any element type.

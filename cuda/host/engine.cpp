@@ -42,6 +42,7 @@ Engine::Engine(EngineConfig config)
   pull_start_.resize(num_ranks + 1);
   copy_start_.resize(num_ranks + 1);
   lane_fault_.resize(lanes);
+  timings_.arrival_ns.resize(num_ranks);
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
 }
@@ -59,6 +60,7 @@ void Engine::post_all(Kind kind, const Header& header) {
 Status Engine::wait_all(Op op, const Header& ours) {
   const Kind kind = kind_of(op);
   HostIdle idle(world_, kind, seq_, config_.timeout_s, oversubscribed_);
+  const auto start = Clock::now();
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
     idle.watch(peer, config_.pidfds.empty() ? -1 : config_.pidfds[peer]);
@@ -66,6 +68,7 @@ Status Engine::wait_all(Op op, const Header& ours) {
     if (code != Code::kOk) {
       return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
     }
+    timings_.arrival_ns[peer] = nanoseconds(start, Clock::now());
   }
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {

@@ -62,6 +62,15 @@ struct CombineBackwardArgs {
   void* grad_recv_weights;
 };
 
+// Where the time of the last op went, on lane 0.
+struct Timings {
+  Op op = Op::kNone;
+  int64_t before_ns = 0;  // publish or push
+  int64_t wait_ns = 0;
+  int64_t after_ns = 0;             // gather or reduce
+  std::vector<int64_t> arrival_ns;  // [R] from the start of the wait until each peer's signal was seen, in rank order
+};
+
 class Engine {
  public:
   explicit Engine(EngineConfig config);
@@ -84,8 +93,7 @@ class Engine {
   // Local: says goodbye to peers and refuses further ops. Idempotent.
   void close();
 
-  const Layout& layout() const { return world_.layout; }
-  uint64_t issued(Kind kind) const { return seq_[static_cast<int>(kind)]; }
+  const Timings& timings() const { return timings_; }
 
  private:
   struct Call;
@@ -117,6 +125,7 @@ class Engine {
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds] = {0, 0};
   Status failure_;
+  Timings timings_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
 };

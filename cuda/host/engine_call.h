@@ -6,6 +6,12 @@
 
 namespace moe_rt {
 
+using Clock = std::chrono::steady_clock;
+
+inline int64_t nanoseconds(Clock::time_point from, Clock::time_point to) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(to - from).count();
+}
+
 struct Engine::Call {
   Op op;
   uint32_t tag;
@@ -30,6 +36,8 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
   if (exchange_acquire(busy_, 1u)) return {Code::kConcurrentUse, call.op, Phase::kNone, -1, 0, 0, 0};
   Status status = health();
   if (status.ok()) {
+    const Clock::time_point start = Clock::now();
+    Clock::time_point announced = start, heard = start;
     const Kind kind = kind_of(call.op);
     const uint64_t seq = ++seq_[static_cast<int>(kind)];
     Header header{seq,
@@ -45,12 +53,18 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
       coop.sync();
       if (coop.rank() == 0) {
         post_all(kind, header);
+        announced = Clock::now();
         status = wait_all(call.op, header);
+        heard = Clock::now();
       }
       coop.sync();
       if (status.ok()) after(coop, seq, status);
       streaming_store_fence();
     });
+    timings_.op = call.op;
+    timings_.before_ns = nanoseconds(start, announced);
+    timings_.wait_ns = nanoseconds(announced, heard);
+    timings_.after_ns = nanoseconds(heard, Clock::now());
     status.op = call.op;
     status.seq = seq;
     status = fail(status);

@@ -13,7 +13,7 @@ inline constexpr int kNumElems = 4;
 template <class Acc>
 struct Functions {
   void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
-  Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden, bool stream);
+  Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden);
 };
 
 struct Table {
@@ -41,7 +41,7 @@ struct HostRows {
     fn->weighted_sum(dst, srcs, weights, n, hidden, stream);
   }
   Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
-    return fn->scale_dot(dst, weight, g, y, hidden, stream);
+    return fn->scale_dot(dst, weight, g, y, hidden);
   }
 };
 

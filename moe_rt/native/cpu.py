@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -175,6 +175,12 @@ class CpuEngine:
         status = self._engine.health()
         if status.code:
             self._raise(status)
+
+    def timings(self) -> dict[str, Any]:
+        """Where the time of the last op went; see moe_rt.Buffer.timings."""
+        op, before, wait, after, arrivals = self._engine.timings()
+        names = {"op": Op(op).name.lower(), "before_ns": before, "wait_ns": wait, "after_ns": after}
+        return {**names, "arrival_ns": arrivals}
 
     def poison(self) -> None:
         """Ends the group on every rank: this one will not go on."""

@@ -11,7 +11,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt.layer import MoELayer
@@ -24,7 +23,7 @@ def process_group(timeout_s: float) -> Iterator[None]:
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)
     else:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:
