@@ -110,6 +110,7 @@ class Buffer:
             isa=os.environ.get("MOE_RT_ISA", "auto"),
         )
         self._id = self._engine.id
+        self._acc_dtype = self.spec.acc_dtype
         self._num_tags = 0
         # Leaves when the buffer is garbage or the interpreter ends, whichever is first; close() does it by hand.
         self._finalizer = weakref.finalize(self, _leave, self._engine, segments)
@@ -152,11 +153,12 @@ class Buffer:
             PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, ConfigMismatch, CallOrderMismatch: the group is over.
             ConcurrentUse: another thread is inside an op of this buffer.
         """
-        self._engine.require_device(Op.DISPATCH, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+        for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            self._engine.require_device(Op.DISPATCH, tag, name, t)
         if topk_idx.dtype is torch.int32:
             topk_idx = topk_idx.to(torch.int64)
-        if topk_weights.is_floating_point():
-            topk_weights = topk_weights.to(self.spec.acc_dtype)
+        if topk_weights.dtype is not self._acc_dtype and topk_weights.is_floating_point():
+            topk_weights = topk_weights.to(self._acc_dtype)
         recv_x, recv_weights, offs, recv_plan, send_plan = torch.ops.moe_rt.dispatch(
             x, topk_idx, topk_weights, self._id, tag
         )
@@ -179,7 +181,7 @@ class Buffer:
         Raises:
             As `dispatch`.
         """
-        self._engine.require_device(Op.COMBINE, handle.tag, y=y, recv_weights=recv_weights, recv_plan=handle.recv_plan)
+        self._engine.require_device(Op.COMBINE, handle.tag, "y", y)
         return torch.ops.moe_rt.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._id, handle.tag)
 
     def check(self) -> None:

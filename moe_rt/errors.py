@@ -30,6 +30,7 @@ class Code(IntEnum):
     POISONED = 22
     CLOSED = 32
     CONCURRENT_USE = 33
+    FORKED = 34
 
 
 class Op(IntEnum):
@@ -141,6 +142,7 @@ _CLASSES: dict[Code, type[MoeRtError]] = {
     Code.POISONED: GroupPoisoned,
     Code.CLOSED: GroupClosed,
     Code.CONCURRENT_USE: ConcurrentUse,
+    Code.FORKED: GroupClosed,
 }
 
 
@@ -185,6 +187,8 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
             return f"{peer} failed first ({cause}{blamed}) and ended the group; make a new buffer on every rank"
         case Code.CLOSED:
             return "the buffer was closed on this rank; expected an open one"
+        case Code.FORKED:
+            return "got a use after fork, expected the process that made the buffer"
         case _:
             return "another thread is inside an op of this buffer; expected one op at a time"
 

@@ -44,10 +44,14 @@ Engine::Engine(EngineConfig config)
   lane_fault_.resize(lanes);
   timings_.arrival_ns.resize(num_ranks);
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
+  pid_ = getpid();
   oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
 }
 
-Engine::~Engine() { close(); }
+Engine::~Engine() {
+  close();
+  if (pid_ != getpid()) static_cast<void>(team_.release());  // its threads exist in the parent only
+}
 
 void Engine::post_all(Kind kind, const Header& header) {
   for (int i = 0; i < world_.shape.num_ranks; ++i) {
@@ -92,12 +96,14 @@ Status Engine::fail(Status status) {
 }
 
 void Engine::poison(Code code, int peer) {
+  if (pid_ != getpid()) return;
   for (int r = 0; r < world_.shape.num_ranks; ++r) {
     replace_acq_rel(world_.poison(r), uint64_t{0}, poison_word(code, world_.rank, peer));
   }
 }
 
 Status Engine::health() const {
+  if (pid_ != getpid()) return {Code::kForked, Op::kNone, Phase::kNone, -1, 0, 0, 0};
   if (load_acquire(closed_)) return {Code::kClosed, Op::kNone, Phase::kNone, -1, 0, 0, 0};
   if (!failure_.ok()) return failure_;
   const uint64_t word = load_relaxed(world_.poison(world_.rank));
@@ -107,7 +113,7 @@ Status Engine::health() const {
 }
 
 void Engine::close() {
-  if (exchange_acquire(closed_, 1u)) return;
+  if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
       say_goodbye(world_.mailbox(peer, kind, world_.rank));

@@ -1,6 +1,8 @@
 // The CPU engine of one rank: owns its sequence numbers and scratch, and runs each op as one call over mapped segments.
 #pragma once
 
+#include <unistd.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -128,6 +130,7 @@ class Engine {
   Timings timings_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
+  pid_t pid_;  // a forked child is not this rank
 };
 
 }  // namespace moe_rt

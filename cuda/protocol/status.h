@@ -24,6 +24,7 @@ enum class Code : int32_t {
   // This rank alone: nothing was announced.
   kClosed = 32,
   kConcurrentUse = 33,
+  kForked = 34,
 };
 
 MOE_RT_FN constexpr bool is_refusal(Code code) { return code > Code::kOk && code < Code::kConfigMismatch; }

@@ -7,7 +7,6 @@ same op and none waits for rows that will never come.
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -37,10 +36,11 @@ class CpuEngine:
         self.spec, self.rank, self.timeout_s = spec, rank, timeout_s
         self.num_local_experts = len(spec.local_experts(rank))
         self.capacity = spec.capacity(rank)
+        self._rows_shape = (self.capacity, spec.hidden)
+        self._acc_dtype = spec.acc_dtype
         self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
         self._segments = segments
         self._memory = Recycler()
-        self._pid = os.getpid()
         self._engine = _engine.Engine(
             shape=spec.shape(),
             elem=ELEMENTS[spec.dtype],
@@ -69,10 +69,10 @@ class CpuEngine:
             error = TooManyTokens(f"x: got {num_tokens} tokens, expected at most num_max_tokens_per_rank = {limit}")
             self._refuse(Op.DISPATCH, tag, error, num_tokens, limit)
         self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), torch.int64)
-        self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), s.acc_dtype)
+        self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), self._acc_dtype)
         x, topk_idx, topk_weights = x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
-        recv_x = self._memory.empty((self.capacity, s.hidden), s.dtype)
-        recv_weights = torch.empty(self.capacity, dtype=s.acc_dtype)
+        recv_x = self._memory.empty(self._rows_shape, s.dtype)
+        recv_weights = torch.empty(self.capacity, dtype=self._acc_dtype)
         offs = torch.empty(self.num_local_experts, dtype=torch.int32)
         recv_plan = torch.empty(self.plan_ints, dtype=torch.int32)
         send_plan = torch.empty(num_tokens, s.num_topk, dtype=torch.int32)
@@ -122,7 +122,7 @@ class CpuEngine:
         grad_recv_x, grad_recv_weights = grad_recv_x.contiguous(), grad_recv_weights.contiguous()
         num_tokens = send_plan.shape[0]
         grad_x = self._memory.empty((num_tokens, self.spec.hidden), self.spec.dtype)
-        grad_topk_weights = torch.empty(num_tokens, self.spec.num_topk, dtype=self.spec.acc_dtype)
+        grad_topk_weights = torch.empty(num_tokens, self.spec.num_topk, dtype=self._acc_dtype)
         status = self._engine.dispatch_backward(
             grad_recv_x.data_ptr(),
             grad_recv_weights.data_ptr(),
@@ -146,7 +146,7 @@ class CpuEngine:
         self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
         self._check_plans(op, tag, recv_plan, None)
         grad_out, y, recv_weights = grad_out.contiguous(), y.contiguous(), recv_weights.contiguous()
-        grad_y = self._memory.empty((self.capacity, self.spec.hidden), self.spec.dtype)
+        grad_y = self._memory.empty(self._rows_shape, self.spec.dtype)
         grad_recv_weights = torch.empty_like(recv_weights)
         status = self._engine.combine_backward(
             grad_out.data_ptr(),
@@ -162,16 +162,14 @@ class CpuEngine:
             self._raise(status)
         return grad_y, grad_recv_weights
 
-    def require_device(self, op: Op, tag: int, **tensors: Tensor) -> None:
-        """Refuses tensors that are not here: torch would look for another kernel and never ask this engine."""
-        for name, t in tensors.items():
-            if t.device.type != "cpu":
-                error = InvalidInput(f"{name}: got a tensor on {t.device}, expected one on cpu", rank=self.rank, op=op)
-                self._refuse(op, tag, error, 0, 0)
+    def require_device(self, op: Op, tag: int, name: str, t: Tensor) -> None:
+        """Refuses a tensor that is not here: torch would look for another kernel and never ask this engine."""
+        if not t.is_cpu:
+            error = InvalidInput(f"{name}: got a tensor on {t.device}, expected one on cpu", rank=self.rank, op=op)
+            self._refuse(op, tag, error, 0, 0)
 
     def health(self) -> None:
         """Raises what ended the group, if anything did. Never blocks."""
-        self._alive()
         status = self._engine.health()
         if status.code:
             self._raise(status)
@@ -187,23 +185,20 @@ class CpuEngine:
         self._engine.poison(Code.POISONED, -1)
 
     def close(self) -> None:
-        """Says goodbye and refuses further ops. Local and idempotent. A forked child is not the rank: it says nothing."""
-        if self._pid != os.getpid():
-            return
+        """Says goodbye and refuses further ops. Local and idempotent; silent in a forked child."""
         self._engine.close()
 
     def _check_rows(self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor) -> None:
-        self._check(op, tag, name, rows, (self.capacity, self.spec.hidden), self.spec.dtype)
-        self._check(op, tag, weights_name, weights, (self.capacity,), self.spec.acc_dtype)
+        self._check(op, tag, name, rows, self._rows_shape, self.spec.dtype)
+        self._check(op, tag, weights_name, weights, self._rows_shape[:1], self._acc_dtype)
 
     def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
         self._check(op, tag, "handle.recv_plan", recv_plan, (self.plan_ints,), torch.int32)
         if send_plan is not None:
-            self._check(op, tag, "handle.send_plan", send_plan, (send_plan.shape[0], self.spec.num_topk), torch.int32)
+            self._check(op, tag, "handle.send_plan", send_plan, (len(send_plan), self.spec.num_topk), torch.int32)
 
     def _check(self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if t.shape == shape and t.dtype == dtype and t.device.type == "cpu":
-            self._alive()
+        if t.shape == shape and t.dtype is dtype and t.is_cpu:
             return
         got = f"{t.dtype} {list(t.shape)} on {t.device}"
         error = InvalidInput(f"{name}: got {got}, expected {dtype} {list(shape)} on cpu", rank=self.rank, op=op)
@@ -211,16 +206,11 @@ class CpuEngine:
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Announces the refusal, then raises `error` here; a failed group is raised instead, caused by `error`."""
-        self._alive()
         code = _REFUSAL_CODES[type(error)]
         status = self._engine.refuse(op, code, got, expected, tag)
         if status.code >= Code.CONFIG_MISMATCH:
             raise error_from_status(status, self.rank, self.timeout_s) from error
         raise error
-
-    def _alive(self) -> None:
-        if self._pid != os.getpid():
-            raise GroupClosed(f"rank {self.rank}: got a use after fork, expected the process that made the buffer")
 
     def _raise(self, status: _engine.Status) -> NoReturn:
         raise error_from_status(status, self.rank, self.timeout_s)

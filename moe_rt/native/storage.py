@@ -6,6 +6,7 @@ gone, the block is handed out again, pages and all. Tails that nobody writes are
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 
@@ -28,9 +29,7 @@ class Recycler:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous uninitialised tensor, as torch.empty."""
-        count = 1
-        for n in shape:
-            count *= n
+        count = math.prod(shape)
         num_bytes = count * dtype.itemsize
         if num_bytes < _SMALLEST_BLOCK:
             return torch.empty(shape, dtype=dtype)

@@ -40,15 +40,15 @@ class TrainConfig:
     ep: Annotated[int | None, "Ranks that share one set of experts, a divisor of the world size; default: all."] = None
     timeout_s: Annotated[float, "Seconds that a rank waits for a peer before it gives up."] = 120.0
 
-    steps: Annotated[int, "Optimizer steps."] = 400
-    batch_size: Annotated[int, "Sequences of a step, over all ranks."] = 16
+    steps: Annotated[int, "Optimizer steps."] = 600
+    batch_size: Annotated[int, "Sequences of a step, over all ranks."] = 8
     lr: Annotated[float, "Peak learning rate."] = 3e-3
     min_lr_ratio: Annotated[float, "Final learning rate as a fraction of the peak."] = 0.1
     warmup_steps: Annotated[int, "Steps of linear warm-up before the cosine decay."] = 40
     weight_decay: Annotated[float, "AdamW's weight decay; norms have none."] = 0.1
     grad_clip: Annotated[float, "Largest global gradient norm."] = 1.0
 
-    val_every: Annotated[int, "Steps between validations; the first and last step always have one."] = 50
+    val_every: Annotated[int, "Steps between validations; the first and last step always have one."] = 100
     val_sequences: Annotated[int, "Sequences of the validation set."] = 128
     checkpoint_every: Annotated[int, "Steps between checkpoints; the last step always has one."] = 200
     prompt: Annotated[str, "Text that the sample starts with."] = "def "
