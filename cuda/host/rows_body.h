@@ -7,6 +7,14 @@ namespace {
 
 constexpr int kLine = 64;
 
+// How far ahead of a load its line is asked for. Rows of a token lie in as many places as it has experts, and hardware
+// prefetchers start anew at each; past the end of a row comes the same expert's next row, which is wanted soon.
+constexpr int kAhead = 2048;
+
+inline void prefetch(const char* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + kAhead + i);
+}
+
 // Element types: how a block of them becomes accumulators and back.
 struct F32 {
   using Acc = float;
@@ -52,19 +60,23 @@ void copy(char* dst, const char* src, int64_t bytes, bool stream) {
   }
   std::memcpy(dst, src, misaligned);
   int64_t i = misaligned;
-  for (; i + kLine <= bytes; i += kLine) stream_line(dst + i, src + i);
+  for (; i + kLine <= bytes; i += kLine) {
+    prefetch(src + i, kLine);
+    stream_line(dst + i, src + i);
+  }
   std::memcpy(dst + i, src + i, bytes - i);
 }
 
 // kBlocks blocks of 64 bytes together: enough independent additions to hide their latency, and whole lines to stream.
 template <class E, int kBlocks>
-inline void sum_blocks(char* dst, const char* const* srcs, const typename E::Acc* weights, int n, int64_t at,
-                       bool stream) {
+[[gnu::always_inline]] inline void sum_blocks(char* dst, const char* const* srcs, const typename E::Acc* weights, int n,
+                                              int64_t at, bool stream) {
   constexpr int kStep = E::kLanes * E::kBytes;
   typename E::Block sums[kBlocks];
   for (auto& s : sums) s = E::none();
   for (int j = 0; j < n; ++j) {
     const char* src = srcs[j] + at;
+    prefetch(src, kBlocks * kStep);
     for (int b = 0; b < kBlocks; ++b) sums[b] = add_scaled(sums[b], weights[j], E::load(src + b * kStep));
   }
   if (!stream) {
@@ -112,6 +124,8 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
   typename E::Block dot = E::none();
   int64_t at = 0;
   for (; at < whole; at += kStep) {
+    prefetch(g + at, kStep);
+    prefetch(y + at, kStep);
     const typename E::Block grad = E::load(g + at);
     dot = add_product(dot, grad, E::load(y + at));
     E::store(dst + at, scale(weight, grad));

@@ -1,7 +1,8 @@
 // Sixteen floats or eight doubles at a time, for the instruction set that the including file is compiled for.
 //
-// A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order. Everything
-// has internal linkage: code compiled with wider instructions must not replace the portable one at link time.
+// A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order.
+// Everything has internal linkage: code compiled with wider instructions must not replace the portable one at link
+// time.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +40,7 @@ inline void store_f32(char* p, Floats x) { _mm512_storeu_ps(p, x.v); }
 inline void store_bf16(char* p, Floats x) {
   const __m512i bits = _mm512_castps_si512(x.v), high = _mm512_srli_epi32(bits, 16);
   const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-  const __m512i even = _mm512_srli_epi32(
-      _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const __m512i even = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
   const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
   const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
   const __m256i packed = _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, even, quiet));
@@ -82,8 +82,7 @@ inline void store_f32(char* p, Floats x) {
 inline __m256i round_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
   const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-  const __m256i even = _mm256_srli_epi32(
-      _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const __m256i even = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
   return _mm256_blendv_epi8(even, quiet, nan);
@@ -203,7 +202,8 @@ inline void stream_line(char* p, const char* line) {
   _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_loadu_si512(line));
 #elif defined(__AVX2__)
   for (int i = 0; i < 64; i += 32) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + i)));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + i)));
   }
 #elif defined(__x86_64__)
   for (int i = 0; i < 64; i += 16) {

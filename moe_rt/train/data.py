@@ -15,7 +15,7 @@ from moe_rt.errors import InvalidConfig
 
 IGNORE = -100  # a target that has no loss; the default of torch's cross entropy
 HELD_OUT = 20  # one file in so many is for validation
-SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,14 @@ class Corpus:
 def load(path: Path | None, seq_len: int) -> Corpus:
     """Reads the standard library's sources, or all files under `path`, in the order of their names.
 
-    Whole files are held out for validation; of a single file, its end.
+    Hidden files, tests and installed packages are left out. Whole files are held out for validation; of a single file,
+    its end.
 
     Raises:
         InvalidConfig: there is no such path, or too little in it for one sequence of each kind.
     """
-    if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in root.rglob("*.py") if not SKIPPED_DIRECTORIES.intersection(f.relative_to(root).parts)]
-    else:
-        files = [f for f in path.rglob("*") if f.is_file()] if path.is_dir() else [path]
     try:
-        texts = [f.read_bytes() for f in sorted(files)]
+        texts = [file.read_bytes() for file in sorted(_files(path))]
     except OSError as error:
         raise InvalidConfig(f"data: got {path}, expected a readable file or directory ({error.strerror})") from error
     if len(texts) == 1:
@@ -78,6 +74,19 @@ def load(path: Path | None, seq_len: int) -> Corpus:
     if shortest <= seq_len:
         raise InvalidConfig(f"data: got {shortest} bytes for training or validation, expected more than {seq_len}")
     return corpus
+
+
+def _files(path: Path | None) -> list[Path]:
+    if path is not None and not path.is_dir():
+        return [path]
+    root, pattern = (Path(sysconfig.get_path("stdlib")), "*.py") if path is None else (path, "*")
+    return [
+        file for file in root.rglob(pattern) if file.is_file() and not any(map(_skipped, file.relative_to(root).parts))
+    ]
+
+
+def _skipped(name: str) -> bool:
+    return name in SKIPPED or name.startswith(".")
 
 
 def _stream(texts: list[bytes]) -> Tensor:

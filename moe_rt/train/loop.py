@@ -11,13 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_rt.errors import MoeRtError
 from moe_rt.layer import MoEConfig, MoELayer
 from moe_rt.train import checkpoint, data, plots
 from moe_rt.train.config import TrainConfig
 from moe_rt.train.metrics import Reporter, Row, refuse_to_overwrite
 from moe_rt.train.model import Decoder, DecoderOutput, MakeMoE
 from moe_rt.train.optim import learning_rate, make_optimizer
-from moe_rt.train.parallel import Gradients, Ranks, abort_on_error, moe_layers, process_group
+from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
 from moe_rt.train.sample import generate
 
 
@@ -30,16 +31,16 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
 
     Raises:
         InvalidConfig: a value makes no sense, for this many ranks, this data or this checkpoint.
-        MoeRtError: a peer failed; see moe_rt.errors.
+        MoeRtError: a peer failed (see moe_rt.errors), or the loss is not finite any more.
     """
     with process_group(config.timeout_s):
         ranks = Ranks.make(config.check_world(dist.get_world_size()))
         refuse_to_overwrite(config.out / "metrics.jsonl", config.resume)
-        dist.barrier()  # no rank writes there before all have looked
         corpus = data.load(config.data, config.seq_len)
+        dist.barrier()  # all ranks have found what they need, and no run in the way, before any of them writes
         torch.manual_seed(config.seed)
         model = Decoder(config, make_moe or _moe_layers(config, ranks))
-        with abort_on_error(model):
+        with open_buffers(model):
             Trainer(config, ranks, corpus, model).run()
 
 
@@ -94,7 +95,7 @@ class Trainer:
         )
         if self.ranks.rank == 0:
             (config.out / "sample.txt").write_text(text + "\n")
-            plots.draw(config.out, self._title())
+            plots.draw(config.out, self._title(), step_bytes=config.batch_size * config.seq_len)
             print(f"\n{text}\n")
             for name in ("metrics.jsonl", "loss.png", "expert_load.png", "sample.txt", "checkpoints"):
                 print(f"{name:<16} {config.out / name}")
@@ -117,14 +118,17 @@ class Trainer:
         counts = out.tokens_per_expert.double()
         sums = torch.cat([torch.stack([loss.detach(), out.aux_loss.detach()]).double(), counts.flatten()])
         dist.all_reduce(sums)
-        load = sums[2:].view_as(counts)
+        mean_loss, mean_aux_loss = (sums[:2] / self.ranks.world_size).tolist()
+        norm, load = grad_norm.item(), sums[2:].view_as(counts)
+        if not math.isfinite(mean_loss + norm):
+            raise MoeRtError(f"step {step}: got loss {mean_loss} and gradient norm {norm}, expected finite numbers")
         return {
             "step": step,
-            "loss": sums[0].item() / self.ranks.world_size,
+            "loss": mean_loss,
             "lr": lr,
-            "grad_norm": grad_norm.item(),
+            "grad_norm": norm,
             "tokens_per_s": config.batch_size * config.seq_len / (time.perf_counter() - began),
-            "aux_loss": sums[1].item() / self.ranks.world_size,
+            "aux_loss": mean_aux_loss,
             "expert_load": (load / load.sum(1, keepdim=True)).tolist(),
         }
 

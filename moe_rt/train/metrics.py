@@ -39,9 +39,10 @@ class Reporter:
         path.parent.mkdir(parents=True, exist_ok=True)
         # What a resumed run had reported beyond its checkpoint happens once more.
         kept = [row for row in read(path) if row["step"] <= first_step] if first_step else []
-        self._file = path.open("w")
-        for row in kept:
-            self._write(row)
+        rewritten = path.with_suffix(".tmp")
+        rewritten.write_text("".join(_line(row) for row in kept))
+        rewritten.replace(path)
+        self._file = path.open("a")
         val_bpb = next((row["val_bpb"] for row in reversed(kept) if "val_bpb" in row), float("nan"))
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -72,5 +73,9 @@ class Reporter:
         self._file.close()
 
     def _write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(_line(row))
         self._file.flush()
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"

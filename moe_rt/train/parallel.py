@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,12 +18,16 @@ from moe_rt.layer import MoELayer
 
 @contextmanager
 def process_group(timeout_s: float) -> Iterator[None]:
-    """torchrun's process group, or one of a single rank without torchrun; left at the end, whatever happens."""
+    """The caller's process group, or torchrun's, or one of a single rank; what is made here is left at the end."""
+    if dist.is_initialized():
+        yield
+        return
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:
@@ -31,14 +35,12 @@ def process_group(timeout_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def abort_on_error(model: nn.Module) -> Iterator[None]:
-    """Ends the expert-parallel group when this rank fails, so that no peer waits for it."""
-    try:
-        yield
-    except BaseException:
+def open_buffers(model: nn.Module) -> Iterator[None]:
+    """Closes the layers' buffers at the end; after an error aborts them, so that no peer waits for this rank."""
+    with ExitStack() as stack:
         for layer in moe_layers(model):
-            layer.buffer.abort()
-        raise
+            stack.enter_context(layer.buffer)
+        yield
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:

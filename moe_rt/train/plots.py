@@ -7,66 +7,77 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from moe_rt.train import metrics
 
 matplotlib.use("Agg")
 
 WINDOW = 0.05  # the part of a run that curves are smoothed over and the final load is averaged over
+MAX_LABELLED = 16  # experts that a heat map has room to label
 
 
-def draw(out: Path, title: str) -> None:
-    """Makes loss.png and expert_load.png in `out` from its metrics.jsonl."""
+def draw(out: Path, title: str, *, step_bytes: int) -> None:
+    """Makes loss.png and expert_load.png in `out` from its metrics.jsonl; a step trains on `step_bytes` bytes."""
     rows = metrics.read(out / "metrics.jsonl")
     training = [row for row in rows if "loss" in row]
     validation = [row for row in rows if "val_bpb" in row]
-    _loss(training, validation, title).savefig(out / "loss.png", dpi=150)
-    _expert_load(training, title).savefig(out / "expert_load.png", dpi=150)
+    loss = _loss(training, validation)
+    loss.axes[0].set(title=title, xlabel=f"optimizer step ({step_bytes:,} bytes each)")
+    loss.savefig(out / "loss.png", dpi=150)
+    load = _expert_load(training)
+    load.suptitle(title)
+    load.savefig(out / "expert_load.png", dpi=150)
 
 
-def _loss(training: list[metrics.Row], validation: list[metrics.Row], title: str) -> Figure:
+def _loss(training: list[metrics.Row], validation: list[metrics.Row]) -> Figure:
     steps, bits = _column(training, "step"), _column(training, "loss") / math.log(2)
+    val_steps, val_bits = _column(validation, "step"), _column(validation, "val_bpb")
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, bits, color="tab:blue", alpha=0.25, linewidth=0.8, label="training, each step")
     axes.plot(steps, _smooth(bits), color="tab:blue", label="training, smoothed")
-    val_steps, val_bits = _column(validation, "step"), _column(validation, "val_bpb")
-    axes.plot(val_steps, val_bits, "o-", color="tab:orange", markersize=4, label="validation")
-    axes.annotate(
-        f"{val_bits[-1]:.2f}", (val_steps[-1], val_bits[-1]), xytext=(0, 8), textcoords="offset points", ha="center"
-    )
-    axes.set(xlabel="optimizer step", ylabel="loss (bits per byte)", title=title, ylim=(0, None))
+    axes.plot(val_steps, val_bits, "o", color="tab:orange", label="validation")
+    for i in (0, -1):
+        point = (val_steps[i], val_bits[i])
+        axes.annotate(f"{val_bits[i]:.2f}", point, (0, 9), textcoords="offset points", ha="center")
+    axes.set(ylabel="loss (bits per byte)", ylim=(0, 1.1 * val_bits.max()))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
 
 
-def _expert_load(training: list[metrics.Row], title: str) -> Figure:
+def _expert_load(training: list[metrics.Row]) -> Figure:
     load = _column(training, "expert_load")  # [steps, layers, experts]
     num_layers, num_experts = load.shape[1:]
+    even, averaged = 1 / num_experts, _window(len(load))
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(title)
     left, right = figure.subplots(1, 2)
 
-    final = load[-_window(len(load)) :].mean(0)
-    image = left.imshow(final, cmap="viridis", aspect="auto", vmin=0, vmax=max(2 / num_experts, final.max()))
-    for layer, expert in np.ndindex(*final.shape):
-        # Dark cells need light text; viridis grows lighter with its value.
-        color = "white" if image.norm(final[layer, expert]) < 0.6 else "black"
-        left.text(expert, layer, f"{final[layer, expert]:.0%}", ha="center", va="center", color=color)
-    left.set(xlabel="expert", ylabel="layer", xticks=range(num_experts), yticks=range(num_layers))
-    left.set_title(f"share of routed tokens, last {_window(len(load))} steps (even: {1 / num_experts:.1%})")
+    final = load[-averaged:].mean(0)
+    colors = TwoSlopeNorm(vcenter=even, vmin=0, vmax=max(2 * even, final.max()))
+    image = left.imshow(final, cmap="coolwarm", norm=colors, aspect="auto")
+    if num_experts <= MAX_LABELLED:
+        for (layer, expert), share in np.ndenumerate(final):
+            left.text(expert, layer, f"{share:.1%}", ha="center", va="center", fontsize=9)
+    left.set(xlabel="expert", ylabel="layer", title=f"share of routed tokens, last {averaged} steps (even: {even:.1%})")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_locator(MaxNLocator(MAX_LABELLED, integer=True))
     figure.colorbar(image, ax=left, format=PercentFormatter(1, decimals=0))
 
+    hues = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, num_layers))
     for layer in range(num_layers):
-        right.plot(_column(training, "step"), _smooth(load[:, layer].max(1) * num_experts), label=f"layer {layer}")
+        busiest = _smooth(load[:, layer].max(1) / even)
+        right.plot(_column(training, "step"), busiest, color=hues[layer], label=f"layer {layer}")
     right.axhline(1, color="black", linestyle=":", linewidth=1)
-    right.set(xlabel="optimizer step", ylabel="busiest expert / mean", title="imbalance, smoothed (1: even)")
+    right.set(
+        xlabel="optimizer step", ylabel="load of the busiest expert / mean load", title="imbalance, smoothed (even: 1)"
+    )
     right.set_ylim(bottom=0.9)
     right.grid(alpha=0.3)
-    right.legend()
+    right.legend(ncols=1 + num_layers // 8, fontsize=8)
     return figure
 
 
@@ -79,8 +90,8 @@ def _window(length: int) -> int:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean of the latest values, of fewer where there are not yet that many."""
+    """Mean over a window around each value, which the ends of the curve cut short."""
+    index, reach = np.arange(len(values)), _window(len(values)) // 2
+    first, end = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
     sums = np.concatenate([[0.0], values.cumsum()])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(0, end - _window(len(values)))
-    return (sums[end] - sums[start]) / (end - start)
+    return (sums[end] - sums[first]) / (end - first)

@@ -1,0 +1,104 @@
+"""A tiny model, and what ranks do in the trainer's tests."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe_rt import MoEConfig, MoELayer
+from moe_rt.train import TrainConfig, checkpoint, train
+from moe_rt.train.loop import _moe_layers
+from moe_rt.train.model import Decoder
+from moe_rt.train.optim import make_optimizer
+from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
+
+TINY: dict[str, Any] = dict(
+    data=Path(asyncio.__file__).parent,
+    num_layers=2,
+    hidden=32,
+    num_heads=2,
+    intermediate=32,
+    num_experts=6,  # not a multiple of four ranks
+    num_topk=2,
+    seq_len=32,
+    batch_size=12,
+    steps=50,
+    warmup_steps=5,
+    val_every=25,
+    val_sequences=20,  # not a multiple of the batch
+    sample_bytes=5,
+    timeout_s=60.0,
+)
+
+
+def tiny(**changes: Any) -> TrainConfig:
+    return TrainConfig(**{**TINY, **changes})
+
+
+def run(group: Any, changes: dict[str, Any]) -> None:
+    train(tiny(**changes))
+
+
+def loaded(group: Any, changes: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What this rank has of the newest checkpoint after loading it into a model with other weights."""
+    config = tiny(**changes)
+    with process_group(config.timeout_s):
+        ranks = Ranks.make(config.check_world(dist.get_world_size()))
+        torch.manual_seed(12345)
+        model = Decoder(config, _moe_layers(config, ranks))
+        with open_buffers(model):
+            optimizer = make_optimizer(model, config)
+            checkpoint.load(config.out / "checkpoints", model, optimizer, config)
+            return {
+                f"{kind}.{name}": tensor.numpy().copy()
+                for kind, tensors in checkpoint._state(model, optimizer).items()
+                for name, tensor in tensors.items()
+            }
+
+
+def initial_weights(group: Any) -> dict[str, np.ndarray]:
+    """By names that do not depend on the number of ranks."""
+    config = tiny()
+    with process_group(config.timeout_s):
+        torch.manual_seed(7)
+        model = Decoder(config, _moe_layers(config, Ranks.make(dist.get_world_size())))
+        with open_buffers(model):
+            state = checkpoint._state(model, make_optimizer(model, config))["model"]
+            return {name: tensor.numpy().copy() for name, tensor in state.items()}
+
+
+def _one_layer(ranks: Ranks) -> MoELayer:
+    sizes = MoEConfig(hidden=2, intermediate=4, num_experts=4, num_topk=1, num_max_tokens_per_rank=1)
+    return MoELayer(sizes, ranks.ep_group)
+
+
+def clipped_norm(group: Any, squares: list[float]) -> tuple[float, float]:
+    """Rank r's experts have gradients of this squared norm, all else has none: the norm, and what is left of mine."""
+    ranks = Ranks.make(len(squares))
+    layer = _one_layer(ranks)
+    with open_buffers(layer):
+        gradients = Gradients(layer, ranks)
+        experts = list(layer.experts.parameters())
+        for p in experts:
+            p.grad.fill_((squares[ranks.rank] / sum(e.numel() for e in experts)) ** 0.5)
+        norm = gradients.clip(1.0).item()
+        return norm, sum(p.grad.square().sum().item() for p in experts)
+
+
+def averaged(group: Any, ep: int) -> tuple[float, float]:
+    """Rank r contributes r to every shared gradient and 10 r to those of its experts: what one of each becomes."""
+    ranks = Ranks.make(ep)
+    layer = _one_layer(ranks)
+    with open_buffers(layer):
+        gradients = Gradients(layer, ranks)
+        layer.router.weight.grad.fill_(ranks.rank)
+        for p in layer.experts.parameters():
+            p.grad.fill_(10 * ranks.rank)
+        gradients.average()
+        (only,) = moe_layers(layer)
+        return only.router.weight.grad[0, 0].item(), only.experts.down_proj.grad[0, 0, 0].item()

@@ -1,0 +1,104 @@
+"""Resuming: bit for bit on as many ranks, from any number of ranks, and never from a torn or foreign checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases_train as cases
+import numpy as np
+import pytest
+from harness import Ranks
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.train import metrics, train
+
+MakeRanks = Callable[[str, int], Ranks]
+SHORT = {"steps": 6, "checkpoint_every": 3, "val_every": 3}
+
+
+@pytest.fixture(scope="module")
+def straight(make_ranks: MakeRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps on two ranks without a break."""
+    out = tmp_path_factory.mktemp("straight")
+    make_ranks("shm", 2).run(cases.run, {**SHORT, "out": out})
+    return out
+
+
+@pytest.fixture
+def interrupted(straight: Path, tmp_path: Path) -> Path:
+    """The same run as a crash in its last step would have left it: half a checkpoint, half a line of metrics."""
+    out = tmp_path / "run"
+    shutil.copytree(straight, out)
+    last = out / "checkpoints" / "step-00000006"
+    (last / "manifest.json").unlink()
+    shutil.copytree(last, last.with_suffix(".tmp"))
+    text = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").write_text(text[:-20])
+    return out
+
+
+def rows_without_speed(out: Path) -> list[dict[str, Any]]:
+    rows = metrics.read(out / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key != "tokens_per_s"} for row in rows]
+
+
+def merged(states: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: value for state in states for name, value in state.items()}
+
+
+def assert_same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+def test_resumes_bit_for_bit(make_ranks: MakeRanks, straight: Path, interrupted: Path) -> None:
+    pair = make_ranks("shm", 2)
+    pair.run(cases.run, {**SHORT, "out": interrupted, "resume": True})
+    assert rows_without_speed(interrupted) == rows_without_speed(straight)
+    got, expected = (merged(pair.run(cases.loaded, {"out": out})) for out in (interrupted, straight))
+    assert_same(got, expected)
+    assert sorted(path.name for path in (interrupted / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def test_loads_on_any_number_of_ranks(make_ranks: MakeRanks, straight: Path) -> None:
+    two = merged(make_ranks("shm", 2).run(cases.loaded, {"out": straight}))
+    assert "model.layers.1.moe.experts.5.gate_up_proj" in two
+    assert_same(cases.loaded(None, {"out": straight}), two)
+    assert_same(merged(make_ranks("shm", 4).run(cases.loaded, {"out": straight, "ep": 4})), two)
+
+
+def test_goes_on_alone(straight: Path, interrupted: Path) -> None:
+    train(cases.tiny(**SHORT, out=interrupted, resume=True))
+    got, expected = (
+        [row["loss"] for row in rows_without_speed(out) if "loss" in row] for out in (interrupted, straight)
+    )
+    assert got[:3] == expected[:3]
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+def test_keeps_the_last_two(tmp_path: Path) -> None:
+    train(cases.tiny(out=tmp_path, steps=5, checkpoint_every=1))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize(("field", "value", "saved"), [("num_experts", 4, 6), ("hidden", 64, 32), ("num_topk", 1, 2)])
+def test_refuses_another_model(straight: Path, field: str, value: int, saved: int) -> None:
+    config = cases.tiny(**{**SHORT, "out": straight, "resume": True, field: value})
+    with pytest.raises(InvalidConfig, match=f"{field}: got {value}, expected {saved} as in the checkpoint"):
+        train(config)
+
+
+def test_does_not_overwrite_a_run(straight: Path) -> None:
+    before = (straight / "metrics.jsonl").read_bytes()
+    with pytest.raises(InvalidConfig, match=r"out: got .* which holds a run"):
+        train(cases.tiny(**SHORT, out=straight))
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_resumes_nothing_from_the_start(tmp_path: Path) -> None:
+    train(cases.tiny(out=tmp_path, steps=1, resume=True))
+    assert [row["step"] for row in metrics.read(tmp_path / "metrics.jsonl")] == [0, 1, 1]

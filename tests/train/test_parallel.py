@@ -1,0 +1,50 @@
+"""Gradients over ranks: averaged by the number of all ranks, and clipped by one norm that counts every expert once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cases_train as cases
+import pytest
+from harness import Ranks
+
+from moe_rt.errors import InvalidConfig
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+def test_norm_sums_over_the_experts_of_all_ranks(make_ranks: MakeRanks) -> None:
+    squares = [10.0, 20.0, 40.0, 50.0]
+    results = make_ranks("shm", 4).run(cases.clipped_norm, squares)
+    norms = {norm for norm, _ in results}
+    assert len(norms) == 1, "every rank clips with the same norm"
+    assert norms.pop() == pytest.approx(10.954, abs=1e-3)
+    assert [left for _, left in results] == pytest.approx([square / 120 for square in squares], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ep", "experts"),
+    [
+        (4, [0, 2.5, 5, 7.5]),  # nobody else has my experts
+        (2, [5, 10, 5, 10]),  # (0 + 20) / 4 and (10 + 30) / 4
+        (1, [15, 15, 15, 15]),
+    ],
+)
+def test_average(make_ranks: MakeRanks, ep: int, experts: list[float]) -> None:
+    results = make_ranks("shm", 4).run(cases.averaged, ep)
+    assert [shared for shared, _ in results] == [1.5] * 4
+    assert [expert for _, expert in results] == experts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ep": 3}, "ep: got 3, expected a divisor of the world size 4"),
+        ({"ep": 0}, "ep: got 0"),
+        ({"num_experts": 3}, "num_experts: got 3, expected at least one for each of 4"),
+        ({"batch_size": 6}, "batch_size: got 6, expected a multiple of the world size 4"),
+    ],
+)
+def test_world_that_does_not_fit(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        cases.tiny(**changes).check_world(4)

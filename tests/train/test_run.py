@@ -1,0 +1,140 @@
+"""Whole runs from the command line: what they leave, what they refuse, and that no rank waits for a failed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import cases_train as cases
+import matplotlib.image
+import pytest
+from click.testing import CliRunner
+
+from moe_rt.train import cli
+from moe_rt.train.optim import learning_rate
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def arguments(**changes: object) -> list[str]:
+    options = {**cases.TINY, **changes}
+    return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def launch(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("torchrun")
+    result = launch(*TORCHRUN, "-m", "moe_rt.train", *arguments(out=out, steps=30, sample_bytes=20))
+    assert result.returncode == 0, result.stderr
+    return out, result.stdout
+
+
+def test_metrics_schema(finished: tuple[Path, str]) -> None:
+    rows = [json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()]
+    training = [row for row in rows if "loss" in row]
+    validation = [row for row in rows if "loss" not in row]
+    assert [row["step"] for row in training] == list(range(1, 31))
+    assert [row["step"] for row in validation] == [0, 25, 30]
+    keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "aux_loss", "expert_load"}
+    for row in training:
+        assert set(row) == keys
+        assert [len(layer) for layer in row["expert_load"]] == [6, 6]
+        assert [sum(layer) for layer in row["expert_load"]] == pytest.approx([1, 1])
+        assert all(row[key] > 0 for key in keys - {"expert_load"})
+    for row in validation:
+        assert set(row) == {"step", "val_loss", "val_bpb"}
+        assert row["val_bpb"] == pytest.approx(row["val_loss"] * 1.442695)
+    assert training[-1]["loss"] < training[0]["loss"] - 1
+
+
+def test_leaves_plots_and_text_and_says_where(finished: tuple[Path, str]) -> None:
+    out, stdout = finished
+    for name in ("loss.png", "expert_load.png"):
+        pixels = matplotlib.image.imread(out / name)
+        assert min(pixels.shape[:2]) > 300
+        assert pixels.std() > 0.05, f"{name} is nearly blank"
+    sample = (out / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert len(sample) > 10
+    for name in ("metrics.jsonl", "loss.png", "expert_load.png", "sample.txt", "checkpoints"):
+        assert str(out / name) in stdout
+
+
+def test_runs_without_torchrun(tmp_path: Path) -> None:
+    result = launch("-m", "moe_rt.train", *arguments(out=tmp_path, steps=2))
+    assert result.returncode == 0, result.stderr
+    assert "validation 8.0" in result.stdout
+
+
+def test_ranks_that_cannot_be_grouped(tmp_path: Path) -> None:
+    result = launch(*TORCHRUN, "-m", "moe_rt.train", *arguments(out=tmp_path / "run", ep=3))
+    assert result.returncode != 0
+    assert "InvalidConfig: ep: got 3, expected a divisor of the world size 2" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 30, "num_heads": 4}, "InvalidConfig: hidden: got 30, expected a multiple of 2 * num_heads = 8"),
+        ({"num_topk": 7}, "InvalidConfig: num_topk: got 7, expected at most num_experts = 6"),
+        ({"steps": 0}, "InvalidConfig: steps: got 0, expected at least 1"),
+        ({"lr": -1.0}, "InvalidConfig: lr: got -1.0, expected above 0"),
+        ({"lr": 1e30}, "got loss"),
+        ({"data": "no/such/path"}, "InvalidConfig: data: got no/such/path, expected a readable file or directory"),
+    ],
+)
+def test_bad_values(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    result = CliRunner().invoke(cli.main, arguments(out=tmp_path / "run", **changes))
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    config = cases.tiny(lr=1.0, min_lr_ratio=0.1, warmup_steps=10, steps=110)
+    assert [learning_rate(step, config) for step in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("before the forward", "GroupPoisoned"), ("before the all-reduce", "Connection closed"), ("killed", "PeerDead")],
+)
+def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    script = Path(__file__).with_name("failing_rank.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "run", how],
+            env={
+                **ENVIRONMENT,
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": "3",
+                "RANK": str(r),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(3)
+    ]
+    try:
+        errors = [process.communicate(timeout=45)[1] for process in ranks]  # shorter than the run's timeout_s
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(process.returncode != 0 for process in ranks)
+    for rank in (0, 2):
+        assert cause in errors[rank]
