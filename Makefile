@@ -16,6 +16,7 @@ $(INSTALLED): $(SOURCES)
 
 # Trains a small mixture-of-experts language model on Python's own source files; says where the plots are.
 demo: install
+	rm -rf runs/demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m moe_rt.train --out runs/demo
 
 test: install tools lint

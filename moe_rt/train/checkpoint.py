@@ -38,7 +38,7 @@ def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
             shutil.rmtree(leftover)
         unfinished.mkdir()
     dist.barrier()
-    state = _state(model, optimizer)
+    state = global_state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
     state_dict_saver.save(state, checkpoint_id=unfinished)
     if main:
@@ -74,7 +74,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, co
         got, expected = getattr(config, name), manifest[name]
         if got != expected:
             raise InvalidConfig(f"{name}: got {got}, expected {expected} as in the checkpoint {path}")
-    state = _state(model, optimizer)
+    state = global_state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
     state_dict_loader.load(state, checkpoint_id=path)
     torch.set_rng_state(state["rng"]["cpu"])
@@ -83,7 +83,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, co
     return step
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Views of all parameters and moments, under names that are the same for any number of ranks."""
     state: State = {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
     experts = {

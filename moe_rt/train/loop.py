@@ -39,12 +39,12 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
         corpus = data.load(config.data, config.seq_len)
         dist.barrier()  # all ranks have found what they need, and no run in the way, before any of them writes
         torch.manual_seed(config.seed)
-        model = Decoder(config, make_moe or _moe_layers(config, ranks))
+        model = Decoder(config, make_moe or moe_factory(config, ranks))
         with open_buffers(model):
             Trainer(config, ranks, corpus, model).run()
 
 
-def _moe_layers(config: TrainConfig, ranks: Ranks) -> MakeMoE:
+def moe_factory(config: TrainConfig, ranks: Ranks) -> MakeMoE:
     moe = MoEConfig(
         hidden=config.hidden,
         intermediate=config.intermediate,

@@ -90,8 +90,9 @@ def _window(length: int) -> int:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a window around each value, which the ends of the curve cut short."""
-    index, reach = np.arange(len(values)), _window(len(values)) // 2
-    first, end = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
+    """Mean over a window around each value: narrow at the steep start of the curve, cut short at its end."""
+    index = np.arange(len(values))
+    reach = np.minimum(index, _window(len(values)) // 2)
+    first, end = index - reach, np.minimum(index + reach + 1, len(values))
     sums = np.concatenate([[0.0], values.cumsum()])
     return (sums[end] - sums[first]) / (end - first)

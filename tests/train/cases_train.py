@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moe_rt import MoEConfig, MoELayer
 from moe_rt.train import TrainConfig, checkpoint, train
-from moe_rt.train.loop import _moe_layers
+from moe_rt.train.loop import moe_factory
 from moe_rt.train.model import Decoder
 from moe_rt.train.optim import make_optimizer
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
@@ -50,13 +50,13 @@ def loaded(group: Any, changes: dict[str, Any]) -> dict[str, np.ndarray]:
     with process_group(config.timeout_s):
         ranks = Ranks.make(config.check_world(dist.get_world_size()))
         torch.manual_seed(12345)
-        model = Decoder(config, _moe_layers(config, ranks))
+        model = Decoder(config, moe_factory(config, ranks))
         with open_buffers(model):
             optimizer = make_optimizer(model, config)
             checkpoint.load(config.out / "checkpoints", model, optimizer, config)
             return {
                 f"{kind}.{name}": tensor.numpy().copy()
-                for kind, tensors in checkpoint._state(model, optimizer).items()
+                for kind, tensors in checkpoint.global_state(model, optimizer).items()
                 for name, tensor in tensors.items()
             }
 
@@ -66,9 +66,9 @@ def initial_weights(group: Any) -> dict[str, np.ndarray]:
     config = tiny()
     with process_group(config.timeout_s):
         torch.manual_seed(7)
-        model = Decoder(config, _moe_layers(config, Ranks.make(dist.get_world_size())))
+        model = Decoder(config, moe_factory(config, Ranks.make(dist.get_world_size())))
         with open_buffers(model):
-            state = checkpoint._state(model, make_optimizer(model, config))["model"]
+            state = checkpoint.global_state(model, make_optimizer(model, config))["model"]
             return {name: tensor.numpy().copy() for name, tensor in state.items()}
 
 
