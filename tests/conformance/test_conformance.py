@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import full_round
 from conftest import HEAPS
 from harness import Ranks
+from rounds import full_round
 from routing import make_spec
 
 SIZES = (1, 2, 3, 4, 7)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import one_round
 from conftest import HEAPS
 from harness import Ranks
+from rounds import one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import full_round
 from conftest import HEAPS
 from harness import Ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rounds import full_round
 from routing import make_spec
 
 from moe_rt.config import BufferSpec

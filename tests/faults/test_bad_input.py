@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases
+import cases_faults as cases
 import pytest
 import torch
 from conftest import HEAPS
