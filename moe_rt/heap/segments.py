@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -11,6 +12,12 @@ from dataclasses import dataclass, field
 def address_of(mapping: mmap.mmap) -> int:
     """Address of a writable mapping. The ctypes view keeps it mapped, so the mapping must be kept and never closed."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def ask_for_huge_pages(mapping: mmap.mmap) -> None:
+    """Fewer address translations, where the system grants it; a wish, so a refusal is no error."""
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 @dataclass

@@ -17,7 +17,9 @@ from typing import Any
 
 from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments, address_of
+from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h; faults all pages in, huge ones where the mapping asks for them
 
 
 def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
@@ -71,7 +73,15 @@ def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
     fd = os.memfd_create("moe_rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     opened.append(fd)
     os.fchmod(fd, 0o600)
-    os.posix_fallocate(fd, 0, num_bytes)
+    os.ftruncate(fd, num_bytes)
+    with mmap.mmap(fd, num_bytes) as mapping:
+        ask_for_huge_pages(mapping)
+        try:
+            mapping.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            os.posix_fallocate(fd, 0, num_bytes)  # kernels before 5.14
     # No peer can shrink the segment under us: that would turn an access into a SIGBUS.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     stat = os.fstat(fd)
@@ -81,7 +91,7 @@ def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
 
 
 def _creation_error(error: OSError, num_bytes: int, rank: int) -> MoeRtError:
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
         message = f"rank {rank} could not reserve a segment of {num_bytes} bytes: {os.strerror(error.errno)}"
         return OutOfSharedMemory(message, rank=rank)
     return SegmentPermission(f"rank {rank} could not make a segment: {error}", rank=rank)
@@ -128,6 +138,7 @@ def _attach_all(
             message = f"segment of rank {peer}: got device, inode, size, user {got}, expected {expected}"
             raise SegmentPermission(message, rank=me, peer=peer)
         mapping = mmap.mmap(fd, num_bytes)
+        ask_for_huge_pages(mapping)
         segments.mappings.append(mapping)
         segments.addresses.append(address_of(mapping))
         segments.pidfds.append(-1 if peer == me else _watch(record["pid"]))

@@ -9,7 +9,7 @@ import mmap
 import threading
 
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments, address_of
+from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages
 
 # Mappings on their way from their owner to its peers, by address. Emptied before `allocate` returns.
 _in_transit: dict[int, mmap.mmap] = {}
@@ -18,7 +18,8 @@ _lock = threading.Lock()
 
 def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
     """Maps one segment per rank. Collective over the rendezvous."""
-    mine = mmap.mmap(-1, num_bytes)
+    mine = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    ask_for_huge_pages(mine)
     address = address_of(mine)
     with _lock:
         _in_transit[address] = mine

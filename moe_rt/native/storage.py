@@ -13,6 +13,8 @@ import sys
 import torch
 from torch import Tensor
 
+from moe_rt.heap.segments import ask_for_huge_pages
+
 # Below this the allocator's own free lists recycle memory.
 _SMALLEST_BLOCK = 1 << 20
 _GRANULE = 1 << 21
@@ -43,6 +45,6 @@ class Recycler:
             if sys.getrefcount(block) == _UNUSED:
                 return block
         block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
+        ask_for_huge_pages(block)
         blocks.append(block)
         return block
