@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kNoFault = -1;
 
 // Fewer bytes than this are likely to be read again from the caches; measured in docs/log.md.
-constexpr int64_t kStreamFrom = int64_t{8} << 20;
+constexpr int64_t kStreamFrom = int64_t{6} << 20;
 
 }  // namespace
 

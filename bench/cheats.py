@@ -1,0 +1,87 @@
+"""Contestants that are fast because they are wrong. The benchmark must catch every one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_rt.bench.contestants.base import Delivery
+from moe_rt.bench.contestants.moe import MoeRt
+from moe_rt.bench.layers import ExchangeLayer
+from moe_rt.experts import SwiGLUExperts
+from moe_rt.router import Router
+
+
+class Zeros(MoeRt):
+    """Returns memory it has never written to."""
+
+    name = "zeros"
+
+    def combine(self, y: Tensor, delivery: Delivery) -> Tensor:
+        return torch.zeros_like(super().combine(y, delivery))
+
+
+class Stale(MoeRt):
+    """Does the op once and returns that result ever after."""
+
+    name = "stale"
+    first: Delivery | None = None
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
+        if self.first is None:
+            self.first = super().dispatch(x, topk_idx, topk_weights)
+        return self.first
+
+
+class Misrouted(MoeRt):
+    """Delivers the right rows to the wrong experts."""
+
+    name = "misrouted"
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
+        delivery = super().dispatch(x, topk_idx, topk_weights)
+        delivery.rows = delivery.rows.roll(1, dims=0)
+        return delivery
+
+    def layer(self, router: Router, experts: SwiGLUExperts) -> nn.Module:
+        return ExchangeLayer(self, router, experts)  # moe_rt's own layer would not call the dispatch above
+
+
+class OneWrongBit(MoeRt):
+    """Gets one element of one row wrong by its last bit."""
+
+    name = "one wrong bit"
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
+        delivery = super().dispatch(x, topk_idx, topk_weights)
+        delivery.rows.view(torch.int16)[0, -1] ^= 1
+        return delivery
+
+
+class Unweighted(MoeRt):
+    """Forgets the routing weights of half of the rows."""
+
+    name = "unweighted"
+
+    def combine(self, y: Tensor, delivery: Delivery) -> Tensor:
+        weights, handle = delivery.state
+        weights = weights.clone()
+        weights[::2] = 1
+        return self.buffer.combine(y, weights, handle)
+
+
+class Honest(MoeRt):
+    """Not a cheat: what the class path of a contestant of one's own looks like."""
+
+    name = "honest"
+
+
+class Broken(MoeRt):
+    """Fails on one rank, while the others go on."""
+
+    name = "broken"
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
+        if self.world.rank == 1:
+            raise ArithmeticError("this rank is broken")
+        return super().dispatch(x, topk_idx, topk_weights)

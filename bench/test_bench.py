@@ -1,0 +1,149 @@
+"""The benchmark runs on every case, catches wrong output, and its ratios have not become much worse.
+
+Not part of a plain `pytest`: `pytest bench`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_rt.bench.cases import CASES
+from moe_rt.bench.contestants import NAMES
+
+HERE = Path(__file__).parent
+BASELINE = HERE / "baseline.json"
+GROSS = 2.0  # machines differ and are noisy; less than this is reported, but no failure
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-m", "moe_rt", "bench", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def passed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    tables, _, _ = done.stdout.rstrip().rpartition("\n")
+    assert done.returncode == 0, tables + done.stderr
+    return document(done)
+
+
+@pytest.fixture(scope="module")
+def every_case() -> dict[str, Any]:
+    """All cases with their own experts and rows, but few tokens, on ranks that fit two cores: name -> run."""
+    names = [argument for name in CASES for argument in ("--case", name)]
+    done = passed(bench(*names, "--ranks", "2", "--tokens", "3", "--iters", "2", "--warmup", "1"))
+    return {run["case"]["name"].removesuffix("*"): run for run in done["runs"]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_runs_with_right_outputs(every_case: dict[str, Any], name: str) -> None:
+    run = every_case[name]
+    present = {result["contestant"] for result in run["results"]}
+    assert present | set(run["absent"]) == set(NAMES)
+    assert {"moe_rt", "memcpy"} - {"memcpy" if run["case"]["op"] == "layer" else ""} <= present
+    for result in run["results"]:
+        assert result["errors"] == []
+        assert 0 < result["isolated_us"]["p50"] <= result["isolated_us"]["p99"]
+        assert result["free_running_us"]["p50"] > 0
+
+
+def test_skewed_routing_on_more_ranks_than_cores() -> None:
+    """No rank but the first receives anything; ranks have 3, 2 and 2 experts."""
+    sizes = ("--routing", "onehot", "--ranks", "3", "--tokens", "17", "--experts", "7", "--topk", "3", "--hidden", "40")
+    run = passed(bench(*sizes, "--iters", "2", "--contestants", "moe_rt,a2a,mpi,memcpy"))["runs"][0]
+    assert run["bytes"]["logical"] == 3 * run["bytes"]["physical"]
+
+
+def test_a_trace_of_routing(tmp_path: Path) -> None:
+    import numpy as np
+
+    trace = tmp_path / "trace.npy"
+    np.save(trace, np.array([[0, 5], [3, 1], [5, 2]]))
+    sizes = ("--routing", f"trace:{trace}", "--tokens", "8", "--experts", "6", "--topk", "2", "--hidden", "16")
+    run = passed(bench(*sizes, "--iters", "2", "--contestants", "moe_rt,a2a"))["runs"][0]
+    assert run["bytes"]["logical"] == 2 * 8 * 2 * 16 * 2
+    refused = bench(*sizes[:-4], "--topk", "3", "--contestants", "moe_rt")
+    assert refused.returncode == 1
+    assert "expected integers [N, K] with K = 3" in refused.stderr
+
+
+def test_thread_ranks_and_another_payload() -> None:
+    sizes = ("--heap", "threads", "--op", "combine", "--dtype", "fp64", "--routing", "lognormal:1.5", "--hidden", "24")
+    run = passed(bench(*sizes, "--tokens", "9", "--iters", "2", "--contestants", "moe_rt,a2a,memcpy"))["runs"][0]
+    assert set(run["absent"]) == {"a2a"}
+
+
+CHEATS = {"zeros": "Zeros", "stale": "Stale", "misrouted": "Misrouted", "unweighted": "Unweighted"}
+
+
+def test_wrong_output_fails_the_benchmark() -> None:
+    """Even where one contestant alone is wrong, and by one bit; the right ones keep their word."""
+    names = ",".join(["moe_rt", "cheats:Honest", *(f"cheats:{name}" for name in [*CHEATS.values(), "OneWrongBit"])])
+    done = bench("--tokens", "32", "--hidden", "64", "--iters", "3", "--contestants", names)
+    assert done.returncode == 1
+    assert "an output was wrong" in done.stderr
+    wrong = {result["contestant"] for result in document(done)["runs"][0]["results"] if result["errors"]}
+    assert wrong == {*CHEATS, "one wrong bit"}
+
+
+@pytest.mark.parametrize("op", ["combine", "layer"])
+def test_other_ops_catch_cheats(op: str) -> None:
+    cheat = {"combine": "Unweighted", "layer": "Misrouted"}[op]
+    sizes = ("--op", op, "--tokens", "32", "--hidden", "64", "--intermediate", "32", "--iters", "2")
+    done = bench(*sizes, "--contestants", f"cheats:{cheat}")
+    assert done.returncode == 1
+    assert all(result["errors"] for result in document(done)["runs"][0]["results"])
+
+
+def test_a_rank_that_fails_ends_the_benchmark() -> None:
+    done = bench("--tokens", "4", "--contestants", "cheats:Broken", "--iters", "1")
+    assert done.returncode == 1
+    assert "RankFailed" in done.stderr
+    unknown = bench("--contestants", "nobody")
+    assert unknown.returncode == 1
+    assert "expected one of moe_rt" in unknown.stderr
+
+
+def test_the_report_holds_its_figures(tmp_path: Path) -> None:
+    sweep = ("--sweep", "tokens", "--max-tokens", "64", "--hidden", "64", "--iters", "3", "--contestants")
+    done = passed(bench(*sweep, "moe_rt,memcpy", "--report", str(tmp_path)))
+    assert [run["case"]["tokens"] for run in done["runs"]] == [1, 64]
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page
+    assert json.loads((tmp_path / "results.json").read_text()) == done
+
+
+def test_no_gross_regression(capsys: pytest.CaptureFixture[str]) -> None:
+    """Time of others over time of moe_rt: its speed-up over a2a, its share of the memcpy limit. More is better."""
+    baseline: dict[str, dict[str, float]] = json.loads(BASELINE.read_text())
+    names = [argument for name in baseline for argument in ("--case", name)]
+    done = passed(bench(*names, "--iters", "20", "--contestants", "moe_rt,a2a,memcpy"))
+    worse = []
+    with capsys.disabled():
+        for run in done["runs"]:
+            name = run["case"]["name"]
+            for contestant, before in baseline[name].items():
+                ratio = run["ratios"][""][contestant]["isolated"]
+                print(
+                    f"\n{name}: {contestant} / moe_rt {ratio:.3g}, baseline {before:.3g}, {ratio / before:.0%}", end=""
+                )
+                if ratio * GROSS < before:
+                    worse.append(f"{name}: {contestant} / moe_rt fell from {before:.3g} to {ratio:.3g}")
+    assert not worse, worse

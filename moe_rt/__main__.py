@@ -1,0 +1,5 @@
+"""Makes `python -m moe_rt` run the command line of cli.py."""
+
+from moe_rt.cli import main
+
+main(prog_name="moe-rt")

@@ -1,0 +1,91 @@
+"""What is measured: one op on one group of ranks with one set of sizes, and the cases that have a name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from moe_rt.config import contiguous_placement
+from moe_rt.errors import InvalidConfig
+
+Op = Literal["dispatch", "combine", "pair", "layer"]
+OPS: tuple[Op, ...] = ("dispatch", "combine", "pair", "layer")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One op and its sizes; `tokens` is per rank. `intermediate` is the experts' inner size, which only layers have."""
+
+    name: str = "custom"
+    op: Op = "pair"
+    ranks: int = 2
+    tokens: int = 512
+    hidden: int = 2048
+    topk: int = 4
+    experts: int = 16
+    intermediate: int = 512
+    dtype: str = "bf16"
+    routing: str = "uniform"
+    heap: Literal["shm", "threads"] = "shm"
+
+    def __post_init__(self) -> None:
+        for field in ("ranks", "tokens", "hidden", "topk", "experts", "intermediate"):
+            if getattr(self, field) < 1:
+                raise InvalidConfig(f"{field}: got {getattr(self, field)}, expected a positive integer")
+        if self.topk > self.experts or self.ranks > self.experts:
+            sizes = f"{self.topk} and {self.ranks}"
+            raise InvalidConfig(f"topk and ranks: got {sizes}, expected at most experts = {self.experts} of each")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token: H * b."""
+        return self.hidden * self.torch_dtype.itemsize
+
+    @property
+    def local_experts(self) -> list[int]:
+        """Number of experts on each rank; experts are placed in contiguous blocks."""
+        placement = contiguous_placement(self.experts, self.ranks)
+        return [placement.count(rank) for rank in range(self.ranks)]
+
+    def title(self) -> str:
+        sizes = f"R={self.ranks} T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
+        inner = f" F={self.intermediate}" if self.op == "layer" else ""
+        return f"{self.name}: {self.op}, {sizes}{inner}, {self.dtype}, {self.routing} routing, {self.heap} heap"
+
+
+DEEPSEEK_V3: dict[str, Any] = dict(hidden=7168, topk=8, experts=256, intermediate=2048)
+QWEN3_MOE: dict[str, Any] = dict(hidden=2048, topk=8, experts=128, intermediate=768)  # Qwen3-30B-A3B
+MIXTRAL: dict[str, Any] = dict(hidden=4096, topk=2, experts=8, intermediate=14336)  # Mixtral-8x7B
+GPT_OSS: dict[str, Any] = dict(hidden=2880, topk=4, experts=128, intermediate=2880)  # gpt-oss-120b
+
+NAMED = (
+    # Models as they are, on one node of eight ranks.
+    Case(name="deepseek-v3-prefill", ranks=8, tokens=4096, **DEEPSEEK_V3),
+    Case(name="deepseek-v3-decode", ranks=8, tokens=128, **DEEPSEEK_V3),
+    Case(name="qwen3-moe", ranks=8, tokens=4096, **QWEN3_MOE),
+    Case(name="mixtral", ranks=8, tokens=4096, **MIXTRAL),
+    Case(name="gpt-oss", ranks=8, tokens=4096, **GPT_OSS),
+    # The same models with fewer ranks, tokens and experts, for two cores.
+    Case(name="deepseek-v3-prefill-small", tokens=512, **{**DEEPSEEK_V3, "experts": 64}),
+    Case(name="deepseek-v3-decode-small", tokens=16, **{**DEEPSEEK_V3, "experts": 64}),
+    Case(name="qwen3-moe-small", tokens=512, **{**QWEN3_MOE, "experts": 32}),
+    Case(name="mixtral-small", tokens=512, **MIXTRAL),
+    Case(name="gpt-oss-small", tokens=512, **{**GPT_OSS, "experts": 32}),
+    # What the project holds itself to.
+    Case(name="pair-2x512x2048"),
+    Case(name="pair-4x512x2048", ranks=4),
+    Case(name="pair-2x2048x7168", tokens=2048, hidden=7168, topk=8, experts=64),
+    Case(name="dispatch-2x2048x7168", op="dispatch", tokens=2048, hidden=7168, topk=8, experts=64),
+    Case(name="combine-2x2048x7168", op="combine", tokens=2048, hidden=7168, topk=8, experts=64),
+    Case(name="decode-2x1x7168", tokens=1, hidden=7168, topk=8, experts=64),
+    Case(name="layer-qwen3-small", op="layer", tokens=2048, hidden=1024, topk=4, experts=32, intermediate=512),
+)
+CASES = {case.name: case for case in NAMED}
+DEFAULT_CASE = "pair-2x512x2048"

@@ -1,0 +1,30 @@
+"""Who takes part, by name. `package.module:Class` names an Exchange of your own, which then obeys the same rules."""
+
+from __future__ import annotations
+
+import importlib
+
+from moe_rt.bench.contestants.base import Contestant
+from moe_rt.errors import InvalidConfig
+
+NAMES = {
+    "moe_rt": "moe_rt.bench.contestants.moe:MoeRt",
+    "a2a": "moe_rt.bench.contestants.permuted:AllToAll",
+    "transformers": "moe_rt.bench.contestants.transformers_ep:Transformers",
+    "mpi": "moe_rt.bench.contestants.mpi:Mpi",
+    "memcpy": "moe_rt.bench.contestants.memcpy:Memcpy",
+}
+
+
+def find(name: str) -> type[Contestant]:
+    """The class that a name stands for; its module is imported only now, as it may need what is not installed."""
+    module, _, attribute = NAMES.get(name, name).partition(":")
+    if not attribute:
+        raise InvalidConfig(f"contestants: got {name!r}, expected one of {', '.join(NAMES)} or package.module:Class")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InvalidConfig(f"contestants: cannot import {name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Contestant)):
+        raise InvalidConfig(f"contestants: got {name!r}, which is no moe_rt.bench.contestants.base.Contestant")
+    return found

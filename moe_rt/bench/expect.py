@@ -1,0 +1,106 @@
+"""What every contestant's output must be, computed from the inputs of all ranks in plain torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_rt.bench.cases import Case
+from moe_rt.bench.dense import dense, make_grad_out
+from moe_rt.bench.inputs import Inputs, make_inputs, route
+from moe_rt.bench.step import WrongOutput
+from moe_rt.bench.traffic import Traffic, count
+
+# Largest error of an element, relative to the sum of its absolute terms. A contestant may round weights, products and
+# partial sums to the payload.
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+# Largest error of a token's row of the layer's outputs, relative to its norm, and of the router's whole gradient, whose
+# rows cancel. The reference is fp32, the experts are not.
+LAYER_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-4}
+
+
+class Expectation:
+    """The right outputs of one rank, for any input number."""
+
+    def __init__(self, case: Case, seed: int, rank: int, rotations: int) -> None:
+        self._case, self._seed, self._rank, self._rotations = case, seed, rank, rotations
+        self._first_expert = sum(case.local_experts[:rank])
+        # All contestants are checked on the same one or two input numbers: those of their last iterations.
+        self._inputs = lru_cache(maxsize=1)(
+            lambda rotation: [make_inputs(case, seed, source, rotation) for source in range(case.ranks)]
+        )
+        self._dense = lru_cache(maxsize=2)(
+            lambda rotation: dense(case, make_inputs(case, seed, rank, rotation).x, make_grad_out(case, rank))
+        )
+
+    def traffic(self) -> list[Traffic]:
+        """Of every rank, for the first input; the others have the same routing up to chance."""
+        return count(self._case, [route(self._case, self._seed, rank, 0) for rank in range(self._case.ranks)])
+
+    def rows(self, i: int, rows: Tensor, experts: Tensor) -> None:
+        """Checks what dispatch delivered, bit for bit: rows [n, H] for the local experts [n], in any order."""
+        inputs: list[Inputs] = self._inputs(i % self._rotations)
+        local = torch.cat([tokens.topk_idx for tokens in inputs]) - self._first_expert
+        mine = (local >= 0) & (local < self._case.local_experts[self._rank])
+        if rows.shape != (int(mine.sum()), self._case.hidden) or rows.dtype != inputs[0].x.dtype:
+            got = f"{rows.dtype} {list(rows.shape)}"
+            raise WrongOutput(f"rank {self._rank} received {got}, expected {int(mine.sum())} rows of its tokens' type")
+        wanted = torch.cat([tokens.x for tokens in inputs])[mine.nonzero()[:, 0]]
+        ours, theirs = _order(rows, experts), _order(wanted, local[mine])
+        wrong = (rows[ours] != wanted[theirs]).any(1) | (experts[ours] != local[mine][theirs])
+        if wrong.any():
+            raise WrongOutput(f"rank {self._rank} received {int(wrong.sum())} rows that were not sent to their expert")
+
+    def combined(self, i: int, out: Tensor, scaled: bool) -> None:
+        """Checks what combine returned for rows as dispatched, or for rows that went through `scale`."""
+        tokens: Inputs = self._inputs(i % self._rotations)[self._rank]
+        self._same_shape("out", out, tokens.x)
+        x = tokens.x.double()
+        factor = factors(self._case)[tokens.topk_idx] if scaled else torch.ones(tokens.topk_idx.shape)
+        total = (tokens.topk_weights.double() * factor).sum(1, keepdim=True)
+        error = (out.double() - x * total).abs()
+        # The small constant is for elements next to zero, which fp16 rounds more coarsely.
+        wrong = ~(error <= TOLERANCE[self._case.torch_dtype] * (x.abs() * total + 1e-3)).all(1)  # NaN is wrong too
+        if wrong.any():
+            message = f"combined {int(wrong.sum())} tokens wrongly, off by up to {float(error.max()):.3g}"
+            raise WrongOutput(f"rank {self._rank} {message}")
+
+    def layer(self, i: int, outputs: dict[str, Tensor | None]) -> None:
+        """Checks the layer's output, and the gradients of tokens and router where there are any."""
+        expected: dict[str, Tensor] = self._dense(i % self._rotations)
+        for name, got in outputs.items():
+            want = expected[name]
+            difference = self._same_shape(name, got, want).float() - want
+            if name == "router.grad":
+                difference, want = difference.view(1, -1), want.view(1, -1)
+            size = want.norm(dim=1)
+            error = difference.norm(dim=1) / size.clamp(min=1e-3 * float(size.max()))
+            if not bool((error <= LAYER_TOLERANCE[self._case.torch_dtype]).all()):  # NaN is wrong too
+                raise WrongOutput(f"rank {self._rank}: {name} is off by {float(error.max()):.3g} of its norm")
+
+    def scale(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """What the experts of the combine op do: each multiplies its rows by a factor of its own."""
+        factor = factors(self._case)[self._first_expert + experts]
+        return (rows * factor[:, None]).to(rows.dtype)
+
+    def _same_shape(self, name: str, got: Tensor | None, want: Tensor) -> Tensor:
+        if got is None or got.shape != want.shape:
+            shape = None if got is None else list(got.shape)
+            raise WrongOutput(f"rank {self._rank}: {name} is {shape}, expected {list(want.shape)}")
+        return got
+
+
+def _order(rows: Tensor, experts: Tensor) -> Tensor:
+    """A permutation that puts equal sets of rows in the same order: by expert, then by their first eight bytes."""
+    first = 8 // rows.itemsize
+    head = F.pad(rows[:, :first], (0, max(0, first - rows.shape[1]))).contiguous().view(torch.int64)[:, 0]
+    order = head.argsort(stable=True)
+    return order[experts[order].argsort(stable=True)]
+
+
+def factors(case: Case) -> Tensor:
+    """fp32 [E]: neighbours differ by powers of two, which no rounding hides and which themselves round nothing."""
+    return 2.0 ** (torch.arange(case.experts) % 4)

@@ -1,0 +1,93 @@
+"""Seeded inputs: what a rank feeds to every contestant. Any rank can make any rank's, so each can check the others'."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_rt.bench.cases import Case
+from moe_rt.errors import InvalidConfig
+
+ROUTING_HELP = "uniform, lognormal:SIGMA, onehot or trace:FILE"
+MOST_ROTATIONS = 8
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One rank's tokens: x [T, H], topk_idx int64 [T, K], distinct in a row, topk_weights fp32 [T, K], adding to 1."""
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+
+
+def generator(*key: object) -> torch.Generator:
+    """A stream of random numbers that depends on the key alone, not on who draws it or when."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def num_rotations(case: Case, cache_bytes: int) -> int:
+    """How many inputs take turns: enough for all ranks' to be twice the last-level cache, where eight suffice."""
+    needed = -(-2 * cache_bytes // (case.ranks * case.tokens * case.row_bytes))
+    return min(MOST_ROTATIONS, max(2, needed))
+
+
+def make_inputs(case: Case, seed: int, rank: int, rotation: int) -> Inputs:
+    """Inputs number `rotation` of a rank."""
+    g = generator(seed, "tokens", rank, rotation)
+    x = torch.randn(case.tokens, case.hidden, generator=g).to(case.torch_dtype)
+    weights = torch.randn(case.tokens, case.topk, generator=g).softmax(-1)
+    return Inputs(x, route(case, seed, rank, rotation), weights)
+
+
+def route(case: Case, seed: int, rank: int, rotation: int) -> Tensor:
+    """int64 [T, K], K distinct experts for each token.
+
+    uniform: any K. lognormal:SIGMA: expert e is drawn with probability proportional to exp(SIGMA * z_e), z normal and
+    the same on all ranks, without replacement. onehot: every token takes experts 0 to K - 1. trace:FILE: rows of a
+    .npy array [N, K], read on from where the rank before stopped, and again from the start when they run out.
+    """
+    kind, _, argument = case.routing.partition(":")
+    shape = (case.tokens, case.experts)
+    g = generator(seed, "routing", rank, rotation)
+    if kind == "uniform" and not argument:
+        return torch.rand(shape, generator=g).topk(case.topk).indices
+    if kind == "lognormal" and _is_number(argument):
+        log_popularity = float(argument) * torch.randn(case.experts, generator=generator(seed, "popularity"))
+        gumbel = -torch.empty(shape).exponential_(generator=g).log()
+        return (log_popularity + gumbel).topk(case.topk).indices  # Gumbel top-k: drawing without replacement
+    if kind == "onehot" and not argument:
+        return torch.arange(case.topk).repeat(case.tokens, 1)
+    if kind == "trace" and argument:
+        trace = _read_trace(Path(argument), case)
+        first = (rotation * case.ranks + rank) * case.tokens
+        return trace[(first + torch.arange(case.tokens)) % len(trace)]
+    raise InvalidConfig(f"routing: got {case.routing!r}, expected {ROUTING_HELP}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
+
+
+def _read_trace(path: Path, case: Case) -> Tensor:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"routing: cannot read {path} as a .npy array: {error}") from error
+    if array.ndim != 2 or array.shape[1] != case.topk or not len(array) or array.dtype.kind not in "iu":
+        got = f"{array.dtype} {list(array.shape)}"
+        raise InvalidConfig(f"routing: got {got} in {path}, expected integers [N, K] with K = {case.topk}")
+    trace = torch.from_numpy(array.astype(np.int64))
+    repeats = (trace.sort(dim=1).values.diff(dim=1) == 0).any()
+    if repeats or trace.min() < 0 or trace.max() >= case.experts:
+        raise InvalidConfig(f"routing: got other than distinct experts below {case.experts} in a row of {path}")
+    return trace

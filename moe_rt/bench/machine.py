@@ -1,0 +1,83 @@
+"""The machine card: figures mean nothing without it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_rt import _engine
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def cache_bytes() -> int:
+    """Size of the last-level cache; 32 MiB where the kernel does not say."""
+    caches = Path("/sys/devices/system/cpu/cpu0/cache")
+    with suppress(OSError, ValueError, IndexError):
+        last = sorted(caches.glob("index*"), key=lambda index: int((index / "level").read_text()))[-1]
+        size = (last / "size").read_text().strip()
+        return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
+    return 32 << 20
+
+
+def machine_card() -> dict[str, Any]:
+    """Processor, memory, versions, commit and date."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name"),
+        "cores": len(cores()),
+        "cache_mib": cache_bytes() >> 20,
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load_average": os.getloadavg()[0],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "moe_rt": version("moe_rt"),
+        "isa": isa(),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def isa() -> str:
+    """The row primitives of new buffers: what MOE_RT_ISA says, or the best of this machine."""
+    chosen = os.environ.get("MOE_RT_ISA", "auto")
+    return _engine.isas()[-1] if chosen == "auto" else chosen
+
+
+def commit() -> str:
+    """The commit of the tree that this package lies in, with a + where tracked files differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    with suppress(OSError, subprocess.CalledProcessError):
+        head = _output([*git, "rev-parse", "--short", "HEAD"])
+        return head + ("+" if _output([*git, "status", "--porcelain", "--untracked-files=no"]) else "")
+    return "unknown"
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _read(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text().strip()
+    return "unknown"
+
+
+def _field(path: str, name: str) -> str:
+    for line in _read(path).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return "unknown"

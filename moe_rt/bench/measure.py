@@ -1,0 +1,121 @@
+"""Timing: contestants take turns, and an iteration lasts from the first rank's start to the last rank's end."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+import torch
+
+from moe_rt.bench.step import Step, WrongOutput
+from moe_rt.bench.world import World
+
+ROUNDS = 5
+
+
+@dataclass
+class Clock:
+    """What one rank noted about one step. perf_counter_ns is one clock for all processes of a Linux machine.
+
+    Attributes:
+        isolated: (start, end) of every iteration that began at a barrier.
+        chains: (start, end) of every chain of iterations without one.
+        error: what a check said, or nothing.
+    """
+
+    isolated: list[tuple[int, int]] = field(default_factory=list)
+    chains: list[tuple[int, int]] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Times:
+    """One step over all ranks, in microseconds.
+
+    Attributes:
+        isolated: one for each iteration.
+        free_running: one for each chain, divided by its length.
+        errors: what the ranks' checks said.
+    """
+
+    isolated: list[float]
+    free_running: list[float]
+    errors: list[str]
+
+
+def measure(world: World, steps: list[Step], iters: int, warmup: int, progress: Callable[[float], None]) -> list[Times]:
+    """Times all steps and checks their last outputs. Collective; every rank gets the same result.
+
+    Every round runs each step for its share of `iters` isolated iterations and then as long a chain. The order within
+    a round rotates, so that nobody always follows the same neighbour; the first iteration after a change of step is
+    not timed, as it finds the caches full of another's data. `progress` hears what part is done, turn by turn.
+    """
+    clocks = [Clock() for _ in steps]
+    rounds = min(ROUNDS, iters)
+    shares = [iters * (r + 1) // rounds - iters * r // rounds for r in range(rounds)]
+    with torch.no_grad(), _no_garbage_collection():
+        for step in steps:
+            for i in range(warmup):
+                step.run(i)
+        for r, share in enumerate(shares):
+            for turn in range(len(steps)):
+                which = (r + turn) % len(steps)
+                _one_turn(world, steps[which], clocks[which], share, check=r == rounds - 1)
+                progress(1 / (rounds * len(steps)))
+    ranks = [json.loads(text) for text in world.gather(json.dumps([vars(clock) for clock in clocks]))]
+    return [_merge([rank[which] for rank in ranks], shares) for which in range(len(steps))]
+
+
+def _one_turn(world: World, step: Step, clock: Clock, share: int, check: bool) -> None:
+    first = 2 * len(clock.isolated)  # inputs go on where the turn before stopped
+    step.run(first)
+    for i in range(first + 1, first + 1 + share):
+        output = None  # frees the one before, which is no part of this iteration
+        world.barrier.wait()
+        start = perf_counter_ns()
+        output = step.run(i)
+        clock.isolated.append((start, perf_counter_ns()))
+    if check:
+        _check(step, first + share, output, clock)
+    output = None
+    world.barrier.wait()
+    start = perf_counter_ns()
+    for i in range(first + 1 + share, first + 2 * share):
+        step.run(i)
+    output = step.run(first + 2 * share)
+    clock.chains.append((start, perf_counter_ns()))
+    if check:
+        _check(step, first + 2 * share, output, clock)
+
+
+def _check(step: Step, i: int, output: object, clock: Clock) -> None:
+    try:
+        step.check(i, output)
+    except WrongOutput as error:
+        clock.error = str(error)
+
+
+def _merge(ranks: list[dict[str, list[tuple[int, int]]]], lengths: list[int]) -> Times:
+    isolated = [_spread(spans) / 1e3 for spans in zip(*(rank["isolated"] for rank in ranks), strict=True)]
+    chains = [_spread(spans) / 1e3 for spans in zip(*(rank["chains"] for rank in ranks), strict=True)]
+    free_running = [chain / length for chain, length in zip(chains, lengths, strict=True)]
+    return Times(isolated, free_running, [str(rank["error"]) for rank in ranks if rank["error"]])
+
+
+def _spread(spans: tuple[tuple[int, int], ...]) -> int:
+    """From the first start to the last end: the longest of the ranks, wherever the barrier let them go."""
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,132 @@
+"""What only moe_rt can tell about itself: where the time of its ops goes, who waits for whom, what Python adds.
+
+Measured apart from the timed iterations, so that looking costs the contestant nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from time import perf_counter_ns
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_rt.bench.inputs import Inputs
+from moe_rt.bench.step import Step
+from moe_rt.bench.world import World
+from moe_rt.buffer import Buffer
+
+T = TypeVar("T")
+ITERS = 15
+PHASES = {"dispatch": ("publish", "wait for rows", "gather"), "combine": ("push", "wait for partials", "reduce")}
+
+
+class _Notes(defaultdict[str, list[Any]]):
+    """Everything one rank saw, by name, in nanoseconds."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        super().__init__(list)
+        self._buffer = buffer
+
+    def timed(self, op: str, call: Callable[[], T], mode: str) -> T:
+        """Runs one op of the buffer; what it takes beyond the engine's own time is Python and autograd."""
+        start = perf_counter_ns()
+        result = call()
+        wall = perf_counter_ns() - start
+        timings = self._buffer.timings()
+        spans = [timings["before_ns"], timings["wait_ns"], timings["after_ns"]]
+        self[f"overhead {op} {mode}"].append(wall - sum(spans))
+        if mode == "no_grad":
+            for phase, span in zip(PHASES[op], spans, strict=True):
+                self[phase].append(span)
+            # Peers are looked at in order, so arrivals grow; what a peer adds is how long it was waited for.
+            seen = timings["arrival_ns"]
+            self[f"per peer {op}"].append([late - early for early, late in zip([0, *seen], seen, strict=False)])
+        return result
+
+
+def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs]) -> dict[str, Any]:
+    """Looks at isolated pairs; everything in microseconds.
+
+    Returns:
+        breakdown: phase -> median, mean over ranks.
+        waits: op -> [rank][peer], mean of how long `rank` waited for `peer`, longer than for the peers before it.
+        overhead: op and mode -> median, mean over ranks, of what Python and autograd add to the engine's time.
+    """
+    notes = _Notes(buffer)
+    for i in range(ITERS):
+        world.barrier.wait()
+        with torch.no_grad():
+            _pair(notes, buffer, inputs[i % len(inputs)])
+        world.barrier.wait()
+        with torch.enable_grad():
+            _pair_with_gradients(notes, buffer, inputs[i % len(inputs)])
+    ranks = [json.loads(text) for text in world.gather(json.dumps(notes))]
+    mean = {name: fmean(median(rank[name]) for rank in ranks) / 1e3 for name in notes if "per peer" not in name}
+    return {
+        "breakdown": {phase: mean[phase] for phases in PHASES.values() for phase in phases},
+        "waits": {
+            op: [[fmean(column) / 1e3 for column in zip(*rank[f"per peer {op}"], strict=True)] for rank in ranks]
+            for op in PHASES
+        },
+        "overhead": {name.removeprefix("overhead "): us for name, us in mean.items() if name.startswith("overhead")},
+    }
+
+
+def _pair(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
+    arguments = tokens.x, tokens.topk_idx, tokens.topk_weights
+    rows, weights, handle = notes.timed("dispatch", lambda: buffer.dispatch(*arguments), "no_grad")
+    notes.timed("combine", lambda: buffer.combine(rows, weights, handle), "no_grad")
+
+
+def _pair_with_gradients(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
+    """Forward and backward of both ops, each backward by itself, so that its engine time can be told apart."""
+    x, topk_weights = tokens.x.detach().requires_grad_(), tokens.topk_weights.detach().requires_grad_()
+    rows, weights, handle = notes.timed("dispatch", lambda: buffer.dispatch(x, tokens.topk_idx, topk_weights), "grad")
+    y, w = rows.detach().requires_grad_(), weights.detach().requires_grad_()
+    out = notes.timed("combine", lambda: buffer.combine(y, w, handle), "grad")
+    grads = notes.timed("combine_backward", lambda: torch.autograd.grad(out, (y, w), out), "grad")
+    notes.timed("dispatch_backward", lambda: torch.autograd.grad((rows, weights), (x, topk_weights), grads), "grad")
+
+
+class _OpClock(TorchDispatchMode):
+    """Adds up the time inside moe_rt's communication ops, forward and backward, and what of it was waiting."""
+
+    OPS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+
+    def __init__(self, buffer: Buffer) -> None:
+        super().__init__()
+        self._buffer, self.inside, self.waiting = buffer, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "moe_rt" or func._opname not in self.OPS:
+            return func(*args, **(kwargs or {}))
+        start = perf_counter_ns()
+        result = func(*args, **(kwargs or {}))
+        self.inside += perf_counter_ns() - start
+        self.waiting += self._buffer.timings()["wait_ns"]
+        return result
+
+
+def observe_layer(world: World, buffer: Buffer, steps: Sequence[Step]) -> dict[str, Any]:
+    """phase -> share of the layer's time inside moe_rt's ops, and the part of it spent waiting for a peer; in percent,
+    median over iterations, mean over ranks."""
+    shares: dict[str, dict[str, float]] = {}
+    for step in steps:
+        inside, waiting = [], []
+        for i in range(ITERS // 3):
+            world.barrier.wait()
+            with torch.no_grad(), _OpClock(buffer) as clock:
+                start = perf_counter_ns()
+                step.run(i)
+                wall = perf_counter_ns() - start
+            inside.append(100 * clock.inside / wall)
+            waiting.append(100 * clock.waiting / wall)
+        ranks = [json.loads(text) for text in world.gather(json.dumps([median(inside), median(waiting)]))]
+        means = [fmean(column) for column in zip(*ranks, strict=True)]
+        shares[step.phase] = {"in_ops": means[0], "of_it_waiting": means[1]}
+    return {"share": shares}

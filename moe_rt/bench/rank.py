@@ -1,0 +1,121 @@
+"""The program of a rank: `python -m moe_rt.bench.rank DIRECTORY` runs the cases that directory/job.json asks for.
+
+Rank 0 prints lines of JSON: {"progress": part of a case} and {"record": a finished case}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_rt.bench.cases import Case
+from moe_rt.bench.contestants import find
+from moe_rt.bench.contestants.base import Contestant
+from moe_rt.bench.contestants.moe import MoeRt
+from moe_rt.bench.expect import Expectation
+from moe_rt.bench.inputs import make_inputs, num_rotations
+from moe_rt.bench.measure import measure
+from moe_rt.bench.observe import observe_layer, observe_pair
+from moe_rt.bench.step import Step, Unavailable
+from moe_rt.bench.traffic import bytes_moved
+from moe_rt.bench.world import World, join_processes, run_threads
+
+
+@dataclass(frozen=True)
+class Job:
+    """Cases for the same ranks, and how to measure them."""
+
+    cases: list[Case]
+    contestants: list[str]
+    cores: list[int]
+    cache_bytes: int
+    iters: int
+    warmup: int
+    seed: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "cases": [Case(**case) for case in fields["cases"]]})
+
+
+def run_case(world: World, job: Job, case: Case, progress: Callable[[float], None]) -> dict[str, Any]:
+    """Every contestant on one case. Collective; every rank gets the same record."""
+    rotations = num_rotations(case, job.cache_bytes)
+    inputs = [make_inputs(case, job.seed, world.rank, i) for i in range(rotations)]
+    expect = Expectation(case, job.seed, world.rank, rotations)
+    present, absent = _enter(world, job, case)
+    record: dict[str, Any] = {"case": asdict(case), "rotations": rotations, "absent": absent}
+    record["bytes"] = bytes_moved(case, expect.traffic())
+    with torch.no_grad():
+        entries = [(c, step) for c in present for step in c.steps(inputs, expect)]
+    times = measure(world, [step for _, step in entries], job.iters, job.warmup, progress)
+    record["results"] = [
+        {"contestant": c.name, "phase": step.phase, **asdict(t)} for (c, step), t in zip(entries, times, strict=True)
+    ]
+    for contestant in present:
+        if isinstance(contestant, MoeRt):
+            own = [step for c, step in entries if c is contestant]
+            record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, **_observe(world, contestant, own, inputs)}
+        contestant.close()
+    return record
+
+
+def _observe(world: World, contestant: MoeRt, steps: list[Step], inputs: list[Any]) -> dict[str, Any]:
+    if contestant.case.op == "layer":
+        return observe_layer(world, contestant.buffer, steps)
+    return observe_pair(world, contestant.buffer, inputs)
+
+
+def _enter(world: World, job: Job, case: Case) -> tuple[list[Contestant], dict[str, str]]:
+    """Those who can take part on every rank, and why the others cannot."""
+    present: list[Contestant] = []
+    absent: dict[str, str] = {}
+    for name in job.contestants:
+        reason = ""
+        try:
+            contestant = find(name)(case, world)
+        except Unavailable as error:
+            reason = str(error)
+        reasons = [text for text in world.gather(reason) if text]
+        if reasons:
+            absent[name] = reasons[0]
+        else:
+            present.append(contestant)
+    return present, absent
+
+
+def run_job(world: World, job: Job) -> None:
+    """All cases in turn; rank 0 reports."""
+
+    def say(**message: object) -> None:
+        if world.rank == 0:
+            print(json.dumps(message), flush=True)
+
+    for case in job.cases:
+        say(record=run_case(world, job, case, lambda part: say(progress=part)))
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    job = Job.from_json((directory / "job.json").read_text())
+    size = job.cases[0].ranks
+    if job.cases[0].heap == "threads":
+        run_threads(size, job.cores, lambda world: run_job(world, job))
+        return
+    run_job(join_processes(directory, size, job.cores), job)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

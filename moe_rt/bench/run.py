@@ -1,0 +1,89 @@
+"""A whole benchmark: cases in, one document out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from moe_rt.bench.cases import Case
+from moe_rt.bench.contestants import find
+from moe_rt.bench.inputs import route
+from moe_rt.bench.launch import find_mpirun, launch
+from moe_rt.bench.machine import cache_bytes, cores, machine_card
+from moe_rt.bench.rank import Job
+from moe_rt.bench.results import rounded, slopes, summarise
+
+SMALL_OP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        contestants: names, see `moe_rt.bench.contestants`.
+        iters: isolated iterations, and free-running ones; None: 200 of small ops, 20 of large ones.
+        warmup: untimed iterations before the first round.
+        seed: of inputs and routing.
+        malloc: "recycle" freed memory in every rank, or leave that to the "system".
+    """
+
+    contestants: tuple[str, ...]
+    iters: int | None
+    warmup: int
+    seed: int
+    malloc: Literal["recycle", "system"]
+
+
+def sweep_tokens(case: Case, max_tokens: int) -> list[Case]:
+    """One token, which shows the latency floor, then 64 tokens and on in powers of two."""
+    tokens = [1] + [2**n for n in range(6, 32) if 2**n <= max_tokens]
+    return [replace(case, name=f"{case.name}-T{t}", tokens=t) for t in tokens]
+
+
+def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[float], None]) -> dict[str, Any]:
+    """Measures all cases and returns the document that `moe-rt bench` prints.
+
+    Args:
+        sweep: the cases are one case at growing numbers of tokens, the first being the floor.
+        progress: called with the part of a case that has been done since the last call.
+
+    Raises:
+        InvalidConfig: before any rank is started, for what can be seen here.
+        RankFailed: when a rank ends early.
+    """
+    for name in settings.contestants:
+        find(name)
+    for case in cases:
+        route(replace(case, tokens=1), settings.seed, 0, 0)
+    mpirun = find_mpirun() if "mpi" in settings.contestants else None
+    card = machine_card()
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.ranks, case.heap, _iters(case, settings)), []).append(case)
+    measured: dict[Case, dict[str, Any]] = {}
+    for group in groups.values():  # ranks are started once for all cases that they can run
+        job = Job(
+            cases=group,
+            contestants=list(settings.contestants),
+            cores=cores(),
+            cache_bytes=cache_bytes(),
+            iters=_iters(group[0], settings),
+            warmup=settings.warmup,
+            seed=settings.seed,
+        )
+        records = launch(job, mpirun, settings.malloc == "recycle", progress)
+        measured.update(zip(group, map(summarise, records), strict=True))
+    runs = [measured[case] for case in cases]
+    started_by = "python" if mpirun is None else "mpirun"
+    document = {"machine": card, "settings": {**vars(settings), "started_by": started_by}, "runs": runs}
+    if sweep:
+        document["slopes"] = slopes(runs)
+    return rounded(document)
+
+
+def _iters(case: Case, settings: Settings) -> int:
+    if settings.iters is not None:
+        return settings.iters
+    return 200 if case.tokens * case.topk * case.row_bytes < SMALL_OP_BYTES else 20

@@ -1,0 +1,79 @@
+"""The readable result: a table for every case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from moe_rt.bench.cases import Case
+
+
+def console(**options: Any) -> Console:
+    """As wide as the terminal, or wide enough for a table where there is none."""
+    probe = Console(**options)
+    return probe if probe.is_terminal else Console(**options, width=140)
+
+
+def show_machine(card: dict[str, Any]) -> RenderableType:
+    return Text.assemble(*(part for name, value in card.items() for part in ((name, "bold"), f" {value}  ")))
+
+
+def show_run(run: dict[str, Any]) -> RenderableType:
+    """One case: who took how long, what moe_rt says about itself, who is absent and why."""
+    parts: list[RenderableType] = [_times(run)]
+    own = run.get("moe_rt")
+    if own is not None:
+        parts.append(Text(f"moe_rt: {own['heap_bytes'] / 1e6:.4g} MB of symmetric memory per rank"))
+        parts.extend(Text(line) for line in _own_lines(own))
+    parts.extend(Text(f"{name} is absent: {why}", style="yellow") for name, why in run["absent"].items())
+    parts.extend(
+        Text(f"{result['contestant']}: {error}", style="bold red")
+        for result in run["results"]
+        for error in result["errors"]
+    )
+    return Group(*parts, Text())
+
+
+def _times(run: dict[str, Any]) -> Table:
+    moved = ", ".join(f"{name} {number / 1e6:.4g} MB" for name, number in run["bytes"].items())
+    table = Table(title=Case(**run["case"]).title(), caption=f"per rank: {moved}", title_justify="left")
+    table.add_column("contestant", no_wrap=True)
+    columns = ("isolated p50", "p90", "p99", "free-running p50", "GB/s logical", "GB/s physical", "time / moe_rt")
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_column("output")
+    for result in run["results"]:
+        isolated, free = result["isolated_us"], result["free_running_us"]
+        ratio = run["ratios"].get(result["phase"], {}).get(result["contestant"])
+        table.add_row(
+            f"{result['contestant']} {result['phase']}".rstrip(),
+            *(time(isolated[p]) for p in ("p50", "p90", "p99")),
+            time(free["p50"]),
+            f"{result['logical_gbps']:.2f}",
+            f"{result['physical_gbps']:.2f}",
+            "" if ratio is None else f"{ratio['isolated']:.2f}",
+            "[bold red]WRONG" if result["errors"] else "ok",
+        )
+    return table
+
+
+def _own_lines(own: dict[str, Any]) -> list[str]:
+    lines = []
+    if "breakdown" in own:
+        lines.append("breakdown: " + ", ".join(f"{phase} {time(us)}" for phase, us in own["breakdown"].items()))
+        lines.append("added by Python: " + ", ".join(f"{op} {time(us)}" for op, us in own["overhead"].items()))
+    for phase, share in own.get("share", {}).items():
+        text = f"{share['in_ops']:.1f}% of the time in moe_rt's ops, {share['of_it_waiting']:.1f}% waiting for peers"
+        lines.append(f"{phase}: {text}")
+    return lines
+
+
+def time(us: float) -> str:
+    """Three digits and a unit."""
+    for limit, divisor, unit in ((1e3, 1, "us"), (1e6, 1e3, "ms")):
+        if us < limit:
+            return f"{us / divisor:.3g} {unit}"
+    return f"{us / 1e6:.3g} s"

@@ -1,0 +1,118 @@
+"""The ranks of a run as contestants see them: who they are, where they meet, and a barrier that costs a microsecond."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_rt.buffer import Group
+from moe_rt.errors import PeerTimeout
+from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
+
+TIMEOUT_S = 600.0
+LINE = 8  # 64-bit words of a cache line, so that each rank polls words that only their owner writes
+
+
+class SpinBarrier:
+    """Ranks count their arrivals in shared memory; a collective's own barrier would cost more than a small op."""
+
+    def __init__(self, shared: mmap.mmap, rank: int, size: int, pause: Callable[[], object]) -> None:
+        self._words = memoryview(shared).cast("q")
+        self._mine, self._peers = rank * LINE, [peer * LINE for peer in range(size) if peer != rank]
+        self._pause, self._arrivals = pause, 0
+
+    def wait(self) -> None:
+        self._arrivals += 1
+        self._words[self._mine] = self._arrivals
+        deadline = time.monotonic() + TIMEOUT_S
+        for peer in self._peers:
+            while self._words[peer] < self._arrivals:
+                self._pause()
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(f"rank {peer // LINE} did not come to the barrier within {TIMEOUT_S:g} s")
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank among ranks that are all processes, or all threads of one process.
+
+    Attributes:
+        rank, size: who this is, of how many.
+        group: what a moe_rt.Buffer is made for.
+        board: all-gathers texts.
+        barrier: what every isolated iteration starts from.
+        processes: whether ranks are processes, which torch.distributed needs.
+        mpi: whether mpirun started them.
+    """
+
+    rank: int
+    size: int
+    group: Group
+    board: Rendezvous
+    barrier: SpinBarrier
+    processes: bool
+    mpi: bool
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, in rank order. Collective."""
+        return self.board.all_gather(text, TIMEOUT_S)
+
+
+def pin(rank: int, cores: list[int]) -> None:
+    """Binds the calling thread, and all that it will start, to one core."""
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+
+
+def barrier_bytes(size: int) -> int:
+    return size * LINE * 8
+
+
+def join_processes(directory: Path, size: int, cores: list[int]) -> World:
+    """Meets the other processes through files in `directory`; also makes the default gloo group."""
+    mpi = "OMPI_COMM_WORLD_RANK" in os.environ
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK" if mpi else "RANK"])
+    pin(rank, cores)  # first, so that the threads of gloo and of MPI stay with their rank
+    with open(directory / "barrier", "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 0)
+    store, timeout = f"file://{directory}/store", timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+    group = dist.group.WORLD
+    assert group is not None
+    # Ranks that share a core must give it up for the others to arrive.
+    barrier = SpinBarrier(shared, rank, size, os.sched_yield)
+    return World(rank, size, group, StoreRendezvous(group), barrier, processes=True, mpi=mpi)
+
+
+def run_threads(size: int, cores: list[int], work: Callable[[World], None]) -> None:
+    """Runs `work` on `size` ranks that are threads, and raises what the first of them raised."""
+    shared = mmap.mmap(-1, barrier_bytes(size))
+    errors: list[BaseException] = []
+
+    def rank_main(group: ThreadGroup) -> None:
+        pin(group.rank, cores)
+        # sleep(0) lets go of the interpreter lock, without which no other rank can arrive.
+        barrier = SpinBarrier(shared, group.rank, size, lambda: time.sleep(0))
+        try:
+            work(World(group.rank, size, group, group, barrier, processes=False, mpi=False))
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=rank_main, args=(group,), daemon=True) for group in ThreadGroup.make(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not errors:
+            thread.join(0.1)
+    if errors:
+        raise errors[0]

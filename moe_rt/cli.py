@@ -1,0 +1,133 @@
+"""The command line: `moe-rt bench` measures, `moe-rt info` says what this machine offers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from moe_rt import _engine
+from moe_rt.bench.cases import CASES, DEFAULT_CASE, DTYPES, OPS, Case
+from moe_rt.bench.contestants import NAMES
+from moe_rt.bench.inputs import ROUTING_HELP
+from moe_rt.bench.launch import RankFailed
+from moe_rt.bench.machine import machine_card
+from moe_rt.bench.run import Settings, run, sweep_tokens
+from moe_rt.bench.table import console, show_machine, show_run
+from moe_rt.errors import MoeRtError
+
+
+@click.group()
+@click.version_option(package_name="moe_rt")
+def main() -> None:
+    """Sync-free mixture-of-experts dispatch over symmetric memory."""
+
+
+@main.command()
+def info() -> None:
+    """What this machine offers: version, instruction sets, cores, heaps."""
+    card = machine_card()
+    card["isas"] = ", ".join(_engine.isas())
+    card["heaps"] = "shm (ranks are processes of one host), threads (ranks are threads of one process)"
+    card['heap="auto"'] = "threads for a ThreadGroup or a single rank without torch.distributed, otherwise shm"
+    for name, value in card.items():
+        click.echo(f"{name:12} {value}")
+
+
+def _size(name: str, what: str) -> Any:
+    return click.option(f"--{name}", type=click.IntRange(min=1), help=f"{what}; default: the case's.")
+
+
+@main.command(epilog="\b\nCases:\n" + "\n".join(f"  {case.title()}" for case in CASES.values()))
+@click.option(
+    "--case",
+    "names",
+    type=click.Choice(list(CASES)),
+    metavar="NAME",
+    multiple=True,
+    default=[DEFAULT_CASE],
+    show_default=True,
+    help="What to measure, from the list below; may be given several times. The next options change it.",
+)
+@click.option("--op", type=click.Choice(OPS), help="pair is dispatch and combine; default: the case's.")
+@_size("ranks", "Ranks, each on a core of its own while there are enough")
+@_size("tokens", "Tokens per rank")
+@_size("hidden", "Elements of a row")
+@_size("topk", "Experts of a token")
+@_size("experts", "Experts of the group")
+@_size("intermediate", "Inner size of the layer's experts")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Payload; default: the case's.")
+@click.option("--routing", help=f"{ROUTING_HELP}; default: the case's.")
+@click.option("--heap", type=click.Choice(["shm", "threads"]), help="Ranks are processes or threads; default: shm.")
+@click.option("--sweep", type=click.Choice(["tokens"]), help="Repeat a case at 1, 64, 128, ... tokens.")
+@click.option("--max-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Where --sweep ends.")
+@click.option(
+    "--contestants",
+    default=",".join(NAMES),
+    show_default=True,
+    help="Who takes part, by name or as package.module:Class.",
+)
+@click.option(
+    "--iters", type=click.IntRange(min=1), help="Iterations of either kind; default: 200, or 20 of large ops."
+)
+@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations first.")
+@click.option("--seed", default=0, show_default=True, help="Of inputs and routing.")
+@click.option(
+    "--malloc",
+    type=click.Choice(["recycle", "system"]),
+    default="recycle",
+    show_default=True,
+    help="Whether freed memory stays with the process, as on a GPU, for all contestants alike.",
+)
+@click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write a page with plots there.")
+def bench(
+    names: tuple[str, ...],
+    sweep: str | None,
+    max_tokens: int,
+    contestants: str,
+    iters: int | None,
+    warmup: int,
+    seed: int,
+    malloc: Any,
+    report: Path | None,
+    **sizes: Any,
+) -> None:
+    """Time dispatch and combine against other ways to do them, in the same processes, and check every output.
+
+    The last line is one JSON document. The exit status is 1 if any output was wrong.
+    """
+    if sweep is not None and len(names) > 1:
+        raise click.UsageError("--sweep takes one case")
+    changed = {name: value for name, value in sizes.items() if value is not None}
+    settings = Settings(contestants=tuple(contestants.split(",")), iters=iters, warmup=warmup, seed=seed, malloc=malloc)
+    try:
+        cases = [replace(CASES[name], **changed, name=f"{name}*" if changed else name) for name in names]
+        if sweep is not None:
+            cases = [point for case in cases for point in sweep_tokens(case, max_tokens)]
+        document = _run_with_progress(cases, settings, sweep is not None)
+    except (MoeRtError, RankFailed) as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    out = console()
+    out.print(show_machine(document["machine"]))
+    for measured in document["runs"]:
+        out.print(show_run(measured))
+    for name, slope in document.get("slopes", {}).items():
+        out.print(f"{name}: time grows with tokens to the power {slope:.2f}")
+    if report is not None:
+        from moe_rt.bench.report import write_report  # matplotlib takes a second to import
+
+        out.print(f"report: {write_report(document, report)}")
+    click.echo(json.dumps(document, separators=(",", ":")))
+    if any(result["errors"] for measured in document["runs"] for result in measured["results"]):
+        raise click.ClickException("an output was wrong; its times mean nothing")
+
+
+def _run_with_progress(cases: list[Case], settings: Settings, sweep: bool) -> dict[str, Any]:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=len(cases))
+        return run(cases, settings, sweep, lambda part: bar.advance(task, part))
