@@ -7,6 +7,10 @@
 
 namespace moe_rt {
 
+namespace {
+constexpr long kUsualCache = 32L << 20;
+}
+
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
       dims_{config_.shape.hidden, config_.shape.num_topk},
@@ -45,6 +49,9 @@ Engine::Engine(EngineConfig config)
   timings_.arrival_ns.resize(num_ranks);
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
+  // The next reader finds rows in the last-level cache if those of all ranks fit, and a little beyond (docs/log.md).
+  const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  stream_from_ = (cache > 0 ? cache : kUsualCache) * 5 / 4 / num_ranks;
   oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
 }
 

@@ -130,7 +130,8 @@ class Engine {
   Timings timings_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
-  pid_t pid_;  // a forked child is not this rank
+  int64_t stream_from_;  // an op that writes this many bytes or more streams them past the caches
+  pid_t pid_;            // a forked child is not this rank
 };
 
 }  // namespace moe_rt

@@ -9,9 +9,6 @@ namespace {
 
 constexpr int64_t kNoFault = -1;
 
-// Fewer bytes than this are likely to be read again from the caches; measured in docs/log.md.
-constexpr int64_t kStreamFrom = int64_t{6} << 20;
-
 }  // namespace
 
 template <class Acc>
@@ -25,7 +22,7 @@ rows::HostRows<Acc> Engine::row_ops(int64_t rows_written) const {
                                                 : &table_->f32;
   }
   const Shape& s = world_.shape;
-  return {table_, fn, s.hidden, s.elem_bytes, rows_written * s.hidden * s.elem_bytes >= kStreamFrom};
+  return {table_, fn, s.hidden, s.elem_bytes, rows_written * s.hidden * s.elem_bytes >= stream_from_};
 }
 
 template <class Acc>
