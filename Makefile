@@ -21,6 +21,7 @@ demo: install
 
 test: install tools lint
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest bench -k "not regression"
 
 lint: install
 	$(BIN)/ruff check .
