@@ -113,7 +113,7 @@ class Buffer:
         self._acc_dtype = self.spec.acc_dtype
         self._num_tags = 0
         # Leaves when the buffer is garbage or the interpreter ends, whichever is first; close() does it by hand.
-        self._finalizer = weakref.finalize(self, _leave, self._engine, segments)
+        self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property
     def capacity(self) -> int:
@@ -249,8 +249,3 @@ def _rendezvous(group: Group) -> Rendezvous:
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
     return StoreRendezvous(group)
-
-
-def _leave(engine: CpuEngine, segments: Any) -> None:
-    engine.close()
-    segments.release()

@@ -119,13 +119,15 @@ Status Engine::health() const {
           poison_peer(word)};
 }
 
-void Engine::close() {
-  if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return;
+bool Engine::close() {
+  if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return false;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
       say_goodbye(world_.mailbox(peer, kind, world_.rank));
     }
   }
+  // Taking the engine for good: whoever comes later finds it busy and closed, and touches no segment.
+  return exchange_acquire(busy_, 1u) == 0;
 }
 
 Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {

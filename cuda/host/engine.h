@@ -92,8 +92,9 @@ class Engine {
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.
   Status health() const;
-  // Local: says goodbye to peers and refuses further ops. Idempotent.
-  void close();
+  // Local: says goodbye to peers and refuses further ops. Idempotent. True when the segments may be unmapped: not while
+  // another thread is inside an op.
+  bool close();
 
   const Timings& timings() const { return timings_; }
 

@@ -33,7 +33,10 @@ void Engine::run_lanes(Fn&& fn) {
 // reads peers' windows and may report a failure. Both end in step: after the last sync no lane touches a window.
 template <class Before, class After>
 Status Engine::exchange(const Call& call, Before&& before, After&& after) {
-  if (exchange_acquire(busy_, 1u)) return {Code::kConcurrentUse, call.op, Phase::kNone, -1, 0, 0, 0};
+  if (exchange_acquire(busy_, 1u)) {
+    if (load_acquire(closed_)) return health();
+    return {Code::kConcurrentUse, call.op, Phase::kNone, -1, 0, 0, 0};
+  }
   Status status = health();
   if (status.ok()) {
     const Clock::time_point start = Clock::now();

@@ -35,3 +35,6 @@ class Segments:
                 os.close(fd)
         self.pidfds, self.addresses = [], []
         self.mappings.clear()
+
+    def __del__(self) -> None:
+        self.release()

@@ -185,8 +185,12 @@ class CpuEngine:
         self._engine.poison(Code.POISONED, -1)
 
     def close(self) -> None:
-        """Says goodbye and refuses further ops. Local and idempotent; silent in a forked child."""
-        self._engine.close()
+        """Says goodbye, refuses further ops and lets go of the segments. Local and idempotent; silent in a forked child.
+
+        While another thread is inside an op the segments stay mapped: they go with the engine, which that op still holds.
+        """
+        if self._engine.close():
+            self._segments.release()
 
     def _check_rows(self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor) -> None:
         self._check(op, tag, name, rows, self._rows_shape, self.spec.dtype)

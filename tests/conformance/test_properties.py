@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import HEAPS
 from harness import Ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,8 +43,6 @@ def rounds(draw: st.DrawFn, sizes: tuple[int, ...]) -> tuple[BufferSpec, list[in
 def test_engine_agrees_with_reference(
     make_ranks: Callable[[str, int], Ranks], heap: str, sizes: tuple[int, ...], examples: int
 ) -> None:
-    assert heap in HEAPS
-
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(rounds(sizes))
     def check(drawn: tuple[BufferSpec, list[int], int, str, int]) -> None:

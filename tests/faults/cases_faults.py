@@ -144,6 +144,28 @@ def other_handle(group: Any, culprit: int) -> str:
     return "no error"
 
 
+def close_during_op(group: Any) -> str:
+    """One thread waits in an op for the late rank 0 while another closes the buffer under it."""
+    buffer = open_buffer(group)
+    if buffer.rank == 0:
+        time.sleep(0.5)
+    seen: list[str] = []
+
+    def work() -> None:
+        try:
+            good_round(buffer)
+        except RuntimeError as error:
+            seen.append(type(error).__name__)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    if buffer.rank == 1:
+        time.sleep(0.2)
+        buffer.close()
+    thread.join()
+    return seen[0]
+
+
 def use_after_close(group: Any) -> str:
     buffer = open_buffer(group)
     buffer.close()

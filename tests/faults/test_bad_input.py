@@ -152,6 +152,12 @@ def test_second_thread_is_refused(make_ranks: MakeRanks) -> None:
     assert texts[1][0].startswith(ConcurrentUse.__name__)
 
 
+@pytest.mark.parametrize("heap", HEAPS)
+def test_close_during_an_op_is_told(make_ranks: MakeRanks, heap: str) -> None:
+    """The op that waits ends by itself; its memory is still there when it does."""
+    assert make_ranks(heap, 2).run(cases.close_during_op) == ["GroupClosed"] * 2
+
+
 def test_gone_buffer_is_told() -> None:
     kwargs: dict[str, Any] = dict(num_max_tokens_per_rank=4, hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
     with Buffer(None, **kwargs) as buffer:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import HEAPS
 from harness import Ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_rt import Buffer, MoELayer
 from moe_rt.errors import InvalidConfig
@@ -78,6 +79,20 @@ def test_compiles_as_one_graph(make_ranks: MakeRanks, dtype: torch.dtype) -> Non
     for out, grad in make_ranks("shm", 2).run(cases.compiled, dtype):
         assert out < 1e-4
         assert grad < 1e-4
+
+
+def test_traces_with_fake_tensors() -> None:
+    """Forward and backward of the layer see shapes only: nothing in them needs a value."""
+    layer = MoELayer(cases.config())
+    real = {name: p.detach() for name, p in layer.named_parameters()}
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(p).requires_grad_() for name, p in real.items()}
+        x = torch.empty(2, 5, cases.HIDDEN, requires_grad=True)
+        out, aux = torch.func.functional_call(layer, fakes, (x,))
+        grads = torch.autograd.grad(out.sum() + aux.loss, [x, *fakes.values()])
+    assert out.shape == x.shape
+    assert [g.shape for g in grads] == [x.shape, *(p.shape for p in real.values())]
+    layer.buffer.close()
 
 
 def test_initial_parameters_do_not_depend_on_ranks(make_ranks: MakeRanks) -> None:
