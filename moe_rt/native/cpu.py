@@ -185,9 +185,9 @@ class CpuEngine:
         self._engine.poison(Code.POISONED, -1)
 
     def close(self) -> None:
-        """Says goodbye, refuses further ops and lets go of the segments. Local and idempotent; silent in a forked child.
+        """Says goodbye, refuses further ops and lets go of the segments. Local, idempotent, silent in a forked child.
 
-        While another thread is inside an op the segments stay mapped: they go with the engine, which that op still holds.
+        While another thread is inside an op the segments stay mapped: they go with the engine, which the op holds.
         """
         if self._engine.close():
             self._segments.release()
