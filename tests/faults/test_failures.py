@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-import cases_faults as cases
+import cases_failures as cases
 import pytest
 from conftest import HEAPS
 from harness import ProcessRanks, Ranks

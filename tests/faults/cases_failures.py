@@ -1,0 +1,125 @@
+"""What ranks do in the tests of dead, silent, leaving and raising peers; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from cases_faults import good_round, open_buffer
+from routing import make_spec
+
+
+def peer_closes_first(group: Any, culprit: int) -> str:
+    buffer = open_buffer(group)
+    good_round(buffer)
+    if buffer.rank == culprit:
+        buffer.close()
+        return "closed"
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def raise_between_ops(group: Any, culprit: int) -> str:
+    """The culprit's own code raises between dispatch and combine."""
+    try:
+        with open_buffer(group) as buffer:
+            good_round(buffer)
+            if buffer.rank == culprit:
+                raise KeyError("the user's own mistake")
+            good_round(buffer)
+    except (RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def stay_away(group: Any, culprit: int, timeout_s: float) -> tuple[str, float]:
+    """The culprit does not come to the second round within everyone's timeout."""
+    buffer = open_buffer(group, timeout_s=timeout_s)
+    good_round(buffer)
+    start = time.monotonic()
+    if buffer.rank == culprit:
+        time.sleep(3 * timeout_s)
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def die_at(group: Any, culprit: int, at: str) -> tuple[str, float, float]:
+    """The culprit is killed; survivors return what they saw, when the op began, and when it ended (wall clock)."""
+    buffer = open_buffer(group)
+    good_round(buffer)
+    x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+    weights = torch.ones(4, buffer.spec.num_topk, requires_grad=True)
+    die = buffer.rank == culprit
+    start = time.time()
+    try:
+        if die and at == "dispatch":
+            os.kill(os.getpid(), signal.SIGKILL)
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+        if die and at == "combine":
+            os.kill(os.getpid(), signal.SIGKILL)
+        out = buffer.combine(recv_x, recv_weights, handle)
+        if die and at == "backward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        out.sum().backward()
+    except RuntimeError as error:
+        seen = f"{type(error).__name__}: {error}"
+        try:
+            good_round(buffer)
+        except RuntimeError as again:
+            return seen + " | then " + type(again).__name__, start, time.time()
+        return seen + " | then no error", start, time.time()
+    return "no error", start, time.time()
+
+
+def open_close_many(group: Any, times: int) -> tuple[int, int]:
+    """File descriptors before and after making and closing buffers; garbage left to the collector included."""
+    open_buffer(group).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(times):
+        buffer = open_buffer(group)
+        good_round(buffer)
+        if i % 2:
+            buffer.close()
+        del buffer
+    return before, len(os.listdir("/proc/self/fd"))
+
+
+def use_in_child(group: Any) -> str:
+    """A forked child must not speak for the rank; the parent goes on after the child is gone."""
+    with open_buffer(group) as buffer:
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                good_round(buffer)
+                text = "no error"
+            except RuntimeError as error:
+                text = f"{type(error).__name__}: {error}"
+            buffer.close()
+            os.write(write_end, text.encode())
+            os._exit(0)
+        os.close(write_end)
+        os.waitpid(child, 0)
+        text = os.read(read_end, 4096).decode()
+        os.close(read_end)
+        good_round(buffer)
+        return text
+
+
+def too_large(group: Any) -> str:
+    """A segment no machine has room for is an error at creation."""
+    spec = make_spec(group.size(), num_max_tokens_per_rank=2**20, hidden=2**20, num_topk=1, num_experts=3)
+    try:
+        open_buffer(group, spec)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
