@@ -1,6 +1,8 @@
 """Types of the compiled CPU engine (cuda/host/bindings.cpp). Addresses are tensor.data_ptr()."""
 
 MAX_TOPK: int
+MAX_SCRATCH_BYTES: int
+HOST_RECORD_BYTES: int
 
 class Shape:
     def __init__(
@@ -50,16 +52,15 @@ class Engine:
         /,
     ) -> Status: ...
     def combine(
-        self, y: int, recv_weights: int, recv_plan: int, send_plan: int, num_tokens: int, out: int, tag: int, /
-    ) -> Status: ...
-    def dispatch_backward(
         self,
-        grad_recv_x: int,
+        op: int,
+        y: int,
+        recv_weights: int,
         grad_recv_weights: int,
         recv_plan: int,
         send_plan: int,
         num_tokens: int,
-        grad_x: int,
+        out: int,
         grad_topk_weights: int,
         tag: int,
         /,
@@ -86,3 +87,19 @@ def weighted_sum(
     isa: str, elem: int, dst: int, srcs: list[int], weights: list[float], hidden: int, stream: bool, /
 ) -> None: ...
 def isas() -> list[str]: ...
+def placement_tables(expert_rank: list[int], num_ranks: int, /) -> tuple[list[int], list[int], list[int]]: ...
+def world(
+    *,
+    shape: Shape,
+    rank: int,
+    config_hash: int,
+    position: int,
+    owner: int,
+    rank_first: int,
+    capacity: int,
+    base: int,
+    mirror: int,
+) -> bytes: ...
+def scratch_bytes(shape: Shape, expert_rank: list[int], rank: int, threads: int, /) -> int: ...
+def device_state() -> bytes: ...
+def reported(record: int, /) -> Status | None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,9 +17,8 @@ from moe_rt.agreement import agree
 from moe_rt.config import BufferSpec, Overflow
 from moe_rt.errors import InvalidConfig, Op
 from moe_rt.handle import Handle
-from moe_rt.heap import shm, threads
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
-from moe_rt.native.cpu import CpuEngine
+from moe_rt.native.choose import Heap, Machine, choose_machine, make_engine
 
 Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
 
@@ -39,7 +37,8 @@ class Buffer:
         num_topk: entries of topk_idx for each token (K).
         num_experts: experts of the whole group (E); need not divide by the number of ranks.
         dtype: payload: torch.float32, bfloat16, float16 or float64. Sums are taken in fp32 (fp64 for float64).
-        heap: "shm" (ranks are processes of one host), "threads", or "auto": what fits the group.
+        heap: "shm" (ranks are processes of one host), "threads", "nvshmem" (processes with a GPU each), "loopback"
+            (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
         capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
             of a perfectly balanced load.
         overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered, or
@@ -47,7 +46,8 @@ class Buffer:
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group.
         init_timeout_s: the same for making the buffer.
         placement: rank of each expert, length E; None places contiguous blocks.
-        num_threads: host threads that run this rank's ops.
+        num_threads: host threads that run this rank's ops on the CPU.
+        num_sms: multiprocessors that an op's launches may fill on a GPU; None for as many as the heap allows.
 
     Raises:
         InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.
@@ -67,21 +67,20 @@ class Buffer:
         num_topk: int,
         num_experts: int,
         dtype: torch.dtype,
-        heap: Literal["auto", "shm", "threads"] = "auto",
+        heap: Heap | Literal["auto"] = "auto",
         capacity_factor: float | None = None,
         overflow: Overflow = "raise",
         timeout_s: float = 120.0,
         init_timeout_s: float = 300.0,
         placement: Sequence[int] | None = None,
         num_threads: int = 1,
+        num_sms: int | None = None,
     ) -> None:
         rendezvous = _rendezvous(group)
-        allocators = {"shm": shm.allocate, "threads": threads.allocate}
-        natural = "threads" if isinstance(rendezvous, ThreadGroup) else "shm"
+        machines: list[Machine] = []
 
         def make_spec() -> BufferSpec:
-            if heap not in ("auto", natural):
-                raise InvalidConfig(f'heap: got "{heap}", expected "auto" or "{natural}" for this kind of group')
+            machines.append(choose_machine(group, rendezvous, heap))
             if not (timeout_s > 0 and init_timeout_s > 0):
                 raise InvalidConfig(f"timeout_s: got {timeout_s} and {init_timeout_s}, expected positive seconds")
             if num_threads < 1:
@@ -99,15 +98,15 @@ class Buffer:
             )
 
         self.spec = agree(rendezvous, make_spec, init_timeout_s)
-        self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, natural
-        segments = allocators[natural](rendezvous, self.spec.shape().segment_bytes(), init_timeout_s)
-        self._engine = CpuEngine(
+        self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, machines[0].heap
+        self._engine = make_engine(
+            machines[0],
+            rendezvous,
             self.spec,
-            self.rank,
-            segments,
             timeout_s=timeout_s,
+            init_timeout_s=init_timeout_s,
             num_threads=num_threads,
-            isa=os.environ.get("MOE_RT_ISA", "auto"),
+            num_sms=num_sms,
         )
         self._id = self._engine.id
         self._acc_dtype = self.spec.acc_dtype

@@ -68,6 +68,14 @@ class InvalidConfig(MoeRtError, ValueError):
     """A buffer or layer was asked for with a value that makes no sense, on this rank or on a peer."""
 
 
+class CompileError(MoeRtError):
+    """CUDA kernels could not be compiled: no compiler, or it refused; the message holds its log."""
+
+
+class LaunchFailed(MoeRtError):
+    """The CUDA driver refused to load or launch a kernel."""
+
+
 class InvalidInput(MoeRtError, ValueError):
     """A tensor has the wrong shape, dtype or device."""
 

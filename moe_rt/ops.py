@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.native.cpu import engine_by_id
+from moe_rt.native.engine import engine_by_id
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
 

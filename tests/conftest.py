@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from device.emulated import EmulatedGpu
 from harness import ProcessRanks, Ranks, ThreadRanks
 
-HEAPS = ("threads", "shm")
+# "loopback" is the CUDA engine with its kernels on an emulated GPU.
+HEAPS = ("threads", "shm", "loopback")
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +21,8 @@ def make_ranks() -> Iterator[Callable[[str, int], Ranks]]:
     def make(heap: str, size: int) -> Ranks:
         if heap == "threads":
             return ThreadRanks(size)
+        if heap == "loopback":
+            return ThreadRanks(size, EmulatedGpu())
         if size not in pools:
             pools[size] = ProcessRanks(size)
         return pools[size]

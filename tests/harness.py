@@ -41,14 +41,15 @@ class Ranks:
 
 
 class ThreadRanks(Ranks):
-    heap = "threads"
+    """On the CPU, or as virtual ranks of one GPU or what stands in for it."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, device: Any = "cpu") -> None:
+        self.size, self.device = size, device
+        self.heap = "threads" if device == "cpu" else "loopback"
 
     def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
         results: list[Any] = [TimeoutError("rank did not finish")] * self.size
-        groups = ThreadGroup.make(self.size)
+        groups = ThreadGroup.make(self.size, self.device)
 
         def work(rank: int) -> None:
             try:

@@ -2,8 +2,11 @@
 // moe_rt/native/cpu.py gives them shapes. The GIL is released for the whole of every op, waits included.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "../device/exchange.h"
+#include "../device/scratch.h"
 #include "engine.h"
 
 namespace nb = nanobind;
@@ -25,19 +28,11 @@ Status dispatch(Engine& engine, Address x, Address topk_idx, Address topk_weight
                          tag);
 }
 
-Status combine(Engine& engine, Address y, Address recv_weights, Address recv_plan, Address send_plan,
-               int64_t num_tokens, Address out, uint32_t tag) {
-  return engine.combine({Op::kCombine, at<void>(y), at<void>(recv_weights), nullptr, at<int32_t>(recv_plan),
-                         at<int32_t>(send_plan), num_tokens, at<void>(out), nullptr},
-                        tag);
-}
-
-Status dispatch_backward(Engine& engine, Address grad_recv_x, Address grad_recv_weights, Address recv_plan,
-                         Address send_plan, int64_t num_tokens, Address grad_x, Address grad_topk_weights,
-                         uint32_t tag) {
+Status combine(Engine& engine, int op, Address y, Address recv_weights, Address grad_recv_weights, Address recv_plan,
+               Address send_plan, int64_t num_tokens, Address out, Address grad_topk_weights, uint32_t tag) {
   return engine.combine(
-      {Op::kDispatchBackward, at<void>(grad_recv_x), nullptr, at<void>(grad_recv_weights), at<int32_t>(recv_plan),
-       at<int32_t>(send_plan), num_tokens, at<void>(grad_x), at<void>(grad_topk_weights)},
+      {static_cast<Op>(op), at<void>(y), at<void>(recv_weights), at<void>(grad_recv_weights), at<int32_t>(recv_plan),
+       at<int32_t>(send_plan), num_tokens, at<void>(out), at<void>(grad_topk_weights)},
       tag);
 }
 
@@ -96,7 +91,6 @@ NB_MODULE(_engine, m) {
           nb::arg("drop_overflow"), nb::arg("num_lanes"), nb::arg("isa"))
       .def("dispatch", &dispatch, Release())
       .def("combine", &combine, Release())
-      .def("dispatch_backward", &dispatch_backward, Release())
       .def("combine_backward", &combine_backward, Release())
       .def(
           "refuse",
@@ -112,6 +106,46 @@ NB_MODULE(_engine, m) {
              return nb::make_tuple(static_cast<int>(t.op), t.before_ns, t.wait_ns, t.after_ns, t.arrival_ns);
            })
       .def("close", &Engine::close);
+
+  // What a CUDA launch is given, in the bytes that the kernels read: moe_rt/native/cuda.py knows no C++ struct.
+  m.def("placement_tables", [](const std::vector<int32_t>& expert_rank, int num_ranks) {
+    PlacementTables t = PlacementTables::make(expert_rank, num_ranks);
+    return std::make_tuple(std::move(t.position), std::move(t.owner), std::move(t.rank_first));
+  });
+  m.def(
+      "world",
+      [](const Shape& shape, int rank, uint64_t config_hash, Address position, Address owner, Address rank_first,
+         Address capacity, Address base, Address mirror) {
+        const World w{shape,
+                      Layout::make(shape),
+                      {at<int32_t>(position), at<int32_t>(owner), at<int32_t>(rank_first)},
+                      at<int64_t>(capacity),
+                      at<char*>(base),
+                      at<char*>(mirror),
+                      rank,
+                      config_hash};
+        return nb::bytes(reinterpret_cast<const char*>(&w), sizeof(w));
+      },
+      nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("position"), nb::arg("owner"),
+      nb::arg("rank_first"), nb::arg("capacity"), nb::arg("base"), nb::arg("mirror"));
+  m.def("scratch_bytes", [](const Shape& shape, const std::vector<int32_t>& expert_rank, int rank, int threads) {
+    const PlacementTables t = PlacementTables::make(expert_rank, shape.num_ranks);
+    World w{};
+    w.shape = shape, w.rank = rank, w.placement = t.view();
+    return scratch_bytes(w, threads);
+  });
+  m.attr("MAX_SCRATCH_BYTES") = kScratchBytes;
+  m.def("device_state", [] {
+    DeviceState state{};
+    state.bad_entry = kNoBadEntry;
+    return nb::bytes(reinterpret_cast<const char*>(&state), sizeof(state));
+  });
+  // The failure that kernels have reported at this address, or None. The load pairs with the kernel's last store.
+  m.attr("HOST_RECORD_BYTES") = sizeof(HostRecord);
+  m.def("reported", [](Address record) -> nb::object {
+    const HostRecord* r = at<HostRecord>(record);
+    return load_acquire(r->reported) == 0 ? nb::none() : nb::cast(r->status);
+  });
 
   // One row op on its own, for tests and benchmarks of the instruction sets: float accumulators, any element type.
   m.def("weighted_sum", [](const std::string& isa, int elem, Address dst, const std::vector<Address>& srcs,

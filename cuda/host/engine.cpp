@@ -21,30 +21,21 @@ Engine::Engine(EngineConfig config)
     throw std::invalid_argument("num_topk outside [1, " + std::to_string(kMaxTopk) + "]");
   }
   const int num_ranks = shape.num_ranks;
-  for (int r = 0; r < num_ranks; ++r) {
-    rank_first_.push_back(static_cast<int32_t>(owner_.size()));
-    for (int e = 0; e < shape.num_experts; ++e) {
-      if (config_.expert_rank[e] == r) owner_.push_back(r);
-    }
-  }
-  rank_first_.push_back(static_cast<int32_t>(owner_.size()));
-  std::vector<int32_t> next(rank_first_.begin(), rank_first_.end() - 1);
-  for (int e = 0; e < shape.num_experts; ++e) position_.push_back(next[config_.expert_rank[e]]++);
+  placement_ = PlacementTables::make(config_.expert_rank, num_ranks);
   for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
 
   world_ = {shape,
             Layout::make(shape),
-            {position_.data(), owner_.data(), rank_first_.data()},
+            placement_.view(),
             config_.capacity.data(),
             base_.data(),
+            nullptr,
             config_.rank,
             config_.config_hash};
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
   copy_cursors_.resize(int64_t{lanes} * num_ranks);
-  block_start_.resize(int64_t{world_.num_local_experts()} * num_ranks);
-  pull_start_.resize(num_ranks + 1);
-  copy_start_.resize(num_ranks + 1);
+  blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
   timings_.arrival_ns.resize(num_ranks);
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);

@@ -7,8 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "../protocol/args.h"
 #include "../protocol/combine.h"
 #include "../protocol/dispatch.h"
+#include "../protocol/routing.h"
+#include "placement.h"
 #include "rows.h"
 #include "team.h"
 
@@ -27,41 +30,6 @@ struct EngineConfig {
   bool drop_overflow;  // false: overflow is refused by all ranks
   int num_lanes;
   std::string isa;
-};
-
-// Pointers are to contiguous tensors of the shapes in moe_rt/ops.py; rows are elements of `elem`, weights accumulators.
-struct DispatchArgs {
-  const void* x;
-  const int64_t* topk_idx;
-  const void* topk_weights;
-  int64_t num_tokens;
-  void* recv_x;
-  void* recv_weights;
-  int32_t* offs;
-  int32_t* recv_plan;
-  int32_t* send_plan;
-};
-
-struct CombineArgs {
-  Op op;  // kCombine or kDispatchBackward
-  const void* y;
-  const void* recv_weights;       // combine: factors; dispatch backward: nullptr
-  const void* grad_recv_weights;  // dispatch backward: scalars sent home; combine: nullptr
-  int32_t* recv_plan;
-  const int32_t* send_plan;
-  int64_t num_tokens;
-  void* out;
-  void* grad_topk_weights;  // dispatch backward only
-};
-
-struct CombineBackwardArgs {
-  const void* grad_out;
-  int64_t num_tokens;
-  const void* y;
-  const void* recv_weights;
-  int32_t* recv_plan;
-  void* grad_y;
-  void* grad_recv_weights;
 };
 
 // Where the time of the last op went, on lane 0.
@@ -121,9 +89,9 @@ class Engine {
   World world_{};
   RuntimeDims dims_;
   const rows::Table* table_;
-  std::vector<int32_t> position_, owner_, rank_first_;
+  PlacementTables placement_;
   std::vector<char*> base_;
-  std::vector<int32_t> lane_counters_, copy_cursors_, block_start_, pull_start_, copy_start_;
+  std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
   std::vector<int64_t> lane_fault_;
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds] = {0, 0};

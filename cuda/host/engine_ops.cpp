@@ -28,8 +28,9 @@ rows::HostRows<Acc> Engine::row_ops(int64_t rows_written) const {
 template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const LaneCounters counters{lane_counters_.data(), world_.shape.num_experts, world_.shape.num_ranks};
-  const Blocks blocks{block_start_.data(), pull_start_.data(), copy_start_.data()};
-  const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  const int num_local = world_.num_local_experts();
+  const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights),
+                          RecvPlan::view(a.recv_plan, world_.shape, num_local)};
 
   const auto before = [&](const auto& coop, uint64_t seq, Header& header) {
     const auto lists = RouteLists<Acc>::view(world_, world_.rank, seq);
@@ -54,19 +55,22 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   };
 
   const auto after = [&](const auto& coop, uint64_t seq, Status& status) {
-    if (coop.rank() == 0) {
-      int64_t needed = 0;
-      const int full = config_.drop_overflow ? -1 : overflowing_rank<Acc>(world_, seq, &needed);
+    Blocks blocks = Blocks::view(blocks_.data(), world_.shape, num_local);
+    const int stranger = index_blocks<Acc>(coop, world_, seq, blocks);
+    const int full = stranger >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, seq, blocks);
+    if (stranger >= 0 || full >= 0) {
+      if (coop.rank() != 0) return;
       if (full >= 0) {
+        const int64_t needed = rows_for(world_, seq, full);
         status = {Code::kCapacityOverflow, Op::kDispatch, Phase::kGather, full, seq, needed, world_.capacity[full]};
-      } else if (const int peer = index_blocks<Acc>(world_, seq, blocks, a.offs, plan.head); peer >= 0) {
-        status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, peer, seq, 0, 0};
+      } else {
+        status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, stranger, seq, 0, 0};
       }
+      return;
     }
-    coop.sync();
-    if (!status.ok()) return;
-    lane_fault_[coop.rank()] = gather(coop, world_, seq, blocks, static_cast<char*>(a.recv_x),
-                                      static_cast<Acc*>(a.recv_weights), plan, row_ops<Acc>(plan.head->num_copies));
+    write_index(coop, world_, seq, blocks, a.offs, out.plan.head);
+    lane_fault_[coop.rank()] = gather(coop, dims_, world_, seq, blocks, out,
+                                      row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks]), MappedLink{});
     coop.sync();
     if (coop.rank() == 0) {
       const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
@@ -81,7 +85,7 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const auto before = [&](const auto& coop, uint64_t seq, Header&) {
     push(coop, dims_, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-         static_cast<const Acc*>(a.grad_recv_weights), row_ops<Acc>(plan.head->num_pulled));
+         static_cast<const Acc*>(a.grad_recv_weights), row_ops<Acc>(plan.head->num_pulled), MappedLink{});
   };
   const auto after = [&](const auto& coop, uint64_t seq, Status&) {
     reduce(coop, dims_, world_, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
@@ -99,7 +103,7 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
   const auto after = [&](const auto& coop, uint64_t seq, Status&) {
     gather_grad(coop, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                 static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights),
-                row_ops<Acc>(plan.head->num_copies));
+                row_ops<Acc>(plan.head->num_copies), MappedLink{});
   };
   return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }

@@ -36,9 +36,21 @@ struct HostRows {
   bool stream;
 
   int64_t tensor_row_bytes() const { return hidden * elem_bytes; }
-  void copy(char* dst, const char* src) const { table->copy(dst, src, tensor_row_bytes(), stream); }
-  void weighted_sum(char* dst, const char* const* srcs, const Acc* weights, int n) const {
-    fn->weighted_sum(dst, srcs, weights, n, hidden, stream);
+  void publish(char* dst, const char* src) const { table->copy(dst, src, tensor_row_bytes(), stream); }
+  void spread(char* const* dsts, int n, const char* src) const {
+    for (int i = 0; i < n; ++i) {
+      if (dsts[i]) table->copy(dsts[i], src, tensor_row_bytes(), stream);
+    }
+  }
+  // The arrays are the caller's scratch: sources that are nullptr are squeezed out.
+  void weighted_sum(char* dst, const char** srcs, Acc* weights, int n) const {
+    int kept = 0;
+    for (int i = 0; i < n; ++i) {
+      if (!srcs[i]) continue;
+      srcs[kept] = srcs[i];
+      weights[kept++] = weights[i];
+    }
+    fn->weighted_sum(dst, srcs, weights, kept, hidden, stream);
   }
   Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
     return fn->scale_dot(dst, weight, g, y, hidden);

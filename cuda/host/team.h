@@ -39,6 +39,7 @@ struct TeamCoop {
   Barrier* barrier;
   int rank() const { return rank_; }
   int size() const { return size_; }
+  bool leader() const { return true; }
   void sync() const { barrier->wait(); }
   Range chunk(int64_t n) const { return contiguous_chunk(n, rank_, size_); }
   Range share(int64_t n) const { return chunk(n); }

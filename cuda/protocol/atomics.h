@@ -1,9 +1,13 @@
 // Every memory order of the project: the protocol calls these names and no other file may write an order.
 //
-// Scope is always the whole system, since a peer may be another process or another GPU. The pairs are
+// Scope is the whole system, since a peer may be another process or another GPU; where the name says `device`, one rank
+// alone. The pairs are
 //   publish a window  store_release(signal)      with  load_acquire(signal) in wait_signal          (signal.h)
 //   hand a job to a host team, and its barrier   fetch_add_acq_rel / store_release / load_acquire   (host/team.h)
 //   exclusive use of an engine                   exchange_acquire with store_release                (host/engine.cpp)
+//   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)
+//   report a failure to the host                 store_release with the host's look at the record   (device/exchange.h)
+// Relaxed read-modify-writes collect bits and minima in scratch that a barrier publishes.
 #pragma once
 
 #include "platform.h"
@@ -22,22 +26,32 @@ namespace moe_rt {
 #if defined(__CUDACC__)
 template <class T>
 using SystemRef = cuda::atomic_ref<T, cuda::thread_scope_system>;
+template <class T>
+using DeviceRef = cuda::atomic_ref<T, cuda::thread_scope_device>;
 inline constexpr auto kRelaxed = cuda::std::memory_order_relaxed;
 inline constexpr auto kAcquire = cuda::std::memory_order_acquire;
 inline constexpr auto kRelease = cuda::std::memory_order_release;
 inline constexpr auto kAcqRel = cuda::std::memory_order_acq_rel;
+inline constexpr auto kLastBlock = cuda::std::memory_order_acq_rel;
 #else
 template <class T>
 using SystemRef = std::atomic_ref<T>;
+template <class T>
+using DeviceRef = std::atomic_ref<T>;
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free, "signals in shared memory must be address-free");
 inline constexpr auto kRelaxed = std::memory_order_relaxed;
 inline constexpr auto kAcquire = std::memory_order_acquire;
-inline constexpr auto kAcqRel = std::memory_order_acq_rel;
-// The race tests build once with this macro: a detector that stays silent then would prove nothing.
+// The race tests build once with each macro: a detector that stays silent then would prove nothing.
 #if defined(MOE_RT_WEAKEN_RELEASE)
 inline constexpr auto kRelease = std::memory_order_relaxed;
 #else
 inline constexpr auto kRelease = std::memory_order_release;
+#endif
+inline constexpr auto kAcqRel = std::memory_order_acq_rel;
+#if defined(MOE_RT_WEAKEN_LAST_BLOCK)
+inline constexpr auto kLastBlock = std::memory_order_relaxed;
+#else
+inline constexpr auto kLastBlock = std::memory_order_acq_rel;
 #endif
 #endif
 
@@ -65,6 +79,34 @@ MOE_RT_FN void store_relaxed(T& word, T value) {
 template <class T>
 MOE_RT_FN T fetch_add_acq_rel(T& word, T value) {
   return SystemRef<T>(word).fetch_add(value, kAcqRel);
+}
+
+// SYNC POINT last block: a block's lanes sync, then one of them adds. Release: what the block wrote comes before its
+// count. Acquire: the block that completes the count has every other block's writes behind it, and its signal at system
+// scope carries them along. Without either half a peer could see the signal before another block's rows.
+template <class T>
+MOE_RT_FN T fetch_add_device(T& word, T value) {
+  return DeviceRef<T>(word).fetch_add(value, kLastBlock);
+}
+
+template <class T>
+MOE_RT_FN void fetch_add_relaxed(T& word, T value) {
+  DeviceRef<T>(word).fetch_add(value, kRelaxed);
+}
+
+template <class T>
+MOE_RT_FN void fetch_or_relaxed(T& word, T bits) {
+  DeviceRef<T>(word).fetch_or(bits, kRelaxed);
+}
+
+template <class T>
+MOE_RT_FN void fetch_min_relaxed(T& word, T value) {
+#if defined(__CUDACC__)
+  DeviceRef<T>(word).fetch_min(value, kRelaxed);
+#else
+  T seen = load_relaxed(word);
+  while (value < seen && !DeviceRef<T>(word).compare_exchange_weak(seen, value, kRelaxed)) continue;
+#endif
 }
 
 template <class T>

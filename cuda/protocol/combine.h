@@ -3,34 +3,38 @@
 //   combine             push (weights)        | wait | reduce
 //   dispatch backward   push (unit weights)   | wait | reduce   and one scalar per (token, k): the routing-weight
 //   gradient
-// `Rows` is the row primitive: weighted_sum(dst, srcs, weights, n), summed in the order given, in the accumulator type.
+// `Rows` is the row primitive: weighted_sum(dst, srcs, weights, n), summed in the order given, in the accumulator type,
+// without the sources that are nullptr. `Link` is how a peer's segment is reached (link.h).
 #pragma once
 
 #include "coop.h"
 #include "dims.h"
+#include "link.h"
 #include "plan.h"
 
 namespace moe_rt {
 
 // weights == nullptr means one; scalars (one per row) are sent home when not nullptr. Dropped rows add nothing.
-template <class Coop, class Dims, class Weight, class Rows>
-MOE_RT_FN void push(const Coop& coop, const Dims& dims, const World& w, uint64_t seq, const RecvPlan& plan,
-                    const char* y, const Weight* weights, const Weight* scalars, const Rows& rows) {
+template <class Coop, class Dims, class Weight, class Rows, class Link>
+MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, uint64_t seq, const RecvPlan& plan, const char* y,
+                    const Weight* weights, const Weight* scalars, const Rows& rows, const Link& link) {
   const char* srcs[Dims::kTopkBound];
   Weight factors[Dims::kTopkBound];
   const Range share = coop.share(plan.head->num_pulled);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = plan.pulled[i];
-    Weight* home = w.at<Weight>(p.source, w.window(seq).scalars) + int64_t{p.token} * dims.num_topk();
-    int n = 0;
-    for (int c = p.first; c < p.first + p.copies; ++c) {
-      const int64_t row = plan.rows[c];
-      if (scalars) home[plan.ks[c]] = row == kDropped ? Weight(0) : scalars[row];
-      if (row == kDropped) continue;
-      srcs[n] = y + row * rows.tensor_row_bytes();
-      factors[n++] = weights ? weights[row] : Weight(1);
-    }
-    rows.weighted_sum(w.partial_row(p.source, seq, p.token, p.slot), srcs, factors, n);
+    for_topk<Dims>(p.copies, [&](int c) {
+      const int64_t row = plan.rows[p.first + c];
+      const bool kept = row != kDropped;
+      if (scalars && coop.leader()) {
+        link.put(w, p.source, w.scalar(seq, p.token, plan.ks[p.first + c]), kept ? scalars[row] : Weight(0));
+      }
+      srcs[c] = kept ? y + row * rows.tensor_row_bytes() : nullptr;
+      factors[c] = kept && weights ? weights[row] : Weight(1);
+    });
+    const int64_t home = w.partial_row(seq, p.token, p.slot);
+    rows.weighted_sum(link.target_row(w, p.source, home), srcs, factors, p.copies);
+    link.deliver(w, p.source, home);
   }
 }
 
@@ -40,17 +44,17 @@ MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, uint64
                       int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows) {
   const char* srcs[Dims::kTopkBound];
   Weight ones[Dims::kTopkBound];
-  for (int i = 0; i < dims.num_topk(); ++i) ones[i] = Weight(1);
+  for_topk<Dims>(dims.num_topk(), [&](int k) { ones[k] = Weight(1); });
   const Range share = coop.share(num_tokens);
   for (int64_t t = share.begin; t < share.end; t += share.step) {
     const int32_t* sent = send_plan + t * dims.num_topk();
     const int n = num_partials(sent, dims.num_topk());
-    for (int slot = 0; slot < n; ++slot) srcs[slot] = w.partial_row(w.rank, seq, t, slot);
+    for_topk<Dims>(n, [&](int slot) { srcs[slot] = w.at<char>(w.rank, w.partial_row(seq, t, slot)); });
     rows.weighted_sum(out + t * rows.tensor_row_bytes(), srcs, ones, n);
-    if (!grad_topk_weights) continue;
-    const Weight* scalars = w.at<Weight>(w.rank, w.window(seq).scalars) + t * dims.num_topk();
+    if (!grad_topk_weights || !coop.leader()) continue;
     for (int k = 0; k < dims.num_topk(); ++k) {
-      grad_topk_weights[t * dims.num_topk() + k] = sent[k] == kNowhere ? Weight(0) : scalars[send_first_k(sent[k])];
+      grad_topk_weights[t * dims.num_topk() + k] =
+          sent[k] == kNowhere ? Weight(0) : *w.at<Weight>(w.rank, w.scalar(seq, t, send_first_k(sent[k])));
     }
   }
 }

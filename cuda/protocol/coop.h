@@ -1,9 +1,10 @@
 // The group of lanes that runs a role together: what a role function may ask of it, and the group of one.
 //
 // A coop has rank(), size(), sync() and the two ways of sharing work below. Role functions use nothing else, so the
-// same text runs on one thread (Solo), on a team of host threads (host/team.h) and on a CUDA block.
+// same text runs on one thread (Solo), on a team of host threads (host/team.h) and on a CUDA block (device/machine.h).
 //   chunk(n)  contiguous, in lane order: for work whose result depends on order (stable lists)
 //   share(n)  any partition that suits the hardware: for independent rows
+// Where several lanes work on one share together (a CUDA warp), leader() is true for the one that writes scalars.
 #pragma once
 
 #include "platform.h"
@@ -22,11 +23,51 @@ MOE_RT_FN Range contiguous_chunk(int64_t n, int64_t rank, int64_t size) {
 }
 
 struct Solo {
-  MOE_RT_FN int rank() const { return 0; }
-  MOE_RT_FN int size() const { return 1; }
+  MOE_RT_FN static constexpr int rank() { return 0; }
+  MOE_RT_FN static constexpr int size() { return 1; }
+  MOE_RT_FN static constexpr bool leader() { return true; }
   MOE_RT_FN void sync() const {}
   MOE_RT_FN Range chunk(int64_t n) const { return {0, n, 1}; }
   MOE_RT_FN Range share(int64_t n) const { return {0, n, 1}; }
 };
+
+// Neighbouring items to neighbouring lanes: for short arrays that one access should cover.
+template <class Coop>
+MOE_RT_FN Range strided(const Coop& coop, int64_t n) {
+  return {coop.rank(), n, coop.size()};
+}
+
+// Sums of everything before each entry, and of everything. `sums` is one of the two arrays given.
+struct Scan {
+  int32_t* sums;
+  int32_t total;
+};
+
+// Exclusive prefix sums of data[0, n) by doubling steps (Hillis and Steele 1986), or in place by one lane alone.
+// `spare` has room for n. Every lane calls it after a sync and may read the result at once.
+template <class Coop>
+MOE_RT_FN Scan exclusive_scan(const Coop& coop, int32_t* data, int32_t* spare, int32_t n) {
+  if (coop.size() == 1) {
+    int32_t total = 0;
+    for (int32_t i = 0; i < n; ++i) {
+      const int32_t mine = data[i];
+      data[i] = total;
+      total += mine;
+    }
+    return {data, total};
+  }
+  int32_t *from = data, *to = spare;
+  for (int32_t distance = 1; distance < n; distance *= 2) {
+    for (int32_t i = coop.rank(); i < n; i += coop.size()) to[i] = from[i] + (i < distance ? 0 : from[i - distance]);
+    coop.sync();
+    int32_t* const swapped = from;
+    from = to;
+    to = swapped;
+  }
+  for (int32_t i = coop.rank(); i < n; i += coop.size()) to[i] = i == 0 ? 0 : from[i - 1];
+  const int32_t total = n == 0 ? 0 : from[n - 1];
+  coop.sync();
+  return {to, total};
+}
 
 }  // namespace moe_rt

@@ -9,6 +9,7 @@ inline constexpr int kMaxTopk = 128;
 
 struct RuntimeDims {
   static constexpr int kTopkBound = kMaxTopk;
+  static constexpr bool kUnrolled = false;
   int hidden_, num_topk_;
   MOE_RT_FN int hidden() const { return hidden_; }
   MOE_RT_FN int num_topk() const { return num_topk_; }
@@ -18,8 +19,25 @@ template <int kHidden, int kTopk>
 struct FixedDims {
   static_assert(kTopk > 0 && kTopk <= kMaxTopk, "num_topk outside [1, kMaxTopk]");
   static constexpr int kTopkBound = kTopk;
+  static constexpr bool kUnrolled = kTopk <= 16;
   MOE_RT_FN static constexpr int hidden() { return kHidden; }
   MOE_RT_FN static constexpr int num_topk() { return kTopk; }
 };
+
+// fn(i) for i in [0, n), n <= num_topk. With a small constant bound the loop is unrolled, so that arrays indexed by i
+// stay in registers: a GPU would keep them in memory otherwise.
+template <class Dims, class Fn>
+MOE_RT_FN void for_topk(int n, Fn&& fn) {
+  if constexpr (Dims::kUnrolled) {
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+    for (int i = 0; i < Dims::kTopkBound; ++i) {
+      if (i < n) fn(i);
+    }
+  } else {
+    for (int i = 0; i < n; ++i) fn(i);
+  }
+}
 
 }  // namespace moe_rt

@@ -81,7 +81,8 @@ struct World {
   Layout layout;
   Placement placement;
   const int64_t* capacity;  // [R] rows of recv_x on each rank
-  char* const* base;        // [R] where each rank's segment is mapped here
+  char* const* base;        // [R] where each rank's segment is mapped here; nullptr where it is not
+  char* const* mirror;      // nullptr, or [R] copies of the route lists of ranks that are not mapped (device/rdma.h)
   int32_t rank;
   uint64_t config;  // hash of shape, dtype and placement; equal on all ranks
 
@@ -95,11 +96,19 @@ struct World {
   MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
     return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
   }
-  MOE_RT_FN char* token_row(int peer, uint64_t seq, int64_t token) const {
-    return at<char>(peer, window(seq).tokens) + token * shape.row_bytes();
+  // The start of a rank's window of op seq, where its route lists are.
+  MOE_RT_FN char* window_start(int source, uint64_t seq) const {
+    return mirror && mirror[source] ? mirror[source] : base[source] + window(seq).counts;
   }
-  MOE_RT_FN char* partial_row(int peer, uint64_t seq, int64_t token, int64_t slot) const {
-    return at<char>(peer, window(seq).partials) + (token * shape.num_slots() + slot) * shape.row_bytes();
+  // Offsets in a segment, of the window of op seq.
+  MOE_RT_FN int64_t token_row(uint64_t seq, int64_t token) const {
+    return window(seq).tokens + token * shape.row_bytes();
+  }
+  MOE_RT_FN int64_t partial_row(uint64_t seq, int64_t token, int64_t slot) const {
+    return window(seq).partials + (token * shape.num_slots() + slot) * shape.row_bytes();
+  }
+  MOE_RT_FN int64_t scalar(uint64_t seq, int64_t token, int64_t k) const {
+    return window(seq).scalars + (token * shape.num_topk + k) * shape.acc_bytes;
   }
 };
 

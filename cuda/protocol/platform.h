@@ -13,7 +13,9 @@
 #include <type_traits>
 #endif
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC_RTC__)
+#define MOE_RT_FN __device__ inline
+#elif defined(__CUDACC__)
 #define MOE_RT_FN __host__ __device__ inline
 #else
 #define MOE_RT_FN inline
@@ -39,6 +41,14 @@ using std::uint64_t;
 
 MOE_RT_FN constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
+}
+
+MOE_RT_FN int popcount(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __popc(bits);
+#else
+  return __builtin_popcount(bits);
+#endif
 }
 
 template <class T>

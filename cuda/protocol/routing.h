@@ -1,4 +1,5 @@
-// The source's half of routing: from topk_idx to a stable list of pulls per destination rank, written into its window.
+// The source's half of routing for few lanes: from topk_idx to a stable list of pulls per destination rank, written
+// into its window. routing_tiles.h makes the same lists with a GPU's many lanes.
 //
 // Two passes over the tokens. The first counts, per lane, the rows for each expert and the pulls for each rank; a
 // prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own contiguous tokens, so the
@@ -46,20 +47,6 @@ struct LaneCounters {
   MOE_RT_FN int32_t* pulls(int lane) const { return rows(lane) + num_places; }
   MOE_RT_FN static int64_t num_ints(const Shape& s, int lanes) {
     return int64_t{lanes} * (s.num_experts + s.num_ranks);
-  }
-};
-
-// The source's lists in its own window of op seq.
-template <class Weight>
-struct RouteLists {
-  int32_t *counts, *pull_offs, *copy_offs;
-  Pull* pulls;
-  Copy* copies;
-  Weight* weights;
-  MOE_RT_FN static RouteLists view(const World& w, int source, uint64_t seq) {
-    const Layout::Window& o = w.window(seq);
-    return {w.at<int32_t>(source, o.counts), w.at<int32_t>(source, o.pull_offs), w.at<int32_t>(source, o.copy_offs),
-            w.at<Pull>(source, o.pulls),     w.at<Copy>(source, o.copies),       w.at<Weight>(source, o.weights)};
   }
 };
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
@@ -52,17 +52,21 @@ class StoreRendezvous:
 
 
 class ThreadGroup:
-    """A rank among ranks that are threads of one process. Make all of them at once with `ThreadGroup.make(size)`."""
+    """A rank among ranks that are threads of one process. Make all of them at once with `ThreadGroup.make(size)`.
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[str]) -> None:
-        self.rank, self.size = rank, size
+    Attributes:
+        device: "cpu", or the CUDA device that all ranks share as virtual ranks.
+    """
+
+    def __init__(self, rank: int, size: int, device: Any, barrier: threading.Barrier, board: list[str]) -> None:
+        self.rank, self.size, self.device = rank, size, device
         self._barrier, self._board = barrier, board
 
     @classmethod
-    def make(cls, size: int) -> list[ThreadGroup]:
-        """`size` ranks that share one meeting point; hand one to each thread."""
+    def make(cls, size: int, device: Any = "cpu") -> list[ThreadGroup]:
+        """`size` ranks that share one meeting point and one device; hand one to each thread."""
         barrier, board = threading.Barrier(size), [""] * size
-        return [cls(rank, size, barrier, board) for rank in range(size)]
+        return [cls(rank, size, device, barrier, board) for rank in range(size)]
 
     def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         self._board[self.rank] = payload

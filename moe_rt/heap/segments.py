@@ -1,12 +1,42 @@
-"""A heap's product: where every rank's segment is mapped here, and how to watch its owner."""
+"""What every heap makes, where each rank's segment is mapped here; and how ranks make it together or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.heap.rendezvous import Rendezvous
+
+PAGE = 4096  # segments start on it: the layout aligns its regions relative to the start
+
+
+class DeviceMemory(Protocol):
+    """What a heap needs to know of a GPU."""
+
+    device: torch.device
+
+    def zeros(self, num_bytes: int) -> Tensor:
+        """Zero-filled bytes on the device, perhaps only after `synchronize`."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when everything the device was given to do is done."""
+        ...
+
+
+def round_up(num_bytes: int, to: int) -> int:
+    """The smallest multiple of `to` that is not below `num_bytes`."""
+    return -(-num_bytes // to) * to
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -20,21 +50,71 @@ def ask_for_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
+def together(
+    rendezvous: Rendezvous, work: Callable[[], dict[str, Any]], what: str, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Every rank's record of its `work`; when the work raised on any rank, every rank raises.
+
+    Whatever is raised is caught, since a rank that does not come leaves its peers waiting. What is not ours becomes
+    InvalidConfig, naming `what` could not be done.
+    """
+    record: dict[str, Any] = {}
+    failure: MoeRtError | None = None
+    try:
+        record = work()
+    except MoeRtError as error:
+        failure = error
+    except Exception as error:
+        failure = InvalidConfig(f"rank {rendezvous.rank} could not {what}: got {type(error).__name__}: {error}")
+        failure.__cause__ = error
+    if failure is not None:
+        record = {"error": type(failure).__name__, "message": str(failure)}
+    records: list[dict[str, Any]] = [json.loads(p) for p in rendezvous.all_gather(json.dumps(record), timeout_s)]
+    if failure is not None:
+        raise failure
+    kinds: dict[str, type[MoeRtError]] = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission)}
+    for peer, r in enumerate(records):
+        if "error" in r:
+            raise kinds.get(r["error"], InvalidConfig)(r["message"], rank=rendezvous.rank, peer=peer)
+    return records
+
+
 @dataclass
 class Segments:
-    """`addresses[r]` is rank r's segment, zero-filled when handed out; mapped until `release`."""
+    """`addresses[r]` is rank r's segment, zero-filled when handed out; mapped until `release`.
+
+    An address is 0 where the segment cannot be reached by loads and stores, but only through the heap's network.
+
+    Attributes:
+        mappings: what keeps the memory alive.
+        symmetric: the own segment as NVSHMEM knows it: its puts and gets name a place in a peer's segment by this
+            address plus the offset. 0 in heaps without a network.
+        streams: where ranks share one GPU: the stream that each rank's kernels run on, one table for all ranks, which
+            fill it. None elsewhere.
+        on_release: called once by `release`.
+    """
 
     addresses: list[int]
     pidfds: list[int]
-    mappings: list[mmap.mmap] = field(repr=False)
+    mappings: list[Any] = field(repr=False)
+    symmetric: int = 0
+    streams: dict[int, int] | None = None
+    on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
-        """Drops the mappings and stops watching. Peers keep theirs: memory lives until the last rank lets go."""
+        """Drops the mappings and stops watching. Peers keep theirs: memory lives until the last rank lets go.
+
+        It waits for nothing, so work on the memory may still be queued on a GPU. Before the memory is given to someone
+        else the nvshmem heap waits for the GPU, and torch's allocator for the streams that it was told of.
+        """
         for fd in self.pidfds:
             if fd >= 0:
                 os.close(fd)
-        self.pidfds, self.addresses = [], []
+        self.pidfds, self.addresses, self.symmetric = [], [], 0
         self.mappings.clear()
+        on_release, self.on_release = self.on_release, None
+        if on_release is not None:
+            on_release()
 
     def __del__(self) -> None:
         self.release()

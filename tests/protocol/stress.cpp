@@ -1,5 +1,5 @@
 // Free-running chains of dispatch, combine and both backwards between ranks that are threads, each with a team of
-// lanes.
+// lanes, or, with MOE_RT_EMULATED_GPU, a GPU of blocks and lanes.
 //
 // Built with ThreadSanitizer by test_races.py: ranks share one mapping, so a missing order shows as a data race. Every
 // output is checked, so a window reused too early shows even where the detector is blind. Exit status 0: all as
@@ -11,7 +11,13 @@
 #include <thread>
 #include <vector>
 
+#if defined(MOE_RT_EMULATED_GPU)
+#include "../device/emulated_engine.h"
+using Rank = moe_rt::emulation::Engine;
+#else
 #include "../../cuda/host/engine.h"
+using Rank = moe_rt::Engine;
+#endif
 
 using namespace moe_rt;
 
@@ -65,7 +71,7 @@ struct Microbatch {
       for (int k = 0; k < kTopk; ++k) t.idx[token * kTopk + k] = static_cast<int>(random() % (kExperts + 1)) - 1;
     }
   }
-  void dispatch(Engine& engine) {
+  void dispatch(Rank& engine) {
     expect_ok(engine.dispatch({t.x.data(), t.idx.data(), t.weights.data(), num_tokens, t.recv_x.data(),
                                t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
                               1),
@@ -73,19 +79,19 @@ struct Microbatch {
     // A row's weight is 1 for each entry that named it; undo that, so that each distinct expert counts once.
     for (int i = 0; i < t.offs.back(); ++i) t.recv_weights[i] = 1.0f;
   }
-  void combine(Engine& engine) {
+  void combine(Rank& engine) {
     expect_ok(engine.combine({Op::kCombine, t.recv_x.data(), t.recv_weights.data(), nullptr, t.recv_plan.data(),
                               t.send_plan.data(), num_tokens, t.out.data(), nullptr},
                              1),
               "combine", rank, round);
   }
-  void combine_backward(Engine& engine) {
+  void combine_backward(Rank& engine) {
     expect_ok(engine.combine_backward({t.x.data(), num_tokens, t.recv_x.data(), t.recv_weights.data(),
                                        t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
                                       1),
               "combine backward", rank, round);
   }
-  void dispatch_backward(Engine& engine) {
+  void dispatch_backward(Rank& engine) {
     expect_ok(
         engine.combine({Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(), t.recv_plan.data(),
                         t.send_plan.data(), num_tokens, t.grad_x.data(), t.grad_weights.data()},
@@ -118,7 +124,7 @@ struct Microbatch {
 
 // Rounds have one, two or three microbatches in flight: D C D C hides errors that D D C C and D D D C C C show, because
 // a combine between two dispatches acknowledges the first.
-void run_rank(Engine& engine, const Shape& shape, int rank, int rounds, int64_t capacity, int num_local) {
+void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, int64_t capacity, int num_local) {
   std::vector<Microbatch> batches(3, {make_tensors(shape, num_local, capacity), rank, 0, 0});
   std::mt19937 random(1234u + static_cast<unsigned>(rank));
   for (int round = 0; round < rounds; ++round) {
@@ -155,9 +161,9 @@ int main(int argc, char** argv) {
   for (const int32_t r : expert_rank) ++num_local[r];
   for (int r = 0; r < num_ranks; ++r) capacity.push_back(int64_t{num_ranks} * kTokens * std::min(kTopk, num_local[r]));
 
-  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<std::unique_ptr<Rank>> engines;
   for (int r = 0; r < num_ranks; ++r) {
-    engines.push_back(std::make_unique<Engine>(EngineConfig{
+    engines.push_back(std::make_unique<Rank>(EngineConfig{
         shape, rows::Elem::kFloat32, r, 7, expert_rank, capacity, segments, {}, 60.0, false, lanes, "portable"}));
   }
   std::vector<std::thread> ranks;

@@ -1,0 +1,75 @@
+// Payload elements: how each becomes an accumulator and is rounded back, on a GPU and, for tests, on the CPU.
+#pragma once
+
+#include "../protocol/platform.h"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#else
+#include <cmath>
+#include <cstring>
+#endif
+
+namespace moe_rt {
+
+struct F32 {
+  using Acc = float;
+  float bits;
+  MOE_RT_FN Acc wide() const { return bits; }
+  MOE_RT_FN static F32 round(Acc x) { return {x}; }
+};
+
+struct F64 {
+  using Acc = double;
+  double bits;
+  MOE_RT_FN Acc wide() const { return bits; }
+  MOE_RT_FN static F64 round(Acc x) { return {x}; }
+};
+
+#if defined(__CUDACC__)
+
+struct Bf16 {
+  using Acc = float;
+  __nv_bfloat16 bits;
+  MOE_RT_FN Acc wide() const { return __bfloat162float(bits); }
+  MOE_RT_FN static Bf16 round(Acc x) { return {__float2bfloat16_rn(x)}; }
+};
+
+struct F16 {
+  using Acc = float;
+  __half bits;
+  MOE_RT_FN Acc wide() const { return __half2float(bits); }
+  MOE_RT_FN static F16 round(Acc x) { return {__float2half_rn(x)}; }
+};
+
+#else
+
+struct Bf16 {
+  using Acc = float;
+  uint16_t bits;
+  Acc wide() const {
+    const uint32_t word = uint32_t{bits} << 16;
+    float x;
+    std::memcpy(&x, &word, sizeof(x));
+    return x;
+  }
+  // To nearest, ties to even; a NaN stays one.
+  static Bf16 round(Acc x) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof(word));
+    if (std::isnan(x)) return {uint16_t(word >> 16 | 0x40)};
+    return {uint16_t((word + 0x7fff + (word >> 16 & 1)) >> 16)};
+  }
+};
+
+struct F16 {
+  using Acc = float;
+  _Float16 bits;
+  Acc wide() const { return bits; }
+  static F16 round(Acc x) { return {static_cast<_Float16>(x)}; }
+};
+
+#endif
+
+}  // namespace moe_rt

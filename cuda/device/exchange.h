@@ -1,0 +1,177 @@
+// The frame around every op on a GPU: a launch that writes and announces, and a launch that waits and reads.
+//
+// No block waits for another block of its own launch. The sending launch never waits: its last block announces. Every
+// block of the receiving launch waits by itself for every peer, and the peers' sending launches need none of its room.
+// Sequence numbers live in device memory and the kernels advance them, so a captured graph can be replayed.
+#pragma once
+
+#include "../protocol/coop.h"
+#include "../protocol/link.h"
+
+namespace moe_rt {
+
+inline constexpr int64_t kNoBadEntry = 0x7fffffffffffffff;
+
+// One rank's private device memory; zero, except bad_entry, when the buffer is made.
+struct DeviceState {
+  uint64_t seq[kNumKinds];  // last op announced, of either kind
+  int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry
+  uint32_t done;            // blocks of the running launch that have finished their share
+  uint32_t failed;          // not zero once this rank has given up: later launches do nothing
+};
+
+// Page-locked host memory that both sides see: what ended the group, written once, `reported` last.
+struct HostRecord {
+  uint32_t reported, unused;
+  Status status;
+};
+
+// What every launch is given besides the World and the tensors.
+struct Control {
+  DeviceState* state;
+  HostRecord* record;
+  int64_t timeout_ns;
+  uint32_t tag;
+  uint32_t may_overflow;  // capacity is below the worst case, and overflow ends the group
+};
+
+// What the lanes of a block tell each other.
+struct BlockShared {
+  uint64_t worst;
+  uint32_t flag, unused;
+};
+
+template <class Machine>
+class DeviceIdle {
+ public:
+  MOE_RT_FN DeviceIdle(const Machine& m, const World& w, const Control& c, Kind kind, int peer)
+      : machine_(m), world_(w), control_(c), kind_(kind), peer_(peer), deadline_(m.clock_ns() + c.timeout_ns) {}
+
+  MOE_RT_FN Code pause(const Mailbox& mailbox, uint64_t seq) {
+    if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
+    if (++looks_ % kLookEvery == 0) {
+      const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
+      const Mailbox& others = world_.mailbox(world_.rank, other, peer_);
+      if (said_goodbye(mailbox, seq)) return Code::kPeerClosed;
+      if (out_of_order(mailbox, seq, others, control_.state->seq[int(other)])) return Code::kCallOrderMismatch;
+      if (machine_.clock_ns() > deadline_) return Code::kPeerTimeout;
+    }
+    machine_.nap();
+    return Code::kOk;
+  }
+
+ private:
+  static constexpr uint32_t kLookEvery = 16;
+  const Machine& machine_;
+  const World& world_;
+  const Control& control_;
+  Kind kind_;
+  int peer_;
+  int64_t deadline_;
+  uint32_t looks_ = 0;
+};
+
+// Ends the group: the first failure of this rank is reported to the host and, unless it came from there, to all peers.
+template <class Link>
+MOE_RT_FN void fail(const World& w, const Control& c, Status status, const Link& link) {
+  if (!replace_acq_rel(c.state->failed, 0u, 1u)) return;
+  if (status.code == Code::kPoisoned) {
+    const uint64_t word = load_relaxed(w.poison(w.rank));
+    status.peer = poison_origin(word);
+    status.got = int64_t(poison_code(word));
+    status.expected = poison_peer(word);
+  } else {
+    for (int r = 0; r < w.shape.num_ranks; ++r) link.poison(w, r, poison_word(status.code, w.rank, status.peer));
+  }
+  c.record->status = status;
+  store_release(c.record->reported, 1u);
+}
+
+// The same answer on every lane of the block, though another block may fail meanwhile.
+template <class Machine>
+MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
+  if (m.block().rank() == 0) m.shared().flag = load_relaxed(c.state->failed) == 0;
+  m.block().sync();
+  return m.shared().flag != 0;
+}
+
+// Runs work(seq) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked up.
+template <class Machine, class Work>
+MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, int64_t num_tokens,
+                    const int64_t* topk_idx, Work&& work) {
+  if (!healthy(m, c)) return;
+  const auto block = m.block();
+  const Kind kind = kind_of(op);
+  const uint64_t seq = c.state->seq[int(kind)] + 1;
+  work(seq);
+  streaming_store_fence();
+  block.sync();
+  if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
+  block.sync();
+  if (!m.shared().flag) return;
+  Header header{seq, w.config, call_word(op, c.tag, handle_seq), Code::kOk, int32_t(num_tokens), 0, 0};
+  if (const int64_t bad = load_relaxed(c.state->bad_entry); bad != kNoBadEntry) {
+    header.status = Code::kInvalidRouting;
+    header.got = topk_idx[bad];
+    header.expected = w.shape.num_experts;
+  }
+  const auto link = m.link();
+  const Range peers = strided(block, w.shape.num_ranks);
+  for (int64_t i = peers.begin; i < peers.end; i += peers.step) {
+    link.announce(w, int((w.rank + i) % w.shape.num_ranks), kind, header);
+  }
+  block.sync();
+  if (block.rank() != 0) return;
+  c.state->done = 0;
+  c.state->bad_entry = kNoBadEntry;
+  c.state->seq[int(kind)] = seq;
+}
+
+// Orders failures: the highest code, then the lowest peer, is the smallest key.
+MOE_RT_FN uint64_t severity(const Status& s) {
+  return s.ok() ? ~uint64_t{0} : uint64_t(0xffff - int(s.code)) << 32 | uint32_t(s.peer);
+}
+
+template <class Machine>
+MOE_RT_FN Status wait_for(const Machine& m, const World& w, const Control& c, Kind kind, const Header& ours, int peer) {
+  DeviceIdle<Machine> idle(m, w, c, kind, peer);
+  const Mailbox& mailbox = w.mailbox(w.rank, kind, peer);
+  const Code code = wait_signal(mailbox, ours.seq, idle);
+  if (code == Code::kOk) return check_header(mailbox.header[ours.seq & 1], ours, peer);
+  const Op op = Op(ours.call >> 60);
+  return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
+}
+
+// Waits for every peer and judges all headers, then runs after(seq) on every block; otherwise() where the op must be
+// given up, so that whoever reads its outputs finds them empty.
+template <class Machine, class After, class Otherwise>
+MOE_RT_FN void receive(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, After&& after,
+                       Otherwise&& otherwise) {
+  if (!healthy(m, c)) {
+    otherwise();
+    return;
+  }
+  const auto block = m.block();
+  const Kind kind = kind_of(op);
+  const uint64_t seq = c.state->seq[int(kind)];
+  const Header ours{seq, w.config, call_word(op, c.tag, handle_seq), Code::kOk, 0, 0, 0};
+  if (block.rank() == 0) m.shared().worst = ~uint64_t{0};
+  block.sync();
+  Status mine;
+  const Range peers = strided(block, w.shape.num_ranks);
+  for (int64_t peer = peers.begin; peer < peers.end; peer += peers.step) {
+    const Status s = wait_for(m, w, c, kind, ours, int(peer));
+    if (severity(s) < severity(mine)) mine = s;
+  }
+  if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine));
+  block.sync();
+  const uint64_t worst = load_relaxed(m.shared().worst);
+  if (worst == ~uint64_t{0}) {
+    after(seq);
+    return;
+  }
+  if (!mine.ok() && severity(mine) == worst) fail(w, c, mine, m.link());
+  otherwise();
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,157 @@
+// The bodies of the CUDA launches, two for each op, written for any machine of blocks and lanes.
+//
+//   dispatch            dispatch_send          publish, route    | dispatch_receive          wait, index, gather
+//   combine             combine_send           push              | combine_receive           wait, reduce
+//   dispatch backward   combine_send           push, scalars     | combine_receive           wait, reduce, scalars
+//   combine backward    combine_backward_send  publish           | combine_backward_receive  wait, gather_grad
+// A Machine has block(), shared(), scratch(), num_blocks(), block_index(), clock_ns(), nap(), link(), and groups of
+// lanes that move rows: warps(first) and blocks(first), over the launch's blocks from `first` on.
+#pragma once
+
+#include "../protocol/args.h"
+#include "../protocol/combine.h"
+#include "../protocol/dispatch.h"
+#include "exchange.h"
+#include "rows.h"
+#include "scratch.h"
+
+namespace moe_rt {
+
+// A warp for each of many rows, a block for each of few: one row alone is too small to wait for.
+template <class Machine, class Fn>
+MOE_RT_FN void with_groups(const Machine& m, int first_block, int64_t num_rows, Fn&& fn) {
+  if (!Machine::kWarpsOnly && num_rows <= m.num_blocks() - first_block) {
+    fn(m.blocks(first_block));
+  } else {
+    fn(m.warps(first_block));
+  }
+}
+
+template <class Dims, class Elem, class Machine>
+struct Launch {
+  using Acc = typename Elem::Acc;
+  const Machine& m;
+  const Dims& dims;
+  const World& w;
+  const Control& c;
+
+  template <class Group>
+  MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group) const {
+    return {dims, group};
+  }
+  MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
+
+  MOE_RT_FN void publish(int first_block, uint64_t seq, const void* x, int64_t num_tokens) const {
+    with_groups(m, first_block, num_tokens, [&](const auto& group) {
+      publish_rows(group, w, seq, static_cast<const char*>(x), num_tokens, rows(group));
+    });
+  }
+
+  // The first R blocks route, one destination each, while the others publish; there is at least one other.
+  MOE_RT_FN void dispatch_send(const DispatchArgs& a) const {
+    send(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](uint64_t seq) {
+      const int dest = m.block_index(), num_ranks = w.shape.num_ranks;
+      if (dest >= num_ranks) {
+        publish(num_ranks, seq, a.x, a.num_tokens);
+        return;
+      }
+      const int num_local = w.placement.rank_first[dest + 1] - w.placement.rank_first[dest];
+      const Tiles tiles = Tiles::view(m.scratch(), tile_for(m.block().size(), num_local), num_local);
+      route_to(m.block(), dims, w, dest, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, tiles,
+               RouteLists<Acc>::view(w, w.rank, seq), a.send_plan, c.state->bad_entry);
+    });
+  }
+
+  // No rows: later launches that are handed these outputs read and write nothing through them.
+  MOE_RT_FN void receive_nothing(const DispatchArgs& a) const {
+    if (m.block_index() != 0) return;
+    const Range experts = strided(m.block(), w.num_local_experts());
+    for (int64_t e = experts.begin; e < experts.end; e += experts.step) a.offs[e] = 0;
+    if (m.block().rank() == 0) *plan(a.recv_plan).head = {};
+  }
+
+  MOE_RT_FN void dispatch_receive(const DispatchArgs& a) const {
+    const auto nothing = [&] { receive_nothing(a); };
+    const auto after = [&](uint64_t seq) {
+      const auto block = m.block();
+      Blocks blocks = Blocks::view(m.scratch(), w.shape, w.num_local_experts());
+      Status status{Code::kOk, Op::kDispatch, Phase::kGather, -1, seq, 0, 0};
+      status.peer = index_blocks<Acc>(block, w, seq, blocks);
+      if (status.peer >= 0) {
+        status.code = Code::kCorruptPeer;
+      } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, blocks)) >= 0) {
+        status.code = Code::kCapacityOverflow;
+        status.got = rows_for(w, seq, status.peer);
+        status.expected = w.capacity[status.peer];
+      }
+      if (!status.ok()) {
+        if (block.rank() == 0) fail(w, c, status, m.link());
+        nothing();
+        return;
+      }
+      const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), plan(a.recv_plan)};
+      if (m.block_index() == 0) write_index(block, w, seq, blocks, a.offs, out.plan.head);
+      with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
+        const int astray = gather(group, dims, w, seq, blocks, out, rows(group), m.link(group));
+        if (astray >= 0) fail(w, c, {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, astray, seq, 0, 0}, m.link());
+      });
+    };
+    receive(m, w, c, Op::kDispatch, 0, after, nothing);
+  }
+
+  MOE_RT_FN void combine_send(const CombineArgs& a) const {
+    const RecvPlan p = plan(a.recv_plan);
+    send(m, w, c, a.op, p.head->seq, a.num_tokens, nullptr, [&](uint64_t seq) {
+      with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
+        const auto link = m.link(group);
+        push(group, dims, w, seq, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+             static_cast<const Acc*>(a.grad_recv_weights), rows(group), link);
+        link.flush();
+      });
+    });
+  }
+
+  MOE_RT_FN void combine_receive(const CombineArgs& a) const {
+    const auto after = [&](uint64_t seq) {
+      with_groups(m, 0, a.num_tokens, [&](const auto& group) {
+        reduce(group, dims, w, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
+               static_cast<Acc*>(a.grad_topk_weights), rows(group));
+      });
+    };
+    receive(m, w, c, a.op, plan(a.recv_plan).head->seq, after, [] {});
+  }
+
+  MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
+    send(m, w, c, Op::kCombineBackward, plan(a.recv_plan).head->seq, a.num_tokens, nullptr,
+         [&](uint64_t seq) { publish(0, seq, a.grad_out, a.num_tokens); });
+  }
+
+  MOE_RT_FN void combine_backward_receive(const CombineBackwardArgs& a) const {
+    const RecvPlan p = plan(a.recv_plan);
+    const auto after = [&](uint64_t seq) {
+      const auto group = m.warps(0);
+      gather_grad(group, w, seq, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+                  static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group), m.link(group));
+    };
+    receive(m, w, c, Op::kCombineBackward, p.head->seq, after, [] {});
+  }
+
+  // This rank cannot go on, as its host knows: ends every peer's waits.
+  MOE_RT_FN void give_up(const EndArgs& a) const {
+    if (m.block_index() != 0 || m.block().rank() != 0 || !replace_acq_rel(c.state->failed, 0u, 1u)) return;
+    const auto link = m.link();
+    for (int r = 0; r < w.shape.num_ranks; ++r) link.poison(w, r, poison_word(Code(a.code), w.rank, -1));
+  }
+
+  // Says goodbye to every peer.
+  MOE_RT_FN void leave(const EndArgs&) const {
+    const Range peers = strided(m.block(), m.block_index() == 0 ? w.shape.num_ranks : 0);
+    const auto link = m.link();
+    for (int64_t r = peers.begin; r < peers.end; r += peers.step) {
+      link.goodbye(w, int(r), Kind::kDispatch);
+      link.goodbye(w, int(r), Kind::kCombine);
+    }
+  }
+};
+
+}  // namespace moe_rt

@@ -1,0 +1,119 @@
+// The GPU's row primitives: a group of lanes moves or sums one row in vectors of up to 16 bytes.
+//
+// Lanes take neighbouring vectors, several at once, so that many loads are under way before the first is used. Sums are
+// taken in the accumulator type, in the order given, and rounded once: the bits of the CPU engine.
+#pragma once
+
+#include "../protocol/dims.h"
+#include "elements.h"
+
+namespace moe_rt {
+
+// The widest vector that divides every row; run-time sizes are known too late to choose one.
+template <class Dims>
+struct VectorBytes {
+  MOE_RT_FN static constexpr int of(int elem_bytes) { return elem_bytes; }
+};
+template <int kHidden, int kTopk>
+struct VectorBytes<FixedDims<kHidden, kTopk>> {
+  MOE_RT_FN static constexpr int of(int elem_bytes) {
+    int bytes = 16;
+    while (int64_t{kHidden} * elem_bytes % bytes != 0) bytes /= 2;
+    return bytes < elem_bytes ? elem_bytes : bytes;
+  }
+};
+
+template <class Elem, class Dims, class Group>
+struct DeviceRows {
+  using Acc = typename Elem::Acc;
+  static constexpr int kBytes = VectorBytes<Dims>::of(sizeof(Elem));
+  static constexpr int kElems = kBytes / int(sizeof(Elem));
+  static constexpr int kAtOnce = 4;  // vectors of a copy that a lane has under way
+  struct alignas(kBytes) Vector {
+    Elem elem[kElems];
+  };
+
+  Dims dims;
+  Group group;
+
+  MOE_RT_FN int64_t tensor_row_bytes() const { return int64_t{dims.hidden()} * int64_t{sizeof(Elem)}; }
+  MOE_RT_FN int num_vectors() const { return dims.hidden() / kElems; }
+  MOE_RT_FN static const Vector* vectors(const char* row) { return reinterpret_cast<const Vector*>(row); }
+  MOE_RT_FN static Vector* vectors(char* row) { return reinterpret_cast<Vector*>(row); }
+
+  MOE_RT_FN void publish(char* dst, const char* src) const {
+    for_batches([&](const int* at, int n) {
+      Vector batch[kAtOnce];
+      load(batch, src, at, n);
+      store(dst, batch, at, n);
+    });
+  }
+
+  // One row to n places; those that are nullptr are left out. It is read once.
+  MOE_RT_FN void spread(char* const* dsts, int n, const char* src) const {
+    for_batches([&](const int* at, int count) {
+      Vector batch[kAtOnce];
+      load(batch, src, at, count);
+      for_topk<Dims>(n, [&](int i) {
+        if (dsts[i]) store(dsts[i], batch, at, count);
+      });
+    });
+  }
+
+  // dst = sum of weights[i] * srcs[i]; sources that are nullptr add nothing.
+  MOE_RT_FN void weighted_sum(char* dst, const char* const* srcs, const Acc* weights, int n) const {
+    for (int at = group.lane(); at < num_vectors(); at += group.lanes()) {
+      Acc sum[kElems] = {};
+      for_topk<Dims>(n, [&](int i) {
+        if (!srcs[i]) return;
+        const Vector v = vectors(srcs[i])[at];
+        for (int e = 0; e < kElems; ++e) sum[e] += weights[i] * v.elem[e].wide();
+      });
+      Vector out;
+      for (int e = 0; e < kElems; ++e) out.elem[e] = Elem::round(sum[e]);
+      vectors(dst)[at] = out;
+    }
+  }
+
+  // dst = weight * g; returns <g, y> on every lane.
+  MOE_RT_FN Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
+    Acc dot = 0;
+    for (int at = group.lane(); at < num_vectors(); at += group.lanes()) {
+      const Vector grad = vectors(g)[at], value = vectors(y)[at];
+      Vector out;
+      for (int e = 0; e < kElems; ++e) {
+        dot += grad.elem[e].wide() * value.elem[e].wide();
+        out.elem[e] = Elem::round(weight * grad.elem[e].wide());
+      }
+      vectors(dst)[at] = out;
+    }
+    return group.sum(dot);
+  }
+
+ private:
+  // fn(at, n): this lane's next n vectors, n <= kAtOnce.
+  template <class Fn>
+  MOE_RT_FN void for_batches(Fn&& fn) const {
+    const int step = group.lanes() * kAtOnce;
+    for (int first = group.lane(); first < num_vectors(); first += step) {
+      int at[kAtOnce], n = 0;
+      for (int i = 0; i < kAtOnce; ++i) {
+        at[i] = first + i * group.lanes();
+        n += at[i] < num_vectors();
+      }
+      fn(at, n);
+    }
+  }
+  MOE_RT_FN static void load(Vector* batch, const char* row, const int* at, int n) {
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i < n) batch[i] = vectors(row)[at[i]];
+    }
+  }
+  MOE_RT_FN static void store(char* row, const Vector* batch, const int* at, int n) {
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i < n) vectors(row)[at[i]] = batch[i];
+    }
+  }
+};
+
+}  // namespace moe_rt

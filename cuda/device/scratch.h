@@ -1,0 +1,29 @@
+// How much shared memory a launch needs, and how many tokens a routing tile has: one answer for host and device.
+#pragma once
+
+#include "../protocol/index.h"
+#include "../protocol/routing_tiles.h"
+
+namespace moe_rt {
+
+// What every GPU grants a block without asking, less what the frame keeps for itself.
+inline constexpr int64_t kScratchBytes = 48 * 1024 - 64;
+
+// A token per lane, or fewer where the destination's experts leave no room for that many; whole warps.
+MOE_RT_FN int32_t tile_for(int32_t lanes, int32_t num_local) {
+  int32_t tile = lanes;
+  while (tile > 32 && Tiles::num_ints(tile, num_local) * 4 > kScratchBytes) tile = int32_t(round_up(tile / 2, 32));
+  return tile;
+}
+
+MOE_RT_FN int64_t scratch_bytes(const World& w, int32_t lanes) {
+  int64_t ints = Blocks::num_ints(w.shape, w.num_local_experts());
+  for (int r = 0; r < w.shape.num_ranks; ++r) {
+    const int32_t num_local = w.placement.rank_first[r + 1] - w.placement.rank_first[r];
+    const int64_t tiles = Tiles::num_ints(tile_for(lanes, num_local), num_local);
+    ints = tiles > ints ? tiles : ints;
+  }
+  return ints * 4;
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,30 @@
+// Tables of a placement, made from the rank of each expert: the same for the CPU engine and for CUDA ranks.
+#pragma once
+
+#include <vector>
+
+#include "../protocol/layout.h"
+
+namespace moe_rt {
+
+struct PlacementTables {
+  std::vector<int32_t> position, owner, rank_first;
+
+  static PlacementTables make(const std::vector<int32_t>& expert_rank, int num_ranks) {
+    PlacementTables t;
+    const int num_experts = static_cast<int>(expert_rank.size());
+    for (int r = 0; r < num_ranks; ++r) {
+      t.rank_first.push_back(static_cast<int32_t>(t.owner.size()));
+      for (int e = 0; e < num_experts; ++e) {
+        if (expert_rank[e] == r) t.owner.push_back(r);
+      }
+    }
+    t.rank_first.push_back(static_cast<int32_t>(t.owner.size()));
+    std::vector<int32_t> next(t.rank_first.begin(), t.rank_first.end() - 1);
+    for (int e = 0; e < num_experts; ++e) t.position.push_back(next[expert_rank[e]]++);
+    return t;
+  }
+  Placement view() const { return {position.data(), owner.data(), rank_first.data()}; }
+};
+
+}  // namespace moe_rt

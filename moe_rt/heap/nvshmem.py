@@ -1,0 +1,300 @@
+"""Heap for ranks that are processes with a GPU each: NVSHMEM's symmetric memory, over NVLink or a network.
+
+Three properties of NVSHMEM shape this file:
+
+* A process belongs to one world, which numbers its ranks (PEs) once. It is made of the group of the first buffer, and
+  a buffer of any other group is refused.
+* Its collectives have no time limit, and a rank that fails inside one may take its peers along. So ranks first tell
+  each other through the rendezvous that they can all go on, and what fails at home is told before anyone waits for it.
+* Freeing is collective, but a rank closes its buffer alone, when its garbage collector sees fit. So a segment that is
+  let go of is not freed but kept, and handed out again once every rank has let go of it. Nothing collective happens at
+  the end of the interpreter either; `shutdown` frees, where every rank can come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import io
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_rt.errors import InvalidConfig, OutOfSharedMemory
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, round_up, together
+
+UNIQUE_ID_BYTES = 128  # sizeof(nvshmemx_uniqueid_v1)
+HEAP_STEP = 512 * 2**20  # default of NVSHMEM_CUMEM_GRANULARITY: the symmetric heap grows in multiples of it
+
+
+@dataclass
+class _Allocation:
+    buffer: Any  # cuda.core.Buffer
+    addresses: list[int] = field(default_factory=list)  # of the segments, on the first page of their buffers
+    num_bytes: int = 0  # stays 0 when a rank failed: then it is nobody's
+    idle: bool = True
+
+
+def _load(device: torch.device) -> tuple[Any, Any]:
+    """nvshmem.core and the cuda.core Device. Imported late: ranks without a GPU need neither."""
+    if device.type != "cuda":
+        raise InvalidConfig(f'heap "nvshmem": got memory on {device}, expected a CUDA device')
+    try:
+        import nvshmem.core as core
+        from cuda.core import Device
+
+        core.get_version()  # loads the library, without which init_status() fails instead of saying "no"
+        return core, Device(torch.cuda.current_device() if device.index is None else device.index)
+    except Exception as error:  # each of them loads libraries that may be missing
+        expected = f"the package nvshmem4py-cu13, a CUDA driver and {device}"
+        message = f'heap "nvshmem": got {type(error).__name__}: {error}; expected {expected}'
+        raise InvalidConfig(message) from error
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """What the device has left for NVSHMEM, which cannot use what torch's allocator keeps; None where unknown."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+class World:
+    """NVSHMEM in one process: whom it connects, and what memory it has. `load` gives nvshmem.core and the device."""
+
+    def __init__(self, load: Callable[[torch.device], tuple[Any, Any]] = _load) -> None:
+        self._load = load
+        self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"  # pids repeat among containers
+        self._members: list[str] | None = None  # names of all ranks in PE order, once they are connected
+        self._core: Any = None
+        self._device: Any = None
+        self._gpu: DeviceMemory | None = None
+        self._ours = False  # whether NVSHMEM was initialised here, and is ours to finalize
+        self._num_attempts = 0
+        # By the number of the attempt, which is the same on every rank since attempts are collective.
+        self._allocations: dict[int, _Allocation] = {}
+        self._modules: list[int] = []
+
+    def allocate(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> Segments:
+        """Initialises NVSHMEM if need be and gives every rank a segment. Collective: all ranks succeed or all raise.
+
+        `timeout_s` limits the waiting for ranks that do not come, not NVSHMEM's own collectives.
+
+        Raises:
+            OutOfSharedMemory: some rank has no room for its segment.
+            InvalidConfig: NVSHMEM cannot be used on some rank, or connects other ranks than those of the group.
+            PeerTimeout: a rank did not come.
+        """
+        self._join(rendezvous, num_bytes, timeout_s, gpu)
+        settled = together(rendezvous, lambda: self._settle(gpu), "finish its work on the GPU", timeout_s)
+        idle = set.intersection(*({(size, number) for size, number in r["idle"]} for r in settled))
+        fitting = [number for size, number in sorted(idle) if size >= num_bytes]
+        if not fitting and any(r["have"] != settled[0]["have"] for r in settled):
+            # From there on one rank's heap is shifted against another's, and puts would go astray.
+            got = "an earlier allocation that failed on some ranks only"
+            raise InvalidConfig(f"NVSHMEM: got {got}, expected processes started anew", rank=rendezvous.rank)
+        number = fitting[0] if fitting else self._extend(rendezvous, num_bytes, timeout_s, gpu)
+        allocation = self._allocations[number]
+        together(rendezvous, lambda: self._zero(allocation, gpu), "zero its segment", timeout_s)
+        allocation.idle = False
+        give_back, addresses = functools.partial(setattr, allocation, "idle", True), list(allocation.addresses)
+        own = addresses[rendezvous.rank]
+        return Segments(addresses, [-1] * rendezvous.size, [], symmetric=own, on_release=give_back)
+
+    def shutdown(self, rendezvous: Rendezvous, timeout_s: float) -> bool:
+        """Frees all segments in the order they were made; finalizes NVSHMEM if it was initialised here. Collective.
+
+        Returns False if NVSHMEM had to be left as it is, because an allocation had failed on some ranks only.
+
+        Raises:
+            InvalidConfig: a buffer is still open on some rank, or the group is not the world.
+        """
+
+        def look() -> dict[str, Any]:
+            if self._gpu is not None:
+                self._gpu.synchronize()
+            in_use = sum(not a.idle for a in self._allocations.values())
+            return {"name": self._name, "world": self._members, "in_use": in_use, "have": list(self._allocations)}
+
+        def free() -> dict[str, Any]:
+            with self._current():
+                for module in list(self._modules):
+                    self.unregister_module(module)
+                for number in common:
+                    self._core.free(self._allocations.pop(number).buffer)
+                if self._ours and not leftover:
+                    self._core.finalize()
+                    self._members, self._ours = None, False
+            return {}
+
+        records = together(rendezvous, look, "finish its work on the GPU", timeout_s)
+        if all(r["world"] is None for r in records):
+            return True
+        self._require_same_world(records)
+        if any(r["in_use"] for r in records):
+            counts = [r["in_use"] for r in records]
+            raise InvalidConfig(f"shutdown: got {counts} segments in use by rank, expected every buffer closed")
+        common = sorted(set.intersection(*(set(r["have"]) for r in records)))
+        # What only some ranks could allocate cannot be freed together, and finalize would try.
+        leftover = any(len(r["have"]) > len(common) for r in records)
+        together(rendezvous, free, "free its segments", timeout_s)
+        return not leftover
+
+    def register_module(self, module: int) -> None:
+        """Lets the kernels of a loaded module (a CUmodule handle) call NVSHMEM's device functions. Local."""
+        if self._members is None:
+            raise InvalidConfig('module: got NVSHMEM not initialised, expected a buffer with heap "nvshmem" first')
+        try:
+            with self._current(), contextlib.redirect_stdout(io.StringIO()):  # module_init prints what it returns
+                self._core.module_init(self._core.NvshmemKernelObject.from_handle(module))
+        except Exception as error:
+            raise InvalidConfig(f"module: got {type(error).__name__}: {error}, expected NVSHMEM to take it") from error
+        self._modules.append(module)
+
+    def unregister_module(self, module: int) -> None:
+        """Undoes `register_module`, before the module is unloaded; nothing to do after `shutdown`. Local."""
+        if module in self._modules:
+            self._modules.remove(module)
+            kernel = self._core.NvshmemKernelObject.from_handle(module)
+            kernel.finalize_handle = module  # nvshmem4py 0.4.1 looks for it and never sets it
+            with self._current():
+                self._core.module_finalize(kernel)
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """NVSHMEM works on the device that is current in the calling thread; the caller's is restored."""
+        assert self._gpu is not None
+        device = self._gpu.device
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._device.set_current()  # also where the thread has no context yet
+            yield
+
+    def _join(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> None:
+        rank, size = rendezvous.rank, rendezvous.size
+
+        def introduce() -> dict[str, Any]:
+            if self._members is None:
+                self._core, self._device = self._load(gpu.device)
+                self._gpu = gpu
+            bound = self._gpu.device if self._gpu else None
+            if gpu.device != bound:
+                raise InvalidConfig(f"gpu: got {gpu.device}, expected {bound}, which NVSHMEM uses here", rank=rank)
+            s = self._core.InitStatus  # MPG: several ranks share a GPU
+            active = self._core.init_status() in (s.STATUS_IS_INITIALIZED, s.STATUS_LIMITED_MPG, s.STATUS_FULL_MPG)
+            if active and self._members is None:
+                self._require_usable(rank, size)
+            if self._members is not None and not active:
+                raise InvalidConfig("NVSHMEM: got it finalized by other means, expected moe_rt's own shutdown")
+            return {"name": self._name, "world": self._members, "active": active, "num_bytes": num_bytes}
+
+        def identify() -> dict[str, Any]:
+            uid = self._core.get_unique_id(empty=rank > 0)
+            return {"id": ctypes.string_at(uid.ptr, UNIQUE_ID_BYTES).hex() if rank == 0 else ""}
+
+        def initialise() -> dict[str, Any]:
+            uid = self._core.get_unique_id(empty=True)
+            ctypes.memmove(uid.ptr, bytes.fromhex(ids[0]["id"]), UNIQUE_ID_BYTES)
+            with self._current():
+                self._core.init(device=self._device, uid=uid, rank=rank, nranks=size, initializer_method="uid")
+            self._ours = True
+            self._require_usable(rank, size)  # remains of an earlier world would overrule what init was given
+            return {}
+
+        records = together(rendezvous, introduce, "load NVSHMEM", timeout_s)
+        self._require_same_world(records)
+        sizes = [r["num_bytes"] for r in records]
+        if len(set(sizes)) > 1:
+            raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank")
+        active = [r for r in range(size) if records[r]["active"]]
+        if 0 < len(active) < size:
+            raise InvalidConfig(f"NVSHMEM: got it initialised on ranks {active} of {size}, expected on all or on none")
+        if not active:
+            ids = together(rendezvous, identify, "make the unique id of NVSHMEM", timeout_s)
+            together(rendezvous, initialise, "initialise NVSHMEM", timeout_s)
+        self._members = [r["name"] for r in records]
+
+    def _require_same_world(self, records: list[dict[str, Any]]) -> None:
+        """Every rank sees the same records, hence all raise or none."""
+        members = [r["name"] for r in records]
+        for peer, record in enumerate(records):
+            if record["world"] not in (None, members):
+                expected = f"{record['world']} as in the process of rank {peer}: NVSHMEM has one world per process"
+                raise InvalidConfig(f"group: got {members}, expected {expected}", peer=peer)
+
+    def _require_usable(self, rank: int, size: int) -> None:
+        tracking = self._core._internal_tracking  # the Python layer refuses a world that was made without it
+        if tracking._is_initialized["status"] != tracking.InternalInitStatus.INITIALIZED:
+            raise InvalidConfig("NVSHMEM: got it initialised by other means, expected nvshmem.core.init or nothing")
+        got = (self._core.my_pe(), self._core.n_pes())
+        if got != (rank, size):
+            message = f"NVSHMEM: got PE {got[0]} of {got[1]}, expected PE {rank} of {size}, as ranks in the group"
+            raise InvalidConfig(message, rank=rank)
+
+    def _settle(self, gpu: DeviceMemory) -> dict[str, Any]:
+        """Nothing that this rank still does reaches a segment that it lists here, not even a put under way."""
+        idle = [[a.num_bytes, number] for number, a in self._allocations.items() if a.idle]
+        with self._current():
+            gpu.synchronize()
+            if self._allocations:
+                self._core.quiet(stream=self._device.default_stream)
+                gpu.synchronize()
+        return {"idle": idle, "have": list(self._allocations)}
+
+    def _extend(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> int:
+        """Allocates anew on every rank; the number of the allocation."""
+        rank = rendezvous.rank
+        wanted = round_up(num_bytes, PAGE) + PAGE  # NVSHMEM aligns to 512 bytes
+
+        def look() -> dict[str, Any]:
+            free, step = _free_bytes(gpu.device), round_up(wanted, HEAP_STEP)
+            if free is not None and free < step:
+                message = f"rank {rank}: got {free} bytes free on {gpu.device}, expected {step} for a segment of"
+                raise OutOfSharedMemory(f"{message} {num_bytes}: NVSHMEM grows in steps of {HEAP_STEP}", rank=rank)
+            return {}
+
+        def take() -> dict[str, Any]:
+            with self._current():
+                try:
+                    buffer = self._core.buffer(wanted, except_on_del=False)  # the end of the interpreter is no error
+                except self._core.NvshmemError as error:
+                    message = f"rank {rank} could not reserve a segment of {num_bytes} bytes in NVSHMEM: {error}"
+                    raise OutOfSharedMemory(message, rank=rank) from error
+                allocation = self._allocations[number] = _Allocation(buffer)
+                pad = -int(buffer.handle) % PAGE
+                allocation.addresses = [self._address(buffer, pe, rank, pad) for pe in range(rendezvous.size)]
+            return {"pad": pad}
+
+        together(rendezvous, look, "look for free memory", timeout_s)  # inside NVSHMEM it would end in a hang
+        self._num_attempts += 1
+        number = self._num_attempts
+        pads = [r["pad"] for r in together(rendezvous, take, "allocate its segment", timeout_s)]
+        if len(set(pads)) > 1:
+            raise InvalidConfig(f"NVSHMEM: got segments at {pads} bytes into a page by rank, expected one place")
+        self._allocations[number].num_bytes = num_bytes
+        return number
+
+    def _address(self, buffer: Any, pe: int, rank: int, pad: int) -> int:
+        if pe == rank:  # get_peer_buffer would count a second owner, and free() would then free nothing
+            return int(buffer.handle) + pad
+        try:
+            return int(self._core.get_peer_buffer(buffer, pe).handle) + pad
+        except self._core.NvshmemError:  # nvshmem_ptr gave a null pointer: reached over the network only
+            return 0
+
+    def _zero(self, allocation: _Allocation, gpu: DeviceMemory) -> dict[str, Any]:
+        with self._current():
+            allocation.buffer.fill(0, stream=self._device.default_stream)
+            gpu.synchronize()
+        return {}
+
+
+_world = World()
+allocate, shutdown = _world.allocate, _world.shutdown
+register_module, unregister_module = _world.register_module, _world.unregister_module

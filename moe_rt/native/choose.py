@@ -1,0 +1,93 @@
+"""Which machine and heap a group runs on, and making the engine for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from moe_rt.config import BufferSpec
+from moe_rt.errors import InvalidConfig
+from moe_rt.heap import loopback, nvshmem, shm, threads
+from moe_rt.heap.rendezvous import Rendezvous, ThreadGroup
+from moe_rt.heap.segments import together
+from moe_rt.native.cpu import CpuEngine
+from moe_rt.native.cuda import CudaEngine
+from moe_rt.native.engine import Engine
+from moe_rt.native.gpu import Gpu
+
+Heap = Literal["shm", "threads", "loopback", "nvshmem"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one."""
+
+    heap: Heap
+    gpu: Gpu | None
+
+
+def choose_machine(group: Any, rendezvous: Rendezvous, heap: Heap | Literal["auto"]) -> Machine:
+    """What this kind of group runs on.
+
+    Threads share the CPU, or the CUDA device that their group names. Processes have a GPU each where their process
+    group has an NCCL backend and torch sees a GPU; otherwise they share the memory of one host.
+
+    Raises:
+        InvalidConfig: `heap` does not fit the group, or the device does not exist.
+    """
+    cpu: Heap
+    cuda: Heap
+    if isinstance(rendezvous, ThreadGroup):
+        cpu, cuda, device = "threads", "loopback", rendezvous.device
+        on_cuda = not isinstance(device, str | torch.device) or torch.device(device).type == "cuda"
+    else:
+        cpu, cuda, device = "shm", "nvshmem", "cuda"
+        on_cuda = torch.cuda.is_available() and "nccl" in _backends(group)
+    if heap == "auto":
+        heap = cuda if on_cuda else cpu
+    if heap not in (cpu, cuda):
+        raise InvalidConfig(f'heap: got "{heap}", expected "auto", "{cpu}" or "{cuda}" for this kind of group')
+    if heap == cpu:
+        return Machine(heap, None)
+    if on_cuda and not isinstance(device, str | torch.device):
+        return Machine(heap, device)
+    return Machine(heap, Gpu(device if on_cuda else "cuda"))
+
+
+def make_engine(
+    machine: Machine,
+    rendezvous: Rendezvous,
+    spec: BufferSpec,
+    *,
+    timeout_s: float,
+    init_timeout_s: float,
+    num_threads: int,
+    num_sms: int | None,
+) -> Engine:
+    """Allocates the segments and makes this rank's engine. Collective: every rank succeeds or every rank raises."""
+    num_bytes, gpu = spec.shape().segment_bytes(), machine.gpu
+    if gpu is None:
+        allocate = threads.allocate if machine.heap == "threads" else shm.allocate
+        segments = allocate(rendezvous, num_bytes, init_timeout_s)
+        isa = os.environ.get("MOE_RT_ISA", "auto")
+        return CpuEngine(spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa)
+    allocate_on = loopback.allocate if machine.heap == "loopback" else nvshmem.allocate
+    segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
+    engines: list[Engine] = []
+
+    def make() -> dict[str, Any]:
+        engines.append(CudaEngine(spec, rendezvous.rank, segments, gpu, timeout_s=timeout_s, num_sms=num_sms))
+        return {}
+
+    together(rendezvous, make, "make its engine", init_timeout_s)
+    return engines[0]
+
+
+def _backends(group: Any) -> str:
+    if hasattr(group, "get_group"):  # a one-dimensional mesh
+        group = group.get_group()
+    return str(dist.get_backend(group))

@@ -1,0 +1,147 @@
+"""Compiled kernels on disk, for this user alone: a directory that others can write to is not trusted.
+
+Code read from here runs on the GPU, so an entry counts only if its digest is right and it is this user's own regular
+file. Ranks that start together compile each program once: one holds the program's lock while the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import stat
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+LOCK_SECONDS = 120.0
+_POLL_SECONDS = 0.02
+
+
+def cache_directory() -> Path:
+    """$MOE_RT_CACHE, else moe_rt in $XDG_CACHE_HOME, else in ~/.cache."""
+    if own := os.environ.get("MOE_RT_CACHE"):
+        return Path(own)
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared, "moe_rt")
+    return Path.home() / ".cache" / "moe_rt"
+
+
+@contextlib.contextmanager
+def open_cache() -> Iterator[CubinCache | None]:
+    """The cache, or None where there can be none; a warning says why, once."""
+    cache = None
+    try:
+        cache = CubinCache(cache_directory())
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        _warn(f"compiled kernels are not kept: {error}")
+    try:
+        yield cache
+    finally:
+        if cache is not None:
+            cache.close()
+
+
+class CubinCache:
+    """Entries of one directory. Every access goes through its descriptor, so it cannot be exchanged after the check.
+
+    Raises:
+        OSError: the directory cannot be made, or is a link, another user's or writable by others.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if not _is_private(os.fstat(self._fd)):
+            self.close()
+            raise PermissionError(f"{directory} belongs to another user or can be written by others")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def load(self, key: str) -> tuple[dict[str, Any], bytes] | None:
+        """The facts and the payload saved under a key; None where nothing is, or anything is wrong with it."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            # O_NONBLOCK: opening a fifo must not wait.
+            fd = self._open(_entry(key), os.O_RDONLY | os.O_NONBLOCK)
+            with open(fd, "rb") as file:
+                found = os.fstat(fd)
+                if not stat.S_ISREG(found.st_mode) or not _is_private(found):
+                    return None
+                line, _, payload = file.read().partition(b"\n")
+            header = json.loads(line)
+            facts = header["facts"]
+            if (header["format"], header["key"]) == (FORMAT, key) and header["sha256"] == _digest(facts, payload):
+                return facts, payload
+        return None
+
+    def save(self, key: str, facts: dict[str, Any], payload: bytes) -> None:
+        """Puts an entry in place in one step; where that fails, a warning says so and nothing is left behind."""
+        header = {"format": FORMAT, "key": key, "sha256": _digest(facts, payload), "facts": facts}
+        temporary = f".{uuid.uuid4().hex}"
+        try:
+            with open(self._open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(json.dumps(header).encode() + b"\n" + payload)
+            os.rename(temporary, _entry(key), src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        except OSError as error:
+            _warn(f"compiled kernels are not kept: {error}")
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=self._fd)
+
+    @contextlib.contextmanager
+    def lock(self, key: str, seconds: float) -> Iterator[None]:
+        """Holds the lock of a key, or goes on without after `seconds`: a lock saves work, it protects nothing."""
+        name = f"{key}.lock"
+        try:
+            fd = self._open(name, os.O_RDWR | os.O_CREAT)
+        except OSError:
+            yield
+            return
+        held = False
+        try:
+            deadline = time.monotonic() + seconds
+            while not (held := _try_lock(fd)) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            # Whoever opens the name anew looks for the entry first, and finds it unless this attempt failed.
+            if held:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self._fd)
+            os.close(fd)
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+
+
+def _entry(key: str) -> str:
+    return f"{key}.cubin"
+
+
+def _digest(facts: dict[str, Any], payload: bytes) -> str:
+    """Covers the facts too: they decide about launches as the code does."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + b"\n" + payload).hexdigest()
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

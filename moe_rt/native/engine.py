@@ -1,0 +1,202 @@
+"""What the engines of all machines share: checking tensors, making outputs, and naming an engine by an integer.
+
+An engine runs the four ops over its heap. What differs is in three hooks: where outputs come from, how an op is run,
+and how this rank refuses one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from moe_rt.config import BufferSpec
+from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
+
+REFUSAL_CODES: dict[type[MoeRtError], Code] = {
+    TooManyTokens: Code.TOO_MANY_TOKENS,
+    InvalidInput: Code.INVALID_INPUT,
+}
+_ids = itertools.count(1)
+_engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+
+
+class Engine(ABC):
+    """One rank's engine. Ops name it by `id`, an integer that a traced graph can hold."""
+
+    def __init__(self, spec: BufferSpec, rank: int, device: torch.device, timeout_s: float) -> None:
+        self.spec, self.rank, self.device, self.timeout_s = spec, rank, device, timeout_s
+        self.num_local_experts = len(spec.local_experts(rank))
+        self.capacity = spec.capacity(rank)
+        self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
+        self._rows_shape = (self.capacity, spec.hidden)
+        self._acc_dtype = spec.acc_dtype
+        self.id = next(_ids)
+        _engines[self.id] = self
+
+    @abstractmethod
+    def _rows(self, shape: tuple[int, int]) -> Tensor:
+        """An uninitialised output of the payload's dtype."""
+
+    @abstractmethod
+    def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
+        """Runs an op; `words` are the fields of its struct in cuda/protocol/args.h, in order."""
+
+    @abstractmethod
+    def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
+        """Tells the peers that this rank will not take part in the op with its input, and raises `error`."""
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """x [T, H], topk_idx int64 [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan."""
+        s, num_tokens = self.spec, x.shape[0] if x.dim() else 0
+        self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype)
+        if num_tokens > s.num_max_tokens_per_rank:
+            limit = s.num_max_tokens_per_rank
+            error = TooManyTokens(f"x: got {num_tokens} tokens, expected at most num_max_tokens_per_rank = {limit}")
+            self._refuse(Op.DISPATCH, tag, error, num_tokens, limit)
+        self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), torch.int64)
+        self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), self._acc_dtype)
+        x, topk_idx, topk_weights = self._input(x), self._input(topk_idx), self._input(topk_weights)
+        recv_x = self._rows(self._rows_shape)
+        recv_weights = torch.empty(self.capacity, dtype=self._acc_dtype, device=self.device)
+        offs = torch.empty(self.num_local_experts, dtype=torch.int32, device=self.device)
+        recv_plan = torch.empty(self.plan_ints, dtype=torch.int32, device=self.device)
+        send_plan = torch.empty(num_tokens, s.num_topk, dtype=torch.int32, device=self.device)
+        words = (
+            x.data_ptr(),
+            topk_idx.data_ptr(),
+            topk_weights.data_ptr(),
+            num_tokens,
+            recv_x.data_ptr(),
+            recv_weights.data_ptr(),
+            offs.data_ptr(),
+            recv_plan.data_ptr(),
+            send_plan.data_ptr(),
+        )
+        self._run(Op.DISPATCH, words, tag)
+        return recv_x, recv_weights, offs, recv_plan, send_plan
+
+    def combine(self, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int) -> Tensor:
+        """y [capacity, H], recv_weights [capacity] -> out [T, H]."""
+        self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights)
+        self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
+        y, recv_weights = self._input(y), self._input(recv_weights)
+        num_tokens = send_plan.shape[0]
+        out = self._rows((num_tokens, self.spec.hidden))
+        words = (
+            Op.COMBINE,
+            y.data_ptr(),
+            recv_weights.data_ptr(),
+            0,
+            recv_plan.data_ptr(),
+            send_plan.data_ptr(),
+            num_tokens,
+            out.data_ptr(),
+            0,
+        )
+        self._run(Op.COMBINE, words, tag)
+        return out
+
+    def dispatch_backward(
+        self, grad_recv_x: Tensor, grad_recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int
+    ) -> tuple[Tensor, Tensor]:
+        """grad_recv_x [capacity, H], grad_recv_weights [capacity] -> grad_x [T, H], grad_topk_weights [T, K]."""
+        op = Op.DISPATCH_BACKWARD
+        self._check_rows(op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights)
+        self._check_plans(op, tag, recv_plan, send_plan)
+        grad_recv_x, grad_recv_weights = self._input(grad_recv_x), self._input(grad_recv_weights)
+        num_tokens = send_plan.shape[0]
+        grad_x = self._rows((num_tokens, self.spec.hidden))
+        grad_topk_weights = torch.empty(num_tokens, self.spec.num_topk, dtype=self._acc_dtype, device=self.device)
+        words = (
+            op,
+            grad_recv_x.data_ptr(),
+            0,
+            grad_recv_weights.data_ptr(),
+            recv_plan.data_ptr(),
+            send_plan.data_ptr(),
+            num_tokens,
+            grad_x.data_ptr(),
+            grad_topk_weights.data_ptr(),
+        )
+        self._run(op, words, tag)
+        return grad_x, grad_topk_weights
+
+    def combine_backward(
+        self, grad_out: Tensor, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, tag: int
+    ) -> tuple[Tensor, Tensor]:
+        """grad_out [T, H], y [capacity, H], recv_weights [capacity] -> grad_y, grad_recv_weights."""
+        op, num_tokens = Op.COMBINE_BACKWARD, grad_out.shape[0] if grad_out.dim() else 0
+        self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
+        self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
+        self._check_plans(op, tag, recv_plan, None)
+        grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
+        grad_y = self._rows(self._rows_shape)
+        grad_recv_weights = torch.empty_like(recv_weights)
+        words = (
+            grad_out.data_ptr(),
+            num_tokens,
+            y.data_ptr(),
+            recv_weights.data_ptr(),
+            recv_plan.data_ptr(),
+            grad_y.data_ptr(),
+            grad_recv_weights.data_ptr(),
+        )
+        self._run(op, words, tag)
+        return grad_y, grad_recv_weights
+
+    def require_device(self, op: Op, tag: int, name: str, t: Tensor) -> None:
+        """Refuses a tensor that is not here: torch would look for another kernel and never ask this engine."""
+        if t.device != self.device:
+            got, expected = f"a tensor on {t.device}", f"one on {self.device}"
+            error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
+            self._refuse(op, tag, error, 0, 0)
+
+    @abstractmethod
+    def health(self) -> None:
+        """Raises what ended the group, if anything did. Never blocks."""
+
+    @abstractmethod
+    def timings(self) -> dict[str, Any]:
+        """Where the time of the last op went; see moe_rt.Buffer.timings."""
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Ends the group on every rank: this one will not go on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Says goodbye, refuses further ops and lets go of the segments. Local, idempotent."""
+
+    def _input(self, t: Tensor) -> Tensor:
+        return t.contiguous()
+
+    def _check_rows(self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor) -> None:
+        self._check(op, tag, name, rows, self._rows_shape, self.spec.dtype)
+        self._check(op, tag, weights_name, weights, self._rows_shape[:1], self._acc_dtype)
+
+    def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
+        self._check(op, tag, "handle.recv_plan", recv_plan, (self.plan_ints,), torch.int32)
+        if send_plan is not None:
+            self._check(op, tag, "handle.send_plan", send_plan, (len(send_plan), self.spec.num_topk), torch.int32)
+
+    def _check(self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if t.shape == shape and t.dtype is dtype and t.device == self.device:
+            return
+        got, expected = f"{t.dtype} {list(t.shape)} on {t.device}", f"{dtype} {list(shape)} on {self.device}"
+        error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
+        self._refuse(op, tag, error, t.shape[-1] if t.dim() else 0, shape[-1])
+
+
+def engine_by_id(engine_id: int) -> Engine:
+    """The engine that an op was recorded with; raises GroupClosed when its buffer is gone."""
+    engine = _engines.get(engine_id)
+    if engine is None:
+        raise GroupClosed(f"buffer {engine_id}: got an op on a buffer that no longer exists, expected an open one")
+    return engine

@@ -1,0 +1,134 @@
+"""One CUDA device: its memory, its streams, and launching compiled kernels on them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_rt.errors import InvalidConfig, LaunchFailed
+
+
+class Kernels(Protocol):
+    """Compiled kernels that can be launched by name."""
+
+    def launch(
+        self, name: str, *, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
+    ) -> None:
+        """Queues a launch; `params` holds the address of each argument, which is copied before this returns."""
+        ...
+
+
+class Gpu:
+    """A CUDA device by its torch name. Everything here may be called on any thread.
+
+    Raises:
+        InvalidConfig: there is no such device.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cuda" or not torch.cuda.is_available():
+            raise InvalidConfig(f"device: got {self.device}, expected a CUDA device that torch can use")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(self.device)
+        self.name, self.num_sms = properties.name, properties.multi_processor_count
+        # From 9.0 on the "a" target has the chip's own instructions; its code runs on that chip alone, as all ours.
+        suffix = "a" if properties.major >= 9 else ""
+        self.arch = f"sm_{properties.major}{properties.minor}{suffix}"
+        self._pending: list[tuple[torch.cuda.Event, Tensor]] = []
+
+    def zeros(self, num_bytes: int) -> Tensor:
+        """Zero-filled bytes on the device."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def upload(self, values: Tensor) -> Tensor:
+        """A copy of a CPU tensor on the device, complete when this returns."""
+        copy = values.to(self.device)
+        self.synchronize()
+        return copy
+
+    def host_bytes(self, num_bytes: int) -> Tensor:
+        """Zero-filled page-locked host memory; the device knows it by the same address."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """Waits for everything queued on the device: for making and tearing down, never on the way of an op."""
+        torch.cuda.synchronize(self.device)
+
+    def stream(self) -> int:
+        """torch's current stream on this device and thread."""
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+    def is_capturing(self) -> bool:
+        """True while the current stream is recorded into a graph."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def outlive_stream(self, memory: Tensor) -> None:
+        """Keeps the memory from being reused before what is now queued on the current stream is done."""
+        stream = torch.cuda.current_stream(self.device)
+        if memory.is_cuda:
+            memory.record_stream(stream)
+            return
+        # Page-locked memory goes back to its allocator with its last tensor, whatever a kernel may still write to it.
+        self._pending = [(event, kept) for event, kept in self._pending if not event.query()]
+        self._pending.append((stream.record_event(), memory))
+
+    def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> Kernels:
+        """Compiles cuda/device/<source> for this device, or takes it from the cache, and loads it."""
+        from moe_rt.native.jit import compile_kernels  # not needed by CPU ranks
+
+        binary = compile_kernels(source, self.arch, defines, nvshmem=nvshmem)
+        return CudaModule(binary.cubin, list(binary.resources), self.device, nvshmem=nvshmem)
+
+
+class CudaModule:
+    """A loaded cubin. Modules stay loaded: kernels of a buffer may still be queued when the buffer is gone."""
+
+    def __init__(self, cubin: bytes, names: list[str], device: torch.device, *, nvshmem: bool) -> None:
+        from cuda.bindings import driver  # not needed by CPU ranks
+
+        self._driver, self._device = driver, device
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes sure that the device's context exists and is current
+            module = self._checked("cuModuleLoadData", driver.cuModuleLoadData(cubin))
+            self._functions = {
+                name: self._checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, name.encode()))
+                for name in names
+            }
+            if nvshmem:
+                from moe_rt.heap.nvshmem import register_module
+
+                register_module(int(module))
+
+    def launch(
+        self, name: str, *, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
+    ) -> None:
+        """As Kernels.launch.
+
+        Raises:
+            LaunchFailed: naming the kernel and the driver's error.
+        """
+        if torch._C._cuda_getDevice() != self._device.index:
+            with torch.cuda.device(self._device):
+                self._launch(name, blocks, threads, shared_bytes, stream, params)
+        else:
+            self._launch(name, blocks, threads, shared_bytes, stream, params)
+
+    def _launch(
+        self, name: str, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
+    ) -> None:
+        result = self._driver.cuLaunchKernel(
+            self._functions[name], blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(params), 0
+        )
+        self._checked(name, result)
+
+    def _checked(self, what: str, result: tuple[Any, ...]) -> Any:
+        code, *value = result
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            raise LaunchFailed(f"{what}: got {code.name} from the CUDA driver, expected success")
+        return value[0] if value else None

@@ -1,0 +1,243 @@
+"""The just-in-time compiler of the CUDA kernels: sources of cuda/device in, machine code of one architecture out.
+
+Nothing is left to the driver to compile, so that every rank runs the same instructions and what they need, registers
+and spills included, is known before they run. Multiplies and adds are never contracted: the CPU engine does not either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from moe_rt.errors import CompileError
+from moe_rt.native.cubin_cache import LOCK_SECONDS, open_cache
+from moe_rt.native.nvrtc import Toolkit, compile_program, find_toolkit, link_program
+
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+_MACRO = re.compile(r"[A-Za-z_]\w*")
+_PARTS = ("protocol", "device")
+_PRELUDE = "nvshmem_prelude.h"
+
+_ENTRY = re.compile(r"^.*Compiling entry function '([^']+)'.*$", re.MULTILINE)
+_USED = re.compile(r"Used (\d+) registers(.*)")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_STACK = re.compile(r"(\d+) bytes cumulative stack size")
+_LINKED = re.compile(r"Function properties for '([^']+)':\s*\n.*used (\d+) registers.*?, (\d+) stack")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel needs, as the assembler reports it.
+
+    Attributes:
+        registers: Per thread; in a linked binary also for the library's functions that it calls.
+        stack_bytes: Per thread, with the functions that it calls.
+        spill_bytes: Stores and loads of spilled registers in the kernel's own code, not in functions that it calls.
+        shared_bytes: Static shared memory per block.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Binary:
+    """Machine code of one architecture.
+
+    Attributes:
+        cubin: What the driver loads.
+        resources: By kernel name.
+        from_cache: Whether it was compiled earlier or by another process.
+        seconds: How long it took to get it.
+    """
+
+    cubin: bytes
+    resources: dict[str, Resources]
+    from_cache: bool
+    seconds: float
+
+
+def compile_kernels(
+    source: str,
+    arch: str,
+    defines: Mapping[str, str | int],
+    *,
+    nvshmem: bool = False,
+    cache: bool = True,
+    root: Path | None = None,
+) -> Binary:
+    """Compiles a source for exactly one architecture, or takes it from the cache on disk.
+
+    Args:
+        source: A file of cuda/device.
+        arch: Such as "sm_90a".
+        defines: Macros and their values.
+        nvshmem: Whether to include NVSHMEM's headers before the source and to link its device library.
+        cache: Whether to read and write the cache.
+        root: The directory of `protocol` and `device`; source_dir() by default.
+
+    Raises:
+        CompileError: with the compiler's log, or with what to install.
+    """
+    begin = time.perf_counter()
+    job = _Job(source, arch, defines, nvshmem, root)
+    if not cache:
+        return Binary(*job.build(), False, time.perf_counter() - begin)
+    key = job.key()
+    with open_cache() as store:
+        if store is None:
+            return Binary(*job.build(), False, time.perf_counter() - begin)
+        found = store.load(key)
+        if found is None:
+            with store.lock(key, LOCK_SECONDS):
+                found = store.load(key)
+                if found is None:
+                    cubin, resources = job.build()
+                    store.save(key, {name: asdict(needs) for name, needs in resources.items()}, cubin)
+                    return Binary(cubin, resources, False, time.perf_counter() - begin)
+    facts, cubin = found
+    resources = {name: Resources(**needs) for name, needs in facts.items()}
+    return Binary(cubin, resources, True, time.perf_counter() - begin)
+
+
+def compile_ptx(
+    source: str, arch: str, defines: Mapping[str, str | int], *, nvshmem: bool = False, root: Path | None = None
+) -> str:
+    """The PTX of a source, to be read by people and tests; arguments and errors as of compile_kernels."""
+    return _Job(source, arch, defines, nvshmem, root).ptx()
+
+
+def source_dir() -> Path:
+    """The directory of the CUDA sources: inside an installed package, beside the package in a checkout.
+
+    Raises:
+        CompileError: the sources are in neither place.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = (package / "cuda", package.parent / "cuda")
+    for place in places:  # beside an installed package, `cuda` is another project's
+        if all((place / part).is_dir() for part in _PARTS):
+            return place
+    raise CompileError(f"got no CUDA sources, expected them in {places[0]} or {places[1]}")
+
+
+class _Job:
+    """One source with everything that its code depends on."""
+
+    def __init__(
+        self, source: str, arch: str, defines: Mapping[str, str | int], nvshmem: bool, root: Path | None
+    ) -> None:
+        self._root = source_dir() if root is None else root
+        self._path = self._root / "device" / source
+        self._source, self._arch, self._nvshmem = source, arch, nvshmem
+        self._defines = sorted((name, str(value)) for name, value in defines.items())
+        if not self._path.is_file():
+            raise CompileError(f"got source {source!r}, expected a file of {self._path.parent}")
+        if not _ARCH.fullmatch(arch):
+            raise CompileError(f"got architecture {arch!r}, expected one like 'sm_90a'")
+        if wrong := [name for name in defines if not _MACRO.fullmatch(name)]:
+            raise CompileError(f"got {wrong[0]!r} to define, expected the name of a macro")
+        self._toolkit: Toolkit = find_toolkit(nvshmem)
+
+    def key(self) -> str:
+        """Differs whenever the code may."""
+        texts = []
+        for part in _PARTS:
+            paths = sorted(path for path in (self._root / part).rglob("*") if path.is_file())
+            texts += [(path.relative_to(self._root).as_posix(), _sha256(path)) for path in paths]
+        options = [self._options(), self._link_options() if self._nvshmem else []]
+        everything = [texts, self._source, self._arch, self._defines, options, self._toolkit.identity]
+        return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+
+    def build(self) -> tuple[bytes, dict[str, Resources]]:
+        try:
+            code, log = self._compile([f"--gpu-architecture={self._arch}", *self._options()])
+            resources = _report(log)
+            if self._nvshmem:
+                code, linked = link_program(self._toolkit, code, self._source, self._link_options())
+                resources = _linked_report(resources, linked)
+        except CompileError as error:
+            raise self._explained(error) from error
+        return code, resources
+
+    def ptx(self) -> str:
+        try:
+            arch = self._arch.replace("sm_", "compute_")
+            code, _ = self._compile([f"--gpu-architecture={arch}", *self._options()], to_ptx=True)
+        except CompileError as error:
+            raise self._explained(error) from error
+        return code.rstrip(b"\0").decode()
+
+    def _compile(self, options: list[str], *, to_ptx: bool = False) -> tuple[bytes, str]:
+        options = [*options, f"--include-path={self._path.parent}"]
+        return compile_program(self._toolkit, self._path.read_text(), str(self._path), options, to_ptx=to_ptx)
+
+    def _options(self) -> list[str]:
+        """The compiler's options but for the architecture and for places, which change no code."""
+        options = ["--std=c++20", "--fmad=false", "--generate-line-info", "--ptxas-options=--verbose"]
+        options += [f"--define-macro={name}={value}" for name, value in self._defines]
+        if self._nvshmem:
+            # NVSHMEM's older headers leave out `__device__` here and there and use volatile in ways C++20 frowns on.
+            options += ["--relocatable-device-code=true", "--device-as-default-execution-space"]
+            options += ["--diag-suppress=3012,3013", f"--pre-include={_PRELUDE}"]
+        return options
+
+    def _link_options(self) -> list[str]:
+        return [f"-arch={self._arch}", "-verbose", "-lineinfo"]
+
+    def _explained(self, error: CompileError) -> CompileError:
+        defines = " ".join(f"{name}={value}" for name, value in self._defines) or "nothing"
+        linked = " and NVSHMEM" if self._nvshmem else ""
+        return CompileError(f"cannot compile {self._source}{linked} for {self._arch} with {defines} defined: {error}")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _report(log: str) -> dict[str, Resources]:
+    """Reads the verbose report of the assembler, one section for each kernel."""
+    _, *parts = _ENTRY.split(log)
+    resources = {}
+    for name, section in zip(parts[::2], parts[1::2], strict=True):
+        frame = re.search(
+            rf"Function properties for {re.escape(name)}\s*\n"
+            r".*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+            section,
+        )
+        used = _USED.search(section)
+        if frame is None or used is None:
+            raise CompileError(f"got no report on the resources of {name} in the compiler's log:\n{log}")
+        stack, shared = _STACK.search(used[2]), _SHARED.search(used[2])
+        resources[name] = Resources(
+            registers=int(used[1]),
+            stack_bytes=max(int(frame[1]), int(stack[1]) if stack else 0),
+            spill_bytes=int(frame[2]) + int(frame[3]),
+            shared_bytes=int(shared[1]) if shared else 0,
+        )
+    if not resources:
+        raise CompileError(f"got no kernel in the compiler's log, expected at least one:\n{log}")
+    return resources
+
+
+def _linked_report(compiled: dict[str, Resources], log: str) -> dict[str, Resources]:
+    """Raises registers and stack to what the linker found for the kernel and all that it calls.
+
+    The linker's figure of shared memory includes what the system reserves, so the compiler's stays.
+    """
+    linked = {name: (int(registers), int(stack)) for name, registers, stack in _LINKED.findall(log)}
+    if missing := compiled.keys() - linked.keys():
+        raise CompileError(
+            f"got no report on the resources of {', '.join(sorted(missing))} in the linker's log:\n{log}"
+        )
+    return {
+        name: Resources(linked[name][0], linked[name][1], needs.spill_bytes, needs.shared_bytes)
+        for name, needs in compiled.items()
+    }

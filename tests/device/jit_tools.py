@@ -1,0 +1,72 @@
+"""What the tests of the just-in-time compiler share: sources to compile, and ranks that compile at the same time."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).with_name("jit_programs")
+MODULES = ("cuda.bindings.nvrtc", "cuda.bindings.nvjitlink", "cuda.pathfinder")
+COMPILE = """
+import sys
+from pathlib import Path
+from moe_rt.native.jit import compile_kernels
+
+print(compile_kernels("small.cu", "sm_90a", {}, root=Path(sys.argv[1])).from_cache)
+"""
+
+
+def require_compiler() -> None:
+    """Skips where the compiler's packages are missing, or fails where they must not be."""
+    missing = [name for name in MODULES if not _is_there(name)]
+    if not missing:
+        return
+    reason = f"compiling CUDA kernels needs {', '.join(missing)}"
+    if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def copy_sources(root: Path) -> Path:
+    """A directory like cuda/ with the protocol, the prelude and the test programs."""
+    shutil.copytree(ROOT / "cuda" / "protocol", root / "protocol")
+    shutil.copytree(PROGRAMS, root / "device")
+    shutil.copy(ROOT / "cuda" / "device" / "nvshmem_prelude.h", root / "device")
+    return root
+
+
+def write_small_source(root: Path) -> Path:
+    """A directory like cuda/ with one kernel that compiles in no time, and a header of its own."""
+    (root / "protocol").mkdir(parents=True)
+    (root / "device").mkdir()
+    (root / "protocol" / "value.h").write_text("// A header.\n#define VALUE 1\n")
+    text = '#include "../protocol/value.h"\nextern "C" __global__ void small(int* out) { *out = VALUE; }\n'
+    (root / "device" / "small.cu").write_text(text)
+    return root
+
+
+def compile_at_once(root: Path, directory: Path, processes: int) -> list[bool]:
+    """Whether each of several processes found the small source in the cache."""
+    command = [sys.executable, "-c", COMPILE, str(root)]
+    environment = {**os.environ, "MOE_RT_CACHE": str(directory)}
+    running = [
+        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    outputs = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert all(process.returncode == 0 for process in running)
+    return [output == "True" for output in outputs]

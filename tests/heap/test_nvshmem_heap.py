@@ -1,0 +1,171 @@
+"""The NVSHMEM heap on a stand-in: every rank gets every segment, or every rank is told why not."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from harness import ThreadRanks
+from nvshmem_job import TIMEOUT_S, Job, release
+from nvshmem_standin import HEAP_BYTES, PAGE, HostGpu
+
+from moe_rt import ThreadGroup
+from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout
+from moe_rt.heap import nvshmem
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_reaches_every_segment(size: int) -> None:
+    job = Job(size)
+    made = job.allocate(5000)
+    for rank, segments in enumerate(made):
+        assert segments.symmetric == segments.addresses[rank]
+        assert segments.addresses == made[0].addresses, "threads have one address space"
+        assert segments.pidfds == [-1] * size
+    assert len(set(made[0].addresses)) == size
+    for address in made[0].addresses:
+        assert address % PAGE == 0
+        assert ctypes.string_at(address, 5000) == bytes(5000)
+    offsets = {s.symmetric - job.cores[r].base for r, s in enumerate(made)}
+    assert len(offsets) == 1, "puts name remote memory by the own address"
+
+
+def test_ranks_are_pes_and_the_second_buffer_initialises_nothing() -> None:
+    job = Job(3)
+    made = job.allocate(100, [2, 0, 1])
+    assert sorted(job.cluster.of("init")) == [(0, (1, 3)), (1, (2, 3)), (2, (0, 3))]
+    assert [process for process, _ in job.cluster.of("get_unique_id")] == [2]
+    more = job.allocate(100, [2, 0, 1])
+    assert len(job.cluster.of("init")) == 3
+    assert not {s.symmetric for s in made} & {s.symmetric for s in more}
+
+
+def test_another_group_is_refused_by_all_its_ranks_with_both_named() -> None:
+    job = Job(3)
+    made = job.allocate(100, [0, 1])
+    calls = len(job.cluster.calls)
+    text = job.refuse(InvalidConfig, ranks=[1, 2])
+    names = [world._name for world in job.worlds]
+    assert f"got {names[1:]}, expected {names[:2]}" in text
+    assert [call for call in job.cluster.calls[calls:] if call[1] != "load"] == []
+    assert f"got {names[1::-1]}" in job.refuse(InvalidConfig, ranks=[1, 0]), "another order is another numbering"
+    job.allocate(100, [0, 1])
+    assert made[0].addresses, "the first group goes on"
+
+
+def test_a_world_that_is_there_is_used_and_left_alone() -> None:
+    job = Job(2)
+    job.cluster.initialise([0, 1])
+    release(job.allocate(100))
+    assert not job.cluster.of("init")
+    assert job.shutdown() == [True, True]
+    assert len(job.cluster.of("free")) == 2
+    assert not job.cluster.of("finalize")
+    job.allocate(100)
+
+
+def test_a_world_with_other_numbers_is_refused() -> None:
+    job = Job(2)
+    job.cluster.initialise([1, 0])
+    assert "got PE 0 of 2, expected PE 1 of 2" in job.refuse(InvalidConfig)
+    job = Job(3)
+    job.cluster.initialise([0, 1, 2])
+    assert "got PE 1 of 3, expected PE 1 of 2" in job.refuse(InvalidConfig, ranks=[0, 1])
+
+
+def test_a_world_on_some_ranks_only_is_refused() -> None:
+    job = Job(2)
+    job.cluster.initialise([0])
+    assert "got PE 0 of 1, expected PE 0 of 2" in job.refuse(InvalidConfig)
+    job.cores[0].fabric.size = 2
+    assert "got it initialised on ranks [0] of 2" in job.refuse(InvalidConfig)
+
+
+def test_a_world_made_outside_of_python_is_refused() -> None:
+    job = Job(2)
+    job.cluster.initialise([0, 1])
+    tracking = job.cores[1]._internal_tracking
+    tracking._is_initialized["status"] = tracking.InternalInitStatus.UNINITIALIZED
+    assert "initialised by other means" in job.refuse(InvalidConfig)
+    assert not job.cluster.of("buffer")
+
+
+def test_a_world_finalized_by_others_is_noticed() -> None:
+    job = Job(1)
+    job.allocate(100)
+    job.cores[0].finalize()
+    assert "finalized by other means" in job.refuse(InvalidConfig)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("call", ["load", "init", "buffer", "quiet", "fill"])
+def test_what_fails_on_one_rank_is_raised_by_all(call: str, culprit: int) -> None:
+    job = Job(3)
+    if call == "quiet":
+        release(job.allocate(100))
+    job.cores[culprit].fail.add(call)
+    kind = OutOfSharedMemory if call == "buffer" else InvalidConfig
+    text = job.refuse(kind)
+    assert ("CUDA_ERROR_ILLEGAL_ADDRESS" if call == "fill" else f"{call} fails in process {culprit}") in text
+    assert f"rank {culprit} could not" in text
+
+
+def test_no_unique_id_is_raised_by_all() -> None:
+    job = Job(2)
+    job.cores[0].fail.add("get_unique_id")
+    assert "rank 0 could not make the unique id" in job.refuse(InvalidConfig)
+    job.cores[0].fail.clear()
+    job.allocate(100)
+
+
+def test_a_heap_that_is_full_is_out_of_memory() -> None:
+    job = Job(2)
+    made = job.allocate(HEAP_BYTES // 2)
+    assert f"segment of {HEAP_BYTES // 2} bytes" in job.refuse(OutOfSharedMemory, HEAP_BYTES // 2)
+    assert job.allocate(PAGE)
+    assert made[0].addresses
+
+
+def test_a_gpu_that_is_full_is_noticed_before_anyone_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(2)
+    job.gpus[1] = HostGpu(device="meta")
+    free = {"cpu": nvshmem.HEAP_STEP, "meta": nvshmem.HEAP_STEP - 1}
+    monkeypatch.setattr(nvshmem, "_free_bytes", lambda device: free[device.type])
+    assert f"rank 1: got {free['meta']} bytes free on meta" in job.refuse(OutOfSharedMemory)
+    assert not job.cluster.of("buffer")
+    free["meta"] += 1
+    job.allocate(nvshmem.HEAP_STEP // 1024)
+
+
+def test_peers_that_are_not_mapped_have_no_address() -> None:
+    job = Job(3)
+    job.cores[0].unmapped, job.cores[2].unmapped = {2}, {0, 1}
+    made = job.allocate(100)
+    own = [s.symmetric for s in made]
+    assert [s.addresses for s in made] == [[own[0], own[1], 0], own, [0, 0, own[2]]]
+
+
+def test_heaps_at_different_places_in_a_page_are_refused() -> None:
+    job = Job(2)
+    job.cores[1].shift = 512
+    assert "bytes into a page by rank" in job.refuse(InvalidConfig)
+    assert "bytes into a page by rank" in job.refuse(InvalidConfig), "and what they got is not handed out later"
+
+
+def test_sizes_and_devices_must_agree() -> None:
+    job = Job(2)
+    job.allocate(100)
+    job.gpus[1] = HostGpu(device="meta")
+    assert "gpu: got meta, expected cpu" in job.refuse(InvalidConfig)
+    outcomes = ThreadRanks(2).outcomes(different_sizes, Job(2))
+    assert all(isinstance(o, InvalidConfig) and "got [100, 101] by rank" in str(o) for o in outcomes)
+
+
+def different_sizes(group: ThreadGroup, job: Job) -> None:
+    job.worlds[group.rank].allocate(group, 100 + group.rank, TIMEOUT_S, job.gpus[group.rank])
+
+
+def test_a_rank_that_stays_away_ends_the_waiting() -> None:
+    job = Job(2)
+    with pytest.raises(PeerTimeout):
+        job.worlds[0].allocate(ThreadGroup.make(2)[0], 100, 0.2, job.gpus[0])

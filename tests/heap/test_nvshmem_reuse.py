@@ -1,0 +1,112 @@
+"""What the NVSHMEM heap does with segments that are let go of: freeing is collective, letting go is not."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+import pytest
+from nvshmem_job import Job, release
+from nvshmem_standin import PAGE
+
+from moe_rt.errors import InvalidConfig, OutOfSharedMemory
+
+
+def test_released_segments_are_kept_and_reused_zeroed() -> None:
+    job = Job(2)
+    large, small = job.allocate(3 * PAGE), job.allocate(PAGE)
+    addresses = [small[0].addresses, large[0].addresses]
+    for address in [*addresses[0], *addresses[1]]:
+        ctypes.memset(address, 0x5A, PAGE)
+    release(large)
+    release(small)
+    assert [(s.addresses, s.symmetric) for s in small] == [([], 0)] * 2
+    syncs, calls = job.gpus[1].syncs, len(job.cluster.calls)
+    first, second = job.allocate(PAGE - 1), job.allocate(PAGE - 1)
+    assert [first[0].addresses, second[1].addresses] == addresses, "the smallest that fits comes first"
+    assert {ctypes.string_at(a, PAGE) for a in [*addresses[0], *addresses[1]]} == {bytes(PAGE)}
+    assert job.gpus[1].syncs >= syncs + 6, "work and puts of before are over, then the zeros are there"
+    assert {name for _, name, _ in job.cluster.calls[calls:]} == {"quiet"}, "nothing collective"
+    third = job.allocate(PAGE)
+    assert not set(third[0].addresses) & {*addresses[0], *addresses[1]}
+
+
+def test_a_segment_is_reused_only_when_every_rank_let_go() -> None:
+    job = Job(3)
+    first = job.allocate(PAGE)
+    addresses = first[0].addresses
+    release(first[:2])
+    second = job.allocate(PAGE)
+    assert not set(second[0].addresses) & set(addresses)
+    first.pop().release()
+    assert job.allocate(PAGE)[2].addresses == addresses
+
+
+def test_garbage_is_let_go_of_without_a_call() -> None:
+    job = Job(2)
+    made = job.allocate(PAGE)
+    addresses, calls = list(made[0].addresses), len(job.cluster.calls)
+    del made
+    gc.collect()
+    assert len(job.cluster.calls) == calls
+    assert job.allocate(PAGE)[0].addresses == addresses
+    worlds = len(job.cluster.calls)
+    job.worlds.clear()
+    gc.collect()
+    assert len(job.cluster.calls) == worlds, "a process that ends calls nothing collective"
+
+
+def test_memory_that_only_some_ranks_got_is_never_used_or_freed() -> None:
+    job = Job(2)
+    release(job.allocate(PAGE))
+    job.cores[1].fail.add("buffer")
+    job.refuse(OutOfSharedMemory, 4 * PAGE)
+    job.cores[1].fail.clear()
+    assert "failed on some ranks only" in job.refuse(InvalidConfig, 4 * PAGE), "the heaps no longer are symmetric"
+    release(job.allocate(PAGE))
+    assert job.shutdown() == [False, False]
+    assert len(job.cores[0].freed) == 1
+    assert not job.cluster.of("finalize"), "it would free what was left"
+
+
+def test_shutdown_frees_in_order_finalizes_and_lets_start_anew() -> None:
+    job = Job(2)
+    made = [job.allocate(size * PAGE) for size in (2, 1, 3)]
+    offsets = [s[0].symmetric - job.cores[0].base for s in made]
+    assert all("got [3, 3] segments in use" in str(o) for o in job.shutdown())
+    for segments in reversed(made):
+        release(segments)
+    job.worlds[0].register_module(7)
+    assert job.shutdown() == [True, True]
+    assert [o // PAGE for o in job.cores[0].freed] == [o // PAGE - 1 for o in offsets]
+    assert job.cores[0].freed == job.cores[1].freed == sorted(job.cores[0].freed)
+    own = [name for process, name, _ in job.cluster.calls if process == 0]
+    assert own[-5:] == ["module_finalize", "free", "free", "free", "finalize"]
+    assert job.shutdown() == [True, True], "nothing is left to do"
+    job.worlds[0].unregister_module(7)
+    job.allocate(PAGE, [1, 0])
+    assert len(job.cluster.of("init")) == 4
+
+
+def test_shutdown_of_one_rank_still_in_use_is_refused_by_all() -> None:
+    job = Job(2)
+    made = job.allocate(PAGE)
+    made[0].release()
+    outcomes = job.shutdown()
+    assert all(isinstance(o, InvalidConfig) and "got [0, 1] segments in use" in str(o) for o in outcomes), outcomes
+    assert not job.cluster.of("free")
+
+
+def test_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(1)
+    with pytest.raises(InvalidConfig, match="not initialised"):
+        job.worlds[0].register_module(7)
+    job.allocate(100)
+    job.worlds[0].register_module(7)
+    job.worlds[0].unregister_module(7)
+    job.worlds[0].unregister_module(7)
+    assert (job.cluster.of("module_init"), job.cluster.of("module_finalize")) == ([(0, 7)], [(0, 7)])
+    assert not capsys.readouterr().out
+    job.cores[0].fail.add("module_init")
+    with pytest.raises(InvalidConfig, match="module_init fails"):
+        job.worlds[0].register_module(8)
