@@ -115,6 +115,11 @@ class Buffer:
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._engine.device
+
+    @property
     def capacity(self) -> int:
         """Rows of recv_x on this rank."""
         return self.spec.capacity(self.rank)

@@ -9,8 +9,9 @@ import torch
 from device.emulated import EmulatedGpu
 from harness import ProcessRanks, Ranks, ThreadRanks
 
+CPU_HEAPS = ("threads", "shm")
 # "loopback" is the CUDA engine with its kernels on an emulated GPU.
-HEAPS = ("threads", "shm", "loopback")
+HEAPS = (*CPU_HEAPS, "loopback")
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ struct WarpGroup {
   int64_t index, count;
   __device__ Range share(int64_t n) const { return {index, n, count}; }
   __device__ bool leader() const { return lane() == 0; }
+  __device__ void sync() const { __syncwarp(); }
   __device__ int lane() const { return int(threadIdx.x) % kLanes; }
   __device__ static constexpr int lanes() { return kLanes; }
   template <class T>

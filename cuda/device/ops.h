@@ -13,18 +13,20 @@
 #include "../protocol/dispatch.h"
 #include "exchange.h"
 #include "rows.h"
-#include "scratch.h"
+#include "sizes.h"
 
 namespace moe_rt {
 
 // A warp for each of many rows, a block for each of few: one row alone is too small to wait for.
 template <class Machine, class Fn>
 MOE_RT_FN void with_groups(const Machine& m, int first_block, int64_t num_rows, Fn&& fn) {
-  if (!Machine::kWarpsOnly && num_rows <= m.num_blocks() - first_block) {
-    fn(m.blocks(first_block));
-  } else {
-    fn(m.warps(first_block));
+  if constexpr (!Machine::kWarpsOnly) {
+    if (num_rows <= m.num_blocks() - first_block) {
+      fn(m.blocks(first_block));
+      return;
+    }
   }
+  fn(m.warps(first_block));
 }
 
 template <class Dims, class Elem, class Machine>

@@ -22,12 +22,13 @@ __device__ __forceinline__ void run(const World& w, const Control& c, const Link
 
 }  // namespace moe_rt
 
-#define MOE_RT_KERNEL(name, Args)                                                                               \
-  extern "C" __global__ void __launch_bounds__(MOE_RT_THREADS, 1)                                                 \
-      name(const __grid_constant__ moe_rt::World w, const __grid_constant__ moe_rt::Control c,                  \
-           const __grid_constant__ moe_rt::Links links, const __grid_constant__ Args a) {                       \
-    moe_rt::run(w, c, links, [&](const auto& launch) { launch.name(a); });                                      \
+#define MOE_RT_KERNEL_CALLING(name, Args, call)                                                \
+  extern "C" __global__ void __launch_bounds__(MOE_RT_THREADS, 1)                              \
+      name(const __grid_constant__ moe_rt::World w, const __grid_constant__ moe_rt::Control c, \
+           const __grid_constant__ moe_rt::Links links, const __grid_constant__ Args a) {      \
+    moe_rt::run(w, c, links, [&](const auto& launch) { call; });                               \
   }
+#define MOE_RT_KERNEL(name, Args) MOE_RT_KERNEL_CALLING(name, Args, launch.name(a))
 
 MOE_RT_KERNEL(dispatch_send, moe_rt::DispatchArgs)
 MOE_RT_KERNEL(dispatch_receive, moe_rt::DispatchArgs)

@@ -6,7 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "../device/exchange.h"
-#include "../device/scratch.h"
+#include "../device/sizes.h"
 #include "engine.h"
 
 namespace nb = nanobind;
@@ -135,6 +135,10 @@ NB_MODULE(_engine, m) {
     return scratch_bytes(w, threads);
   });
   m.attr("MAX_SCRATCH_BYTES") = kScratchBytes;
+  m.def("network_layout", [](const Shape& shape, int64_t num_warps) {
+    const NetworkLayout n = NetworkLayout::make(shape, num_warps);
+    return std::make_tuple(n.staging, n.mirrors, n.mirror_bytes, n.bytes, shape.row_bytes());
+  });
   m.def("device_state", [] {
     DeviceState state{};
     state.bad_entry = kNoBadEntry;

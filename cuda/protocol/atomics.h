@@ -120,6 +120,16 @@ MOE_RT_FN bool replace_acq_rel(T& word, T expected, T value) {
   return SystemRef<T>(word).compare_exchange_strong(expected, value, kAcqRel, kRelaxed);
 }
 
+// A network card is no party to the pairs above: it reads this rank's rows when a peer asks, and writes rows that this
+// rank has asked for. Before the one and after the other everything must be settled at system scope.
+MOE_RT_FN void network_fence() {
+#if defined(__CUDACC__)
+  cuda::atomic_thread_fence(kAcqRel, cuda::thread_scope_system);
+#else
+  std::atomic_thread_fence(kAcqRel);
+#endif
+}
+
 // Streaming (non-temporal) stores are not ordered by a release store on x86: every thread that used them calls this
 // before the barrier that precedes the signal. Without it a peer could see the signal before the rows.
 MOE_RT_FN void streaming_store_fence() {

@@ -15,9 +15,10 @@ from moe_rt.heap import loopback, nvshmem, shm, threads
 from moe_rt.heap.rendezvous import Rendezvous, ThreadGroup
 from moe_rt.heap.segments import together
 from moe_rt.native.cpu import CpuEngine
-from moe_rt.native.cuda import CudaEngine
+from moe_rt.native.cuda import CudaEngine, blocks_of_a_wait
 from moe_rt.native.engine import Engine
 from moe_rt.native.gpu import Gpu
+from moe_rt.native.launcher import network_bytes
 
 Heap = Literal["shm", "threads", "loopback", "nvshmem"]
 
@@ -77,10 +78,24 @@ def make_engine(
         return CpuEngine(spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa)
     allocate_on = loopback.allocate if machine.heap == "loopback" else nvshmem.allocate
     segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
+
+    def look() -> dict[str, Any]:
+        shared = segments.streams is not None
+        blocks = blocks_of_a_wait(spec.num_ranks, gpu, num_sms, shared=shared)
+        return {"blocks": blocks, "unmapped": 0 in segments.addresses}
+
+    seen = together(rendezvous, look, "use its GPU", init_timeout_s)
+    max_blocks, network = seen[rendezvous.rank]["blocks"], None
+    if any(r["unmapped"] for r in seen):
+        most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
+        network = allocate_on(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)
     engines: list[Engine] = []
 
     def make() -> dict[str, Any]:
-        engines.append(CudaEngine(spec, rendezvous.rank, segments, gpu, timeout_s=timeout_s, num_sms=num_sms))
+        engine = CudaEngine(
+            spec, rendezvous.rank, segments, gpu, network=network, timeout_s=timeout_s, max_blocks=max_blocks
+        )
+        engines.append(engine)
         return {}
 
     together(rendezvous, make, "make its engine", init_timeout_s)

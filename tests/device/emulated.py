@@ -21,8 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread"]
 
 
-@functools.cache
+_compiling = threading.Lock()
+
+
 def library() -> ctypes.CDLL:
+    """The emulation; ranks that are threads ask for it at once."""
+    with _compiling:
+        return _library()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
     """The emulation, compiled once per user and state of the sources."""
     sources = [
         p for part in ("cuda", "tests/device") for p in sorted((ROOT / part).rglob("*")) if p.suffix in (".h", ".cpp")
@@ -53,6 +62,7 @@ class EmulatedGpu:
         self.device = torch.device("cpu")
         self.num_sms, self.threads = num_sms, threads
         self.launched: list[str] = []
+        self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's own segment -> where the network finds everyone's
 
     def zeros(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -76,14 +86,15 @@ class EmulatedGpu:
         pass
 
     def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> EmulatedKernels:
-        return EmulatedKernels(self, defines)
+        return EmulatedKernels(self, defines, nvshmem)
 
 
 class EmulatedKernels:
     _seeds = itertools.count(1)
 
-    def __init__(self, gpu: EmulatedGpu, defines: Mapping[str, str | int]) -> None:
+    def __init__(self, gpu: EmulatedGpu, defines: Mapping[str, str | int], nvshmem: bool) -> None:
         self.gpu = gpu
+        self.network = nvshmem
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
 
@@ -91,6 +102,7 @@ class EmulatedKernels:
         self, name: str, *, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
         self.gpu.launched.append(name)
+        own = ctypes.cast(params[2], ctypes.POINTER(ctypes.c_uint64))[0]  # NetworkMemory.segment
         known = library().emulated_launch(
             name.encode(),
             self.elem,
@@ -100,6 +112,7 @@ class EmulatedKernels:
             self.gpu.threads,
             ctypes.c_int64(shared_bytes),
             params,
+            self.gpu.networks[own] if self.network else None,
             next(self._seeds),
         )
         assert known, f"no kernel is called {name}"

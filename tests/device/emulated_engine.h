@@ -1,4 +1,5 @@
-// A rank of the emulated GPU with the calls of the CPU engine, so that the stress program can drive either.
+// A rank of the emulated GPU with the calls of the CPU engine, so that the stress program can drive either. Sizes are
+// constants, as the just-in-time compiler makes them.
 #pragma once
 
 #include <memory>
@@ -9,15 +10,18 @@
 
 namespace moe_rt::emulation {
 
+template <int kHidden, int kTopk>
 class Engine {
  public:
+  using Dims = FixedDims<kHidden, kTopk>;
   static constexpr int kBlocks = 3;  // of a launch that moves rows; routing has its own
 
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
     for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
-    world_ = {config_.shape, Layout::make(config_.shape), placement_.view(), config_.capacity.data(),
-              base_.data(),  nullptr,                     config_.rank,      config_.config_hash};
+    world_ = {
+        config_.shape, Layout::make(config_.shape), placement_.view(), config_.capacity.data(), base_.data(), nullptr,
+        config_.rank,  config_.config_hash};
     state_.bad_entry = kNoBadEntry;
     control_ = {&state_, &record_, int64_t(config_.timeout_s * 1e9), 0, 1};
     noise_.seed(static_cast<uint32_t>(config_.rank) + 1);
@@ -41,10 +45,9 @@ class Engine {
     return load_acquire(record_.reported) ? record_.status : Status{};
   }
   void launch_one(const char* kernel, const void* args, int blocks) {
-    const RuntimeDims dims{config_.shape.hidden, config_.shape.num_topk};
     const int64_t bytes = scratch_bytes(world_, config_.num_lanes);
     launch(MappedLinks{}, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), [&](const auto& m) {
-      if (!run_body<RuntimeDims, F32>(kernel, m, dims, world_, control_, args)) throw std::logic_error(kernel);
+      if (!run_body<Dims, F32>(kernel, m, Dims{}, world_, control_, args)) throw std::logic_error(kernel);
     });
   }
 

@@ -1,22 +1,71 @@
 // The emulated GPU for Python: one function that launches a kernel by name; tests/device/emulated.py loads it.
 #include "emulation.h"
 
+#include "../../cuda/device/activation.h"
+#include "emulated_network.h"
+
 using namespace moe_rt;
 
-// `params` are the addresses of a launch's arguments, as cuLaunchKernel takes them. Returns 0 for an unknown kernel.
-extern "C" int emulated_launch(const char* kernel, const char* elem, int hidden, int num_topk, int blocks, int threads,
-                               int64_t shared_bytes, void** params, uint32_t seed) {
+namespace {
+
+using NetworkLinks = RdmaLinks<emulation::Network>;
+
+template <class Elem, class Machine>
+bool run_kernel(const char* kernel, const Machine& m, int hidden, int num_topk, void** params) {
   const World& w = *static_cast<const World*>(params[0]);
   const Control& c = *static_cast<const Control*>(params[1]);
   const RuntimeDims dims{hidden, num_topk};
+  if constexpr (Machine::kWarpsOnly) {
+    if (std::strcmp(kernel, "dispatch_fetch") == 0) {
+      const Launch<RuntimeDims, Elem, Machine> launch{m, dims, w, c};
+      return fetch_lists(launch, *static_cast<const DispatchArgs*>(params[3])), true;
+    }
+  }
+  return emulation::run_body<RuntimeDims, Elem>(kernel, m, dims, w, c, params[3]);
+}
+
+template <class Elem, class Machine>
+void run_activation(const Machine& m, bool backward, const void* args) {
+  if (backward) {
+    swiglu_backward<Elem>(m, *static_cast<const SwigluBackwardArgs*>(args));
+  } else {
+    swiglu_forward<Elem>(m, *static_cast<const SwigluArgs*>(args));
+  }
+}
+
+}  // namespace
+
+// `params` are the addresses of a launch's arguments, as cuLaunchKernel takes them; `segments`, where the network finds
+// each rank's segment, or nullptr where all are mapped. Returns 0 for an unknown kernel.
+extern "C" int emulated_launch(const char* kernel, const char* elem, int hidden, int num_topk, int blocks, int threads,
+                               int64_t shared_bytes, void** params, char* const* segments, uint32_t seed) {
   uint32_t known = 1;
-  emulation::launch(emulation::MappedLinks{}, blocks, threads, shared_bytes, seed, [&](const auto& m) {
+  const auto body = [&](const auto& m) {
     const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
-    const bool found = is("Bf16")  ? emulation::run_body<RuntimeDims, Bf16>(kernel, m, dims, w, c, params[3])
-                       : is("F16") ? emulation::run_body<RuntimeDims, F16>(kernel, m, dims, w, c, params[3])
-                       : is("F64") ? emulation::run_body<RuntimeDims, F64>(kernel, m, dims, w, c, params[3])
-                                   : emulation::run_body<RuntimeDims, F32>(kernel, m, dims, w, c, params[3]);
+    const bool found = is("Bf16")  ? run_kernel<Bf16>(kernel, m, hidden, num_topk, params)
+                       : is("F16") ? run_kernel<F16>(kernel, m, hidden, num_topk, params)
+                       : is("F64") ? run_kernel<F64>(kernel, m, hidden, num_topk, params)
+                                   : run_kernel<F32>(kernel, m, hidden, num_topk, params);
     if (!found) store_relaxed(known, 0u);
-  });
+  };
+  if (segments) {
+    const NetworkMemory memory = *static_cast<const NetworkMemory*>(params[2]);
+    const NetworkLinks links{memory, {segments, memory.segment}};
+    emulation::launch(links, blocks, threads, shared_bytes, seed, body);
+  } else {
+    emulation::launch(emulation::MappedLinks{}, blocks, threads, shared_bytes, seed, body);
+  }
   return static_cast<int>(known);
+}
+
+// The kernels of activation.cu, whose one argument is at `args`.
+extern "C" void emulated_activation(int backward, const char* elem, int blocks, int threads, const void* args,
+                                    uint32_t seed) {
+  emulation::launch(emulation::MappedLinks{}, blocks, threads, 0, seed, [&](const auto& m) {
+    const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
+    if (is("F32")) run_activation<F32>(m, backward, args);
+    if (is("Bf16")) run_activation<Bf16>(m, backward, args);
+    if (is("F16")) run_activation<F16>(m, backward, args);
+    if (is("F64")) run_activation<F64>(m, backward, args);
+  });
 }

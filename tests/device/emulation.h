@@ -1,4 +1,5 @@
-// A GPU of host threads: runs the CUDA launch bodies, blocks and all, so that sanitizers and the whole suite can see them.
+// A GPU of host threads: runs the CUDA launch bodies, blocks and all, so that sanitizers and the whole suite can see
+// them.
 //
 // A launch's blocks run side by side, or one after another in random order: no block may wait for another of its
 // launch, so either must do. Lanes pause at random barriers. A warp is one lane here; a block's lanes share a row.
@@ -38,6 +39,7 @@ struct Warp {
   int64_t index, count;
   Range share(int64_t n) const { return {index, n, count}; }
   bool leader() const { return true; }
+  void sync() const {}
   int lane() const { return 0; }
   int lanes() const { return 1; }
   template <class T>

@@ -8,7 +8,7 @@ from typing import Any
 import cases_faults as cases
 import pytest
 import torch
-from conftest import HEAPS
+from conftest import CPU_HEAPS
 from harness import Ranks
 
 from moe_rt import Buffer, MoEConfig
@@ -56,7 +56,7 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize("name", BAD_DISPATCH)
 def test_dispatch_is_refused_everywhere(make_ranks: MakeRanks, heap: str, name: str) -> None:
     changes, kind, here, elsewhere = BAD_DISPATCH[name]
@@ -66,7 +66,7 @@ def test_dispatch_is_refused_everywhere(make_ranks: MakeRanks, heap: str, name: 
         assert (here if rank == CULPRIT else elsewhere) in text
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize(
     ("name", "value", "here"),
     [("y", t(5, 20), "y: got torch.float32 [5, 20]"), ("recv_weights", t(7), "recv_weights: got torch.float32 [7]")],
@@ -80,12 +80,12 @@ def test_combine_is_refused_everywhere(
     assert "rank 1 refused its input" in texts[0]
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_views_and_narrow_types_are_accepted(make_ranks: MakeRanks, heap: str) -> None:
     make_ranks(heap, SIZE).run(cases.accepts_views)
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -107,7 +107,7 @@ def test_ranks_that_disagree_are_told(make_ranks: MakeRanks, heap: str, changes:
         assert "on rank 1, expected" in text
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -126,14 +126,14 @@ def test_nonsense_is_refused_everywhere(make_ranks: MakeRanks, heap: str, change
     assert texts[0].startswith("InvalidConfig: rank 1 refused its own configuration: " + field)
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_overflow_is_raised_everywhere_before_any_row(make_ranks: MakeRanks, heap: str) -> None:
     for text in make_ranks(heap, SIZE).run(cases.overflow):
         assert text.startswith("CapacityOverflow:"), text
         assert "rank 0 would receive 36 rows, expected at most its capacity of 6" in text
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize("case", [cases.swapped_layers, cases.skipped_op, cases.other_handle])
 def test_order_of_calls(make_ranks: MakeRanks, heap: str, case: Callable[..., str]) -> None:
     texts = make_ranks(heap, SIZE).run(case, CULPRIT)
@@ -141,7 +141,7 @@ def test_order_of_calls(make_ranks: MakeRanks, heap: str, case: Callable[..., st
     assert all(text.startswith(("CallOrderMismatch:", "GroupPoisoned:")) for text in texts), texts
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_use_after_close(make_ranks: MakeRanks, heap: str) -> None:
     for text in make_ranks(heap, SIZE).run(cases.use_after_close):
         assert text.startswith("GroupClosed:")
@@ -152,7 +152,7 @@ def test_second_thread_is_refused(make_ranks: MakeRanks) -> None:
     assert texts[1][0].startswith(ConcurrentUse.__name__)
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_close_during_an_op_is_told(make_ranks: MakeRanks, heap: str) -> None:
     """The op that waits ends by itself; its memory is still there when it does."""
     assert make_ranks(heap, 2).run(cases.close_during_op) == ["GroupClosed"] * 2

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import cases_failures as cases
 import pytest
-from conftest import HEAPS
+from conftest import CPU_HEAPS
 from harness import ProcessRanks, Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -28,7 +28,7 @@ def test_killed_peer_is_noticed(at: str) -> None:
         assert end - start < 5.0, "noticing took longer than a loaded machine explains"
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
     outcomes = make_ranks(heap, SIZE).run(cases.stay_away, CULPRIT, 1.0)
     for rank in (0, 2):
@@ -39,7 +39,7 @@ def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
     assert outcomes[CULPRIT][0].startswith("GroupPoisoned:"), "the late rank learns that the group has ended"
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_peer_that_closed_first(make_ranks: MakeRanks, heap: str) -> None:
     texts = make_ranks(heap, SIZE).run(cases.peer_closes_first, CULPRIT)
     assert texts[CULPRIT] == "closed"
@@ -47,7 +47,7 @@ def test_peer_that_closed_first(make_ranks: MakeRanks, heap: str) -> None:
     assert all(text.startswith(("GroupClosed", "GroupPoisoned", "closed")) for text in texts), texts
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_raising_rank_ends_the_group(make_ranks: MakeRanks, heap: str) -> None:
     texts = make_ranks(heap, SIZE).run(cases.raise_between_ops, CULPRIT)
     assert texts[CULPRIT].startswith("KeyError")

@@ -11,19 +11,19 @@
 #include <thread>
 #include <vector>
 
-#if defined(MOE_RT_EMULATED_GPU)
 #include "../device/emulated_engine.h"
-using Rank = moe_rt::emulation::Engine;
-#else
-#include "../../cuda/host/engine.h"
-using Rank = moe_rt::Engine;
-#endif
 
 using namespace moe_rt;
 
 namespace {
 
 constexpr int kTokens = 9, kHidden = 24, kTopk = 3, kExperts = 8;
+
+#if defined(MOE_RT_EMULATED_GPU)
+using Rank = emulation::Engine<kHidden, kTopk>;
+#else
+using Rank = Engine;
+#endif
 
 float element(int rank, int round, int token, int column) {
   return static_cast<float>((rank * 131 + round * 17 + token * 3 + column) % 251);

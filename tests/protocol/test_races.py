@@ -12,23 +12,36 @@ from build import compile_program
 RANKS, LANES, ROUNDS = "3", "3", "2000"  # a round is one to three dispatches, as many combines, and backwards
 
 
+GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
+
+
 def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_no_report(tmp_path: Path, sanitizer: str) -> None:
-    program = compile_program("stress.cpp", tmp_path / "stress", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+@pytest.mark.parametrize(("machine", "rounds"), [([], ROUNDS), ([GPU], "80")], ids=["cpu", "gpu"])
+def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: str) -> None:
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
+    program = compile_program("stress.cpp", tmp_path / "stress", *flags)
     for ranks, lanes in ((RANKS, LANES), ("2", "1"), ("4", "2")):
-        result = run(program, ranks, lanes, ROUNDS)
+        result = run(program, ranks, lanes, rounds)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "WARNING" not in result.stderr
-        assert f"{ranks} ranks of {lanes} lanes, {ROUNDS} rounds: every output as expected" in result.stdout
+        assert f"{ranks} ranks of {lanes} lanes, {rounds} rounds: every output as expected" in result.stdout
 
 
-def test_weakened_release_is_reported(tmp_path: Path) -> None:
-    """The detector is not blind: with relaxed signals it must speak up."""
-    program = compile_program("stress.cpp", tmp_path / "weak", "-fsanitize=thread", "-DMOE_RT_WEAKEN_RELEASE")
+@pytest.mark.parametrize(
+    ("machine", "weakened"),
+    [
+        ([], "MOE_RT_WEAKEN_RELEASE"),
+        ([GPU], "MOE_RT_WEAKEN_RELEASE"),
+        ([GPU], "MOE_RT_WEAKEN_LAST_BLOCK"),
+    ],
+)
+def test_weakened_order_is_reported(tmp_path: Path, machine: list[str], weakened: str) -> None:
+    """The detector is not blind: with relaxed signals, or blocks that do not hand over their writes, it must speak up."""
+    program = compile_program("stress.cpp", tmp_path / "weak", "-fsanitize=thread", f"-D{weakened}", *machine)
     result = run(program, RANKS, LANES, "20")
     assert result.returncode != 0
     assert "WARNING: ThreadSanitizer: data race" in result.stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import torch
-from routing import Inputs, buffer_kwargs, make_inputs
+from routing import Inputs, buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer, reference
@@ -84,3 +86,23 @@ def one_round(buffer: Buffer, inputs: Inputs, seed: int, tag: int = 0) -> list[b
     check_equal("grad_x", grad_x, expected_x)
     torch.testing.assert_close(grad_topk, expected_topk, rtol=1e-4, atol=1e-4)
     return [_bytes(_bits(t.detach())) for t in (recv_x[:n], recv_weights[:n], handle.offs, out, grad_x, grad_topk)]
+
+
+def chain(group: Any, pairs: int) -> int:
+    """Pairs of dispatch and combine without a drain between them, on three ranks; the last round in full."""
+    rank = group.rank if isinstance(group.rank, int) else group.rank()
+    spec = make_spec(3, dtype=torch.bfloat16, hidden=64)
+    pace = random.Random(rank)
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        for i in range(pairs):
+            num_tokens = pace.choice([0, 1, 5, 12])
+            x = torch.full((num_tokens, spec.hidden), float(rank * 64 + i % 64), dtype=spec.dtype)
+            idx = torch.tensor([[(t + i + 3 * k) % 9 for k in range(3)] for t in range(num_tokens)], dtype=torch.int64)
+            idx = idx.reshape(-1, 3)
+            recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(num_tokens, 3), tag=i)
+            out = buffer.combine(recv_x, recv_weights, handle)
+            assert torch.equal(out, (3.0 * x.float()).to(spec.dtype)), f"pair {i} on rank {rank}"
+            if pace.random() < 0.02:
+                time.sleep(pace.random() * 0.01)
+        one_round(buffer, make_inputs(spec, [12, 0, 7], seed=5), seed=5)
+    return pairs

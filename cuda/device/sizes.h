@@ -1,4 +1,5 @@
-// How much shared memory a launch needs, and how many tokens a routing tile has: one answer for host and device.
+// How much memory launches need besides their tensors, and how many tokens a routing tile has: one answer for host and
+// device.
 #pragma once
 
 #include "../protocol/index.h"
@@ -25,5 +26,21 @@ MOE_RT_FN int64_t scratch_bytes(const World& w, int32_t lanes) {
   }
   return ints * 4;
 }
+
+// Symmetric memory that reaching unmapped peers takes: headers on their way, a staging row for each warp of a launch,
+// and for each peer room for what its route lists say.
+struct NetworkLayout {
+  int64_t staging, mirrors, mirror_bytes, bytes;  // the headers are at 0
+
+  MOE_RT_FN static NetworkLayout make(const Shape& s, int64_t num_warps) {
+    const Layout::Window window = Layout::make(s).window[0];
+    NetworkLayout n{};
+    n.staging = round_up(int64_t{kNumKinds} * s.num_ranks * 2 * int64_t{sizeof(Header)}, kPage);
+    n.mirrors = round_up(n.staging + num_warps * s.row_bytes(), kPage);
+    n.mirror_bytes = window.tokens - window.counts;
+    n.bytes = n.mirrors + s.num_ranks * n.mirror_bytes;
+    return n;
+  }
+};
 
 }  // namespace moe_rt

@@ -1,0 +1,160 @@
+// How a rank reaches peers whose segments are not mapped: rows are fetched and delivered by gets and puts of a network.
+//
+// The protocol stays: a row that is needed is pulled into a staging row of the warp that wants it, a partial row is
+// summed there and put, and a signal is put last, set to the sequence number, after everything before it has arrived.
+// Route lists, which many warps read, are copied once by dispatch_fetch. `Net` is NVSHMEM's device interface, or a
+// test's; every call names remote memory by the own symmetric address of the same place.
+#pragma once
+
+#include "ops.h"
+
+namespace moe_rt {
+
+// Symmetric memory of this rank besides its segment, and the segment as the network knows it.
+struct NetworkMemory {
+  char* segment;
+  Header* outbox;  // [kinds][R][2] headers on their way
+  char* staging;   // a row for each warp of a launch
+  int64_t row_bytes;
+};
+
+template <class Net, class Group>
+class RdmaLink {
+ public:
+  MOE_RT_FN RdmaLink(const Net& net, const NetworkMemory& memory, const Group& group)
+      : net_(net), memory_(memory), group_(group), row_(memory.staging + group.index * memory.row_bytes) {}
+
+  MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset) const {
+    if (w.base[peer]) return w.at<const char>(peer, offset);
+    group_.sync();  // lanes may still read the row before
+    net_.get(group_, row_, memory_.segment + offset, memory_.row_bytes, peer);
+    network_fence();
+    group_.sync();
+    return row_;
+  }
+  MOE_RT_FN char* target_row(const World& w, int peer, int64_t offset) const {
+    return w.base[peer] ? w.at<char>(peer, offset) : row_;
+  }
+  MOE_RT_FN void deliver(const World& w, int peer, int64_t offset) const {
+    if (w.base[peer]) return;
+    group_.sync();
+    network_fence();
+    net_.put(group_, memory_.segment + offset, row_, memory_.row_bytes, peer);
+    group_.sync();
+  }
+  template <class T>
+  MOE_RT_FN void put(const World& w, int peer, int64_t offset, T value) const {
+    if (w.base[peer]) {
+      *w.at<T>(peer, offset) = value;
+    } else {
+      net_.put_value(reinterpret_cast<T*>(memory_.segment + offset), value, peer);
+    }
+  }
+  MOE_RT_FN void flush() const { net_.quiet(); }
+
+ private:
+  const Net& net_;
+  const NetworkMemory& memory_;
+  Group group_;
+  char* row_;
+};
+
+// The same for one lane that announces, poisons or leaves.
+template <class Net>
+class RdmaSignals {
+ public:
+  MOE_RT_FN RdmaSignals(const Net& net, const NetworkMemory& memory) : net_(net), memory_(memory) {}
+
+  MOE_RT_FN void announce(const World& w, int peer, Kind kind, const Header& header) const {
+    if (w.base[peer]) {
+      mapped_.announce(w, peer, kind, header);
+      return;
+    }
+    Header& out = memory_.outbox[(int(kind) * w.shape.num_ranks + peer) * 2 + int(header.seq & 1)];
+    out = header;
+    network_fence();
+    Mailbox& there = mailbox(w, kind);
+    net_.put_signal(&there.header[header.seq & 1], &out, &there.signal, header.seq, peer);
+  }
+  MOE_RT_FN void poison(const World& w, int peer, uint64_t word) const {
+    if (w.base[peer]) {
+      mapped_.poison(w, peer, word);
+    } else {
+      net_.replace(reinterpret_cast<uint64_t*>(memory_.segment + w.layout.poison), uint64_t{0}, word, peer);
+    }
+  }
+  MOE_RT_FN void goodbye(const World& w, int peer, Kind kind) const {
+    if (w.base[peer]) {
+      mapped_.goodbye(w, peer, kind);
+    } else {
+      net_.quiet();  // the last signal first
+      net_.put_value(&mailbox(w, kind).goodbye, uint64_t{1}, peer);
+      net_.quiet();
+    }
+  }
+
+ private:
+  MOE_RT_FN Mailbox& mailbox(const World& w, Kind kind) const {
+    return reinterpret_cast<Mailbox*>(memory_.segment + w.layout.mailboxes)[int(kind) * w.shape.num_ranks + w.rank];
+  }
+  const Net& net_;
+  const NetworkMemory& memory_;
+  MappedLink mapped_;
+};
+
+template <class Net>
+struct RdmaLinks {
+  static constexpr bool kWarpsOnly = true;
+  NetworkMemory memory;
+  Net net;
+  MOE_RT_FN RdmaSignals<Net> link() const { return {net, memory}; }
+  template <class Group>
+  MOE_RT_FN RdmaLink<Net, Group> link(const Group& group) const {
+    return {net, memory, group};
+  }
+};
+
+// The entries [first, end) of a list, if that is a range of a list of `size`: what else may stand there is judged by
+// the launch that reads it.
+template <class Machine, class T>
+MOE_RT_FN void fetch_entries(const Machine& m, const T* list, const char* there, int64_t first, int64_t end,
+                             int64_t size, int source) {
+  if (first < 0 || end > size || first >= end) return;
+  T* const here = const_cast<T*>(list) + first;
+  m.links.net.get(m.block(), here, there + first * int64_t{sizeof(T)}, (end - first) * int64_t{sizeof(T)}, source);
+}
+
+// Copies what unmapped sources list for this rank, a block for each source: before dispatch_receive, which looks at the
+// signals again and judges.
+template <class Dims, class Elem, class Machine>
+MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const DispatchArgs&) {
+  using Acc = typename Elem::Acc;
+  const auto& [m, dims, w, c] = launch;
+  if (!healthy(m, c)) return;
+  const auto block = m.block();
+  const uint64_t seq = c.state->seq[int(Kind::kDispatch)];
+  const Header ours{seq, w.config, call_word(Op::kDispatch, c.tag, 0), Code::kOk, 0, 0, 0};
+  const Layout::Window& o = w.window(seq);
+  const char* const there = m.links.memory.segment;
+  for (int source = m.block_index(); source < w.shape.num_ranks; source += m.num_blocks()) {
+    if (w.base[source]) continue;
+    if (block.rank() == 0) m.shared().flag = wait_for(m, w, c, Kind::kDispatch, ours, source).ok();
+    block.sync();
+    const bool announced = m.shared().flag != 0;
+    block.sync();
+    if (!announced) continue;
+    const auto lists = RouteLists<Acc>::view(w, source, seq);
+    m.links.net.get(block, lists.counts, there + o.counts, o.pulls - o.counts, source);
+    network_fence();
+    block.sync();
+    const int64_t pull = lists.pull_offs[w.rank], pulls_end = lists.pull_offs[w.rank + 1];
+    const int64_t copy = lists.copy_offs[w.rank], copies_end = lists.copy_offs[w.rank + 1];
+    const int64_t tokens = w.shape.num_max_tokens, most_copies = tokens * w.shape.num_topk;
+    fetch_entries(m, lists.pulls, there + o.pulls, pull, pulls_end, tokens * w.shape.num_slots(), source);
+    fetch_entries(m, lists.copies, there + o.copies, copy, copies_end, most_copies, source);
+    fetch_entries(m, lists.weights, there + o.weights, copy, copies_end, most_copies, source);
+  }
+  network_fence();
+}
+
+}  // namespace moe_rt

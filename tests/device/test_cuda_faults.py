@@ -1,0 +1,275 @@
+"""What goes wrong on a GPU: reported by kernels without a host that waits, raised at the next op, told to every peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device.emulated import EmulatedGpu
+from harness import ThreadRanks
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.errors import (
+    CallOrderMismatch,
+    CapacityOverflow,
+    ConcurrentUse,
+    CorruptPeer,
+    GroupClosed,
+    GroupPoisoned,
+    InvalidConfig,
+    InvalidInput,
+    InvalidRouting,
+    MoeRtError,
+    Op,
+    PeerTimeout,
+    Phase,
+    TooManyTokens,
+)
+
+SIZE = 3
+Act = Callable[[Buffer, Any], None]
+
+
+def outcomes(act: Act, size: int = SIZE, gpu: EmulatedGpu | None = None, **changes: Any) -> list[Any]:
+    """Each rank: one good round, then `act`, then what `check` or the next op raises."""
+    spec = make_spec(size, **changes)
+    inputs = make_inputs(spec, [12] * size, seed=1, kind="topk")
+
+    def case(group: ThreadGroup) -> Any:
+        with Buffer(group, timeout_s=0.5, **buffer_kwargs(spec)) as buffer:
+            mine = [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
+            try:
+                act(buffer, mine)
+                deadline = time.monotonic() + 1.5
+                while time.monotonic() < deadline:
+                    buffer.check()
+                    time.sleep(0.01)
+            except MoeRtError as error:
+                return error
+        return None
+
+    return ThreadRanks(size, gpu or EmulatedGpu()).outcomes(case)
+
+
+def kinds(errors: list[Any]) -> set[type]:
+    return {type(e) for e in errors}
+
+
+def pair(buffer: Buffer, mine: Any) -> None:
+    recv_x, recv_weights, handle = buffer.dispatch(*mine)
+    buffer.combine(recv_x, recv_weights, handle)
+
+
+def test_silent_peer() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        pair(buffer, mine)
+        if buffer.rank == 1:  # finds everyone's rows, and learns afterwards that they have given it up
+            time.sleep(1.0)
+            return pair(buffer, mine)
+        recv_x, _, handle = buffer.dispatch(*mine)
+        assert handle.offs.sum() == 0, "the rows that never came must not be used"
+        with pytest.raises(MoeRtError):  # the next op is where it shows
+            buffer.combine(recv_x, torch.empty(buffer.capacity), handle)
+        buffer.check()
+
+    errors = outcomes(act)
+    assert all(isinstance(e, PeerTimeout | GroupPoisoned) for e in errors), errors
+    timeouts = [e for e in errors if isinstance(e, PeerTimeout)]
+    assert timeouts
+    for e in timeouts:
+        assert (e.peer, e.op, e.seq, e.phase) == (1, Op.DISPATCH, 2, Phase.WAIT)
+        assert "announced op 1, expected 2 within 0.5 s" in str(e)
+
+
+def test_bad_expert_id() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        if buffer.rank == 2:
+            mine[1][7, 1], mine[1][9, 0] = 99, -2
+        _, _, handle = buffer.dispatch(*mine)
+        assert handle.offs.sum() == 0
+
+    errors = outcomes(act)
+    assert all("rank 2 got expert id 99" in str(e) for e in errors if isinstance(e, InvalidRouting)), errors
+    assert kinds(errors) <= {InvalidRouting, GroupPoisoned}
+    assert InvalidRouting in kinds(errors)
+
+
+def test_capacity_overflow() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        mine[1][:] = torch.tensor([0, 1, 2])  # experts of rank 0
+        _, _, handle = buffer.dispatch(*mine)
+        assert handle.offs.sum() == 0
+
+    errors = outcomes(act, capacity_factor=1.0)
+    assert CapacityOverflow in kinds(errors), errors
+    assert kinds(errors) <= {CapacityOverflow, GroupPoisoned}
+    assert any("rank 0 would receive 108 rows, expected at most its capacity of 36" in str(e) for e in errors)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda mine: mine.__setitem__(0, mine[0][:, 1:]), InvalidInput),
+        (lambda mine: mine.__setitem__(0, mine[0].double()), InvalidInput),
+        (lambda mine: mine.__setitem__(1, mine[1][:5]), InvalidInput),
+        (lambda mine: [mine.__setitem__(i, torch.cat([t, t])) for i, t in enumerate(mine)], TooManyTokens),
+    ],
+)
+def test_refused_input_ends_the_group(change: Callable[[Any], Any], kind: type) -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        pair(buffer, mine)
+        if buffer.rank == 0:
+            change(mine)
+        pair(buffer, mine)
+
+    errors = outcomes(act)
+    assert type(errors[0]) is kind, errors
+    assert kinds(errors[1:]) == {GroupPoisoned}
+    assert any("rank 0 failed first" in str(e) for e in errors[1:])
+
+
+def test_refused_once_stays_refused() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        with pytest.raises(InvalidInput):
+            buffer.dispatch(mine[0][:, 1:], mine[1], mine[2])
+        buffer.dispatch(*mine)
+
+    errors = outcomes(act, size=1)
+    assert type(errors[0]) is GroupPoisoned
+    assert isinstance(errors[0].__cause__, InvalidInput)
+
+
+def test_different_layers() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        buffer.dispatch(*mine, tag=5 + (buffer.rank == 1))
+
+    errors = outcomes(act)
+    assert CallOrderMismatch in kinds(errors), errors
+    assert kinds(errors) <= {CallOrderMismatch, GroupPoisoned}
+
+
+def test_different_ops() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        recv_x, recv_weights, handle = buffer.dispatch(*mine)
+        if buffer.rank == 1:
+            buffer.dispatch(*mine)
+        else:
+            buffer.combine(recv_x, recv_weights, handle)
+
+    errors = outcomes(act)
+    assert kinds(errors) <= {CallOrderMismatch, GroupPoisoned, PeerTimeout}, errors
+    assert CallOrderMismatch in kinds(errors)
+
+
+def test_peer_that_closed() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        pair(buffer, mine)
+        if buffer.rank == 1:
+            buffer.close()
+            buffer.close()
+        else:
+            pair(buffer, mine)
+
+    errors = outcomes(act)
+    assert "closed on this rank" in str(errors[1])
+    assert kinds(errors) <= {GroupClosed, GroupPoisoned}, errors
+
+
+def test_aborting_rank() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        pair(buffer, mine)
+        if buffer.rank == 1:
+            buffer.abort()
+        pair(buffer, mine)
+
+    errors = outcomes(act)
+    assert isinstance(errors[1], GroupClosed)
+    assert kinds([errors[0], errors[2]]) == {GroupPoisoned}, errors
+
+
+@pytest.mark.parametrize("word", range(0, 40, 7))
+def test_corrupt_lists(word: int) -> None:
+    """A peer's lists are rewritten after it published them: noticed, or harmless, but never a stray access."""
+
+    def act(buffer: Buffer, mine: Any) -> None:
+        launch, engine = buffer._engine._launcher.launch, buffer._engine
+
+        def scribble(name: str, blocks: int, stream: int) -> None:
+            launch(name, blocks, stream)
+            if name == "dispatch_send" and buffer.rank == 1:
+                region = engine._segments.mappings[0]
+                start = engine._segments.addresses[1] - region.data_ptr()
+                words = region[start : start + buffer.num_bytes].view(torch.int32)
+                lists = (words == 12).nonzero()[:40, 0]  # counts and ends of twelve tokens' lists
+                words[lists[word % len(lists)]] = 2**30
+
+        engine._launcher.launch = scribble
+        pair(buffer, mine)
+
+    errors = outcomes(act)
+    assert kinds(errors) <= {CorruptPeer, GroupPoisoned, type(None)}, errors
+
+
+def test_two_threads() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        entered = threading.Event()
+        launch = buffer._engine._launcher.launch
+
+        def slow(name: str, blocks: int, stream: int) -> None:
+            entered.set()
+            time.sleep(0.2)
+            launch(name, blocks, stream)
+
+        buffer._engine._launcher.launch = slow
+        thread = threading.Thread(target=buffer.dispatch, args=mine)
+        thread.start()
+        entered.wait()
+        try:
+            buffer.dispatch(*mine)
+        finally:
+            thread.join()
+
+    assert kinds(outcomes(act, size=1)) == {ConcurrentUse}
+
+
+class OneStream(EmulatedGpu):
+    def stream(self) -> int:
+        return 7
+
+
+def test_shared_stream() -> None:
+    errors = outcomes(pair, size=2, gpu=OneStream())
+    assert any("expected one for each rank" in str(e) for e in errors if isinstance(e, InvalidConfig)), errors
+
+
+def test_too_many_virtual_ranks() -> None:
+    errors = ThreadRanks(5, EmulatedGpu(num_sms=4)).outcomes(lambda group: Buffer(group, **buffer_kwargs(make_spec(5))))
+    assert kinds(errors) == {InvalidConfig}
+    assert all("got 5 virtual ranks on a GPU of 4 multiprocessors" in str(e) for e in errors)
+
+
+@pytest.mark.parametrize("num_sms", [0, 25])
+def test_num_sms(num_sms: int) -> None:
+    group = ThreadGroup.make(1, EmulatedGpu(num_sms=24))[0]
+    with pytest.raises(InvalidConfig, match=f"num_sms: got {num_sms}, expected 1 to 24"):
+        Buffer(group, num_sms=num_sms, **buffer_kwargs(make_spec(1)))
+
+
+def test_too_many_experts_for_a_block() -> None:
+    spec = make_spec(1, num_experts=7000)
+    with pytest.raises(InvalidConfig, match="bytes of shared memory"):
+        Buffer(ThreadGroup.make(1, EmulatedGpu())[0], **buffer_kwargs(spec))
+
+
+def test_no_gpu_here() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(InvalidConfig, match="expected a CUDA device that torch can use"):
+        Buffer(ThreadGroup.make(1, "cuda")[0], **buffer_kwargs(make_spec(1)))
+    with pytest.raises(InvalidConfig, match="expected a CUDA device that torch can use"):
+        Buffer(ThreadGroup.make(1)[0], heap="loopback", **buffer_kwargs(make_spec(1)))
