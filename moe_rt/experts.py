@@ -6,11 +6,14 @@ here does not either, so no garbage can reach a gradient.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from moe_rt.native import activation
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
 _lib.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
@@ -54,14 +57,9 @@ class SwiGLUExperts(nn.Module):
         return grouped_linear(swiglu(h, offs), self.down_proj.to(x.dtype), offs)
 
 
-def _num_rows(offs: Tensor, like: Tensor) -> int:
-    # On the CPU the count is already here; on a device nobody may wait for it, so all rows are computed.
-    return int(offs[-1]) if offs.device.type == "cpu" else like.shape[0]
-
-
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """[rows, K] x [L, K, N] -> [rows, N], or [M, rows] x [rows, N] -> [L, M, N], as torch's grouped_mm."""
-    if a.device.type != "cpu" or (_kernel_takes(a) and _kernel_takes(b)):
+    if _kernel_takes(a) and _kernel_takes(b):
         return F.grouped_mm(a, b, offs=offs)
     ends = offs.tolist()
     spans = list(zip([0, *ends[:-1]], ends, strict=True))
@@ -79,9 +77,58 @@ def _kernel_takes(t: Tensor) -> bool:
     return t.dtype is not torch.float64 and aligned
 
 
+def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """As _grouped_mm, but nobody waits for offs to come to the host."""
+    if _gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0:
+        return F.grouped_mm(a, b, offs=offs)
+    return _tiled_mm(a, b, offs)
+
+
+def _gpu_kernel_takes(t: Tensor) -> bool:
+    """torch reads offs on the host for other dtypes and GPUs, and pads or refuses rows that are not 16-byte vectors."""
+    if t.dtype is not torch.bfloat16 or _compute_capability(t.device)[0] not in (9, 10) or t.numel() == 0:
+        return False
+    aligned = all(s == 1 or (s > 0 and s * t.itemsize % 16 == 0) for s in t.stride()) and t.data_ptr() % 16 == 0
+    return aligned and t.stride()[-2:].count(1) == 1
+
+
+@functools.cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _tiled_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """grouped_mm as one bmm of a size that is known without offs.
+
+    Every expert's rows are cut into tiles of rows / L. However they are spread, that makes at most 2 L tiles: twice the
+    work that all rows would be, and each tile reads a copy of its expert's weight.
+    """
+    num_local, rows = offs.shape[0], b.shape[0] if b.dim() == 2 else a.shape[0]
+    if rows == 0:
+        return a.new_zeros(num_local, a.shape[0], b.shape[1]) if b.dim() == 2 else a.new_zeros(0, b.shape[2])
+    height = -(-rows // num_local)
+    bounds = F.pad(offs.long(), (1, 0))
+    tile_bounds = F.pad(((bounds.diff() + (height - 1)) // height).cumsum(0), (1, 0))
+    tile = torch.arange(2 * num_local, device=a.device)
+    expert = torch.searchsorted(tile_bounds[1:], tile, right=True).clamp_(max=num_local - 1)
+    first_row = bounds[expert] + (tile - tile_bounds[expert]) * height
+    row = first_row[:, None] + torch.arange(height, device=a.device)
+    unreal = row >= bounds[expert + 1][:, None]
+    source = row.clamp(max=rows - 1)
+    if b.dim() == 3:
+        out = a.new_empty(rows + 1, b.shape[2])  # the last row takes what belongs to none
+        out[row.masked_fill(unreal, rows)] = torch.bmm(a[source], b[expert])
+        return out[:rows]
+    # What lies past an expert's rows must not meet them, not even multiplied by zero: it may be NaN.
+    left, right = (t[source].masked_fill_(unreal[..., None], 0) for t in (a.t(), b))
+    product = torch.bmm(left.transpose(1, 2), right)
+    # From three tiles of an expert on, the order of their sum is that of torch's index_add_.
+    return a.new_zeros(num_local, *product.shape[1:]).index_add_(0, expert, product)
+
+
 def _swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    n = _num_rows(offs, gate_up)
+    n = int(offs[-1])
     gate, up = gate_up[:n].chunk(2, dim=1)
     torch.mul(F.silu(gate), up, out=out[:n])
     return out
@@ -89,7 +136,7 @@ def _swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
 
 def _swiglu_backward(grad: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
     out = torch.empty_like(gate_up)
-    n = _num_rows(offs, gate_up)
+    n = int(offs[-1])
     gate, up = gate_up[:n].chunk(2, dim=1)
     grad_gate, grad_up = out[:n].chunk(2, dim=1)
     grad = grad[:n]
@@ -98,9 +145,13 @@ def _swiglu_backward(grad: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-for _name, _impl in {"grouped_mm": _grouped_mm, "swiglu": _swiglu, "swiglu_backward": _swiglu_backward}.items():
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _impl, _key)
+for _name, _on_cpu, _on_gpu in (
+    ("grouped_mm", _grouped_mm, _grouped_mm_on_gpu),
+    ("swiglu", _swiglu, activation.swiglu),
+    ("swiglu_backward", _swiglu_backward, activation.swiglu_backward),
+):
+    _lib.impl(_name, _on_cpu, "CPU")
+    _lib.impl(_name, _on_gpu, "CUDA")
 
 
 @torch.library.register_fake("moe_rt::grouped_mm", lib=_lib)

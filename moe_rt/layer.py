@@ -13,6 +13,7 @@ from moe_rt.buffer import Buffer, Group
 from moe_rt.config import Overflow
 from moe_rt.errors import InvalidConfig
 from moe_rt.experts import SwiGLUExperts
+from moe_rt.native import activation
 from moe_rt.pool import shared_buffer
 from moe_rt.router import Router, RouterAux, ScoreFunc
 
@@ -90,28 +91,35 @@ class MoELayer(nn.Module):
         self.buffer = shared_buffer(group, **config.buffer_sizes()) if buffer is None else _fitting(buffer, config)
         self.expert_ids = self.buffer.spec.local_experts(self.buffer.rank)
         self.tag = self.buffer.new_tag()
-        self.router = Router(
-            config.hidden,
-            config.num_experts,
-            config.num_topk,
-            score_func=config.score_func,
-            norm_topk=config.norm_topk,
-            route_scale=config.route_scale,
-            aux_loss_coef=config.aux_loss_coef,
-            z_loss_coef=config.z_loss_coef,
-        )
-        self.experts = SwiGLUExperts(len(self.expert_ids), config.hidden, config.intermediate)
+        device = self.buffer.device
+        with device:
+            self.router = Router(
+                config.hidden,
+                config.num_experts,
+                config.num_topk,
+                score_func=config.score_func,
+                norm_topk=config.norm_topk,
+                route_scale=config.route_scale,
+                aux_loss_coef=config.aux_loss_coef,
+                z_loss_coef=config.z_loss_coef,
+            )
+            self.experts = SwiGLUExperts(len(self.expert_ids), config.hidden, config.intermediate)
+        if device.type == "cuda":
+            activation.prepare(device, config.dtype)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws N(0, 1 / fan-in). Every expert has its own stream, so the draw does not depend on where it lives."""
-        nn.init.normal_(self.router.weight, std=self.config.hidden**-0.5)
-        seeds = torch.randint(2**62, (self.config.num_experts,)).tolist()
+        """Draws N(0, 1 / fan-in), on the CPU whatever the device.
+
+        Every expert has its own stream, so the draw does not depend on where it lives.
+        """
+        _draw(self.router.weight, None)
+        seeds = torch.randint(2**62, (self.config.num_experts,), device="cpu").tolist()
         for local, expert in enumerate(self.expert_ids):
             generator = torch.Generator().manual_seed(seeds[expert])
             for weight in (self.experts.gate_up_proj, self.experts.down_proj):
-                weight[local].normal_(std=weight.shape[2] ** -0.5, generator=generator)
+                _draw(weight[local], generator)
 
     def forward(self, x: Tensor) -> tuple[Tensor, RouterAux]:
         """x [..., H] -> the same shape and dtype, and the router's losses. Collective."""
@@ -124,6 +132,11 @@ class MoELayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config}, expert_ids={self.expert_ids}"
+
+
+def _draw(weight: Tensor, generator: torch.Generator | None) -> None:
+    drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+    weight.copy_(drawn.normal_(std=weight.shape[-1] ** -0.5, generator=generator))
 
 
 def _fitting(buffer: Buffer, config: MoEConfig) -> Buffer:

@@ -47,7 +47,7 @@ def choose_machine(group: Any, rendezvous: Rendezvous, heap: Heap | Literal["aut
         on_cuda = not isinstance(device, str | torch.device) or torch.device(device).type == "cuda"
     else:
         cpu, cuda, device = "shm", "nvshmem", "cuda"
-        on_cuda = torch.cuda.is_available() and "nccl" in _backends(group)
+        on_cuda = torch.cuda.is_available() and _has_nccl(group)
     if heap == "auto":
         heap = cuda if on_cuda else cpu
     if heap not in (cpu, cuda):
@@ -102,7 +102,12 @@ def make_engine(
     return engines[0]
 
 
-def _backends(group: Any) -> str:
-    if hasattr(group, "get_group"):  # a one-dimensional mesh
+def _has_nccl(group: Any) -> bool:
+    if group is None:
+        group = dist.group.WORLD
+    elif hasattr(group, "get_group"):  # a one-dimensional mesh
         group = group.get_group()
-    return str(dist.get_backend(group))
+    try:
+        return str(group._get_backend(torch.device("cuda")).name()) == "nccl"
+    except RuntimeError:  # no backend for CUDA
+        return False

@@ -6,6 +6,7 @@ same op and none waits for rows that will never come.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +43,7 @@ class CpuEngine(Engine):
             num_lanes=num_threads,
             isa=isa,
         )
-        self._ops = {
+        self._ops: dict[Op, Callable[..., _engine.Status]] = {
             Op.DISPATCH: self._engine.dispatch,
             Op.COMBINE: self._engine.combine,
             Op.DISPATCH_BACKWARD: self._engine.combine,

@@ -100,6 +100,9 @@ class CudaModule:
                 name: self._checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, name.encode()))
                 for name in names
             }
+            # Loading at the first launch may wait for the whole device, on which a peer's kernel may wait for us.
+            for function in self._functions.values():
+                self._checked("cuFuncLoad", driver.cuFuncLoad(function))
             if nvshmem:
                 from moe_rt.heap.nvshmem import register_module
 

@@ -33,13 +33,13 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
         InvalidConfig: a value makes no sense, for this many ranks, this data or this checkpoint.
         MoeRtError: a peer failed (see moe_rt.errors), or the loss is not finite any more.
     """
-    with process_group(config.timeout_s):
-        ranks = Ranks.make(config.check_world(dist.get_world_size()))
+    with process_group(config.device, config.timeout_s):
+        ranks = Ranks.make(config.check_world(dist.get_world_size()), config.device)
         refuse_to_overwrite(config.out / "metrics.jsonl", config.resume)
         corpus = data.load(config.data, config.seq_len)
         dist.barrier()  # all ranks have found what they need, and no run in the way, before any of them writes
         torch.manual_seed(config.seed)
-        model = Decoder(config, make_moe or moe_factory(config, ranks))
+        model = Decoder(config, make_moe or moe_factory(config, ranks)).to(config.device)
         with open_buffers(model):
             Trainer(config, ranks, corpus, model).run()
 
@@ -105,7 +105,7 @@ class Trainer:
         x, y = self.corpus.train_batch(seed=config.seed, step=step, indices=self.rows, seq_len=config.seq_len)
         self.gradients.zero()
         out = self._forward(x)
-        loss = F.cross_entropy(out.logits.float().flatten(0, 1), y.flatten())
+        loss = F.cross_entropy(out.logits.float().flatten(0, 1), y.to(config.device).flatten())
         (loss + out.aux_loss).backward()
         self.gradients.average()
         grad_norm = self.gradients.clip(config.grad_clip)
@@ -134,9 +134,9 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, step: int, reporter: Reporter | None) -> None:
-        sums = torch.zeros(2, dtype=torch.float64)  # loss, bytes
-        for x, y in self.val_batches:
-            logits = self._forward(x).logits.float().flatten(0, 1)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.config.device)  # loss, bytes
+        for x, targets in self.val_batches:
+            y, logits = targets.to(self.config.device), self._forward(x).logits.float().flatten(0, 1)
             sums[0] += F.cross_entropy(logits, y.flatten(), ignore_index=data.IGNORE, reduction="sum")
             sums[1] += (y != data.IGNORE).sum()
         dist.all_reduce(sums)
@@ -145,8 +145,8 @@ class Trainer:
             reporter.validation({"step": step, "val_loss": val_loss, "val_bpb": val_loss / math.log(2)})
 
     def _forward(self, tokens: Tensor) -> DecoderOutput:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.config.dtype == "bf16"):
-            return self.model(tokens)
+        with torch.autocast(self.config.device, torch.bfloat16, enabled=self.config.dtype == "bf16"):
+            return self.model(tokens.to(self.config.device))
 
     def _reporter(self, first: int) -> contextlib.AbstractContextManager[Reporter | None]:
         if self.ranks.rank != 0:

@@ -13,21 +13,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from moe_rt.errors import InvalidConfig
 from moe_rt.layer import MoELayer
 
 
 @contextmanager
-def process_group(timeout_s: float) -> Iterator[None]:
-    """The caller's process group, or torchrun's, or one of a single rank; what is made here is left at the end."""
+def process_group(device: str, timeout_s: float) -> Iterator[None]:
+    """The caller's process group, or torchrun's, or one of a single rank; what is made here is left at the end.
+
+    Raises:
+        InvalidConfig: there is no GPU for this rank.
+    """
+    if device == "cuda":
+        local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= count:
+            raise InvalidConfig(f"device: got cuda for local rank {local_rank}, expected one of {count} GPUs")
+        torch.cuda.set_device(local_rank)
     if dist.is_initialized():
         yield
         return
     timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:
@@ -59,10 +70,10 @@ class Ranks:
     edp_group: dist.ProcessGroup
 
     @classmethod
-    def make(cls, ep: int) -> Ranks:
+    def make(cls, ep: int, device: str = "cpu") -> Ranks:
         """Collective; `ep` divides the world size."""
         world_size = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("edp", "ep"))
+        mesh = init_device_mesh(device, (world_size // ep, ep), mesh_dim_names=("edp", "ep"))
         return cls(dist.get_rank(), world_size, mesh.get_group("ep"), mesh.get_group("edp"))
 
     def share(self, count: int) -> range:
@@ -82,8 +93,9 @@ class Gradients:
         self._ranks = ranks
         experts = [p for layer in moe_layers(model) for p in layer.experts.parameters()]
         local = {id(p) for p in experts}
-        self._shared = _flat_gradient(p for p in model.parameters() if id(p) not in local)
-        self._experts = _flat_gradient(experts)
+        device = next(model.parameters()).device
+        self._shared = _flat_gradient((p for p in model.parameters() if id(p) not in local), device)
+        self._experts = _flat_gradient(experts, device)
 
     def zero(self) -> None:
         self._shared.zero_()
@@ -110,10 +122,10 @@ class Gradients:
         return norm
 
 
-def _flat_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
+def _flat_gradient(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """A zero tensor that the gradients of these parameters are views of."""
     parameters = list(parameters)
-    flat = torch.zeros(sum(p.numel() for p in parameters))
+    flat = torch.zeros(sum(p.numel() for p in parameters), device=device)
     for p, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         p.grad = view.view_as(p)
     return flat

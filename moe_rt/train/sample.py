@@ -27,7 +27,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())])
     for _ in range(num_bytes):
-        logits = forward(tokens[:, -seq_len:]).logits[:, -1].float()
+        logits = forward(tokens[:, -seq_len:]).logits[:, -1].float().cpu()
         if temperature > 0:
             token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         else:

@@ -1,4 +1,4 @@
-// The emulated GPU for Python: one function that launches a kernel by name; tests/device/emulated.py loads it.
+// The emulated GPU for Python: functions that launch a kernel by name; tests/device/emulated.py loads them.
 #include "emulation.h"
 
 #include "../../cuda/device/activation.h"

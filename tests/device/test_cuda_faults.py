@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU: reported by kernels without a host that waits, raised at the next op, told to every peer."""
+"""What goes wrong on a GPU: reported while no host waits, raised at the next op, told to every peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing between router and output asks the device anything: traced over fake CUDA tensors, and op by op on the engine."""
+"""Nothing between router and output asks the device anything: the layer, and the engine's own code."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_engine_only_makes_outputs_and_launches(monkeypatch: pytest.MonkeyPatch)
         grad = torch.ones_like(out)
         recv_plan, send_plan = handle.recv_plan, handle.send_plan
         with Forbidden():
-            engine = buffer._engine
-            grad_y, grad_w = engine.combine_backward(grad, recv_x.detach(), recv_weights.detach(), recv_plan, handle.tag)
+            engine, y, w = buffer._engine, recv_x.detach(), recv_weights.detach()
+            grad_y, grad_w = engine.combine_backward(grad, y, w, recv_plan, handle.tag)
             engine.dispatch_backward(grad_y, grad_w, recv_plan, send_plan, handle.tag)
     sends = ["dispatch", "combine", "combine_backward", "combine"]
     assert gpu.launched == [f"{op}_{half}" for op in sends for half in ("send", "receive")] + ["leave"]

@@ -1,4 +1,6 @@
-"""Prints every aten op of a MoE layer's forward and backward over fake CUDA tensors, one a line. Run in a process of its own.
+"""Prints every aten op of a MoE layer's forward and backward over fake CUDA tensors, one a line.
+
+Runs in a process of its own, since the guard it loads stays.
 
     python trace_cuda.py GUARD_LIBRARY [syncing]
 

@@ -40,7 +40,7 @@ def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: s
     ],
 )
 def test_weakened_order_is_reported(tmp_path: Path, machine: list[str], weakened: str) -> None:
-    """The detector is not blind: with relaxed signals, or blocks that do not hand over their writes, it must speak up."""
+    """The detector is not blind to relaxed signals, nor to blocks that do not hand their writes over."""
     program = compile_program("stress.cpp", tmp_path / "weak", "-fsanitize=thread", f"-D{weakened}", *machine)
     result = run(program, RANKS, LANES, "20")
     assert result.returncode != 0

@@ -47,7 +47,7 @@ def run(group: Any, changes: dict[str, Any]) -> None:
 def loaded(group: Any, changes: dict[str, Any]) -> dict[str, np.ndarray]:
     """What this rank has of the newest checkpoint after loading it into a model with other weights."""
     config = tiny(**changes)
-    with process_group(config.timeout_s):
+    with process_group(config.device, config.timeout_s):
         ranks = Ranks.make(config.check_world(dist.get_world_size()))
         torch.manual_seed(12345)
         model = Decoder(config, moe_factory(config, ranks))
@@ -64,7 +64,7 @@ def loaded(group: Any, changes: dict[str, Any]) -> dict[str, np.ndarray]:
 def initial_weights(group: Any) -> dict[str, np.ndarray]:
     """By names that do not depend on the number of ranks."""
     config = tiny()
-    with process_group(config.timeout_s):
+    with process_group(config.device, config.timeout_s):
         torch.manual_seed(7)
         model = Decoder(config, moe_factory(config, Ranks.make(dist.get_world_size())))
         with open_buffers(model):
