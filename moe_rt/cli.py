@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -34,8 +35,12 @@ def info() -> None:
     """What this machine offers: version, instruction sets, cores, heaps."""
     card = machine_card()
     card["isas"] = ", ".join(_engine.isas())
-    card["heaps"] = "shm (ranks are processes of one host), threads (ranks are threads of one process)"
-    card['heap="auto"'] = "threads for a ThreadGroup or a single rank without torch.distributed, otherwise shm"
+    card["GPUs"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none"
+    card["heaps"] = "shm (processes), threads (threads), nvshmem (processes, a GPU each), loopback (threads, one GPU)"
+    card['heap="auto"'] = (
+        "nvshmem for a process group with NCCL where torch sees a GPU, otherwise shm; "
+        "loopback for a ThreadGroup on a GPU, otherwise threads"
+    )
     for name, value in card.items():
         click.echo(f"{name:12} {value}")
 

@@ -35,6 +35,8 @@ struct Control {
   uint32_t may_overflow;  // capacity is below the worst case, and overflow ends the group
 };
 
+static_assert(sizeof(Control) == 32 && sizeof(HostRecord) == 48 && sizeof(DeviceState) == 32, "the host's layout");
+
 // What the lanes of a block tell each other.
 struct BlockShared {
   uint64_t worst;

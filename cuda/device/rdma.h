@@ -17,6 +17,7 @@ struct NetworkMemory {
   char* staging;   // a row for each warp of a launch
   int64_t row_bytes;
 };
+static_assert(sizeof(NetworkMemory) == 32, "the host's layout");
 
 template <class Net, class Group>
 class RdmaLink {

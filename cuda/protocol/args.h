@@ -46,4 +46,7 @@ struct EndArgs {
   int64_t code;
 };
 
+static_assert(sizeof(DispatchArgs) == 9 * 8 && sizeof(CombineArgs) == 9 * 8 && sizeof(CombineBackwardArgs) == 7 * 8,
+              "eight bytes a field");
+
 }  // namespace moe_rt

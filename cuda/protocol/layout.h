@@ -111,5 +111,7 @@ struct World {
     return window(seq).scalars + (token * shape.num_topk + k) * shape.acc_bytes;
   }
 };
+// The host makes these bytes and kernels read them: two compilers must lay them out alike.
+static_assert(sizeof(World) == 264 && sizeof(Header) == 48 && sizeof(Layout) == 168, "the host's layout");
 
 }  // namespace moe_rt

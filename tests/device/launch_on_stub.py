@@ -1,0 +1,35 @@
+"""Loads a cubin and launches through moe_rt.native.gpu on the stub driver. Run with it on the library path."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import torch
+
+from moe_rt.errors import LaunchFailed
+from moe_rt.native.gpu import CudaModule
+
+
+def main() -> None:
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+    torch._C._cuda_getDevice = lambda: 0
+    module = CudaModule(b"\x7fELF and so on", ["abc", "defgh"], torch.device("cuda", 0), nvshmem=False)
+    words = [ctypes.c_uint64(41), ctypes.c_uint64(42)]
+    params = (ctypes.c_void_p * 2)(*(ctypes.addressof(w) for w in words))
+    module.launch("defgh", blocks=7, threads=64, shared_bytes=99, stream=5, params=params)
+    words[1].value = 43
+    module.launch("abc", blocks=1, threads=32, shared_bytes=0, stream=0, params=params)
+    try:
+        module.launch("abc", blocks=1, threads=32, shared_bytes=2000, stream=0, params=params)
+    except LaunchFailed as error:
+        print(error)
+    try:
+        CudaModule(b"not machine code", [], torch.device("cuda", 0), nvshmem=False)
+    except LaunchFailed as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+// A libcuda that remembers launches instead of running them: what reaches the driver can be checked without a GPU.
+#include <stdio.h>
+#include <string.h>
+
+typedef int CUresult;
+
+CUresult cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+CUresult cuInit(unsigned flags) { return (void)flags, 0; }
+CUresult cuModuleLoadData(void** module, const void* image) {
+  *module = (void*)0x1000;
+  return memcmp(image, "\177ELF", 4) == 0 ? 0 : 200;
+}
+CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
+  *function = (void*)((unsigned long)module + strlen(name));
+  return printf("function %s\n", name), 0;
+}
+CUresult cuFuncLoad(void* function) { return printf("load %lu\n", (unsigned long)function - 0x1000), 0; }
+CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                        unsigned shared, void* stream, void** params, void** extra) {
+  printf("launch %lu grid %u %u %u block %u %u %u shared %u stream %lu extra %d words", (unsigned long)function - 0x1000,
+         gx, gy, gz, bx, by, bz, shared, (unsigned long)stream, extra != 0);
+  for (int i = 0; i < 2; ++i) printf(" %lu", *(unsigned long*)params[i]);
+  return printf("\n"), shared > 1000 ? 1 : 0;  // CUDA_ERROR_INVALID_VALUE
+}
+CUresult cuGetErrorName(CUresult error, const char** name) { return *name = error ? "error" : "success", 0; }
+
+static struct {
+  const char* name;
+  void* function;
+} table[] = {
+    {"cuDriverGetVersion", (void*)cuDriverGetVersion}, {"cuInit", (void*)cuInit},
+    {"cuModuleLoadData", (void*)cuModuleLoadData},     {"cuModuleGetFunction", (void*)cuModuleGetFunction},
+    {"cuFuncLoad", (void*)cuFuncLoad},                 {"cuLaunchKernel", (void*)cuLaunchKernel},
+    {"cuGetErrorName", (void*)cuGetErrorName},
+};
+
+CUresult cuGetProcAddress_v2(const char* name, void** function, int version, unsigned long flags, int* status) {
+  (void)version, (void)flags;
+  *function = 0;
+  for (unsigned i = 0; i < sizeof(table) / sizeof(table[0]); ++i) {
+    if (strcmp(table[i].name, name) == 0) *function = table[i].function;
+  }
+  if (status) *status = *function ? 0 : 1;
+  return *function ? 0 : 500;
+}
+CUresult cuGetProcAddress(const char* name, void** function, int version, unsigned long flags) {
+  return cuGetProcAddress_v2(name, function, version, flags, 0);
+}

@@ -1,0 +1,39 @@
+"""What reaches the CUDA driver: modules, functions, grids and arguments, told by a libcuda that runs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> dict[str, str]:
+    """An environment in which libcuda is the stub."""
+    source, library = str(HERE / "stub_driver.c"), str(tmp_path / "libcuda.so.1")
+    subprocess.run(["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", source, "-o", library], check=True)
+    return {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+
+
+def test_loading_and_launching(stub: dict[str, str]) -> None:
+    command = [sys.executable, str(HERE / "launch_on_stub.py")]
+    result = subprocess.run(command, env=stub, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    told = [line for line in lines if line.startswith(("function", "load", "launch"))]
+    assert told == [
+        "function abc",
+        "function defgh",
+        "load 3",
+        "load 5",
+        "launch 5 grid 7 1 1 block 64 1 1 shared 99 stream 5 extra 0 words 41 42",
+        "launch 3 grid 1 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
+        "launch 3 grid 1 1 1 block 32 1 1 shared 2000 stream 0 extra 0 words 41 43",
+    ]
+    assert "abc: got CUDA_ERROR_INVALID_VALUE from the CUDA driver, expected success" in lines
+    assert "cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from the CUDA driver, expected success" in lines
