@@ -61,7 +61,8 @@ for _name, _impl in {
     "dispatch_backward": _dispatch_backward,
     "combine_backward": _combine_backward,
 }.items():
-    _lib.impl(_name, _impl, "CPU")
+    for _key in ("CPU", "CUDA"):  # the engine knows which machine it is
+        _lib.impl(_name, _impl, _key)
 
 
 @torch.library.register_fake("moe_rt::dispatch", lib=_lib)

@@ -4,11 +4,11 @@
 #include "activation.h"
 #include "machine.h"
 
-#define MOE_RT_ACTIVATION(name, Args)                                                                         \
-  extern "C" __global__ void __launch_bounds__(MOE_RT_THREADS) name(const __grid_constant__ moe_rt::Args a) { \
-    __shared__ moe_rt::BlockShared unused;                                                                    \
-    const moe_rt::MappedLinks links{};                                                                        \
-    moe_rt::name<moe_rt::MOE_RT_ELEM>(moe_rt::CudaMachine<moe_rt::MappedLinks>{links, unused, nullptr}, a);   \
+#define MOE_RT_ACTIVATION(name, Args)                                                                            \
+  extern "C" __global__ void __launch_bounds__(MOE_RT_THREADS, 1) name(const __grid_constant__ moe_rt::Args a) { \
+    __shared__ moe_rt::BlockShared unused;                                                                       \
+    const moe_rt::MappedLinks links{};                                                                           \
+    moe_rt::name<moe_rt::MOE_RT_ELEM>(moe_rt::CudaMachine<moe_rt::MappedLinks>{links, unused, nullptr}, a);      \
   }
 
 MOE_RT_ACTIVATION(swiglu_forward, SwigluArgs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -93,8 +94,10 @@ class CudaModule:
         from cuda.bindings import driver  # not needed by CPU ranks
 
         self._driver, self._device = driver, device
+        self._bound = threading.local()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes sure that the device's context exists and is current
+            self._context = self._checked("cuCtxGetCurrent", driver.cuCtxGetCurrent())
             module = self._checked("cuModuleLoadData", driver.cuModuleLoadData(cubin))
             self._functions = {
                 name: self._checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, name.encode()))
@@ -125,6 +128,10 @@ class CudaModule:
     def _launch(
         self, name: str, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
+        if not hasattr(self._bound, "context"):
+            # A thread that torch has made, autograd's for one, may have a current device but no context yet.
+            self._checked("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
+            self._bound.context = self._context
         result = self._driver.cuLaunchKernel(
             self._functions[name], blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(params), 0
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 
 import torch
 
@@ -21,6 +22,11 @@ def main() -> None:
     module.launch("defgh", blocks=7, threads=64, shared_bytes=99, stream=5, params=params)
     words[1].value = 43
     module.launch("abc", blocks=1, threads=32, shared_bytes=0, stream=0, params=params)
+    thread = threading.Thread(
+        target=lambda: module.launch("abc", blocks=2, threads=32, shared_bytes=0, stream=0, params=params)
+    )
+    thread.start()
+    thread.join()
     try:
         module.launch("abc", blocks=1, threads=32, shared_bytes=2000, stream=0, params=params)
     except LaunchFailed as error:

@@ -22,6 +22,8 @@ CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, u
   for (int i = 0; i < 2; ++i) printf(" %lu", *(unsigned long*)params[i]);
   return printf("\n"), shared > 1000 ? 1 : 0;  // CUDA_ERROR_INVALID_VALUE
 }
+CUresult cuCtxGetCurrent(void** context) { return *context = (void*)0x77, 0; }
+CUresult cuCtxSetCurrent(void* context) { return printf("context %lx\n", (unsigned long)context), 0; }
 CUresult cuGetErrorName(CUresult error, const char** name) { return *name = error ? "error" : "success", 0; }
 
 static struct {
@@ -31,7 +33,8 @@ static struct {
     {"cuDriverGetVersion", (void*)cuDriverGetVersion}, {"cuInit", (void*)cuInit},
     {"cuModuleLoadData", (void*)cuModuleLoadData},     {"cuModuleGetFunction", (void*)cuModuleGetFunction},
     {"cuFuncLoad", (void*)cuFuncLoad},                 {"cuLaunchKernel", (void*)cuLaunchKernel},
-    {"cuGetErrorName", (void*)cuGetErrorName},
+    {"cuGetErrorName", (void*)cuGetErrorName},         {"cuCtxGetCurrent", (void*)cuCtxGetCurrent},
+    {"cuCtxSetCurrent", (void*)cuCtxSetCurrent},
 };
 
 CUresult cuGetProcAddress_v2(const char* name, void** function, int version, unsigned long flags, int* status) {

@@ -25,14 +25,17 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
     result = subprocess.run(command, env=stub, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    told = [line for line in lines if line.startswith(("function", "load", "launch"))]
+    told = [line for line in lines if line.startswith(("function", "load", "launch", "context"))]
     assert told == [
         "function abc",
         "function defgh",
         "load 3",
         "load 5",
+        "context 77",
         "launch 5 grid 7 1 1 block 64 1 1 shared 99 stream 5 extra 0 words 41 42",
         "launch 3 grid 1 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
+        "context 77",  # once for each thread
+        "launch 3 grid 2 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
         "launch 3 grid 1 1 1 block 32 1 1 shared 2000 stream 0 extra 0 words 41 43",
     ]
     assert "abc: got CUDA_ERROR_INVALID_VALUE from the CUDA driver, expected success" in lines

@@ -84,3 +84,11 @@ def test_engine_only_makes_outputs_and_launches(monkeypatch: pytest.MonkeyPatch)
             engine.dispatch_backward(grad_y, grad_w, recv_plan, send_plan, handle.tag)
     sends = ["dispatch", "combine", "combine_backward", "combine"]
     assert gpu.launched == [f"{op}_{half}" for op in sends for half in ("send", "receive")] + ["leave"]
+
+
+@pytest.mark.parametrize("key", ["CPU", "CUDA"])
+def test_ops_have_kernels(key: str) -> None:
+    """Fakes and the emulated GPU would not notice a missing one."""
+    ops = ("dispatch", "combine", "dispatch_backward", "combine_backward", "swiglu", "swiglu_backward", "grouped_mm")
+    missing = [op for op in ops if not torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_rt::{op}", key)]
+    assert not missing

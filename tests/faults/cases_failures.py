@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -83,6 +84,7 @@ def die_at(group: Any, culprit: int, at: str) -> tuple[str, float, float]:
 def open_close_many(group: Any, times: int) -> tuple[int, int]:
     """File descriptors before and after making and closing buffers; garbage left to the collector included."""
     open_buffer(group).close()
+    gc.collect()  # buffers of earlier cases, kept by their errors' tracebacks
     before = len(os.listdir("/proc/self/fd"))
     for i in range(times):
         buffer = open_buffer(group)

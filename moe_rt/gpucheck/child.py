@@ -1,0 +1,99 @@
+"""Steps in processes of their own, so that a crash or a hang ends one step; run as a module this is such a process."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_rt.gpucheck.ranks import ENVIRONMENT
+from moe_rt.gpucheck.steps import STEPS, Check, Step, perform
+
+# So long before its end a process that still runs tells where its threads are, and after its end it is waited for.
+_LAST_WORDS_S, _LOG_CHARS = 3.0, 6000
+
+
+def run_in_child(step: Step, check: Check) -> dict[str, Any]:
+    """The record of a step that runs in a process of its own; what it had found before a crash or hang is kept."""
+    with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder:
+        result = Path(folder, "result.json")
+        command = child_command(
+            step.name, str(check.device), quick=check.quick, seconds=check.seconds, sizes=check.sizes, result=result
+        )
+        ended, log = run_command(command, check.seconds, ENVIRONMENT if step.virtual else {})
+        record = json.loads(result.read_text()) if result.is_file() else check.record(step.name, "running", 0.0)
+    if record["result"] == "running":
+        why = "the process ended" if ended else f"no end within {check.seconds:.0f} s"
+        record.update(result="failed", error=f"{record['error']}\n{why}; it wrote\n{log[-_LOG_CHARS:]}".strip())
+    return record
+
+
+def child_command(
+    step: str, device: str, *, quick: bool, seconds: float, sizes: tuple[int, ...] | None, result: Path
+) -> list[str]:
+    job = {"step": step, "device": device, "quick": quick, "seconds": seconds, "sizes": sizes, "result": str(result)}
+    return [sys.executable, "-m", "moe_rt.gpucheck.child", json.dumps(job)]
+
+
+def run_command(command: list[str], seconds: float, environment: Mapping[str, str]) -> tuple[bool, str]:
+    """Runs a command, and kills it with all its children when its time is over.
+
+    Returns:
+        Whether it ended by itself, and what it wrote.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+            ended = True
+        except subprocess.TimeoutExpired:
+            ended = False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        return ended, log.read()
+
+
+def main(job: dict[str, Any]) -> None:
+    import torch
+
+    result, step = Path(job["result"]), STEPS[job["step"]]
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(1.0, job["seconds"] - _LAST_WORDS_S))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(job["device"])
+
+    def save(record: dict[str, Any]) -> None:
+        partial = result.with_suffix(".partial")
+        partial.write_text(json.dumps(record))
+        partial.replace(result)
+
+    sizes = tuple(job["sizes"]) if job["sizes"] else None
+    check = Check(job["device"], job["quick"], job["seconds"] - 2 * _LAST_WORDS_S, sizes)
+    check.save = lambda found: save(found.record(step.name, "running", 0.0))
+    save(perform(step, check))
+    faulthandler.cancel_dump_traceback_later()
+    # Threads that never ended, and what they hold of the device, must not keep the process.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,70 @@
+"""The command `moe-rt gpucheck`; what it runs is imported when it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moe_rt.errors import MoeRtError
+from moe_rt.gpucheck.steps import STEPS, Check
+
+
+@click.command(epilog="\b\nSteps:\n" + "\n".join(f"  {step.name:12} {step.title}" for step in STEPS.values()))
+@click.option("--device", default="cuda:0", show_default=True, help="Which GPU.")
+@click.option(
+    "--report", type=click.Path(file_okay=False, path_type=Path), help="Write report.json and report.md there."
+)
+@click.option(
+    "--only", type=click.Choice(list(STEPS)), metavar="STEP", multiple=True, help="From the list below; default: all."
+)
+@click.option("--quick", is_flag=True, help="Less of everything.")
+@click.option("--compile-only", is_flag=True, help="Compile the kernels for each --arch and read their PTX; no GPU.")
+@click.option("--arch", "archs", multiple=True, metavar="SM", help="Such as sm_90a; with --compile-only.")
+def gpucheck(
+    device: str, report: Path | None, only: tuple[str, ...], quick: bool, compile_only: bool, archs: tuple[str, ...]
+) -> None:
+    """Check on this machine's GPU that everything works, and how fast.
+
+    Every step runs in a process of its own and within its time. The last line is one JSON document. The exit status is
+    1 if a step failed; a missed target of speed is no failure.
+    """
+    from moe_rt.gpucheck import child, run
+    from moe_rt.gpucheck.report import show, wide_console, write_report
+
+    if compile_only != bool(archs):
+        raise click.UsageError("--compile-only and --arch need each other")
+    if compile_only and only:
+        raise click.UsageError("--compile-only is a step by itself; leave out --only")
+    try:
+        gpu = {} if compile_only else run.gpu_card(device)
+    except MoeRtError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    if compile_only:
+        records = [_compile_only(archs)]
+    else:
+        records = run.run_steps(
+            only or tuple(STEPS), device, quick, child.run_in_child, lambda t: click.echo(t, err=True)
+        )
+    document = run.document(records, gpu)
+    out = wide_console()
+    out.print(show(document))
+    if report is not None:
+        out.print(f"report: {write_report(document, report)}")
+    click.echo(json.dumps(document, separators=(",", ":")))
+    if not document["ok"]:
+        raise click.exceptions.Exit(1)
+
+
+def _compile_only(archs: tuple[str, ...]) -> dict[str, Any]:
+    """Compiles anew, whatever the cache holds."""
+    import time
+
+    from moe_rt.gpucheck import compiling
+
+    check, begin = Check(None, seconds=900.0), time.monotonic()
+    with check.part("compile-only"):
+        compiling.compile_all(archs, compiling.VARIANTS, check, cache=False)
+    return check.record("compile-only", "failed" if check.failures else "ok", time.monotonic() - begin)

@@ -1,0 +1,151 @@
+"""Compiles every kind of kernel for given architectures, on all cores: what each needs, and what its PTX says."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
+from moe_rt.gpucheck.steps import Check, Table
+from moe_rt.native.gpu import Gpu
+from moe_rt.native.jit import compile_kernels, compile_ptx, source_dir
+from moe_rt.native.launcher import NETWORK_THREADS, THREADS
+
+NO_SPILLS_UP_TO_TOPK = 16
+NETWORK = "kernels_rdma.cu"
+_THREADS = {"kernels.cu": THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One source with what the just-in-time compiler makes constant; no hidden means that it takes any."""
+
+    source: str
+    elem: str
+    hidden: int = 0
+    topk: int = 0
+
+    def defines(self) -> dict[str, str | int]:
+        sizes: dict[str, str | int] = {"MOE_RT_HIDDEN": self.hidden, "MOE_RT_TOPK": self.topk} if self.hidden else {}
+        return {"MOE_RT_ELEM": self.elem, **sizes, "MOE_RT_THREADS": _THREADS[self.source]}
+
+    def cells(self) -> list[Any]:
+        return [self.source, self.elem, self.hidden or "any", self.topk or "any"]
+
+
+LARGEST = Variant("kernels.cu", "Bf16", 7168, 8)
+VARIANTS = (
+    LARGEST,
+    Variant("kernels.cu", "Bf16", 2048, 4),
+    Variant("kernels.cu", "Bf16", 1000, 3),  # 125 vectors
+    Variant("kernels.cu", "Bf16", 4096, 32),
+    *(Variant("kernels.cu", elem, 2048, 4) for elem in ("F32", "F16", "F64")),
+    Variant(NETWORK, "Bf16", 7168, 8),
+    *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
+)
+# What the other steps run, so that they find it in the cache.
+NEEDED = (
+    *(Variant("kernels.cu", elem, 20, 3) for elem in ("F32", "Bf16", "F16", "F64")),
+    Variant("kernels.cu", "F32", 17, 3),
+    Variant("kernels.cu", "Bf16", 17, 3),
+    *(Variant("kernels.cu", elem, 1024, 4) for elem in ("F32", "Bf16")),
+    Variant(NETWORK, "F32", 20, 3),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    variant: Variant
+    arch: str
+    to_ptx: bool = False
+    cache: bool = False
+
+
+def check(check: Check) -> None:
+    """The step: everything for this GPU, into the cache."""
+    compile_all((Gpu(check.device).arch,), (*VARIANTS, *NEEDED), check, cache=True)
+
+
+def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Check, *, cache: bool) -> None:
+    """Compiles all variants whose source there is; fails of the check are what did not compile, spilled, or lacks an
+    order that the protocol needs."""
+    present = [v for v in variants if (source_dir() / "device" / v.source).is_file()]
+    if absent := sorted({v.source for v in variants} - {v.source for v in present}):
+        check.say(f"no source {', '.join(absent)}")
+    jobs = [Job(variant, arch, cache=cache) for arch in archs for variant in present]
+    jobs += [Job(LARGEST, arch, to_ptx=True) for arch in archs if LARGEST in present]
+    begin = time.monotonic()
+    results = list(_results(jobs, check.seconds))
+    cached = sum(bool(r.get("from_cache")) for _, r in results)
+    check.say(f"{len(jobs)} jobs, {cached} from the cache, {time.monotonic() - begin:.1f} s")
+    compiled = [(job, r) for job, r in results if "kernels" in r]
+    check.failures.extend(f"{_name(job)}: {r['error']}" for job, r in results if "error" in r)
+    check.failures.extend(
+        f"{_name(job)}: {name} spills {needs['spill_bytes']} bytes"
+        for job, r in compiled
+        for name, needs in r["kernels"].items()
+        if needs["spill_bytes"] and job.variant.topk <= NO_SPILLS_UP_TO_TOPK
+    )
+    check.failures.extend(f"PTX of {_name(job)}: {problem}" for job, r in results for problem in r.get("problems", ()))
+    check.add(_resources_table(compiled))
+    check.add(_orders_table([(job, r["orders"]) for job, r in results if "orders" in r]))
+
+
+def _results(jobs: list[Job], seconds: float) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """In the order of the jobs."""
+    processes = min(len(os.sched_getaffinity(0)), len(jobs))
+    if processes <= 1:
+        yield from ((job, run_job(job)) for job in jobs)
+        return
+    deadline = time.monotonic() + seconds
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:  # leaving it ends the processes
+        results = pool.imap(run_job, jobs)
+        for job in jobs:
+            try:
+                yield job, results.next(max(0.0, deadline - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                yield job, {"error": f"not compiled within {seconds:g} s"}
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Runs in a process of its own; what it raises is part of the result."""
+    v = job.variant
+    try:
+        if job.to_ptx:
+            orders = read_orders(compile_ptx(v.source, job.arch, v.defines()))
+            return {"orders": {name: asdict(o) for name, o in orders.items()}, "problems": find_problems(orders)}
+        binary = compile_kernels(v.source, job.arch, v.defines(), nvshmem=v.source == NETWORK, cache=job.cache)
+        kernels = {name: asdict(needs) for name, needs in sorted(binary.resources.items())}
+        return {"kernels": kernels, "from_cache": binary.from_cache, "seconds": binary.seconds}
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def _name(job: Job) -> str:
+    return " ".join(map(str, (*job.variant.cells(), job.arch)))
+
+
+def _resources_table(compiled: list[tuple[Job, dict[str, Any]]]) -> Table:
+    fields = ("registers", "stack_bytes", "spill_bytes", "shared_bytes")
+    rows = [
+        [*job.variant.cells(), job.arch, name, *(needs[f] for f in fields)]
+        for job, result in compiled
+        for name, needs in result["kernels"].items()
+    ]
+    columns = ["source", "dtype", "hidden", "topk", "arch", "kernel", "registers", "stack", "spills", "shared"]
+    return Table("Kernels", columns, rows, "per thread; stack and spills in bytes, static shared memory per block")
+
+
+def _orders_table(found: list[tuple[Job, dict[str, Any]]]) -> Table:
+    rows = [
+        [*job.variant.cells(), job.arch, name, *orders.values()]
+        for job, kernels in found
+        for name, orders in sorted(kernels.items())
+    ]
+    columns = ["source", "dtype", "hidden", "topk", "arch", "kernel", *Orders.__dataclass_fields__]
+    return Table("Orders in PTX", columns, rows, "instructions in the text of each kernel")

@@ -1,0 +1,95 @@
+"""Rounds of 1 to 8 virtual ranks against the reference: all dtypes, and every kind of routing that has its own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_rt.buffer import Buffer
+from moe_rt.gpucheck.ranks import run_ranks, torch_device
+from moe_rt.gpucheck.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
+from moe_rt.gpucheck.steps import Check, Table
+from moe_rt.heap.rendezvous import ThreadGroup
+
+SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROUNDS = 3  # windows take turns, and the third meets the first again
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """`most` tokens on some rank and none on another, where there are several."""
+
+    name: str
+    kind: str = "random"
+    most: int = 12
+    idle: bool = True
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def num_tokens(self, size: int, turn: int) -> list[int]:
+        if size == 1 or not self.idle:
+            return [self.most] * size
+        tokens = [(5 * r + turn) % (self.most + 1) for r in range(size)]
+        tokens[turn % size], tokens[(turn + 1) % size] = 0, self.most
+        return tokens
+
+
+def cases(size: int, quick: bool) -> list[Case]:
+    dtypes = (torch.float32, torch.bfloat16) if quick else DTYPES
+    scattered = [(e * 5 + 2) % size for e in range(9)]
+    drop = {"capacity_factor": 0.4, "overflow": "drop"}
+    found = [Case(f"random {_short(d)}", changes={"dtype": d}) for d in dtypes]
+    found += [
+        Case("distinct", "topk"),
+        Case("all to one expert", "one_expert"),
+        Case("odd rows", changes={"hidden": 17}),
+        Case("odd rows bf16", changes={"hidden": 17, "dtype": torch.bfloat16}),
+        Case("dropped", "topk", idle=False, changes=drop),
+    ]
+    if set(scattered) == set(range(size)):
+        found.append(Case("scattered placement", changes={"placement": scattered}))
+    if quick:
+        return found
+    found.append(Case("no tokens", most=0))
+    # More tokens than blocks: rows then go to warps instead of blocks.
+    found.append(Case("many tokens", most=200 if size == 1 else 64, changes={"num_max_tokens_per_rank": 200}))
+    if size <= 2:
+        real = {"hidden": 7168, "num_topk": 8, "num_experts": 16, "dtype": torch.bfloat16}
+        found.append(Case("large rows", "topk", most=8, changes=real))
+    return found
+
+
+def check(check: Check) -> None:
+    rows: list[list[Any]] = []
+    for size in check.sizes or (QUICK_SIZES if check.quick else SIZES):
+        for case in cases(size, check.quick):
+            with check.part(f"{case.name}, {size} ranks"):
+                rounds = 1 if check.quick else ROUNDS
+                run_case(check.device, size, case, rounds, seconds=min(60.0, check.seconds))
+                rows.append([size, case.name, rounds, "equal"])
+    check.say(f"{len(rows)} cases equal, {len(check.failures)} not")
+    columns = ["ranks", "case", "rounds", "forward and backward"]
+    check.add(Table("Correctness", columns, rows, "bit for bit; weight gradients within 1e-4"))
+
+
+def run_case(device: Any, size: int, case: Case, rounds: int = ROUNDS, *, seconds: float = 60.0) -> None:
+    """Some rounds with fresh inputs in one buffer; the reference is computed once, before the ranks start."""
+    spec = make_spec(size, **case.changes)
+    seeds = [1000 * size + 10 * turn + len(case.name) for turn in range(rounds)]
+    inputs = [make_inputs(spec, case.num_tokens(size, turn), seed, case.kind) for turn, seed in enumerate(seeds)]
+    expected = [expect(spec, given, seed) for given, seed in zip(inputs, seeds, strict=True)]
+
+    def work(group: ThreadGroup) -> None:
+        with Buffer(group, timeout_s=TIMEOUT_S, **buffer_kwargs(spec)) as buffer:
+            for turn in range(rounds):
+                play(buffer, inputs[turn], expected[turn], torch_device(device), tag=turn)
+            buffer.check()
+
+    run_ranks(device, size, work, seconds=seconds)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

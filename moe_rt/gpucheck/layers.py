@@ -1,0 +1,117 @@
+"""The layer of one rank on a GPU equals a dense loop over its experts, eager and compiled as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_rt.gpucheck.ranks import torch_device
+from moe_rt.gpucheck.rounds import WrongOutput
+from moe_rt.gpucheck.steps import Check, Table
+from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.layer import MoEConfig, MoELayer
+
+# Largest difference over the largest value. bf16 has 8 bits, and products of two sums of rounded values.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    hidden: int = 1024
+    intermediate: int = 512
+    experts: int = 32
+    topk: int = 4
+    tokens: int = 512
+
+
+def check(check: Check, sizes: LayerSizes = LayerSizes()) -> None:
+    rows: list[list[Any]] = []
+    for dtype in TOLERANCE:
+        layer, x = make_layer(check.device, dtype, sizes)
+        eager: dict[str, Tensor] = {}
+        with check.part(f"eager {dtype}"):
+            eager = forward_backward(layer, layer, x)
+            compare(f"eager {dtype}", eager, dense_results(layer, x), TOLERANCE[dtype], rows)
+        with check.part(f"compiled {dtype}"):
+            torch.compiler.reset()
+            compiled = forward_backward(layer, torch.compile(layer, fullgraph=True), x)
+            compare(f"compiled {dtype}", compiled, eager, TOLERANCE[dtype], rows)
+        layer.buffer.close()
+    check.say(f"{len(rows)} tensors agree")
+    columns = ["layer", "tensor", "difference", "allowed"]
+    check.add(Table("Layer", columns, rows, "of the largest value; eager against a dense loop, compiled against eager"))
+
+
+def make_layer(device: Any, dtype: torch.dtype, sizes: LayerSizes) -> tuple[MoELayer, Tensor]:
+    """A seeded layer of one rank and its input."""
+    where = torch_device(device)
+    config = MoEConfig(
+        hidden=sizes.hidden,
+        intermediate=sizes.intermediate,
+        num_experts=sizes.experts,
+        num_topk=sizes.topk,
+        num_max_tokens_per_rank=sizes.tokens,
+        dtype=dtype,
+        timeout_s=20.0,
+    )
+    torch.manual_seed(5)
+    layer = MoELayer(config, ThreadGroup.make(1, device)[0]).to(where)
+    return layer, torch.randn(sizes.tokens, sizes.hidden).to(dtype).to(where)
+
+
+def forward_backward(layer: MoELayer, call: Callable[[Tensor], Any], x: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of the layer called in this way."""
+    x = x.clone().requires_grad_()
+    return _results(layer, x, call(x)[0])
+
+
+def dense_results(layer: MoELayer, x: Tensor) -> dict[str, Tensor]:
+    """The same without the layer's code: every expert sees every token."""
+    x = x.clone().requires_grad_()
+    return _results(layer, x, _dense(layer, x))
+
+
+def compare(
+    name: str, got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, rows: list[list[Any]]
+) -> None:
+    """Adds a row for each tensor that agrees.
+
+    Raises:
+        WrongOutput: one does not.
+    """
+    for tensor, value in expected.items():
+        difference = float((got[tensor].float() - value.float()).abs().max() / value.float().abs().max())
+        if not difference <= tolerance:
+            raise WrongOutput(f"{name}, {tensor}: got a difference of {difference:.3g}, expected at most {tolerance:g}")
+        rows.append([name, tensor, float(f"{difference:.3g}"), tolerance])
+
+
+def _results(layer: MoELayer, x: Tensor, out: Tensor) -> dict[str, Tensor]:
+    grad = torch.linspace(-1, 1, out.shape[1], device=out.device).to(out.dtype).expand_as(out)
+    named = dict(layer.named_parameters())
+    grads = torch.autograd.grad(out, [x, *named.values()], grad)
+    return {"out": out.detach(), **dict(zip(["x", *named], grads, strict=True))}
+
+
+def _dense(layer: MoELayer, x: Tensor) -> Tensor:
+    """Rounds where the layer rounds, and computes in fp32."""
+    dtype, num_topk = layer.config.dtype, layer.config.num_topk
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(dtype).float()
+
+    scores = F.linear(x.float(), layer.router.weight.float()).softmax(-1)
+    top, idx = scores.topk(num_topk, dim=-1)
+    weights = top / top.sum(-1, keepdim=True)
+    rows, out = rounded(x), torch.zeros(x.shape, device=x.device)
+    for expert in range(layer.config.num_experts):
+        gate_up, down = (rounded(w[expert]) for w in (layer.experts.gate_up_proj, layer.experts.down_proj))
+        gate, up = rounded(F.linear(rows, gate_up)).chunk(2, dim=-1)
+        y = rounded(F.linear(rounded(F.silu(gate) * up), down))
+        out = out + ((idx == expert) * weights).sum(-1, keepdim=True) * y
+    return out.to(x.dtype)

@@ -1,0 +1,124 @@
+"""Virtual ranks: threads that share one GPU, or what stands in for it, each on a stream of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from moe_rt.heap.rendezvous import ThreadGroup
+
+# Ranks' streams must not share a hardware queue: one rank's launch would wait behind another's wait. And whatever
+# waits for the whole device, such as loading a kernel when it is first used, must not happen while a peer waits.
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+_SMALL_BLOCKS, _SMALL_BYTES = 16, 1 << 20
+_POLL_S, _GRACE_S = 0.002, 10.0
+_streams: dict[torch.device, list[Any]] = {}
+
+
+def torch_device(device: Any) -> torch.device:
+    """Where tensors of ranks on `device` live: it is a name, or an object that stands in for a GPU."""
+    return device.device if hasattr(device, "device") else torch.device(device)
+
+
+def on_gpu(device: Any) -> bool:
+    return torch_device(device).type == "cuda"
+
+
+def num_sms(device: Any) -> int:
+    """Multiprocessors, which limit the number of virtual ranks."""
+    if on_gpu(device):
+        return torch.cuda.get_device_properties(torch_device(device)).multi_processor_count
+    return int(device.num_sms)
+
+
+def streams_of(device: Any, size: int) -> list[Any]:
+    """A stream for each rank, the same ones each time: torch hands them out in turn, and neighbours do not collide."""
+    where = torch_device(device)
+    if where.type != "cuda":
+        return [None] * size
+    taken = _streams.setdefault(where, [])
+    taken.extend(torch.cuda.Stream(where) for _ in range(len(taken), size))
+    return taken[:size]
+
+
+def run_ranks(
+    device: Any,
+    size: int,
+    work: Callable[[ThreadGroup], Any],
+    *,
+    seconds: float = 60.0,
+    streams: Sequence[Any] | None = None,
+    reserve_bytes: int = 64 << 20,
+) -> list[Any]:
+    """Runs work(group) on every rank and returns what each returned.
+
+    Args:
+        streams: instead of one for each rank.
+        reserve_bytes: device memory that a rank's stream gets before any rank begins: asking the driver for more may
+            wait for the whole device, and so for peers that wait for this rank.
+
+    Raises:
+        What the first rank to fail raised; TimeoutError with the stack of every rank that did not finish in time.
+    """
+    groups = ThreadGroup.make(size, device)
+    chosen = streams_of(device, size) if streams is None else streams
+    results: list[Any] = [None] * size
+    errors: list[Exception] = []
+    ready = threading.Barrier(size)
+
+    def run(rank: int) -> None:
+        try:
+            with _on_stream(device, chosen[rank], reserve_bytes):
+                ready.wait(seconds)
+                results[rank] = work(groups[rank])
+        except Exception as error:
+            errors.append(error)  # in the order of time
+            ready.abort()
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        if errors:  # the others hear of it at their next op
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+            break
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    stuck = [thread for thread in threads if thread.is_alive()]
+    if errors:
+        raise errors[0]
+    if stuck:
+        names = ", ".join(str(thread.name) for thread in stuck)
+        raise TimeoutError(f"got no end of {names} within {seconds:g} s; they are at\n" + "\n".join(_stacks(stuck)))
+    return results
+
+
+@contextmanager
+def _on_stream(device: Any, stream: Any, reserve_bytes: int) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    where = torch_device(device)
+    with torch.cuda.device(where), torch.cuda.stream(stream):
+        sizes = [_SMALL_BYTES] * _SMALL_BLOCKS + [reserve_bytes] if reserve_bytes else []
+        blocks = [torch.empty(size, dtype=torch.uint8, device=where) for size in sizes]
+        del blocks  # now torch's allocator has them for this stream
+        try:
+            yield
+        finally:
+            stream.synchronize()
+
+
+def _stacks(threads: list[threading.Thread]) -> list[str]:
+    frames = sys._current_frames()
+    found = [(t.name, frames.get(t.ident or 0)) for t in threads]
+    return [f"{name}:\n{''.join(traceback.format_stack(frame))}" for name, frame in found if frame is not None]

@@ -1,0 +1,77 @@
+"""Runs steps one after another within one budget of time, and puts together the document of the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from moe_rt.bench.machine import machine_card
+from moe_rt.gpucheck.steps import STEPS, Check, Step
+
+BUDGET_S, LEAST_S = 470.0, 10.0
+_PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nvshmem-cu13", "nvshmem4py-cu13", "triton")
+_QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+
+Perform = Callable[[Step, Check], dict[str, Any]]
+
+
+def run_steps(
+    names: Sequence[str], device: Any, quick: bool, perform: Perform, tell: Callable[[str], None] = lambda text: None
+) -> list[dict[str, Any]]:
+    """The records of the steps, in the order of STEPS; none gets more time than is left of the whole run's."""
+    records = []
+    deadline = time.monotonic() + BUDGET_S
+    for step in STEPS.values():
+        if step.name not in names:
+            continue
+        tell(f"{step.name}: {step.title}")
+        begin, seconds = time.monotonic(), min(step.seconds, deadline - time.monotonic())
+        check = Check(device, quick, seconds)
+        if seconds < LEAST_S:
+            check.failures.append(f"no time left of the {BUDGET_S:.0f} s for all steps; run it alone with --only")
+            record = check.record(step.name, "failed", 0.0)
+        else:
+            record = perform(step, check)
+        record["seconds"] = round(time.monotonic() - begin, 3)
+        records.append(record)
+    return records
+
+
+def document(records: list[dict[str, Any]], gpu: dict[str, Any]) -> dict[str, Any]:
+    """What the last line of the output holds."""
+    machine = {**gpu, **machine_card(), **_versions()}
+    ok = all(record["result"] != "failed" for record in records)
+    return {"ok": ok, "command": " ".join(["moe-rt", *sys.argv[1:]]), "machine": machine, "steps": records}
+
+
+def gpu_card(device: str) -> dict[str, Any]:
+    """What the GPU is.
+
+    Raises:
+        InvalidConfig: torch cannot use the device.
+    """
+    from moe_rt.native.gpu import Gpu
+
+    gpu = Gpu(device)
+    properties = torch.cuda.get_device_properties(gpu.device)
+    card = {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.num_sms, "gpu_gib": round(properties.total_memory / 2**30, 1)}
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", f"--id={gpu.device.index}"]
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+        card.update(zip(_QUERY.split(","), told.split(", "), strict=False))
+    return card
+
+
+def _versions() -> dict[str, str]:
+    found = {"cuda_of_torch": str(torch.version.cuda)}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

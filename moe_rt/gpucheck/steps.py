@@ -1,0 +1,125 @@
+"""What a step of gpucheck is: a function that is given a Check, works through its parts and leaves findings there."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step by name: the function `check(check: Check)` of a module, imported only where it runs."""
+
+    name: str
+    module: str
+    seconds: float  # it is given no more
+    title: str
+    virtual: bool = False  # it runs several ranks on one GPU, which ranks.ENVIRONMENT is for
+
+
+STEPS = {
+    step.name: step
+    for step in (
+        Step("compile", "moe_rt.gpucheck.compiling", 90, "compile every kernel for this GPU"),
+        Step(
+            "correctness",
+            "moe_rt.gpucheck.correctness",
+            120,
+            "rounds of 1 to 8 virtual ranks equal the reference",
+            True,
+        ),
+        Step("chains", "moe_rt.gpucheck.chains", 60, "free-running pairs on 3 virtual ranks", True),
+        Step("errors", "moe_rt.gpucheck.failures", 60, "what goes wrong is raised, and in time", True),
+        Step("syncfree", "moe_rt.gpucheck.syncfree", 60, "a layer's step never makes the host wait"),
+        Step("graphs", "moe_rt.gpucheck.graphs", 60, "captured rounds, replayed on changed inputs", True),
+        Step("layer", "moe_rt.gpucheck.layers", 120, "the layer equals a dense loop, eager and compiled"),
+        Step("timing", "moe_rt.gpucheck.timing", 120, "how fast, next to a plain copy", True),
+        Step("nvshmem", "moe_rt.gpucheck.network", 90, "a round over NVSHMEM"),
+        Step("sanitizer", "moe_rt.gpucheck.sanitizing", 310, "compute-sanitizer on a round"),
+    )
+}
+
+
+class Skipped(Exception):
+    """A step that cannot run here, and is allowed not to; the message says why."""
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+    note: str = ""
+
+
+@dataclass
+class Check:
+    """One run of one step.
+
+    Attributes:
+        device: a CUDA device's name, or an object that stands in for a GPU.
+        quick: less of everything.
+        seconds: the step's share of time.
+        sizes: numbers of ranks to try, or None for all.
+        save: called whenever there is something new, so that it is not lost with the process.
+    """
+
+    device: Any
+    quick: bool = False
+    seconds: float = 60.0
+    sizes: tuple[int, ...] | None = None
+    save: Callable[[Check], None] = lambda check: None
+    details: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+    def say(self, detail: str) -> None:
+        """Adds to what is told of the step in one line."""
+        self.details.append(detail)
+        self.save(self)
+
+    def add(self, table: Table) -> None:
+        self.tables.append(table)
+        self.save(self)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What fails in here is recorded, and the next part runs."""
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception:
+            self.failures.append(f"{name}: {traceback.format_exc()}")
+            self.save(self)
+
+    def record(self, step: str, result: str, seconds: float) -> dict[str, Any]:
+        return {
+            "step": step,
+            "result": result,
+            "seconds": round(seconds, 3),
+            "detail": "; ".join(self.details),
+            "error": "\n".join(self.failures),
+            "tables": [asdict(table) for table in self.tables],
+        }
+
+
+def perform(step: Step, check: Check) -> dict[str, Any]:
+    """Runs a step in this process and returns its record; nothing that fails in it gets out."""
+    begin, result = time.monotonic(), "ok"
+    try:
+        importlib.import_module(step.module).check(check)
+        if check.failures:
+            result = "failed"
+    except Skipped as why:
+        result = "skipped"
+        check.details.append(str(why))
+    except Exception:
+        result = "failed"
+        check.failures.append(traceback.format_exc())
+    return check.record(step.name, result, time.monotonic() - begin)

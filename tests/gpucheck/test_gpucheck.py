@@ -1,0 +1,241 @@
+"""The gpucheck command without a GPU: what it compiles, what it prints, and that a step that fails ends only itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from device.jit_tools import require_compiler
+
+from moe_rt.cli import main
+from moe_rt.gpucheck import child, compiling, network, run, sanitizing
+from moe_rt.gpucheck.compiling import Variant
+from moe_rt.gpucheck.ptx import find_problems, read_orders
+from moe_rt.gpucheck.rounds import WrongOutput
+from moe_rt.gpucheck.steps import STEPS, Check, Skipped, Step, Table, perform
+
+SMALL = (Variant("kernels.cu", "F32", 20, 3), Variant("not_written.cu", "F32"))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["gpucheck", *arguments])
+
+
+def last_line(result: Result) -> dict[str, Any]:
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def fail(check: Check) -> None:
+    check.add(Table("Findings", ["a | b"], [[1]]))
+    with check.part("first part"):
+        raise ValueError("as it should")
+    check.say("second part")
+
+
+def skip(check: Check) -> None:
+    raise Skipped("not here")
+
+
+def crash(check: Check) -> None:
+    raise KeyError("outside of every part")
+
+
+@pytest.fixture
+def fake_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of this file, run in this process, on a machine that seems to have a GPU."""
+    for name, work in {"fail": fail, "skip": skip, "crash": crash, "work": lambda check: None}.items():
+        module = type(sys)(f"gpucheck_step_{name}")
+        module.check = work  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, which in {"correctness": "fail", "chains": "skip", "errors": "crash", "layer": "work"}.items():
+        monkeypatch.setitem(STEPS, name, Step(name, f"gpucheck_step_{which}", 60, which))
+    monkeypatch.setattr(run, "gpu_card", lambda device: {"gpu": "none"})
+    monkeypatch.setattr(child, "run_in_child", perform)
+
+
+def test_help() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    assert all(name in result.output for name in STEPS)
+
+
+@pytest.mark.parametrize("arguments", [["--compile-only"], ["--arch", "sm_80"], ["--only", "unknown"]])
+def test_usage(arguments: list[str]) -> None:
+    assert call(*arguments).exit_code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    result = call()
+    assert result.exit_code == 1
+    assert "InvalidConfig: device: got cuda:0, expected a CUDA device" in result.output
+
+
+def test_failing_step_ends_only_itself(fake_steps: None, tmp_path: Path) -> None:
+    names = ("correctness", "chains", "errors", "layer")
+    result = call(*(word for name in names for word in ("--only", name)), "--report", str(tmp_path / "report"))
+    assert result.exit_code == 1
+    document = last_line(result)
+    assert not document["ok"]
+    records = {record["step"]: record for record in document["steps"]}
+    assert [records[name]["result"] for name in names] == ["failed", "skipped", "failed", "ok"]
+    assert "ValueError: as it should" in records["correctness"]["error"]
+    assert records["correctness"]["detail"] == "second part", "the part after the failing one runs"
+    assert records["chains"]["detail"] == "not here"
+    assert "KeyError" in records["errors"]["error"]
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == document
+    page = (tmp_path / "report" / "report.md").read_text()
+    assert "| a \\| b |" in page
+    assert "ValueError: as it should" in page
+    assert document["machine"]["date"] in page
+
+
+def test_without_failures_the_status_is_0(fake_steps: None) -> None:
+    result = call("--only", "layer", "--only", "chains")
+    assert result.exit_code == 0
+    assert last_line(result)["ok"]
+
+
+def test_no_step_gets_more_than_what_is_left(fake_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "BUDGET_S", 5.0)
+    (record,) = last_line(call("--only", "layer"))["steps"]
+    assert record["result"] == "failed"
+    assert "no time left" in record["error"]
+
+
+def test_compile_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
+    monkeypatch.setattr(compiling, "VARIANTS", SMALL)
+    monkeypatch.setattr(compiling, "LARGEST", SMALL[0])
+    result = call("--compile-only", "--arch", "sm_90a")
+    assert result.exit_code == 0, result.stdout
+    (record,) = last_line(result)["steps"]
+    kernels, orders = record["tables"]
+    assert {row[5] for row in kernels["rows"]} >= {"dispatch_send", "dispatch_receive", "combine_send"}
+    assert all(row[4] == "sm_90a" and 0 < row[6] <= 128 for row in kernels["rows"])
+    assert len(orders["rows"]) == len(kernels["rows"])
+    assert "no source not_written.cu" in record["detail"]
+
+
+def test_what_does_not_compile_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
+    monkeypatch.setattr(compiling, "VARIANTS", (Variant("kernels.cu", "NoSuchElement", 20, 3),))
+    result = call("--compile-only", "--arch", "sm_90a")
+    assert result.exit_code == 1
+    (record,) = last_line(result)["steps"]
+    assert "NoSuchElement" in record["error"]
+
+
+PTX = """
+.visible .entry dispatch_send(.param .b64 p) {
+  ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];
+  st.v2.b64 [%rd2], {%rd3, %rd4};
+  ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];
+  st.local.v4.f32 [%rd2], {%f1, %f2, %f3, %f4};
+  ld.global.v2.u32 {%r1, %r2}, [%rd1];
+  atom.add.acq_rel.gpu.u32 %r1,[%rd1],%r2;
+  st.release.sys.b64 [%rd1],%rd2;
+}
+.func helper() { st.release.sys.b64 [%rd1],%rd2; }
+.visible .entry dispatch_receive(.param .b64 p) {
+  ld.acquire.sys.b64 %rd1,[%rd2];
+  atom.add.relaxed.gpu.u32 %r1,[%rd1],%r2;
+}
+"""
+
+
+def test_ptx_is_read_by_entry() -> None:
+    orders = read_orders(PTX)
+    send, receive = orders["dispatch_send"], orders["dispatch_receive"]
+    assert (send.wide_loads, send.wide_stores, send.releases, send.acquires, send.last_block) == (1, 1, 1, 0, 1)
+    assert (receive.wide_loads, receive.releases, receive.acquires, receive.last_block) == (0, 0, 1, 0)
+    problems = find_problems(orders)
+    assert "dispatch_receive: got no loads of 16 bytes" in problems
+    assert "got no kernel combine_send" in problems
+    assert not [p for p in problems if p.startswith("dispatch_send")]
+
+
+def test_step_in_a_process_of_its_own() -> None:
+    record = child.run_in_child(STEPS["correctness"], Check("cpu", quick=True, seconds=100))
+    assert (record["result"], record["error"]) == ("ok", "")
+    assert len(record["tables"][0]["rows"]) == 16
+
+
+def test_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60)"]
+    assert child.run_command(command, 2, {}) == (False, "begun\n")
+
+
+def test_crash_of_a_process_is_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "child_command", lambda *a, **k: [sys.executable, "-c", "import os; os.abort()"])
+    record = child.run_in_child(STEPS["layer"], Check("cpu", seconds=30))
+    assert record["result"] == "failed"
+    assert "the process ended" in record["error"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_processes_of_the_network_step(size: int) -> None:
+    network.run_processes("cpu", size, "shm", 60)
+
+
+def test_failing_process_of_the_network_step_is_quoted() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 of 1: got exit status 1.*InvalidConfig"):
+        network.run_processes("cpu", 1, "loopback", 60)
+
+
+def test_network_step_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(network.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(network, "mps_is_running", lambda: False)
+    monkeypatch.setattr(network, "run_processes", lambda device, size, heap, seconds: asked.append(size))
+    check = Check("cuda:0")
+    network.check(check)
+    assert asked == [1]
+    assert check.details[-1] == network.NO_MPS
+
+
+def test_mps_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.shutil, "which", lambda name: name)
+    told = "Cannot find MPS control daemon process\n"
+    monkeypatch.setattr(network.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, told, ""))
+    assert not network.mps_is_running()
+    monkeypatch.setattr(network.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "", ""))
+    assert network.mps_is_running()
+
+
+def test_sanitizer_summaries() -> None:
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitizing.judge(clean) == "ERROR SUMMARY: 0 errors"
+    raced = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    assert sanitizing.judge(raced).startswith("RACECHECK SUMMARY")
+    with pytest.raises(WrongOutput, match="3 error"):
+        sanitizing.judge("========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors\n")
+    with pytest.raises(WrongOutput, match="no summary"):
+        sanitizing.judge("killed")
+
+
+def test_sanitizer_runs_the_step_under_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / sanitizing.TOOL
+    tool.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --target-processes ]; do shift; done\nshift 2\n'
+        '"$@" && echo "========= ERROR SUMMARY: 0 errors"\n'
+    )
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    check = Check("cpu", seconds=200)
+    sanitizing.check(check)
+    assert not check.failures
+    assert check.details == [f"{name}: ERROR SUMMARY: 0 errors" for name in sanitizing.TOOLS]
+
+
+def test_sanitizer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(Skipped, match="not on PATH"):
+        sanitizing.check(Check("cuda:0"))

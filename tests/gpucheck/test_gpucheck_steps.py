@@ -1,0 +1,113 @@
+"""The steps of gpucheck that can run on the emulated GPU do, and they notice what is wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from device.emulated import EmulatedGpu
+
+from moe_rt import Buffer
+from moe_rt.gpucheck import chains, correctness, failures, layers
+from moe_rt.gpucheck.layers import LayerSizes
+from moe_rt.gpucheck.ranks import run_ranks
+from moe_rt.gpucheck.rounds import WrongOutput, check_bits, check_close
+from moe_rt.gpucheck.steps import STEPS, Check, perform
+
+
+class OneStream(EmulatedGpu):
+    """Every rank's launches go to the same stream."""
+
+    def stream(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_correctness(size: int) -> None:
+    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, sizes=(size,)))
+    assert (record["result"], record["error"]) == ("ok", "")
+
+
+@pytest.mark.parametrize("name", ["many tokens", "large rows", "no tokens", "scattered placement"])
+def test_cases_of_the_full_run(name: str) -> None:
+    (case,) = [case for case in correctness.cases(2, quick=False) if case.name == name]
+    correctness.run_case(EmulatedGpu(), 2, case, 1 if name == "large rows" else 3)
+
+
+def test_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = Buffer.combine
+    monkeypatch.setattr(Buffer, "combine", lambda self, *args: combine(self, *args) + 1)
+    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, sizes=(2,)))
+    assert record["result"] == "failed"
+    assert "WrongOutput: out: " in record["error"]
+
+
+def test_chains() -> None:
+    chains.run_chain(EmulatedGpu(), 60)
+
+
+def test_wrong_output_of_a_chain_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "experts", lambda rows, rank: rows)
+    with pytest.raises(WrongOutput, match="pair 49"):
+        chains.run_chain(EmulatedGpu(), 60)
+
+
+def test_errors() -> None:
+    check = Check(EmulatedGpu(num_sms=8))
+    failures.check(check)
+    assert not check.failures
+    assert len(check.tables[0].rows) == 4
+
+
+def test_error_of_a_shared_stream() -> None:
+    assert failures.shared_stream(OneStream()) == "InvalidConfig on the second rank"
+    with pytest.raises(WrongOutput):
+        failures.shared_stream(EmulatedGpu())
+
+
+def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = Check(EmulatedGpu())
+    layers.check(check, LayerSizes(64, 32, 8, 2, 16))
+    assert not check.failures
+    assert len(check.tables[0].rows) == 20
+    wrong = {"out": torch.ones(2)}
+    with pytest.raises(WrongOutput, match=r"out: got a difference of 0\.5"):
+        layers.compare("x", wrong, {"out": torch.tensor([2.0, 1.0])}, 1e-3, [])
+
+
+def test_first_error_of_ranks_is_raised() -> None:
+    def work(group: Any) -> None:
+        if group.rank == 1:
+            raise KeyError("first")
+        time.sleep(0.2)
+        raise ValueError("second")
+
+    with pytest.raises(KeyError, match="first"):
+        run_ranks("cpu", 2, work)
+
+
+def test_rank_that_does_not_end_is_located() -> None:
+    over = threading.Event()
+
+    def sleeps_here(group: Any) -> int:
+        if group.rank == 1:
+            over.wait(20)
+        return group.rank
+
+    with pytest.raises(TimeoutError, match=r"(?s)rank 1 within 0\.5 s.*sleeps_here"):
+        run_ranks("cpu", 2, sleeps_here, seconds=0.5)
+    over.set()
+
+
+def test_bits_are_compared() -> None:
+    nan = torch.tensor([float("nan"), 0.0], dtype=torch.bfloat16)
+    check_bits("same", nan, nan.clone())
+    with pytest.raises(WrongOutput, match=r"sign: 1 of 2 elements differ, first at \(1,\)"):
+        check_bits("sign", nan, torch.tensor([float("nan"), -0.0], dtype=torch.bfloat16))
+    with pytest.raises(WrongOutput, match="shape"):
+        check_bits("shape", nan, nan[:1])
+    with pytest.raises(WrongOutput, match="close"):
+        check_close("close", torch.ones(2), torch.zeros(2), 20)

@@ -1,0 +1,153 @@
+"""What times a GPU, rehearsed without one: which spans and bytes count, and what the profiler's events mean."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from standin_cuda import SmallFlush, TimedGpu, device_event, stand_in
+
+from moe_rt.gpucheck import bandwidth, graphs, latency, syncfree, timing
+from moe_rt.gpucheck.layers import LayerSizes
+from moe_rt.gpucheck.profiles import RANGE, host_waits, kernels
+from moe_rt.gpucheck.rounds import WrongOutput
+from moe_rt.gpucheck.steps import Check
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
+    found = TimedGpu()
+    stand_in(monkeypatch, found)
+    for module in (bandwidth, latency, timing):
+        monkeypatch.setattr(module, "Flush", SmallFlush)
+    monkeypatch.setattr(bandwidth, "_COPIED_BYTES", 1 << 16)
+    for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "TOKENS": (1, 8), "REPLAYS": 2}.items():
+        monkeypatch.setattr(latency, name, value)
+    monkeypatch.setattr(latency, "OPS_IN_A_ROW", 5)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bandwidth_table(gpu: TimedGpu, ranks: int) -> None:
+    load = timing.Load(ranks, tokens=64, hidden=64, topk=2, experts=4)
+    check = Check(gpu)
+    measured = timing.measure(gpu, load, runs=3, seconds=60)
+    timing.add_measured(check, load, measured, bandwidth.CopyCeiling(gpu.device))
+    (table,) = check.tables
+    assert [row[0] for row in table.rows][-2:] == ["dispatch", "combine"]
+    assert all(figure > 0 for row in table.rows for figure in row[1:6])
+    assert {row[0]: row[6].split()[0] for row in table.rows if row[6]}.keys() == {
+        "dispatch_receive (gather)",
+        "combine_send (push)",
+    }
+    kept, tokens = ranks * 64 * 2, ranks * 64
+    assert measured.num_bytes["dispatch_send"] == 2 * tokens * 128
+    if ranks == 1:
+        assert measured.num_bytes["dispatch_receive"] == (tokens + kept) * 128
+
+
+def test_dropped_rows_are_no_measurement(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = timing.Load(2, tokens=8, hidden=64, topk=2, experts=4)
+    tight = {**load.buffer_kwargs(), "capacity_factor": 0.2}
+    monkeypatch.setattr(timing.Load, "buffer_kwargs", lambda self: tight)
+    with pytest.raises(WrongOutput, match="dropped"):
+        timing.run_pairs(gpu, load, 3, 60)
+
+
+def test_latency_tables(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency.Pair, "replay_seconds", lambda self, runs: 1e-5)
+    check = Check(gpu)
+    latency.add_latency(check, 2)
+    assert not check.failures
+    pairs, overheads = check.tables
+    assert [row[0] for row in pairs.rows] == [1, 8]
+    assert overheads.rows[0] == ["pair of 1 token in a graph", 10.0, "met (< 25)"]
+    assert len(overheads.rows) == 3
+
+
+def test_receiving_counts_from_the_end_of_sending() -> None:
+    events = []
+    for turn in range(timing.WARM_UP + 3):
+        for rank in range(2):
+            start = 1000.0 * turn + 10 * rank
+            for name, begin, end in (
+                ("dispatch_send", 0, 100),
+                ("dispatch_receive", 50, 250),
+                ("combine_send", 300, 400),
+                ("combine_receive", 400, 500),
+            ):
+                events.append(device_event(name, start + begin, start + end))
+    times = timing.launch_times(events, 2)
+    assert times["dispatch_send"] == pytest.approx(110e-6)
+    assert times["dispatch_receive"] == pytest.approx(150e-6), "from 110 to 260"
+    assert times["combine_receive"] == pytest.approx(100e-6)
+    with pytest.raises(WrongOutput, match="combine_receive"):
+        timing.launch_times(events[:-1], 2)
+
+
+def test_pulled_tokens_count_once_for_each_rank() -> None:
+    idx = torch.tensor([[0, 1, 7], [4, 5, 6], [0, 3, -1]])
+    assert bandwidth.count_pulled(idx, 8, 1) == 3
+    assert bandwidth.count_pulled(idx, 8, 2) == 4
+    assert bandwidth.count_pulled(idx, 8, 4) == 2 + 2 + 2
+
+
+def test_copies_are_timed(gpu: TimedGpu) -> None:
+    ceiling = bandwidth.CopyCeiling(gpu.device)
+    assert ceiling.of(1 << 20) == ceiling.of(1 << 20) > 0
+
+
+def test_waits_inside_the_range_are_found() -> None:
+    marks = [device_event(RANGE, 10, 20, "CPU", annotation=True), device_event(RANGE, 10, 30, annotation=True)]
+    work = [device_event("dispatch_send", 12, 14), device_event("cudaLaunchKernel", 11, 12, "CPU")]
+    outside = [device_event("cudaDeviceSynchronize", 21, 25, "CPU")]
+    assert host_waits(marks + work + outside) == []
+    inside = [
+        device_event("cudaStreamSynchronize", 15, 16, "CPU"),
+        device_event("Memcpy DtoH (Device -> Pageable)", 1, 2),
+    ]
+    assert host_waits(marks + work + inside) == [e.name for e in inside]
+    with pytest.raises(WrongOutput, match="CUPTI"):
+        kernels(marks)
+
+
+def test_syncfree_asks_the_profiler(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(syncfree, "LayerSizes", lambda: LayerSizes(64, 32, 8, 2, 16))
+    check = Check(gpu)
+    syncfree.check(check)
+    assert not check.failures
+    assert modes == ["error", "default"]
+    assert "no wait among 8 kernels" in check.details[-1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A graph that runs the round anew passes; one that repeats its old outputs does not."""
+
+    def captured(stale: bool) -> Any:
+        def capture(buffer: Any, fixed: list[Any], size: int) -> tuple[Any, list[Any]]:
+            outputs = graphs.round_trip(buffer, *fixed)
+
+            class Graph:
+                def replay(self) -> None:
+                    for old, new in zip(outputs, graphs.round_trip(buffer, *fixed), strict=True):
+                        old.copy_(old if stale else new)
+
+                def reset(self) -> None:
+                    pass
+
+            return Graph(), outputs
+
+        return capture
+
+    # A captured round is not run, but this one is, so that no rank may wait for another's turn to capture.
+    monkeypatch.setattr(graphs, "Lock", contextlib.nullcontext)
+    monkeypatch.setattr(graphs, "capture", captured(stale=False))
+    graphs.run_graph(gpu, size, 3)
+    monkeypatch.setattr(graphs, "capture", captured(stale=True))
+    with pytest.raises(WrongOutput, match="replay 1"):
+        graphs.run_graph(gpu, size, 3)
