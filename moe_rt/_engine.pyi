@@ -33,6 +33,8 @@ class Engine:
         segments: list[int],
         pidfds: list[int],
         timeout_s: float,
+        dispatch_wire: int,
+        combine_wire: int,
         drop_overflow: bool,
         num_lanes: int,
         isa: str,

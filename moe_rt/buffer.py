@@ -43,6 +43,9 @@ class Buffer:
             of a perfectly balanced load.
         overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered, or
             "drop" the last rows in the order expert, source rank, token, and count them in `handle.num_dropped`.
+        dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as codes of one byte with an fp32 scale
+            for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
+        combine_dtype: the same for the sums that come home.
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group.
         init_timeout_s: the same for making the buffer.
         placement: rank of each expert, length E; None places contiguous blocks.
@@ -70,6 +73,8 @@ class Buffer:
         heap: Heap | Literal["auto"] = "auto",
         capacity_factor: float | None = None,
         overflow: Overflow = "raise",
+        dispatch_dtype: torch.dtype | None = None,
+        combine_dtype: torch.dtype | None = None,
         timeout_s: float = 120.0,
         init_timeout_s: float = 300.0,
         placement: Sequence[int] | None = None,
@@ -95,6 +100,8 @@ class Buffer:
                 placement=placement,
                 capacity_factor=capacity_factor,
                 overflow=overflow,
+                dispatch_dtype=dispatch_dtype,
+                combine_dtype=combine_dtype,
             )
 
         self.spec = agree(rendezvous, make_spec, init_timeout_s)

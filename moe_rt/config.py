@@ -19,6 +19,9 @@ PROTOCOL_VERSION = 1
 # Payload dtypes in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
+# What rows may be coded as on the way, as Wire of cuda/protocol/wire.h; None sends them as they are.
+WIRES: dict[torch.dtype | None, int] = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
+
 Overflow = Literal["raise", "drop"]
 
 
@@ -41,6 +44,8 @@ class BufferSpec:
     placement: tuple[int, ...]
     capacity_factor: float | None
     overflow: Overflow
+    dispatch_dtype: torch.dtype | None = None
+    combine_dtype: torch.dtype | None = None
 
     @classmethod
     def make(
@@ -55,6 +60,8 @@ class BufferSpec:
         placement: Sequence[int] | None,
         capacity_factor: float | None,
         overflow: Overflow,
+        dispatch_dtype: torch.dtype | None = None,
+        combine_dtype: torch.dtype | None = None,
     ) -> BufferSpec:
         """Checks every field.
 
@@ -78,6 +85,10 @@ class BufferSpec:
             f"at most num_experts = {num_experts} and {_engine.MAX_TOPK}",
         )
         _expect(dtype in ELEMENTS, "dtype", dtype, f"one of {[str(d) for d in ELEMENTS]}")
+        for name, wire in (("dispatch_dtype", dispatch_dtype), ("combine_dtype", combine_dtype)):
+            expected = f"None or one of {[str(d) for d in WIRES if d]}, for rows of at most 32 bits"
+            fits = wire in WIRES and not (wire and dtype is torch.float64)
+            _expect(fits, name, f"{wire} for rows of {dtype}", expected)
         _expect(overflow in ("raise", "drop"), "overflow", overflow, '"raise" or "drop"')
         positive = capacity_factor is None or (math.isfinite(capacity_factor) and capacity_factor > 0)
         _expect(positive, "capacity_factor", capacity_factor, "None or a finite number > 0")
@@ -94,6 +105,8 @@ class BufferSpec:
             placement=table,
             capacity_factor=None if capacity_factor is None else float(capacity_factor),
             overflow=overflow,
+            dispatch_dtype=dispatch_dtype,
+            combine_dtype=combine_dtype,
         )
         rows = num_ranks * num_max_tokens_per_rank * num_topk
         if rows >= 2**31 or num_ranks >= 2**15:
@@ -137,6 +150,8 @@ class BufferSpec:
         return {
             **asdict(self),
             "dtype": str(self.dtype),
+            "dispatch_dtype": str(self.dispatch_dtype),
+            "combine_dtype": str(self.combine_dtype),
             "placement": list(self.placement),
             "version": PROTOCOL_VERSION,
         }

@@ -49,9 +49,10 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
                         rows.append(Row(local, source, token, weight.to(spec.acc_dtype)))
             ends.append(len(rows))
         kept = rows[: spec.capacity(rank)]
+        sent = [over_wire(x, spec.dispatch_dtype) for x in xs]
         received.append(
             Received(
-                torch.stack([xs[r.source][r.token] for r in kept])
+                torch.stack([sent[r.source][r.token] for r in kept])
                 if kept
                 else torch.empty(0, spec.hidden, dtype=spec.dtype),
                 torch.stack([r.weight for r in kept]) if kept else torch.empty(0, dtype=spec.acc_dtype),
@@ -62,10 +63,34 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
     return received
 
 
+def over_wire(rows: Tensor, wire: torch.dtype | None) -> Tensor:
+    """Rows [N, H] as they arrive, in their own dtype: with a scale for every 128 elements (cuda/protocol/wire.h)."""
+    if wire is None or rows.numel() == 0:
+        return rows
+    values = rows.float()
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % 128)).view(len(values), -1, 128)
+    largest = padded.abs().amax(-1, keepdim=True)
+    # As a tensor: a number divided by a tensor is the tensor's reciprocal times the number, rounded twice.
+    most = torch.full_like(largest, 448.0 if wire is torch.float8_e4m3fn else 127.0)
+    coded = largest >= 2.0**-100
+    scaled = torch.where(coded & largest.isfinite(), padded * (most / largest), 0.0)
+    codes = scaled.to(wire).float() if wire is torch.float8_e4m3fn else scaled.round() + 0.0  # int8 has one zero
+    scale = torch.where(largest.isfinite(), torch.where(coded, largest / most, 0.0), float("nan"))
+    return (codes * scale).view(len(values), -1)[:, : rows.shape[1]].to(rows.dtype)
+
+
 def combine(
-    ys: list[Tensor], recv_weights: list[Tensor], received: list[Received], num_tokens: list[int], spec: BufferSpec
+    ys: list[Tensor],
+    recv_weights: list[Tensor],
+    received: list[Received],
+    num_tokens: list[int],
+    spec: BufferSpec,
+    wire: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """out[t] = sum over ranks, in rank order, of the partial sum over that rank's rows of t, rounded to the payload."""
+    """out[t] = sum over ranks, in rank order, of the partial sum over that rank's rows of t.
+
+    Partials are rounded to the payload's dtype, or coded from their accumulator as `wire`.
+    """
     outs = []
     for source in range(spec.num_ranks):
         out = torch.zeros(num_tokens[source], spec.hidden, dtype=spec.acc_dtype)
@@ -74,7 +99,7 @@ def combine(
             for i, row in enumerate(received[rank].rows[: spec.capacity(rank)]):
                 if row.source == source:
                     partial[row.token] += recv_weights[rank][i] * ys[rank][i].to(spec.acc_dtype)
-            out += partial.to(spec.dtype).to(spec.acc_dtype)
+            out += partial.to(spec.dtype).to(spec.acc_dtype) if wire is None else over_wire(partial, wire)
         outs.append(out.to(spec.dtype))
     return outs
 

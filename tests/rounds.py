@@ -67,7 +67,7 @@ def one_round(buffer: Buffer, inputs: Inputs, seed: int, tag: int = 0) -> list[b
     ys = [experts(r.recv_x, i) for i, r in enumerate(received)]
     all_weights = [r.recv_weights for r in received]
     tokens = [len(t) for t in inputs.xs]
-    check_equal("out", out, reference.combine(ys, all_weights, received, tokens, spec)[rank])
+    check_equal("out", out, reference.combine(ys, all_weights, received, tokens, spec, spec.combine_dtype)[rank])
 
     g = torch.Generator().manual_seed(seed + 1)
     grad_outs = [torch.randn(t, spec.hidden, generator=g).to(spec.dtype) for t in tokens]

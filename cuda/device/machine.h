@@ -13,13 +13,17 @@ struct BlockCoop {
 
 // The lanes of one warp, on one row after another; every lane runs the role, so branches do not diverge.
 struct WarpGroup {
-  static constexpr int kLanes = 32;
+  static constexpr int kLanes = 32, kTeamLanes = kLanes;
   int64_t index, count;
   __device__ Range share(int64_t n) const { return {index, n, count}; }
   __device__ bool leader() const { return lane() == 0; }
   __device__ void sync() const { __syncwarp(); }
   __device__ int lane() const { return int(threadIdx.x) % kLanes; }
   __device__ static constexpr int lanes() { return kLanes; }
+  __device__ static constexpr int team() { return 0; }
+  __device__ static constexpr int teams() { return 1; }
+  __device__ int team_lane() const { return lane(); }
+  __device__ uint32_t team_max(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
   template <class T>
   __device__ T sum(T x) const {
     for (int mask = kLanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
@@ -29,11 +33,16 @@ struct WarpGroup {
 
 // All lanes of a block on one row. Its rows are only moved and summed element by element: there is no sum over lanes.
 struct BlockGroup {
+  static constexpr int kTeamLanes = WarpGroup::kLanes;
   int64_t index, count;
   __device__ Range share(int64_t n) const { return {index, n, count}; }
   __device__ bool leader() const { return threadIdx.x == 0; }
   __device__ int lane() const { return int(threadIdx.x); }
   __device__ int lanes() const { return int(blockDim.x); }
+  __device__ int team() const { return lane() / kTeamLanes; }
+  __device__ int teams() const { return lanes() / kTeamLanes; }
+  __device__ int team_lane() const { return lane() % kTeamLanes; }
+  __device__ uint32_t team_max(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
 };
 
 // How the peers of this build are reached; part of every launch's arguments.

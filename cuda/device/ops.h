@@ -38,14 +38,16 @@ struct Launch {
   const Control& c;
 
   template <class Group>
-  MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group) const {
-    return {dims, group};
+  MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group, Wire wire = Wire::kRaw) const {
+    return {dims, group, wire};
   }
+  // Gradients travel as they are.
+  MOE_RT_FN Wire combine_wire(Op op) const { return op == Op::kCombine ? dims.combine_wire() : Wire::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
-  MOE_RT_FN void publish(int first_block, uint64_t seq, const void* x, int64_t num_tokens) const {
+  MOE_RT_FN void publish(int first_block, uint64_t seq, const void* x, int64_t num_tokens, Wire wire) const {
     with_groups(m, first_block, num_tokens, [&](const auto& group) {
-      publish_rows(group, w, seq, static_cast<const char*>(x), num_tokens, rows(group));
+      publish_rows(group, w, seq, static_cast<const char*>(x), num_tokens, rows(group, wire));
     });
   }
 
@@ -54,7 +56,7 @@ struct Launch {
     send(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](uint64_t seq) {
       const int dest = m.block_index(), num_ranks = w.shape.num_ranks;
       if (dest >= num_ranks) {
-        publish(num_ranks, seq, a.x, a.num_tokens);
+        publish(num_ranks, seq, a.x, a.num_tokens, dims.dispatch_wire());
         return;
       }
       const int num_local = w.placement.rank_first[dest + 1] - w.placement.rank_first[dest];
@@ -94,7 +96,7 @@ struct Launch {
       const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), plan(a.recv_plan)};
       if (m.block_index() == 0) write_index(block, w, seq, blocks, a.offs, out.plan.head);
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
-        const int astray = gather(group, dims, w, seq, blocks, out, rows(group), m.link(group));
+        const int astray = gather(group, dims, w, seq, blocks, out, rows(group, dims.dispatch_wire()), m.link(group));
         if (astray >= 0) fail(w, c, {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, astray, seq, 0, 0}, m.link());
       });
     };
@@ -107,7 +109,7 @@ struct Launch {
       with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
         push(group, dims, w, seq, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-             static_cast<const Acc*>(a.grad_recv_weights), rows(group), link);
+             static_cast<const Acc*>(a.grad_recv_weights), rows(group, combine_wire(a.op)), link);
         link.flush();
       });
     });
@@ -117,7 +119,7 @@ struct Launch {
     const auto after = [&](uint64_t seq) {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
         reduce(group, dims, w, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-               static_cast<Acc*>(a.grad_topk_weights), rows(group));
+               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_wire(a.op)));
       });
     };
     receive(m, w, c, a.op, plan(a.recv_plan).head->seq, after, [] {});
@@ -125,7 +127,7 @@ struct Launch {
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
     send(m, w, c, Op::kCombineBackward, plan(a.recv_plan).head->seq, a.num_tokens, nullptr,
-         [&](uint64_t seq) { publish(0, seq, a.grad_out, a.num_tokens); });
+         [&](uint64_t seq) { publish(0, seq, a.grad_out, a.num_tokens, Wire::kRaw); });
   }
 
   MOE_RT_FN void combine_backward_receive(const CombineBackwardArgs& a) const {

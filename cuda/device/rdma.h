@@ -25,10 +25,10 @@ class RdmaLink {
   MOE_RT_FN RdmaLink(const Net& net, const NetworkMemory& memory, const Group& group)
       : net_(net), memory_(memory), group_(group), row_(memory.staging + group.index * memory.row_bytes) {}
 
-  MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset) const {
+  MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset, int64_t bytes) const {
     if (w.base[peer]) return w.at<const char>(peer, offset);
     group_.sync();  // lanes may still read the row before
-    net_.get(group_, row_, memory_.segment + offset, memory_.row_bytes, peer);
+    net_.get(group_, row_, memory_.segment + offset, bytes, peer);
     network_fence();
     group_.sync();
     return row_;
@@ -36,11 +36,11 @@ class RdmaLink {
   MOE_RT_FN char* target_row(const World& w, int peer, int64_t offset) const {
     return w.base[peer] ? w.at<char>(peer, offset) : row_;
   }
-  MOE_RT_FN void deliver(const World& w, int peer, int64_t offset) const {
+  MOE_RT_FN void deliver(const World& w, int peer, int64_t offset, int64_t bytes) const {
     if (w.base[peer]) return;
     group_.sync();
     network_fence();
-    net_.put(group_, memory_.segment + offset, row_, memory_.row_bytes, peer);
+    net_.put(group_, memory_.segment + offset, row_, bytes, peer);
     group_.sync();
   }
   template <class T>

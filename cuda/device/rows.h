@@ -1,10 +1,12 @@
 // The GPU's row primitives: a group of lanes moves or sums one row in vectors of up to 16 bytes.
 //
 // Lanes take neighbouring vectors, several at once, so that many loads are under way before the first is used. Sums are
-// taken in the accumulator type, in the order given, and rounded once: the bits of the CPU engine.
+// taken in the accumulator type, in the order given, and rounded once: the bits of the CPU engine. Coded rows
+// (protocol/wire.h) go by teams of lanes, a block of 128 elements each: coded_rows.h.
 #pragma once
 
 #include "../protocol/dims.h"
+#include "coded_rows.h"
 #include "elements.h"
 
 namespace moe_rt {
@@ -14,8 +16,8 @@ template <class Dims>
 struct VectorBytes {
   MOE_RT_FN static constexpr int of(int elem_bytes) { return elem_bytes; }
 };
-template <int kHidden, int kTopk>
-struct VectorBytes<FixedDims<kHidden, kTopk>> {
+template <int kHidden, int kTopk, Wire kDispatch, Wire kCombine>
+struct VectorBytes<FixedDims<kHidden, kTopk, kDispatch, kCombine>> {
   MOE_RT_FN static constexpr int of(int elem_bytes) {
     int bytes = 16;
     while (int64_t{kHidden} * elem_bytes % bytes != 0) bytes /= 2;
@@ -35,13 +37,20 @@ struct DeviceRows {
 
   Dims dims;
   Group group;
+  Wire wire;
 
   MOE_RT_FN int64_t tensor_row_bytes() const { return int64_t{dims.hidden()} * int64_t{sizeof(Elem)}; }
+  MOE_RT_FN int64_t wire_bytes() const { return wire_row_bytes(wire, dims.hidden(), sizeof(Elem)); }
   MOE_RT_FN int num_vectors() const { return dims.hidden() / kElems; }
+  MOE_RT_FN static Acc element(const char* row, int i) { return reinterpret_cast<const Elem*>(row)[i].wide(); }
   MOE_RT_FN static const Vector* vectors(const char* row) { return reinterpret_cast<const Vector*>(row); }
   MOE_RT_FN static Vector* vectors(char* row) { return reinterpret_cast<Vector*>(row); }
 
   MOE_RT_FN void publish(char* dst, const char* src) const {
+    if (wire != Wire::kRaw) {
+      encode_row(group, wire, dims.hidden(), dst, [&](int i) { return float(element(src, i)); });
+      return;
+    }
     for_batches([&](const int* at, int n) {
       Vector batch[kAtOnce];
       load(batch, src, at, n);
@@ -51,6 +60,15 @@ struct DeviceRows {
 
   // One row to n places; those that are nullptr are left out. It is read once.
   MOE_RT_FN void spread(char* const* dsts, int n, const char* src) const {
+    if (wire != Wire::kRaw) {
+      decode_row(group, wire, dims.hidden(), [&](int i, auto&& decoded) {
+        const Elem x = Elem::round(Acc(decoded(src)));
+        for_topk<Dims>(n, [&](int j) {
+          if (dsts[j]) reinterpret_cast<Elem*>(dsts[j])[i] = x;
+        });
+      });
+      return;
+    }
     for_batches([&](const int* at, int count) {
       Vector batch[kAtOnce];
       load(batch, src, at, count);
@@ -60,14 +78,41 @@ struct DeviceRows {
     });
   }
 
-  // dst = sum of weights[i] * srcs[i]; sources that are nullptr add nothing.
-  MOE_RT_FN void weighted_sum(char* dst, const char* const* srcs, const Acc* weights, int n) const {
+  MOE_RT_FN void sum_to_wire(char* dst, const char* const* srcs, const Acc* weights, int n) const {
+    if (wire == Wire::kRaw) {
+      weighted_sum(dst, srcs, [&](int i) { return weights[i]; }, n);
+      return;
+    }
+    encode_row(group, wire, dims.hidden(), dst, [&](int at) {
+      Acc sum = 0;
+      for_topk<Dims>(n, [&](int i) {
+        if (srcs[i]) sum += weights[i] * element(srcs[i], at);
+      });
+      return float(sum);
+    });
+  }
+
+  MOE_RT_FN void sum_from_wire(char* dst, const char* const* srcs, int n) const {
+    if (wire == Wire::kRaw) {
+      weighted_sum(dst, srcs, [](int) { return Acc(1); }, n);
+      return;
+    }
+    decode_row(group, wire, dims.hidden(), [&](int at, auto&& decoded) {
+      Acc sum = 0;
+      for_topk<Dims>(n, [&](int i) { sum += Acc(decoded(srcs[i])); });
+      reinterpret_cast<Elem*>(dst)[at] = Elem::round(sum);
+    });
+  }
+
+  // dst = sum of weight(i) * srcs[i]; sources that are nullptr add nothing.
+  template <class WeightOf>
+  MOE_RT_FN void weighted_sum(char* dst, const char* const* srcs, WeightOf&& weight, int n) const {
     for (int at = group.lane(); at < num_vectors(); at += group.lanes()) {
       Acc sum[kElems] = {};
       for_topk<Dims>(n, [&](int i) {
         if (!srcs[i]) return;
         const Vector v = vectors(srcs[i])[at];
-        for (int e = 0; e < kElems; ++e) sum[e] += weights[i] * v.elem[e].wide();
+        for (int e = 0; e < kElems; ++e) sum[e] += weight(i) * v.elem[e].wide();
       });
       Vector out;
       for (int e = 0; e < kElems; ++e) out.elem[e] = Elem::round(sum[e]);

@@ -13,7 +13,7 @@ constexpr long kUsualCache = 32L << 20;
 
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
-      dims_{config_.shape.hidden, config_.shape.num_topk},
+      dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_wire, config_.combine_wire},
       table_(rows::find_table(config_.isa.c_str())) {
   if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
   const Shape& shape = config_.shape;
@@ -24,14 +24,8 @@ Engine::Engine(EngineConfig config)
   placement_ = PlacementTables::make(config_.expert_rank, num_ranks);
   for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
 
-  world_ = {shape,
-            Layout::make(shape),
-            placement_.view(),
-            config_.capacity.data(),
-            base_.data(),
-            nullptr,
-            config_.rank,
-            config_.config_hash};
+  world_ = {shape,   Layout::make(shape), placement_.view(),  config_.capacity.data(), base_.data(),
+            nullptr, config_.rank,        config_.config_hash};
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
   copy_cursors_.resize(int64_t{lanes} * num_ranks);

@@ -27,7 +27,8 @@ struct EngineConfig {
   std::vector<uint64_t> segments;    // [R] addresses; each Layout::bytes long, zero-filled before first use
   std::vector<int> pidfds;           // [R] or empty; -1 where there is no process to watch
   double timeout_s;
-  bool drop_overflow;  // false: overflow is refused by all ranks
+  Wire dispatch_wire, combine_wire;  // how rows travel forward; gradients travel as they are
+  bool drop_overflow;                // false: overflow is refused by all ranks
   int num_lanes;
   std::string isa;
 };
@@ -76,7 +77,7 @@ class Engine {
   Status wait_all(Op op, const Header& ours);
   Status fail(Status status);
   template <class Acc>
-  rows::HostRows<Acc> row_ops(int64_t rows_written) const;
+  rows::HostRows<Acc> row_ops(int64_t rows_written, Wire wire) const;
 
   template <class Acc>
   Status typed_dispatch(const DispatchArgs& args, uint32_t tag);

@@ -12,7 +12,7 @@ constexpr int64_t kNoFault = -1;
 }  // namespace
 
 template <class Acc>
-rows::HostRows<Acc> Engine::row_ops(int64_t rows_written) const {
+rows::HostRows<Acc> Engine::row_ops(int64_t rows_written, Wire wire) const {
   const rows::Functions<Acc>* fn;
   if constexpr (std::is_same_v<Acc, double>) {
     fn = &table_->f64;
@@ -22,7 +22,7 @@ rows::HostRows<Acc> Engine::row_ops(int64_t rows_written) const {
                                                 : &table_->f32;
   }
   const Shape& s = world_.shape;
-  return {table_, fn, s.hidden, s.elem_bytes, rows_written * s.hidden * s.elem_bytes >= stream_from_};
+  return {table_, fn, s.hidden, s.elem_bytes, rows_written * s.hidden * s.elem_bytes >= stream_from_, wire};
 }
 
 template <class Acc>
@@ -51,7 +51,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     if (header.status != Code::kOk) return;
     write_lists(coop, dims_, world_, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
                 copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
-    publish_rows(coop, world_, seq, static_cast<const char*>(a.x), a.num_tokens, row_ops<Acc>(a.num_tokens));
+    publish_rows(coop, world_, seq, static_cast<const char*>(a.x), a.num_tokens,
+                 row_ops<Acc>(a.num_tokens, dims_.dispatch_wire()));
   };
 
   const auto after = [&](const auto& coop, uint64_t seq, Status& status) {
@@ -69,8 +70,9 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       return;
     }
     write_index(coop, world_, seq, blocks, a.offs, out.plan.head);
-    lane_fault_[coop.rank()] = gather(coop, dims_, world_, seq, blocks, out,
-                                      row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks]), MappedLink{});
+    lane_fault_[coop.rank()] =
+        gather(coop, dims_, world_, seq, blocks, out,
+               row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], dims_.dispatch_wire()), MappedLink{});
     coop.sync();
     if (coop.rank() == 0) {
       const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
@@ -83,13 +85,14 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
 template <class Acc>
 Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  const Wire wire = a.op == Op::kCombine ? dims_.combine_wire() : Wire::kRaw;
   const auto before = [&](const auto& coop, uint64_t seq, Header&) {
     push(coop, dims_, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-         static_cast<const Acc*>(a.grad_recv_weights), row_ops<Acc>(plan.head->num_pulled), MappedLink{});
+         static_cast<const Acc*>(a.grad_recv_weights), row_ops<Acc>(plan.head->num_pulled, wire), MappedLink{});
   };
   const auto after = [&](const auto& coop, uint64_t seq, Status&) {
     reduce(coop, dims_, world_, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens));
+           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, wire));
   };
   return exchange({a.op, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }
@@ -98,12 +101,13 @@ template <class Acc>
 Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const auto before = [&](const auto& coop, uint64_t seq, Header&) {
-    publish_rows(coop, world_, seq, static_cast<const char*>(a.grad_out), a.num_tokens, row_ops<Acc>(a.num_tokens));
+    publish_rows(coop, world_, seq, static_cast<const char*>(a.grad_out), a.num_tokens,
+                 row_ops<Acc>(a.num_tokens, Wire::kRaw));
   };
   const auto after = [&](const auto& coop, uint64_t seq, Status&) {
     gather_grad(coop, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                 static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights),
-                row_ops<Acc>(plan.head->num_copies), MappedLink{});
+                row_ops<Acc>(plan.head->num_copies, Wire::kRaw), MappedLink{});
   };
   return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "../protocol/dims.h"
 
 namespace moe_rt::rows {
 
@@ -14,6 +17,10 @@ template <class Acc>
 struct Functions {
   void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
   Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden);
+  // Coded rows (protocol/wire.h); nullptr for fp64, which is never coded. encode_sum codes the weighted sum of rows,
+  // decode_sum rounds the sum of coded rows.
+  void (*encode_sum)(Wire wire, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
+  void (*decode_sum)(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden);
 };
 
 struct Table {
@@ -34,26 +41,57 @@ struct HostRows {
   int64_t hidden, elem_bytes;
   // Streaming stores go past the caches, which wins once the rows written exceed what the caches would keep.
   bool stream;
+  Wire wire;
 
   int64_t tensor_row_bytes() const { return hidden * elem_bytes; }
-  void publish(char* dst, const char* src) const { table->copy(dst, src, tensor_row_bytes(), stream); }
+  int64_t wire_bytes() const { return wire_row_bytes(wire, hidden, elem_bytes); }
+  void publish(char* dst, const char* src) const {
+    const Acc one = 1;
+    if (wire == Wire::kRaw) {
+      table->copy(dst, src, tensor_row_bytes(), stream);
+    } else {
+      fn->encode_sum(wire, dst, &src, &one, 1, hidden);
+    }
+  }
   void spread(char* const* dsts, int n, const char* src) const {
     for (int i = 0; i < n; ++i) {
-      if (dsts[i]) table->copy(dsts[i], src, tensor_row_bytes(), stream);
+      if (!dsts[i]) continue;
+      if (wire == Wire::kRaw) {
+        table->copy(dsts[i], src, tensor_row_bytes(), stream);
+      } else {
+        fn->decode_sum(wire, dsts[i], &src, 1, hidden);
+      }
     }
   }
   // The arrays are the caller's scratch: sources that are nullptr are squeezed out.
-  void weighted_sum(char* dst, const char** srcs, Acc* weights, int n) const {
+  void sum_to_wire(char* dst, const char** srcs, Acc* weights, int n) const {
     int kept = 0;
     for (int i = 0; i < n; ++i) {
       if (!srcs[i]) continue;
       srcs[kept] = srcs[i];
       weights[kept++] = weights[i];
     }
-    fn->weighted_sum(dst, srcs, weights, kept, hidden, stream);
+    if (wire == Wire::kRaw) {
+      fn->weighted_sum(dst, srcs, weights, kept, hidden, stream);
+    } else {
+      fn->encode_sum(wire, dst, srcs, weights, kept, hidden);
+    }
+  }
+  void sum_from_wire(char* dst, const char* const* srcs, int n) const {
+    if (wire == Wire::kRaw) {
+      fn->weighted_sum(dst, srcs, ones(), n, hidden, stream);
+    } else {
+      fn->decode_sum(wire, dst, srcs, n, hidden);
+    }
   }
   Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
     return fn->scale_dot(dst, weight, g, y, hidden);
+  }
+
+ private:
+  static const Acc* ones() {
+    static const std::vector<Acc> all(kMaxTopk, Acc(1));
+    return all.data();
   }
 };
 

@@ -1,4 +1,6 @@
 // The bodies of the row primitives, compiled once per instruction set (rows_portable, rows_avx2, rows_avx512.cpp).
+#include <algorithm>
+
 #include "rows.h"
 #include "simd.h"
 
@@ -141,9 +143,57 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
   return sum;
 }
 
+// A coded row is coded block by block: integers have no rounding, so every instruction set gives the same bits here
+// too.
+template <class E>
+void encode_sum(Wire wire, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
+  auto* codes = reinterpret_cast<uint8_t*>(dst);
+  auto* scales = reinterpret_cast<float*>(dst + wire_scales_offset(hidden));
+  alignas(kLine) float sums[kWireBlock];
+  char* const block = reinterpret_cast<char*>(sums);
+  for (int64_t first = 0; first < hidden; first += kWireBlock) {
+    const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
+    for (int64_t i = 0; i < count; i += E::kLanes) {
+      const int64_t lanes = smaller<int64_t>(E::kLanes, count - i);
+      typename E::Block sum = E::none();
+      for (int j = 0; j < n; ++j) {
+        sum = add_scaled(sum, weights[j], load_tail<E>(srcs[j] + (first + i) * E::kBytes, lanes));
+      }
+      F32::store(block + i * 4, sum);
+    }
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, magnitude_bits(sums[i]));
+    const WireScale s = wire_scale(wire, largest);
+    for (int64_t i = 0; i < count; ++i) codes[first + i] = encode(wire, sums[i], s.inverse);
+    scales[first / kWireBlock] = s.scale;
+  }
+}
+
+template <class E>
+void decode_sum(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden) {
+  alignas(kLine) float sums[kWireBlock];
+  for (int64_t first = 0; first < hidden; first += kWireBlock) {
+    const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
+    std::fill(sums, sums + kWireBlock, 0.0f);
+    for (int j = 0; j < n; ++j) {
+      const auto* codes = reinterpret_cast<const uint8_t*>(srcs[j]) + first;
+      const float scale = reinterpret_cast<const float*>(srcs[j] + wire_scales_offset(hidden))[first / kWireBlock];
+      for (int64_t i = 0; i < count; ++i) sums[i] += decode(wire, codes[i], scale);
+    }
+    for (int64_t i = 0; i < count; i += E::kLanes) {
+      const auto sum = F32::load(reinterpret_cast<const char*>(sums + i));
+      store_tail<E>(dst + (first + i) * E::kBytes, sum, smaller<int64_t>(E::kLanes, count - i));
+    }
+  }
+}
+
 template <class E>
 constexpr Functions<typename E::Acc> functions() {
-  return {weighted_sum<E>, scale_dot<E>};
+  if constexpr (E::kBytes == 8) {
+    return {weighted_sum<E>, scale_dot<E>, nullptr, nullptr};
+  } else {
+    return {weighted_sum<E>, scale_dot<E>, encode_sum<E>, decode_sum<E>};
+  }
 }
 
 constexpr Table make_table(const char* name) {

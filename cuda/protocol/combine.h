@@ -3,8 +3,9 @@
 //   combine             push (weights)        | wait | reduce
 //   dispatch backward   push (unit weights)   | wait | reduce   and one scalar per (token, k): the routing-weight
 //   gradient
-// `Rows` is the row primitive: weighted_sum(dst, srcs, weights, n), summed in the order given, in the accumulator type,
-// without the sources that are nullptr. `Link` is how a peer's segment is reached (link.h).
+// `Rows` is the row primitive: sum_to_wire(dst, srcs, weights, n) without the sources that are nullptr, and
+// sum_from_wire(dst, srcs, n), in the order given, in the accumulator type. `Link` is how a peer's segment is reached
+// (link.h).
 #pragma once
 
 #include "coop.h"
@@ -33,8 +34,8 @@ MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, uint64_t seq,
       factors[c] = kept && weights ? weights[row] : Weight(1);
     });
     const int64_t home = w.partial_row(seq, p.token, p.slot);
-    rows.weighted_sum(link.target_row(w, p.source, home), srcs, factors, p.copies);
-    link.deliver(w, p.source, home);
+    rows.sum_to_wire(link.target_row(w, p.source, home), srcs, factors, p.copies);
+    link.deliver(w, p.source, home, rows.wire_bytes());
   }
 }
 
@@ -43,14 +44,12 @@ template <class Coop, class Dims, class Weight, class Rows>
 MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, uint64_t seq, const int32_t* send_plan,
                       int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows) {
   const char* srcs[Dims::kTopkBound];
-  Weight ones[Dims::kTopkBound];
-  for_topk<Dims>(dims.num_topk(), [&](int k) { ones[k] = Weight(1); });
   const Range share = coop.share(num_tokens);
   for (int64_t t = share.begin; t < share.end; t += share.step) {
     const int32_t* sent = send_plan + t * dims.num_topk();
     const int n = num_partials(sent, dims.num_topk());
     for_topk<Dims>(n, [&](int slot) { srcs[slot] = w.at<char>(w.rank, w.partial_row(seq, t, slot)); });
-    rows.weighted_sum(out + t * rows.tensor_row_bytes(), srcs, ones, n);
+    rows.sum_from_wire(out + t * rows.tensor_row_bytes(), srcs, n);
     if (!grad_topk_weights || !coop.leader()) continue;
     for (int k = 0; k < dims.num_topk(); ++k) {
       grad_topk_weights[t * dims.num_topk() + k] =

@@ -1,7 +1,7 @@
 // Sizes a role body is compiled for: read at run time, or constants that a just-in-time compiler has filled in.
 #pragma once
 
-#include "platform.h"
+#include "wire.h"
 
 namespace moe_rt {
 
@@ -11,17 +11,22 @@ struct RuntimeDims {
   static constexpr int kTopkBound = kMaxTopk;
   static constexpr bool kUnrolled = false;
   int hidden_, num_topk_;
+  Wire dispatch_wire_ = Wire::kRaw, combine_wire_ = Wire::kRaw;
   MOE_RT_FN int hidden() const { return hidden_; }
   MOE_RT_FN int num_topk() const { return num_topk_; }
+  MOE_RT_FN Wire dispatch_wire() const { return dispatch_wire_; }
+  MOE_RT_FN Wire combine_wire() const { return combine_wire_; }
 };
 
-template <int kHidden, int kTopk>
+template <int kHidden, int kTopk, Wire kDispatch = Wire::kRaw, Wire kCombine = Wire::kRaw>
 struct FixedDims {
   static_assert(kTopk > 0 && kTopk <= kMaxTopk, "num_topk outside [1, kMaxTopk]");
   static constexpr int kTopkBound = kTopk;
   static constexpr bool kUnrolled = kTopk <= 16;
   MOE_RT_FN static constexpr int hidden() { return kHidden; }
   MOE_RT_FN static constexpr int num_topk() { return kTopk; }
+  MOE_RT_FN static constexpr Wire dispatch_wire() { return kDispatch; }
+  MOE_RT_FN static constexpr Wire combine_wire() { return kCombine; }
 };
 
 // fn(i) for i in [0, n), n <= num_topk. With a small constant bound the loop is unrolled, so that arrays indexed by i

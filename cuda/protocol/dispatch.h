@@ -13,7 +13,7 @@
 
 namespace moe_rt {
 
-// Rows enter the window here and nowhere else, once per token: a payload of fewer bits would be made in rows.publish.
+// Rows enter the window here and nowhere else, once per token; rows.publish codes them if they travel coded.
 template <class Coop, class Rows>
 MOE_RT_FN void publish_rows(const Coop& coop, const World& w, uint64_t seq, const char* x, int64_t num_tokens,
                             const Rows& rows) {
@@ -67,7 +67,7 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
     if (kept) out.recv_weights[row] = lists.weights[pull.first + c];
   });
   if (astray) return false;
-  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(seq, pull.token)));
+  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(seq, pull.token), rows.wire_bytes()));
   return true;
 }
 
@@ -98,7 +98,7 @@ MOE_RT_FN void gather_grad(const Coop& coop, const World& w, uint64_t seq, const
   const Range share = coop.share(plan.head->num_pulled);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = plan.pulled[i];
-    const char* g = link.source_row(w, p.source, w.token_row(seq, p.token));
+    const char* g = link.source_row(w, p.source, w.token_row(seq, p.token), rows.wire_bytes());
     for (int c = p.first; c < p.first + p.copies; ++c) {
       const int64_t row = plan.rows[c];
       if (row == kDropped) continue;

@@ -7,13 +7,13 @@ namespace moe_rt {
 
 // Every segment is mapped: a row is read and written where it lies, and nothing remains to be delivered.
 struct MappedLink {
-  // Where the row at `offset` of the peer's segment can be read.
-  MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset) const {
+  // Where the row of so many bytes at `offset` of the peer's segment can be read.
+  MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset, int64_t) const {
     return w.at<const char>(peer, offset);
   }
   // Where to write the row that belongs at `offset` of the peer's segment; `deliver` once it is written.
   MOE_RT_FN char* target_row(const World& w, int peer, int64_t offset) const { return w.at<char>(peer, offset); }
-  MOE_RT_FN void deliver(const World&, int, int64_t) const {}
+  MOE_RT_FN void deliver(const World&, int, int64_t, int64_t) const {}
   template <class T>
   MOE_RT_FN void put(const World& w, int peer, int64_t offset, T value) const {
     *w.at<T>(peer, offset) = value;

@@ -63,7 +63,8 @@ def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
 def buffer_kwargs(spec: BufferSpec) -> dict[str, Any]:
     """The Buffer arguments that make this spec."""
     names = ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype", "placement", "capacity_factor")
-    return {**{n: getattr(spec, n) for n in names}, "overflow": spec.overflow}
+    wires = {"dispatch_dtype": spec.dispatch_dtype, "combine_dtype": spec.combine_dtype}
+    return {**{n: getattr(spec, n) for n in names}, **wires, "overflow": spec.overflow}
 
 
 def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = "random") -> Inputs:
@@ -105,7 +106,9 @@ def expect_forward(spec: BufferSpec, inputs: Inputs) -> tuple[list[reference.Rec
     """What every rank receives, what its experts make of it, and every rank's output."""
     received = reference.dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec)
     ys = [experts(r.recv_x, rank) for rank, r in enumerate(received)]
-    outs = reference.combine(ys, [r.recv_weights for r in received], received, inputs.num_tokens, spec)
+    outs = reference.combine(
+        ys, [r.recv_weights for r in received], received, inputs.num_tokens, spec, spec.combine_dtype
+    )
     return received, ys, outs
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_rt import _engine
-from moe_rt.config import ELEMENTS, BufferSpec
+from moe_rt.config import ELEMENTS, WIRES, BufferSpec
 from moe_rt.errors import Code, MoeRtError, Op, error_from_status
 from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import REFUSAL_CODES, Engine
@@ -39,6 +39,8 @@ class CpuEngine(Engine):
             segments=segments.addresses,
             pidfds=segments.pidfds,
             timeout_s=timeout_s,
+            dispatch_wire=WIRES[spec.dispatch_dtype],
+            combine_wire=WIRES[spec.combine_dtype],
             drop_overflow=spec.overflow == "drop",
             num_lanes=num_threads,
             isa=isa,

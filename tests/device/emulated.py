@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread"]
 
 
+_WIRES = {"kRaw": 0, "kFp8": 1, "kInt8": 2}
 _compiling = threading.Lock()
 
 
@@ -96,6 +97,7 @@ class EmulatedKernels:
         self.gpu = gpu
         self.network = nvshmem
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
+        self.wires = [_WIRES[str(defines.get(f"MOE_RT_{op}_WIRE", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
 
     def launch(
@@ -108,6 +110,7 @@ class EmulatedKernels:
             self.elem,
             self.hidden,
             self.num_topk,
+            *self.wires,
             blocks,
             self.gpu.threads,
             ctypes.c_int64(shared_bytes),

@@ -11,10 +11,9 @@ namespace {
 using NetworkLinks = RdmaLinks<emulation::Network>;
 
 template <class Elem, class Machine>
-bool run_kernel(const char* kernel, const Machine& m, int hidden, int num_topk, void** params) {
+bool run_kernel(const char* kernel, const Machine& m, const RuntimeDims& dims, void** params) {
   const World& w = *static_cast<const World*>(params[0]);
   const Control& c = *static_cast<const Control*>(params[1]);
-  const RuntimeDims dims{hidden, num_topk};
   if constexpr (Machine::kWarpsOnly) {
     if (std::strcmp(kernel, "dispatch_fetch") == 0) {
       const Launch<RuntimeDims, Elem, Machine> launch{m, dims, w, c};
@@ -37,15 +36,17 @@ void run_activation(const Machine& m, bool backward, const void* args) {
 
 // `params` are the addresses of a launch's arguments, as cuLaunchKernel takes them; `segments`, where the network finds
 // each rank's segment, or nullptr where all are mapped. Returns 0 for an unknown kernel.
-extern "C" int emulated_launch(const char* kernel, const char* elem, int hidden, int num_topk, int blocks, int threads,
-                               int64_t shared_bytes, void** params, char* const* segments, uint32_t seed) {
+extern "C" int emulated_launch(const char* kernel, const char* elem, int hidden, int num_topk, int dispatch_wire,
+                               int combine_wire, int blocks, int threads, int64_t shared_bytes, void** params,
+                               char* const* segments, uint32_t seed) {
   uint32_t known = 1;
+  const RuntimeDims dims{hidden, num_topk, static_cast<Wire>(dispatch_wire), static_cast<Wire>(combine_wire)};
   const auto body = [&](const auto& m) {
     const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
-    const bool found = is("Bf16")  ? run_kernel<Bf16>(kernel, m, hidden, num_topk, params)
-                       : is("F16") ? run_kernel<F16>(kernel, m, hidden, num_topk, params)
-                       : is("F64") ? run_kernel<F64>(kernel, m, hidden, num_topk, params)
-                                   : run_kernel<F32>(kernel, m, hidden, num_topk, params);
+    const bool found = is("Bf16")  ? run_kernel<Bf16>(kernel, m, dims, params)
+                       : is("F16") ? run_kernel<F16>(kernel, m, dims, params)
+                       : is("F64") ? run_kernel<F64>(kernel, m, dims, params)
+                                   : run_kernel<F32>(kernel, m, dims, params);
     if (!found) store_relaxed(known, 0u);
   };
   if (segments) {

@@ -36,12 +36,17 @@ struct Block {
 };
 
 struct Warp {
+  static constexpr int kTeamLanes = 1;
   int64_t index, count;
   Range share(int64_t n) const { return {index, n, count}; }
   bool leader() const { return true; }
   void sync() const {}
   int lane() const { return 0; }
   int lanes() const { return 1; }
+  int team() const { return 0; }
+  int teams() const { return 1; }
+  int team_lane() const { return 0; }
+  uint32_t team_max(uint32_t x) const { return x; }
   template <class T>
   T sum(T x) const {
     return x;
@@ -49,12 +54,17 @@ struct Warp {
 };
 
 struct BlockGroup {
+  static constexpr int kTeamLanes = 1;
   int64_t index, count;
   int lane_, lanes_;
   Range share(int64_t n) const { return {index, n, count}; }
   bool leader() const { return lane_ == 0; }
   int lane() const { return lane_; }
   int lanes() const { return lanes_; }
+  int team() const { return lane_; }
+  int teams() const { return lanes_; }
+  int team_lane() const { return 0; }
+  uint32_t team_max(uint32_t x) const { return x; }
 };
 
 template <class Links>

@@ -1,0 +1,107 @@
+"""Rows that travel as fp8 or int8: the same bits as the oracle on every heap, small errors, half the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import HEAPS
+from harness import Ranks, ThreadRanks
+from rounds import check_equal, full_round
+from routing import buffer_kwargs, make_spec
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.errors import InvalidConfig
+from moe_rt.reference import over_wire
+
+MakeRanks = Callable[[str, int], Ranks]
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+# Largest error of a row that was coded once, relative to the row's largest value in the same block of 128 and, for
+# fp8, to each value: half a unit in the last place of a code, and of the rounding to bf16 after it.
+WORST = {FP8: 2**-4, INT8: 0.5 / 127}
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("there", "home"), [(FP8, None), (None, FP8), (FP8, FP8), (INT8, INT8), (INT8, FP8)])
+def test_matches_reference(make_ranks: MakeRanks, heap: str, dtype: torch.dtype, there: Any, home: Any) -> None:
+    for size, hidden in ((1, 300), (3, 20), (2, 128)):
+        spec = make_spec(size, dtype=dtype, hidden=hidden, dispatch_dtype=there, combine_dtype=home)
+        make_ranks(heap, size).run(full_round, spec, [12, 0, 7][:size], 3, "random")
+
+
+def through(wire: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+    """Rows after one dispatch of a single rank."""
+    sizes = {"num_max_tokens_per_rank": len(rows), "num_topk": 1, "num_experts": 1}
+    with Buffer(None, hidden=rows.shape[1], dtype=rows.dtype, dispatch_dtype=wire, **sizes) as buffer:
+        ones = torch.ones(len(rows), 1)
+        recv_x, _, _ = buffer.dispatch(rows, torch.zeros(len(rows), 1, dtype=torch.int64), ones)
+        return recv_x[: len(rows)].clone()
+
+
+@pytest.mark.parametrize("wire", [FP8, INT8])
+def test_every_magnitude(wire: torch.dtype) -> None:
+    """Blocks of all sizes, zeros, subnormals and what is not finite: the oracle's bits, and the error that is promised."""
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(400, 256, generator=g) * torch.logspace(-42, 37, 400)[:, None]
+    rows[0] = 0.0
+    rows[1, 5] = float("nan")
+    rows[2, 200] = float("inf")
+    rows[3, :128] = torch.linspace(-1, 1, 128)
+    got = through(wire, rows)
+    check_equal("rows", got, over_wire(rows, wire))
+    assert got[1, :128].isnan().all() and got[1, 128:].isfinite().all(), "a block with a NaN is NaN, and only it"
+    assert got[2, 128:].isnan().all() and got[2, :128].isfinite().all()
+    blocks, exact = got.view(-1, 128)[8:], rows.view(-1, 128)[8:]
+    largest = exact.abs().amax(1, keepdim=True)
+    error = (blocks - exact).abs()
+    coded = (largest > 2.0**-100).expand_as(exact)
+    worst = WORST[wire] * (exact.abs() + largest * 2**-9 if wire is FP8 else largest)
+    assert (error <= 1.001 * worst)[coded].all()
+
+
+@pytest.mark.parametrize("wire", [FP8, INT8])
+def test_round_trip_of_normal_rows(wire: torch.dtype) -> None:
+    """There and home again, both coded: the relative error of a row stays under 4 %."""
+
+    def case(group: ThreadGroup) -> float:
+        spec = make_spec(2, num_max_tokens_per_rank=64, hidden=1024, num_topk=2, num_experts=4, dtype=torch.bfloat16)
+        wires = {"dispatch_dtype": wire, "combine_dtype": wire}
+        g = torch.Generator().manual_seed(group.rank)
+        x = torch.randn(64, 1024, generator=g).bfloat16()
+        idx = torch.rand(64, 4, generator=g).topk(2).indices
+        with Buffer(group, **{**buffer_kwargs(spec), **wires}) as buffer:
+            recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.full((64, 2), 0.5))
+            out = buffer.combine(recv_x, recv_weights, handle).float()
+        return float(((out - x.float()).norm(dim=1) / x.float().norm(dim=1)).max())
+
+    errors = ThreadRanks(2).run(case)
+    assert max(errors) < 0.04, errors
+
+
+@pytest.mark.parametrize("wire", [FP8, INT8])
+def test_bytes_on_the_way(wire: torch.dtype) -> None:
+    """Counted in the window that peers read: what lies past a coded row stays as it was."""
+    hidden, tokens = 4096, 5
+    group = ThreadGroup.make(1)[0]
+    sizes = {"num_max_tokens_per_rank": tokens, "num_topk": 1, "num_experts": 1, "dtype": torch.bfloat16}
+    with Buffer(group, hidden=hidden, dispatch_dtype=wire, **sizes) as buffer:
+        segment = torch.frombuffer(buffer._engine._segments.mappings[0], dtype=torch.uint8)
+        segment[4096:] = 0xA5  # everything but control words
+        rows = torch.rand(tokens, hidden).bfloat16() + 1
+        buffer.dispatch(rows, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1))
+        start = next(at for at in range(4096, len(segment), 4096) if (segment[at : at + hidden] != 0xA5).sum() > 4000)
+        window = segment[start : start + tokens * 2 * hidden].view(tokens, 2 * hidden)
+    scales = 4 * hidden // 128
+    assert (window[:, hidden + scales :] == 0xA5).all()
+    assert (hidden + scales) / (2 * hidden) < 0.52
+    assert all((row[:hidden] != 0xA5).any() and (row[hidden : hidden + scales] != 0xA5).any() for row in window)
+
+
+def test_what_cannot_be_coded() -> None:
+    with pytest.raises(InvalidConfig, match=r"dispatch_dtype: got torch.float16 for rows of torch.bfloat16"):
+        make_spec(2, dtype=torch.bfloat16, dispatch_dtype=torch.float16)
+    with pytest.raises(InvalidConfig, match=r"combine_dtype: got torch.int8 for rows of torch.float64"):
+        make_spec(2, dtype=torch.float64, combine_dtype=torch.int8)
