@@ -112,8 +112,11 @@ def expect_forward(spec: BufferSpec, inputs: Inputs) -> tuple[list[reference.Rec
     return received, ys, outs
 
 
-def play(buffer: Buffer, inputs: Inputs, expected: Expected, device: torch.device, tag: int = 0) -> None:
+def play(buffer: Buffer, inputs: Inputs, expected: Expected, device: torch.device, tag: int = 0) -> list[Tensor]:
     """This rank's part of a round. Rows past the last expert's are NaN wherever they are handed back.
+
+    Returns:
+        What the ops gave: recv_x, recv_weights, offs, out, grad_y, grad_x, grad_topk_weights, real rows only.
 
     Raises:
         WrongOutput: naming the output that differs.
@@ -145,6 +148,8 @@ def play(buffer: Buffer, inputs: Inputs, expected: Expected, device: torch.devic
     grad_x, grad_topk_weights = torch.autograd.grad([recv_x, recv_weights], [x, weights], given)
     check_bits("grad_x", grad_x, expected.at_dispatch[rank][0])
     check_close("grad_topk_weights", grad_topk_weights, expected.at_dispatch[rank][1], spec.hidden)
+    given_back = (recv_x[:n], recv_weights[:n], handle.offs, out, grad_y[:n], grad_x, grad_topk_weights)
+    return [t.detach() for t in given_back]
 
 
 def padded(rows: Tensor, capacity: int, device: torch.device) -> Tensor:

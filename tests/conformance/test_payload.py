@@ -9,11 +9,12 @@ import pytest
 import torch
 from conftest import HEAPS
 from harness import Ranks, ThreadRanks
-from rounds import check_equal, full_round
+from rounds import full_round
 from routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig
+from moe_rt.gpucheck.rounds import check_bits
 from moe_rt.reference import over_wire
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -51,7 +52,7 @@ def test_every_magnitude(wire: torch.dtype) -> None:
     rows[2, 200] = float("inf")
     rows[3, :128] = torch.linspace(-1, 1, 128)
     got = through(wire, rows)
-    check_equal("rows", got, over_wire(rows, wire))
+    check_bits("rows", got, over_wire(rows, wire))
     for row, bad, good in ((1, slice(0, 128), slice(128, 256)), (2, slice(128, 256), slice(0, 128))):
         assert got[row, bad].isnan().all(), "a block with something that is not finite is NaN"
         assert got[row, good].isfinite().all(), "and only it"
