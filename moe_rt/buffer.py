@@ -41,8 +41,9 @@ class Buffer:
             (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
         capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
             of a perfectly balanced load.
-        overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered, or
-            "drop" the last rows in the order expert, source rank, token, and count them in `handle.num_dropped`.
+        overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered;
+            "drop" the last rows in the order expert, source rank, token, and count them in `handle.num_dropped`; or
+            "retry" at once with room for all, which later dispatches keep (CPU ranks, eager: shapes change).
         dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as codes of one byte with an fp32 scale
             for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
         combine_dtype: the same for the sums that come home.
@@ -128,8 +129,8 @@ class Buffer:
 
     @property
     def capacity(self) -> int:
-        """Rows of recv_x on this rank."""
-        return self.spec.capacity(self.rank)
+        """Rows of recv_x on this rank; grows if overflow is "retry"."""
+        return self._engine.capacity
 
     @property
     def num_local_experts(self) -> int:

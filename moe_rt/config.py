@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,7 +22,7 @@ ELEMENTS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.f
 # What rows may be coded as on the way, as Wire of cuda/protocol/wire.h; None sends them as they are.
 WIRES: dict[torch.dtype | None, int] = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 
-Overflow = Literal["raise", "drop"]
+Overflow = Literal["raise", "drop", "retry"]
 
 
 def contiguous_placement(num_experts: int, num_ranks: int) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class BufferSpec:
             expected = f"None or one of {[str(d) for d in WIRES if d]}, for rows of at most 32 bits"
             fits = wire in WIRES and not (wire and dtype is torch.float64)
             _expect(fits, name, f"{wire} for rows of {dtype}", expected)
-        _expect(overflow in ("raise", "drop"), "overflow", overflow, '"raise" or "drop"')
+        _expect(overflow in get_args(Overflow), "overflow", overflow, f"one of {get_args(Overflow)}")
         positive = capacity_factor is None or (math.isfinite(capacity_factor) and capacity_factor > 0)
         _expect(positive, "capacity_factor", capacity_factor, "None or a finite number > 0")
         table = contiguous_placement(num_experts, num_ranks) if placement is None else tuple(int(r) for r in placement)
@@ -125,7 +125,7 @@ class BufferSpec:
         return [e for e, r in enumerate(self.placement) if r == rank]
 
     def capacity(self, rank: int) -> int:
-        """Rows of recv_x on `rank`: the worst case R*T*min(K, L), or less: capacity_factor times a balanced load."""
+        """Rows of recv_x on `rank`, at first if overflow is "retry": the worst case R*T*min(K, L), or less: capacity_factor times a balanced load."""
         num_local = self.placement.count(rank)
         tokens = self.num_ranks * self.num_max_tokens_per_rank
         worst = tokens * min(self.num_topk, num_local)

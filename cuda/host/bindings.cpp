@@ -102,6 +102,8 @@ NB_MODULE(_engine, m) {
           },
           Release())
       .def("poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); })
+      .def("needed_rows", &Engine::needed_rows)
+      .def("set_capacity", &Engine::set_capacity)
       .def("health", &Engine::health)
       .def("timings",
            [](const Engine& e) {

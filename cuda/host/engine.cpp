@@ -1,6 +1,7 @@
 // What every op of the engine shares: exclusive use, announcing, waiting, judging headers, and failing for good.
 #include "engine.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "engine_call.h"
@@ -31,6 +32,7 @@ Engine::Engine(EngineConfig config)
   copy_cursors_.resize(int64_t{lanes} * num_ranks);
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
+  needed_rows_.resize(num_ranks);
   timings_.arrival_ns.resize(num_ranks);
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
@@ -85,6 +87,10 @@ Status Engine::fail(Status status) {
     poison(status.code, status.peer);
   }
   return failure_ = status;
+}
+
+void Engine::set_capacity(const std::vector<int64_t>& capacity) {
+  std::copy(capacity.begin(), capacity.end(), config_.capacity.begin());  // in place: the World points at it
 }
 
 void Engine::poison(Code code, int peer) {

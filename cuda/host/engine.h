@@ -57,6 +57,11 @@ class Engine {
   // Takes part in an op only to say that this rank refuses it, so that every rank raises and none waits.
   Status refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag);
 
+  // After kCapacityOverflow: the rows that every rank would have received. Equal on all ranks.
+  const std::vector<int64_t>& needed_rows() const { return needed_rows_; }
+  // Of later dispatches; all ranks set the same.
+  void set_capacity(const std::vector<int64_t>& capacity);
+
   // Tells every peer that this rank will not go on; their waits end. Idempotent: the first cause stays.
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.
@@ -93,7 +98,7 @@ class Engine {
   PlacementTables placement_;
   std::vector<char*> base_;
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
-  std::vector<int64_t> lane_fault_;
+  std::vector<int64_t> lane_fault_, needed_rows_;
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds] = {0, 0};
   Status failure_;

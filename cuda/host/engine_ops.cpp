@@ -62,8 +62,9 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     if (stranger >= 0 || full >= 0) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
-        const int64_t needed = rows_for(world_, seq, full);
-        status = {Code::kCapacityOverflow, Op::kDispatch, Phase::kGather, full, seq, needed, world_.capacity[full]};
+        for (int r = 0; r < world_.shape.num_ranks; ++r) needed_rows_[r] = rows_for(world_, seq, r);
+        status = {Code::kCapacityOverflow, Op::kDispatch,        Phase::kGather, full, seq,
+                  needed_rows_[full],      world_.capacity[full]};
       } else {
         status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, stranger, seq, 0, 0};
       }

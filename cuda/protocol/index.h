@@ -125,7 +125,7 @@ MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, const
   }
   if (coop.rank() == 0) {
     const int64_t kept = smaller<int64_t>(b.num_rows, capacity);
-    *head = {seq, b.pull_start[num_ranks], b.copy_start[num_ranks], int32_t(b.num_rows - kept), {}};
+    *head = {seq, b.pull_start[num_ranks], b.copy_start[num_ranks], int32_t(b.num_rows - kept), int32_t(capacity), {}};
   }
 }
 

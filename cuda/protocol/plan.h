@@ -19,7 +19,9 @@ inline constexpr int32_t kDropped = -1;  // in the row list: beyond capacity
 struct RecvPlan {
   struct Head {
     uint64_t seq;  // of the dispatch that made it
-    int32_t num_pulled, num_copies, num_dropped, unused[3];
+    int32_t num_pulled, num_copies, num_dropped;
+    int32_t capacity;  // rows of recv_x in that dispatch
+    int32_t unused[2];
   };
   Head* head;
   Pulled* pulled;

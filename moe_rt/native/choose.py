@@ -80,6 +80,10 @@ def make_engine(
     segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
 
     def look() -> dict[str, Any]:
+        if spec.overflow == "retry":
+            raise InvalidConfig(
+                'overflow: got "retry" on CUDA, where the host does not look; expected "raise" or "drop"'
+            )
         shared = segments.streams is not None
         blocks = blocks_of_a_wait(spec.num_ranks, gpu, num_sms, shared=shared)
         return {"blocks": blocks, "unmapped": 0 in segments.addresses}

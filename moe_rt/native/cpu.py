@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_rt import _engine
 from moe_rt.config import ELEMENTS, WIRES, BufferSpec
-from moe_rt.errors import Code, MoeRtError, Op, error_from_status
+from moe_rt.errors import CapacityOverflow, Code, MoeRtError, Op, error_from_status
 from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.storage import Recycler
@@ -29,13 +29,14 @@ class CpuEngine(Engine):
         super().__init__(spec, rank, torch.device("cpu"), timeout_s)
         self._segments = segments
         self._memory = Recycler()
+        self._capacities = [spec.capacity(r) for r in range(spec.num_ranks)]
         self._engine = _engine.Engine(
             shape=spec.shape(),
             elem=ELEMENTS[spec.dtype],
             rank=rank,
             config_hash=spec.hash(),
             expert_rank=list(spec.placement),
-            capacity=[spec.capacity(r) for r in range(spec.num_ranks)],
+            capacity=self._capacities,
             segments=segments.addresses,
             pidfds=segments.pidfds,
             timeout_s=timeout_s,
@@ -51,6 +52,21 @@ class CpuEngine(Engine):
             Op.DISPATCH_BACKWARD: self._engine.combine,
             Op.COMBINE_BACKWARD: self._engine.combine_backward,
         }
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As Engine.dispatch. All ranks see the same overflow and the same need, so all retry alike, and once."""
+        try:
+            return super().dispatch(x, topk_idx, topk_weights, tag)
+        except CapacityOverflow:
+            if self.spec.overflow != "retry":
+                raise
+        self._capacities = [max(c, n) for c, n in zip(self._capacities, self._engine.needed_rows(), strict=True)]
+        self._engine.set_capacity(self._capacities)
+        self.capacity = self._capacities[self.rank]
+        self._rows_shape = (self.capacity, self.spec.hidden)
+        return super().dispatch(x, topk_idx, topk_weights, tag)
 
     def _rows(self, shape: tuple[int, int]) -> Tensor:
         return self._memory.empty(shape, self.spec.dtype)

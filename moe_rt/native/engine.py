@@ -21,6 +21,7 @@ REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
     InvalidInput: Code.INVALID_INPUT,
 }
+_PLAN_CAPACITY = 5  # of RecvPlan::Head in cuda/protocol/plan.h
 _ids = itertools.count(1)
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
@@ -84,8 +85,8 @@ class Engine(ABC):
 
     def combine(self, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int) -> Tensor:
         """y [capacity, H], recv_weights [capacity] -> out [T, H]."""
-        self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights)
         self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
+        self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights, recv_plan)
         y, recv_weights = self._input(y), self._input(recv_weights)
         num_tokens = send_plan.shape[0]
         out = self._rows((num_tokens, self.spec.hidden))
@@ -108,8 +109,8 @@ class Engine(ABC):
     ) -> tuple[Tensor, Tensor]:
         """grad_recv_x [capacity, H], grad_recv_weights [capacity] -> grad_x [T, H], grad_topk_weights [T, K]."""
         op = Op.DISPATCH_BACKWARD
-        self._check_rows(op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights)
         self._check_plans(op, tag, recv_plan, send_plan)
+        self._check_rows(op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights, recv_plan)
         grad_recv_x, grad_recv_weights = self._input(grad_recv_x), self._input(grad_recv_weights)
         num_tokens = send_plan.shape[0]
         grad_x = self._rows((num_tokens, self.spec.hidden))
@@ -134,10 +135,10 @@ class Engine(ABC):
         """grad_out [T, H], y [capacity, H], recv_weights [capacity] -> grad_y, grad_recv_weights."""
         op, num_tokens = Op.COMBINE_BACKWARD, grad_out.shape[0] if grad_out.dim() else 0
         self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
-        self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
         self._check_plans(op, tag, recv_plan, None)
+        self._check_rows(op, tag, "y", y, "recv_weights", recv_weights, recv_plan)
         grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
-        grad_y = self._rows(self._rows_shape)
+        grad_y = self._rows((len(y), self.spec.hidden))
         grad_recv_weights = torch.empty_like(recv_weights)
         words = (
             grad_out.data_ptr(),
@@ -177,9 +178,14 @@ class Engine(ABC):
     def _input(self, t: Tensor) -> Tensor:
         return t.contiguous()
 
-    def _check_rows(self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor) -> None:
-        self._check(op, tag, name, rows, self._rows_shape, self.spec.dtype)
-        self._check(op, tag, weights_name, weights, self._rows_shape[:1], self._acc_dtype)
+    def _check_rows(
+        self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor, recv_plan: Tensor
+    ) -> None:
+        shape = self._rows_shape
+        if self.spec.overflow == "retry":  # the handle may be older than the present capacity; on CPU ranks alone
+            shape = (int(recv_plan[_PLAN_CAPACITY]), self.spec.hidden)
+        self._check(op, tag, name, rows, shape, self.spec.dtype)
+        self._check(op, tag, weights_name, weights, shape[:1], self._acc_dtype)
 
     def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
         self._check(op, tag, "handle.recv_plan", recv_plan, (self.plan_ints,), torch.int32)
