@@ -125,7 +125,7 @@ class BufferSpec:
         return [e for e, r in enumerate(self.placement) if r == rank]
 
     def capacity(self, rank: int) -> int:
-        """Rows of recv_x on `rank`, at first: the worst case R*T*min(K, L), or capacity_factor times a balanced load."""
+        """Rows of recv_x on `rank`, at first: the worst case R*T*min(K, L), or capacity_factor times balance."""
         num_local = self.placement.count(rank)
         tokens = self.num_ranks * self.num_max_tokens_per_rank
         worst = tokens * min(self.num_topk, num_local)
