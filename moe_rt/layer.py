@@ -3,54 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_rt.balance import RouterAux
 from moe_rt.buffer import Buffer, Group
 from moe_rt.config import Overflow
 from moe_rt.errors import InvalidConfig
-from moe_rt.experts import SwiGLUExperts
+from moe_rt.experts import Experts, ExpertsConfig
 from moe_rt.native import activation
 from moe_rt.pool import shared_buffer
-from moe_rt.router import Router, RouterAux, ScoreFunc
+from moe_rt.router import Router, RouterConfig
+from moe_rt.shared_expert import SharedExpert
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """Sizes and choices of a layer; the same on every rank.
+class MoEConfig(RouterConfig, ExpertsConfig):
+    """Sizes and choices of a layer; the same on every rank. docs/howto/layer.md has the values of some models.
 
     Attributes:
         hidden, intermediate, num_experts, num_topk: H, F, E, K.
         num_max_tokens_per_rank: the most tokens of one forward on any rank; sizes the symmetric buffer.
         dtype: what rows travel and experts compute in; parameters keep their own dtype and are cast.
-        score_func, norm_topk, route_scale, aux_loss_coef, z_loss_coef: see `moe_rt.router.Router`.
-        capacity_factor, overflow, placement, timeout_s: see `moe_rt.Buffer`.
+        score_func, topk_before_softmax, norm_topk, route_scale, router_bias, num_groups, topk_groups, balance_bias,
+            balance_bias_rate, expert_choice, jitter, aux_loss_coef, z_loss_coef, balance_scope: see
+            `moe_rt.router.RouterConfig`.
+        activation, layout, biases, interleaved, swiglu_alpha, swiglu_limit: see `moe_rt.experts.ExpertsConfig`.
+        shared_intermediate: width of an expert that every token visits besides, on its own rank and without biases, or
+            None for none; see `moe_rt.shared_expert.SharedExpert`.
+        shared_gate: the shared expert's output is scaled by a sigmoid gate of its own (Qwen2-MoE).
+        dispatch_dtype, combine_dtype, capacity_factor, overflow, placement, timeout_s: see `moe_rt.Buffer`.
+
+    Raises:
+        InvalidConfig: naming the field, what was got and what was expected.
     """
 
     hidden: int
     intermediate: int
-    num_experts: int
-    num_topk: int
     num_max_tokens_per_rank: int
     dtype: torch.dtype = torch.float32
-    score_func: ScoreFunc = "softmax"
-    norm_topk: bool = True
-    route_scale: float = 1.0
-    aux_loss_coef: float = 0.0
-    z_loss_coef: float = 0.0
+    shared_intermediate: int | None = None
+    shared_gate: bool = False
+    dispatch_dtype: torch.dtype | None = None
+    combine_dtype: torch.dtype | None = None
     capacity_factor: float | None = None
     overflow: Overflow = "raise"
     placement: Sequence[int] | None = None
     timeout_s: float = field(default=120.0, repr=False)
 
     def __post_init__(self) -> None:
-        if self.intermediate < 1:
-            raise InvalidConfig(f"intermediate: got {self.intermediate}, expected a positive integer")
-        if self.score_func not in ("softmax", "sigmoid"):
-            raise InvalidConfig(f'score_func: got "{self.score_func}", expected "softmax" or "sigmoid"')
+        for name in ("intermediate", "shared_intermediate"):
+            got = getattr(self, name)
+            if got is not None and got < 1:
+                raise InvalidConfig(f"{name}: got {got}, expected a positive integer")
+        if self.shared_gate and self.shared_intermediate is None:
+            raise InvalidConfig("shared_gate: got True, expected False without shared_intermediate")
+        RouterConfig.__post_init__(self)
+        ExpertsConfig.__post_init__(self)
 
     def buffer_sizes(self) -> dict[str, Any]:
         """The keyword arguments of the `moe_rt.Buffer` that a layer of this config needs."""
@@ -60,6 +72,8 @@ class MoEConfig:
             "num_topk": self.num_topk,
             "num_experts": self.num_experts,
             "dtype": self.dtype,
+            "dispatch_dtype": self.dispatch_dtype,
+            "combine_dtype": self.combine_dtype,
             "capacity_factor": self.capacity_factor,
             "overflow": self.overflow,
             "timeout_s": self.timeout_s,
@@ -68,15 +82,16 @@ class MoEConfig:
 
 
 class MoELayer(nn.Module):
-    """A mixture of SwiGLU experts spread over the ranks of `group`.
+    """A mixture of experts spread over the ranks of `group`.
 
     Making a layer and calling it are collective over the group. Layers of one group and one size share a buffer.
 
     Parameters: `router.weight` [E, H], the same on every rank; `experts.gate_up_proj` [L, 2F, H] and
-    `experts.down_proj` [L, H, F], this rank's slice of the global tensors in the order of `expert_ids`. Ranks seeded
-    alike start with the same global weights whatever their number.
+    `experts.down_proj` [L, H, F], or what the config's layout has instead, this rank's slice of the global tensors in
+    the order of `expert_ids`; with shared_intermediate `shared_expert.*`, the same on every rank. Ranks seeded alike
+    start with the same global weights whatever their number.
 
-    Gradients: `experts.*` hold the sum over all ranks of the group; `router.*` hold this rank's part. With a loss
+    Gradients: `experts.*` hold the sum over all ranks of the group; all others hold this rank's part. With a loss
     averaged over ranks, divide the former by the number of ranks and all-reduce the latter to a mean.
 
     Args:
@@ -93,50 +108,54 @@ class MoELayer(nn.Module):
         self.tag = self.buffer.new_tag()
         device = self.buffer.device
         with device:
-            self.router = Router(
-                config.hidden,
-                config.num_experts,
-                config.num_topk,
-                score_func=config.score_func,
-                norm_topk=config.norm_topk,
-                route_scale=config.route_scale,
-                aux_loss_coef=config.aux_loss_coef,
-                z_loss_coef=config.z_loss_coef,
-            )
-            self.experts = SwiGLUExperts(len(self.expert_ids), config.hidden, config.intermediate)
-        if device.type == "cuda":
+            self.router = Router(config.hidden, config=config)
+            self.experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
+            self.shared_expert = None
+            if config.shared_intermediate is not None:
+                self.shared_expert = SharedExpert(
+                    config.hidden, config.shared_intermediate, config, gated_output=config.shared_gate
+                )
+        if device.type == "cuda" and config.has_kernel:
             activation.prepare(device, config.dtype)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws N(0, 1 / fan-in), on the CPU whatever the device.
+        """Draws N(0, 1 / fan-in), on the CPU whatever the device; biases are zero.
 
         Every expert has its own stream, so the draw does not depend on where it lives.
         """
-        _draw(self.router.weight, None)
+        self.router.reset_parameters()
         seeds = torch.randint(2**62, (self.config.num_experts,), device="cpu").tolist()
         for local, expert in enumerate(self.expert_ids):
-            generator = torch.Generator().manual_seed(seeds[expert])
-            for weight in (self.experts.gate_up_proj, self.experts.down_proj):
-                _draw(weight[local], generator)
+            self.experts.reset_expert(local, torch.Generator().manual_seed(seeds[expert]))
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, RouterAux]:
-        """x [..., H] -> the same shape and dtype, and the router's losses. Collective."""
-        topk_idx, topk_weights, aux = self.router(x)
+    def forward(self, x: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, RouterAux]:
+        """Routes, runs the experts, adds up. Collective.
+
+        Args:
+            x: [..., H].
+            topk_idx: visit these experts instead of choosing, see `moe_rt.router.Router.forward`.
+
+        Returns:
+            The shape and dtype of x, and the router's losses.
+        """
+        idx, weights, aux = self.router(x, topk_idx)
         rows = x.reshape(-1, self.config.hidden).to(self.config.dtype)
-        recv_x, recv_weights, handle = self.buffer.dispatch(rows, topk_idx, topk_weights, tag=self.tag)
+        recv_x, recv_weights, handle = self.buffer.dispatch(rows, idx, weights, tag=self.tag)
         y = self.experts(recv_x, handle.offs)
         out = self.buffer.combine(y, recv_weights, handle)
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(rows)
         return out.to(x.dtype).reshape(x.shape), aux
 
     def extra_repr(self) -> str:
-        return f"{self.config}, expert_ids={self.expert_ids}"
-
-
-def _draw(weight: Tensor, generator: torch.Generator | None) -> None:
-    drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
-    weight.copy_(drawn.normal_(std=weight.shape[-1] ** -0.5, generator=generator))
+        """What differs from the defaults."""
+        values = ((f, getattr(self.config, f.name)) for f in fields(self.config) if f.repr)
+        changed = ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
+        return f"{changed}, expert_ids={self.expert_ids}"
 
 
 def _fitting(buffer: Buffer, config: MoEConfig) -> Buffer:

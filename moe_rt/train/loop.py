@@ -22,6 +22,9 @@ from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, pr
 from moe_rt.train.sample import generate
 
 
+PAYLOADS = {"same": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
 def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
     """Runs a whole training. Collective over torchrun's world, or alone where there is none.
 
@@ -55,6 +58,8 @@ def moe_factory(config: TrainConfig, ranks: Ranks) -> MakeMoE:
         aux_loss_coef=config.aux_loss_coef,
         z_loss_coef=config.z_loss_coef,
         timeout_s=config.timeout_s,
+        dispatch_dtype=PAYLOADS[config.payload],
+        combine_dtype=PAYLOADS[config.payload],
     )
     return lambda layer: MoELayer(moe, ranks.ep_group)
 

@@ -46,6 +46,9 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
         "dispatch_backward": (y.detach(), rw.detach(), recv_plan, send_plan, engine, 0),
         "combine_backward": (x.detach(), y.detach(), rw.detach(), recv_plan, engine, 0),
         "grouped_mm": (y, torch.randn(E, H, 8, dtype=torch.float64, requires_grad=True), offs),
+        "grouped_add": (y, torch.randn(E, H, dtype=torch.float64, requires_grad=True), offs),
+        "activate": ([y, y.detach()], offs, "geglu", False, 1.0, 1.0),
+        "activate_backward": (y.detach(), [y.detach()] * 2, offs, "geglu", False, 1.0, 1.0),
         "swiglu": (y, offs),
         "swiglu_backward": (torch.randn(buffer.capacity, H // 2, dtype=torch.float64), y.detach(), offs),
     }

@@ -20,7 +20,7 @@ def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-@pytest.mark.parametrize(("machine", "rounds"), [([], ROUNDS), ([GPU], "80")], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(("machine", "rounds"), [([], ROUNDS), ([GPU], "25")], ids=["cpu", "gpu"])
 def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: str) -> None:
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
     program = compile_program("stress.cpp", tmp_path / "stress", *flags)

@@ -1,0 +1,67 @@
+"""What keeps experts busy: counts, the load-balancing loss, the z-loss."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+BalanceScope = Literal["sequence", "batch"]
+
+
+class RouterAux(NamedTuple):
+    """What a routing decision costs and how it spread.
+
+    Attributes:
+        loss: weighted sum of the two losses, to be added to the training loss.
+        load_balancing_loss: E * sum_e f_e P_e, one when balanced, over each sequence or the batch.
+        z_loss: mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE, eq. 5).
+        tokens_per_expert: int64 [E], top-k entries of this rank's tokens; not differentiable.
+        mean_prob: [E], P_e over this rank's tokens; differentiable.
+        topk_idx: int64 [T, K], what the router chose, for `forward(..., topk_idx=...)` to repeat.
+    """
+
+    loss: Tensor
+    load_balancing_loss: Tensor
+    z_loss: Tensor
+    tokens_per_expert: Tensor
+    mean_prob: Tensor | None = None
+    topk_idx: Tensor | None = None
+
+
+def load_balancing_loss(mean_prob: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """E * sum_e f_e P_e (Fedus et al. 2021, Switch Transformers, eq. 4), a mean over all dimensions but the last.
+
+    Counts summed over ranks or micro-batches make it the loss of the global batch (Qiu et al. 2025, Demons in the
+    Detail): it is linear in P_e, so a mean over ranks of this rank's loss is that of all ranks.
+
+    Args:
+        mean_prob: [..., E], mean probability of each expert.
+        tokens_per_expert: [..., E], entries of each expert, of which f_e is the share. No gradient.
+    """
+    total = tokens_per_expert.sum(-1, keepdim=True).clamp(min=1)
+    fraction = tokens_per_expert.to(mean_prob.dtype) / total.to(mean_prob.dtype)
+    num_experts = mean_prob.shape[-1]
+    # An empty batch costs nothing instead of 0 / 0.
+    return num_experts * (fraction * mean_prob).sum() / max(1, mean_prob.numel() // num_experts)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """logits [..., E] -> the mean over tokens of logsumexp^2 (Zoph et al. 2022, ST-MoE, eq. 5)."""
+    return logits.logsumexp(-1).square().sum() / max(1, logits.numel() // logits.shape[-1])
+
+
+def count_tokens(idx: Tensor, num_experts: int, may_lack: bool = True) -> Tensor:
+    """idx int64 [..., N] -> int64 [..., E], entries that name each expert; others count for none."""
+    ones = torch.ones_like(idx)
+    if may_lack:
+        ones = ((idx >= 0) & (idx < num_experts)).to(torch.int64)
+        idx = idx.clamp(0, num_experts - 1)
+    counts = torch.zeros(*idx.shape[:-1], num_experts, dtype=torch.int64, device=idx.device)
+    return counts.scatter_add_(-1, idx, ones)
+
+
+def sequence_view(t: Tensor, scope: BalanceScope) -> Tensor:
+    """[..., S, N] -> [sequences, S, N]; one sequence where the scope is the batch, or where there is no [..., S]."""
+    return t.flatten(0, -2).unsqueeze(0) if scope == "batch" or t.dim() == 2 else t.flatten(0, -3)

@@ -1,0 +1,42 @@
+"""Which experts a token visits, from scores: the ways of choosing that are more than a top-k."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def within_best_groups(scores: Tensor, num_groups: int, topk_groups: int) -> Tensor:
+    """Experts in num_groups contiguous groups; -inf for all outside a token's `topk_groups` best groups.
+
+    A group is ranked by the sum of its two highest scores (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, where two is
+    K over topk_groups). scores [..., E], any sign, at least two experts a group.
+    """
+    grouped = scores.unflatten(-1, (num_groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
+    allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+    return grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def choose_by_experts(scores: Tensor, num_topk: int, experts_per_token: float) -> Tensor:
+    """Every expert takes the tokens that score it highest (Zhou et al. 2022, Expert Choice Routing, section 3.2).
+
+    A token that more than num_topk experts take keeps the highest. Sorts are stable, so ties fall to the lower index.
+
+    Args:
+        scores: [T, E].
+        num_topk: K, the most experts of a token.
+        experts_per_token: the paper's capacity factor; each expert takes ceil(T * experts_per_token / E) tokens.
+
+    Returns:
+        int64 [T, K], highest score first, then -1.
+    """
+    num_tokens, num_experts = scores.shape
+    each = min(num_tokens, math.ceil(num_tokens * experts_per_token / num_experts))
+    first = scores.sort(dim=0, descending=True, stable=True).indices[:each]
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, first, True)
+    by_token = scores.masked_fill(~taken, -math.inf).sort(dim=1, descending=True, stable=True)
+    values, idx = by_token.values[:, :num_topk], by_token.indices[:, :num_topk]
+    return idx.masked_fill(values == -math.inf, -1)

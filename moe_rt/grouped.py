@@ -1,0 +1,185 @@
+"""Grouped linear layers over packed rows: one matrix product per expert, sync-free on a GPU, real rows only.
+
+Rows past `offs[-1]` of a receive buffer are unspecified. No product and no sum here reads them, so no garbage can reach
+a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_lib = torch.library.Library("moe_rt", "FRAGMENT")
+_lib.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
+_lib.define("grouped_add(Tensor rows, Tensor bias, Tensor offs) -> Tensor")
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+) -> Tensor:
+    """Each expert's rows times its own weight: y[rows of e] = x[rows of e] @ weight[e].T + bias[e].
+
+    Args:
+        x: [rows, in], rows of expert e at offs[e - 1]:offs[e].
+        weight: [L, out, in], or [L, in, out] if transposed. Neither is copied.
+        offs: int32 [L], inclusive.
+        bias: [L, out]; its gradient sums an expert's rows as a matrix product does.
+
+    Returns:
+        [rows, out]; rows past offs[-1] are unspecified.
+    """
+    y: Tensor = torch.ops.moe_rt.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs)
+    return y if bias is None else torch.ops.moe_rt.grouped_add(y, bias, offs)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """[rows, K] x [L, K, N] -> [rows, N], or [M, rows] x [rows, N] -> [L, M, N], as torch's grouped_mm."""
+    if _kernel_takes(a) and _kernel_takes(b):
+        return F.grouped_mm(a, b, offs=offs)
+    spans = _spans(offs)
+    if b.dim() == 2:
+        return torch.stack([a[:, i:j] @ b[i:j] for i, j in spans])
+    out = a.new_empty(a.shape[0], b.shape[2])
+    for e, (i, j) in enumerate(spans):
+        torch.mm(a[i:j], b[e], out=out[i:j])
+    return out
+
+
+def _kernel_takes(t: Tensor) -> bool:
+    """torch's CPU kernel wants no fp64, and strides and address in multiples of 16 bytes."""
+    aligned = all(s == 1 or s * t.itemsize % 16 == 0 for s in t.stride()) and t.data_ptr() % 16 == 0
+    return t.dtype is not torch.float64 and aligned
+
+
+def _spans(offs: Tensor) -> list[tuple[int, int]]:
+    """First row and end of each expert; waits for offs, so for the CPU only."""
+    ends = offs.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """As _grouped_mm, but nobody waits for offs to come to the host."""
+    if _gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0:
+        return F.grouped_mm(a, b, offs=offs)
+    return _tiled_mm(a, b, offs)
+
+
+def _gpu_kernel_takes(t: Tensor) -> bool:
+    """torch reads offs on the host for other dtypes and GPUs, and pads or refuses rows that are not 16-byte vectors."""
+    if t.dtype is not torch.bfloat16 or _compute_capability(t.device)[0] not in (9, 10) or t.numel() == 0:
+        return False
+    aligned = all(s == 1 or (s > 0 and s * t.itemsize % 16 == 0) for s in t.stride()) and t.data_ptr() % 16 == 0
+    return aligned and t.stride()[-2:].count(1) == 1
+
+
+@functools.cache
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _tiled_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """grouped_mm as one bmm of a size that is known without offs.
+
+    Every expert's rows are cut into tiles of rows / L. However they are spread, that makes at most 2 L tiles: twice the
+    work that all rows would be, and each tile reads a copy of its expert's weight.
+    """
+    num_local, rows = offs.shape[0], b.shape[0] if b.dim() == 2 else a.shape[0]
+    if rows == 0:
+        return a.new_zeros(num_local, a.shape[0], b.shape[1]) if b.dim() == 2 else a.new_zeros(0, b.shape[2])
+    height = -(-rows // num_local)
+    bounds = F.pad(offs.long(), (1, 0))
+    tile_bounds = F.pad(((bounds.diff() + (height - 1)) // height).cumsum(0), (1, 0))
+    tile = torch.arange(2 * num_local, device=a.device)
+    expert = torch.searchsorted(tile_bounds[1:], tile, right=True).clamp_(max=num_local - 1)
+    first_row = bounds[expert] + (tile - tile_bounds[expert]) * height
+    row = first_row[:, None] + torch.arange(height, device=a.device)
+    unreal = row >= bounds[expert + 1][:, None]
+    source = row.clamp(max=rows - 1)
+    if b.dim() == 3:
+        out = a.new_empty(rows + 1, b.shape[2])  # the last row takes what belongs to none
+        out[row.masked_fill(unreal, rows)] = torch.bmm(a[source], b[expert])
+        return out[:rows]
+    # What lies past an expert's rows must not meet them, not even multiplied by zero: it may be NaN.
+    left, right = (t[source].masked_fill_(unreal[..., None], 0) for t in (a.t(), b))
+    product = torch.bmm(left.transpose(1, 2), right)
+    # From three tiles of an expert on, the order of their sum is that of torch's index_add_.
+    return a.new_zeros(num_local, *product.shape[1:]).index_add_(0, expert, product)
+
+
+def _grouped_add(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """rows [n, N] + bias [L, N] of each row's expert."""
+    out = torch.empty_like(rows)
+    for e, (i, j) in enumerate(_spans(offs)):
+        torch.add(rows[i:j], bias[e], out=out[i:j])
+    return out
+
+
+def _grouped_add_on_gpu(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """All rows: those past the end get the last expert's bias, and stay garbage."""
+    row = torch.arange(rows.shape[0], device=rows.device, dtype=offs.dtype)
+    return rows + bias[torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)]
+
+
+for _name, _on_cpu, _on_gpu in (
+    ("grouped_mm", _grouped_mm, _grouped_mm_on_gpu),
+    ("grouped_add", _grouped_add, _grouped_add_on_gpu),
+):
+    _lib.impl(_name, _on_cpu, "CPU")
+    _lib.impl(_name, _on_gpu, "CUDA")
+
+
+@torch.library.register_fake("moe_rt::grouped_mm", lib=_lib)
+def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    if b.dim() == 2:
+        return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
+    return a.new_empty(a.shape[0], b.shape[2])
+
+
+@torch.library.register_fake("moe_rt::grouped_add", lib=_lib)
+def _(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    return torch.empty_like(rows)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, offs = ctx.saved_tensors
+    grad = grad.contiguous()  # the gradient of a bare sum() is an expanded scalar, whose strides no kernel takes
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs)
+    if ctx.needs_input_grad[1]:
+        # Whichever way round gives a gradient that lies in memory as the parameter does: autograd would copy it.
+        if b.is_contiguous():
+            grad_b = torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)
+        else:
+            grad_b = torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)
+    return grad_a, grad_b, None
+
+
+def _save_grouped_add(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _differentiate_grouped_add(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (offs,) = ctx.saved_tensors
+    grad_bias = None
+    if ctx.needs_input_grad[1]:
+        # A sum of each expert's rows is a product with ones, which neither waits for offs nor reads past the end. As
+        # many columns of ones as make 16 bytes, so that kernels take them.
+        grad = grad.contiguous()
+        ones = grad.new_ones(grad.shape[0], 16 // grad.itemsize).t()
+        grad_bias = torch.ops.moe_rt.grouped_mm(ones, grad, offs)[:, 0]
+    return grad, grad_bias, None
+
+
+torch.library.register_autograd("moe_rt::grouped_mm", _differentiate_grouped_mm, setup_context=_save, lib=_lib)
+torch.library.register_autograd(
+    "moe_rt::grouped_add", _differentiate_grouped_add, setup_context=_save_grouped_add, lib=_lib
+)

@@ -1,0 +1,101 @@
+"""What keeps experts busy: losses as in the papers, and the bias that steers without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases_router import E, K, T, make_router, tokens
+
+from moe_rt.balance import load_balancing_loss
+from moe_rt.errors import InvalidConfig, InvalidInput
+
+
+def test_balance_bias_chooses_but_does_not_weigh() -> None:
+    router = make_router(score_func="sigmoid", balance_bias=True, norm_topk=False)
+    x = tokens(T)
+    plain = make_router(score_func="sigmoid", norm_topk=False)(x)
+    idx, weights, aux = router(x)
+    assert not torch.equal(idx, plain[0])
+    torch.testing.assert_close(weights, F.linear(x, router.weight).sigmoid().gather(1, idx))
+    assert list(router.state_dict()) == ["weight", "balance_bias"]
+    assert router.balance_bias is not None
+    assert not router.balance_bias.requires_grad
+    torch.testing.assert_close(aux.load_balancing_loss, plain[2].load_balancing_loss)
+    assert aux.tokens_per_expert.tolist() == torch.bincount(idx.flatten(), minlength=E).tolist()
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64])
+def test_balance_bias_stays_fp32(cast: torch.dtype) -> None:
+    router = make_router(balance_bias=True)
+    assert router.balance_bias is not None
+    before = router.balance_bias.clone()
+    router.to(cast)
+    assert router.weight.dtype is cast
+    assert torch.equal(router.balance_bias, before)
+
+
+def test_update_bias_moves_towards_balance() -> None:
+    router = make_router(score_func="sigmoid", balance_bias=True, balance_bias_rate=0.25)
+    assert router.balance_bias is not None
+    router.balance_bias.zero_()
+    router.update_bias(torch.tensor([8, 0, 4] + [4] * (E - 3)))
+    assert router.balance_bias.tolist() == [-0.25, 0.25] + [0.0] * (E - 2)
+    router.update_bias(torch.tensor([2**40] + [0] * (E - 1)))  # sums beyond fp32's integers
+    assert router.balance_bias.tolist() == [-0.5, 0.5] + [0.25] * (E - 2)
+
+    router = make_router(score_func="sigmoid", balance_bias=True, balance_bias_rate=0.01)
+    x = tokens(400)
+    spread = []
+    for _ in range(150):
+        load = router(x)[2].tokens_per_expert
+        spread.append(float(load.max() / load.float().mean()))
+        router.update_bias(load)
+    assert spread[-1] < 1.2 < spread[0]
+
+
+def test_update_bias_refuses() -> None:
+    with pytest.raises(InvalidConfig, match="balance_bias: got False, expected True"):
+        make_router().update_bias(torch.zeros(E))
+    with pytest.raises(InvalidInput, match=r"tokens_per_expert: got shape \[3\], expected \[16\]"):
+        make_router(balance_bias=True).update_bias(torch.zeros(3))
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+def test_sequence_loss_is_that_of_deepseek_v3(score_func: str) -> None:
+    """Equations 17 to 20, by loops: f counts the top-k of scores without the bias."""
+    router = make_router(score_func=score_func, balance_bias=True, num_groups=4, topk_groups=2)
+    x = tokens(3, 7)
+    losses = []
+    for sequence in x:
+        logits = F.linear(sequence, router.weight)
+        s = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+        normed = s / s.sum(-1, keepdim=True)
+        chosen = s.topk(K, -1).indices.flatten().tolist()
+        losses.append(sum(E / (K * 7) * chosen.count(e) * normed[:, e].sum() / 7 for e in range(E)))
+    torch.testing.assert_close(router(x)[2].load_balancing_loss, torch.stack(losses).mean())
+
+
+def test_batch_loss_is_that_of_switch() -> None:
+    """Transformers' counts K entries a token, so its loss is K when balanced."""
+    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    router, x = make_router(balance_scope="batch"), tokens(3, 7)
+    aux = router(x)[2]
+    theirs = modeling.load_balancing_loss_func((F.linear(x, router.weight).flatten(0, 1),), E, K)
+    torch.testing.assert_close(aux.load_balancing_loss * K, theirs)
+    torch.testing.assert_close(aux.loss, 0.1 * aux.load_balancing_loss + 0.01 * aux.z_loss)
+    torch.testing.assert_close(aux.z_loss, F.linear(x, router.weight).logsumexp(-1).square().mean())
+    one_sequence = make_router()(x.flatten(0, 1))[2]
+    torch.testing.assert_close(aux.load_balancing_loss, one_sequence.load_balancing_loss)
+
+
+def test_global_batch_loss_from_summed_counts() -> None:
+    """The mean over ranks of each rank's P with everybody's f is the loss of all tokens, gradients included."""
+    router, x = make_router(balance_scope="batch"), tokens(4, 10)
+    (whole,) = torch.autograd.grad(router(x)[2].load_balancing_loss, router.weight)
+    parts = [router(part)[2] for part in x.split(2)]
+    total = torch.stack([aux.tokens_per_expert for aux in parts]).sum(0)
+    losses = [load_balancing_loss(aux.mean_prob, total) for aux in parts]
+    loss = torch.stack(losses).mean()
+    torch.testing.assert_close(loss, router(x)[2].load_balancing_loss)
+    torch.testing.assert_close(torch.autograd.grad(loss, router.weight)[0], whole)
