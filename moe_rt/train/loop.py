@@ -21,7 +21,6 @@ from moe_rt.train.optim import learning_rate, make_optimizer
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
 from moe_rt.train.sample import generate
 
-
 PAYLOADS = {"same": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 

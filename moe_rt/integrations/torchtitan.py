@@ -1,0 +1,220 @@
+"""A token dispatcher for torchtitan, switched on by one line of its command line.
+
+    --override.imports 'moe_rt.integrations.torchtitan.token_dispatcher={"num_max_tokens_per_rank": 8192}'
+
+Importable without torchtitan: the class then stands alone, with the same methods. docs/howto/adapters.md is the guide.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_rt.buffer import Buffer, Group
+from moe_rt.errors import InvalidConfig
+from moe_rt.handle import Handle
+from moe_rt.pool import shared_buffer
+
+_HAVE_TORCHTITAN = importlib.util.find_spec("torchtitan") is not None
+
+
+class StandaloneBase:
+    """What the dispatcher needs of torchtitan's BaseEPTokenDispatcher, for where there is no torchtitan."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Sizes that every dispatcher of torchtitan is given."""
+
+        num_experts: int
+        top_k: int
+
+    def __init__(self, config: Config) -> None:
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.ep_mesh: Group = None
+
+    def wire_meshes(self, *, ep_mesh: Group) -> None:
+        """Takes the ranks that experts are spread over."""
+        self.ep_mesh = ep_mesh
+        self.init_buffer()
+
+    def init_buffer(self) -> None:
+        """Overridden below."""
+
+
+if TYPE_CHECKING or not _HAVE_TORCHTITAN:
+    _Base = StandaloneBase
+else:
+    from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher as _Base
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """What combine needs of a dispatch."""
+
+    handle: Handle
+    recv_weights: Tensor
+
+
+class MoeRtTokenDispatcher(_Base):
+    """Dispatches through a buffer that all layers with the same sizes share.
+
+    Nothing waits for the device: experts are given every row of the receive buffer, and counts that stay where they
+    are. Only the rows that the counts cover are real. The rest is unspecified, and stays out of outputs and gradients
+    as long as experts work on each row alone or by the counts; torchtitan's do.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Base.Config):
+        """Where None, a size is taken from the first dispatch; see `token_dispatcher` for the fields."""
+
+        num_max_tokens_per_rank: int | None = None
+        hidden_dim: int | None = None
+        dtype: str | torch.dtype | None = None
+        capacity_factor: float | None = None
+        timeout_s: float = 120.0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._config = config
+        self._dtype = _dtype_from(config.dtype)
+        self._buffer: Buffer | None = None
+        self._tag = 0
+
+    def init_buffer(self) -> None:
+        """Makes the buffer, if the configuration says all sizes; otherwise the first dispatch does. Collective.
+
+        Raises:
+            InvalidConfig: without expert parallelism, or when ranks cannot hold equally many experts.
+        """
+        c = self._config
+        if self.ep_mesh is None:
+            raise InvalidConfig("ep_mesh: got None, expected a mesh: expert_parallel_degree must be above 1")
+        if c.num_max_tokens_per_rank is not None and c.hidden_dim is not None and self._dtype is not None:
+            self._open(c.num_max_tokens_per_rank, c.hidden_dim, self._dtype)
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> tuple[Tensor, Tensor, Dispatched]:
+        """Sends tokens to the ranks of their experts. Differentiable in x_TD and topk_scores_TK. Collective.
+
+        Args:
+            x_TD: [T, D].
+            topk_scores_TK: [T, K], applied to the experts' outputs in combine.
+            topk_expert_ids_TK: [T, K].
+            num_local_tokens_per_expert_E: not used; counts travel with the tokens.
+
+        Returns:
+            rows [capacity, D] packed by local expert; int64 [e] on the device, how many of them each expert has; and
+            what combine needs.
+
+        Raises:
+            As `moe_rt.Buffer` and its dispatch.
+        """
+        del num_local_tokens_per_expert_E
+        buffer = self._buffer
+        if buffer is None:
+            c = self._config
+            buffer = self._open(
+                x_TD.shape[0] if c.num_max_tokens_per_rank is None else c.num_max_tokens_per_rank,
+                x_TD.shape[1] if c.hidden_dim is None else c.hidden_dim,
+                self._dtype or x_TD.dtype,
+            )
+        rows, weights, handle = buffer.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, tag=self._tag)
+        counts = handle.num_recv_tokens_per_expert.to(torch.int64)
+        return rows, counts, Dispatched(handle=handle, recv_weights=weights)
+
+    def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
+        """Brings rows home, each times its score, and adds those of a token. Collective.
+
+        Args:
+            routed_output_RD: [capacity, D], the experts' outputs.
+            metadata: of the dispatch that these rows come from.
+            x_TD: not used.
+
+        Returns:
+            [T, D].
+        """
+        del x_TD
+        if self._buffer is None:
+            raise InvalidConfig("combine: got no buffer, expected a dispatch before")
+        return self._buffer.combine(routed_output_RD, metadata.recv_weights, metadata.handle)
+
+    def _open(self, num_max_tokens: int, hidden: int, dtype: torch.dtype) -> Buffer:
+        if self.ep_mesh is None:
+            raise InvalidConfig("ep_mesh: got None, expected wire_meshes(ep_mesh=...) before the first dispatch")
+        buffer = shared_buffer(
+            self.ep_mesh,
+            num_max_tokens_per_rank=num_max_tokens,
+            hidden=hidden,
+            num_topk=self.top_k,
+            num_experts=self.num_experts,
+            dtype=dtype,
+            capacity_factor=self._config.capacity_factor,
+            timeout_s=self._config.timeout_s,
+        )
+        if self.num_experts % buffer.num_ranks:  # DTensor would not place the rest as the buffer does
+            expected = f"a multiple of the {buffer.num_ranks} ranks"
+            raise InvalidConfig(f"num_experts: got {self.num_experts}, expected {expected}")
+        self._buffer, self._tag = buffer, buffer.new_tag()
+        return buffer
+
+
+def token_dispatcher(
+    cfg: Any,
+    *,
+    num_max_tokens_per_rank: int | None = None,
+    hidden_dim: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    capacity_factor: float | None = None,
+    timeout_s: float = 120.0,
+) -> MoeRtTokenDispatcher.Config:
+    """Takes the place of an all-to-all dispatcher's Config; torchtitan calls it when the command line names it.
+
+    With the first three given, the buffer is made before training starts, as torch.compile needs it.
+
+    Args:
+        cfg: the Config that torchtitan made.
+        num_max_tokens_per_rank: the most tokens a rank dispatches at once; the same on every rank. None takes the T of
+            the first dispatch, which must then be the same on every rank, and the largest there will be.
+        hidden_dim: D.
+        dtype: of x_TD, such as "bfloat16".
+        capacity_factor: None makes room for the worst case; otherwise for this multiple of a balanced load, beyond
+            which CapacityOverflow is raised on every rank: no token is ever dropped.
+        timeout_s: seconds to wait for a peer.
+
+    Raises:
+        InvalidConfig: dtype names none.
+    """
+    _dtype_from(dtype)
+    shared = {f.name: getattr(cfg, f.name) for f in fields(_Base.Config) if f.init and not f.name.startswith("_")}
+    return MoeRtTokenDispatcher.Config(
+        **shared,
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        hidden_dim=hidden_dim,
+        dtype=dtype,
+        capacity_factor=capacity_factor,
+        timeout_s=timeout_s,
+    )
+
+
+def _dtype_from(name: str | torch.dtype | None) -> torch.dtype | None:
+    found = getattr(torch, name, None) if isinstance(name, str) else name
+    if name is None or isinstance(found, torch.dtype):
+        return found
+    raise InvalidConfig(f'dtype: got {name!r}, expected the name of a torch dtype, such as "bfloat16"')
+
+
+if _HAVE_TORCHTITAN:
+    from torchtitan.config import override
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    # Exactly that class: what derives from it pads rows for quantised experts, and these rows are packed.
+    override(target=AllToAllTokenDispatcher.Config, exact=True, description="moe_rt dispatch")(token_dispatcher)
