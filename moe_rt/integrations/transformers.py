@@ -1,0 +1,137 @@
+"""Expert parallelism for Transformers models: importing this registers `ep_implementation="moe_rt"`.
+
+    import moe_rt.integrations.transformers
+    config = DistributedConfig(fsdp_size=W, ep_size=W, ep_implementation="moe_rt")
+    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
+
+Works for every model whose plan has an `ep_dispatch_experts` rule; docs/howto/transformers.md is the guide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from moe_rt.config import Overflow
+from moe_rt.errors import InvalidConfig
+from moe_rt.integrations.growing import BufferOptions, GrowingBuffer, SharedBuffers
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+    from moe_rt.integrations.packed_experts import PackedExperts
+except ImportError as error:
+    try:
+        from transformers import __version__ as found
+    except ImportError:
+        found = "none"
+    raise ImportError(
+        f"transformers: got {found}, expected 5.23 or later; pip install 'transformers>=5.23' accelerate"
+    ) from error
+
+_options = BufferOptions()
+
+
+def configure(
+    *,
+    num_max_tokens_per_rank: int | None = None,
+    capacity_factor: float | None = None,
+    overflow: Overflow = "raise",
+    timeout_s: float = 120.0,
+    init_timeout_s: float = 300.0,
+    num_threads: int = 1,
+) -> None:
+    """Chooses how buffers are made from the next forward on; call it alike on every rank.
+
+    Args:
+        num_max_tokens_per_rank: the most tokens (batch times sequence) that any rank will run at once. CUDA ranks then
+            never talk through the host; more tokens raise TooManyTokens on every rank. None: buffers grow as needed.
+        capacity_factor: None sizes what a rank receives for the worst case; otherwise for this multiple of a balanced
+            load, beyond which `overflow` says what happens.
+        overflow, timeout_s, init_timeout_s, num_threads: see `moe_rt.Buffer`.
+
+    Raises:
+        InvalidConfig: a value makes no sense.
+    """
+    global _options
+    _options = BufferOptions(
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+        capacity_factor=capacity_factor,
+        overflow=overflow,
+        timeout_s=timeout_s,
+        init_timeout_s=init_timeout_s,
+        num_threads=num_threads,
+    )
+
+
+class MoeRtEP(EPImplementation):
+    """Brings one experts module its tokens with moe_rt. Layers of one model share a buffer.
+
+    Under tensor parallelism each rank of a TP group sends its own slice of the batch they share.
+
+    Raises:
+        InvalidConfig: on every rank, when the module's parameters are not one equal block of experts per EP rank.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        num_local: Any = self.num_local_experts
+        _require_whole_experts(experts, ep_mesh, num_local)
+        self.num_experts: int = num_local * ep_mesh.size()
+        self._experts = PackedExperts(experts, self.experts_forward, num_local)
+        self._buffers = SharedBuffers.join(ep_mesh)
+        self._shared: GrowingBuffer | None = None
+        self._shared_for: tuple[Any, ...] = ()
+        self._tag = 0
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        num_tokens = hidden_states.shape[0]
+        shares_batch = self.tp_mesh.size() > 1
+        if shares_batch:
+            hidden_states, top_k_index, top_k_weights = (
+                _own_slice(t, self.tp_mesh) for t in (hidden_states, top_k_index, top_k_weights)
+            )
+        x = hidden_states.to(self._experts.dtype_of_rows(hidden_states))
+        received = self._buffer_for(x, top_k_index).dispatch(x, top_k_index, top_k_weights, self._tag)
+        out = received.combine(self._experts(received.rows, received.handle.offs))
+        return _whole_batch(out, self.tp_mesh, num_tokens) if shares_batch else out
+
+    def _buffer_for(self, x: Tensor, top_k_index: Tensor) -> GrowingBuffer:
+        wanted = (_options, x.shape[1], top_k_index.shape[1], x.dtype)
+        if self._shared is None or self._shared_for != wanted:
+            sizes = dict(hidden=x.shape[1], num_topk=top_k_index.shape[1], num_experts=self.num_experts, dtype=x.dtype)
+            self._shared = self._buffers.get(_options, **sizes)
+            self._shared_for, self._tag = wanted, self._shared.new_tag()
+        return self._shared
+
+
+def _require_whole_experts(experts: nn.Module, ep_mesh: DeviceMesh, num_local: int) -> None:
+    num_ranks = ep_mesh.size()
+    parameters = dict(experts.named_parameters(recurse=False))
+    if not parameters:
+        raise InvalidConfig(f"ep_plan: got experts {type(experts).__name__} without parameters, expected some to share")
+    for name, parameter in parameters.items():
+        if parameter.shape[0] != num_local * num_ranks or (num_ranks > 1 and not isinstance(parameter, DTensor)):
+            kind = "sharded" if isinstance(parameter, DTensor) else "whole on every rank"
+            raise InvalidConfig(
+                f"ep_plan: got {type(experts).__name__}.{name} of {parameter.shape[0]} experts, {kind}, expected "
+                f'{num_local} on each of {num_ranks} ranks; give it a "grouped_gemm" rule'
+            )
+
+
+def _own_slice(t: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a batch that the mesh shares; its backward gathers the gradients of all rows."""
+    return DTensor.from_local(t, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _whole_batch(t: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
+    """All rows, gathered; slices may be uneven or empty."""
+    shape = torch.Size((num_tokens, t.shape[1]))
+    return DTensor.from_local(t, mesh, [Shard(0)], shape=shape, stride=(t.shape[1], 1)).full_tensor()
+
+
+EPImplementationInterface.register("moe_rt", MoeRtEP)

@@ -1,0 +1,158 @@
+"""Transformers models on moe_rt: equal to one process in logits, gradients and tokens, whatever each rank's batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from needs_transformers import require_transformers
+
+require_transformers()
+
+import cases_transformers as cases  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers_models import FAMILIES, tiny_config  # noqa: E402
+
+from moe_rt.errors import InvalidConfig  # noqa: E402
+from moe_rt.integrations.transformers import configure  # noqa: E402
+
+MakeRanks = Callable[[str, int], Ranks]
+TWO = dict(fsdp_size=2, ep_size=2)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """saved(family, **changes): the directory of a tiny model with random weights."""
+    made: dict[str, str] = {}
+
+    def make(family: str, **changes: Any) -> str:
+        key = f"{family}{changes}"
+        if key not in made:
+            torch.manual_seed(0)
+            path = tmp_path_factory.mktemp(family)
+            AutoModelForCausalLM.from_config(tiny_config(family, **changes)).save_pretrained(path)
+            made[key] = str(path)
+        return made[key]
+
+    return make
+
+
+def assert_equal(results: list[dict[str, Any]], layers: int = 2) -> None:
+    for r in results:
+        assert r["logits"] < 1e-5
+        assert r["layers"] == layers
+        assert r["buffers"] == 1, "layers of one model share their buffer"
+        assert r.get("same_tokens", True)
+        moe = {n: d for n, d in r["grads"].items() if any(part in n for part in ("experts", "gate", "router"))}
+        assert len(moe) >= 3 * layers
+        assert max(moe.values()) < 1e-6, moe
+        assert max(r["grads"].values()) < 1e-5, "attention under tensor parallelism rounds elsewhere"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_one_process(make_ranks: MakeRanks, saved: Callable[..., str], family: str) -> None:
+    assert_equal(make_ranks("shm", 2).run(cases.equals_one_process, saved(family), [(2, 7), (1, 1)], TWO))
+
+
+@pytest.mark.parametrize(
+    "distributed",
+    [dict(fsdp_size=4, ep_size=4), dict(fsdp_size=4, ep_size=2), dict(fsdp_size=2, tp_size=2, ep_size=4)],
+    ids=str,
+)
+def test_four_ranks(make_ranks: MakeRanks, saved: Callable[..., str], distributed: dict[str, int]) -> None:
+    shapes = [(2, 7), (1, 1), (1, 12), (3, 2)]
+    assert_equal(make_ranks("shm", 4).run(cases.equals_one_process, saved("qwen3_moe"), shapes, distributed, False))
+
+
+def test_checkpointed_activations(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:
+    """Backward runs each layer's dispatch again, in the same order on every rank."""
+    arguments = (saved("gpt_oss"), [(2, 7), (1, 1)], TWO, False, True)
+    assert_equal(make_ranks("shm", 2).run(cases.equals_one_process, *arguments))
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (1, 1)], ids=str)
+def test_ranks_that_share_a_batch(make_ranks: MakeRanks, saved: Callable[..., str], shape: tuple[int, int]) -> None:
+    """Tensor parallelism: slices of one batch, uneven or empty, gathered back."""
+    distributed = dict(tp_size=2, ep_size=2)
+    assert_equal(make_ranks("shm", 2).run(cases.equals_one_process, saved("mixtral"), [shape], distributed))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_saves_what_one_process_loads(
+    make_ranks: MakeRanks, saved: Callable[..., str], tmp_path: Path, family: str
+) -> None:
+    make_ranks("shm", 2).run(cases.saves, saved(family), str(tmp_path), TWO)
+    before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (saved(family), tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_grows_when_one_rank_outgrows_the_buffer(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:
+    for r in make_ranks("shm", 2).run(cases.grows, saved("qwen3_moe")):
+        assert r["grads"] < 1e-6
+        assert r["alive"] == [1, 2, 1], "the outgrown buffer stays for the backward of its forward, and no longer"
+        assert r["sizes"] == {256}
+
+
+def test_grows_by_comparing_sizes(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:
+    for r in make_ranks("shm", 2).run(cases.growing_by_comparing, saved("qwen3_moe")):
+        assert r["difference"] < 1e-5
+        assert r["buffers"] == 1
+
+
+def test_fixed_size_needs_no_collective(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:
+    for r in make_ranks("shm", 2).run(cases.fixed_size, saved("mixtral")):
+        assert r["calls"] == []
+        assert r["raised"].startswith("TooManyTokens")
+        assert "9 tokens, expected at most num_max_tokens_per_rank = 8" in r["raised"]
+
+
+def test_different_sizes_are_refused_everywhere(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:
+    for raised in make_ranks("shm", 2).run(cases.configured_differently, saved("mixtral")):
+        assert raised == "ConfigMismatch: num_max_tokens_per_rank: got None on rank 1, expected 32 as on rank 0"
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "many"])
+def test_sizes_that_make_no_sense(size: Any) -> None:
+    with pytest.raises(InvalidConfig, match=rf"num_max_tokens_per_rank: got '?{size}'?, expected a positive integer"):
+        configure(num_max_tokens_per_rank=size)
+
+
+def test_a_model_without_a_plan(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:
+    for raised in make_ranks("shm", 2).run(cases.refusal_of_transformers, saved("llama"), TWO):
+        assert "`LlamaForCausalLM` has no `ep_plan`" in raised
+
+
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("qwen3_moe", None), ("gpt_oss", None), ("gpt_oss", "batched_mm"), ("mixtral", "eager")],
+)
+def test_poisoned_memory_stays_out(
+    make_ranks: MakeRanks, saved: Callable[..., str], family: str, implementation: str | None
+) -> None:
+    for finite in make_ranks("shm", 2).run(cases.finite_with_poisoned_memory, saved(family), implementation):
+        assert all(finite)
+
+
+@pytest.mark.parametrize(
+    ("changes", "distributed", "message"),
+    [
+        (dict(num_local_experts=6), dict(fsdp_size=4, ep_size=4), "Cannot evenly shard 6 experts"),
+        (
+            dict(num_local_experts=2, num_experts_per_tok=1),
+            dict(fsdp_size=4, ep_size=4),
+            "Cannot evenly shard 2 experts",
+        ),
+    ],
+    ids=["uneven", "too few"],
+)
+def test_experts_that_do_not_fit_the_mesh(
+    make_ranks: MakeRanks, saved: Callable[..., str], changes: dict[str, Any], distributed: dict[str, Any], message: str
+) -> None:
+    """Transformers looks at the parameters first, so these refusals are its own."""
+    for raised in make_ranks("shm", 4).run(cases.refusal_of_transformers, saved("mixtral", **changes), distributed):
+        assert message in raised
