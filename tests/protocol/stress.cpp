@@ -163,8 +163,20 @@ int main(int argc, char** argv) {
 
   std::vector<std::unique_ptr<Rank>> engines;
   for (int r = 0; r < num_ranks; ++r) {
-    engines.push_back(std::make_unique<Rank>(EngineConfig{
-        shape, rows::Elem::kFloat32, r, 7, expert_rank, capacity, segments, {}, 60.0, false, lanes, "portable"}));
+    engines.push_back(std::make_unique<Rank>(EngineConfig{shape,
+                                                          rows::Elem::kFloat32,
+                                                          r,
+                                                          7,
+                                                          expert_rank,
+                                                          capacity,
+                                                          segments,
+                                                          {},
+                                                          60.0,
+                                                          Wire::kRaw,
+                                                          Wire::kRaw,
+                                                          false,
+                                                          lanes,
+                                                          "portable"}));
   }
   std::vector<std::thread> ranks;
   for (int r = 0; r < num_ranks; ++r) {
