@@ -101,9 +101,10 @@ def compile_program(
 
     def fetch(what: str) -> bytes:
         _, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
-        data = b" " * size  # NVRTC writes into it
+        # NVRTC writes into it, so it must be nobody else's: Python shares bytes of length one, which an empty log has.
+        data = b" " * (size + 1)
         getattr(nvrtc, f"nvrtcGet{what}")(program, data)
-        return data
+        return data[:size]
 
     try:
         every = [option.encode() for option in (*options, *(f"--include-path={path}" for path in toolkit.include))]

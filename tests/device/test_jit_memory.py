@@ -1,0 +1,29 @@
+"""Compiling writes into memory of its own: the compiler's log, empty as it is, must not land in what Python shares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from jit_tools import require_compiler, write_small_source
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from moe_rt.native.jit import compile_kernels, compile_ptx
+
+root = Path(sys.argv[1])
+compile_ptx("small.cu", "sm_90a", {}, root=root)
+compile_kernels("small.cu", "sm_90a", {}, root=root, cache=False)
+# A slice of length one is an object that all of the interpreter shares, unpicklers and file readers among it.
+wrong = [i for i in range(256) if ord(bytes(range(256))[i : i + 1]) != i]
+assert not wrong, wrong
+"""
+
+
+def test_shared_bytes_stay_as_they_are(tmp_path: Path) -> None:
+    require_compiler()
+    command = [sys.executable, "-c", SCRIPT, str(write_small_source(tmp_path / "cuda"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
