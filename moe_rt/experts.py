@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from moe_rt.activations import Activation, activate, swiglu
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.grouped import _tiled_mm, grouped_linear
+from moe_rt.grouped import grouped_linear
 
-__all__ = ["Experts", "ExpertsConfig", "SwiGLUExperts", "_tiled_mm", "expert_mlp", "grouped_linear", "swiglu"]
+__all__ = ["Experts", "ExpertsConfig", "SwiGLUExperts", "expert_mlp", "grouped_linear", "swiglu"]
 
 Layout = Literal["hf", "transposed", "split"]
 

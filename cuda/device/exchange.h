@@ -94,7 +94,9 @@ template <class Machine>
 MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
   if (m.block().rank() == 0) m.shared().flag = load_relaxed(c.state->failed) == 0;
   m.block().sync();
-  return m.shared().flag != 0;
+  const bool answer = m.shared().flag != 0;
+  m.block().sync();  // before the flag says something else
+  return answer;
 }
 
 // Runs work(seq) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked up.

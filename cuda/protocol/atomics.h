@@ -125,8 +125,6 @@ MOE_RT_FN bool replace_acq_rel(T& word, T expected, T value) {
 MOE_RT_FN void network_fence() {
 #if defined(__CUDACC__)
   cuda::atomic_thread_fence(kAcqRel, cuda::thread_scope_system);
-#else
-  std::atomic_thread_fence(kAcqRel);
 #endif
 }
 

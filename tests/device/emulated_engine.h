@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "../../cuda/host/engine.h"
-#include "emulation.h"
+#include "emulated_network.h"
 
 namespace moe_rt::emulation {
 
@@ -14,14 +14,22 @@ template <int kHidden, int kTopk>
 class Engine {
  public:
   using Dims = FixedDims<kHidden, kTopk>;
+#if defined(MOE_RT_EMULATED_NETWORK)
+  // No peer's segment is mapped.
+  static constexpr bool kNetwork = true;
+  using Links = RdmaLinks<Network>;
+#else
+  static constexpr bool kNetwork = false;
+  using Links = MappedLinks;
+#endif
   static constexpr int kBlocks = 3;  // of a launch that moves rows; routing has its own
 
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
     for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
-    world_ = {
-        config_.shape, Layout::make(config_.shape), placement_.view(), config_.capacity.data(), base_.data(), nullptr,
-        config_.rank,  config_.config_hash};
+    if constexpr (kNetwork) connect();
+    world_ = {config_.shape, Layout::make(config_.shape),         placement_.view(), config_.capacity.data(),
+              base_.data(),  kNetwork ? mirror_.data() : nullptr, config_.rank,      config_.config_hash};
     state_.bad_entry = kNoBadEntry;
     control_ = {&state_, &record_, int64_t(config_.timeout_s * 1e9), 0, 1};
     noise_.seed(static_cast<uint32_t>(config_.rank) + 1);
@@ -41,17 +49,46 @@ class Engine {
   Status run(const char* send, const char* receive, const void* args, uint32_t tag, int routing) {
     control_.tag = tag;
     launch_one(send, args, routing + kBlocks);
+    if (kNetwork && routing > 0) launch_one("dispatch_fetch", args, 2);
     launch_one(receive, args, kBlocks);
     return load_acquire(record_.reported) ? record_.status : Status{};
   }
   void launch_one(const char* kernel, const void* args, int blocks) {
     const int64_t bytes = scratch_bytes(world_, config_.num_lanes);
-    launch(MappedLinks{}, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), [&](const auto& m) {
+    launch(links_, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), [&](const auto& m) {
+      if constexpr (kNetwork) {
+        if (std::strcmp(kernel, "dispatch_fetch") == 0) {
+          const Launch<Dims, F32, Machine<Links>> launch{m, Dims{}, world_, control_};
+          return fetch_lists(launch, *static_cast<const DispatchArgs*>(args));
+        }
+      }
       if (!run_body<Dims, F32>(kernel, m, Dims{}, world_, control_, args)) throw std::logic_error(kernel);
     });
   }
 
+  void connect() {
+    const Shape& shape = config_.shape;
+    const NetworkLayout n = NetworkLayout::make(shape, int64_t{kBlocks} * config_.num_lanes);
+    network_.resize(n.bytes + kPage);
+    char* const memory = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(network_.data()), kPage));
+    segments_ = base_;
+    mirror_.resize(shape.num_ranks);
+    for (int r = 0; r < shape.num_ranks; ++r) {
+      if (r == config_.rank) continue;
+      base_[r] = nullptr;
+      mirror_[r] = memory + n.mirrors + r * n.mirror_bytes;
+    }
+    char* const mine = segments_[config_.rank];
+    if constexpr (kNetwork) {
+      links_ = {{mine, reinterpret_cast<Header*>(memory), memory + n.staging, shape.row_bytes()},
+                {segments_.data(), mine}};
+    }
+  }
+
   EngineConfig config_;
+  std::vector<char> network_;
+  std::vector<char*> segments_, mirror_;
+  Links links_{};
   PlacementTables placement_;
   std::vector<char*> base_;
   World world_{};

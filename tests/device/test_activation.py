@@ -16,7 +16,7 @@ from jit_tools import require_compiler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_rt import experts
+from moe_rt import experts, grouped
 from moe_rt.errors import InvalidInput
 from moe_rt.native import activation
 from moe_rt.native.jit import compile_kernels, compile_ptx
@@ -215,12 +215,12 @@ def test_tiles_equal_a_loop(dtype: torch.dtype, rows: int, sizes: list[int]) -> 
     x, grad = rows_from(0, rows, 6, dtype, real), rows_from(0, rows, 10, dtype, real)
     weight = torch.randn(len(sizes), 10, 6, dtype=dtype)
     spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
-    out = experts._tiled_mm(x, weight.transpose(1, 2), offs)
+    out = grouped._tiled_mm(x, weight.transpose(1, 2), offs)
     assert out.shape == (rows, 10)
     assert out.is_contiguous()
     for e, (i, j) in enumerate(spans):
         torch.testing.assert_close(out[i:j], x[i:j] @ weight[e].T)
-    grad_weight = experts._tiled_mm(grad.t(), x, offs)
+    grad_weight = grouped._tiled_mm(grad.t(), x, offs)
     torch.testing.assert_close(grad_weight, torch.stack([grad[i:j].T @ x[i:j] for i, j in spans]))
 
 
@@ -228,7 +228,7 @@ def test_tiles_equal_a_loop(dtype: torch.dtype, rows: int, sizes: list[int]) -> 
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
     """Fake tensors have no values: whatever asked for one would raise."""
     with FakeTensorMode():
-        for mm, device in ((torch.ops.moe_rt.grouped_mm, "cuda"), (experts._tiled_mm, TRACED)):
+        for mm, device in ((torch.ops.moe_rt.grouped_mm, "cuda"), (grouped._tiled_mm, TRACED)):
             x, grad = (torch.empty(ROWS, n, dtype=dtype, device=device) for n in (16, 32))
             offs = torch.empty(3, dtype=torch.int32, device=device)
             weight = torch.empty(3, 32, 16, dtype=dtype, device=device)

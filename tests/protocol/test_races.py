@@ -13,6 +13,7 @@ RANKS, LANES, ROUNDS = "3", "3", "2000"  # a round is one to three dispatches, a
 
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
+NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # and no peer is mapped
 
 
 def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +21,9 @@ def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-@pytest.mark.parametrize(("machine", "rounds"), [([], ROUNDS), ([GPU], "25")], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("machine", "rounds"), [([], ROUNDS), ([GPU], "25"), (NETWORK, "25")], ids=["cpu", "gpu", "network"]
+)
 def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: str) -> None:
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
     program = compile_program("stress.cpp", tmp_path / "stress", *flags)
