@@ -209,6 +209,14 @@ class Buffer:
         """
         return self._engine.timings()
 
+    def waited_ns(self) -> list[int]:
+        """How long this rank has waited for each peer since the buffer was made, in nanoseconds, [R].
+
+        Peers are looked at in rank order, so a wait counts for the first one that is late. Empty on CUDA ranks, whose
+        host does not watch.
+        """
+        return self._engine.waited_ns()
+
     def new_tag(self) -> int:
         """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""
         self._num_tags += 1

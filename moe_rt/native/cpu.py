@@ -30,6 +30,13 @@ class CpuEngine(Engine):
         self._segments = segments
         self._memory = Recycler()
         self._capacities = [spec.capacity(r) for r in range(spec.num_ranks)]
+        _engine.write_plaque(
+            segment=segments.addresses[rank],
+            shape=spec.shape(),
+            rank=rank,
+            config_hash=spec.hash(),
+            members=segments.members,
+        )
         self._engine = _engine.Engine(
             shape=spec.shape(),
             elem=ELEMENTS[spec.dtype],
@@ -92,6 +99,9 @@ class CpuEngine(Engine):
         op, before, wait, after, arrivals = self._engine.timings()
         names = {"op": Op(op).name.lower(), "before_ns": before, "wait_ns": wait, "after_ns": after}
         return {**names, "arrival_ns": arrivals}
+
+    def waited_ns(self) -> list[int]:
+        return self._engine.waited_ns()
 
     def poison(self) -> None:
         self._engine.poison(Code.POISONED, -1)
