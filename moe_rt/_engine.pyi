@@ -91,7 +91,6 @@ class Engine:
 
 class Plaque:
     rank: int
-    pid: int
     num_ranks: int
     num_experts: int
     num_max_tokens: int

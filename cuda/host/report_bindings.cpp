@@ -29,7 +29,6 @@ void bind_report(nb::module_& m) {
   m.attr("NUM_FLIGHTS") = kNumFlights;
   nb::class_<Plaque>(m, "Plaque")
       .def_ro("rank", &Plaque::rank)
-      .def_ro("pid", &Plaque::pid)
       .def_ro("num_ranks", &Plaque::num_ranks)
       .def_ro("num_experts", &Plaque::num_experts)
       .def_ro("num_max_tokens", &Plaque::num_max_tokens)

@@ -24,7 +24,7 @@ struct Plaque {
 };
 static_assert(sizeof(Plaque) == 96, "readers of other builds know these bytes by the version alone");
 
-// A rank's process, and the inode of its segment among that process's descriptors; 0 where it has none.
+// A rank's process, and the inode of its segment among the descriptors of all ranks; 0 where it is no file.
 struct Member {
   int64_t pid;
   uint64_t inode;

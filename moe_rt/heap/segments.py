@@ -92,7 +92,6 @@ class Segments:
         streams: where ranks share one GPU: the stream that each rank's kernels run on, one table for all ranks, which
             fill it. None elsewhere.
         members: of CPU ranks: the process of each, and the inode of its segment, 0 where it is no file.
-        descriptor: the own segment's, kept open so that other processes can find it; -1 where it has none.
         on_release: called once by `release`.
     """
 
@@ -102,7 +101,6 @@ class Segments:
     symmetric: int = 0
     streams: dict[int, int] | None = None
     members: list[tuple[int, int]] = field(default_factory=list)
-    descriptor: int = -1
     on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
@@ -111,10 +109,10 @@ class Segments:
         It waits for nothing, so work on the memory may still be queued on a GPU. Before the memory is given to someone
         else the nvshmem heap waits for the GPU, and torch's allocator for the streams that it was told of.
         """
-        for fd in (*self.pidfds, self.descriptor):
+        for fd in self.pidfds:
             if fd >= 0:
                 os.close(fd)
-        self.pidfds, self.addresses, self.symmetric, self.descriptor = [], [], 0, -1
+        self.pidfds, self.addresses, self.symmetric = [], [], 0
         self.mappings.clear()
         on_release, self.on_release = self.on_release, None
         if on_release is not None:

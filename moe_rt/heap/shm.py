@@ -31,7 +31,7 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         SegmentPermission: some rank could not open a peer's segment, or found something else in its place.
         InvalidConfig: ranks are on different hosts.
     """
-    opened: list[int] = []  # descriptors, of which only the own segment's outlives this call
+    opened: list[int] = []  # descriptors, needed only until everyone has mapped: a mapping keeps a duplicate
     segments = Segments([], [], [])
     try:
         mine: dict[str, Any] = {}
@@ -47,8 +47,6 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         except MoeRtError as error:
             failure = error
         _share(rendezvous, {}, failure, timeout_s)
-        opened.remove(mine["fd"])
-        segments.descriptor = mine["fd"]
     except BaseException:
         segments.release()
         raise
