@@ -16,6 +16,7 @@ from moe_rt import _engine
 from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report
 from moe_rt.errors import Code, Op
 
+MOST_LINES = 4  # of a conclusion
 _PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}  # of /proc/<pid>/stat; others run
 
 
@@ -43,7 +44,10 @@ def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], pidfd
     segments = [view.segment for view in views if view.segment is not None]
     ranks = [_rank_report(rank, view, segments, now) for rank, view in enumerate(views)]
     late = stragglers([set(r.waits_for) for r in ranks])
-    lines = [_accuse(ranks[s], [r for r in ranks if s in r.waits_for]) for s in late]
+    late = [s for s in late if ranks[s].closed or ranks[s].process == "dead"] or late  # the others may yet come
+    lines = [_accuse(ranks[s], [r for r in ranks if s in r.waits_for]) for s in late[:MOST_LINES]]
+    if len(late) > len(lines):
+        lines.append(f"and {len(late) - len(lines)} more")
     plaque = segments[0].plaque if segments else None
     return Report(
         time_ns=now,

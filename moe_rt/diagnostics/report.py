@@ -76,8 +76,9 @@ class Report:
         time_ns: when, in nanoseconds of CLOCK_MONOTONIC.
         config: hash of the buffer's configuration; equal on all ranks.
         sizes: of the buffer, by name.
-        stragglers: the ranks at the end of every chain of waits: look at these first.
-        conclusion: a line for each of them.
+        stragglers: the ranks where every chain of waits ends, and of these the dead and the closed ones if there are
+            any: look at them first.
+        conclusion: a line for each of the first stragglers.
         path: the file that `keep` wrote; "" if none.
     """
 

@@ -12,6 +12,8 @@ from faults.cases_faults import good_round, open_buffer
 
 from moe_rt.diagnostics import Report
 
+WAIT_S = 100.0
+
 
 def late_rank(group: Any, culprit: int, seconds: float, timeout_s: float) -> tuple[str, Report | None, Report]:
     """The culprit comes late to its second round: the error, the report it carries, and one made afterwards."""
@@ -24,6 +26,16 @@ def late_rank(group: Any, culprit: int, seconds: float, timeout_s: float) -> tup
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}", error.report, buffer.report()
     return "no error", None, buffer.report()
+
+
+def late_until(group: Any, culprit: int, path: str) -> None:
+    """The culprit comes late to its second round: when the file exists."""
+    with open_buffer(group, timeout_s=WAIT_S) as buffer:
+        good_round(buffer)
+        deadline = time.monotonic() + WAIT_S
+        while buffer.rank == culprit and not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        good_round(buffer)
 
 
 def waiting_times(group: Any, culprit: int, seconds: float) -> tuple[list[int], Report]:
