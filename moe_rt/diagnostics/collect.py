@@ -43,11 +43,9 @@ def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], pidfd
     now = time.monotonic_ns()
     segments = [view.segment for view in views if view.segment is not None]
     ranks = [_rank_report(rank, view, segments, now) for rank, view in enumerate(views)]
-    late = stragglers([set(r.waits_for) for r in ranks])
-    late = [s for s in late if ranks[s].closed or ranks[s].process == "dead"] or late  # the others may yet come
-    lines = [_accuse(ranks[s], [r for r in ranks if s in r.waits_for]) for s in late[:MOST_LINES]]
-    if len(late) > len(lines):
-        lines.append(f"and {len(late) - len(lines)} more")
+    late = stragglers([set(rank.waits_for) for rank in ranks])
+    # While a rank is dead or has left, the others' being late is no cause: they may yet come.
+    late = [rank for rank in late if ranks[rank].closed or ranks[rank].process == "dead"] or late
     plaque = segments[0].plaque if segments else None
     return Report(
         time_ns=now,
@@ -55,7 +53,7 @@ def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], pidfd
         sizes={name: getattr(plaque, name) for name in SIZES} if plaque else {},
         ranks=ranks,
         stragglers=late,
-        conclusion="\n".join(lines) or "no rank waits for another",
+        conclusion=_conclude(ranks, late),
     )
 
 
@@ -190,10 +188,16 @@ def _state(view: _View, closed: bool, waits_for: list[int], last: OpRecord | Non
     return ", ".join(parts)
 
 
-def _accuse(rank: RankReport, waiting: list[RankReport]) -> str:
-    op, names = waiting[0].last_ops[-1], _ranks([w.rank for w in waiting])
-    verb = "waits" if len(waiting) == 1 else "wait"
-    return f"rank {rank.rank} has not announced {op}, for which {names} {verb}; it {rank.state}"
+def _conclude(ranks: list[RankReport], late: list[int]) -> str:
+    lines = []
+    for rank in late[:MOST_LINES]:
+        waiting = [r for r in ranks if rank in r.waits_for]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        wanted = f"{waiting[0].last_ops[-1]}, for which {_ranks([r.rank for r in waiting])} {verb}"
+        lines.append(f"rank {rank} has not announced {wanted}; it {ranks[rank].state}")
+    if len(late) > MOST_LINES:
+        lines.append(f"and {len(late) - MOST_LINES} more")
+    return "\n".join(lines) or "no rank waits for another"
 
 
 def _ranks(ranks: list[int]) -> str:
