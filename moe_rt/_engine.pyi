@@ -3,6 +3,7 @@
 MAX_TOPK: int
 MAX_SCRATCH_BYTES: int
 HOST_RECORD_BYTES: int
+NUM_FLIGHTS: int
 
 class Shape:
     def __init__(
@@ -85,8 +86,50 @@ class Engine:
     def poison(self, code: int, peer: int, /) -> None: ...
     def health(self) -> Status: ...
     def timings(self) -> tuple[int, int, int, int, list[int]]: ...
+    def waited_ns(self) -> list[int]: ...
     def close(self) -> bool: ...
 
+class Plaque:
+    rank: int
+    num_ranks: int
+    num_experts: int
+    num_max_tokens: int
+    hidden: int
+    num_topk: int
+    elem_bytes: int
+    config: int
+    poison: int
+    mailboxes: int
+    members: int
+    flights: int
+
+class Flight:
+    number: int
+    seq: int
+    op: int
+    code: int
+    tag: int
+    num_tokens: int
+    start_ns: int
+    announced_ns: int
+    heard_ns: int
+    end_ns: int
+    longest_ns: int
+    longest_peer: int
+
+class SegmentReport:
+    plaque: Plaque
+    poison: tuple[int, int, int]
+    announced: tuple[list[int], list[int]]
+    said_goodbye: list[bool]
+    members: list[tuple[int, int]]
+    flights: list[Flight]
+    num_torn: int
+
+def read_segment(holder: object, /) -> SegmentReport: ...
+def write_plaque(
+    *, segment: int, shape: Shape, rank: int, config_hash: int, members: list[tuple[int, int]]
+) -> None: ...
 def weighted_sum(
     isa: str, elem: int, dst: int, srcs: list[int], weights: list[float], hidden: int, stream: bool, /
 ) -> None: ...

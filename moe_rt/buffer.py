@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_rt import ops as _ops  # noqa: F401  registers torch.ops.moe_rt
 from moe_rt.agreement import agree
 from moe_rt.config import BufferSpec, Overflow
+from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig, Op
 from moe_rt.handle import Handle
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
@@ -208,6 +209,26 @@ class Buffer:
             after this rank began to wait it saw the peer's signal, looking at peers in rank order.
         """
         return self._engine.timings()
+
+    def waited_ns(self) -> list[int]:
+        """How long this rank has waited for each peer since the buffer was made, in nanoseconds, [R].
+
+        Peers are looked at in rank order, so a wait counts for the first one that is late. Empty on CUDA ranks, whose
+        host does not watch.
+        """
+        return self._engine.waited_ns()
+
+    def report(self) -> Report:
+        """What every rank of the group does and whom it waits for, also while this or another rank is in an op.
+
+        Local: read from the segments, so that ranks which hang or are dead are in it. CPU ranks only. Errors of a wait
+        in vain carry one as `report`; docs/diagnostics.md explains it.
+
+        Raises:
+            GroupClosed: this rank has closed the buffer, and with it its view of the others.
+            InvalidConfig: a CUDA buffer.
+        """
+        return self._engine.report()
 
     def new_tag(self) -> int:
         """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""

@@ -20,6 +20,8 @@ from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.machine import machine_card
 from moe_rt.bench.run import Settings, run, sweep_tokens
 from moe_rt.bench.table import console, show_machine, show_run
+from moe_rt.diagnostics.attach import attach
+from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
 from moe_rt.gpucheck.cli import gpucheck
 
@@ -31,8 +33,17 @@ def main() -> None:
 
 
 @main.command()
-def info() -> None:
-    """What this machine offers: version, instruction sets, cores, heaps."""
+@click.option("--attach", "pid", type=int, metavar="PID", help="Report on the group of this process instead.")
+@click.option("--json", "as_json", is_flag=True, help="With --attach: one JSON document, a list of reports.")
+def info(pid: int | None, as_json: bool) -> None:
+    """What this machine offers: version, instruction sets, cores, heaps.
+
+    With --attach: what each rank of a running group does and whom it waits for, also while ranks hang or are stopped.
+    """
+    if pid is not None:
+        return _info_on_group(pid, as_json)
+    if as_json:
+        raise click.UsageError("--json needs --attach PID")
     card = machine_card()
     card["isas"] = ", ".join(_engine.isas())
     card["GPUs"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none"
@@ -43,6 +54,18 @@ def info() -> None:
     )
     for name, value in card.items():
         click.echo(f"{name:12} {value}")
+
+
+def _info_on_group(pid: int, as_json: bool) -> None:
+    try:
+        reports = attach(pid)
+    except MoeRtError as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    if as_json:
+        click.echo(f"[{','.join(report.to_json() for report in reports)}]")
+    else:
+        for report in reports:
+            console().print(show_report(report))
 
 
 def _size(name: str, what: str) -> Any:

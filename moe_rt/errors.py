@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_rt._engine import Status
+    from moe_rt.diagnostics.report import Report
 
 
 class Code(IntEnum):
@@ -55,13 +56,24 @@ class Phase(IntEnum):
 
 
 class MoeRtError(RuntimeError):
-    """Base of all errors. `rank` is who raises, `peer` whom it concerns; -1 where that has no meaning."""
+    """Base of all errors. `rank` is who raises, `peer` whom it concerns; -1 where that has no meaning.
+
+    `report` says what every rank did when a wait was in vain; None in other errors and on CUDA ranks.
+    """
 
     def __init__(
-        self, message: str, *, rank: int = -1, peer: int = -1, op: Op = Op.NONE, seq: int = 0, phase: Phase = Phase.NONE
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        peer: int = -1,
+        op: Op = Op.NONE,
+        seq: int = 0,
+        phase: Phase = Phase.NONE,
+        report: Report | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.peer, self.op, self.seq, self.phase = rank, peer, op, seq, phase
+        self.rank, self.peer, self.op, self.seq, self.phase, self.report = rank, peer, op, seq, phase, report
 
 
 class InvalidConfig(MoeRtError, ValueError):
@@ -201,13 +213,13 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
             return "another thread is inside an op of this buffer; expected one op at a time"
 
 
-def error_from_status(status: Status, rank: int, timeout_s: float) -> MoeRtError:
-    """Builds the exception for a status of the engine; the status must not be OK."""
+def error_from_status(status: Status, rank: int, timeout_s: float, report: Report | None = None) -> MoeRtError:
+    """Builds the exception for a status of the engine; the status must not be OK. A report adds its lines."""
     code, peer = Code(status.code), status.peer
     kind = _CLASSES[code]
     if code is Code.POISONED and status.got == Code.PEER_DEAD:
         kind, peer = PeerDead, status.expected
     op, phase = Op(status.op), Phase(status.phase)
     where = f"{op.name.lower()} #{status.seq} on rank {rank}: " if op else f"rank {rank}: "
-    message = where + _explain(code, status, rank, timeout_s)
-    return kind(message, rank=rank, peer=peer, op=op, seq=status.seq, phase=phase)
+    message = where + _explain(code, status, rank, timeout_s) + (f"\n{report}" if report else "")
+    return kind(message, rank=rank, peer=peer, op=op, seq=status.seq, phase=phase, report=report)

@@ -12,6 +12,8 @@
 namespace nb = nanobind;
 using namespace moe_rt;
 
+void bind_report(nb::module_& m);  // report_bindings.cpp
+
 namespace {
 
 using Address = uint64_t;
@@ -110,7 +112,9 @@ NB_MODULE(_engine, m) {
              const Timings& t = e.timings();
              return nb::make_tuple(static_cast<int>(t.op), t.before_ns, t.wait_ns, t.after_ns, t.arrival_ns);
            })
+      .def("waited_ns", &Engine::waited_ns)
       .def("close", &Engine::close);
+  bind_report(m);
 
   // What a CUDA launch is given, in the bytes that the kernels read: moe_rt/native/cuda.py knows no C++ struct.
   m.def("placement_tables", [](const std::vector<int32_t>& expert_rank, int num_ranks) {

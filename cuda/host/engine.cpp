@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "engine_call.h"
+#include "recording.h"
 
 namespace moe_rt {
 
@@ -34,6 +35,7 @@ Engine::Engine(EngineConfig config)
   lane_fault_.resize(lanes);
   needed_rows_.resize(num_ranks);
   timings_.arrival_ns.resize(num_ranks);
+  waited_ns_.resize(num_ranks);
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
   // The next reader finds rows in the last-level cache if those of all ranks fit, and a little beyond (docs/log.md).
@@ -59,14 +61,19 @@ Status Engine::wait_all(Op op, const Header& ours) {
   const Kind kind = kind_of(op);
   HostIdle idle(world_, kind, seq_, config_.timeout_s, oversubscribed_);
   const auto start = Clock::now();
+  int64_t before = 0;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
     idle.watch(peer, config_.pidfds.empty() ? -1 : config_.pidfds[peer]);
     const Code code = wait_signal(mailbox, ours.seq, idle);
+    const int64_t arrival = nanoseconds(start, Clock::now()), waited = arrival - before;
+    before = arrival;
+    store_relaxed(waited_ns_[peer], waited_ns_[peer] + waited);
+    if (waited > flight_.longest_ns) flight_.longest_ns = waited, flight_.longest_peer = peer;
     if (code != Code::kOk) {
       return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
     }
-    timings_.arrival_ns[peer] = nanoseconds(start, Clock::now());
+    timings_.arrival_ns[peer] = arrival;
   }
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
@@ -87,6 +94,18 @@ Status Engine::fail(Status status) {
     poison(status.code, status.peer);
   }
   return failure_ = status;
+}
+
+// Of the op that runs, in this rank's own segment: peers and strangers read it there (flight.h).
+void Engine::record(int64_t Flight::* step, Clock::time_point when) {
+  flight_.*step = nanoseconds({}, when);
+  write_flight(world_.flight(flight_.number), flight_);
+}
+
+std::vector<int64_t> Engine::waited_ns() const {
+  std::vector<int64_t> waited;
+  for (const int64_t& ns : waited_ns_) waited.push_back(load_relaxed(ns));
+  return waited;
 }
 
 void Engine::set_capacity(const std::vector<int64_t>& capacity) {

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -71,6 +72,8 @@ class Engine {
   bool close();
 
   const Timings& timings() const { return timings_; }
+  // [R] how long this rank has waited for each peer so far, looking at peers in rank order.
+  std::vector<int64_t> waited_ns() const;
 
  private:
   struct Call;
@@ -81,6 +84,7 @@ class Engine {
   void post_all(Kind kind, const Header& header);
   Status wait_all(Op op, const Header& ours);
   Status fail(Status status);
+  void record(int64_t Flight::* step, std::chrono::steady_clock::time_point when);
   template <class Acc>
   rows::HostRows<Acc> row_ops(int64_t rows_written, Wire wire) const;
 
@@ -103,6 +107,8 @@ class Engine {
   uint64_t seq_[kNumKinds] = {0, 0};
   Status failure_;
   Timings timings_;
+  Flight flight_{};  // the op of now, or the last one
+  std::vector<int64_t> waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
   int64_t stream_from_;  // an op that writes this many bytes or more streams them past the caches

@@ -43,6 +43,9 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
     Clock::time_point announced = start, heard = start;
     const Kind kind = kind_of(call.op);
     const uint64_t seq = ++seq_[static_cast<int>(kind)];
+    flight_ = {flight_.number + 1, seq, call.op, Code::kOk, call.tag, static_cast<int32_t>(call.num_tokens)};
+    flight_.longest_peer = -1;
+    record(&Flight::start_ns, start);
     Header header{seq,
                   world_.config,
                   call_word(call.op, call.tag, call.handle_seq),
@@ -57,20 +60,25 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
       if (coop.rank() == 0) {
         post_all(kind, header);
         announced = Clock::now();
+        record(&Flight::announced_ns, announced);
         status = wait_all(call.op, header);
         heard = Clock::now();
+        record(&Flight::heard_ns, heard);
       }
       coop.sync();
       if (status.ok()) after(coop, seq, status);
       streaming_store_fence();
     });
+    const Clock::time_point end = Clock::now();
     timings_.op = call.op;
     timings_.before_ns = nanoseconds(start, announced);
     timings_.wait_ns = nanoseconds(announced, heard);
-    timings_.after_ns = nanoseconds(heard, Clock::now());
+    timings_.after_ns = nanoseconds(heard, end);
     status.op = call.op;
     status.seq = seq;
     status = fail(status);
+    flight_.code = status.code;
+    record(&Flight::end_ns, end);
   }
   store_release(busy_, 0u);
   return status;

@@ -3,6 +3,8 @@
 // Scope is the whole system, since a peer may be another process or another GPU; where the name says `device`, one rank
 // alone. The pairs are
 //   publish a window  store_release(signal)      with  load_acquire(signal) in wait_signal          (signal.h)
+//   record an op                                 store_release with load_acquire, word by word      (host/recording.h)
+//   leave a plaque                               store_release with load_acquire of its magic       (host/recording.h)
 //   hand a job to a host team, and its barrier   fetch_add_acq_rel / store_release / load_acquire   (host/team.h)
 //   exclusive use of an engine                   exchange_acquire with store_release                (host/engine.cpp)
 //   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)

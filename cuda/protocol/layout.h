@@ -1,6 +1,6 @@
 // Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
 //
-//   control     poison word | mailboxes [kind][source rank]
+//   control     plaque | poison word | mailboxes [kind][source rank] | members [R] | flights [64]
 //   per parity  route counts, offsets, lists and weights | token window [T][H] | partial window [T][S][H] | scalars
 //   [T][K]
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
@@ -8,6 +8,7 @@
 // per-expert and per-rank numbers grow with E and R.
 #pragma once
 
+#include "flight.h"
 #include "signal.h"
 
 namespace moe_rt {
@@ -35,7 +36,7 @@ struct Shape {
 };
 
 struct Layout {
-  int64_t poison, mailboxes;
+  int64_t poison, mailboxes, members, flights;  // the plaque is at 0
   struct Window {
     int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars;
   } window[2];
@@ -50,8 +51,11 @@ struct Layout {
       return at;
     };
     const int64_t tokens = s.num_max_tokens;
+    take(sizeof(Plaque), kLine);
     l.poison = take(sizeof(uint64_t), kLine);
     l.mailboxes = take(int64_t{kNumKinds} * s.num_ranks * sizeof(Mailbox), kLine);
+    l.members = take(int64_t{s.num_ranks} * sizeof(Member), kLine);
+    l.flights = take(int64_t{kNumFlights} * sizeof(FlightSlot), kLine);
     for (Window& w : l.window) {
       w.counts = take(int64_t{4} * s.num_experts, kLine);
       w.pull_offs = take(int64_t{4} * (s.num_ranks + 1), kLine);
@@ -96,6 +100,9 @@ struct World {
   MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
     return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
   }
+  MOE_RT_FN FlightSlot& flight(uint64_t number) const {
+    return at<FlightSlot>(rank, layout.flights)[number % kNumFlights];
+  }
   // The start of a rank's window of op seq, where its route lists are.
   MOE_RT_FN char* window_start(int source, uint64_t seq) const {
     return mirror && mirror[source] ? mirror[source] : base[source] + window(seq).counts;
@@ -112,6 +119,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 264 && sizeof(Header) == 48 && sizeof(Layout) == 168, "the host's layout");
+static_assert(sizeof(World) == 280 && sizeof(Header) == 48 && sizeof(Layout) == 184, "the host's layout");
 
 }  // namespace moe_rt

@@ -91,6 +91,7 @@ class Segments:
             address plus the offset. 0 in heaps without a network.
         streams: where ranks share one GPU: the stream that each rank's kernels run on, one table for all ranks, which
             fill it. None elsewhere.
+        members: of CPU ranks: the process of each, and the inode of its segment, 0 where it is no file.
         on_release: called once by `release`.
     """
 
@@ -99,6 +100,7 @@ class Segments:
     mappings: list[Any] = field(repr=False)
     symmetric: int = 0
     streams: dict[int, int] | None = None
+    members: list[tuple[int, int]] = field(default_factory=list)
     on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

@@ -19,6 +19,7 @@ from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentP
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages
 
+MEMFD_NAME = "moe_rt"
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; faults all pages in, huge ones where the mapping asks for them
 
 
@@ -30,7 +31,7 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         SegmentPermission: some rank could not open a peer's segment, or found something else in its place.
         InvalidConfig: ranks are on different hosts.
     """
-    opened: list[int] = []  # descriptors, needed only until everyone has mapped
+    opened: list[int] = []  # descriptors, needed only until everyone has mapped: a mapping keeps a duplicate
     segments = Segments([], [], [])
     try:
         mine: dict[str, Any] = {}
@@ -70,7 +71,7 @@ def _no_room(num_bytes: int, rank: int) -> OutOfSharedMemory | None:
 
 
 def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
-    fd = os.memfd_create("moe_rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     opened.append(fd)
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, num_bytes)
@@ -141,6 +142,7 @@ def _attach_all(
         ask_for_huge_pages(mapping)
         segments.mappings.append(mapping)
         segments.addresses.append(address_of(mapping))
+        segments.members.append((record["pid"], record["ino"]))
         segments.pidfds.append(-1 if peer == me else _watch(record["pid"]))
 
 

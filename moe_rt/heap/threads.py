@@ -6,6 +6,7 @@ Every rank uses the same mapping of a segment, which is what lets ThreadSanitize
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 
 from moe_rt.heap.rendezvous import Rendezvous
@@ -31,4 +32,5 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     finally:
         with _lock:
             del _in_transit[address]
-    return Segments(addresses, [-1] * rendezvous.size, mappings)
+    size = rendezvous.size
+    return Segments(addresses, [-1] * size, mappings, members=[(os.getpid(), 0)] * size)

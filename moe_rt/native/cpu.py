@@ -14,7 +14,9 @@ from torch import Tensor
 
 from moe_rt import _engine
 from moe_rt.config import ELEMENTS, WIRES, BufferSpec
-from moe_rt.errors import CapacityOverflow, Code, MoeRtError, Op, error_from_status
+from moe_rt.diagnostics.collect import report_on
+from moe_rt.diagnostics.report import Report, keep
+from moe_rt.errors import CapacityOverflow, Code, GroupClosed, MoeRtError, Op, error_from_status
 from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.storage import Recycler
@@ -29,7 +31,15 @@ class CpuEngine(Engine):
         super().__init__(spec, rank, torch.device("cpu"), timeout_s)
         self._segments = segments
         self._memory = Recycler()
+        self._report: Report | None = None  # of the moment when the group failed
         self._capacities = [spec.capacity(r) for r in range(spec.num_ranks)]
+        _engine.write_plaque(
+            segment=segments.addresses[rank],
+            shape=spec.shape(),
+            rank=rank,
+            config_hash=spec.hash(),
+            members=segments.members,
+        )
         self._engine = _engine.Engine(
             shape=spec.shape(),
             elem=ELEMENTS[spec.dtype],
@@ -74,24 +84,33 @@ class CpuEngine(Engine):
     def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
         status = self._ops[op](*words, tag)
         if status.code:
-            self._raise(status)
+            raise self._error(status)
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Announces the refusal, then raises `error` here; a failed group is raised instead, caused by `error`."""
         status = self._engine.refuse(op, REFUSAL_CODES[type(error)], got, expected, tag)
         if status.code >= Code.CONFIG_MISMATCH:
-            raise error_from_status(status, self.rank, self.timeout_s) from error
+            raise self._error(status) from error
         raise error
 
     def health(self) -> None:
         status = self._engine.health()
         if status.code:
-            self._raise(status)
+            raise self._error(status)
 
     def timings(self) -> dict[str, Any]:
         op, before, wait, after, arrivals = self._engine.timings()
         names = {"op": Op(op).name.lower(), "before_ns": before, "wait_ns": wait, "after_ns": after}
         return {**names, "arrival_ns": arrivals}
+
+    def report(self) -> Report:
+        pidfds, mappings = list(self._segments.pidfds), list(self._segments.mappings)
+        if not mappings:
+            raise GroupClosed("the buffer was closed on this rank; expected an open one", rank=self.rank)
+        return report_on(self._segments.members, mappings, pidfds)
+
+    def waited_ns(self) -> list[int]:
+        return self._engine.waited_ns()
 
     def poison(self) -> None:
         self._engine.poison(Code.POISONED, -1)
@@ -104,5 +123,9 @@ class CpuEngine(Engine):
         if self._engine.close():
             self._segments.release()
 
-    def _raise(self, status: _engine.Status) -> NoReturn:
-        raise error_from_status(status, self.rank, self.timeout_s)
+    def _error(self, status: _engine.Status) -> MoeRtError:
+        """The exception for a failed status; it says whom all waited for where a wait was in vain."""
+        code, report = status.got if status.code == Code.POISONED else status.code, None
+        if code in (Code.PEER_TIMEOUT, Code.PEER_DEAD):
+            report = self._report = self._report or keep(self.report(), self.rank)
+        return error_from_status(status, self.rank, self.timeout_s, report)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.config import BufferSpec
+from moe_rt.diagnostics.report import Report
 from moe_rt.errors import (
     Code,
     ConcurrentUse,
@@ -149,6 +150,13 @@ class CudaEngine(Engine):
 
     def timings(self) -> dict[str, Any]:
         raise InvalidConfig("timings: got a CUDA buffer, whose ops the host does not watch; expected a CPU buffer")
+
+    def report(self) -> Report:
+        raise InvalidConfig("report: got a CUDA buffer, whose ops the host does not watch; expected a CPU buffer")
+
+    def waited_ns(self) -> list[int]:
+        """Nothing: the host does not watch its ops wait."""
+        return []
 
     def poison(self) -> None:
         self._end(Code.POISONED, GroupPoisoned("this rank aborted", rank=self.rank))

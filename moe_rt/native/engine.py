@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.config import BufferSpec
+from moe_rt.diagnostics.report import Report
 from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
 
 REFUSAL_CODES: dict[type[MoeRtError], Code] = {
@@ -166,6 +167,14 @@ class Engine(ABC):
     @abstractmethod
     def timings(self) -> dict[str, Any]:
         """Where the time of the last op went; see moe_rt.Buffer.timings."""
+
+    @abstractmethod
+    def report(self) -> Report:
+        """What every rank of the group does; see moe_rt.Buffer.report."""
+
+    @abstractmethod
+    def waited_ns(self) -> list[int]:
+        """How long this rank has waited for each peer so far; see moe_rt.Buffer.waited_ns."""
 
     @abstractmethod
     def poison(self) -> None:

@@ -44,7 +44,7 @@ def documented_bytes(num_ranks: int, tokens: int, hidden: int, topk: int, expert
     """The formula of docs/protocol.md, without the rounding of each region."""
     row, slots = -(-hidden * itemsize // 64) * 64, min(topk, num_ranks)
     acc = 8 if itemsize == 8 else 4
-    control = 128 * (1 + 2 * num_ranks)
+    control = 128 * (66 + 2 * num_ranks) + 16 * num_ranks
     lists = 4 * experts + 8 * (num_ranks + 1) + 16 * tokens * slots + (16 + acc) * tokens * topk
     windows = tokens * row + tokens * slots * row + acc * tokens * topk
     return control + 2 * (lists + windows)
@@ -64,7 +64,7 @@ def test_windows_do_not_grow_with_ranks_beyond_topk() -> None:
     sizes = [
         make_spec(r, num_max_tokens_per_rank=512, hidden=1024, num_experts=64).shape().segment_bytes() for r in (8, 64)
     ]
-    per_rank = 2 * 128 + 2 * 8
+    per_rank = 2 * 128 + 16 + 2 * 8
     assert 0 <= sizes[1] - sizes[0] <= 56 * per_rank + 4096
 
 

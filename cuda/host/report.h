@@ -1,0 +1,25 @@
+// What a reader finds in one rank's segment. Its rank may hang, be dead, or have written nonsense over it: nothing
+// read there is an index or a size before it was checked.
+#pragma once
+
+#include <vector>
+
+#include "../protocol/layout.h"
+
+namespace moe_rt {
+
+struct SegmentReport {
+  Plaque plaque;
+  uint64_t poison;
+  std::vector<uint64_t> announced[kNumKinds];  // [R] what each rank has announced to this one
+  std::vector<bool> said_goodbye;              // [R] to this one
+  std::vector<Member> members;                 // [R]
+  std::vector<Flight> flights;                 // the last kNumFlights at most, in order
+  int num_torn = 0;                            // slots that changed at every look
+};
+
+// Reads the segment in `num_bytes` bytes that start on a line; they may be mapped read-only, and may change meanwhile.
+// Throws std::invalid_argument where they cannot be a segment.
+SegmentReport read_segment(const char* segment, int64_t num_bytes);
+
+}  // namespace moe_rt

@@ -1,0 +1,53 @@
+// What a rank leaves in its own segment for whoever must find out why a group stands still: a plaque that says what
+// this memory is, whose processes the ranks are, and a ring of the rank's last ops.
+//
+// Only the owner writes. Whoever maps the segment may read, also when the owner hangs, is stopped or is dead. The ring
+// of a CUDA rank stays empty: its host does not see when its ops run.
+#pragma once
+
+#include "status.h"
+
+namespace moe_rt {
+
+inline constexpr uint64_t kPlaqueMagic = 0x31'74'72'5f'65'6f'6d'00;  // reads "\0moe_rt1"
+inline constexpr uint32_t kPlaqueVersion = 1;
+inline constexpr int kNumFlights = 64;
+
+// The first bytes of a segment: with it a reader needs to be told nothing else. Offsets are those of Layout.
+struct Plaque {
+  uint64_t magic;  // written last
+  uint32_t version;
+  int32_t rank, pid;
+  int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes, acc_bytes;  // of Shape
+  uint64_t config;
+  int64_t poison, mailboxes, members, flights, bytes;
+};
+static_assert(sizeof(Plaque) == 96, "readers of other builds know these bytes by the version alone");
+
+// A rank's process, and the inode of its segment among the descriptors of all ranks; 0 where it is no file.
+struct Member {
+  int64_t pid;
+  uint64_t inode;
+};
+
+// One op, from its first step on. Times are nanoseconds of CLOCK_MONOTONIC, 0 until the step is over.
+struct Flight {
+  uint64_t number;  // counts all ops of this rank, from 1; it is in slot number % kNumFlights
+  uint64_t seq;     // counts the ops of its kind
+  Op op;
+  Code code;
+  uint32_t tag;
+  int32_t num_tokens;
+  int64_t start_ns, announced_ns, heard_ns, end_ns;
+  int64_t longest_ns;  // of the waits for single peers, looking at them in rank order
+  int64_t longest_peer;
+};
+inline constexpr int kFlightWords = sizeof(Flight) / sizeof(uint64_t);
+
+struct alignas(128) FlightSlot {
+  uint64_t stamp;  // odd while the words change
+  uint64_t words[kFlightWords];
+};
+static_assert(sizeof(Flight) == 80 && sizeof(FlightSlot) == 128, "readers of other builds know these bytes");
+
+}  // namespace moe_rt

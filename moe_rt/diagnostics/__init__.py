@@ -1,0 +1,6 @@
+"""Who waits for whom: reports on a group from inside or from another process, while ranks run, hang or are dead."""
+
+from moe_rt.diagnostics.attach import attach
+from moe_rt.diagnostics.report import OpRecord, RankReport, Report
+
+__all__ = ["OpRecord", "RankReport", "Report", "attach"]

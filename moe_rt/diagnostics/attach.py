@@ -1,0 +1,56 @@
+"""A report on the group of another process of the same user, whose open descriptors are the segments.
+
+A rank has every peer's segment open, so that one process leads to all ranks, dead ones included. Nothing is asked of
+them: they may run, hang in an op, or be stopped. Mappings are read-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+from moe_rt import _engine
+from moe_rt.diagnostics.collect import report_on
+from moe_rt.diagnostics.report import Report
+from moe_rt.errors import InvalidConfig, SegmentPermission
+from moe_rt.heap.shm import MEMFD_NAME
+
+
+def attach(pid: int) -> list[Report]:
+    """One report for each buffer that process `pid` has open with heap "shm".
+
+    Raises:
+        SegmentPermission: it is another user's process.
+        InvalidConfig: there is no such process, or it has no such buffer.
+    """
+    segments = _segments_of(pid)
+    groups: dict[tuple[tuple[int, int], ...], None] = {}  # of members: all segments of a group name the same
+    for mapping in segments.values():
+        with contextlib.suppress(ValueError):  # still being made, or overwritten
+            groups[tuple(_engine.read_segment(mapping).members)] = None
+    if not groups:
+        raise InvalidConfig(f'pid: got process {pid} without a buffer, expected a rank of one with heap "shm"')
+    return [report_on(g, [segments.get(inode) for _, inode in g], [-1] * len(g)) for g in groups]
+
+
+def _segments_of(pid: int) -> dict[int, mmap.mmap]:
+    """What `pid` has open and calls a segment, by inode. Only sealed files: no other can shrink under the reader."""
+    segments = {}
+    try:
+        paths = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(path) != f"/memfd:{MEMFD_NAME} (deleted)":
+                    continue
+                with open(path, "rb", buffering=0) as file:
+                    stat = os.fstat(file.fileno())
+                    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and stat.st_size > 0:
+                        segments[stat.st_ino] = mmap.mmap(file.fileno(), stat.st_size, access=mmap.ACCESS_READ)
+    except PermissionError as error:
+        message = f"process {pid}: got no permission to read its descriptors, expected a process of the same user"
+        raise SegmentPermission(message) from error
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise InvalidConfig(f"pid: got {pid}, which is no process here, expected a rank of a buffer") from error
+    return segments

@@ -1,0 +1,209 @@
+"""Making a report: reading the segments, and finding the ranks that all the others wait for.
+
+Memory of peers is read and not asked for, so that a rank which hangs, is stopped or is dead is reported on, too. What
+is read there may be anything: it is shown, and only what `read_segment` has checked is used as an index.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_rt import _engine
+from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report
+from moe_rt.errors import Code, Op
+
+MOST_LINES = 4  # of a conclusion
+_PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}  # of /proc/<pid>/stat; others run
+
+
+@dataclass(frozen=True)
+class _View:
+    """What could be found of one rank: its process, and its segment, or the problem with it."""
+
+    pid: int
+    process: str
+    segment: _engine.SegmentReport | None
+    problem: str = ""
+
+
+def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], pidfds: Sequence[int]) -> Report:
+    """The report of someone who has segments mapped.
+
+    Args:
+        members: process and inode of each rank, as in Segments.
+        mappings: of each rank's segment, perhaps read-only; None where there is none.
+        pidfds: a descriptor that watches each rank's process, or -1.
+    """
+    found = enumerate(zip(members, mappings, pidfds, strict=True))
+    views = [_look_at(rank, len(members), pid, mapping, pidfd) for rank, ((pid, _), mapping, pidfd) in found]
+    now = time.monotonic_ns()
+    segments = [view.segment for view in views if view.segment is not None]
+    ranks = [_rank_report(rank, view, segments, now) for rank, view in enumerate(views)]
+    late = stragglers([set(rank.waits_for) for rank in ranks])
+    # While a rank is dead or has left, the others' being late is no cause: they may yet come.
+    late = [rank for rank in late if ranks[rank].closed or ranks[rank].process == "dead"] or late
+    plaque = segments[0].plaque if segments else None
+    return Report(
+        time_ns=now,
+        config=f"{plaque.config:#x}" if plaque else "",
+        sizes={name: getattr(plaque, name) for name in SIZES} if plaque else {},
+        ranks=ranks,
+        stragglers=late,
+        conclusion=_conclude(ranks, late),
+    )
+
+
+def stragglers(waits_for: Sequence[set[int]]) -> list[int]:
+    """Ranks that are waited for and that no chain of waits leads away from; ranks in a ring may all be among them."""
+    reached = [_reachable(waits_for, rank) for rank in range(len(waits_for))]
+    return [r for r in sorted(set[int]().union(*waits_for)) if all(r in reached[other] for other in reached[r])]
+
+
+def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, pidfd: int) -> _View:
+    process = "dead" if _ended(pidfd) else _process_state(pid)
+    if mapping is None:
+        return _View(pid, process, None, "not mapped here")
+    try:
+        segment = _engine.read_segment(mapping)
+    except ValueError as error:
+        return _View(pid, process, None, str(error))
+    got = (segment.plaque.rank, segment.plaque.num_ranks)
+    if got != (rank, num_ranks):
+        return _View(pid, process, None, f"rank: got {got[0]} of {got[1]}, expected {rank} of {num_ranks}")
+    return _View(pid, process, segment)
+
+
+def _process_state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return _PROCESS_STATES.get(stat.read().rpartition(")")[2].split()[0], "running")
+    except (FileNotFoundError, ProcessLookupError):
+        return "dead"
+    except OSError:  # a system that hides other users' processes
+        return "unknown"
+
+
+def _ended(pidfd: int) -> bool:
+    """Whether the process that the descriptor watches is gone; False where there is none to watch."""
+    if pidfd < 0:
+        return False
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return any(events & select.POLLIN for _, events in poll.poll(0))
+
+
+def _reachable(waits_for: Sequence[set[int]], start: int) -> set[int]:
+    seen: set[int] = set()
+    new = waits_for[start]
+    while new:
+        seen |= new
+        new = set[int]().union(*(waits_for[rank] for rank in new)) - seen
+    return seen
+
+
+def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentReport], now: int) -> RankReport:
+    own = view.segment
+    ops = [] if own is None else [_op_record(flight) for flight in own.flights]
+    waits_for = [] if own is None or view.process == "dead" else _missing(own)
+    closed = any(s.said_goodbye[rank] for s in segments)
+    return RankReport(
+        rank=rank,
+        pid=view.pid,
+        process=view.process,
+        problem=view.problem,
+        announced={kind: max((s.announced[k][rank] for s in segments), default=0) for k, kind in enumerate(KINDS)},
+        closed=closed,
+        poison="" if own is None else _poison(*own.poison),
+        waits_for=waits_for,
+        state=_state(view, closed, waits_for, ops[-1] if ops else None, now),
+        num_torn=0 if own is None else own.num_torn,
+        last_ops=ops,
+    )
+
+
+def _op_record(f: _engine.Flight) -> OpRecord:
+    first, last = ("publish", "gather") if _kind(f.op) == 0 else ("push", "reduce")
+    phase = "" if f.end_ns else last if f.heard_ns else "wait" if f.announced_ns else first
+    return OpRecord(
+        op=_name(Op, f.op),
+        seq=f.seq,
+        tag=f.tag,
+        num_tokens=f.num_tokens,
+        phase=phase,
+        status=_name(Code, f.code) if f.end_ns else "",
+        start_ns=f.start_ns,
+        announced_ns=f.announced_ns,
+        heard_ns=f.heard_ns,
+        end_ns=f.end_ns,
+        longest_peer=f.longest_peer,
+        longest_ns=f.longest_ns,
+    )
+
+
+def _missing(segment: _engine.SegmentReport) -> list[int]:
+    """Who has not announced the op that this rank waits in, or has failed in."""
+    if not segment.flights:
+        return []
+    last = segment.flights[-1]
+    waiting = last.announced_ns > 0 and last.heard_ns == 0
+    failed = last.end_ns > 0 and last.code >= Code.CONFIG_MISMATCH
+    announced = segment.announced[_kind(last.op)]
+    return [rank for rank, seq in enumerate(announced) if seq < last.seq] if waiting or failed else []
+
+
+def _kind(op: int) -> int:
+    return 0 if op in (Op.DISPATCH, Op.COMBINE_BACKWARD) else 1
+
+
+def _name(names: type[Op] | type[Code], value: int) -> str:
+    return names(value).name.lower() if value in names._value2member_map_ else f"{names.__name__.lower()} {value}"
+
+
+def _poison(code: int, origin: int, peer: int) -> str:
+    if code == Code.OK:
+        return ""
+    return f"{_name(Code, code)}, found by rank {origin}" + (f", concerning rank {peer}" if peer >= 0 else "")
+
+
+def _state(view: _View, closed: bool, waits_for: list[int], last: OpRecord | None, now: int) -> str:
+    parts = [f"is {view.process} (process {view.pid})"] if view.process in ("dead", "stopped") else []
+    if closed:
+        parts.append("has closed its buffer")
+    if view.segment is None:
+        parts.append(f"cannot be read ({view.problem})")
+    elif last is None:
+        parts.append("has begun no op")
+    elif last.phase == "wait" and waits_for:
+        parts.append(f"has waited in {last} for {_ranks(waits_for)} for {_seconds(now - last.announced_ns)}")
+    elif last.phase:
+        parts.append(f"has been in {last} ({last.phase}) for {_seconds(now - last.start_ns)}")
+    elif last.status == "ok":
+        parts.append(f"last finished {last} {_seconds(now - last.end_ns)} ago")
+    else:
+        parts.append(f"ended {last} with {last.status} {_seconds(now - last.end_ns)} ago")
+    return ", ".join(parts)
+
+
+def _conclude(ranks: list[RankReport], late: list[int]) -> str:
+    lines = []
+    for rank in late[:MOST_LINES]:
+        waiting = [r for r in ranks if rank in r.waits_for]
+        verb = "waits" if len(waiting) == 1 else "wait"
+        wanted = f"{waiting[0].last_ops[-1]}, for which {_ranks([r.rank for r in waiting])} {verb}"
+        lines.append(f"rank {rank} has not announced {wanted}; it {ranks[rank].state}")
+    if len(late) > MOST_LINES:
+        lines.append(f"and {len(late) - MOST_LINES} more")
+    return "\n".join(lines) or "no rank waits for another"
+
+
+def _ranks(ranks: list[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _seconds(ns: int) -> str:
+    return f"{ns / 1e9:.1f} s" if ns >= 1e9 else f"{ns / 1e6:.3g} ms"

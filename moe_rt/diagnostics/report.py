@@ -1,0 +1,116 @@
+"""What a report on a group says: of each rank what it does and whom it waits for, and whom to look at first."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict, dataclass, replace
+
+REPORT_DIR = "MOE_RT_REPORT_DIR"
+KINDS = ("dispatch", "combine")
+SIZES = ("num_experts", "num_max_tokens", "hidden", "num_topk", "elem_bytes")
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op of a rank. Times are nanoseconds of CLOCK_MONOTONIC, 0 for what has not happened.
+
+    Attributes:
+        phase: "publish" or "push", "wait", "gather" or "reduce"; "" once the op has ended.
+        status: how the op ended: "ok", or a code of errors.py in lower case; "" before.
+        longest_peer: the peer that this rank waited for longest, for `longest_ns`; -1 before the first has come.
+    """
+
+    op: str
+    seq: int
+    tag: int
+    num_tokens: int
+    phase: str
+    status: str
+    start_ns: int
+    announced_ns: int
+    heard_ns: int
+    end_ns: int
+    longest_peer: int
+    longest_ns: int
+
+    def __str__(self) -> str:
+        return f"{self.op} #{self.seq}"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank, as its own segment and those of its peers show it.
+
+    Attributes:
+        process: "running", "stopped", "dead" or "unknown".
+        problem: why its own segment could not be read; "" if it could.
+        announced: the last sequence number of each kind that it announced to anyone.
+        closed: it has said goodbye.
+        poison: what its poison word says; "" while the group is healthy.
+        waits_for: ranks that have not announced the op it is in, or the op it failed in.
+        state: what it does now, or did last, in words.
+        num_torn: ops that could not be read, since they were being written.
+        last_ops: at most 64, the latest last.
+    """
+
+    rank: int
+    pid: int
+    process: str
+    problem: str
+    announced: dict[str, int]
+    closed: bool
+    poison: str
+    waits_for: list[int]
+    state: str
+    num_torn: int
+    last_ops: list[OpRecord]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A group at one moment.
+
+    Attributes:
+        time_ns: when, in nanoseconds of CLOCK_MONOTONIC.
+        config: hash of the buffer's configuration; equal on all ranks.
+        sizes: of the buffer, by name.
+        stragglers: the ranks where every chain of waits ends, and of these the dead and the closed ones if there are
+            any: look at them first.
+        conclusion: a line for each of the first stragglers.
+        path: the file that `keep` wrote; "" if none.
+    """
+
+    time_ns: int
+    config: str
+    sizes: dict[str, int]
+    ranks: list[RankReport]
+    stragglers: list[int]
+    conclusion: str
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.conclusion + (f"\nthe whole report: {self.path}" if self.path else "")
+
+    def to_json(self) -> str:
+        """The fields, and those of the ranks and ops, by name."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def keep(report: Report, rank: int) -> Report:
+    """Writes the JSON to a new file in $MOE_RT_REPORT_DIR, if that is set, which nobody else may read.
+
+    Returns the report with the file's path. What goes wrong is a warning: it must not hide the error to report on.
+    """
+    directory = os.environ.get(REPORT_DIR)
+    if not directory:
+        return report
+    path = os.path.join(directory, f"moe_rt-rank{rank}-{os.getpid()}-{report.time_ns}.json")
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(report.to_json())
+    except OSError as error:
+        warnings.warn(f"{REPORT_DIR}: could not write the report: {error}", stacklevel=2)
+        return report
+    return replace(report, path=path)

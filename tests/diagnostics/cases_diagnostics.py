@@ -1,0 +1,95 @@
+"""What ranks do in the tests of reports; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from faults.cases_faults import good_round, open_buffer
+
+from moe_rt.diagnostics import Report
+
+WAIT_S = 100.0
+
+
+def late_rank(group: Any, culprit: int, seconds: float, timeout_s: float) -> tuple[str, Report | None, Report]:
+    """The culprit comes late to its second round: the error, the report it carries, and one made afterwards."""
+    buffer = open_buffer(group, timeout_s=timeout_s)
+    good_round(buffer)
+    if buffer.rank == culprit:
+        time.sleep(seconds)
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", error.report, buffer.report()
+    return "no error", None, buffer.report()
+
+
+def late_until(group: Any, culprit: int, path: str) -> None:
+    """The culprit comes late to its second round: when the file exists."""
+    with open_buffer(group, timeout_s=WAIT_S) as buffer:
+        good_round(buffer)
+        deadline = time.monotonic() + WAIT_S
+        while buffer.rank == culprit and not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        good_round(buffer)
+
+
+def waiting_times(group: Any, culprit: int, seconds: float) -> tuple[list[int], Report]:
+    with open_buffer(group) as buffer:
+        good_round(buffer)
+        if buffer.rank == culprit:
+            time.sleep(seconds)
+        good_round(buffer)
+        return buffer.waited_ns(), buffer.report()
+
+
+def watched_from_a_thread(group: Any, culprit: int) -> Report | None:
+    """All but the culprit are asked for a report by another thread while they wait in an op."""
+    with open_buffer(group) as buffer:
+        good_round(buffer)
+        seen: list[Report] = []
+        if buffer.rank == culprit:
+            time.sleep(1.0)
+        watcher = threading.Timer(0.5, lambda: seen.append(buffer.report()))
+        watcher.start()
+        good_round(buffer)
+        watcher.join()
+        return None if buffer.rank == culprit else seen[0]
+
+
+def killed_rank(group: Any, culprit: int) -> Report:
+    buffer = open_buffer(group)
+    good_round(buffer)
+    if buffer.rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return error.report
+    raise AssertionError("nobody noticed")
+
+
+def closing_rank(group: Any, culprit: int) -> str:
+    buffer = open_buffer(group, timeout_s=1.0)
+    good_round(buffer)
+    if buffer.rank == culprit:
+        buffer.close()
+        try:
+            return str(buffer.report())
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    time.sleep(0.2)
+    report = buffer.report()
+    buffer.close()
+    return report.ranks[culprit].state
+
+
+def good_rounds(group: Any, times: int) -> Report:
+    with open_buffer(group) as buffer:
+        for _ in range(times):
+            good_round(buffer)
+        return buffer.report()

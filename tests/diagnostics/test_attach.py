@@ -1,0 +1,122 @@
+"""Reports from another process, on ranks that wait, are stopped, or are dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import cases_diagnostics as cases
+import pytest
+from harness import ProcessRanks
+
+from moe_rt.diagnostics import attach
+from moe_rt.errors import InvalidConfig, MoeRtError
+
+CULPRIT, SIZE = 1, 3
+LATE = "rank 1 has not announced dispatch #2, for which ranks 0 and 2 wait; it "
+INFO = [sys.executable, "-m", "moe_rt", "info", "--attach"]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ProcessRanks]:
+    ranks = ProcessRanks(SIZE)
+    yield ranks
+    ranks.close()
+
+
+@contextmanager
+def late_rank(ranks: ProcessRanks, folder: Path) -> Iterator[list[int]]:
+    """The pids of the ranks, of which all others wait for the culprit while the body runs."""
+    pids, come = [process.pid or 0 for process in ranks.processes], folder / "come"
+    work = threading.Thread(target=ranks.outcomes, args=(cases.late_until, CULPRIT, str(come)))
+    work.start()
+    try:
+        wait_until_stuck(pids[0])
+        yield pids
+    finally:
+        come.touch()
+        work.join()
+
+
+def wait_until_stuck(pid: int) -> None:
+    deadline = time.monotonic() + cases.WAIT_S
+    while time.monotonic() < deadline:
+        with suppress(MoeRtError):  # not made yet
+            for report in attach(pid):
+                if report.conclusion.startswith(LATE):
+                    return
+        time.sleep(0.05)
+    raise AssertionError("the others do not wait")
+
+
+def run_info(*args: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=120)
+
+
+def test_attach_says_who_is_late(ranks: ProcessRanks, tmp_path: Path) -> None:
+    with late_rank(ranks, tmp_path) as pids:
+        for pid in pids:
+            (report,) = attach(pid)
+            assert report.stragglers == [CULPRIT]
+            assert [(r.pid, r.process, r.problem) for r in report.ranks] == [(p, "running", "") for p in pids]
+            assert report.conclusion.startswith(f"{LATE}last finished combine #1 ")
+        shown = run_info(str(pids[0]))
+        document = json.loads(run_info(str(pids[2]), "--json").stdout)
+    assert LATE in shown.stdout, shown
+    assert [r["waits_for"] for r in document[0]["ranks"]] == [[1], [], [1]]
+
+
+def test_attach_to_a_stopped_rank(ranks: ProcessRanks, tmp_path: Path) -> None:
+    with late_rank(ranks, tmp_path) as pids:
+        os.kill(pids[CULPRIT], signal.SIGSTOP)
+        try:
+            (report,) = attach(pids[CULPRIT])
+        finally:
+            os.kill(pids[CULPRIT], signal.SIGCONT)
+    assert report.ranks[CULPRIT].process == "stopped"
+    assert report.conclusion.startswith(f"{LATE}is stopped (process {pids[CULPRIT]}), last finished combine #1 ")
+
+
+def test_attach_to_the_survivor_of_a_dead_rank(tmp_path: Path) -> None:
+    ranks = ProcessRanks(SIZE)
+    with late_rank(ranks, tmp_path) as pids:
+        os.kill(pids[2], signal.SIGSTOP)  # before it can notice
+        ranks.processes[CULPRIT].kill()
+        ranks.processes[CULPRIT].join()
+        (report,) = attach(pids[2])
+        os.kill(pids[2], signal.SIGCONT)
+    ranks.close()
+    dead = report.ranks[CULPRIT]
+    assert (dead.process, dead.problem) == ("dead", "")
+    assert [op.op for op in dead.last_ops] == ["dispatch", "combine"]
+    assert report.stragglers == [CULPRIT]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can become someone else")
+def test_other_users_are_refused(ranks: ProcessRanks, tmp_path: Path) -> None:
+    with late_rank(ranks, tmp_path) as pids:
+        seen = run_info(str(pids[0]), before=("setpriv", "--reuid", "65534", "--clear-groups"))
+    assert seen.returncode == 1
+    assert "SegmentPermission: process" in seen.stderr, seen
+
+
+@pytest.mark.parametrize(("pid", "got"), [(os.getpid(), "without a buffer"), (2**30, "which is no process")])
+def test_processes_without_a_group_are_told(pid: int, got: str) -> None:
+    with pytest.raises(InvalidConfig, match=got):
+        attach(pid)
+
+
+def test_info_errors() -> None:
+    """And nothing but the error is printed."""
+    seen = run_info(str(2**30))
+    assert (seen.returncode, seen.stdout) == (1, "")
+    assert "InvalidConfig: pid: got 1073741824, which is no process here" in seen.stderr

@@ -1,0 +1,130 @@
+"""Whatever a segment holds, reading it ends in a report or in a reason why not, never in a crash."""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import struct
+from typing import Any
+
+import pytest
+from faults.cases_faults import good_round, open_buffer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from moe_rt import ThreadGroup, _engine
+from moe_rt.diagnostics.collect import report_on
+from moe_rt.diagnostics.report import Report
+from moe_rt.diagnostics.show import show_report
+
+PLAQUE_BYTES, SLOT_BYTES, MAILBOX_BYTES = 96, 128, 128
+OFFSETS = {"config": 48, "poison": 56, "mailboxes": 64, "members": 72, "flights": 80, "bytes": 88}  # of Plaque
+NASTY = [-(2**63), -1, 0, 1, 8, 128, 2**31 - 1, 2**31, 2**47, 2**63 - 128, 2**63 - 1]
+
+
+def healthy_segment() -> bytes:
+    with open_buffer(ThreadGroup.make(1)[0]) as buffer:
+        for _ in range(3):
+            good_round(buffer)
+        return bytes(buffer._engine._segments.mappings[0])
+
+
+HEALTHY = healthy_segment()
+
+
+def mapped(content: bytes) -> mmap.mmap:
+    mapping = mmap.mmap(-1, len(content))
+    mapping[:] = content
+    return mapping
+
+
+def patched(at: int, content: bytes) -> mmap.mmap:
+    mapping = mapped(HEALTHY)
+    mapping[at : at + len(content)] = content
+    return mapping
+
+
+def report(mapping: Any) -> Report:
+    """A report on this one segment, which can be shown in all ways."""
+    made = report_on([(os.getpid(), 0)], [mapping], [-1])
+    assert json.loads(made.to_json())["ranks"][0]["rank"] == 0
+    Console(file=io.StringIO()).print(show_report(made))
+    return made
+
+
+def plaque_field(name: str) -> int:
+    return struct.unpack_from("<q", HEALTHY, OFFSETS[name])[0]
+
+
+def test_healthy_segment_is_read() -> None:
+    made = report(mapped(HEALTHY))
+    assert made.ranks[0].problem == ""
+    assert len(made.ranks[0].last_ops) == 6
+    assert plaque_field("bytes") == len(HEALTHY)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(min_size=PLAQUE_BYTES, max_size=4096), st.booleans())
+def test_random_plaque(content: bytes, keep_magic: bool) -> None:
+    start = HEALTHY[:12] if keep_magic else b""  # magic and version
+    report(patched(len(start), content))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([*OFFSETS]),
+    st.sampled_from(NASTY) | st.integers(-(2**63), 2**63 - 1) | st.integers(-4096, len(HEALTHY) + 4096),
+)
+def test_offsets_that_lead_outside(name: str, value: int) -> None:
+    made = report(patched(OFFSETS[name], struct.pack("<q", value)))
+    sizes = {"poison": 8, "mailboxes": 2 * MAILBOX_BYTES, "members": 16, "flights": 64 * SLOT_BYTES}
+    if name in sizes and not (0 <= value <= len(HEALTHY) - sizes[name] and value % 128 == 0):
+        assert made.ranks[0].problem.startswith(f"{name}: got {value}, expected a line")
+
+
+@pytest.mark.parametrize("num_ranks", [-1, 0, 2**15 - 1, 2**15, 2**31 - 1])
+def test_ranks_that_do_not_fit(num_ranks: int) -> None:
+    made = report(patched(20, struct.pack("<i", num_ranks)))
+    assert made.ranks[0].problem.startswith(("ranks: got", "mailboxes: got"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(PLAQUE_BYTES, plaque_field("flights") + 64 * SLOT_BYTES), st.binary(min_size=1, max_size=1024))
+def test_random_bytes_after_the_plaque(at: int, content: bytes) -> None:
+    made = report(patched(at, content))
+    assert made.ranks[0].problem == ""
+    assert made.stragglers in ([], [0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, len(HEALTHY)))
+def test_cut_segment(length: int) -> None:
+    made = report(mapped(HEALTHY[:length]) if length else b"")
+    end = plaque_field("flights") + 64 * SLOT_BYTES
+    assert (made.ranks[0].problem == "") == (length >= end)
+
+
+def test_torn_flight_is_told() -> None:
+    """An odd stamp is what a rank leaves that is killed while it writes."""
+    last = plaque_field("flights") + 6 * SLOT_BYTES
+    made = report(patched(last, struct.pack("<Q", 7)))
+    assert made.ranks[0].num_torn == 1
+    assert [op.seq for op in made.ranks[0].last_ops] == [1, 1, 2, 2, 3]
+
+
+def test_unaligned_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="start: got"):
+        _engine.read_segment(memoryview(mapped(HEALTHY))[8:])
+
+
+def test_peer_that_overwrote_its_plaque() -> None:
+    """The others are reported on as before."""
+    mappings = [mapped(HEALTHY), patched(0, b"x" * PLAQUE_BYTES)]
+    made = report_on([(os.getpid(), 0)] * 2, [None, mappings[1]], [-1, -1])
+    assert made.ranks[0].problem == "not mapped here"
+    assert made.ranks[1].problem.startswith("magic: got")
+    assert made.ranks[1].state.startswith("cannot be read (magic: got")
+    assert report(mappings[0]).ranks[0].problem == ""

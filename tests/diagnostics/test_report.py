@@ -1,0 +1,164 @@
+"""Reports from inside a group: flights, waits, conclusions, and what errors say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import cases_diagnostics as cases
+import pytest
+import torch
+from conftest import CPU_HEAPS
+from faults.cases_faults import open_buffer
+from harness import ProcessRanks, Ranks
+from protocol.build import FLAGS
+
+from moe_rt import ThreadGroup
+from moe_rt.diagnostics.collect import stragglers
+from moe_rt.diagnostics.report import REPORT_DIR
+from moe_rt.errors import GroupClosed, InvalidConfig, InvalidRouting, PeerTimeout
+
+MakeRanks = Callable[[str, int], Ranks]
+CULPRIT, SIZE = 1, 3
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "expected"),
+    [
+        ([set(), set()], []),
+        ([{1}, {2}, set()], [2]),
+        ([{1, 2}, set(), set()], [1, 2]),
+        ([{1, 2}, {2}, set(), {0}], [2]),
+        ([{1}, {0}, {0}], [0, 1]),  # ranks that issue different ops wait for each other
+        ([{1}, {2}, {1, 3}, set()], [3]),
+    ],
+)
+def test_stragglers_are_where_chains_end(waits_for: list[set[int]], expected: list[int]) -> None:
+    assert stragglers(waits_for) == expected
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_error_names_the_straggler(make_ranks: MakeRanks, heap: str) -> None:
+    outcomes = make_ranks(heap, SIZE).run(cases.late_rank, CULPRIT, 2.0, 1.0)
+    said = f"rank {CULPRIT} has not announced dispatch #2, for which ranks 0 and 2 wait; it last finished combine #1 "
+    for rank in (0, 2):
+        text, report, after = outcomes[rank]
+        assert text.startswith(("PeerTimeout: ", "GroupPoisoned: ")), text
+        assert said in text.splitlines()[1]
+        assert report is not None
+        assert report.stragglers == after.stragglers == [CULPRIT]
+        assert report.ranks[rank].waits_for == [CULPRIT]
+        assert report.ranks[rank].announced == {"dispatch": 2, "combine": 1}
+        assert report.ranks[CULPRIT].announced == {"dispatch": 1, "combine": 1}
+        assert report.ranks[rank].last_ops[-1].status in ("peer_timeout", "poisoned")
+        assert report.ranks[rank].poison.startswith("peer_timeout, found by rank ")
+    assert any(text.startswith(PeerTimeout.__name__) for text, *_ in outcomes)
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_report_while_ranks_wait(make_ranks: MakeRanks, heap: str) -> None:
+    for report in make_ranks(heap, SIZE).run(cases.watched_from_a_thread, CULPRIT)[::2]:
+        assert report.stragglers == [CULPRIT]
+        assert [r.waits_for for r in report.ranks] == [[CULPRIT], [], [CULPRIT]]
+        assert report.ranks[0].state.startswith("has waited in dispatch #2 for rank 1 for ")
+        assert report.ranks[0].last_ops[-1].phase == "wait"
+        assert [r.poison for r in report.ranks] == [""] * SIZE
+        assert "rank 1 has not announced dispatch #2, for which ranks 0 and 2 wait" in str(report)
+
+
+def test_last_ops_of_a_dead_rank() -> None:
+    ranks = ProcessRanks(SIZE)
+    outcomes = ranks.outcomes(cases.killed_rank, CULPRIT)
+    pid = ranks.processes[CULPRIT].pid
+    ranks.close()
+    for rank in (0, 2):
+        dead = outcomes[rank].ranks[CULPRIT]
+        assert (dead.process, dead.pid, dead.problem) == ("dead", pid, "")
+        assert [(op.op, op.seq, op.status) for op in dead.last_ops] == [("dispatch", 1, "ok"), ("combine", 1, "ok")]
+        assert outcomes[rank].stragglers == [CULPRIT]
+        assert f"it is dead (process {pid}), last finished combine #1 " in str(outcomes[rank])
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_closed_rank_is_told(make_ranks: MakeRanks, heap: str) -> None:
+    states = make_ranks(heap, SIZE).run(cases.closing_rank, CULPRIT)
+    assert states[CULPRIT].startswith(GroupClosed.__name__)
+    assert states[0].startswith("has closed its buffer, last finished combine #1")
+
+
+def test_ring_keeps_the_last_ops() -> None:
+    ops = cases.good_rounds(ThreadGroup.make(1)[0], 50).ranks[0].last_ops
+    assert [(op.op, op.seq) for op in ops] == [(kind, n) for n in range(19, 51) for kind in ("dispatch", "combine")]
+    for op, then in itertools.pairwise(ops):
+        assert op.start_ns <= op.announced_ns <= op.heard_ns <= op.end_ns <= then.start_ns
+    assert ops[-1].num_tokens > 0
+
+
+def test_refusal_is_recorded() -> None:
+    with open_buffer(ThreadGroup.make(1)[0]) as buffer:
+        spec = buffer.spec
+        idx = torch.full((4, spec.num_topk), spec.num_experts)
+        with pytest.raises(InvalidRouting) as raised:
+            buffer.dispatch(torch.zeros(4, spec.hidden), idx, torch.ones(4, spec.num_topk), tag=3)
+        last = buffer.report().ranks[0].last_ops[-1]
+    assert (last.op, last.status, last.tag) == ("dispatch", "invalid_routing", 3)
+    assert raised.value.report is None
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_waits_count_for_the_late_peer(make_ranks: MakeRanks, heap: str) -> None:
+    outcomes = make_ranks(heap, SIZE).run(cases.waiting_times, CULPRIT, 1.0)
+    for rank in (0, 2):
+        waited, report = outcomes[rank]
+        assert len(waited) == SIZE
+        assert 0.8e9 < waited[CULPRIT] < 5e9
+        assert max(ns for peer, ns in enumerate(waited) if peer != CULPRIT) < waited[CULPRIT] / 2
+        late = report.ranks[rank].last_ops[2]
+        assert (late.longest_peer, late.longest_ns > 0.8e9) == (CULPRIT, True)
+
+
+def test_cuda_ranks_are_not_watched(make_ranks: MakeRanks) -> None:
+    with open_buffer(ThreadGroup.make(1, make_ranks("loopback", 1).device)[0]) as buffer:
+        assert buffer.waited_ns() == []
+        with pytest.raises(InvalidConfig, match="expected a CPU buffer"):
+            buffer.report()
+
+
+def test_report_goes_to_a_file(make_ranks: MakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REPORT_DIR, str(tmp_path))
+    _, report, _ = make_ranks("threads", 2).run(cases.late_rank, 1, 1.5, 0.5)[0]
+    (path,) = tmp_path.glob("moe_rt-rank0-*.json")
+    assert path.stat().st_mode & 0o777 == 0o600
+    document = json.loads(path.read_text())
+    assert document == {**json.loads(report.to_json()), "path": ""}
+    assert str(report).endswith(f"\nthe whole report: {path}")
+
+
+def test_missing_directory_is_a_warning(make_ranks: MakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REPORT_DIR, str(tmp_path / "missing"))
+    with pytest.warns(UserWarning, match=REPORT_DIR):
+        text, report, _ = make_ranks("threads", 2).run(cases.late_rank, 1, 1.5, 0.5)[0]
+    assert text.startswith("PeerTimeout")
+    assert report.path == ""
+
+
+@pytest.fixture(scope="module")
+def slot_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("flight") / "slot"
+    source = Path(__file__).with_name("flight_slot.cpp")
+    subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, "-O2", str(source), "-o", str(out)], check=True)
+    return out
+
+
+def test_no_reader_takes_a_torn_flight_for_whole(slot_program: Path) -> None:
+    done = subprocess.run([slot_program, "mixtures"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+
+
+def test_recording_an_op_costs_less_than_100_ns(slot_program: Path) -> None:
+    done = subprocess.run([slot_program, "cost"], capture_output=True, text=True, timeout=120, check=True)
+    assert float(done.stdout.split()[0]) < 100, done.stdout
