@@ -1,0 +1,120 @@
+"""What one rank does in a session: makes a buffer, runs verified training steps, and says what ended them and when."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_rt import faults
+from moe_rt.buffer import Buffer
+from moe_rt.errors import MoeRtError
+
+TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 8, 32, 2, 2
+OPS_OF_A_STEP = 4  # dispatch, combine, combine_backward, dispatch_backward
+INIT_TIMEOUT_S = 1.0  # when a rank is to stay away; otherwise a loaded machine may take its time
+PATIENCE_S = 60.0
+
+
+class WrongData(Exception):
+    """An op returned without an error, but not what it should."""
+
+
+def serve(orders: int, reports: int, began: memoryview) -> None:
+    """Runs sessions until the other end of `orders` is closed. One line in, one line out.
+
+    Orders: store, rank, size (of the process group), steps, fault (for MOE_RT_FAULT), timeout_s. The report: raised (the
+    error's class, "nothing" or "wrong data"), message, at (when, monotonic), steps done, then (what the next step
+    raises), segments and fds left behind.
+    """
+    torch.set_num_threads(1)
+    with os.fdopen(orders) as lines:
+        for line in lines:
+            order, before = json.loads(line), len(os.listdir("/proc/self/fd"))
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(order["store"], order["size"]), rank=order["rank"], world_size=order["size"]
+            )
+            report = _session(order, began)
+            dist.destroy_process_group()
+            gc.collect()
+            report["fds"] = len(os.listdir("/proc/self/fd")) - before
+            report["segments"] = Path("/proc/self/maps").read_text().count("memfd:moe_rt")
+            os.write(reports, json.dumps(report).encode() + b"\n")
+
+
+def _session(order: dict[str, Any], began: memoryview) -> dict[str, Any]:
+    os.environ[faults.VARIABLE] = order["fault"]
+    rank, steps = order["rank"], order["steps"]
+    away = "rendezvous" in order["fault"]
+    leaves_early = "in_destroy" in order["fault"] and f"rank={rank}" in order["fault"]
+    buffer: Buffer | None = None
+    report: dict[str, Any] = {"raised": "nothing", "steps": 0, "then": "nothing"}
+    try:
+        began[0] = time.monotonic()
+        buffer = Buffer(
+            dist.group.WORLD,
+            num_max_tokens_per_rank=TOKENS,
+            hidden=HIDDEN,
+            num_topk=TOPK,
+            num_experts=EXPERTS_PER_RANK * order["size"],
+            dtype=torch.float32,
+            timeout_s=order["timeout_s"],
+            init_timeout_s=INIT_TIMEOUT_S if away else PATIENCE_S,
+        )
+        for i in range(steps - 1 if leaves_early else steps):
+            _step(buffer, i, began)
+            report["steps"] += 1
+        began[0] = time.monotonic()
+        buffer.close()
+    except (MoeRtError, WrongData) as error:
+        raised = "wrong data" if isinstance(error, WrongData) else type(error).__name__
+        report |= {"raised": raised, "message": str(error), "at": time.monotonic()}
+    if buffer is not None and report["raised"] != "nothing":
+        try:
+            _step(buffer, 0, memoryview(bytearray(8)).cast("d"))
+        except (MoeRtError, WrongData) as error:
+            report["then"] = type(error).__name__
+        buffer.abort()
+    return report
+
+
+def _step(buffer: Buffer, i: int, began: memoryview) -> None:
+    """Forward and backward with integers, whose sums are exact in any order; different data in every step.
+
+    The start of each op is noted, except that both backward ops are one call.
+    """
+    x, topk_idx = _inputs(buffer.rank, buffer.num_ranks, i)
+    topk_weights = torch.ones(topk_idx.shape).requires_grad_()
+    began[0] = time.monotonic()
+    recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
+    began[0] = time.monotonic()
+    out = buffer.combine(recv_x, recv_weights, handle)
+    grad_out = torch.full_like(out, float(i % 5 + 1))
+    began[0] = time.monotonic()
+    out.backward(grad_out)
+    visits = (topk_idx >= 0).sum(1, keepdim=True)
+    _expect("out", out, x * visits)
+    _expect("grad_x", x.grad, grad_out * visits)
+    _expect("grad_topk_weights", topk_weights.grad, (grad_out * x).sum(1, keepdim=True) * (topk_idx >= 0))
+
+
+def _inputs(rank: int, num_ranks: int, i: int) -> tuple[Tensor, Tensor]:
+    """x [T, H] and topk_idx [T, K]; T, the choices and some missing ones depend on the rank and the step."""
+    num_tokens, num_experts = (5 * rank + 3 * i) % (TOKENS + 1), EXPERTS_PER_RANK * num_ranks
+    token = torch.arange(num_tokens)[:, None]
+    x = ((token + 7 * i + 3 * rank) % 11 + torch.arange(HIDDEN) % 3).float().requires_grad_()
+    first = (token + i + rank) % num_experts
+    second = torch.where(token % 4 == 3, -1, (first + 1 + token) % num_experts)
+    return x, torch.cat([first, torch.where(second == first, -1, second)], 1)
+
+
+def _expect(name: str, got: Tensor | None, expected: Tensor) -> None:
+    if got is None or not torch.equal(got, expected):
+        raise WrongData(name)
