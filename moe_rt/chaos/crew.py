@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import mmap
 import os
@@ -33,6 +34,7 @@ class Crew:
         # When each rank last began something: what is left of a rank that was killed in it.
         self._clock = mmap.mmap(-1, 8 * size)
         self.began = memoryview(self._clock).cast("d")
+        gc.freeze()  # a rank that collects garbage would otherwise touch, and so copy, all that was imported
 
     def session(self, ranks: Iterable[int], **orders: Any) -> list[int]:
         """Starts who is missing of `ranks` and gives them the same orders, see `member.serve`; returns their list."""
@@ -92,7 +94,7 @@ class Crew:
                     os.close(fd)  # a pipe ends when its last holder does
                 member.serve(orders, reports, self.began[rank : rank + 1])
                 status = 0
-            os._exit(status)  # leave the parent's exit handlers and buffered output alone
+            os._exit(status)  # the parent's exit handlers are not ours to run
         os.close(orders)
         os.close(reports)
         self._pids[rank], self._tell[rank], self._hear[rank] = pid, tell, hear
