@@ -2,9 +2,9 @@
 
     MOE_RT_FAULT=rank=1,op=3,at=after_payload,do=kill
 
-`op` counts the ops of each buffer from 1 (default 1): dispatch, combine, combine_backward, dispatch_backward of a first
-training step are 1 to 4. At `between_dispatch_and_combine` and `in_backward` the fault strikes before the first combine,
-or the first backward op, from that number on; `pre_rendezvous`, `post_rendezvous` and `in_destroy` are outside of ops.
+`op` counts the ops of each buffer from 1 (default 1): dispatch, combine, combine_backward, dispatch_backward of a
+first training step are 1 to 4. At `between_dispatch_and_combine` and `in_backward` the fault strikes before the first
+combine, or backward op, from that number on; `pre_rendezvous`, `post_rendezvous`, `in_destroy` are outside of ops.
 """
 
 from __future__ import annotations

@@ -93,10 +93,10 @@ NB_MODULE(_engine, m) {
              std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
              std::vector<int> pidfds, double timeout_s, int dispatch_wire, int combine_wire, bool drop_overflow,
              int num_lanes, std::string isa, const Fault& fault) {
-            new (self) Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash,
-                                           std::move(expert_rank), std::move(capacity), std::move(segments),
-                                           std::move(pidfds), timeout_s, static_cast<Wire>(dispatch_wire),
-                                           static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa), fault});
+            new (self) Engine(EngineConfig{
+                shape, static_cast<rows::Elem>(elem), rank, config_hash, std::move(expert_rank), std::move(capacity),
+                std::move(segments), std::move(pidfds), timeout_s, static_cast<Wire>(dispatch_wire),
+                static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa), fault});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
           nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),

@@ -50,7 +50,7 @@ Engine::~Engine() {
 // Fails only where a fault is injected.
 Status Engine::post_all(Op op, const Header& header) {
   const int num_ranks = world_.shape.num_ranks;
-  const Status injected{Code::kFaultInjected, op, Phase::kPublish, world_.rank, header.seq, 0, 0};
+  const Status injected{Code::kFaultInjected};
   for (int i = 0; i < num_ranks; ++i) {
     if (i == num_ranks - 1 && fault_point_ == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
     post(world_.mailbox((world_.rank + i) % num_ranks, kind_of(op), world_.rank), header);

@@ -96,8 +96,8 @@ class HostIdle {
     warn_at_ = deadline_;
   }
 
-  // A pidfd is readable once the process has ended. /proc/<pid>/stat always is: it says whether the process is a zombie,
-  // and after that it, like a pidfd, gives no bytes.
+  // A pidfd is readable once the process has ended. /proc/<pid>/stat always is: it says whether the process is a
+  // zombie, and after that it, like a pidfd, gives no bytes.
   bool is_dead() const {
     if (process_ < 0) return false;
     pollfd p{process_, POLLIN, 0};

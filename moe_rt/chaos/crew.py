@@ -1,4 +1,4 @@
-"""Ranks as processes that are forked in milliseconds, may die at any time, and report what they saw as lines of JSON."""
+"""Ranks as processes that are forked in milliseconds, may die at any time, and report in lines of JSON."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import click
 
 from moe_rt.bench.machine import machine_card
 from moe_rt.chaos.crew import Crew
-from moe_rt.chaos.strike import BETWEEN_OPS, IN_OPS, OUTSIDE, SURVIVORS_RAISE, Outcome, Strike, describe, run
+from moe_rt.chaos.strike import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, Outcome, Strike, describe, run
 from moe_rt.faults import POINTS
 
 RANKS, CULPRIT = 3, 1  # some deadlocks show from three ranks on only
@@ -71,10 +71,10 @@ def markdown(outcomes: list[Outcome]) -> str:
     """The table, and how it came about."""
     card = machine_card()
     lines = [
-        f"Measured on {card['cpu']}, {card['cores']} cores, {date.today().isoformat()}, {RANKS} processes, by "
-        f"`{COMMAND}`. Times are ms from",
-        "when the struck rank began its op until a survivor had raised, median / worst; after a kill the kernel first",
-        "takes the process apart.",
+        f"{RANKS} processes on {card['cores']} cores of {card['cpu']}, load average {card['load_average']:.1f}, "
+        f"{date.today().isoformat()}, `{COMMAND}`.",
+        "Times run from when the struck rank began its op until a survivor had raised, median / worst; after a kill",
+        "the kernel first takes the process apart, and `post_rendezvous` includes making the buffer.",
         "",
         "| Point | " + " | ".join(f"`{do}`" for do in SURVIVORS_RAISE) + " | ms after kill | ms after raise |",
         "|---|" + "---|" * (len(SURVIVORS_RAISE) + 2),
@@ -96,16 +96,13 @@ def _span(outcomes: list[Outcome], do: str, at: str | None = None) -> str:
 
 def committed(text: str) -> dict[str, dict[str, str]]:
     """`classes` as a document states them."""
-    rows = [line.strip("|").split("|") for line in _between(text).splitlines() if line.startswith("| `")]
+    table = text.partition(BEGIN)[2].partition(END)[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
     names = list(SURVIVORS_RAISE)
     return {
         cells[0].strip(" `"): {n: c.strip() for n, c in zip(names, cells[1:], strict=False) if c.strip()}
         for cells in rows
     }
-
-
-def _between(text: str) -> str:
-    return text.partition(BEGIN)[2].partition(END)[0]
 
 
 @click.command()
@@ -116,8 +113,8 @@ def main(write: Path | None) -> None:
     table, wrong = markdown(outcomes), [o for o in outcomes if o.complaints]
     click.echo(table)
     if write is not None and not wrong:
-        text = write.read_text()
-        write.write_text(text.replace(_between(text), f"\n{table}\n"))
+        head, _, rest = write.read_text().partition(BEGIN)
+        write.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
     document: dict[str, Any] = {"outcomes": [describe(o) for o in outcomes], "classes": classes(outcomes)}
     document["kill_ms"] = {"median": median(times(outcomes, "kill")), "worst": max(times(outcomes, "kill"))}
     click.echo(json.dumps(document, separators=(",", ":")))

@@ -27,20 +27,19 @@ class WrongData(Exception):
     """An op returned without an error, but not what it should."""
 
 
-def serve(orders: int, reports: int, began: memoryview) -> None:
+def serve(orders: int, reports: int, began: memoryview[float]) -> None:
     """Runs sessions until the other end of `orders` is closed. One line in, one line out.
 
-    Orders: store, rank, size (of the process group), steps, fault (for MOE_RT_FAULT), timeout_s. The report: raised (the
-    error's class, "nothing" or "wrong data"), message, at (when, monotonic), made (whether there was a buffer), steps
-    done, then (what the next step raises), segments and fds left behind.
+    Orders: store (a path), rank, size (of the process group), steps, fault (for MOE_RT_FAULT), timeout_s. The report:
+    raised (the error's class, "nothing" or "wrong data"), message, at (when, monotonic), made (whether there was a
+    buffer), steps done, then (what the next step raises), segments and fds left behind.
     """
     torch.set_num_threads(1)
     with os.fdopen(orders) as lines:
         for line in lines:
             order, before = json.loads(line), len(os.listdir("/proc/self/fd"))
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(order["store"], order["size"]), rank=order["rank"], world_size=order["size"]
-            )
+            store, rank, size = order["store"], order["rank"], order["size"]
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
             report = _session(order, began)
             dist.destroy_process_group()
             gc.collect()
@@ -49,7 +48,7 @@ def serve(orders: int, reports: int, began: memoryview) -> None:
             os.write(reports, json.dumps(report).encode() + b"\n")
 
 
-def _session(order: dict[str, Any], began: memoryview) -> dict[str, Any]:
+def _session(order: dict[str, Any], began: memoryview[float]) -> dict[str, Any]:
     os.environ[faults.VARIABLE] = order["fault"]
     rank, steps = order["rank"], order["steps"]
     away = "pre_rendezvous" in order["fault"]
@@ -86,7 +85,7 @@ def _session(order: dict[str, Any], began: memoryview) -> dict[str, Any]:
     return report
 
 
-def _step(buffer: Buffer, i: int, began: memoryview) -> None:
+def _step(buffer: Buffer, i: int, began: memoryview[float]) -> None:
     """Forward and backward with integers, whose sums are exact in any order; different data in every step.
 
     The start of each op is noted, except that both backward ops are one call.
