@@ -29,7 +29,7 @@ BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 
 def strikes() -> Iterator[Strike]:
-    """All of the matrix, kills last in every point so that few ranks are started anew."""
+    """All of the matrix; the rank that is struck is always the same."""
     for at in POINTS:
         ops = SECOND_STEP.values() if at in IN_OPS else [SECOND_STEP["dispatch"] if at in BETWEEN_OPS else 1]
         for op in ops:

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_rt import faults
-from moe_rt.buffer import Buffer
+from moe_rt.buffer import Buffer, Group
 from moe_rt.errors import MoeRtError
+from moe_rt.heap.rendezvous import ThreadGroup
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 8, 32, 2, 2
 OPS_OF_A_STEP = 4  # dispatch, combine, combine_backward, dispatch_backward
 INIT_TIMEOUT_S = 0.5  # when a rank is to stay away; otherwise a loaded machine may take its time
 PATIENCE_S = 60.0
+_NOBODY_LOOKS = memoryview(bytearray(8)).cast("d")
 
 
 class WrongData(Exception):
@@ -35,6 +37,8 @@ def serve(orders: int, reports: int, began: memoryview[float]) -> None:
     buffer), steps done, then (what the next step raises), segments and fds left behind.
     """
     torch.set_num_threads(1)
+    os.environ[faults.VARIABLE] = ""  # only sessions are struck
+    _warm_up()
     with os.fdopen(orders) as lines:
         for line in lines:
             order, before = json.loads(line), len(os.listdir("/proc/self/fd"))
@@ -48,6 +52,12 @@ def serve(orders: int, reports: int, began: memoryview[float]) -> None:
             os.write(reports, json.dumps(report).encode() + b"\n")
 
 
+def _warm_up() -> None:
+    """A process is slow in its first step, when libraries wake up; a short timeout_s must not be spent on that."""
+    with _buffer(ThreadGroup.make(1)[0], 1, PATIENCE_S, PATIENCE_S) as buffer:
+        _step(buffer, 0, _NOBODY_LOOKS)
+
+
 def _session(order: dict[str, Any], began: memoryview[float]) -> dict[str, Any]:
     os.environ[faults.VARIABLE] = order["fault"]
     rank, steps = order["rank"], order["steps"]
@@ -57,16 +67,8 @@ def _session(order: dict[str, Any], began: memoryview[float]) -> dict[str, Any]:
     report: dict[str, Any] = {"raised": "nothing", "steps": 0, "then": "nothing"}
     try:
         began[0] = time.monotonic()
-        buffer = Buffer(
-            dist.group.WORLD,
-            num_max_tokens_per_rank=TOKENS,
-            hidden=HIDDEN,
-            num_topk=TOPK,
-            num_experts=EXPERTS_PER_RANK * order["size"],
-            dtype=torch.float32,
-            timeout_s=order["timeout_s"],
-            init_timeout_s=INIT_TIMEOUT_S if away else PATIENCE_S,
-        )
+        init_timeout_s = INIT_TIMEOUT_S if away else PATIENCE_S
+        buffer = _buffer(dist.group.WORLD, order["size"], order["timeout_s"], init_timeout_s)
         for i in range(steps - 1 if leaves_early else steps):
             _step(buffer, i, began)
             report["steps"] += 1
@@ -77,12 +79,25 @@ def _session(order: dict[str, Any], began: memoryview[float]) -> dict[str, Any]:
         report |= {"raised": raised, "message": str(error), "at": time.monotonic()}
     if buffer is not None and report["raised"] != "nothing":
         try:
-            _step(buffer, 0, memoryview(bytearray(8)).cast("d"))
+            _step(buffer, 0, _NOBODY_LOOKS)
         except (MoeRtError, WrongData) as error:
             report["then"] = type(error).__name__
         buffer.abort()
     report["made"] = buffer is not None
     return report
+
+
+def _buffer(group: Group, size: int, timeout_s: float, init_timeout_s: float) -> Buffer:
+    return Buffer(
+        group,
+        num_max_tokens_per_rank=TOKENS,
+        hidden=HIDDEN,
+        num_topk=TOPK,
+        num_experts=EXPERTS_PER_RANK * size,
+        dtype=torch.float32,
+        timeout_s=timeout_s,
+        init_timeout_s=init_timeout_s,
+    )
 
 
 def _step(buffer: Buffer, i: int, began: memoryview[float]) -> None:
