@@ -21,6 +21,11 @@ class Status:
     got: int
     expected: int
 
+class Fault:
+    at: int
+    def __init__(self, *, at: int, action: int, op: int, seconds: float) -> None: ...
+    def strike(self) -> bool: ...
+
 class Engine:
     def __init__(
         self,
@@ -39,6 +44,7 @@ class Engine:
         drop_overflow: bool,
         num_lanes: int,
         isa: str,
+        fault: Fault,
     ) -> None: ...
     def dispatch(
         self,

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_rt import _engine
 from moe_rt import ops as _ops  # noqa: F401  registers torch.ops.moe_rt
 from moe_rt.agreement import agree
 from moe_rt.config import BufferSpec, Overflow
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig, Op
+from moe_rt.faults import Point, planned, reach
 from moe_rt.handle import Handle
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 from moe_rt.native.choose import Heap, Machine, choose_machine, make_engine
@@ -85,9 +87,12 @@ class Buffer:
     ) -> None:
         rendezvous = _rendezvous(group)
         machines: list[Machine] = []
+        faults: list[_engine.Fault] = []
 
         def make_spec() -> BufferSpec:
             machines.append(choose_machine(group, rendezvous, heap))
+            faults.append(planned(rendezvous.rank, rendezvous.size, machines[0].gpu is None))
+            reach(faults[0], Point.PRE_RENDEZVOUS)
             if not (timeout_s > 0 and init_timeout_s > 0):
                 raise InvalidConfig(f"timeout_s: got {timeout_s} and {init_timeout_s}, expected positive seconds")
             if num_threads < 1:
@@ -116,6 +121,7 @@ class Buffer:
             init_timeout_s=init_timeout_s,
             num_threads=num_threads,
             num_sms=num_sms,
+            fault=faults[0],
         )
         self._id = self._engine.id
         self._acc_dtype = self.spec.acc_dtype

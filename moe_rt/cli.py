@@ -20,6 +20,7 @@ from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.machine import machine_card
 from moe_rt.bench.run import Settings, run, sweep_tokens
 from moe_rt.bench.table import console, show_machine, show_run
+from moe_rt.chaos.cli import chaos
 from moe_rt.diagnostics.attach import attach
 from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
@@ -162,4 +163,5 @@ def _run_with_progress(cases: list[Case], settings: Settings, sweep: bool) -> di
         return run(cases, settings, sweep, lambda part: bar.advance(task, part))
 
 
+main.add_command(chaos)
 main.add_command(gpucheck)

@@ -29,6 +29,7 @@ class Code(IntEnum):
     PEER_DEAD = 20
     PEER_CLOSED = 21
     POISONED = 22
+    FAULT_INJECTED = 23
     CLOSED = 32
     CONCURRENT_USE = 33
     FORKED = 34
@@ -128,6 +129,10 @@ class GroupPoisoned(MoeRtError):
     """Another rank failed first and said so; `peer` is that rank."""
 
 
+class FaultInjected(MoeRtError):
+    """MOE_RT_FAULT asked this rank to fail here."""
+
+
 class GroupClosed(MoeRtError):
     """The buffer, or a peer's, was closed."""
 
@@ -160,6 +165,7 @@ _CLASSES: dict[Code, type[MoeRtError]] = {
     Code.PEER_DEAD: PeerDead,
     Code.PEER_CLOSED: GroupClosed,
     Code.POISONED: GroupPoisoned,
+    Code.FAULT_INJECTED: FaultInjected,
     Code.CLOSED: GroupClosed,
     Code.CONCURRENT_USE: ConcurrentUse,
     Code.FORKED: GroupClosed,
@@ -205,6 +211,8 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
             cause = Code(got).name.lower() if got in Code._value2member_map_ else str(got)
             blamed = f", concerning rank {expected}" if expected >= 0 else ""
             return f"{peer} failed first ({cause}{blamed}) and ended the group; make a new buffer on every rank"
+        case Code.FAULT_INJECTED:
+            return "failed as MOE_RT_FAULT asked"
         case Code.CLOSED:
             return "the buffer was closed on this rank; expected an open one"
         case Code.FORKED:

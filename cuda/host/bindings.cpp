@@ -78,22 +78,32 @@ NB_MODULE(_engine, m) {
       .def_ro("got", &Status::got)
       .def_ro("expected", &Status::expected);
 
+  nb::class_<Fault>(m, "Fault")
+      .def(
+          "__init__",
+          [](Fault* self, int at, int action, uint64_t op, double seconds) {
+            new (self) Fault{static_cast<Point>(at), static_cast<Action>(action), op, seconds};
+          },
+          nb::kw_only(), nb::arg("at"), nb::arg("action"), nb::arg("op"), nb::arg("seconds"))
+      .def_prop_ro("at", [](const Fault& f) { return static_cast<int>(f.at); })
+      .def("strike", &Fault::strike, Release());
+
   nb::class_<Engine>(m, "Engine")
       .def(
           "__init__",
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
              std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
              std::vector<int> pidfds, double timeout_s, int dispatch_wire, int combine_wire, bool drop_overflow,
-             int num_lanes, std::string isa) {
-            new (self) Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash,
-                                           std::move(expert_rank), std::move(capacity), std::move(segments),
-                                           std::move(pidfds), timeout_s, static_cast<Wire>(dispatch_wire),
-                                           static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa)});
+             int num_lanes, std::string isa, const Fault& fault) {
+            new (self) Engine(EngineConfig{
+                shape, static_cast<rows::Elem>(elem), rank, config_hash, std::move(expert_rank), std::move(capacity),
+                std::move(segments), std::move(pidfds), timeout_s, static_cast<Wire>(dispatch_wire),
+                static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa), fault});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
           nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),
           nb::arg("dispatch_wire"), nb::arg("combine_wire"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
-          nb::arg("isa"))
+          nb::arg("isa"), nb::arg("fault"))
       .def("dispatch", &dispatch, Release())
       .def("combine", &combine, Release())
       .def("combine_backward", &combine_backward, Release())

@@ -49,17 +49,22 @@ Engine::~Engine() {
   if (pid_ != getpid()) static_cast<void>(team_.release());  // its threads exist in the parent only
 }
 
-void Engine::post_all(Kind kind, const Header& header) {
-  for (int i = 0; i < world_.shape.num_ranks; ++i) {
-    post(world_.mailbox((world_.rank + i) % world_.shape.num_ranks, kind, world_.rank), header);
+// Fails only where a fault is injected.
+Status Engine::post_all(Op op, const Header& header) {
+  const int num_ranks = world_.shape.num_ranks;
+  const Status injected{Code::kFaultInjected};
+  for (int i = 0; i < num_ranks; ++i) {
+    if (i == num_ranks - 1 && fault_point_ == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
+    post(world_.mailbox((world_.rank + i) % num_ranks, kind_of(op), world_.rank), header);
   }
+  return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }
 
 // Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not
 // decide which of two refusals is raised, and buffer reuse needs all of them.
 Status Engine::wait_all(Op op, const Header& ours) {
   const Kind kind = kind_of(op);
-  HostIdle idle(world_, kind, seq_, config_.timeout_s, oversubscribed_);
+  HostIdle idle(world_, op, seq_, config_.timeout_s, oversubscribed_);
   const auto start = Clock::now();
   int64_t before = 0;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {

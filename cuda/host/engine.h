@@ -12,6 +12,7 @@
 #include "../protocol/combine.h"
 #include "../protocol/dispatch.h"
 #include "../protocol/routing.h"
+#include "fault.h"
 #include "placement.h"
 #include "rows.h"
 #include "team.h"
@@ -26,12 +27,13 @@ struct EngineConfig {
   std::vector<int32_t> expert_rank;  // [E]
   std::vector<int64_t> capacity;     // [R]
   std::vector<uint64_t> segments;    // [R] addresses; each Layout::bytes long, zero-filled before first use
-  std::vector<int> pidfds;           // [R] or empty; -1 where there is no process to watch
+  std::vector<int> pidfds;           // [R] or empty; see HostIdle::watch
   double timeout_s;
   Wire dispatch_wire, combine_wire;  // how rows travel forward; gradients travel as they are
   bool drop_overflow;                // false: overflow is refused by all ranks
   int num_lanes;
   std::string isa;
+  Fault fault{};  // none, outside of tests
 };
 
 // Where the time of the last op went, on lane 0.
@@ -81,7 +83,9 @@ class Engine {
   Status exchange(const Call& call, Before&& before, After&& after);
   template <class Fn>
   void run_lanes(Fn&& fn);
-  void post_all(Kind kind, const Header& header);
+  template <class Coop>
+  bool goes_on(const Coop& coop, Point point, const Call& call, Header& header, Status& status);
+  Status post_all(Op op, const Header& header);
   Status wait_all(Op op, const Header& ours);
   Status fail(Status status);
   void record(int64_t Flight::* step, std::chrono::steady_clock::time_point when);
@@ -106,6 +110,7 @@ class Engine {
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds] = {0, 0};
   Status failure_;
+  Point fault_point_ = Point::kNone;  // of the running op
   Timings timings_;
   Flight flight_{};  // the op of now, or the last one
   std::vector<int64_t> waited_ns_;

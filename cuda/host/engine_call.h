@@ -29,6 +29,19 @@ void Engine::run_lanes(Fn&& fn) {
   }
 }
 
+// Where an armed engine's fault strikes; every lane calls it. False when the op ends here.
+template <class Coop>
+bool Engine::goes_on(const Coop& coop, Point point, const Call& call, Header& header, Status& status) {
+  if (fault_point_ != point) return true;
+  coop.sync();
+  if (coop.rank() == 0) {
+    if (config_.fault.action == Action::kCorrupt) corrupt(world_, call.op, header);
+    if (!config_.fault.strike()) status.code = Code::kFaultInjected;
+  }
+  coop.sync();
+  return status.ok();
+}
+
 // `before(coop, seq, header)` writes the window and may turn the header into a refusal; `after(coop, seq, status)`
 // reads peers' windows and may report a failure. Both end in step: after the last sync no lane touches a window.
 template <class Before, class After>
@@ -53,20 +66,29 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
                   static_cast<int32_t>(call.num_tokens),
                   call.refusal.got,
                   call.refusal.expected};
+    fault_point_ = config_.fault.in_op(call.op, seq_[0] + seq_[1]);
     run_lanes([&](const auto& coop) {
+      const auto reaches = [&](Point point) { return goes_on(coop, point, call, header, status); };
+      if (!reaches(Point::kBetweenDispatchAndCombine) || !reaches(Point::kInBackward)) return;
+      if (fault_point_ == Point::kMidPayload && call.refusal.ok()) before(HalfWay(coop), seq, header);
+      if (!reaches(Point::kMidPayload)) return;
       if (call.refusal.ok()) before(coop, seq, header);
       streaming_store_fence();
       coop.sync();
+      if (!reaches(Point::kAfterPayload)) return;
       if (coop.rank() == 0) {
-        post_all(kind, header);
+        status = post_all(call.op, header);
         announced = Clock::now();
         record(&Flight::announced_ns, announced);
-        status = wait_all(call.op, header);
+        if (status.ok()) status = wait_all(call.op, header);
         heard = Clock::now();
         record(&Flight::heard_ns, heard);
       }
       coop.sync();
-      if (status.ok()) after(coop, seq, status);
+      if (!status.ok()) return;
+      if (fault_point_ == Point::kMidRead) after(HalfWay(coop), seq, status);
+      if (!reaches(Point::kMidRead)) return;
+      after(coop, seq, status);
       streaming_store_fence();
     });
     const Clock::time_point end = Clock::now();

@@ -4,8 +4,11 @@
 #include <poll.h>
 #include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
+#include <string_view>
 
 #include "../protocol/layout.h"
 
@@ -19,16 +22,20 @@ class HostIdle {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `seq` holds this rank's own numbers per kind. A negative pidfd (ranks that are threads) is never looked at.
-  HostIdle(const World& world, Kind kind, const uint64_t* seq, double timeout_s, bool oversubscribed)
+  // `seq` holds this rank's own numbers per kind.
+  HostIdle(const World& world, Op op, const uint64_t* seq, double timeout_s, bool oversubscribed)
       : world_(world),
-        kind_(kind),
+        op_(op),
+        kind_(kind_of(op)),
         seq_(seq),
+        timeout_s_(timeout_s),
         start_(Clock::now()),
-        deadline_(start_ + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s))),
+        warn_at_(start_ + seconds(timeout_s / 10)),
+        deadline_(start_ + seconds(timeout_s)),
         spins_(oversubscribed ? kSpinsOversubscribed : kSpins) {}
 
-  void watch(int peer, int pidfd) { peer_ = peer, pidfd_ = pidfd; }
+  // `process` is a pidfd or an open /proc/<pid>/stat; negative (ranks that are threads): never looked at.
+  void watch(int peer, int process) { peer_ = peer, process_ = process; }
 
   Code pause(const Mailbox& mailbox, uint64_t seq) {
     if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
@@ -55,6 +62,10 @@ class HostIdle {
   static constexpr std::chrono::milliseconds kDozeAfter{5};
   static constexpr long kNapNs = 50'000;
 
+  static Clock::duration seconds(double s) {
+    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
+  }
+
   static void relax() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -71,20 +82,41 @@ class HostIdle {
     if (is_dead() && !reached(load_acquire(mailbox.signal), seq)) return Code::kPeerDead;
     const Clock::time_point now = Clock::now();
     dozing_ = now - start_ > kDozeAfter;
-    return now > deadline_ ? Code::kPeerTimeout : Code::kOk;
+    if (now > deadline_) return Code::kPeerTimeout;
+    if (now > warn_at_) warn(seq);
+    return Code::kOk;
   }
 
+  // Once per op, and straight to stderr: whoever looks at a job that hangs must see it, and Python may never run again.
+  void warn(uint64_t seq) {
+    constexpr const char* kNames[] = {"no op", "dispatch", "combine", "dispatch_backward", "combine_backward"};
+    std::fprintf(stderr, "moe_rt: %s #%llu on rank %d has waited %.3g s for rank %d; PeerTimeout after %g s\n",
+                 kNames[static_cast<int>(op_)], static_cast<unsigned long long>(seq), world_.rank, timeout_s_ / 10,
+                 peer_, timeout_s_);
+    warn_at_ = deadline_;
+  }
+
+  // A pidfd is readable once the process has ended. /proc/<pid>/stat always is: it says whether the process is a
+  // zombie, and after that it, like a pidfd, gives no bytes.
   bool is_dead() const {
-    if (pidfd_ < 0) return false;
-    pollfd p{pidfd_, POLLIN, 0};
-    return poll(&p, 1, 0) == 1;
+    if (process_ < 0) return false;
+    pollfd p{process_, POLLIN, 0};
+    if (poll(&p, 1, 0) != 1) return false;
+    char stat[512];
+    const ssize_t bytes = pread(process_, stat, sizeof(stat), 0);
+    if (bytes <= 0) return true;
+    const std::string_view text(stat, bytes);
+    const size_t state = text.rfind(')') + 2;  // the name before it may hold anything
+    return state < text.size() && (text[state] == 'Z' || text[state] == 'X');
   }
 
   const World& world_;
+  Op op_;
   Kind kind_;
   const uint64_t* seq_;
-  Clock::time_point start_, deadline_;
-  int spins_, pauses_ = 0, peer_ = -1, pidfd_ = -1;
+  double timeout_s_;
+  Clock::time_point start_, warn_at_, deadline_;
+  int spins_, pauses_ = 0, peer_ = -1, process_ = -1;
   bool dozing_ = false;
 };
 

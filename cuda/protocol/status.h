@@ -21,6 +21,7 @@ enum class Code : int32_t {
   kPeerDead = 20,
   kPeerClosed = 21,
   kPoisoned = 22,
+  kFaultInjected = 23,  // on purpose: host/fault.h
   // This rank alone: nothing was announced.
   kClosed = 32,
   kConcurrentUse = 33,

@@ -147,7 +147,12 @@ def _attach_all(
 
 
 def _watch(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where there is none: then only time tells."""
+    """A descriptor that tells when the process ends: a pidfd or, where the system denies those, /proc/<pid>/stat.
+
+    -1 where there is neither: then only time tells.
+    """
     with contextlib.suppress(OSError):
         return os.pidfd_open(pid)
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     return -1

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from moe_rt import _engine
 from moe_rt.config import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap import loopback, nvshmem, shm, threads
@@ -68,14 +69,20 @@ def make_engine(
     init_timeout_s: float,
     num_threads: int,
     num_sms: int | None,
+    fault: _engine.Fault,
 ) -> Engine:
-    """Allocates the segments and makes this rank's engine. Collective: every rank succeeds or every rank raises."""
+    """Allocates the segments and makes this rank's engine. Collective: every rank succeeds or every rank raises.
+
+    `fault` is for CPU ranks.
+    """
     num_bytes, gpu = spec.shape().segment_bytes(), machine.gpu
     if gpu is None:
         allocate = threads.allocate if machine.heap == "threads" else shm.allocate
         segments = allocate(rendezvous, num_bytes, init_timeout_s)
         isa = os.environ.get("MOE_RT_ISA", "auto")
-        return CpuEngine(spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa)
+        return CpuEngine(
+            spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa, fault=fault
+        )
     allocate_on = loopback.allocate if machine.heap == "loopback" else nvshmem.allocate
     segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
 

@@ -16,7 +16,8 @@ from moe_rt import _engine
 from moe_rt.config import ELEMENTS, WIRES, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import Report, keep
-from moe_rt.errors import CapacityOverflow, Code, GroupClosed, MoeRtError, Op, error_from_status
+from moe_rt.errors import CapacityOverflow, Code, FaultInjected, GroupClosed, MoeRtError, Op, error_from_status
+from moe_rt.faults import Point, reach
 from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.storage import Recycler
@@ -26,7 +27,15 @@ class CpuEngine(Engine):
     """A rank that is a process over shared memory, or a thread."""
 
     def __init__(
-        self, spec: BufferSpec, rank: int, segments: Segments, *, timeout_s: float, num_threads: int, isa: str
+        self,
+        spec: BufferSpec,
+        rank: int,
+        segments: Segments,
+        *,
+        timeout_s: float,
+        num_threads: int,
+        isa: str,
+        fault: _engine.Fault,
     ) -> None:
         super().__init__(spec, rank, torch.device("cpu"), timeout_s)
         self._segments = segments
@@ -55,13 +64,16 @@ class CpuEngine(Engine):
             drop_overflow=spec.overflow == "drop",
             num_lanes=num_threads,
             isa=isa,
+            fault=fault,
         )
+        self._fault = fault
         self._ops: dict[Op, Callable[..., _engine.Status]] = {
             Op.DISPATCH: self._engine.dispatch,
             Op.COMBINE: self._engine.combine,
             Op.DISPATCH_BACKWARD: self._engine.combine,
             Op.COMBINE_BACKWARD: self._engine.combine_backward,
         }
+        self._reach(Point.POST_RENDEZVOUS)
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
@@ -120,8 +132,18 @@ class CpuEngine(Engine):
 
         While another thread is inside an op the segments stay mapped: they go with the engine, which the op holds.
         """
-        if self._engine.close():
-            self._segments.release()
+        try:
+            self._reach(Point.IN_DESTROY)
+        finally:
+            if self._engine.close():
+                self._segments.release()
+
+    def _reach(self, point: Point) -> None:
+        try:
+            reach(self._fault, point)
+        except FaultInjected:
+            self.poison()
+            raise
 
     def _error(self, status: _engine.Status) -> MoeRtError:
         """The exception for a failed status; it says whom all waited for where a wait was in vain."""

@@ -12,6 +12,7 @@ from routing import make_spec
 from moe_rt import _engine
 from moe_rt.config import ELEMENTS
 from moe_rt.errors import _CLASSES, Code, Op, Phase
+from moe_rt.faults import Action, Point
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +29,11 @@ def enumerators(header: str, name: str) -> dict[str, int]:
 @pytest.mark.parametrize("kind", [Code, Op, Phase])
 def test_enumerators_agree(kind: type) -> None:
     assert {e.name: e.value for e in kind} == enumerators("cuda/protocol/status.h", kind.__name__)
+
+
+@pytest.mark.parametrize("kind", [Point, Action])
+def test_enumerators_of_faults_agree(kind: type) -> None:
+    assert {e.name: e.value for e in kind} == enumerators("cuda/host/fault.h", kind.__name__)
 
 
 def test_every_code_has_an_error() -> None:

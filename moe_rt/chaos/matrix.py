@@ -1,0 +1,126 @@
+"""The fault matrix: every point, every action, every kind of op; as a table that docs/reliability.md holds.
+
+    python -m moe_rt.chaos.matrix --write docs/reliability.md
+
+The last line is one JSON document; the exit status is 1 if a survivor did anything but what it must.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from moe_rt.bench.machine import machine_card
+from moe_rt.chaos.crew import Crew
+from moe_rt.chaos.strike import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, Outcome, Strike, describe, run
+from moe_rt.faults import POINTS
+
+RANKS, CULPRIT = 3, 1  # some deadlocks show from three ranks on only
+STEPS, SECOND_STEP = 3, {"dispatch": 5, "combine": 6, "backward": 7}  # the ops struck, by number
+STOP_TIMEOUT_S = 0.5
+COMMAND = "python -m moe_rt.chaos.matrix --write docs/reliability.md"
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+
+
+def strikes() -> Iterator[Strike]:
+    """All of the matrix; the rank that is struck is always the same."""
+    for at in POINTS:
+        ops = SECOND_STEP.values() if at in IN_OPS else [SECOND_STEP["dispatch"] if at in BETWEEN_OPS else 1]
+        for op in ops:
+            for do in SURVIVORS_RAISE:
+                if do != "corrupt" or at == "after_payload":
+                    yield Strike(CULPRIT, op, at, do)
+
+
+def measure(progress: Callable[[Strike], None]) -> list[Outcome]:
+    """Runs the matrix; about a minute on two cores."""
+    outcomes = []
+    with Crew(RANKS) as crew:
+        for strike in strikes():
+            progress(strike)
+            outcomes.append(run(crew, strike, STEPS, STOP_TIMEOUT_S))
+    return outcomes
+
+
+def classes(outcomes: list[Outcome]) -> dict[str, dict[str, str]]:
+    """{point: {action: what the survivors raised}}; a class that a rank has only been told of is not counted."""
+    table: dict[str, dict[str, str]] = {}
+    for outcome in outcomes:
+        strike, row = outcome.strike, table.setdefault(outcome.strike.at, {})
+        # Who publishes nonsense reads it too, and may be the first to notice.
+        noticing = [r for r in outcome.reports if r != strike.rank or strike.do == "corrupt"]
+        seen = {outcome.reports[r]["raised"] for r in noticing}
+        already = set(filter(None, row.get(strike.do, "").split(" or ")))
+        row[strike.do] = " or ".join(sorted(already | (seen - {"GroupPoisoned"} or seen)))
+    return table
+
+
+def times(outcomes: list[Outcome], do: str, at: str | None = None) -> list[float]:
+    """Milliseconds until survivors raised, of one action, at one point or all."""
+    chosen = (o for o in outcomes if o.strike.do == do and at in (None, o.strike.at))
+    return [ms for outcome in chosen for ms in outcome.milliseconds]
+
+
+def markdown(outcomes: list[Outcome]) -> str:
+    """The table, and how it came about."""
+    card = machine_card()
+    lines = [
+        f"{RANKS} processes on {card['cores']} cores of {card['cpu']}, load average {card['load_average']:.1f}, "
+        f"{date.today().isoformat()}, `{COMMAND}`.",
+        "Times run from when the struck rank began its op until a survivor had raised, median / worst; after a kill",
+        "the kernel first takes the process apart, and `post_rendezvous` includes making the buffer.",
+        "",
+        "| Point | " + " | ".join(f"`{do}`" for do in SURVIVORS_RAISE) + " | ms after kill | ms after raise |",
+        "|---|" + "---|" * (len(SURVIVORS_RAISE) + 2),
+    ]
+    for at, row in classes(outcomes).items():
+        raised = " | ".join(row.get(do, "") for do in SURVIVORS_RAISE)
+        lines.append(f"| `{at}` | {raised} | " + " | ".join(_span(outcomes, d, at) for d in _TIMED) + " |")
+    lines.append("| all | " + "| " * len(SURVIVORS_RAISE) + "| ".join(_span(outcomes, d) + " " for d in _TIMED) + "|")
+    return "\n".join(lines)
+
+
+_TIMED = ("kill", "raise")
+
+
+def _span(outcomes: list[Outcome], do: str, at: str | None = None) -> str:
+    found = times(outcomes, do, at)
+    return f"{median(found):.1f} / {max(found):.1f}" if found else ""
+
+
+def committed(text: str) -> dict[str, dict[str, str]]:
+    """`classes` as a document states them."""
+    table = text.partition(BEGIN)[2].partition(END)[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
+    names = list(SURVIVORS_RAISE)
+    return {
+        cells[0].strip(" `"): {n: c.strip() for n, c in zip(names, cells[1:], strict=False) if c.strip()}
+        for cells in rows
+    }
+
+
+@click.command()
+@click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
+def main(write: Path | None) -> None:
+    """Injects every fault of the matrix into groups of three ranks, and prints what the survivors raised."""
+    outcomes = measure(lambda strike: click.echo(strike.spec, err=True))
+    table, wrong = markdown(outcomes), [o for o in outcomes if o.complaints]
+    click.echo(table)
+    if write is not None and not wrong:
+        head, _, rest = write.read_text().partition(BEGIN)
+        write.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    document: dict[str, Any] = {"outcomes": [describe(o) for o in outcomes], "classes": classes(outcomes)}
+    document["kill_ms"] = {"median": median(times(outcomes, "kill")), "worst": max(times(outcomes, "kill"))}
+    click.echo(json.dumps(document, separators=(",", ":")))
+    if wrong:
+        raise click.ClickException("; ".join(f"{o.strike.spec}: {', '.join(o.complaints)}" for o in wrong))
+
+
+if __name__ == "__main__":
+    main()

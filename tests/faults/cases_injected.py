@@ -1,0 +1,79 @@
+"""What ranks do in the tests of injected faults and of ranks that raise without a context manager."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from cases_failures import die_at
+from cases_faults import good_round, open_buffer
+
+from moe_rt import Buffer
+from moe_rt.errors import MoeRtError
+
+
+def step(buffer: Buffer) -> None:
+    """Forward and backward; ops 1 to 4 of a new buffer."""
+    x = torch.ones(6, buffer.spec.hidden, requires_grad=True)
+    idx = torch.arange(18).reshape(6, 3) % buffer.spec.num_experts
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(6, 3))
+    out = buffer.combine(recv_x, recv_weights, handle)
+    out.sum().backward()
+    assert torch.equal(out, 3.0 * x.detach())
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+def three_steps(group: Any, num_threads: int = 1) -> str:
+    """Three training steps with whatever fault the environment asks for; what this rank raised."""
+    try:
+        buffer = open_buffer(group, num_threads=num_threads)
+        for _ in range(3):
+            step(buffer)
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def die_without_pidfds(group: Any, culprit: int) -> tuple[str, float, float]:
+    """As `die_at`, where the system denies pidfds."""
+
+    def denied(pid: int) -> int:
+        raise PermissionError("denied")
+
+    os.pidfd_open = denied
+    return die_at(group, culprit, "combine")
+
+
+def raise_in_backward(group: Any, culprit: int) -> str:
+    """The culprit's own code raises inside backward, between its two ops."""
+
+    def hook(grad: torch.Tensor) -> None:
+        raise KeyError("the user's own mistake")
+
+    try:
+        with open_buffer(group) as buffer:
+            x = torch.ones(6, buffer.spec.hidden, requires_grad=True)
+            idx = torch.zeros(6, 3, dtype=torch.int64)
+            recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(6, 3))
+            if buffer.rank == culprit:
+                recv_x.register_hook(hook)
+            buffer.combine(recv_x, recv_weights, handle).sum().backward()
+            good_round(buffer)
+    except (MoeRtError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def raise_without_with(group: Any, culprit: int) -> None:
+    """The culprit's own code raises, and nothing of it is left but its buffer, which goes with the frame."""
+    buffer = open_buffer(group)
+    good_round(buffer)
+    if buffer.rank == culprit:
+        raise KeyError("the user's own mistake")
+    start = time.monotonic()
+    try:
+        good_round(buffer)
+    except MoeRtError as error:
+        print(f"{type(error).__name__} after {time.monotonic() - start:.3f} s", flush=True)

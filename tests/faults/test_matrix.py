@@ -1,0 +1,51 @@
+"""The fault matrix and a few rounds of chaos, each in a process of its own: ranks are forked from it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_rt.chaos.matrix import committed, strikes
+from moe_rt.faults import POINTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def last_line(*command: str) -> dict[str, Any]:
+    """The document that a command of ours prints last."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def matrix() -> dict[str, Any]:
+    return last_line(sys.executable, "-m", "moe_rt.chaos.matrix")
+
+
+def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:
+    assert [outcome for outcome in matrix["outcomes"] if outcome["complaints"]] == []
+    assert len(matrix["outcomes"]) == len(list(strikes())) >= 3 * 3 * 5 + 3 * 5  # kill, stop, raise
+    assert set(matrix["classes"]) == set(POINTS)
+
+
+def test_a_death_is_noticed_within_100_ms(matrix: dict[str, Any]) -> None:
+    noticed = matrix["kill_ms"]
+    print(f"a kill is noticed after {noticed['median']:.1f} ms, at worst {noticed['worst']:.1f} ms")
+    assert noticed["median"] <= 100.0
+    assert noticed["worst"] <= 5000.0, "longer than a loaded machine explains"
+
+
+def test_the_committed_table_is_what_happens(matrix: dict[str, Any]) -> None:
+    assert committed((ROOT / "docs/reliability.md").read_text()) == matrix["classes"]
+
+
+def test_chaos() -> None:
+    document = last_line(sys.executable, "-m", "moe_rt", "chaos", "--rounds", "5", "--seed", "3")
+    assert document["complaints"] == []
+    assert sum(action["rounds"] for action in document["actions"].values()) == 5

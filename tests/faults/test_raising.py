@@ -1,0 +1,68 @@
+"""A rank whose own code raises tells its peers: inside backward, without a context manager, at the end of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import cases_injected as cases
+import pytest
+from conftest import CPU_HEAPS
+from harness import Ranks
+
+from moe_rt import ThreadGroup
+
+MakeRanks = Callable[[str, int], Ranks]
+CULPRIT, SIZE = 1, 3
+SCRIPT = """
+import sys, torch.distributed as dist
+from cases_injected import raise_without_with
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+raise_without_with(dist.group.WORLD, culprit=1)
+"""
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_raising_inside_backward(make_ranks: MakeRanks, heap: str) -> None:
+    texts = make_ranks(heap, SIZE).run(cases.raise_in_backward, CULPRIT)
+    assert texts[CULPRIT].startswith("KeyError")
+    assert all(texts[rank].startswith("GroupPoisoned:") for rank in (0, 2)), texts
+
+
+def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
+    """What ends the wait is the goodbye of the interpreter's exit, or the process's death."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
+    here = Path(__file__).parent
+    path = {"PYTHONPATH": f"{here}:{here.parent}"}
+    ranks = [
+        subprocess.Popen([*command, str(r)], env={**os.environ, **path}, stdout=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    said, _ = ranks[0].communicate(timeout=120)
+    assert ranks[1].wait(60) == 1
+    error, _, seconds = said.partition(" after ")
+    assert error in ("GroupClosed", "PeerDead"), said
+    assert float(seconds.split()[0]) < 10.0, "timeout_s is 20"
+
+
+def test_a_thread_that_ends_by_an_exception(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its buffer is garbage then, and says goodbye."""
+    threads = [threading.Thread(target=cases.raise_without_with, args=(g, CULPRIT)) for g in ThreadGroup.make(SIZE)]
+    hook, threading.excepthook = threading.excepthook, lambda args: None
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        threading.excepthook = hook
+    said = capfd.readouterr().out.splitlines()
+    assert len(said) == 2
+    for line in said:
+        error, _, seconds = line.partition(" after ")
+        assert error in ("GroupClosed", "GroupPoisoned"), said
+        assert float(seconds.split()[0]) < 10.0, "timeout_s is 20"
