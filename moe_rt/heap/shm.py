@@ -141,10 +141,10 @@ def _attach_all(
         ask_for_huge_pages(mapping)
         segments.mappings.append(mapping)
         segments.addresses.append(address_of(mapping))
-        segments.pidfds.append(-1 if peer == me else _watch(record["pid"]))
+        segments.pidfds.append(-1 if peer == me else watch(record["pid"]))
 
 
-def _watch(pid: int) -> int:
+def watch(pid: int) -> int:
     """A descriptor that becomes readable when the process ends; -1 where there is none: then only time tells."""
     with contextlib.suppress(OSError):
         return os.pidfd_open(pid)
