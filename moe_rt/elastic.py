@@ -14,11 +14,11 @@ import os
 import select
 import time
 import weakref
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded, StoreLost
@@ -40,9 +40,10 @@ class Members:
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
-        group, backend = dist.group.WORLD, dist.get_backend()
+        backend = dist.get_backend()
         if backend != "gloo":
             raise InvalidConfig(f"default process group: got back end {backend}, expected gloo")
+        group = dist.distributed_c10d._get_default_group()
         self._rank, self._store = dist.get_rank(), _get_process_group_store(group)
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout
         self._attempts = 0
@@ -70,15 +71,15 @@ class Members:
             PeerTimeout: a rank that had left its mark ended before the new group was made.
         """
         self._attempts += 1
-        store = dist.PrefixStore(f"moe_rt/survivors/{self._attempts}", self._store)
+        store = PrefixStore(f"moe_rt/survivors/{self._attempts}", self._store)
         if dist.is_initialized():
             dist.destroy_process_group()
         try:
             left = self._decide(store, timeout_s)
         except dist.DistError as error:
             message = (
-                f"rank {self._rank} cannot reach the group's store any more: got {error}, expected a store that outlives "
-                "every rank, served by the process that starts ranks or by a file"
+                f"rank {self._rank} cannot reach the group's store any more, expected one that outlives every rank: "
+                "served by the process that starts ranks, or a file"
             )
             raise StoreLost(message, rank=self._rank) from error
         if self._rank not in left:
@@ -87,7 +88,7 @@ class Members:
         try:
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore("group", store),
+                store=PrefixStore("group", store),
                 rank=left.index(self._rank),
                 world_size=len(left),
                 timeout=self._timeout,
@@ -97,7 +98,7 @@ class Members:
             raise PeerTimeout(message, rank=self._rank) from error
         return Members(timeout_s)
 
-    def _decide(self, store: dist.Store, timeout_s: float) -> list[int]:
+    def _decide(self, store: Store, timeout_s: float) -> list[int]:
         """Old ranks that are left, the same answer on every rank that asks."""
         size = len(self._pidfds)
         store.set(f"here/{self._rank}", "1")

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from train.cases_train import tiny
 from rounds import one_round
 from routing import buffer_kwargs, make_inputs, make_spec
+from train.cases_train import tiny
 
 from moe_rt import Buffer
 from moe_rt.elastic import Members

@@ -61,7 +61,7 @@ def test_a_rank_that_wakes_up_late_is_left_out() -> None:
 def test_a_store_that_died_with_its_rank() -> None:
     for text in outcomes(cases.store_dies_with_rank_0)[1:]:
         assert text.startswith("StoreLost: rank")
-        assert "expected a store that outlives every rank" in text
+        assert "expected one that outlives every rank" in text
 
 
 def test_only_gloo_goes_on() -> None:
