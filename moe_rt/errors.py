@@ -137,6 +137,14 @@ class GroupClosed(MoeRtError):
     """The buffer, or a peer's, was closed."""
 
 
+class RankExcluded(MoeRtError):
+    """The ranks that are left have gone on without this one."""
+
+
+class StoreLost(MoeRtError):
+    """The store through which ranks would agree on who is left has ended with a rank."""
+
+
 class ConcurrentUse(MoeRtError):
     """A second thread entered an op while one was running on the same buffer."""
 

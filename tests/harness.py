@@ -121,4 +121,5 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
             error.add_note(traceback.format_exc())
             result = error
         pipe.send(result)
-    dist.destroy_process_group()
+    if dist.is_initialized():  # a case may have left the group
+        dist.destroy_process_group()

@@ -32,7 +32,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 
 # The modules of moe_rt, lowest level first: a module imports from its own level or from below.
 ORDER = (
-    "_engine errors faults < config < reference heap < diagnostics < agreement native < ops < handle < buffer"
+    "_engine errors faults < config < reference heap < diagnostics < agreement elastic native < ops < handle < buffer"
     " < pool activations grouped balance choosing experts shared_expert router < layer"
     " < integrations planner < bench chaos gpucheck train"
 )

@@ -143,10 +143,10 @@ def _attach_all(
         segments.mappings.append(mapping)
         segments.addresses.append(address_of(mapping))
         segments.members.append((record["pid"], record["ino"]))
-        segments.pidfds.append(-1 if peer == me else _watch(record["pid"]))
+        segments.pidfds.append(-1 if peer == me else watch(record["pid"]))
 
 
-def _watch(pid: int) -> int:
+def watch(pid: int) -> int:
     """A descriptor that tells when the process ends: a pidfd or, where the system denies those, /proc/<pid>/stat.
 
     -1 where there is neither: then only time tells.

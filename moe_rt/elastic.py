@@ -1,0 +1,132 @@
+"""Going on without the dead: the ranks that are left agree on who they are and become the new default process group.
+
+Ranks agree through the store of the old group: each leaves a mark, and the first that has seen all marks it may still
+expect writes down who is left. There is one decision, and everyone, late ranks included, goes by it. Nothing of the old
+group is used again: buffers made on the new one have segments of their own, so a rank that was given up but still runs
+writes into memory that nobody reads any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import time
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded, StoreLost
+from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.heap.shm import watch
+
+_LOOK_EVERY_S = 0.001
+
+
+class Members:
+    """The ranks of the default process group, and whose processes have ended. Making it is collective.
+
+    Args:
+        timeout_s: seconds to wait for all ranks to come.
+
+    Raises:
+        InvalidConfig: the group's back end is not gloo. NCCL and NVSHMEM cannot go on without a rank.
+        PeerTimeout: a rank did not come.
+    """
+
+    def __init__(self, timeout_s: float = 300.0) -> None:
+        backend = dist.get_backend()
+        if backend != "gloo":
+            raise InvalidConfig(f"default process group: got back end {backend}, expected gloo")
+        group = dist.distributed_c10d._get_default_group()
+        self._rank, self._store = dist.get_rank(), _get_process_group_store(group)
+        self._timeout = group._get_backend(torch.device("cpu")).options._timeout
+        self._attempts = 0
+        here = _place()
+        places = [json.loads(p) for p in StoreRendezvous(group).all_gather(json.dumps(here), timeout_s)]
+        self._pidfds = [watch(pid) if where == here[0] else -1 for where, pid in places]
+        weakref.finalize(self, _close_all, self._pidfds)
+
+    def survivors(self, timeout_s: float = 30.0) -> Members:
+        """Replaces the default process group by one of the ranks that are left, in their old order.
+
+        Collective over the ranks that are alive, after an op has failed on each and its buffers were left. Other
+        process groups are gone as well. A rank whose process ended on this host is not waited for. If this raises
+        PeerTimeout, every rank that is left may call it once more.
+
+        Args:
+            timeout_s: seconds to wait for a rank that may be alive; one that stays silent for longer is left out.
+
+        Returns:
+            The members of the new group, which has the old one's timeout.
+
+        Raises:
+            RankExcluded: the others did not wait for this rank; it has no group any more, and should end.
+            StoreLost: the store was served by a process that ended.
+            PeerTimeout: a rank that had left its mark ended before the new group was made.
+        """
+        self._attempts += 1
+        store = PrefixStore(f"moe_rt/survivors/{self._attempts}", self._store)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            left = self._decide(store, timeout_s)
+        except dist.DistError as error:
+            message = (
+                f"rank {self._rank} cannot reach the group's store any more, expected one that outlives every rank: "
+                "served by the process that starts ranks, or a file"
+            )
+            raise StoreLost(message, rank=self._rank) from error
+        if self._rank not in left:
+            message = f"rank {self._rank} came too late: ranks {left} have gone on without it"
+            raise RankExcluded(message, rank=self._rank)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore("group", store),
+                rank=left.index(self._rank),
+                world_size=len(left),
+                timeout=self._timeout,
+            )
+        except RuntimeError as error:
+            message = f"rank {self._rank}: one of the ranks {left} that are left did not join the new group"
+            raise PeerTimeout(message, rank=self._rank) from error
+        return Members(timeout_s)
+
+    def _decide(self, store: Store, timeout_s: float) -> list[int]:
+        """Old ranks that are left, the same answer on every rank that asks."""
+        size = len(self._pidfds)
+        store.set(f"here/{self._rank}", "1")
+        deadline = time.monotonic() + timeout_s
+        missing = set(range(size))
+        while missing and time.monotonic() < deadline and not store.check(["decision"]):
+            missing = {r for r in missing if not (self._ended(r) or store.check([f"here/{r}"]))}
+            time.sleep(_LOOK_EVERY_S)
+        left = [r for r in range(size) if store.check([f"here/{r}"]) and not self._ended(r)]
+        # The first to get here decides for all: ranks may have looked at different times and seen different marks.
+        return json.loads(store.compare_set("decision", "", json.dumps(left)))
+
+    def _ended(self, rank: int) -> bool:
+        """Whether this rank's process has ended; False where that cannot be seen from here."""
+        if self._pidfds[rank] < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfds[rank], select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def _place() -> tuple[str, int]:
+    """Within what a process id has its meaning, a host and its process-id namespace, and this process's id there."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid()
+
+
+def _close_all(pidfds: list[int]) -> None:
+    for fd in pidfds:
+        with contextlib.suppress(OSError):  # -1 where there is none
+            os.close(fd)

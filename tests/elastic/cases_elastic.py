@@ -1,0 +1,189 @@
+"""What ranks do in the tests of going on without the dead; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from rounds import one_round
+from routing import buffer_kwargs, make_inputs, make_spec
+from train.cases_train import tiny
+
+from moe_rt import Buffer
+from moe_rt.elastic import Members
+from moe_rt.errors import MoeRtError
+from moe_rt.train import train
+from moe_rt.train.data import Corpus
+
+
+def good_rounds(timeout_s: float = 30.0) -> None:
+    """Two rounds in full on the default group; seven experts fit no number of ranks between two and six evenly."""
+    spec = make_spec(dist.get_world_size(), num_experts=7)
+    with Buffer(None, timeout_s=timeout_s, **buffer_kwargs(spec)) as buffer:
+        for seed in range(2):
+            one_round(buffer, make_inputs(spec, [12, 0, 7, 1][: spec.num_ranks], seed), seed)
+
+
+def fail(dies: bool, timeout_s: float = 30.0) -> str:
+    """A round that all ranks begin and one does not live through; returns what the others saw."""
+    spec = make_spec(dist.get_world_size(), num_experts=7)
+    try:
+        with Buffer(None, timeout_s=timeout_s, **buffer_kwargs(spec)) as buffer:
+            dist.barrier()
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            one_round(buffer, make_inputs(spec, [4] * spec.num_ranks, 0), 0)
+    except MoeRtError as error:
+        return type(error).__name__
+    return "no error"
+
+
+def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, int]]:
+    """Victims, by their rank at that time, die one after another: error, seconds to regroup, new size."""
+    members, seen = Members(), []
+    for victim in victims:
+        error = fail(dies=dist.get_rank() == victim)
+        start = time.monotonic()
+        members = members.survivors()
+        took = time.monotonic() - start
+        good_rounds()
+        seen.append((error, took, dist.get_world_size()))
+    return seen
+
+
+def two_die_at_once(group: Any) -> tuple[float, int]:
+    """Rank 2 is alive when rank 1 dies, but ends before it has left its mark."""
+    members = Members()
+    fail(dies=dist.get_rank() == 1)
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    members.survivors()
+    good_rounds()
+    return time.monotonic() - start, dist.get_world_size()
+
+
+def dies_after_the_decision(group: Any) -> tuple[str, int]:
+    """Rank 2 is counted among those that are left and ends before it has joined them; the others ask once more."""
+    _new_default_group(timeout_s=3.0)
+    members = Members()
+    fail(dies=dist.get_rank() == 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(dist, "init_process_group", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            members.survivors()
+            seen = "no error"
+        except MoeRtError as error:
+            seen = str(error)
+    members.survivors()
+    good_rounds()
+    return seen, dist.get_world_size()
+
+
+def slow_rank_is_waited_for(group: Any) -> int:
+    """Rank 1 is late by less than the others wait for it."""
+    members = Members()
+    time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
+    members.survivors(timeout_s=30.0)
+    good_rounds()
+    return dist.get_world_size()
+
+
+def stopped_rank_wakes_up_late(group: Any) -> tuple[str, str, int]:
+    """Rank 1 stops, is given up, wakes up amid the others' new rounds, and tries to go on."""
+    members, store = Members(), _store()
+    store.set(f"pid/{dist.get_rank()}", str(os.getpid()))
+    dist.barrier()
+    rank = dist.get_rank()
+    spec = make_spec(3, num_experts=7)
+    seen = [""]
+    try:
+        with Buffer(None, timeout_s=2.0, **buffer_kwargs(spec)) as buffer:
+            dist.barrier()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            one_round(buffer, make_inputs(spec, [4] * 3, 0), 0)
+    except MoeRtError as error:
+        seen = [type(error).__name__]
+    try:
+        members.survivors(timeout_s=5.0)
+    except MoeRtError as error:
+        return seen[0], str(error), 0
+    if rank == 0:
+        os.kill(int(store.get("pid/1")), signal.SIGCONT)
+    for _ in range(20):
+        good_rounds()
+    return seen[0], "", dist.get_world_size()
+
+
+def store_dies_with_rank_0(group: Any) -> str:
+    """The store is served by rank 0, as `tcp://` has it."""
+    port, rank = _store(), dist.get_rank()
+    if rank == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port.set("port", str(served.port))
+    else:
+        served = dist.TCPStore("127.0.0.1", int(port.get("port")), is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=served, rank=rank, world_size=3)
+    members = Members()
+    fail(dies=rank == 0)
+    try:
+        members.survivors()
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def train_through_a_death(group: Any, out: Path, step: int) -> tuple[int, int]:
+    """Rank 1 dies in this step; the others go on from the newest checkpoint. `out`-before is what they went on from."""
+    members, rank = Members(), dist.get_rank()
+    original, calls = Corpus.train_batch, []
+
+    def train_batch(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if rank == 1 and len(calls) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Corpus, "train_batch", train_batch)
+        try:
+            train(run_of(out))
+            return 0, 0
+        except RuntimeError:  # of moe_rt, or of gloo
+            members.survivors()
+    if dist.get_rank() == 0:
+        shutil.copytree(out, out.with_name(f"{out.name}-before"))
+    dist.barrier()
+    train(run_of(out, resume=True))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def run_of(out: Path, **changes: Any) -> Any:
+    """A run whose experts fit neither three ranks nor two evenly, and whose batches fit both."""
+    return tiny(out=out, num_experts=7, steps=8, checkpoint_every=3, val_every=4, **changes)
+
+
+def resume(group: Any, out: Path) -> None:
+    train(run_of(out, resume=True))
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+
+
+def _new_default_group(timeout_s: float) -> None:
+    """The same ranks with another timeout of gloo."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
+    dist.destroy_process_group()
+    store, timeout = dist.PrefixStore("again", store), timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)

@@ -1,0 +1,75 @@
+"""Survivors of a death regroup at once, agree on who they are, leave out who is late, and compute what is right."""
+
+from __future__ import annotations
+
+import cases_elastic as cases
+import pytest
+import torch.distributed as dist
+from harness import ProcessRanks
+
+from moe_rt.elastic import Members
+from moe_rt.errors import InvalidConfig
+
+SIZE = 3
+AT_ONCE_S = 3.0  # no wait of a rank that is known to be dead; a loaded machine explains the rest
+
+
+def outcomes(case: object, *args: object) -> list[object]:
+    """On ranks of their own, some of which will die."""
+    ranks = ProcessRanks(SIZE)
+    try:
+        return ranks.outcomes(case, *args)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("victims", [[1, 0], [0, 1]])
+def test_one_after_another(victims: list[int]) -> None:
+    seen = outcomes(cases.fewer_and_fewer, victims)
+    (last,) = (rank for rank, outcome in enumerate(seen) if not isinstance(outcome, ChildProcessError))
+    assert [(error, size) for error, _, size in seen[last]] == [("PeerDead", 2), ("PeerDead", 1)]
+    for _, took, _ in seen[last]:
+        print(f"regrouped in {took * 1000:.0f} ms")
+        assert took < AT_ONCE_S
+
+
+def test_two_at_once() -> None:
+    took, size = outcomes(cases.two_die_at_once)[0]
+    assert size == 1
+    assert took < AT_ONCE_S
+
+
+def test_a_death_while_they_regroup() -> None:
+    seen, size = outcomes(cases.dies_after_the_decision)[0]
+    assert seen == "rank 0: one of the ranks [0, 2] that are left did not join the new group"
+    assert size == 1
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    assert outcomes(cases.slow_rank_is_waited_for) == [SIZE] * SIZE
+
+
+def test_a_rank_that_wakes_up_late_is_left_out() -> None:
+    seen = outcomes(cases.stopped_rank_wakes_up_late)
+    assert seen[1] == ("GroupPoisoned", "rank 1 came too late: ranks [0, 2] have gone on without it", 0)
+    for rank in (0, 2):
+        error, refusal, size = seen[rank]
+        assert error in ("PeerTimeout", "GroupPoisoned")
+        assert (refusal, size) == ("", 2)
+
+
+def test_a_store_that_died_with_its_rank() -> None:
+    for text in outcomes(cases.store_dies_with_rank_0)[1:]:
+        assert text.startswith("StoreLost: rank")
+        assert "expected one that outlives every rank" in text
+
+
+def test_only_gloo_goes_on() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(InvalidConfig, match="got back end fake, expected gloo"):
+            Members()
+    finally:
+        dist.destroy_process_group()
