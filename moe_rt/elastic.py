@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import time
 import weakref
 from pathlib import Path
@@ -22,8 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded, StoreLost
+from moe_rt.heap.processes import has_ended, watch
 from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.heap.shm import watch
 
 _LOOK_EVERY_S = 0.001
 
@@ -49,8 +48,8 @@ class Members:
         self._attempts = 0
         here = _place()
         places = [json.loads(p) for p in StoreRendezvous(group).all_gather(json.dumps(here), timeout_s)]
-        self._pidfds = [watch(pid) if where == here[0] else -1 for where, pid in places]
-        weakref.finalize(self, _close_all, self._pidfds)
+        self._watches = [watch(pid) if where == here[0] else -1 for where, pid in places]
+        weakref.finalize(self, _close_all, self._watches)
 
     def survivors(self, timeout_s: float = 30.0) -> Members:
         """Replaces the default process group by one of the ranks that are left, in their old order.
@@ -100,24 +99,16 @@ class Members:
 
     def _decide(self, store: Store, timeout_s: float) -> list[int]:
         """Old ranks that are left, the same answer on every rank that asks."""
-        size = len(self._pidfds)
+        size = len(self._watches)
         store.set(f"here/{self._rank}", "1")
         deadline = time.monotonic() + timeout_s
         missing = set(range(size))
         while missing and time.monotonic() < deadline and not store.check(["decision"]):
-            missing = {r for r in missing if not (self._ended(r) or store.check([f"here/{r}"]))}
+            missing = {r for r in missing if not (has_ended(self._watches[r]) or store.check([f"here/{r}"]))}
             time.sleep(_LOOK_EVERY_S)
-        left = [r for r in range(size) if store.check([f"here/{r}"]) and not self._ended(r)]
+        left = [r for r in range(size) if store.check([f"here/{r}"]) and not has_ended(self._watches[r])]
         # The first to get here decides for all: ranks may have looked at different times and seen different marks.
         return json.loads(store.compare_set("decision", "", json.dumps(left)))
-
-    def _ended(self, rank: int) -> bool:
-        """Whether this rank's process has ended; False where that cannot be seen from here."""
-        if self._pidfds[rank] < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._pidfds[rank], select.POLLIN)
-        return bool(poll.poll(0))
 
 
 def _place() -> tuple[str, int]:
@@ -126,7 +117,7 @@ def _place() -> tuple[str, int]:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid()
 
 
-def _close_all(pidfds: list[int]) -> None:
-    for fd in pidfds:
+def _close_all(descriptors: list[int]) -> None:
+    for fd in descriptors:
         with contextlib.suppress(OSError):  # -1 where there is none
             os.close(fd)

@@ -6,7 +6,6 @@ is read there may be anything: it is shown, and only what `read_segment` has che
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from moe_rt import _engine
 from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report
 from moe_rt.errors import Code, Op
+from moe_rt.heap.processes import has_ended
 
 MOST_LINES = 4  # of a conclusion
 _PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}  # of /proc/<pid>/stat; others run
@@ -64,7 +64,7 @@ def stragglers(waits_for: Sequence[set[int]]) -> list[int]:
 
 
 def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, pidfd: int) -> _View:
-    process = "dead" if _ended(pidfd) else _process_state(pid)
+    process = "dead" if has_ended(pidfd) else _process_state(pid)
     if mapping is None:
         return _View(pid, process, None, "not mapped here")
     try:
@@ -85,15 +85,6 @@ def _process_state(pid: int) -> str:
         return "dead"
     except OSError:  # a system that hides other users' processes
         return "unknown"
-
-
-def _ended(pidfd: int) -> bool:
-    """Whether the process that the descriptor watches is gone; False where there is none to watch."""
-    if pidfd < 0:
-        return False
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return any(events & select.POLLIN for _, events in poll.poll(0))
 
 
 def _reachable(waits_for: Sequence[set[int]], start: int) -> set[int]:

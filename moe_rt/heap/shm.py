@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.heap.processes import watch
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages
 
@@ -144,15 +145,3 @@ def _attach_all(
         segments.addresses.append(address_of(mapping))
         segments.members.append((record["pid"], record["ino"]))
         segments.pidfds.append(-1 if peer == me else watch(record["pid"]))
-
-
-def watch(pid: int) -> int:
-    """A descriptor that tells when the process ends: a pidfd or, where the system denies those, /proc/<pid>/stat.
-
-    -1 where there is neither: then only time tells.
-    """
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid)
-    with contextlib.suppress(OSError):
-        return os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    return -1

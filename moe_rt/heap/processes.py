@@ -1,0 +1,38 @@
+"""Watching the processes of peers: a descriptor for each, by which the engine and Python see that one has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+
+
+def watch(pid: int) -> int:
+    """A descriptor that tells when the process ends: a pidfd or, where the system denies those, /proc/<pid>/stat.
+
+    -1 where there is neither: then only time tells.
+    """
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    return -1
+
+
+def has_ended(descriptor: int) -> bool:
+    """Whether the process that `watch` gave this for is gone; False for -1. As HostIdle::is_dead in waiting.h.
+
+    A pidfd is readable once the process has ended, and then, like the stat file of a process that is gone, gives
+    nothing; the stat file of one that is left to be collected says so.
+    """
+    if descriptor < 0:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    if not any(events & select.POLLIN for _, events in poll.poll(0)):
+        return False
+    try:
+        stat = os.pread(descriptor, 512, 0)
+    except OSError:
+        return True
+    return not stat or stat.rpartition(b")")[2].split()[:1] in ([b"Z"], [b"X"])
