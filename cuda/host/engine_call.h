@@ -56,14 +56,14 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
     Clock::time_point announced = start, heard = start;
     const Kind kind = kind_of(call.op);
     const uint64_t seq = ++seq_[static_cast<int>(kind)];
-    flight_ = {flight_.number + 1, seq, call.op, Code::kOk, call.tag, static_cast<int32_t>(call.num_tokens)};
-    flight_.longest_peer = -1;
+    const auto num_tokens = static_cast<int32_t>(call.num_tokens);
+    flight_ = {flight_.number + 1, seq, call.op, Code::kOk, call.tag, num_tokens, 0, 0, 0, 0, 0, -1};
     record(&Flight::start_ns, start);
     Header header{seq,
                   world_.config,
                   call_word(call.op, call.tag, call.handle_seq),
                   call.refusal.code,
-                  static_cast<int32_t>(call.num_tokens),
+                  num_tokens,
                   call.refusal.got,
                   call.refusal.expected};
     fault_point_ = config_.fault.in_op(call.op, seq_[0] + seq_[1]);
