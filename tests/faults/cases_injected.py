@@ -14,23 +14,23 @@ from moe_rt import Buffer
 from moe_rt.errors import MoeRtError
 
 
-def step(buffer: Buffer) -> None:
-    """Forward and backward; ops 1 to 4 of a new buffer."""
-    x = torch.ones(6, buffer.spec.hidden, requires_grad=True)
+def step(buffer: Buffer, i: int) -> None:
+    """Forward and backward, four ops; different data in every step, so that what an op left out is missed."""
+    x = torch.full((6, buffer.spec.hidden), i + 1.0, requires_grad=True)
     idx = torch.arange(18).reshape(6, 3) % buffer.spec.num_experts
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(6, 3))
     out = buffer.combine(recv_x, recv_weights, handle)
-    out.sum().backward()
+    (out * (i + 1.0)).sum().backward()
     assert torch.equal(out, 3.0 * x.detach())
-    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    assert torch.equal(x.grad, 3.0 * x.detach())
 
 
 def three_steps(group: Any, num_threads: int = 1) -> str:
     """Three training steps with whatever fault the environment asks for; what this rank raised."""
     try:
         buffer = open_buffer(group, num_threads=num_threads)
-        for _ in range(3):
-            step(buffer)
+        for i in range(3):
+            step(buffer, i)
     except MoeRtError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
