@@ -51,7 +51,7 @@ def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, in
     for victim in victims:
         error = failing_round(victim)
         start = time.monotonic()
-        members = members.survivors()
+        members.survivors()
         took = time.monotonic() - start
         good_rounds()
         seen.append((error, took, dist.get_world_size()))
@@ -70,14 +70,21 @@ def two_die_at_once(group: Any) -> tuple[float, int]:
     return time.monotonic() - start, dist.get_world_size()
 
 
-def dies_after_the_decision(group: Any) -> tuple[str, int]:
-    """Rank 2 is counted among those that are left and ends before it has joined them; the others ask once more."""
-    _new_default_group(timeout_s=3.0)
-    members = Members()
+def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
+    """Rank 2 is counted among those that are left, and then dies or is held up; all ask once more."""
+    _new_default_group(timeout_s=8.0)
+    members, init = Members(), dist.init_process_group
+
+    def come_late(*args: Any, **kwargs: Any) -> None:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(12.0)
+        init(*args, **kwargs)
+
     failing_round(1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
-            patch.setattr(dist, "init_process_group", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            patch.setattr(dist, "init_process_group", come_late)
         try:
             members.survivors()
             seen = "no error"
