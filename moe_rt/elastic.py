@@ -8,7 +8,6 @@ writes into memory that nobody reads any more.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded, StoreLost
 from moe_rt.heap.processes import has_ended, watch
@@ -42,8 +41,8 @@ class Members:
         backend = dist.get_backend()
         if backend != "gloo":
             raise InvalidConfig(f"default process group: got back end {backend}, expected gloo")
-        group = dist.distributed_c10d._get_default_group()
-        self._rank, self._store = dist.get_rank(), _get_process_group_store(group)
+        group = _get_default_group()
+        self._rank, self._store = dist.get_rank(), _default_store()
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout
         self._attempts = 0
         here = _place()
@@ -51,18 +50,19 @@ class Members:
         self._watches = [watch(pid) if where == here[0] else -1 for where, pid in places]
         weakref.finalize(self, _close_all, self._watches)
 
-    def survivors(self, timeout_s: float = 30.0) -> Members:
+    def survivors(self, timeout_s: float = 30.0) -> list[int]:
         """Replaces the default process group by one of the ranks that are left, in their old order.
 
         Collective over the ranks that are alive, after an op has failed on each and its buffers were left. Other
-        process groups are gone as well. A rank whose process ended on this host is not waited for. If this raises
-        PeerTimeout, every rank that is left may call it once more.
+        process groups are gone as well. A rank whose process ended on this host is not waited for. The new group has
+        the old one's timeout, and this object its members. If this raises PeerTimeout, it does so on every rank that
+        is left, and each may call it once more.
 
         Args:
             timeout_s: seconds to wait for a rank that may be alive; one that stays silent for longer is left out.
 
         Returns:
-            The members of the new group, which has the old one's timeout.
+            The old ranks of those that are left.
 
         Raises:
             RankExcluded: the others did not wait for this rank; it has no group any more, and should end.
@@ -75,27 +75,26 @@ class Members:
             dist.destroy_process_group()
         try:
             left = self._decide(store, timeout_s)
+            if self._rank not in left:
+                raise self._excluded(left)
+            failure = self._join(store, left)
+            # The first to know says it for all: a rank held up until now must not go on in a group that others gave up.
+            formed = store.compare_set("formed", "", str(failure is None)) == b"True"
         except dist.DistError as error:
             message = (
                 f"rank {self._rank} cannot reach the group's store any more, expected one that outlives every rank: "
                 "served by the process that starts ranks, or a file"
             )
             raise StoreLost(message, rank=self._rank) from error
-        if self._rank not in left:
-            message = f"rank {self._rank} came too late: ranks {left} have gone on without it"
-            raise RankExcluded(message, rank=self._rank)
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=PrefixStore("group", store),
-                rank=left.index(self._rank),
-                world_size=len(left),
-                timeout=self._timeout,
-            )
-        except RuntimeError as error:
+        if not formed:
             message = f"rank {self._rank}: one of the ranks {left} that are left did not join the new group"
-            raise PeerTimeout(message, rank=self._rank) from error
-        return Members(timeout_s)
+            raise PeerTimeout(message, rank=self._rank) from failure
+        if failure is not None:
+            raise self._excluded(left) from failure
+        _close_all([fd for r, fd in enumerate(self._watches) if r not in left])
+        self._watches[:] = [self._watches[r] for r in left]
+        self._rank, self._store, self._attempts = dist.get_rank(), _default_store(), 0
+        return left
 
     def _decide(self, store: Store, timeout_s: float) -> list[int]:
         """Old ranks that are left, the same answer on every rank that asks."""
@@ -110,6 +109,24 @@ class Members:
         # The first to get here decides for all: ranks may have looked at different times and seen different marks.
         return json.loads(store.compare_set("decision", "", json.dumps(left)))
 
+    def _join(self, store: Store, left: list[int]) -> RuntimeError | None:
+        """Makes the new group; returns why it could not be made."""
+        rank, size = left.index(self._rank), len(left)
+        store = PrefixStore("group", store)
+        try:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=self._timeout)
+        except RuntimeError as error:
+            return error
+        return None
+
+    def _excluded(self, left: list[int]) -> RankExcluded:
+        message = f"rank {self._rank} came too late: ranks {left} have gone on without it"
+        return RankExcluded(message, rank=self._rank)
+
+
+def _default_store() -> Store:
+    return _get_process_group_store(_get_default_group())
+
 
 def _place() -> tuple[str, int]:
     """Within what a process id has its meaning, a host and its process-id namespace, and this process's id there."""
@@ -119,5 +136,5 @@ def _place() -> tuple[str, int]:
 
 def _close_all(descriptors: list[int]) -> None:
     for fd in descriptors:
-        with contextlib.suppress(OSError):  # -1 where there is none
+        if fd >= 0:
             os.close(fd)

@@ -39,10 +39,12 @@ def test_two_at_once() -> None:
     assert took < AT_ONCE_S
 
 
-def test_a_death_while_they_regroup() -> None:
-    seen, size = outcomes(cases.dies_after_the_decision)[0]
-    assert seen == "rank 0: one of the ranks [0, 2] that are left did not join the new group"
-    assert size == 1
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_does_not_join(dies: bool) -> None:
+    seen = outcomes(cases.late_for_the_new_group, dies)
+    for rank in (0,) if dies else (0, 2):
+        message = f"rank {rank}: one of the ranks [0, 2] that are left did not join the new group"
+        assert seen[rank] == (message, 1 if dies else 2)
 
 
 def test_a_slow_rank_is_waited_for() -> None:

@@ -13,12 +13,11 @@
  *    they matter: ROUTES=r draws r routings before the run, which the dispatches use in turn; combine n carries the
  *    reverse of dispatch n.
  *
- * A d_step is one access to shared memory as a peer sees it, or a few that no peer can tell apart (the reason is then
- * given). None of them blocks or makes a choice.
- *
  * Must hold: no flag, ROUTES=r, and
  *   REFUSE  A rank may refuse its input. It announces that in place of data, waits like everybody, and all go on.
  *   RAISE   A rank may raise at any moment and leave for good; it poisons its peers' memory, which every wait polls.
+ *   DIE     A rank's process may end at any moment, also while it poisons; every wait sees whether its peer has ended.
+ *   SWAP    Rank 1 issues its first two dispatches in the other order; every header says which call it announces.
  *   LEAVE   Like REFUSE, but whoever refuses, or learns of a refusal, raises and leaves.
  * Must be refuted (D|C names the kind of op that is spoilt):
  *   ROUTES=r SKIP_ZERO            Peers that exchange no tokens neither signal nor wait for each other.
@@ -27,6 +26,8 @@
  *   PER_LAYER                     Each layer counts its own ops, but layers share the windows.
  *   REFUSE NO_WAIT                A rank that refused its input returns without waiting for its peers.
  *   RAISE|LEAVE NO_POISON         A rank leaves without telling those who wait for it.
+ *   DIE NO_WATCH                  Nobody looks whether a peer's process has ended.
+ *   SWAP NO_CHECK                 Headers are not compared with the reader's own call.
  */
 #ifndef N
 #define N 3 /* ranks: 2, 3 or 4 */
@@ -38,124 +39,21 @@
 #define OPS 8
 #endif
 
-#define D       0
-#define C       1
-#define KIND(i) (((i) / RUN) % 2)
-#define BIT(p)  (1 << (p))
-#define ALL     (BIT(N) - 1)
+#include "windows.pml"
 
-/* u counts the ops of one kind from 1 in every variant: it is the truth that windows are checked against. The sequence
- * number and the half of the window follow from u in the way that the variant believes in. */
-#ifdef PER_LAYER
-#define LAYERS 2 /* two layers take turns, each with its own counter and signals; they share the windows */
-#define LAYER  ((u + 1) % 2)
-#define SEQ    ((u + 1) / 2)
-#else
-#define LAYERS 1
-#define LAYER  0
-#define SEQ    u
-#endif
-#ifdef SINGLE_WINDOW
-#define HALF (k == SINGLE_WINDOW -> 0 : SEQ % 2)
-#else
-#define HALF (SEQ % 2)
-#endif
-#ifdef EARLY_SIGNAL
-#define EARLY(kind) (kind == EARLY_SIGNAL)
-#else
-#define EARLY(kind) false
-#endif
-
-/* A dispatch writes one window in the source, whoever reads it; a combine writes one per source in the destination. */
-#define SLOTS          (2 * N + 2 * N * N)
-#define SLOT(dst, src) ((k == D -> 2 * (src) : 2 * N + 2 * ((dst) * N + (src))) + HALF)
-#define SIG(dst, src)  sig[((k * LAYERS + LAYER) * N + (dst)) * N + (src)]
-#define BEGUN          (2 * u)     /* payload of op u while it is being written */
-#define DONE           (2 * u + 1) /* payload of op u, complete */
-#define HDR(refusal)   (2 * u + (refusal))
-
-byte payload[SLOTS];
-byte hdr[SLOTS];
-byte sig[2 * LAYERS * N * N]; /* stored by src, lies in dst, never decreases */
-bit poison[N];
-
-#ifdef ROUTES
-bit route[ROUTES * N * N];
-#define ROUTE(src, dst)  route[((u - 1) % ROUTES * N + (src)) * N + (dst)]
-#define TOKENS(src, dst) (k == D -> ROUTE(src, dst) : ROUTE(dst, src))
-#else
-#define TOKENS(src, dst) true
-#endif
-#ifdef SKIP_ZERO
-#define TALKS(src, dst) TOKENS(src, dst)
-#else
-#define TALKS(src, dst) true
-#endif
-
-/* One guard for all peers, where the real wait visits them one by one: signals never decrease, so both end alike. */
-#define HEARD(p) (p >= N || p == me || !TALKS(p, me) || SIG(me, p) >= SEQ)
-#define HEARD_ALL (HEARD(0) && HEARD(1) && HEARD(2) && HEARD(3))
-
-#if defined(RAISE) || defined(LEAVE)
+#if defined(RAISE) || defined(DIE) || defined(SWAP) || defined(LEAVE)
 #define FAILS
 #endif
 #ifdef RAISE
-#define MAY_RAISE if :: true :: goto raise fi
-#else
-#define MAY_RAISE skip
+#define FAIL raise
+#elif defined(DIE)
+#define FAIL die
 #endif
-
-/* Ghosts, for the asserts alone. */
-byte failed_at = OPS; /* the first op in which a rank failed */
-byte truth[4];        /* HDR(somebody refused it) of the newest op, by kind and parity */
-#define TRUTH truth[2 * k + u % 2]
-
-/* The verifier's message repeats the assert, so the property's name is in it. These, and scratch variables, are set
- * and read within one d_step: they need not be part of the state. */
-hidden byte tokens_overwritten, tokens_not_ready, partials_overwritten, partials_not_ready;
-hidden byte refusal_missed, completed_past_failure;
-hidden byte q, s, reads, newer, older;
-
-/* The next step towards peer p: a signal, and for a combine the push before it. The end of the push, the header and
- * the signal are merged: p alone looks there, and a p that looked in between would be as wrong as one that sees the
- * half-written payload just before. */
-inline announce(p) {
-    s = SLOT(p, me);
-    if
-    :: k == C && !refuse && TOKENS(me, p) && !(begun & BIT(p)) ->
-        begun = begun | BIT(p);
-        if :: EARLY(C) -> hdr[s] = HDR(refuse); SIG(p, me) = SEQ :: else -> payload[s] = BEGUN fi
-    :: else ->
-        payload[s] = (begun & BIT(p) -> DONE : payload[s]);
-        hdr[s] = (k == C -> HDR(refuse) : hdr[s]);
-        SIG(p, me) = SEQ;
-        sent = sent | BIT(p)
-    fi
-}
-
-/* Asserts that every header, and every payload unless its rank refused, is complete and of op u. */
-inline look() {
-    for (q : 0 .. N - 1) {
-        if
-        :: q != me && TALKS(q, me) ->
-            s = SLOT(me, q);
-            saw = saw | (hdr[s] & 1);
-            reads = TOKENS(q, me) && !(hdr[s] & 1);
-            newer = hdr[s] / 2 > u || (reads && payload[s] > DONE);
-            older = hdr[s] / 2 < u || (reads && payload[s] < DONE);
-            tokens_overwritten = k == D && newer;
-            tokens_not_ready = k == D && older;
-            partials_overwritten = k == C && newer;
-            partials_not_ready = k == C && older;
-            assert(!tokens_overwritten);
-            assert(!tokens_not_ready);
-            assert(!partials_overwritten);
-            assert(!partials_not_ready)
-        :: else
-        fi
-    };
-    q = 0 /* spin wants no loop at the end of a d_step */
-}
+#ifdef FAIL
+#define MAY_FAIL if :: true :: goto FAIL fi
+#else
+#define MAY_FAIL skip
+#endif
 
 proctype rank(byte me) {
     byte i, u, begun, sent, lost, count[2];
@@ -183,7 +81,7 @@ proctype rank(byte me) {
             q = 0
 #endif
         }
-        MAY_RAISE;
+        MAY_FAIL;
 #ifdef LEAVE
         /* Fail fast: a peer's refusal may be known before this rank has announced anything. */
         d_step {
@@ -201,12 +99,13 @@ proctype rank(byte me) {
 
         /* Announce. */
         if :: k == D && !refuse && !EARLY(D) -> payload[SLOT(me, me)] = BEGUN :: else fi;
-        MAY_RAISE;
+        MAY_FAIL;
         if
         :: k == D ->
             d_step { /* a peer that looked between the two would be as wrong as one that looks before */
                 payload[SLOT(me, me)] = (refuse || EARLY(D) -> payload[SLOT(me, me)] : DONE);
-                hdr[SLOT(me, me)] = HDR(refuse)
+                hdr[SLOT(me, me)] = HDR(refuse);
+                SAY_CALL
             }
         :: else
         fi;
@@ -219,8 +118,8 @@ proctype rank(byte me) {
 #if N > 3
         :: d_step { !(sent & BIT(3)) -> announce(3) }
 #endif
-#ifdef RAISE
-        :: sent != ALL -> goto raise
+#ifdef FAIL
+        :: sent != ALL -> goto FAIL
 #endif
         :: sent == ALL -> break
         od;
@@ -230,16 +129,28 @@ proctype rank(byte me) {
 #endif
 
         /* Wait. */
-        MAY_RAISE;
+        MAY_FAIL;
         if
         :: HEARD_ALL
 #if defined(FAILS) && !defined(NO_POISON)
         :: poison[me] -> goto left
 #endif
+#if defined(DIE) && !defined(NO_WATCH)
+        :: LOST_ANY -> goto raise
+#endif
 #ifdef NO_WAIT
         :: refuse -> goto next
 #endif
         fi;
+#if defined(SWAP) && !defined(NO_CHECK)
+        d_step {
+            for (q : 0 .. N - 1) {
+                saw = saw | OTHER_CALL(q)
+            };
+            q = 0
+        }
+        if :: saw -> goto raise :: else fi;
+#endif
 
         /* Gather or reduce. One interval covers all peers, as rows are taken in expert order and not peer by peer. */
         d_step {
@@ -252,7 +163,7 @@ proctype rank(byte me) {
         }
         if
         :: !saw ->
-            MAY_RAISE;
+            MAY_FAIL;
             d_step { look() }
 #ifdef LEAVE
         :: saw -> goto raise
@@ -274,9 +185,18 @@ next:
 raise:
     failed_at = (i < failed_at -> i : failed_at);
 #ifndef NO_POISON
-    for (i : 0 .. N - 1) {
-        poison[i] = 1
+    for (u : 0 .. N - 1) {
+#ifdef DIE
+        MAY_FAIL;
+#endif
+        poison[u] = 1
     };
+#endif
+#ifdef DIE
+    goto left;
+die:
+    failed_at = (i < failed_at -> i : failed_at);
+    dead = dead | BIT(me);
 #endif
 left:
     skip
