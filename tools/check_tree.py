@@ -34,7 +34,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 ORDER = (
     "_engine errors < config < reference heap < agreement native < ops < handle < buffer"
     " < pool activations grouped balance choosing experts shared_expert router < layer"
-    " < integrations planner < bench gpucheck train"
+    " < integrations planner checkpoint clip parallel < bench gpucheck train"
 )
 LEVEL = {name: level for level, names in enumerate(ORDER.split(" < ")) for name in names.split()}
 OUTSIDE_THE_ORDER = ("__init__", "__main__", "cli")
