@@ -26,7 +26,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Raises:
         InvalidConfig: a layer's ranks are threads, which torch.distributed does not know.
     """
-    experts = {id(p): layer for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.experts.parameters()}
+    experts = {
+        id(p): layer for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.experts.parameters()
+    }
     # By the groups to sum over. Parameters without a gradient count here too: ranks must call the same collectives.
     spread: dict[Groups, list[Tensor]] = {}
     for p in model.parameters():
@@ -65,5 +67,7 @@ def _groups_of(layer: MoELayer) -> Groups:
     if buffer.num_ranks == 1:
         return ()
     if buffer.process_group is None:
-        raise InvalidConfig(f"group: got {buffer.num_ranks} ranks that are threads, expected a ProcessGroup or DeviceMesh")
+        raise InvalidConfig(
+            f"group: got {buffer.num_ranks} ranks that are threads, expected a ProcessGroup or DeviceMesh"
+        )
     return (buffer.process_group,)

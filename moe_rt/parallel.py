@@ -27,9 +27,13 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     for layer in model.modules():
         if not isinstance(layer, MoELayer):
             continue
-        # Whole experts where they divide evenly; else a part of every expert, so that no rank holds more than another.
-        dim = 1 if len(layer.expert_ids) % mesh.size() else 0
-        experts = fully_shard(layer.experts, mesh=mesh, shard_placement_fn=lambda _, dim=dim: Shard(dim), **options)
+        whole = len(layer.expert_ids) % mesh.size() == 0
+
+        def placement(weight: nn.Parameter, whole: bool = whole) -> Shard:
+            # Else a part of every expert, so that no rank holds more than another; FSDP wants these parts to be equal.
+            return Shard(0 if whole or weight.shape[1] % mesh.size() else 1)
+
+        experts = fully_shard(layer.experts, mesh=mesh, shard_placement_fn=placement, **options)
         # FSDP would divide by the size of `mesh` alone, but the gradients are sums over the tokens of all ep ranks too.
         experts.set_gradient_divide_factor(mesh.size() * layer.buffer.num_ranks)
         if mesh.size() > 1:  # torch divides twice where this is set and there is nothing to reduce

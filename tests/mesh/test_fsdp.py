@@ -28,6 +28,8 @@ MakeRanks = Callable[[str, int], Ranks]
 def test_trains_as_one_process(make_ranks: MakeRanks, efsdp: int, ep: int, changes: dict[str, Any]) -> None:
     losses, parameters = cases.single_steps(changes)
     assert losses[-1] < losses[0]
-    for got_losses, got in make_ranks("shm", efsdp * ep).run(cases.fsdp_steps, efsdp, ep, changes):
+    experts = sum(p.numel() for name, p in parameters.items() if ".experts." in name)
+    for got_losses, got, kept in make_ranks("shm", efsdp * ep).run(cases.fsdp_steps, efsdp, ep, changes):
+        assert kept == experts / 4
         torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got, parameters, rtol=1e-5, atol=1e-5)
