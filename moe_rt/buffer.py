@@ -215,6 +215,13 @@ class Buffer:
         """
         return self._engine.timings()
 
+    def waited_ns(self) -> list[int]:
+        """Nanoseconds that this rank has waited for each peer since the buffer was made; empty on CUDA ranks.
+
+        Peers are waited for in rank order, so that of two late ones the first is charged for the time of both.
+        """
+        return self._engine.waited_ns()
+
     def new_tag(self) -> int:
         """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""
         self._num_tags += 1

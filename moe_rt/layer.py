@@ -15,6 +15,7 @@ from moe_rt.buffer import Buffer, Group
 from moe_rt.config import BufferSpec, Overflow, contiguous_placement
 from moe_rt.errors import InvalidConfig
 from moe_rt.experts import Experts, ExpertsConfig
+from moe_rt.metrics import LayerMetrics
 from moe_rt.native import activation
 from moe_rt.pool import shared_buffer
 from moe_rt.router import Router, RouterConfig
@@ -116,6 +117,7 @@ class MoELayer(nn.Module):
         self.expert_ids = self.buffer.spec.local_experts(self.buffer.rank)
         self.tag = self.buffer.new_tag()
         device = self.buffer.device
+        self.metrics = LayerMetrics(config.num_experts, self.buffer)
         with device:
             self.router = Router(config.hidden, config=config)
             self.experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
@@ -143,21 +145,28 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             self.shared_expert.reset_parameters()
 
-    def forward(self, x: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, RouterAux]:
+    def forward(
+        self, x: Tensor, topk_idx: Tensor | None = None, *, buffer: Buffer | None = None
+    ) -> tuple[Tensor, RouterAux]:
         """Routes, runs the experts, adds up. Collective.
 
         Args:
             x: [..., H].
             topk_idx: visit these experts instead of choosing, see `moe_rt.router.Router.forward`.
+            buffer: travel through this one, made with `Buffer(group, **config.buffer_sizes())`, instead of the layer's;
+                its ops, backwards included, keep an order of their own. So two threads can each have a micro-batch in
+                flight.
 
         Returns:
             The shape and dtype of x, and the router's losses.
         """
+        buffer = self.buffer if buffer is None else _fitting(buffer, self.config, self.buffer.spec.placement)
         idx, weights, aux = self.router(x, topk_idx)
         rows = x.reshape(-1, self.config.hidden).to(self.config.dtype)
-        recv_x, recv_weights, handle = self.buffer.dispatch(rows, idx, weights, tag=self.tag)
+        recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
+        self.metrics.add(aux.tokens_per_expert, handle.num_dropped)
         y = self.experts(recv_x, handle.offs)
-        out = self.buffer.combine(y, recv_weights, handle)
+        out = buffer.combine(y, recv_weights, handle)
         if self.shared_expert is not None:
             out = out + self.shared_expert(rows)
         return out.to(x.dtype).reshape(x.shape), aux
@@ -180,9 +189,12 @@ def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
         raise InvalidConfig(f"placement: got {list(spec.placement)}, expected contiguous blocks, or a ProcessGroup")
 
 
-def _fitting(buffer: Buffer, config: MoEConfig) -> Buffer:
-    for name in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype"):
-        got, expected = getattr(buffer.spec, name), getattr(config, name)
+def _fitting(buffer: Buffer, config: MoEConfig, placement: tuple[int, ...] | None = None) -> Buffer:
+    fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype")}
+    if placement is not None:
+        fields["placement"] = placement
+    for name, expected in fields.items():
+        got = getattr(buffer.spec, name)
         if got != expected:
-            raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer's config")
+            raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer")
     return buffer

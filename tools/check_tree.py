@@ -33,7 +33,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 # The modules of moe_rt, lowest level first: a module imports from its own level or from below.
 ORDER = (
     "_engine errors < config < reference heap < agreement native < ops < handle < buffer"
-    " < pool activations grouped balance choosing experts shared_expert router < layer"
+    " < pool metrics activations grouped balance choosing experts shared_expert router < layer"
     " < integrations planner checkpoint clip parallel < bench gpucheck train"
 )
 LEVEL = {name: level for level, names in enumerate(ORDER.split(" < ")) for name in names.split()}

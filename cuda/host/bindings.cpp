@@ -110,6 +110,7 @@ NB_MODULE(_engine, m) {
              const Timings& t = e.timings();
              return nb::make_tuple(static_cast<int>(t.op), t.before_ns, t.wait_ns, t.after_ns, t.arrival_ns);
            })
+      .def("waited_ns", &Engine::waited_ns)
       .def("close", &Engine::close);
 
   // What a CUDA launch is given, in the bytes that the kernels read: moe_rt/native/cuda.py knows no C++ struct.

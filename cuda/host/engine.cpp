@@ -33,6 +33,7 @@ Engine::Engine(EngineConfig config)
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
   needed_rows_.resize(num_ranks);
+  waited_ns_.resize(num_ranks);
   timings_.arrival_ns.resize(num_ranks);
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
@@ -67,6 +68,7 @@ Status Engine::wait_all(Op op, const Header& ours) {
       return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
     }
     timings_.arrival_ns[peer] = nanoseconds(start, Clock::now());
+    waited_ns_[peer] += timings_.arrival_ns[peer] - (peer ? timings_.arrival_ns[peer - 1] : 0);
   }
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {

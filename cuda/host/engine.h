@@ -71,6 +71,8 @@ class Engine {
   bool close();
 
   const Timings& timings() const { return timings_; }
+  // [R] nanoseconds that all ops so far waited for each peer, once those before it had come.
+  const std::vector<int64_t>& waited_ns() const { return waited_ns_; }
 
  private:
   struct Call;
@@ -98,7 +100,7 @@ class Engine {
   PlacementTables placement_;
   std::vector<char*> base_;
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
-  std::vector<int64_t> lane_fault_, needed_rows_;
+  std::vector<int64_t> lane_fault_, needed_rows_, waited_ns_;
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds] = {0, 0};
   Status failure_;

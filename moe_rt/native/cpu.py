@@ -93,6 +93,9 @@ class CpuEngine(Engine):
         names = {"op": Op(op).name.lower(), "before_ns": before, "wait_ns": wait, "after_ns": after}
         return {**names, "arrival_ns": arrivals}
 
+    def waited_ns(self) -> list[int]:
+        return self._engine.waited_ns()
+
     def poison(self) -> None:
         self._engine.poison(Code.POISONED, -1)
 

@@ -150,6 +150,9 @@ class CudaEngine(Engine):
     def timings(self) -> dict[str, Any]:
         raise InvalidConfig("timings: got a CUDA buffer, whose ops the host does not watch; expected a CPU buffer")
 
+    def waited_ns(self) -> list[int]:
+        return []  # kernels wait, and the host does not watch them
+
     def poison(self) -> None:
         self._end(Code.POISONED, GroupPoisoned("this rank aborted", rank=self.rank))
 

@@ -168,6 +168,10 @@ class Engine(ABC):
         """Where the time of the last op went; see moe_rt.Buffer.timings."""
 
     @abstractmethod
+    def waited_ns(self) -> list[int]:
+        """How long all ops so far waited for each peer; see moe_rt.Buffer.waited_ns."""
+
+    @abstractmethod
     def poison(self) -> None:
         """Ends the group on every rank: this one will not go on."""
 
