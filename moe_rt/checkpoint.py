@@ -6,7 +6,7 @@ import os
 import re
 
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.layer import MoELayer

@@ -39,12 +39,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         else:
             groups = _groups_of(experts[id(p)]) if id(p) in experts else ()
         grads = spread.setdefault(groups, [])
-        if isinstance(p, DTensor) and p.grad is not None:
-            if p.grad.placements != p.placements:  # autograd leaves sums for later
-                p.grad = p.grad.redistribute(placements=p.placements)
-            grads.append(p.grad.to_local())
-        elif p.grad is not None:
-            grads.append(p.grad)
+        if p.grad is not None:
+            grads.append(_local_part(p, p.grad))
 
     squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for groups, grads in spread.items():
@@ -60,6 +56,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         if grads:
             torch._foreach_mul_(grads, scale)
     return norm
+
+
+def _local_part(p: nn.Parameter, grad: Tensor) -> Tensor:
+    if not (isinstance(p, DTensor) and isinstance(grad, DTensor)):
+        return grad
+    if grad.placements != p.placements:  # autograd leaves some sums over ranks for later
+        p.grad = grad = grad.redistribute(placements=p.placements)
+    return grad.to_local()
 
 
 def _groups_of(layer: MoELayer) -> Groups:

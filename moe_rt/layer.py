@@ -164,7 +164,7 @@ class MoELayer(nn.Module):
         idx, weights, aux = self.router(x, topk_idx)
         rows = x.reshape(-1, self.config.hidden).to(self.config.dtype)
         recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
-        self.metrics.add(aux.tokens_per_expert, handle.num_dropped)
+        self.metrics.add(aux.tokens_per_expert, handle)
         y = self.experts(recv_x, handle.offs)
         out = buffer.combine(y, recv_weights, handle)
         if self.shared_expert is not None:

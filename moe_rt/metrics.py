@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_rt.buffer import Buffer
+from moe_rt.handle import Handle
 
 # Two threads may run one layer through two buffers, and an in-place sum is not atomic.
 _adding = threading.Lock()
@@ -42,14 +43,15 @@ class LayerMetrics:
         self._dropped = torch.zeros((), dtype=torch.int64, device=buffer.device)
         self._forwards = torch.zeros((), dtype=torch.int64, device=buffer.device)
 
-    def add(self, tokens_per_expert: Tensor, num_dropped: Tensor) -> None:
-        """Counts a forward: int64 [E] and an int32 scalar, both on the device. No host waits for them."""
+    def add(self, tokens_per_expert: Tensor, handle: Handle) -> None:
+        """Counts a forward: what its router chose, int64 [E], and what its dispatch dropped. No host waits for it."""
         if isinstance(tokens_per_expert, FakeTensor):
             return  # traced for shapes only: there is nothing to count
         with contextlib.nullcontext() if torch.compiler.is_compiling() else _adding:
             self._tokens += tokens_per_expert
-            self._dropped += num_dropped
             self._forwards += 1
+            if self._buffer.spec.overflow == "drop":
+                self._dropped += handle.num_dropped
 
     def snapshot(self) -> MetricsSnapshot:
         """The counts so far. The one read by the host: on a GPU it waits for the stream."""

@@ -1,4 +1,4 @@
-"""A block of attention and mixture, and what ranks do with it in training: checkpointing, micro-batches, compilation."""
+"""A block of attention and mixture, and what ranks do with it: checkpointing, micro-batches, compilation."""
 
 from __future__ import annotations
 
