@@ -26,18 +26,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Raises:
         InvalidConfig: a layer's ranks are threads, which torch.distributed does not know.
     """
-    experts = {
-        id(p): layer for layer in model.modules() if isinstance(layer, MoELayer) for p in layer.experts.parameters()
+    ep_groups = {
+        id(p): _ep_group(layer)
+        for layer in model.modules()
+        if isinstance(layer, MoELayer) and not layer.experts.over_mesh
+        for p in layer.experts.parameters()
     }
     # By the groups to sum over. Parameters without a gradient count here too: ranks must call the same collectives.
     spread: dict[Groups, list[Tensor]] = {}
     for p in model.parameters():
         if not p.requires_grad:
             continue
+        groups = ep_groups.get(id(p), ())
         if isinstance(p, DTensor):
-            groups = tuple(p.device_mesh.get_group(dim) for dim, at in enumerate(p.placements) if not at.is_replicate())
-        else:
-            groups = _groups_of(experts[id(p)]) if id(p) in experts else ()
+            groups += tuple(p.device_mesh.get_group(i) for i, at in enumerate(p.placements) if not at.is_replicate())
         grads = spread.setdefault(groups, [])
         if p.grad is not None:
             grads.append(_local_part(p, p.grad))
@@ -66,7 +68,7 @@ def _local_part(p: nn.Parameter, grad: Tensor) -> Tensor:
     return grad.to_local()
 
 
-def _groups_of(layer: MoELayer) -> Groups:
+def _ep_group(layer: MoELayer) -> Groups:
     buffer = layer.buffer
     if buffer.num_ranks == 1:
         return ()

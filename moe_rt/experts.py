@@ -120,7 +120,7 @@ class Experts(nn.Module):
     """The L experts of this rank.
 
     Parameters are those of config.shapes(L, hidden, intermediate): slices, in local order, of the global tensors. After
-    `shard_over` they are DTensors.
+    `shard_over` they are DTensors, and `over_mesh` is True.
     """
 
     # Of the default layout; where another has none of that name, there is none.
@@ -141,7 +141,7 @@ class Experts(nn.Module):
         self._shapes = self.config.shapes(num_local, hidden, intermediate)
         for name, shape in self._shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self._are_dtensors = False
+        self.over_mesh = False
 
     def shard_over(self, mesh: DeviceMesh) -> None:
         """Makes every parameter a DTensor [E, ...] in equal blocks over a one-dimensional mesh. Local."""
@@ -150,7 +150,7 @@ class Experts(nn.Module):
         for name in self._shapes:
             block = DTensor.from_local(getattr(self, name).detach(), mesh, [Shard(0)], run_check=False)
             self.register_parameter(name, nn.Parameter(block))
-        self._are_dtensors = True
+        self.over_mesh = True
 
     @torch.no_grad()
     def reset_expert(self, local: int, generator: torch.Generator | None) -> None:
@@ -178,7 +178,7 @@ class Experts(nn.Module):
 
     def _local_weights(self) -> dict[str, Tensor]:
         weights = {name: getattr(self, name) for name in self._shapes}
-        return {name: w.to_local() for name, w in weights.items()} if self._are_dtensors else weights
+        return {name: w.to_local() for name, w in weights.items()} if self.over_mesh else weights
 
 
 class SwiGLUExperts(Experts):

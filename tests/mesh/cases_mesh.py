@@ -49,9 +49,9 @@ def ep_mesh(efsdp: int, ep: int) -> DeviceMesh:
     return init_device_mesh("cpu", (efsdp, ep), mesh_dim_names=("efsdp", "ep"))
 
 
-def fsdp_decoder(efsdp: int, ep: int, **changes: Any) -> Decoder:
+def fsdp_decoder(efsdp: int, ep: int, *, over_mesh: bool = True, **changes: Any) -> Decoder:
     mesh = ep_mesh(efsdp, ep)
-    model = decoder(mesh["ep"], **changes)
+    model = decoder(mesh["ep"] if over_mesh else mesh.get_group("ep"), **changes)
     dense = init_device_mesh("cpu", (efsdp * ep,), mesh_dim_names=("dp",))
     shard_experts(model, mesh["efsdp"])
     for block in model.layers:
@@ -167,12 +167,12 @@ def load_then_step(group: Any, path: str, changes: dict[str, Any]) -> tuple[dict
 def clipped(group: Any, kind: str) -> tuple[float, float]:
     """The norm of the first step's gradients, and the norm once more after clipping to 0.1."""
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    if kind == "fsdp":
-        model: nn.Module = fsdp_decoder(2, 2)
+    if kind.startswith("fsdp"):
+        model: nn.Module = fsdp_decoder(2, 2, over_mesh=kind == "fsdp")
     else:
         model = decoder(ep_mesh(1, world)["ep"] if kind == "mesh" else group)
     loss_of(model, 0, rank, world).backward()
-    if kind != "fsdp":
+    if not kind.startswith("fsdp"):
         average(model, world)
     before, after = clip_grad_norm_(model, 0.1), clip_grad_norm_(model, 0.1)
     close(model)

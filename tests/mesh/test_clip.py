@@ -14,7 +14,8 @@ MakeRanks = Callable[[str, int], Ranks]
 
 
 @pytest.mark.parametrize(
-    ("size", "kind"), [(1, "group"), (2, "group"), (4, "group"), (1, "mesh"), (2, "mesh"), (4, "mesh"), (4, "fsdp")]
+    ("size", "kind"),
+    [(size, kind) for size in (1, 2, 4) for kind in ("group", "mesh")] + [(4, "fsdp"), (4, "fsdp over a group")],
 )
 def test_norm_is_that_of_one_process(make_ranks: MakeRanks, size: int, kind: str) -> None:
     expected = cases.clipped(None, "group")
