@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.activations import Activation, activate, swiglu
 from moe_rt.errors import InvalidConfig, InvalidInput
@@ -118,7 +119,8 @@ def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: E
 class Experts(nn.Module):
     """The L experts of this rank.
 
-    Parameters are those of config.shapes(L, hidden, intermediate): slices, in local order, of the global tensors.
+    Parameters are those of config.shapes(L, hidden, intermediate): slices, in local order, of the global tensors. After
+    `shard_over` they are DTensors, and `over_mesh` is True.
     """
 
     # Of the default layout; where another has none of that name, there is none.
@@ -139,12 +141,30 @@ class Experts(nn.Module):
         self._shapes = self.config.shapes(num_local, hidden, intermediate)
         for name, shape in self._shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.over_mesh = False
+
+    def shard_over(self, mesh: DeviceMesh) -> None:
+        """Makes every parameter a DTensor [E, ...] in equal blocks over a one-dimensional mesh. Local."""
+        from torch.distributed.tensor import DTensor, Shard  # here, since it makes `import moe_rt` a second slower
+
+        for name in self._shapes:
+            block = DTensor.from_local(getattr(self, name).detach(), mesh, [Shard(0)], run_check=False)
+            self.register_parameter(name, nn.Parameter(block))
+        self.over_mesh = True
 
     @torch.no_grad()
     def reset_expert(self, local: int, generator: torch.Generator | None) -> None:
-        """Draws one expert: N(0, 1 / fan-in), on the CPU whatever the device; biases are zero."""
-        for name in self._shapes:
-            weight: Tensor = getattr(self, name)[local]
+        """Draws one expert: N(0, 1 / fan-in), on the CPU whatever the device; biases are zero.
+
+        Raises:
+            InvalidConfig: FSDP has sharded the parameters further, so that this rank does not hold the whole expert.
+        """
+        weights = self._local_weights()
+        for name, shape in self._shapes.items():
+            got = tuple(weights[name].shape)
+            if got != shape:
+                raise InvalidConfig(f"experts.{name}: got {got} on this rank, expected {shape}; reset before sharding")
+            weight = weights[name][local]
             if weight.dim() == 1:
                 weight.zero_()
                 continue
@@ -154,7 +174,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [rows, H] packed by expert -> [rows, H], in x's dtype."""
-        return expert_mlp(x, offs, {name: getattr(self, name) for name in self._shapes}, self.config)
+        return expert_mlp(x, offs, self._local_weights(), self.config)
+
+    def _local_weights(self) -> dict[str, Tensor]:
+        weights = {name: getattr(self, name) for name in self._shapes}
+        return {name: w.to_local() for name, w in weights.items()} if self.over_mesh else weights
 
 
 class SwiGLUExperts(Experts):

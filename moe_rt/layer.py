@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.balance import RouterAux
 from moe_rt.buffer import Buffer, Group
-from moe_rt.config import Overflow
+from moe_rt.config import BufferSpec, Overflow, contiguous_placement
 from moe_rt.errors import InvalidConfig
 from moe_rt.experts import Experts, ExpertsConfig
+from moe_rt.metrics import LayerMetrics
 from moe_rt.native import activation
 from moe_rt.pool import shared_buffer
 from moe_rt.router import Router, RouterConfig
@@ -89,27 +91,38 @@ class MoELayer(nn.Module):
     Parameters: `router.weight` [E, H], the same on every rank; `experts.gate_up_proj` [L, 2F, H] and
     `experts.down_proj` [L, H, F], or what the config's layout has instead, this rank's slice of the global tensors in
     the order of `expert_ids`; with shared_intermediate `shared_expert.*`, the same on every rank. Ranks seeded alike
-    start with the same global weights whatever their number.
+    start with the same global weights whatever their number. Over a DeviceMesh `experts.*` are DTensors [E, ...] in
+    equal blocks, so that checkpoints (docs/howto/resume.md) and FSDP (docs/howto/fsdp.md) see the global tensors.
 
     Gradients: `experts.*` hold the sum over all ranks of the group; all others hold this rank's part. With a loss
     averaged over ranks, divide the former by the number of ranks and all-reduce the latter to a mean.
+    `moe_rt.parallel.shard_experts` divides by itself; `moe_rt.clip.clip_grad_norm_` clips both.
 
     Args:
         config: see MoEConfig.
         group: see moe_rt.Buffer.
         buffer: use this one instead; its sizes must be the config's.
+
+    Raises:
+        InvalidConfig: over a mesh, on every rank, if the experts are not in equal contiguous blocks.
+        As moe_rt.Buffer.
     """
 
     def __init__(self, config: MoEConfig, group: Group = None, *, buffer: Buffer | None = None) -> None:
         super().__init__()
         self.config = config
         self.buffer = shared_buffer(group, **config.buffer_sizes()) if buffer is None else _fitting(buffer, config)
+        if isinstance(group, DeviceMesh):
+            _check_blocks(self.buffer.spec, group)
         self.expert_ids = self.buffer.spec.local_experts(self.buffer.rank)
         self.tag = self.buffer.new_tag()
         device = self.buffer.device
+        self.metrics = LayerMetrics(config.num_experts, self.buffer)
         with device:
             self.router = Router(config.hidden, config=config)
             self.experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
+            if isinstance(group, DeviceMesh):
+                self.experts.shard_over(group)
             self.shared_expert = None
             if config.shared_intermediate is not None:
                 self.shared_expert = SharedExpert(
@@ -132,21 +145,28 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             self.shared_expert.reset_parameters()
 
-    def forward(self, x: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, RouterAux]:
+    def forward(
+        self, x: Tensor, topk_idx: Tensor | None = None, *, buffer: Buffer | None = None
+    ) -> tuple[Tensor, RouterAux]:
         """Routes, runs the experts, adds up. Collective.
 
         Args:
             x: [..., H].
             topk_idx: visit these experts instead of choosing, see `moe_rt.router.Router.forward`.
+            buffer: travel through this one, made with `Buffer(group, **config.buffer_sizes())`, instead of the layer's;
+                its ops, backwards included, keep an order of their own. So two threads can each have a micro-batch in
+                flight.
 
         Returns:
             The shape and dtype of x, and the router's losses.
         """
+        buffer = self.buffer if buffer is None else _fitting(buffer, self.config, self.buffer.spec.placement)
         idx, weights, aux = self.router(x, topk_idx)
         rows = x.reshape(-1, self.config.hidden).to(self.config.dtype)
-        recv_x, recv_weights, handle = self.buffer.dispatch(rows, idx, weights, tag=self.tag)
+        recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
+        self.metrics.add(aux.tokens_per_expert, handle)
         y = self.experts(recv_x, handle.offs)
-        out = self.buffer.combine(y, recv_weights, handle)
+        out = buffer.combine(y, recv_weights, handle)
         if self.shared_expert is not None:
             out = out + self.shared_expert(rows)
         return out.to(x.dtype).reshape(x.shape), aux
@@ -158,9 +178,23 @@ class MoELayer(nn.Module):
         return f"{changed}, expert_ids={self.expert_ids}"
 
 
-def _fitting(buffer: Buffer, config: MoEConfig) -> Buffer:
-    for name in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype"):
-        got, expected = getattr(buffer.spec, name), getattr(config, name)
+def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
+    """A DTensor's blocks are equal and in rank order. The ranks agreed on `spec`, so all of them raise or none."""
+    size = mesh.size()
+    if size != spec.num_ranks:
+        raise InvalidConfig(f"group: got a mesh of {size} ranks, expected {spec.num_ranks} as in the buffer")
+    if spec.num_experts % size:
+        raise InvalidConfig(f"num_experts: got {spec.num_experts}, expected a multiple of the mesh's {size} ranks")
+    if spec.placement != contiguous_placement(spec.num_experts, size):
+        raise InvalidConfig(f"placement: got {list(spec.placement)}, expected contiguous blocks, or a ProcessGroup")
+
+
+def _fitting(buffer: Buffer, config: MoEConfig, placement: tuple[int, ...] | None = None) -> Buffer:
+    fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype")}
+    if placement is not None:
+        fields["placement"] = placement
+    for name, expected in fields.items():
+        got = getattr(buffer.spec, name)
         if got != expected:
-            raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer's config")
+            raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer")
     return buffer

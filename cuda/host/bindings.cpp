@@ -52,6 +52,8 @@ Shape make_shape(int num_ranks, int num_experts, int num_max_tokens, int hidden,
 }  // namespace
 
 NB_MODULE(_engine, m) {
+  // FSDP keeps modules, and so their engines, past the interpreter's end; leaving a group does not depend on that.
+  nb::set_leak_warnings(false);
   using Release = nb::call_guard<nb::gil_scoped_release>;
 
   m.attr("MAX_TOPK") = kMaxTopk;

@@ -27,7 +27,7 @@ class StoreRendezvous:
     """Meets through the store of a process group, so it works for every back end and moves no tensor."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InvalidConfig("group: got a process group that this rank is not a member of, expected a member")
         self._store = _get_process_group_store(group)

@@ -84,7 +84,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, co
 
 
 def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Views of all parameters and moments, under names that are the same for any number of ranks."""
+    """Views of parameters, moments and persistent buffers, under names that are the same for any number of ranks."""
     state: State = {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
     experts = {
         f"{prefix}.experts.{name}": (f"{prefix}.experts", name, module.expert_ids)
@@ -101,6 +101,8 @@ def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
                     state[kind][f"{prefix}.{expert}.{leaf}"] = view
             else:
                 state[kind][name] = tensor
+    persistent = model.state_dict()
+    state["model"] |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return state
 
 

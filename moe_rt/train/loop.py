@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_rt.clip import clip_grad_norm_
 from moe_rt.errors import MoeRtError
 from moe_rt.layer import MoEConfig, MoELayer
 from moe_rt.train import checkpoint, data, plots
@@ -112,7 +113,7 @@ class Trainer:
         loss = F.cross_entropy(out.logits.float().flatten(0, 1), y.to(config.device).flatten())
         (loss + out.aux_loss).backward()
         self.gradients.average()
-        grad_norm = self.gradients.clip(config.grad_clip)
+        grad_norm = clip_grad_norm_(self.model, config.grad_clip)
         lr = learning_rate(step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

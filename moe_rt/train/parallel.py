@@ -1,4 +1,4 @@
-"""Ranks of a run: expert-parallel groups, and gradients averaged and clipped over them."""
+"""Ranks of a run: expert-parallel groups, and gradients averaged over them."""
 
 from __future__ import annotations
 
@@ -107,19 +107,6 @@ class Gradients:
         dist.all_reduce(self._experts, group=self._ranks.edp_group)
         self._shared /= self._ranks.world_size
         self._experts /= self._ranks.world_size
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Scales them to a global norm of at most `max_norm` and returns the norm before. Collective over the ep group.
-
-        The norm counts every parameter once, wherever it lives; all ranks see the same norm.
-        """
-        squares = self._experts.double().square().sum()
-        dist.all_reduce(squares, group=self._ranks.ep_group)
-        norm = (squares + self._shared.double().square().sum()).sqrt()
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._shared *= scale
-        self._experts *= scale
-        return norm
 
 
 def _flat_gradient(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:

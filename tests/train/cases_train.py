@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rt import MoEConfig, MoELayer
+from moe_rt.clip import clip_grad_norm_
 from moe_rt.train import TrainConfig, checkpoint, train
 from moe_rt.train.loop import moe_factory
 from moe_rt.train.model import Decoder
@@ -72,9 +73,20 @@ def initial_weights(group: Any) -> dict[str, np.ndarray]:
             return {name: tensor.numpy().copy() for name, tensor in state.items()}
 
 
-def _one_layer(ranks: Ranks) -> MoELayer:
-    sizes = MoEConfig(hidden=2, intermediate=4, num_experts=4, num_topk=1, num_max_tokens_per_rank=1)
-    return MoELayer(sizes, ranks.ep_group)
+def _one_layer(ranks: Ranks, **changes: Any) -> MoELayer:
+    sizes = dict(hidden=2, intermediate=4, num_experts=4, num_topk=1, num_max_tokens_per_rank=1)
+    return MoELayer(MoEConfig(**{**sizes, **changes}), ranks.ep_group)
+
+
+def reloaded_bias(group: Any, directory: Path) -> list[float]:
+    """The router's balance_bias of a layer that loaded what another one saved."""
+    config, ranks = tiny(), Ranks.make(dist.get_world_size())
+    saved, loaded = (_one_layer(ranks, balance_bias=True) for _ in range(2))
+    with open_buffers(saved):
+        saved.router.update_bias(torch.tensor([4, 3, 2, 1]))
+        checkpoint.save(directory, 1, saved, make_optimizer(saved, config), config)
+        checkpoint.load(directory, loaded, make_optimizer(loaded, config), config)
+        return loaded.router.balance_bias.tolist()
 
 
 def clipped_norm(group: Any, squares: list[float]) -> tuple[float, float]:
@@ -82,11 +94,11 @@ def clipped_norm(group: Any, squares: list[float]) -> tuple[float, float]:
     ranks = Ranks.make(len(squares))
     layer = _one_layer(ranks)
     with open_buffers(layer):
-        gradients = Gradients(layer, ranks)
+        Gradients(layer, ranks).zero()
         experts = list(layer.experts.parameters())
         for p in experts:
             p.grad.fill_((squares[ranks.rank] / sum(e.numel() for e in experts)) ** 0.5)
-        norm = gradients.clip(1.0).item()
+        norm = clip_grad_norm_(layer, 1.0).item()
         return norm, sum(p.grad.square().sum().item() for p in experts)
 
 

@@ -71,6 +71,11 @@ def test_loads_on_any_number_of_ranks(make_ranks: MakeRanks, straight: Path) -> 
     assert_same(merged(make_ranks("shm", 4).run(cases.loaded, {"out": straight, "ep": 4})), two)
 
 
+def test_keeps_the_bias_of_the_router(make_ranks: MakeRanks, tmp_path: Path) -> None:
+    step = float(np.float32(1e-3))
+    assert make_ranks("shm", 2).run(cases.reloaded_bias, tmp_path) == [[-step, -step, step, step]] * 2
+
+
 def test_goes_on_alone(straight: Path, interrupted: Path) -> None:
     train(cases.tiny(**SHORT, out=interrupted, resume=True))
     got, expected = (

@@ -1,0 +1,49 @@
+"""What ranks do in the tests of metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from cases_layer import TOKENS, TOPK, config, inputs_for
+
+from moe_rt import MoELayer
+from moe_rt.metrics import MetricsSnapshot
+
+LATE_S = 0.2
+# Both ranks send 10 tokens to an expert of rank 0, whose capacity is a quarter of a balanced load's 2 * 10 * 3 / 2.
+LOST = 20 - 8
+
+__all__ = ["LATE_S", "LOST", "TOPK", "counted", "dropped", "one_rank_is_late"]
+
+
+def counted(group: Any) -> tuple[MetricsSnapshot, list[int]]:
+    """The snapshot after two forwards, and the sum of what the router reported."""
+    layer = MoELayer(config(), group)
+    reported = sum(layer(inputs_for(step, TOKENS))[1].tokens_per_expert for step in range(2))
+    snapshot = layer.metrics.snapshot()
+    layer.buffer.close()
+    return snapshot, reported.tolist()
+
+
+def dropped(group: Any) -> tuple[int, int]:
+    layer = MoELayer(config(num_experts=8, capacity_factor=0.25, overflow="drop"), group)
+    to_rank_0 = torch.tensor([[0, -1, -1]]).expand(TOKENS, -1)
+    for _ in range(2):
+        layer(inputs_for(0, TOKENS), to_rank_0)
+    snapshot = layer.metrics.snapshot()
+    layer.buffer.close()
+    return snapshot.rows_dropped, snapshot.forwards
+
+
+def one_rank_is_late(group: Any) -> list[int]:
+    layer = MoELayer(config(), group)
+    layer(inputs_for(0, TOKENS))
+    before = layer.metrics.snapshot().waited_ns
+    if group.rank() == 1:
+        time.sleep(LATE_S)
+    layer(inputs_for(0, TOKENS))
+    after = layer.metrics.snapshot().waited_ns
+    layer.buffer.close()
+    return [b - a for a, b in zip(before, after, strict=True)]

@@ -1,0 +1,30 @@
+"""What a layer counts: its router's choices, rows that did not fit, forwards, and whom it waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cases_metrics as cases
+from harness import Ranks
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+def test_counts_add_up(make_ranks: MakeRanks) -> None:
+    for snapshot, expected in make_ranks("shm", 2).run(cases.counted):
+        assert snapshot.tokens_per_expert == expected
+        assert sum(expected) == 2 * 10 * cases.TOPK
+        assert (snapshot.forwards, snapshot.rows_dropped) == (2, 0)
+
+
+def test_dropped_rows_are_counted(make_ranks: MakeRanks) -> None:
+    """All tokens of both ranks go to rank 0, which has room for a part."""
+    assert make_ranks("shm", 2).run(cases.dropped) == [(2 * cases.LOST, 2), (0, 2)]
+
+
+def test_waiting_is_charged_to_the_late_peer(make_ranks: MakeRanks) -> None:
+    first, last = make_ranks("shm", 2).run(cases.one_rank_is_late)
+    late_ns = cases.LATE_S * 1e9
+    assert 0.5 * late_ns < first[1] < 5 * late_ns
+    assert first[0] < 0.2 * late_ns
+    assert last[0] < 0.5 * late_ns

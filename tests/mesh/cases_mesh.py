@@ -1,0 +1,241 @@
+"""A small decoder whose mixtures lie on meshes, and what ranks do in the mesh tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from moe_rt import MoEConfig, MoELayer
+from moe_rt.checkpoint import check_checkpoint
+from moe_rt.clip import clip_grad_norm_
+from moe_rt.parallel import shard_experts
+from moe_rt.train import TrainConfig
+from moe_rt.train.model import Decoder
+from moe_rt.train.parallel import moe_layers
+
+SEQUENCES, LENGTH, STEPS = 8, 16, 3
+
+
+def moe_config(**changes: Any) -> MoEConfig:
+    fields: dict[str, Any] = dict(
+        hidden=32, intermediate=24, num_experts=8, num_topk=2, num_max_tokens_per_rank=SEQUENCES * LENGTH,
+        aux_loss_coef=0.1, z_loss_coef=0.01,
+    )  # fmt: skip
+    return MoEConfig(**{**fields, **changes})
+
+
+def decoder(group: Any, **changes: Any) -> Decoder:
+    """The same global weights whatever the group."""
+    torch.manual_seed(11)
+    sizes = TrainConfig(hidden=32, num_heads=2, num_layers=2, seq_len=LENGTH, tie_embeddings=False)
+    return Decoder(sizes, lambda _: MoELayer(moe_config(**changes), group))
+
+
+def close(model: nn.Module) -> None:
+    for layer in moe_layers(model):
+        layer.buffer.close()
+
+
+def ep_mesh(efsdp: int, ep: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (efsdp, ep), mesh_dim_names=("efsdp", "ep"))
+
+
+def fsdp_decoder(efsdp: int, ep: int, *, over_mesh: bool = True, **changes: Any) -> Decoder:
+    mesh = ep_mesh(efsdp, ep)
+    model = decoder(mesh["ep"] if over_mesh else mesh.get_group("ep"), **changes)
+    dense = init_device_mesh("cpu", (efsdp * ep,), mesh_dim_names=("dp",))
+    shard_experts(model, mesh["efsdp"])
+    for block in model.layers:
+        fully_shard(block, mesh=dense)
+    return fully_shard(model, mesh=dense)
+
+
+def loss_of(model: nn.Module, step: int, rank: int = 0, world: int = 1) -> Tensor:
+    """The mean over this rank's part of the step's batch."""
+    tokens = torch.randint(256, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    mine = tokens.chunk(world)[rank]
+    out = model(mine[:, :-1])
+    return F.cross_entropy(out.logits.flatten(0, 1), mine[:, 1:].flatten()) + out.aux_loss
+
+
+def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in tensors.items()}
+
+
+def train_steps(model: nn.Module, rank: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Global losses and parameters of AdamW steps; the model averages its own gradients over ranks."""
+    # A large eps, for the first steps of AdamW otherwise are the signs of gradients, rounding included.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, step, rank, world)
+        loss.backward()
+        clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses, full(dict(model.named_parameters()))
+
+
+def fsdp_steps(group: Any, efsdp: int, ep: int, changes: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
+    """As train_steps, and how many elements of experts this rank keeps."""
+    model = fsdp_decoder(efsdp, ep, **changes)
+    kept = sum(p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name)
+    result = train_steps(model, group.rank(), group.size())
+    close(model)
+    return *result, kept
+
+
+def single_steps(changes: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    model = decoder(None, **changes)
+    result = train_steps(model, 0, 1)
+    close(model)
+    return result
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def averaged_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int) -> float:
+    """One step of a model whose ranks all are one ep group and whose gradients are still those of each rank's loss."""
+    loss = loss_of(model, step, rank, world)
+    loss.backward()
+    average(model, world)
+    optimizer.step()
+    optimizer.zero_grad()
+    total = loss.detach().clone()
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / world
+
+
+def average(model: nn.Module, world: int) -> None:
+    """Over ranks that all are one ep group: experts hold sums already."""
+    for name, p in model.named_parameters():
+        if ".experts." not in name and world > 1:
+            dist.all_reduce(p.grad)
+        p.grad /= world
+
+
+def save_then_step(group: Any, path: str, changes: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
+    """Two steps on a mesh, a checkpoint, two more steps: parameters at the checkpoint, and the later losses."""
+    model = decoder(ep_mesh(1, group.size())["ep"], balance_bias=True, **changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for step in range(2):
+        averaged_step(model, optimizer, step, group.rank(), group.size())
+    for layer in moe_layers(model):
+        layer.router.update_bias(torch.arange(layer.config.num_experts))
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    saved = full(get_model_state_dict(model))
+    losses = [averaged_step(model, optimizer, step, group.rank(), group.size()) for step in (2, 3)]
+    close(model)
+    return saved, losses
+
+
+def load_then_step(group: Any, path: str, changes: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
+    """What a model of other weights has after loading, and the losses of the next steps."""
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    model = decoder(None if group is None else ep_mesh(1, world)["ep"], balance_bias=True, **changes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    try:
+        check_checkpoint(model, path)
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        loaded = full(get_model_state_dict(model))
+        return loaded, [averaged_step(model, optimizer, step, rank, world) for step in (2, 3)]
+    finally:
+        close(model)
+
+
+def clipped(group: Any, kind: str) -> tuple[float, float]:
+    """The norm of the first step's gradients, and the norm once more after clipping to 0.1."""
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    if kind.startswith("fsdp"):
+        model: nn.Module = fsdp_decoder(2, 2, over_mesh=kind == "fsdp")
+    else:
+        model = decoder(ep_mesh(1, world)["ep"] if kind == "mesh" else group)
+    loss_of(model, 0, rank, world).backward()
+    if not kind.startswith("fsdp"):
+        average(model, world)
+    before, after = clip_grad_norm_(model, 0.1), clip_grad_norm_(model, 0.1)
+    close(model)
+    return before.item(), after.item()
+
+
+def clipped_by_hand(group: Any) -> list[float]:
+    """Gradients of [3, 3] summed over two ranks that hold [4, 4] in halves and a part each of a sum: both norms."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, [Shard(0)]))
+    sharded.grad = DTensor.from_local(torch.full((1,), 4.0), mesh, [Shard(0)])
+    replicated = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+    replicated.grad = DTensor.from_local(torch.full((2,), 1.5), mesh, [Partial()])
+    frozen, unused = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(1))
+    model = nn.Module()
+    for name, p in dict(sharded=sharded, replicated=replicated, frozen=frozen, unused=unused).items():
+        model.register_parameter(name, p)
+    norm = clip_grad_norm_(model, 1.0).item()
+    return [norm, *sharded.grad.full_tensor().tolist(), *replicated.grad.full_tensor().tolist()]
+
+
+def clipped_threads(group: Any) -> None:
+    layer = MoELayer(moe_config(), group)
+    try:
+        clip_grad_norm_(layer, 1.0)
+    finally:
+        layer.buffer.close()
+
+
+def on_mesh_and_group(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's loss and gradients with DTensors, and with plain tensors."""
+    results = []
+    for where in (ep_mesh(1, group.size())["ep"], group):
+        model = decoder(where)
+        loss = loss_of(model, 0, group.rank(), group.size())
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        assert all(isinstance(g, DTensor) == (".experts." in name and where is not group) for name, g in grads.items())
+        local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
+        results.append({"loss": loss.detach(), **local})
+        close(model)
+    return results[0], results[1]
+
+
+def initial(group: Any) -> dict[str, Tensor]:
+    torch.manual_seed(42)
+    layer = MoELayer(moe_config(), ep_mesh(1, group.size())["ep"])
+    layer.buffer.close()
+    return full(layer.state_dict())
+
+
+def refused(group: Any, efsdp: int | None, changes: dict[str, Any]) -> None:
+    mesh = ep_mesh(2, 2) if efsdp is None else ep_mesh(efsdp, 4)["ep"]
+    MoELayer(moe_config(**changes), mesh)
+
+
+def refused_on_one(group: Any) -> None:
+    MoELayer(moe_config(num_experts=8 - group.rank()), ep_mesh(1, 2)["ep"])
+
+
+def reset_after_sharding(group: Any) -> None:
+    mesh = ep_mesh(2, 1)
+    layer = MoELayer(moe_config(), mesh["ep"])
+    shard_experts(layer, mesh["efsdp"])
+    layer.buffer.close()
+    layer.reset_parameters()

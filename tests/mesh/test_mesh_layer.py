@@ -1,0 +1,55 @@
+"""A layer over a DeviceMesh: global shapes, the same numbers as over a process group, and refusals on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases_mesh as cases
+import pytest
+import torch
+from harness import Ranks
+
+from moe_rt.errors import ConfigMismatch, InvalidConfig
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_equals_a_process_group(make_ranks: MakeRanks, size: int) -> None:
+    for on_mesh, on_group in make_ranks("shm", size).run(cases.on_mesh_and_group):
+        torch.testing.assert_close(on_mesh, on_group, rtol=0, atol=0)
+
+
+def test_initial_parameters_do_not_depend_on_ranks(make_ranks: MakeRanks) -> None:
+    [whole] = make_ranks("shm", 1).run(cases.initial)
+    assert whole["experts.gate_up_proj"].shape == (8, 48, 32)
+    for got in make_ranks("shm", 4).run(cases.initial):
+        torch.testing.assert_close(got, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("efsdp", "changes", "message"),
+    [
+        (1, {"num_experts": 7}, "num_experts: got 7, expected a multiple of the mesh's 4 ranks"),
+        (1, {"num_experts": 4, "placement": [1, 0, 2, 3]}, r"placement: got \[1, 0, 2, 3\], expected contiguous"),
+        (None, {}, "group: got a mesh of 2 dimensions"),
+    ],
+    ids=str,
+)
+def test_refusals(make_ranks: MakeRanks, efsdp: int | None, changes: dict[str, Any], message: str) -> None:
+    for outcome in make_ranks("shm", 4).outcomes(cases.refused, efsdp, changes):
+        with pytest.raises(InvalidConfig, match=message):
+            raise outcome
+
+
+def test_one_rank_that_is_wrong_ends_all(make_ranks: MakeRanks) -> None:
+    """A rank whose number of experts does not fit the mesh cannot leave its peers waiting."""
+    outcomes = make_ranks("shm", 2).outcomes(cases.refused_on_one)
+    assert all(isinstance(outcome, ConfigMismatch) for outcome in outcomes)
+
+
+def test_reset_after_sharding_is_refused(make_ranks: MakeRanks) -> None:
+    for outcome in make_ranks("shm", 2).outcomes(cases.reset_after_sharding):
+        with pytest.raises(InvalidConfig, match=r"experts.gate_up_proj: got \(4, 48, 32\) on this rank, expected \(8,"):
+            raise outcome

@@ -1,0 +1,55 @@
+"""A checkpoint of two ranks goes on with any number of them, and one of another model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases_mesh as cases
+import pytest
+import torch
+from harness import Ranks
+from torch import Tensor
+
+from moe_rt.errors import InvalidConfig
+
+MakeRanks = Callable[[str, int], Ranks]
+Saved = tuple[str, dict[str, Tensor], list[float]]
+
+
+@pytest.fixture(scope="module")
+def saved(make_ranks: MakeRanks, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    path = str(tmp_path_factory.mktemp("checkpoint") / "two")
+    return path, *make_ranks("shm", 2).run(cases.save_then_step, path, {})[0]
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 4])
+def test_goes_on_with_any_number_of_ranks(make_ranks: MakeRanks, saved: Saved, size: int | None) -> None:
+    """None: without torch.distributed and without a mesh, so that parameters are plain tensors."""
+    path, parameters, losses = saved
+    if size is None:
+        results: list[Any] = [cases.load_then_step(None, path, {})]
+    else:
+        results = make_ranks("shm", size).run(cases.load_then_step, path, {})
+    assert parameters["layers.0.moe.experts.down_proj"].shape[0] == 8
+    assert parameters["layers.0.moe.router.balance_bias"].count_nonzero() == 8
+    for got, got_losses in results:
+        torch.testing.assert_close(got, parameters, rtol=0, atol=0)
+        torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=0)
+    if size == 2:
+        assert results[0][1] == losses, "bit for bit on as many ranks"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 4}, "num_experts: got 4, expected 8 as in model.layers.0.moe.router.weight"),
+        ({"intermediate": 16}, r"experts.gate_up_proj: got \[8, 32, 32\], expected \[8, 48, 32\]"),
+        ({"layout": "split"}, "experts.w1: got no such tensor"),
+    ],
+    ids=str,
+)
+def test_refuses_another_model(make_ranks: MakeRanks, saved: Saved, changes: dict[str, Any], message: str) -> None:
+    for outcome in make_ranks("shm", 2).outcomes(cases.load_then_step, saved[0], changes):
+        with pytest.raises(InvalidConfig, match=message):
+            raise outcome
