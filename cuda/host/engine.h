@@ -31,6 +31,7 @@ struct EngineConfig {
   bool drop_overflow;                // false: overflow is refused by all ranks
   int num_lanes;
   std::string isa;
+  uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
 };
 
 // Where the time of the last op went, on lane 0.
@@ -100,7 +101,7 @@ class Engine {
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
   std::vector<int64_t> lane_fault_, needed_rows_;
   std::unique_ptr<Team> team_;
-  uint64_t seq_[kNumKinds] = {0, 0};
+  uint64_t seq_[kNumKinds];
   Status failure_;
   Timings timings_;
   uint32_t busy_ = 0, closed_ = 0;
