@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 from moe_rt.config import BufferSpec
 from moe_rt.errors import ConfigMismatch, InvalidConfig
-from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 
 
 def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s: float) -> BufferSpec:
@@ -19,6 +18,7 @@ def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s
     Raises:
         InvalidConfig: what `make_spec` raised here, or that it raised on a peer.
         ConfigMismatch: naming the first field that differs, the ranks and both values.
+        CorruptPeer: what came for a rank is no record.
         PeerTimeout: a rank did not come.
     """
     spec: BufferSpec | None = None
@@ -28,7 +28,7 @@ def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s
         mine: dict[str, Any] = spec.record()
     except InvalidConfig as error:
         failure, mine = error, {"error": str(error)}
-    records = [json.loads(p) for p in rendezvous.all_gather(json.dumps(mine), timeout_s)]
+    records = all_gather_records(rendezvous, mine, timeout_s)
     if spec is None:
         assert failure is not None
         raise failure
@@ -38,7 +38,8 @@ def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s
             raise InvalidConfig(f"rank {peer} refused its own configuration: {record['error']}", rank=me, peer=peer)
     # Everyone is compared with rank 0, so that every rank names the same culprit.
     for peer, record in enumerate(records):
-        for field, expected in records[0].items():
+        for field in mine:
+            expected = records[0].get(field)
             if record.get(field) != expected:
                 message = f"{field}: got {record.get(field)} on rank {peer}, expected {expected} as on rank 0"
                 raise ConfigMismatch(message, rank=me, peer=peer)

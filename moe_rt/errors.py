@@ -181,9 +181,11 @@ _CLASSES: dict[Code, type[MoeRtError]] = {
 
 
 def _call_name(word: int) -> str:
-    """Spells out a call word of signal.h."""
+    """Spells out a call word of signal.h; a peer's may name no op at all."""
     word &= (1 << 64) - 1
-    return f"{Op(word >> 60 & 0xF).name.lower()} (layer tag {word >> 32 & 0xFFFFFFF}, handle {word & 0xFFFFFFFF})"
+    op = word >> 60
+    name = Op(op).name.lower() if op in Op._value2member_map_ else f"op {op}"
+    return f"{name} (layer tag {word >> 32 & 0xFFFFFFF}, handle {word & 0xFFFFFFFF})"
 
 
 def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:

@@ -36,6 +36,7 @@ Engine::Engine(EngineConfig config)
   needed_rows_.resize(num_ranks);
   timings_.arrival_ns.resize(num_ranks);
   waited_ns_.resize(num_ranks);
+  seq_[0] = seq_[1] = config_.first_seq - 1;
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
   // The next reader finds rows in the last-level cache if those of all ranks fit, and a little beyond (docs/log.md).

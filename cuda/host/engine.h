@@ -33,6 +33,7 @@ struct EngineConfig {
   bool drop_overflow;                // false: overflow is refused by all ranks
   int num_lanes;
   std::string isa;
+  uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
   Fault fault{};  // none, outside of tests
 };
 
@@ -108,7 +109,7 @@ class Engine {
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
   std::vector<int64_t> lane_fault_, needed_rows_;
   std::unique_ptr<Team> team_;
-  uint64_t seq_[kNumKinds] = {0, 0};
+  uint64_t seq_[kNumKinds];
   Status failure_;
   Point fault_point_ = Point::kNone;  // of the running op
   Timings timings_;

@@ -28,7 +28,8 @@ enum class Code : int32_t {
   kForked = 34,
 };
 
-MOE_RT_FN constexpr bool is_refusal(Code code) { return code > Code::kOk && code < Code::kConfigMismatch; }
+// One of those above: a peer's header may hold any number.
+MOE_RT_FN constexpr bool is_refusal(Code code) { return code > Code::kOk && code <= Code::kCapacityOverflow; }
 
 enum class Op : int32_t { kNone = 0, kDispatch = 1, kCombine = 2, kDispatchBackward = 3, kCombineBackward = 4 };
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from datetime import timedelta
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from moe_rt.errors import InvalidConfig, PeerTimeout
+from moe_rt.errors import CorruptPeer, InvalidConfig, PeerTimeout
 
 
 class Rendezvous(Protocol):
@@ -21,6 +22,26 @@ class Rendezvous(Protocol):
     def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         """Returns every rank's payload in rank order; raises PeerTimeout when a rank stays away."""
         ...
+
+
+def all_gather_records(rendezvous: Rendezvous, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    """Every rank's record in rank order. They travel as JSON, and what arrives is data, whoever wrote it.
+
+    Raises:
+        CorruptPeer: what came for some rank is no JSON object; on every rank, since all read the same.
+        PeerTimeout: a rank stayed away.
+    """
+    records = []
+    for peer, payload in enumerate(rendezvous.all_gather(json.dumps(record), timeout_s)):
+        try:
+            found = json.loads(payload)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            message = f"rendezvous record of rank {peer}: got {payload[:80]!r}, expected a JSON object"
+            raise CorruptPeer(message, rank=rendezvous.rank, peer=peer)
+        records.append(found)
+    return records
 
 
 class StoreRendezvous:
@@ -44,7 +65,7 @@ class StoreRendezvous:
             missing = [r for r in range(self.size) if not self._store.check([keys[r]])]
             message = f"rank {self.rank}: ranks {missing} did not come to make a buffer within {timeout_s:g} s"
             raise PeerTimeout(message, rank=self.rank, peer=missing[0] if missing else -1) from error
-        payloads = [self._store.get(key).decode() for key in keys]
+        payloads = [self._store.get(key).decode(errors="replace") for key in keys]
         if self._round > 0:  # everyone who is in this round has read the one before
             self._store.delete_key(f"{self._prefix}/{self._round - 1}/{self.rank}")
         self._round += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import mmap
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
-from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 
 PAGE = 4096  # segments start on it: the layout aligns its regions relative to the start
 
@@ -69,13 +68,13 @@ def together(
         failure.__cause__ = error
     if failure is not None:
         record = {"error": type(failure).__name__, "message": str(failure)}
-    records: list[dict[str, Any]] = [json.loads(p) for p in rendezvous.all_gather(json.dumps(record), timeout_s)]
+    records = all_gather_records(rendezvous, record, timeout_s)
     if failure is not None:
         raise failure
     kinds: dict[str, type[MoeRtError]] = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission)}
     for peer, r in enumerate(records):
         if "error" in r:
-            raise kinds.get(r["error"], InvalidConfig)(r["message"], rank=rendezvous.rank, peer=peer)
+            raise kinds.get(str(r["error"]), InvalidConfig)(str(r.get("message")), rank=rendezvous.rank, peer=peer)
     return records
 
 

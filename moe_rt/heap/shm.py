@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import mmap
 import os
 from pathlib import Path
 from typing import Any
 
-from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.errors import CorruptPeer, InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
 from moe_rt.heap.processes import watch
-from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages
 
 MEMFD_NAME = "moe_rt"
+# No peer can shrink the segment under us: that would turn an access into a SIGBUS.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_RECORD = {"pid": int, "fd": int, "dev": int, "ino": int, "host": str}  # what a rank says of its segment
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; faults all pages in, huge ones where the mapping asks for them
 
 
@@ -31,6 +33,7 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         OutOfSharedMemory: some rank could not reserve its segment.
         SegmentPermission: some rank could not open a peer's segment, or found something else in its place.
         InvalidConfig: ranks are on different hosts.
+        CorruptPeer: what came for a rank is no record of a segment.
     """
     opened: list[int] = []  # descriptors, needed only until everyone has mapped: a mapping keeps a duplicate
     segments = Segments([], [], [])
@@ -84,8 +87,7 @@ def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
             if error.errno != errno.EINVAL:
                 raise
             os.posix_fallocate(fd, 0, num_bytes)  # kernels before 5.14
-    # No peer can shrink the segment under us: that would turn an access into a SIGBUS.
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     stat = os.fstat(fd)
     with open("/proc/sys/kernel/random/boot_id") as f:
         host = f.read().strip()
@@ -93,7 +95,7 @@ def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
 
 
 def _creation_error(error: OSError, num_bytes: int, rank: int) -> MoeRtError:
-    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT):
+    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EFBIG):
         message = f"rank {rank} could not reserve a segment of {num_bytes} bytes: {os.strerror(error.errno)}"
         return OutOfSharedMemory(message, rank=rank)
     return SegmentPermission(f"rank {rank} could not make a segment: {error}", rank=rank)
@@ -105,14 +107,13 @@ def _share(
     """All-gathers records; when any rank failed, raises that failure's kind on every rank."""
     if failure is not None:
         record = {"error": type(failure).__name__, "message": str(failure)}
-    payloads = rendezvous.all_gather(json.dumps(record), timeout_s)
-    records: list[dict[str, Any]] = [json.loads(p) for p in payloads]
+    records = all_gather_records(rendezvous, record, timeout_s)
     if failure is not None:
         raise failure
     kinds = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission, InvalidConfig)}
     for peer, r in enumerate(records):
         if "error" in r:
-            raise kinds[r["error"]](r["message"], rank=rendezvous.rank, peer=peer)
+            raise kinds.get(str(r["error"]), InvalidConfig)(str(r.get("message")), rank=rendezvous.rank, peer=peer)
     return records
 
 
@@ -121,6 +122,9 @@ def _attach_all(
 ) -> None:
     me = rendezvous.rank
     for peer, record in enumerate(records):
+        if {name: type(value) for name, value in record.items()} != _RECORD:  # a path is made of it
+            message = f"segment of rank {peer}: got the record {record}, expected the fields {list(_RECORD)}"
+            raise CorruptPeer(message, rank=me, peer=peer)
         if record["host"] != records[me]["host"]:
             raise InvalidConfig(f'heap "shm": got rank {peer} on another host than rank {me}, expected one host')
         path = f"/proc/{record['pid']}/fd/{record['fd']}"
@@ -134,10 +138,10 @@ def _attach_all(
             raise SegmentPermission(message, rank=me, peer=peer) from error
         opened.append(fd)
         stat = os.fstat(fd)
-        got = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid)
-        expected = (record["dev"], record["ino"], num_bytes, os.geteuid())
+        got = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid, _seals(fd))
+        expected = (record["dev"], record["ino"], num_bytes, os.geteuid(), _SEALS)
         if got != expected:
-            message = f"segment of rank {peer}: got device, inode, size, user {got}, expected {expected}"
+            message = f"segment of rank {peer}: got device, inode, size, user, seals {got}, expected {expected}"
             raise SegmentPermission(message, rank=me, peer=peer)
         mapping = mmap.mmap(fd, num_bytes)
         ask_for_huge_pages(mapping)
@@ -145,3 +149,10 @@ def _attach_all(
         segments.addresses.append(address_of(mapping))
         segments.members.append((record["pid"], record["ino"]))
         segments.pidfds.append(-1 if peer == me else watch(record["pid"]))
+
+
+def _seals(fd: int) -> int:
+    """The seals of a memfd; 0 for another file, which has none."""
+    with contextlib.suppress(OSError):
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    return 0

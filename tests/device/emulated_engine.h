@@ -30,6 +30,7 @@ class Engine {
     if constexpr (kNetwork) connect();
     world_ = {config_.shape, Layout::make(config_.shape),         placement_.view(), config_.capacity.data(),
               base_.data(),  kNetwork ? mirror_.data() : nullptr, config_.rank,      config_.config_hash};
+    state_.seq[0] = state_.seq[1] = config_.first_seq - 1;
     state_.bad_entry = kNoBadEntry;
     control_ = {&state_, &record_, int64_t(config_.timeout_s * 1e9), 0, 1};
     noise_.seed(static_cast<uint32_t>(config_.rank) + 1);
@@ -78,11 +79,11 @@ class Engine {
       base_[r] = nullptr;
       mirror_[r] = memory + n.mirrors + r * n.mirror_bytes;
     }
+#if defined(MOE_RT_EMULATED_NETWORK)
     char* const mine = segments_[config_.rank];
-    if constexpr (kNetwork) {
-      links_ = {{mine, reinterpret_cast<Header*>(memory), memory + n.staging, shape.row_bytes()},
-                {segments_.data(), mine}};
-    }
+    links_ = {{mine, reinterpret_cast<Header*>(memory), memory + n.staging, shape.row_bytes()},
+              {segments_.data(), mine}};
+#endif
   }
 
   EngineConfig config_;

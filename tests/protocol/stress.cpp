@@ -146,12 +146,16 @@ void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, int64_t ca
 int main(int argc, char** argv) {
   const int num_ranks = argc > 1 ? std::atoi(argv[1]) : 3, lanes = argc > 2 ? std::atoi(argv[2]) : 3;
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 200;
+  const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
   const Shape shape{num_ranks, kExperts, kTokens, kHidden, kTopk, 4, 4};
-  const int64_t bytes = Layout::make(shape).bytes;
+  const Layout layout = Layout::make(shape);
+  const int64_t bytes = layout.bytes;
   std::vector<uint64_t> segments;
   for (int r = 0; r < num_ranks; ++r) {
     void* segment = std::aligned_alloc(kPage, static_cast<size_t>(bytes));
     std::fill_n(static_cast<char*>(segment), bytes, 0);
+    auto* const mailboxes = reinterpret_cast<Mailbox*>(static_cast<char*>(segment) + layout.mailboxes);
+    for (int i = 0; i < kNumKinds * num_ranks; ++i) mailboxes[i].signal = first_seq - 1;
     segments.push_back(reinterpret_cast<uint64_t>(segment));
   }
   std::vector<int32_t> expert_rank;
@@ -176,7 +180,8 @@ int main(int argc, char** argv) {
                                                           Wire::kRaw,
                                                           false,
                                                           lanes,
-                                                          "portable"}));
+                                                          "portable",
+                                                          first_seq}));
   }
   std::vector<std::thread> ranks;
   for (int r = 0; r < num_ranks; ++r) {

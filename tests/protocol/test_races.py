@@ -10,7 +10,7 @@ import pytest
 from build import compile_program
 
 RANKS, LANES, ROUNDS = "3", "3", "2000"  # a round is one to three dispatches, as many combines, and backwards
-
+NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that 8 rounds take past 32 and 64 bits
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
 NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # and no peer is mapped
@@ -32,6 +32,15 @@ def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: s
         assert result.returncode == 0, result.stdout + result.stderr
         assert "WARNING" not in result.stderr
         assert f"{ranks} ranks of {lanes} lanes, {rounds} rounds: every output as expected" in result.stdout
+    for first_seq in NEAR_A_WRAP:
+        result = run(program, RANKS, LANES, "8", first_seq)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_sequence_numbers_compared_plainly_fail(tmp_path: Path) -> None:
+    """The chain across 2**64 is not blind to signals compared with >=, which hold until there."""
+    program = compile_program("stress.cpp", tmp_path / "stress", "-DMOE_RT_WEAKEN_WRAP")
+    assert [run(program, RANKS, LANES, "8", first).returncode == 0 for first in NEAR_A_WRAP] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Every test that a document names exists, and no field bug is without an answer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::([\w:]+)`")
+BUGS = [f"{kind}{i}" for kind, n in zip("MEZOISHL", (13, 16, 8, 7, 3, 6, 8, 6), strict=True) for i in range(1, n + 1)]
+
+
+def find_tests(path: Path) -> set[str]:
+    """Names of a file's tests as pytest spells them, without parameters."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}::{f.name}" for f in node.body if isinstance(f, ast.FunctionDef)}
+    return {name for name in names if name.split("::")[-1].startswith("test_")}
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda d: d.relative_to(ROOT).as_posix())
+def test_named_tests_exist(document: Path) -> None:
+    for file, name in NAMED.findall(document.read_text()):
+        assert (ROOT / file).is_file(), f"{document.name} names {file}"
+        assert name in find_tests(ROOT / file), f"{document.name} names {file}::{name}"
+
+
+def test_every_field_bug_has_an_answer() -> None:
+    table = (ROOT / "docs/reliability.md").read_text().partition("## Field bugs")[2]
+    rows = {cells[0]: cells[2] for cells in re.findall(r"^\| (\w+) \| (.+) \| (.+) \|$", table, re.MULTILINE)}
+    assert list(rows) == BUGS
+    for bug, answer in rows.items():
+        if same := re.match(r"as (\w+)", answer):
+            assert same[1] in rows, f"{bug} points at {same[1]}"

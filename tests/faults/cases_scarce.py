@@ -1,0 +1,44 @@
+"""What ranks do in the tests of scarce memory and foreign users; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import Any
+
+from cases_faults import good_round, open_buffer
+from routing import make_spec
+
+NOBODY = 65534
+LARGE = {"num_max_tokens_per_rank": 2**12, "hidden": 2**12}  # segments of about 1 GiB
+
+
+def open_within_limit(group: Any, limit: str, num_bytes: int) -> str:
+    """Rank 1 alone may have no more; afterwards, without the limit, the same group makes a small buffer."""
+    which = getattr(resource, limit)
+    soft, hard = resource.getrlimit(which)
+    if group.rank() == 1:
+        resource.setrlimit(which, (num_bytes, hard))
+    try:
+        open_buffer(group, make_spec(group.size(), **LARGE)).close()
+        text = "no error"
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(which, (soft, hard))
+    with open_buffer(group) as buffer:
+        good_round(buffer)
+    return text
+
+
+def open_as_another_user(group: Any) -> str:
+    """Rank 1 gives up its rights for good before it makes a buffer with rank 0."""
+    if group.rank() == 1:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    try:
+        open_buffer(group).close()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

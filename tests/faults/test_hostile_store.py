@@ -1,0 +1,138 @@
+"""Who can write to the rendezvous store writes data, never code, and leads no rank to another file than a segment."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases_faults import good_round, open_buffer
+from conftest import CPU_HEAPS
+from routing import make_spec
+
+from moe_rt.agreement import agree
+from moe_rt.errors import ConfigMismatch, CorruptPeer, MoeRtError, SegmentPermission
+from moe_rt.heap import shm
+from moe_rt.heap.rendezvous import StoreRendezvous, all_gather_records
+
+NO_RECORDS = ["", "{", "[1]", "null", "7", '"text"', "[" * 10**5, "\x80\x04K\x01.", "NaN", "\ud800"]
+NUM_BYTES = 4096
+
+
+class Scripted:
+    """Rank 0 of two; `peer(own)` makes what the store holds for rank 1 in each round. Keeps what rank 0 sent."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *peer: Any) -> None:
+        self._peer, self.sent = iter(peer), []
+
+    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
+        self.sent.append(payload)
+        return [payload, next(self._peer)(payload)]
+
+
+def honest(own: str) -> str:
+    return own
+
+
+def changed(**fields: Any) -> Any:
+    return lambda own: json.dumps({**json.loads(own), **fields})
+
+
+@pytest.mark.parametrize("payload", NO_RECORDS, ids=lambda p: repr(p[:10]))
+def test_what_is_no_record_is_refused(payload: str) -> None:
+    with pytest.raises(CorruptPeer, match="rank 1: got .*, expected a JSON object"):
+        all_gather_records(Scripted(lambda own: payload), {"own": 1}, 1.0)
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    rendezvous = StoreRendezvous.__new__(StoreRendezvous)
+    store = torch.distributed.HashStore()
+    rendezvous.rank, rendezvous.size, rendezvous._store, rendezvous._prefix, rendezvous._round = 0, 2, store, "p", 0
+    store.set("p/0/1", b"\xff\xfe{}")
+    with pytest.raises(CorruptPeer, match="rank 1"):
+        all_gather_records(rendezvous, {}, 1.0)
+
+
+@pytest.mark.parametrize("field", make_spec(2).record())
+def test_every_field_of_the_configuration_is_compared(field: str) -> None:
+    with pytest.raises(ConfigMismatch, match=f"^{field}: got other on rank 1"):
+        agree(Scripted(changed(**{field: "other"})), lambda: make_spec(2), 1.0)
+
+
+def test_a_configuration_without_fields_is_a_mismatch() -> None:
+    with pytest.raises(ConfigMismatch, match="on rank 1"):
+        agree(Scripted(lambda own: "{}"), lambda: make_spec(2), 1.0)
+
+
+def test_an_honest_segment_is_mapped() -> None:
+    shm.allocate(Scripted(honest, honest, honest), NUM_BYTES, 1.0).release()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"pid": "../tmp"}, {"fd": "0/../../environ"}, {"pid": None}, {"fd": 1.5}, {"pid": True}, {"host": 3}, {"more": 1}],
+    ids=str,
+)
+def test_fields_of_a_segment_are_checked_before_a_path_is_made_of_them(fields: dict[str, Any]) -> None:
+    with pytest.raises(CorruptPeer, match="got the record"):
+        shm.allocate(Scripted(honest, changed(**fields), honest), NUM_BYTES, 1.0)
+
+
+@pytest.mark.parametrize("fields", [{"ino": 1}, {"dev": 999}, {"fd": 10**6}, {"pid": 2**31 - 1}, {"pid": -1}], ids=str)
+def test_another_descriptor_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(SegmentPermission, match="segment of rank 1"):
+        shm.allocate(Scripted(honest, changed(**fields), honest), NUM_BYTES, 1.0)
+
+
+def test_a_file_that_could_shrink_is_refused(tmp_path: Path) -> None:
+    """The user's own file, of the right size and truly described: whoever can truncate it could end us with SIGBUS."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(NUM_BYTES))
+    with path.open("r+b") as file:
+        stat = os.fstat(file.fileno())
+        fields = {"fd": file.fileno(), "dev": stat.st_dev, "ino": stat.st_ino}
+        with pytest.raises(SegmentPermission, match="seals"):
+            shm.allocate(Scripted(honest, changed(**fields), honest), NUM_BYTES, 1.0)
+    assert path.read_bytes() == bytes(NUM_BYTES)
+
+
+def test_an_error_that_a_peer_made_up_is_an_error() -> None:
+    for record in ({"error": "SystemExit"}, {"error": ["x"], "message": {}}):
+        with pytest.raises(MoeRtError):
+            shm.allocate(Scripted(lambda own, r=record: json.dumps(r)), NUM_BYTES, 1.0)
+
+
+def test_payloads_are_json() -> None:
+    rendezvous = Scripted(honest, honest, honest, honest)
+    agree(rendezvous, lambda: make_spec(2), 1.0)
+    shm.allocate(rendezvous, NUM_BYTES, 1.0).release()
+    assert [type(json.loads(payload)) for payload in rendezvous.sent] == [dict] * 4
+
+
+def without_pickle(group: Any) -> None:
+    """A buffer is made and used while every way to pickle is broken on this rank."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("pickled")
+
+    names = ("dumps", "loads", "dump", "load", "Pickler", "Unpickler")
+    kept = {name: getattr(pickle, name) for name in names}
+    try:
+        for name in names:
+            setattr(pickle, name, refuse)
+        with open_buffer(group) as buffer:
+            good_round(buffer)
+    finally:
+        for name, function in kept.items():
+            setattr(pickle, name, function)
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_no_bootstrap_pickles(make_ranks: Any, heap: str) -> None:
+    make_ranks(heap, 2).run(without_pickle)

@@ -1,0 +1,257 @@
+// Fuzz target: whatever peers leave in shared memory, a rank's ops end with a known status, and a dispatch that was
+// believed has a plan that points into its tensors.
+//
+// Peers publish what real ones would; then bytes of the input overwrite words of any segment, before any of the four
+// ops: mailboxes, lists, rows, partials. Segments and tensors are heap allocations of exactly the size the protocol
+// says, so that a sanitizer sees one step too far. With MOE_RT_EMULATED_GPU the rank runs the launches of a GPU.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "../device/emulated_engine.h"
+#include "bytes.h"
+
+using namespace moe_rt;
+using fuzz::expect;
+
+namespace {
+
+#if defined(MOE_RT_EMULATED_GPU)
+constexpr int kHidden = 8, kTopk = 3;  // constants there, as the just-in-time compiler makes them
+using Rank = emulation::Engine<kHidden, kTopk>;
+constexpr bool kAnyShape = false;
+#else
+constexpr int kHidden = 0, kTopk = 0;
+using Rank = Engine;
+constexpr bool kAnyShape = true;
+#endif
+
+constexpr uint64_t kConfig = 7;
+constexpr uint32_t kTag = 1;
+constexpr int kNumOps = 4;
+constexpr Op kOps[kNumOps] = {Op::kDispatch, Op::kCombine, Op::kCombineBackward, Op::kDispatchBackward};
+
+struct Group {
+  Shape shape;
+  rows::Elem elem = rows::Elem::kFloat32;
+  int me;
+  Wire dispatch_wire = Wire::kRaw, combine_wire = Wire::kRaw;
+  bool drop = false;
+  std::vector<int32_t> expert_rank;
+  PlacementTables placement;
+  std::vector<int64_t> capacity;
+  std::vector<std::unique_ptr<char, void (*)(void*)>> segments;
+  std::vector<char*> base;
+
+  explicit Group(fuzz::Bytes& in) {
+    const int num_ranks = in.between(1, 4), num_experts = in.between(num_ranks + 2, num_ranks + 6);
+    shape = {num_ranks, num_experts, in.between(1, 8), kHidden, kTopk, 4, 4};
+    me = in.between(0, num_ranks - 1);
+    if constexpr (kAnyShape) {
+      shape.hidden = in.between(1, 20);
+      shape.num_topk = in.between(1, 3);
+      if (in.between(0, 3) == 0) {
+        elem = rows::Elem::kFloat64, shape.elem_bytes = shape.acc_bytes = 8;
+      } else {
+        dispatch_wire = Wire(in.between(0, 2)), combine_wire = Wire(in.between(0, 2));
+      }
+      drop = in.between(0, 1) == 0;
+    }
+    for (int e = 0; e < num_experts; ++e) expert_rank.push_back(e < num_ranks ? e : in.between(0, num_ranks - 1));
+    placement = PlacementTables::make(expert_rank, num_ranks);
+    const int64_t bytes = Layout::make(shape).bytes;
+    for (int r = 0; r < num_ranks; ++r) {
+      const int64_t worst = int64_t{num_ranks} * shape.num_max_tokens * std::min(shape.num_topk, num_local(r));
+      capacity.push_back(std::max<int64_t>(1, worst * in.between(1, 4) / 4));
+      segments.emplace_back(static_cast<char*>(std::aligned_alloc(kPage, bytes)), std::free);
+      std::fill_n(segments.back().get(), bytes, 0);
+      base.push_back(segments.back().get());
+    }
+  }
+
+  int num_local(int rank) const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
+  World world(int rank) {
+    return {shape, Layout::make(shape), placement.view(), capacity.data(), base.data(), nullptr, rank, kConfig};
+  }
+  EngineConfig config() const {
+    std::vector<uint64_t> addresses;
+    for (char* const segment : base) addresses.push_back(reinterpret_cast<uint64_t>(segment));
+    const double at_once = 0;  // peers have announced all they will
+    return {shape,   elem,          me,           kConfig, expert_rank, capacity,  addresses, {},
+            at_once, dispatch_wire, combine_wire, drop,    1,           "portable"};
+  }
+};
+
+std::vector<int64_t> random_idx(fuzz::Bytes& in, const Shape& shape, int64_t num_tokens) {
+  std::vector<int64_t> idx(num_tokens * shape.num_topk);
+  for (int64_t& expert : idx) expert = in.between(0, shape.num_experts) - 1;
+  return idx;
+}
+
+// What the rank's peers would have announced by the end of all four ops. Their partials are zero.
+template <class Acc>
+void publish_peers(Group& group, fuzz::Bytes& in) {
+  const Shape& shape = group.shape;
+  const RuntimeDims dims{shape.hidden, shape.num_topk};
+  for (int peer = 0; peer < shape.num_ranks; ++peer) {
+    if (peer == group.me) continue;
+    const World w = group.world(peer);
+    const int64_t num_tokens = in.between(0, shape.num_max_tokens);
+    const std::vector<int64_t> idx = random_idx(in, shape, num_tokens);
+    const std::vector<Acc> weights(idx.size(), Acc(1));
+    std::vector<int32_t> ints(LaneCounters::num_ints(shape, 1)), cursor(shape.num_ranks), send_plan(idx.size());
+    const LaneCounters counters{ints.data(), shape.num_experts, shape.num_ranks};
+    const auto lists = RouteLists<Acc>::view(w, peer, 1);
+    int64_t bad;
+    count_visits(Solo{}, dims, w, idx.data(), num_tokens, counters, &bad);
+    place_lanes(w, counters, 1, lists);
+    write_lists(Solo{}, dims, w, idx.data(), weights.data(), num_tokens, counters, cursor.data(), lists,
+                send_plan.data());
+    for (const Op op : kOps) {
+      const uint64_t seq = op == Op::kDispatch || op == Op::kCombine ? 1 : 2;
+      const uint64_t handle = op == Op::kDispatch ? 0 : 1;
+      post(w.mailbox(group.me, kind_of(op), peer),
+           {seq, kConfig, call_word(op, kTag, handle), Code::kOk, int32_t(num_tokens), 0, 0});
+    }
+  }
+}
+
+// Overwrites words of segments: whose, in which region, which word, with what; or shifts a word and the next together,
+// as a list that lies elsewhere needs, or against each other, which keeps a sum. Returns whether there were any.
+bool scribble(Group& group, fuzz::Bytes& in) {
+  const Layout layout = Layout::make(group.shape);
+  std::vector<int64_t> regions{0};
+  for (const Layout::Window& w : layout.window) {
+    for (const int64_t at :
+         {w.counts, w.pull_offs, w.copy_offs, w.pulls, w.copies, w.weights, w.tokens, w.partials, w.scalars}) {
+      regions.push_back(at);
+    }
+  }
+  regions.push_back(layout.bytes);
+  const int count = in.between(0, 15);
+  for (int i = 0; i < count && !in.empty(); ++i) {
+    char* const segment = group.base[in.between(0, group.shape.num_ranks - 1)];
+    const int region = in.between(0, static_cast<int>(regions.size()) - 2);
+    const int64_t words = (regions[region + 1] - regions[region]) / 4, word = in.take<uint16_t>() % words;
+    const int kind = in.between(0, 2);
+    const auto value = in.take<uint32_t>();
+    auto* const at = reinterpret_cast<uint32_t*>(segment + regions[region]) + word;
+    at[0] = kind == 0 ? value : at[0] + value;
+    if (kind != 0 && word + 1 < words) at[1] += kind == 1 ? value : 0u - value;
+  }
+  return count > 0;
+}
+
+template <class Acc>
+struct Tensors {
+  int64_t num_tokens;
+  std::vector<int64_t> idx;
+  std::vector<Acc> x, weights, recv_x, recv_weights, out, grad_y, grad_recv_weights, grad_weights;
+  std::vector<int32_t> offs, recv_plan, send_plan;
+
+  Tensors(const Group& group, fuzz::Bytes& in) {
+    constexpr int32_t kWild = 0x7f7f7f7f;  // what was never written leads far away
+    const Shape& s = group.shape;
+    const int64_t rows = group.capacity[group.me], num_local = group.num_local(group.me);
+    num_tokens = in.between(0, s.num_max_tokens);
+    idx = random_idx(in, s, num_tokens);
+    x.resize(num_tokens * s.hidden, Acc(1)), weights.resize(idx.size(), Acc(1)), grad_weights.resize(idx.size());
+    out.resize(x.size()), recv_x.resize(rows * s.hidden), grad_y.resize(rows * s.hidden);
+    recv_weights.resize(rows), grad_recv_weights.resize(rows);
+    offs.resize(num_local, kWild), send_plan.resize(idx.size(), kWild);
+    recv_plan.resize(RecvPlan::num_ints(s, static_cast<int>(num_local)), kWild);
+  }
+};
+
+// A dispatch that was believed: everything later ops index by is in range.
+template <class Acc>
+void check_plan(const Group& group, Tensors<Acc>& t) {
+  const Shape& s = group.shape;
+  const int num_local = group.num_local(group.me);
+  const int64_t capacity = group.capacity[group.me];
+  const RecvPlan plan = RecvPlan::view(t.recv_plan.data(), s, num_local);
+  const int64_t pulled = plan.head->num_pulled, copies = plan.head->num_copies;
+  expect(pulled >= 0 && pulled <= RecvPlan::max_pulled(s), "num_pulled out of range");
+  expect(copies >= 0 && copies <= RecvPlan::max_copies(s, num_local), "num_copies out of range");
+  expect(std::is_sorted(t.offs.begin(), t.offs.end()), "offs decrease");
+  expect(t.offs.front() >= 0 && t.offs.back() == std::min(copies, capacity), "offs out of range");
+  for (int64_t i = 0; i < pulled; ++i) {
+    const Pulled& p = plan.pulled[i];
+    expect(p.source >= 0 && p.source < s.num_ranks, "a pulled token of no rank");
+    expect(p.token >= 0 && p.token < s.num_max_tokens, "a pulled token out of range");
+    expect(p.slot >= 0 && p.slot < s.num_slots(), "a slot out of range");
+    expect(p.copies > 0 && p.copies <= s.num_topk && p.first >= 0 && p.first <= copies - p.copies, "a range astray");
+    for (int c = p.first; c < p.first + p.copies; ++c) {
+      const int32_t row = plan.rows[c];
+      expect(row == kDropped || (row >= 0 && row < t.offs.back()), "a row out of range");
+      expect(plan.ks[c] >= 0 && plan.ks[c] < s.num_topk, "a k out of range");
+    }
+  }
+}
+
+template <class Acc>
+Status run(Rank& rank, Op op, Tensors<Acc>& t) {
+  switch (op) {
+    case Op::kDispatch:
+      return rank.dispatch({t.x.data(), t.idx.data(), t.weights.data(), t.num_tokens, t.recv_x.data(),
+                            t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
+                           kTag);
+    case Op::kCombineBackward:
+      return rank.combine_backward({t.x.data(), t.num_tokens, t.recv_x.data(), t.recv_weights.data(),
+                                    t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
+                                   kTag);
+    default:
+      return rank.combine(
+          {op, t.recv_x.data(), op == Op::kCombine ? t.recv_weights.data() : nullptr,
+           op == Op::kCombine ? nullptr : t.grad_recv_weights.data(), t.recv_plan.data(), t.send_plan.data(),
+           t.num_tokens, t.out.data(), op == Op::kCombine ? nullptr : t.grad_weights.data()},
+          kTag);
+  }
+}
+
+template <class Acc>
+void run_ops(Group& group, fuzz::Bytes& in) {
+  publish_peers<Acc>(group, in);
+  Tensors<Acc> tensors(group, in);
+  Rank rank(group.config());
+  bool touched = false;
+  for (const Op op : kOps) {
+    touched = scribble(group, in) || touched;
+    const Status status = run(rank, op, tensors);
+    switch (status.code) {
+      case Code::kOk:
+        break;
+      case Code::kCapacityOverflow:  // what honest peers send may not fit either
+        return;
+      case Code::kInvalidInput:
+      case Code::kInvalidRouting:
+      case Code::kTooManyTokens:
+      case Code::kConfigMismatch:
+      case Code::kCallOrderMismatch:
+      case Code::kCorruptPeer:
+      case Code::kPeerTimeout:
+      case Code::kPeerClosed:
+      case Code::kPoisoned:
+        expect(touched, "an op among honest peers failed");
+        return;
+      default:
+        expect(false, "an op ended with a code that a peer cannot cause");
+    }
+    if (op == Op::kDispatch) check_plan(group, tensors);
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  fuzz::Bytes in(data, size);
+  Group group(in);
+#if !defined(MOE_RT_EMULATED_GPU)  // which has kernels for fp32 there
+  if (group.elem == rows::Elem::kFloat64) {
+    run_ops<double>(group, in);
+    return 0;
+  }
+#endif
+  run_ops<float>(group, in);
+  return 0;
+}

@@ -1,0 +1,181 @@
+// Fuzz target: whatever stands in topk_idx, both routings make the lists that a loop over tokens makes, or name the
+// lowest bad entry.
+//
+// All arrays are heap allocations of exactly the size the protocol says, so that a sanitizer sees one step too far.
+// For few lanes (routing.h) a bad entry refuses the op before lists are written; for many (routing_tiles.h) it counts
+// as none, and the lists are written all the same.
+#include "../../cuda/protocol/routing.h"
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "../../cuda/device/sizes.h"
+#include "../../cuda/host/placement.h"
+#include "../device/emulation.h"
+#include "bytes.h"
+
+using namespace moe_rt;
+using fuzz::expect;
+
+namespace {
+
+struct Input {
+  Shape shape;
+  PlacementTables placement;
+  int64_t num_tokens;
+  std::vector<int64_t> idx;
+  std::vector<float> weights;
+  int lanes;
+};
+
+Input read_input(fuzz::Bytes& in) {
+  Input input;
+  const int num_ranks = in.between(1, 5), num_experts = in.between(num_ranks, num_ranks + 9);
+  input.shape = {num_ranks, num_experts, in.between(1, 24), 1, in.between(1, std::min(6, num_experts)), 4, 4};
+  input.num_tokens = in.between(0, input.shape.num_max_tokens);
+  input.lanes = in.between(1, 3);
+  std::vector<int32_t> expert_rank;
+  for (int e = 0; e < num_experts; ++e) expert_rank.push_back(e < num_ranks ? e : in.between(0, num_ranks - 1));
+  input.placement = PlacementTables::make(expert_rank, num_ranks);
+  constexpr uint8_t kAnyInteger = 250;
+  for (int64_t i = 0; i < input.num_tokens * input.shape.num_topk; ++i) {
+    const auto byte = in.take<uint8_t>();
+    input.idx.push_back(byte >= kAnyInteger ? in.take<int64_t>() : byte % (num_experts + 1) - 1);
+    input.weights.push_back(float(i % 16 + 1));
+  }
+  return input;
+}
+
+struct Lists {
+  std::vector<int32_t> counts, pull_offs, copy_offs, send_plan;
+  std::vector<Pull> pulls;
+  std::vector<Copy> copies;
+  std::vector<float> weights;
+
+  explicit Lists(const Input& in)
+      : counts(in.shape.num_experts, -7),
+        pull_offs(in.shape.num_ranks + 1, -7),
+        copy_offs(in.shape.num_ranks + 1, -7),
+        send_plan(in.num_tokens * in.shape.num_topk, -7),
+        pulls(in.shape.num_max_tokens * in.shape.num_slots()),
+        copies(in.shape.num_max_tokens * in.shape.num_topk),
+        weights(in.shape.num_max_tokens * in.shape.num_topk) {}
+  RouteLists<float> view() {
+    return {counts.data(), pull_offs.data(), copy_offs.data(), pulls.data(), copies.data(), weights.data()};
+  }
+};
+
+// What routing means, token by token and rank by rank. Bad ids count as none.
+Lists reference(const Input& in) {
+  const int num_topk = in.shape.num_topk;
+  Lists out(in);
+  std::fill(out.counts.begin(), out.counts.end(), 0);
+  std::fill(out.send_plan.begin(), out.send_plan.end(), kNowhere);
+  std::vector<int> slots(in.num_tokens, 0);
+  int32_t pulls = 0, copies = 0;
+  for (int r = 0; r < in.shape.num_ranks; ++r) {
+    out.pull_offs[r] = pulls, out.copy_offs[r] = copies;
+    for (int32_t t = 0; t < in.num_tokens; ++t) {
+      const int32_t first = copies;
+      for (int place = in.placement.rank_first[r]; place < in.placement.rank_first[r + 1]; ++place) {
+        int first_k = -1;
+        for (int k = 0; k < num_topk; ++k) {
+          const int64_t expert = in.idx[t * num_topk + k];
+          if (expert < 0 || expert >= in.shape.num_experts || in.placement.position[expert] != place) continue;
+          if (first_k < 0) {
+            first_k = k;
+            out.copies[copies] = {place - in.placement.rank_first[r], out.counts[place]++, k, 0};
+            out.weights[copies++] = 0;
+          }
+          out.weights[copies - 1] += in.weights[t * num_topk + k];
+          out.send_plan[t * num_topk + k] = send_entry(slots[t], first_k);
+        }
+      }
+      if (copies > first) out.pulls[pulls++] = {t, slots[t]++, first, copies - first};
+    }
+  }
+  out.pull_offs.back() = pulls, out.copy_offs.back() = copies;
+  return out;
+}
+
+void compare(const Lists& got, const Lists& expected) {
+  expect(got.counts == expected.counts, "counts differ");
+  expect(got.pull_offs == expected.pull_offs, "pull_offs differ");
+  expect(got.copy_offs == expected.copy_offs, "copy_offs differ");
+  expect(got.send_plan == expected.send_plan, "send plans differ");
+  const auto same_bytes = [](const auto& a, const auto& b, int n) {
+    return n == 0 || std::memcmp(a.data(), b.data(), n * sizeof(a[0])) == 0;
+  };
+  expect(same_bytes(got.pulls, expected.pulls, expected.pull_offs.back()), "pulls differ");
+  expect(same_bytes(got.copies, expected.copies, expected.copy_offs.back()), "copies differ");
+  expect(same_bytes(got.weights, expected.weights, expected.copy_offs.back()), "weights differ");
+}
+
+// A lane of a team that is called phase by phase instead of at the same time as the others.
+struct Lane {
+  int rank_, size_;
+  int rank() const { return rank_; }
+  Range chunk(int64_t n) const { return contiguous_chunk(n, rank_, size_); }
+};
+
+// The id of the lowest bad entry, or -1; the lists only if there is none.
+int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
+  const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
+  std::vector<int32_t> ints(LaneCounters::num_ints(in.shape, in.lanes), -7);
+  const LaneCounters counters{ints.data(), in.shape.num_experts, in.shape.num_ranks};
+  for (int lane = 0; lane < in.lanes; ++lane) {
+    int64_t bad;
+    if (!count_visits(Lane{lane, in.lanes}, dims, w, in.idx.data(), in.num_tokens, counters, &bad)) return bad;
+  }
+  place_lanes(w, counters, in.lanes, out.view());
+  for (int lane = 0; lane < in.lanes; ++lane) {
+    std::vector<int32_t> cursor(in.shape.num_ranks);
+    write_lists(Lane{lane, in.lanes}, dims, w, in.idx.data(), in.weights.data(), in.num_tokens, counters, cursor.data(),
+                out.view(), out.send_plan.data());
+  }
+  return -1;
+}
+
+// The same with a block of lanes for each destination.
+int64_t route_many_lanes(const Input& in, const World& w, Lists& out) {
+  const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
+  int64_t bad_entry = kNoBadEntry;
+  for (int dest = 0; dest < in.shape.num_ranks; ++dest) {
+    const int num_local = in.placement.rank_first[dest + 1] - in.placement.rank_first[dest];
+    const int32_t tile = tile_for(in.lanes, num_local);
+    std::vector<int32_t> ints(Tiles::num_ints(tile, num_local), -7);
+    Barrier barrier(in.lanes);
+    const auto work = [&](int lane) {
+      uint32_t noise = lane;
+      route_to(emulation::Block{lane, in.lanes, &barrier, &noise}, dims, w, dest, in.idx.data(), in.weights.data(),
+               in.num_tokens, Tiles::view(ints.data(), tile, num_local), out.view(), out.send_plan.data(), bad_entry);
+    };
+    std::vector<std::thread> others;
+    for (int lane = 1; lane < in.lanes; ++lane) others.emplace_back(work, lane);
+    work(0);
+    for (std::thread& t : others) t.join();
+  }
+  return bad_entry == kNoBadEntry ? -1 : in.idx[bad_entry];
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  fuzz::Bytes bytes(data, size);
+  const Input in = read_input(bytes);
+  World w{};
+  w.shape = in.shape, w.placement = in.placement.view();
+  int64_t lowest_bad = -1;
+  for (const int64_t id : in.idx) {
+    if (lowest_bad == -1 && (id < -1 || id >= in.shape.num_experts)) lowest_bad = id;
+  }
+  const Lists expected = reference(in);
+  Lists few(in), many(in);
+  expect(route_few_lanes(in, w, few) == lowest_bad, "few lanes named another bad entry");
+  if (lowest_bad == -1) compare(few, expected);
+  expect(route_many_lanes(in, w, many) == lowest_bad, "many lanes named another bad entry");
+  compare(many, expected);
+  return 0;
+}

@@ -1,0 +1,62 @@
+"""Hostile bytes under AddressSanitizer and UBSan: the kept inputs with any compiler, new ones where there is libFuzzer.
+
+A finding is a file `crash-*` in the test's directory; `replay.cpp` runs it, and once fixed it belongs in corpus/.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from protocol.build import compile_program
+
+HERE = Path(__file__).parent
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+TARGETS = {  # name: source, corpus, defines, seconds of fuzzing
+    "routing": ("routing.cpp", "routing", [], 8),
+    "peers": ("peers.cpp", "peers", [], 12),
+    "peers-gpu": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU"], 8),
+}
+CLANGS = ["clang++", *(f"clang++-{version}" for version in range(21, 14, -1))]
+
+
+def run(program: Path, *args: str | Path) -> None:
+    done = subprocess.run([program, *args], cwd=program.parent, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_kept_inputs(tmp_path: Path, name: str) -> None:
+    source, corpus, defines, _ = TARGETS[name]
+    inputs = sorted((HERE / "corpus" / corpus).iterdir())
+    assert len(inputs) > 20
+    driver = str(HERE / "replay.cpp")
+    program = compile_program(str(HERE / source), tmp_path / "replay", *SANITIZERS, *defines, driver)
+    run(program, *inputs)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_new_inputs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, corpus, defines, seconds = TARGETS[name]
+    monkeypatch.setenv("CXX", find_clang(tmp_path))
+    program = compile_program(str(HERE / source), tmp_path / "fuzz", "-fsanitize=fuzzer", *SANITIZERS, *defines)
+    (tmp_path / "found").mkdir()
+    options = [f"-max_total_time={seconds}", "-seed=1", "-max_len=400", "-use_value_profile=1"]
+    run(program, *options, tmp_path / "found", HERE / "corpus" / corpus)
+
+
+def find_clang(directory: Path) -> str:
+    """A clang that has libFuzzer and knows _Float16; skips where there is none, or fails where one must be."""
+    probe = directory / "probe.cpp"
+    probe.write_text('extern "C" int LLVMFuzzerTestOneInput(const char*, decltype(sizeof 0)) { return _Float16(0); }\n')
+    for compiler in filter(shutil.which, CLANGS):
+        command = [compiler, "-fsanitize=fuzzer,address", str(probe), "-o", str(directory / "probe")]
+        if subprocess.run(command, capture_output=True).returncode == 0:
+            return compiler
+    reason = "fuzzing needs clang++ 15 or later with libFuzzer on PATH (apt-get install clang-16 libclang-rt-16-dev)"
+    if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
