@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_process_
 
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded, StoreLost
 from moe_rt.heap.processes import has_ended, watch
-from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.heap.rendezvous import StoreRendezvous, all_gather_records
 
 _LOOK_EVERY_S = 0.001
 
@@ -46,8 +47,8 @@ class Members:
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout
         self._attempts = 0
         here = _place()
-        places = [json.loads(p) for p in StoreRendezvous(group).all_gather(json.dumps(here), timeout_s)]
-        self._watches = [watch(pid) if where == here[0] else -1 for where, pid in places]
+        places = all_gather_records(StoreRendezvous(group), here, timeout_s)
+        self._watches = [watch(p["pid"]) if p.get("where") == here["where"] else -1 for p in places]
         weakref.finalize(self, _close_all, self._watches)
 
     def survivors(self, timeout_s: float = 30.0) -> list[int]:
@@ -128,10 +129,10 @@ def _default_store() -> Store:
     return _get_process_group_store(_get_default_group())
 
 
-def _place() -> tuple[str, int]:
+def _place() -> dict[str, Any]:
     """Within what a process id has its meaning, a host and its process-id namespace, and this process's id there."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid()
+    return {"where": f"{boot} {os.readlink('/proc/self/ns/pid')}", "pid": os.getpid()}
 
 
 def _close_all(descriptors: list[int]) -> None:
