@@ -5,7 +5,8 @@
  * long as one likes, so a rank that the others have given up may still write. Those that are left run one op of the new
  * group.
  *
- * Timeouts have no length here: a wait that has one may end at any moment.
+ * Timeouts have no length here: a wait that has one may end at any moment. What is left out: asking once more after a
+ * new group that was not formed, which begins with fresh keys.
  *
  * Must hold: no flag. Must be refuted:
  *   NO_DECISION     Each rank goes by the marks that it has seen itself.

@@ -1,4 +1,4 @@
-"""A hundred thousand ops on three processes over whatever cores there are: no error, no wrong bit."""
+"""Very many ops on three processes that share whatever cores there are: no error, no wrong bit."""
 
 from __future__ import annotations
 
