@@ -14,7 +14,7 @@ import torch
 from moe_rt import _engine
 from moe_rt.errors import InvalidConfig, SizeOverflow
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 # Payload dtypes in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}

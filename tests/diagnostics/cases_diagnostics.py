@@ -10,6 +10,7 @@ from typing import Any
 
 from faults.cases_faults import good_round, open_buffer
 
+from moe_rt import ThreadGroup
 from moe_rt.diagnostics import Report
 
 WAIT_S = 100.0
@@ -93,3 +94,11 @@ def good_rounds(group: Any, times: int) -> Report:
         for _ in range(times):
             good_round(buffer)
         return buffer.report()
+
+
+def healthy_segment() -> bytes:
+    """What a single rank leaves after three rounds."""
+    with open_buffer(ThreadGroup.make(1)[0]) as buffer:
+        for _ in range(3):
+            good_round(buffer)
+        return bytes(buffer._engine._segments.mappings[0])

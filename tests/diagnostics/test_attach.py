@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -113,6 +114,22 @@ def test_other_users_are_refused(ranks: ProcessRanks, tmp_path: Path) -> None:
 def test_processes_without_a_group_are_told(pid: int, got: str) -> None:
     with pytest.raises(InvalidConfig, match=got):
         attach(pid)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_files_that_could_shrink_are_left_alone(sealed: bool) -> None:
+    """A reader of a mapping that is cut short dies of SIGBUS."""
+    file = os.memfd_create("moe_rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.write(file, cases.healthy_segment())
+        if sealed:
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            assert attach(os.getpid())[0].ranks[0].problem == "not mapped here", "threads have no file"
+        else:
+            with pytest.raises(InvalidConfig, match="without a buffer"):
+                attach(os.getpid())
+    finally:
+        os.close(file)
 
 
 def test_info_errors() -> None:

@@ -10,12 +10,12 @@ import struct
 from typing import Any
 
 import pytest
-from faults.cases_faults import good_round, open_buffer
+from cases_diagnostics import healthy_segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moe_rt import ThreadGroup, _engine
+from moe_rt import _engine
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import Report
 from moe_rt.diagnostics.show import show_report
@@ -23,13 +23,6 @@ from moe_rt.diagnostics.show import show_report
 PLAQUE_BYTES, SLOT_BYTES, MAILBOX_BYTES = 96, 128, 128
 OFFSETS = {"config": 48, "poison": 56, "mailboxes": 64, "members": 72, "flights": 80, "bytes": 88}  # of Plaque
 NASTY = [-(2**63), -1, 0, 1, 8, 128, 2**31 - 1, 2**31, 2**47, 2**63 - 128, 2**63 - 1]
-
-
-def healthy_segment() -> bytes:
-    with open_buffer(ThreadGroup.make(1)[0]) as buffer:
-        for _ in range(3):
-            good_round(buffer)
-        return bytes(buffer._engine._segments.mappings[0])
 
 
 HEALTHY = healthy_segment()
@@ -57,6 +50,9 @@ def report(mapping: Any) -> Report:
 
 def plaque_field(name: str) -> int:
     return struct.unpack_from("<q", HEALTHY, OFFSETS[name])[0]
+
+
+END = plaque_field("flights") + 64 * SLOT_BYTES  # of the control region
 
 
 def test_healthy_segment_is_read() -> None:
@@ -92,19 +88,18 @@ def test_ranks_that_do_not_fit(num_ranks: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(PLAQUE_BYTES, plaque_field("flights") + 64 * SLOT_BYTES), st.binary(min_size=1, max_size=1024))
+@given(st.integers(PLAQUE_BYTES, END), st.binary(min_size=1, max_size=1024))
 def test_random_bytes_after_the_plaque(at: int, content: bytes) -> None:
     made = report(patched(at, content))
     assert made.ranks[0].problem == ""
     assert made.stragglers in ([], [0])
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, len(HEALTHY)))
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, len(HEALTHY)) | st.integers(END - SLOT_BYTES, END))
 def test_cut_segment(length: int) -> None:
     made = report(mapped(HEALTHY[:length]) if length else b"")
-    end = plaque_field("flights") + 64 * SLOT_BYTES
-    assert (made.ranks[0].problem == "") == (length >= end)
+    assert (made.ranks[0].problem == "") == (length >= END)
 
 
 def test_torn_flight_is_told() -> None:
