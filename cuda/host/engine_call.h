@@ -66,7 +66,7 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
                   num_tokens,
                   call.refusal.got,
                   call.refusal.expected};
-    fault_point_ = config_.fault.in_op(call.op, seq_[0] + seq_[1]);
+    fault_point_ = config_.fault.take(call.op, seq_[0] + seq_[1]);
     run_lanes([&](const auto& coop) {
       const auto reaches = [&](Point point) { return goes_on(coop, point, call, header, status); };
       if (!reaches(Point::kBetweenDispatchAndCombine) || !reaches(Point::kInBackward)) return;

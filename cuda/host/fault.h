@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "../protocol/coop.h"
 #include "../protocol/layout.h"
@@ -38,11 +39,12 @@ struct Fault {
   uint64_t op = 0;  // the first op from this number on, counted from 1, that has the point
   double seconds = 0;
 
-  // The point at which to strike in the op of this number, or kNone.
-  Point in_op(Op kind, uint64_t number) const {
-    if (at == Point::kBetweenDispatchAndCombine) return kind == Op::kCombine && number >= op ? at : Point::kNone;
-    if (at == Point::kInBackward) return kind >= Op::kDispatchBackward && number >= op ? at : Point::kNone;
-    return number == op ? at : Point::kNone;
+  // The point at which to strike in the op of this number, or kNone. Given once: later ops are spared.
+  Point take(Op kind, uint64_t number) {
+    bool here = number == op;
+    if (at == Point::kBetweenDispatchAndCombine) here = kind == Op::kCombine && number >= op;
+    if (at == Point::kInBackward) here = kind >= Op::kDispatchBackward && number >= op;
+    return here ? std::exchange(at, Point::kNone) : Point::kNone;
   }
 
   // False when this rank is to fail here. kCorrupt does nothing by itself: see `corrupt`.

@@ -116,7 +116,7 @@ def _judge(strike: Strike, reports: dict[int, dict[str, Any]], survivors: list[i
 def _of_culprit(strike: Strike) -> set[str]:
     """What the struck rank itself may report."""
     if strike.do == "stop":  # it wakes up after the group has ended
-        return {"PeerTimeout"} if strike.at == "pre_rendezvous" else {"GroupPoisoned", "nothing"}
+        return {{"pre_rendezvous": "PeerTimeout", "in_destroy": "nothing"}.get(strike.at, "GroupPoisoned")}
     if strike.do == "corrupt":  # it checks itself like any other rank
         return {"CorruptPeer", "GroupPoisoned"}
     return {"kill": {"killed"}, "raise": {"FaultInjected"}, "sleep": {"nothing"}}[strike.do]

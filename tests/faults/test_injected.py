@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import cases_failures
@@ -38,6 +39,14 @@ def test_raising_threads(
 def test_a_slow_thread_changes_nothing(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     monkeypatch.setenv("MOE_RT_FAULT", f"rank={CULPRIT},op=6,at={at},do=sleep=0.05")
     assert make_ranks("threads", SIZE).run(cases.three_steps) == ["no error"] * SIZE
+
+
+def test_a_fault_strikes_once(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps have six backward ops; any of them would do."""
+    monkeypatch.setenv("MOE_RT_FAULT", f"rank={CULPRIT},at=in_backward,do=sleep=1.5")
+    start = time.monotonic()
+    assert make_ranks("threads", SIZE).run(cases.three_steps) == ["no error"] * SIZE
+    assert 1.5 <= time.monotonic() - start < 6.0
 
 
 @pytest.mark.parametrize("op", [1, 2, 3, 4])
