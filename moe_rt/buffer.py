@@ -113,7 +113,7 @@ class Buffer:
 
         self.spec = agree(rendezvous, make_spec, init_timeout_s)
         self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, machines[0].heap
-        self._group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None
+        self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
         self._engine = make_engine(
             machines[0],
             rendezvous,
@@ -134,11 +134,6 @@ class Buffer:
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
         return self._engine.device
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks as torch.distributed knows them; None where they are threads."""
-        return self._group
 
     @property
     def capacity(self) -> int:

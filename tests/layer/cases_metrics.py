@@ -11,7 +11,7 @@ from cases_layer import TOKENS, TOPK, config, inputs_for
 from moe_rt import MoELayer
 from moe_rt.metrics import MetricsSnapshot
 
-LATE_S = 0.2
+LATE_S = 0.5
 # Both ranks send 10 tokens to an expert of rank 0, whose capacity is a quarter of a balanced load's 2 * 10 * 3 / 2.
 LOST = 20 - 8
 
@@ -37,11 +37,11 @@ def dropped(group: Any) -> tuple[int, int]:
     return snapshot.rows_dropped, snapshot.forwards
 
 
-def one_rank_is_late(group: Any) -> list[int]:
+def one_rank_is_late(group: Any, late: int) -> list[int]:
     layer = MoELayer(config(), group)
     layer(inputs_for(0, TOKENS))
     before = layer.metrics.snapshot().waited_ns
-    if group.rank() == 1:
+    if group.rank() == late:
         time.sleep(LATE_S)
     layer(inputs_for(0, TOKENS))
     after = layer.metrics.snapshot().waited_ns

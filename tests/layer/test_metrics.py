@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import cases_metrics as cases
+import pytest
 from harness import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -22,9 +23,10 @@ def test_dropped_rows_are_counted(make_ranks: MakeRanks) -> None:
     assert make_ranks("shm", 2).run(cases.dropped) == [(2 * cases.LOST, 2), (0, 2)]
 
 
-def test_waiting_is_charged_to_the_late_peer(make_ranks: MakeRanks) -> None:
-    first, last = make_ranks("shm", 2).run(cases.one_rank_is_late)
+@pytest.mark.parametrize("late", [0, 1])
+def test_waiting_is_charged_to_the_late_peer(make_ranks: MakeRanks, late: int) -> None:
+    """And not once more to those that were waited for after it."""
+    waited = make_ranks("shm", 2).run(cases.one_rank_is_late, late)[1 - late]
     late_ns = cases.LATE_S * 1e9
-    assert 0.5 * late_ns < first[1] < 5 * late_ns
-    assert first[0] < 0.2 * late_ns
-    assert last[0] < 0.5 * late_ns
+    assert 0.5 * late_ns < waited[late] < 5 * late_ns
+    assert waited[1 - late] < 0.2 * late_ns

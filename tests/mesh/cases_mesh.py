@@ -239,3 +239,23 @@ def reset_after_sharding(group: Any) -> None:
     shard_experts(layer, mesh["efsdp"])
     layer.buffer.close()
     layer.reset_parameters()
+
+
+def save_fsdp(group: Any, path: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+    model = fsdp_decoder(2, 2, **changes)
+    state = get_model_state_dict(model)
+    dcp.save({"model": state}, checkpoint_id=path)
+    close(model)
+    return full(state)
+
+
+def load_fsdp(group: Any, path: str, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """Into zeros, on a mesh of four ranks or, where there is no group, in one process."""
+    model = decoder(None, **changes) if group is None else fsdp_decoder(4, 1, **changes)
+    state = get_model_state_dict(model)
+    for tensor in state.values():
+        tensor.zero_()
+    check_checkpoint(model, path)
+    dcp.load({"model": state}, checkpoint_id=path)
+    close(model)
+    return full(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cases_mesh as cases
@@ -53,3 +54,13 @@ def test_refuses_another_model(make_ranks: MakeRanks, saved: Saved, changes: dic
     for outcome in make_ranks("shm", 2).outcomes(cases.load_then_step, saved[0], changes):
         with pytest.raises(InvalidConfig, match=message):
             raise outcome
+
+
+@pytest.mark.parametrize("num_experts", [8, 6])
+def test_fsdp_saves_the_global_tensors(make_ranks: MakeRanks, tmp_path: Path, num_experts: int) -> None:
+    """Whole experts and, for three of them over two ranks, parts of each: into one process, and another mesh."""
+    path, changes, ranks = str(tmp_path / "fsdp"), {"num_experts": num_experts}, make_ranks("shm", 4)
+    saved = ranks.run(cases.save_fsdp, path, changes)[0]
+    assert all(tensor.any() for tensor in saved.values())
+    for got in (cases.load_fsdp(None, path, changes), *ranks.run(cases.load_fsdp, path, changes)):
+        torch.testing.assert_close(got, saved, rtol=0, atol=0)
