@@ -1,4 +1,4 @@
-"""Offsets beyond 32 bits: the layout against Python's integers, what is refused, and ops whose windows lie past 4 GiB."""
+"""Offsets beyond 32 bits: the layout against Python's integers, sizes that are refused, windows past 4 GiB."""
 
 from __future__ import annotations
 
@@ -130,9 +130,7 @@ def test_windows_past_four_gigabytes() -> None:
     )
     num_bytes, before = spec.shape().segment_bytes(), resident_bytes()
     assert num_bytes > 2**34
-    mappings = [
-        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE) for _ in range(2)
-    ]
+    mappings = [mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE) for _ in range(2)]
     addresses = [address_of(m) for m in mappings]
     engines = [
         CpuEngine(spec, r, Segments(addresses, [-1, -1], [mappings[r]]), timeout_s=30.0, num_threads=1, isa="auto")
