@@ -111,7 +111,7 @@ def overlapping_groups(group: Any) -> None:
 
 
 def replayed(group: Any, steps: int) -> None:
-    """The same buffer with other counts every time, in recycled outputs that are full of NaN when they are handed out."""
+    """The same buffer with other counts every time, in recycled outputs that are full of NaN when handed out."""
     with open_buffer(group) as buffer:
         for step in range(steps):
             tokens = [(12, 1, 0)[(step + r) % 3] for r in range(buffer.num_ranks)]

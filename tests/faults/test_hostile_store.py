@@ -46,7 +46,7 @@ def changed(**fields: Any) -> Any:
 
 @pytest.mark.parametrize("payload", NO_RECORDS, ids=lambda p: repr(p[:10]))
 def test_what_is_no_record_is_refused(payload: str) -> None:
-    with pytest.raises(CorruptPeer, match="rank 1: got .*, expected a JSON object"):
+    with pytest.raises(CorruptPeer, match=r"rank 1: got .*, expected a JSON object"):
         all_gather_records(Scripted(lambda own: payload), {"own": 1}, 1.0)
 
 

@@ -50,7 +50,7 @@ def test_limit_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     monkeypatch.setattr(shm, "Path", lambda path: tmp_path / Path(path).name)
-    with pytest.raises(OutOfSharedMemory, match="got segments of 200000 bytes .*, expected at most 100000"):
+    with pytest.raises(OutOfSharedMemory, match=r"got segments of 200000 bytes .*, expected at most 100000"):
         shm.allocate(ThreadGroup.make(1)[0], 200_000, 1.0)
     shm.allocate(ThreadGroup.make(1)[0], 65_536, 1.0).release()
 

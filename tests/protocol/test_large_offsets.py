@@ -1,4 +1,4 @@
-"""Offsets beyond 32 bits: the layout against Python's integers, what is refused, and ops whose windows lie past 4 GiB."""
+"""Offsets beyond 32 bits: the layout against Python's integers, sizes that are refused, windows past 4 GiB."""
 
 from __future__ import annotations
 
