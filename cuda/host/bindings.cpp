@@ -100,7 +100,7 @@ NB_MODULE(_engine, m) {
             new (self) Engine(EngineConfig{
                 shape, static_cast<rows::Elem>(elem), rank, config_hash, std::move(expert_rank), std::move(capacity),
                 std::move(segments), std::move(pidfds), timeout_s, static_cast<Wire>(dispatch_wire),
-                static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa), fault});
+                static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa), /*first_seq=*/1, fault});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
           nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),

@@ -33,8 +33,8 @@ struct EngineConfig {
   bool drop_overflow;                // false: overflow is refused by all ranks
   int num_lanes;
   std::string isa;
-  Fault fault{};           // none, outside of tests
   uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
+  Fault fault{};           // none, outside of tests
 };
 
 // Where the time of the last op went, on lane 0.

@@ -16,7 +16,7 @@ from routing import buffer_kwargs, make_spec
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import Code, MoeRtError
 
-MAILBOXES, MAILBOX_BYTES, HEADER_BYTES = 128, 128, 48  # cuda/protocol/layout.h and signal.h
+POISON, MAILBOXES, MAILBOX_BYTES, HEADER_BYTES = 128, 256, 128, 48  # cuda/protocol/layout.h and signal.h
 DISPATCH_CALL = 1 << 60
 SPEC = make_spec(2)
 CONFIG = SPEC.hash()
@@ -45,7 +45,7 @@ def what_rank_0_sees(announced: bytes, poison: int = 0) -> Any:
     mailbox = segment + MAILBOXES + MAILBOX_BYTES  # of dispatch-type ops, written by rank 1
     ctypes.memmove(mailbox + 8 + HEADER_BYTES, announced, HEADER_BYTES)
     ctypes.c_uint64.from_address(mailbox).value = 1
-    ctypes.c_uint64.from_address(segment).value = poison
+    ctypes.c_uint64.from_address(segment + POISON).value = poison
     try:
         buffers[0].dispatch(torch.zeros(0, SPEC.hidden), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3))
     except MoeRtError as error:

@@ -120,7 +120,7 @@ void publish_peers(Group& group, fuzz::Bytes& in) {
 // as a list that lies elsewhere needs, or against each other, which keeps a sum. Returns whether there were any.
 bool scribble(Group& group, fuzz::Bytes& in) {
   const Layout layout = Layout::make(group.shape);
-  std::vector<int64_t> regions{0};
+  std::vector<int64_t> regions{layout.poison};
   for (const Layout::Window& w : layout.window) {
     for (const int64_t at :
          {w.counts, w.pull_offs, w.copy_offs, w.pulls, w.copies, w.weights, w.tokens, w.partials, w.scalars}) {

@@ -36,14 +36,15 @@ def layout(ranks: int, experts: int, tokens: int, hidden: int, topk: int, elem: 
         offsets.append(up(cursor, align))
         cursor = offsets[-1] + num_bytes
 
-    take(8, 128), take(2 * ranks * 128, 128)
+    take(96, 128)  # the plaque, at 0
+    take(8, 128), take(2 * ranks * 128, 128), take(16 * ranks, 128), take(64 * 128, 128)
     for _ in range(2):
         take(4 * experts, 128), take(4 * (ranks + 1), 128), take(4 * (ranks + 1), 128)
         take(16 * tokens * slots, 128), take(16 * tokens * topk, 128), take(acc * tokens * topk, 128)
         take(tokens * row, 4096), take(tokens * slots * row, 4096), take(acc * tokens * topk, 128)
     token_rows, partial_rows, scalars = offsets[-3:]
     ends = (token_rows + (tokens - 1) * row, partial_rows + (tokens * slots - 1) * row)
-    return [*offsets, up(cursor, 4096), *ends, scalars + (tokens * topk - 1) * acc]
+    return [*offsets[1:], up(cursor, 4096), *ends, scalars + (tokens * topk - 1) * acc]
 
 
 sizes = st.tuples(
