@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from routing import make_spec
 from build import FLAGS
 from moe_rt.config import BufferSpec
 from moe_rt.errors import InvalidConfig, SizeOverflow
+from moe_rt.faults import planned
 from moe_rt.heap.segments import Segments, address_of
 from moe_rt.native.cpu import CpuEngine
 
@@ -133,10 +135,10 @@ def test_windows_past_four_gigabytes() -> None:
     assert num_bytes > 2**34
     mappings = [mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE) for _ in range(2)]
     addresses = [address_of(m) for m in mappings]
-    engines = [
-        CpuEngine(spec, r, Segments(addresses, [-1, -1], [mappings[r]]), timeout_s=30.0, num_threads=1, isa="auto")
-        for r in range(2)
-    ]
+    members = [(os.getpid(), 0)] * 2
+    segments = [Segments(addresses, [-1, -1], [mapping], members=members) for mapping in mappings]
+    options: dict[str, Any] = {"timeout_s": 30.0, "num_threads": 1, "isa": "auto", "fault": planned(0, 2, on_cpu=True)}
+    engines = [CpuEngine(spec, r, segments[r], **options) for r in range(2)]
     assert exchange(engines, 12) == [True, True]
     assert resident_bytes() - before < 2**27
     for engine in engines:
