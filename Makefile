@@ -20,7 +20,7 @@ demo: install
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m moe_rt.train --out runs/demo
 
 test: install tools lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m pytest bench -k "not regression"
 
 lint: install

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import cases_failures as cases
 import pytest
 from conftest import CPU_HEAPS
 from harness import ProcessRanks, Ranks
+
+from moe_rt.chaos.rounds import names_in_dev_shm
 
 MakeRanks = Callable[[str, int], Ranks]
 CULPRIT, SIZE = 1, 3  # some deadlocks show from three ranks on only
@@ -57,21 +58,21 @@ def test_raising_rank_ends_the_group(make_ranks: MakeRanks, heap: str) -> None:
 
 
 def test_nothing_leaks(make_ranks: MakeRanks) -> None:
-    shm_before = sorted(os.listdir("/dev/shm"))
+    shm_before = names_in_dev_shm()
     for before, after in make_ranks("shm", SIZE).run(cases.open_close_many, 20):
         assert after == before
-    assert sorted(os.listdir("/dev/shm")) == shm_before
+    assert names_in_dev_shm() == shm_before
 
 
 def test_killed_group_leaves_no_segment() -> None:
-    shm_before = sorted(os.listdir("/dev/shm"))
+    shm_before = names_in_dev_shm()
     ranks = ProcessRanks(2)
     ranks.run(cases.open_close_many, 1)
     for process in ranks.processes:
         process.kill()
         process.join()
     ranks.close()
-    assert sorted(os.listdir("/dev/shm")) == shm_before
+    assert names_in_dev_shm() == shm_before
 
 
 def test_forked_child_is_refused(make_ranks: MakeRanks) -> None:
