@@ -90,7 +90,7 @@ def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
             seen = "no error"
         except MoeRtError as error:
             seen = str(error)
-    members.survivors()
+    members.survivors(timeout_s=90.0)  # the one who was held up comes late here, too
     good_rounds()
     return seen, dist.get_world_size()
 

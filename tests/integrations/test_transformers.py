@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
-def assert_equal(results: list[dict[str, Any]], layers: int = 2) -> None:
+def assert_equal(results: list[dict[str, Any]], layers: int = 2, moe_bound: float = 1e-6) -> None:
     for r in results:
         assert r["logits"] < 1e-5
         assert r["layers"] == layers
@@ -49,7 +49,7 @@ def assert_equal(results: list[dict[str, Any]], layers: int = 2) -> None:
         assert r.get("same_tokens", True)
         moe = {n: d for n, d in r["grads"].items() if any(part in n for part in ("experts", "gate", "router"))}
         assert len(moe) >= 3 * layers
-        assert max(moe.values()) < 1e-6, moe
+        assert max(moe.values()) < moe_bound, moe
         assert max(r["grads"].values()) < 1e-5, "attention under tensor parallelism rounds elsewhere"
 
 
@@ -76,9 +76,10 @@ def test_checkpointed_activations(make_ranks: MakeRanks, saved: Callable[..., st
 
 @pytest.mark.parametrize("shape", [(2, 7), (1, 1)], ids=str)
 def test_ranks_that_share_a_batch(make_ranks: MakeRanks, saved: Callable[..., str], shape: tuple[int, int]) -> None:
-    """Tensor parallelism: slices of one batch, uneven or empty, gathered back."""
+    """Tensor parallelism: slices of one batch, uneven or empty, gathered back. Its rounding reaches the routers."""
     distributed = dict(tp_size=2, ep_size=2)
-    assert_equal(make_ranks("shm", 2).run(cases.equals_one_process, saved("mixtral"), [shape], distributed))
+    results = make_ranks("shm", 2).run(cases.equals_one_process, saved("mixtral"), [shape], distributed)
+    assert_equal(results, moe_bound=3e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

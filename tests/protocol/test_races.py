@@ -27,6 +27,8 @@ def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
 def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: str) -> None:
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
     program = compile_program("stress.cpp", tmp_path / "stress", *flags)
+    if sanitizer != "thread":  # a race needs many rounds to show, an access astray few
+        rounds = str(int(rounds) // 4)
     for ranks, lanes in ((RANKS, LANES), ("2", "1"), ("4", "2")):
         result = run(program, ranks, lanes, rounds)
         assert result.returncode == 0, result.stdout + result.stderr
