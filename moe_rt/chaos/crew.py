@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import mmap
@@ -11,6 +10,7 @@ import select
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -89,12 +89,15 @@ class Crew:
         pid = os.fork()
         if pid == 0:
             status = 1
-            with contextlib.suppress(KeyboardInterrupt):
+            try:
                 for fd in (tell, hear, *self._tell.values(), *self._hear.values()):
                     os.close(fd)  # a pipe ends when its last holder does
                 member.serve(orders, reports, self.began[rank : rank + 1])
                 status = 0
-            os._exit(status)  # the parent's exit handlers are not ours to run
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(status)  # the parent's frames and exit handlers, which end all ranks, are not ours to run
         os.close(orders)
         os.close(reports)
         self._pids[rank], self._tell[rank], self._hear[rank] = pid, tell, hear

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from moe_rt import faults
 from moe_rt.buffer import Buffer, Group
@@ -42,8 +43,12 @@ def serve(orders: int, reports: int, began: memoryview[float]) -> None:
     with os.fdopen(orders) as lines:
         for line in lines:
             order, before = json.loads(line), len(os.listdir("/proc/self/fd"))
-            store, rank, size = order["store"], order["rank"], order["size"]
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+            path, rank, size = order["store"], order["rank"], order["size"]
+            dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
+            # A rank that is struck at once must not cut off one that is still connecting to it.
+            store = _get_default_store()
+            store.set(f"connected/{rank}", "1")
+            store.wait([f"connected/{r}" for r in range(size)])
             report = _session(order, began)
             dist.destroy_process_group()
             gc.collect()
