@@ -121,8 +121,9 @@ NB_MODULE(_engine, m) {
       .def("health", &Engine::health)
       .def("timings",
            [](const Engine& e) {
-             const Timings& t = e.timings();
-             return nb::make_tuple(static_cast<int>(t.op), t.before_ns, t.wait_ns, t.after_ns, t.arrival_ns);
+             const Flight& f = e.flight();
+             return nb::make_tuple(static_cast<int>(f.op), f.announced_ns - f.start_ns, f.heard_ns - f.announced_ns,
+                                   f.end_ns - f.heard_ns, e.arrival_ns());
            })
       .def("waited_ns", &Engine::waited_ns)
       .def("close", &Engine::close);

@@ -34,7 +34,7 @@ Engine::Engine(EngineConfig config)
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
   needed_rows_.resize(num_ranks);
-  timings_.arrival_ns.resize(num_ranks);
+  arrival_ns_.resize(num_ranks);
   waited_ns_.resize(num_ranks);
   seq_[0] = seq_[1] = config_.first_seq - 1;
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
@@ -79,7 +79,7 @@ Status Engine::wait_all(Op op, const Header& ours) {
     if (code != Code::kOk) {
       return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
     }
-    timings_.arrival_ns[peer] = arrival;
+    arrival_ns_[peer] = arrival;
   }
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {

@@ -37,15 +37,6 @@ struct EngineConfig {
   Fault fault{};           // none, outside of tests
 };
 
-// Where the time of the last op went, on lane 0.
-struct Timings {
-  Op op = Op::kNone;
-  int64_t before_ns = 0;  // publish or push
-  int64_t wait_ns = 0;
-  int64_t after_ns = 0;             // gather or reduce
-  std::vector<int64_t> arrival_ns;  // [R] from the start of the wait until each peer's signal was seen, in rank order
-};
-
 class Engine {
  public:
   explicit Engine(EngineConfig config);
@@ -74,7 +65,10 @@ class Engine {
   // another thread is inside an op.
   bool close();
 
-  const Timings& timings() const { return timings_; }
+  // The op of now, or the last one: when lane 0 began it, announced, had heard of everyone, and ended.
+  const Flight& flight() const { return flight_; }
+  // [R] from the start of its wait until each peer's signal was seen, in rank order.
+  const std::vector<int64_t>& arrival_ns() const { return arrival_ns_; }
   // [R] how long this rank has waited for each peer so far, looking at peers in rank order.
   std::vector<int64_t> waited_ns() const;
 
@@ -112,9 +106,8 @@ class Engine {
   uint64_t seq_[kNumKinds];
   Status failure_;
   Point fault_point_ = Point::kNone;  // of the running op
-  Timings timings_;
-  Flight flight_{};  // the op of now, or the last one
-  std::vector<int64_t> waited_ns_;
+  Flight flight_{};
+  std::vector<int64_t> arrival_ns_, waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
   int64_t stream_from_;  // an op that writes this many bytes or more streams them past the caches

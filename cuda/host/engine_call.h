@@ -52,13 +52,11 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
   }
   Status status = health();
   if (status.ok()) {
-    const Clock::time_point start = Clock::now();
-    Clock::time_point announced = start, heard = start;
     const Kind kind = kind_of(call.op);
     const uint64_t seq = ++seq_[static_cast<int>(kind)];
     const auto num_tokens = static_cast<int32_t>(call.num_tokens);
     flight_ = {flight_.number + 1, seq, call.op, Code::kOk, call.tag, num_tokens, 0, 0, 0, 0, 0, -1};
-    record(&Flight::start_ns, start);
+    record(&Flight::start_ns, Clock::now());
     Header header{seq,
                   world_.config,
                   call_word(call.op, call.tag, call.handle_seq),
@@ -78,11 +76,9 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
       if (!reaches(Point::kAfterPayload)) return;
       if (coop.rank() == 0) {
         status = post_all(call.op, header);
-        announced = Clock::now();
-        record(&Flight::announced_ns, announced);
+        record(&Flight::announced_ns, Clock::now());
         if (status.ok()) status = wait_all(call.op, header);
-        heard = Clock::now();
-        record(&Flight::heard_ns, heard);
+        record(&Flight::heard_ns, Clock::now());
       }
       coop.sync();
       if (!status.ok()) return;
@@ -91,16 +87,11 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
       after(coop, seq, status);
       streaming_store_fence();
     });
-    const Clock::time_point end = Clock::now();
-    timings_.op = call.op;
-    timings_.before_ns = nanoseconds(start, announced);
-    timings_.wait_ns = nanoseconds(announced, heard);
-    timings_.after_ns = nanoseconds(heard, end);
     status.op = call.op;
     status.seq = seq;
     status = fail(status);
     flight_.code = status.code;
-    record(&Flight::end_ns, end);
+    record(&Flight::end_ns, Clock::now());
   }
   store_release(busy_, 0u);
   return status;

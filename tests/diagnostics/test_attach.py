@@ -59,6 +59,14 @@ def wait_until_stuck(pid: int) -> None:
     raise AssertionError("the others do not wait")
 
 
+def wait_until_stopped(pid: int) -> None:
+    """A signal to stop takes effect when the kernel next runs the process."""
+    deadline = time.monotonic() + cases.WAIT_S
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "the rank does not stop"
+        time.sleep(0.01)
+
+
 def run_info(*args: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=120)
 
@@ -80,6 +88,7 @@ def test_attach_to_a_stopped_rank(ranks: ProcessRanks, tmp_path: Path) -> None:
     with late_rank(ranks, tmp_path) as pids:
         os.kill(pids[CULPRIT], signal.SIGSTOP)
         try:
+            wait_until_stopped(pids[CULPRIT])
             (report,) = attach(pids[CULPRIT])
         finally:
             os.kill(pids[CULPRIT], signal.SIGCONT)
