@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -70,15 +69,14 @@ class ProcessRanks(Ranks):
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._store = tempfile.TemporaryDirectory(prefix="moe_rt_store_")
+        # A port, not a file: a rank may have given up the rights to a directory.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "moe_rt"])
         self.processes, self._pipes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, size, f"{self._store.name}/store"), daemon=True
-            )
+            process = context.Process(target=_serve, args=(theirs, rank, size, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -103,13 +101,13 @@ class ProcessRanks(Ranks):
         for process in self.processes:
             process.join(10)
             process.kill()
-        self._store.cleanup()
+        del self._store
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
     while pipe.poll(None):
         try:
             case, args = pipe.recv()
