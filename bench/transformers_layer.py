@@ -1,6 +1,6 @@
 """Times one Qwen3-MoE block, forward and backward, on two CPU ranks: moe_rt next to Transformers' own all-to-all.
 
-    python bench/transformers_layer.py [--tokens 2048 64] [--rounds 15] [--malloc recycle|system]
+    python bench/transformers_layer.py [--tokens 2048 64] [--rounds 15] [--dtype bf16|fp32] [--malloc recycle|system]
 
 Both run the same weights on the same tokens; their outputs are compared first. A round times one and then the other, in
 turn, and the ratio is the median over rounds, so that what else runs on the machine reaches both. As in `moe-rt bench`,
@@ -27,10 +27,11 @@ from moe_rt.bench.launch import RECYCLE
 
 RANKS = 2
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 1024, 512, 32, 4
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 IMPLEMENTATIONS = ("all_to_all", "moe_rt")
 
 
-def make_block(implementation: str, mesh: DeviceMesh) -> nn.Module:
+def make_block(implementation: str, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:
     from transformers import Qwen3MoeConfig
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -42,7 +43,7 @@ def make_block(implementation: str, mesh: DeviceMesh) -> nn.Module:
     )
     config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
-    block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16)
+    block = Qwen3MoeSparseMoeBlock(config).to(dtype)
     with torch.no_grad():
         for p in block.parameters():
             p.normal_(std=p.shape[-1] ** -0.5)
@@ -59,11 +60,11 @@ def step(block: nn.Module, x: Tensor) -> Tensor:
     return out.detach()
 
 
-def measure(num_tokens: int, rounds: int, mesh: DeviceMesh) -> dict[str, list[float]]:
+def measure(num_tokens: int, rounds: int, dtype: torch.dtype, mesh: DeviceMesh) -> dict[str, list[float]]:
     """Milliseconds of every round on the slower rank."""
-    blocks = {name: make_block(name, mesh) for name in IMPLEMENTATIONS}
+    blocks = {name: make_block(name, mesh, dtype) for name in IMPLEMENTATIONS}
     generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(1, num_tokens, HIDDEN, generator=generator).to(torch.bfloat16).requires_grad_()
+    x = torch.randn(1, num_tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
     one, two = (step(block, x) for block in blocks.values())
     torch.testing.assert_close(one, two, atol=3e-2, rtol=3e-2)
     times: dict[str, list[float]] = {name: [] for name in blocks}
@@ -81,11 +82,11 @@ def measure(num_tokens: int, rounds: int, mesh: DeviceMesh) -> dict[str, list[fl
     return times
 
 
-def serve(rank: int, store: str, num_tokens: int, rounds: int) -> None:
+def serve(rank: int, store: str, num_tokens: int, rounds: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("ep", "tp"))
-    times = measure(num_tokens, rounds, mesh)
+    times = measure(num_tokens, rounds, dtype, mesh)
     if rank == 0:
         print(report(num_tokens, times), flush=True)
     dist.barrier()
@@ -104,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 64], help="tokens of each rank")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="bf16 is slow where the CPU has no AVX-512")
     parser.add_argument("--malloc", choices=("recycle", "system"), default="recycle")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -111,7 +113,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     for num_tokens in options.tokens:  # in fresh processes, so that no size meets the memory of another
         with tempfile.TemporaryDirectory() as directory:
-            arguments = (f"{directory}/store", num_tokens, options.rounds)
+            arguments = (f"{directory}/store", num_tokens, options.rounds, DTYPES[options.dtype])
             ranks = [context.Process(target=serve, args=(r, *arguments)) for r in range(RANKS)]
             for rank in ranks:
                 rank.start()

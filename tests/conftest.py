@@ -14,9 +14,12 @@ CPU_HEAPS = ("threads", "shm")
 HEAPS = (*CPU_HEAPS, "loopback")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_ranks() -> Iterator[Callable[[str, int], Ranks]]:
-    """make_ranks(heap, size): ranks to run cases on; processes are reused."""
+    """make_ranks(heap, size): ranks to run cases on; a module's cases share its processes.
+
+    No longer than that: the thread of each gloo group that a case left behind wakes 100 times a second.
+    """
     pools: dict[int, ProcessRanks] = {}
 
     def make(heap: str, size: int) -> Ranks:

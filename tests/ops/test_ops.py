@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_rt import Buffer
+from moe_rt import Buffer, grouped
 from moe_rt.experts import grouped_linear, swiglu
 
 T, H, K, E = 5, 6, 2, 4
@@ -114,6 +114,34 @@ def test_sizes_that_the_grouped_kernel_refuses(hidden: int) -> None:
         torch.autograd.grad(out, [x, weight], grad), torch.autograd.grad(expected, [x, weight], grad), strict=True
     ):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_that_the_cpu_has_no_instructions_for(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, rounded once, whatever this processor would do; real rows only."""
+    monkeypatch.setattr(grouped, "_cpu_multiplies", lambda dtype: False)
+    monkeypatch.setattr(grouped.F, "grouped_mm", lambda *args, **kwargs: pytest.fail("the kernel was called"))
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    x, weight = torch.randn(6, 16).to(dtype), torch.randn(3, 8, 16).to(dtype)
+    x[5:] = float("nan")
+    x.requires_grad_(), weight.requires_grad_()
+    out = grouped_linear(x, weight, offs)
+    wide_x, wide_weight = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    expected = torch.cat([wide_x[:2] @ wide_weight[0].T, wide_x[2:5] @ wide_weight[2].T])
+    assert torch.equal(out[:5], expected.to(dtype))
+    grad = torch.full_like(out, float("nan"))
+    grad[:5] = torch.randn(5, 8).to(dtype)
+    grads = torch.autograd.grad(out, [x, weight], grad)
+    wanted = torch.autograd.grad(expected, [wide_x, wide_weight], grad[:5].float())
+    assert torch.equal(grads[0][:5], wanted[0][:5].to(dtype))
+    assert torch.equal(grads[1], wanted[1].to(dtype))
+
+
+def test_knows_what_the_cpu_multiplies() -> None:
+    assert grouped._cpu_multiplies(torch.float32)
+    assert grouped._cpu_multiplies(torch.float64)
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        assert not grouped._cpu_multiplies(torch.bfloat16)
 
 
 def test_sum_of_an_output_has_a_gradient() -> None:
