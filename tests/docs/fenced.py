@@ -27,6 +27,7 @@ SKIP_REASONS = (
     "runs the docs themselves",
     "is run by CI itself",
     "installs the package",
+    "is run by tests/gpucheck",
     "needs a GPU",
 )
 LIMIT_S, SLOW_LIMIT_S = 120.0, 600.0

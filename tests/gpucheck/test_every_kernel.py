@@ -1,4 +1,4 @@
-"""Every kernel compiles and links for every architecture it is made for, without spills, in the time promised."""
+"""Every kernel compiles and links for every architecture without spills, by the command of docs/cuda.md."""
 
 from __future__ import annotations
 
