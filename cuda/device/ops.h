@@ -104,12 +104,12 @@ struct Launch {
   }
 
   MOE_RT_FN void combine_send(const CombineArgs& a) const {
-    const RecvPlan p = plan(a.recv_plan);
-    send(m, w, c, a.op, p.head->seq, a.num_tokens, nullptr, [&](uint64_t seq) {
-      with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
+    const Returned<Acc> in{plan(a.recv_plan), static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+                           static_cast<const Acc*>(a.grad_recv_weights)};
+    send(m, w, c, a.op, in.plan.head->seq, a.num_tokens, nullptr, [&](uint64_t seq) {
+      with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
-        push(group, dims, w, seq, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-             static_cast<const Acc*>(a.grad_recv_weights), rows(group, combine_wire(a.op)), link);
+        push<OwnPushed>(group, dims, w, seq, in, rows(group, combine_wire(a.op)), link);
         link.flush();
       });
     });
@@ -119,7 +119,7 @@ struct Launch {
     const auto after = [&](uint64_t seq) {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
         reduce(group, dims, w, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_wire(a.op)));
+               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_wire(a.op)), OwnPushed{});
       });
     };
     receive(m, w, c, a.op, plan(a.recv_plan).head->seq, after, [] {});

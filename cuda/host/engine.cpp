@@ -33,6 +33,7 @@ Engine::Engine(EngineConfig config)
   copy_cursors_.resize(int64_t{lanes} * num_ranks);
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
+  scratch_rows_.resize(lanes * shape.row_bytes() / kRowAlign);
   needed_rows_.resize(num_ranks);
   arrival_ns_.resize(num_ranks);
   waited_ns_.resize(num_ranks);

@@ -86,6 +86,7 @@ class Engine {
   void record(int64_t Flight::* step, std::chrono::steady_clock::time_point when);
   template <class Acc>
   rows::HostRows<Acc> row_ops(int64_t rows_written, Wire wire) const;
+  char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
 
   template <class Acc>
   Status typed_dispatch(const DispatchArgs& args, uint32_t tag);
@@ -102,6 +103,10 @@ class Engine {
   std::vector<char*> base_;
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
   std::vector<int64_t> lane_fault_, needed_rows_;
+  struct alignas(kRowAlign) Line {
+    char bytes[kRowAlign];
+  };
+  std::vector<Line> scratch_rows_;  // a row of a window for every lane
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds];
   Status failure_;

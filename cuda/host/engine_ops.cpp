@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "engine_call.h"
+#include "own_partials.h"
 
 namespace moe_rt {
 
@@ -87,13 +88,17 @@ template <class Acc>
 Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const Wire wire = a.op == Op::kCombine ? dims_.combine_wire() : Wire::kRaw;
+  const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+                         static_cast<const Acc*>(a.grad_recv_weights)};
+  using Own = OwnPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
   const auto before = [&](const auto& coop, uint64_t seq, Header&) {
-    push(coop, dims_, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-         static_cast<const Acc*>(a.grad_recv_weights), row_ops<Acc>(plan.head->num_pulled, wire), MappedLink{});
+    push<Own>(coop, dims_, world_, seq, in, row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, wire),
+              MappedLink{});
   };
   const auto after = [&](const auto& coop, uint64_t seq, Status&) {
     reduce(coop, dims_, world_, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, wire));
+           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, wire),
+           Own{world_, seq, in, row_ops<Acc>(0, wire), scratch_row(coop.rank())});
   };
   return exchange({a.op, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }

@@ -15,40 +15,65 @@
 
 namespace moe_rt {
 
-// weights == nullptr means one; scalars (one per row) are sent home when not nullptr. Dropped rows add nothing.
-template <class Coop, class Dims, class Weight, class Rows, class Link>
-MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, uint64_t seq, const RecvPlan& plan, const char* y,
-                    const Weight* weights, const Weight* scalars, const Rows& rows, const Link& link) {
+// What goes home: rows, a weight of each (one where nullptr), and a scalar of each (none where nullptr).
+template <class Weight>
+struct Returned {
+  RecvPlan plan;
+  const char* y;
+  const Weight *weights, *scalars;
+};
+
+// One pulled token's partial, to dst; its rows' scalars are put home. Dropped rows add nothing.
+template <class Dims, class Coop, class Weight, class Rows, class Link>
+MOE_RT_FN void sum_copies(const Coop& coop, const World& w, uint64_t seq, const Pulled& p, const Returned<Weight>& in,
+                          char* dst, const Rows& rows, const Link& link) {
   const char* srcs[Dims::kTopkBound];
   Weight factors[Dims::kTopkBound];
-  const Range share = coop.share(plan.head->num_pulled);
+  for_topk<Dims>(p.copies, [&](int c) {
+    const int64_t row = in.plan.rows[p.first + c];
+    const bool kept = row != kDropped;
+    if (in.scalars && coop.leader()) {
+      link.put(w, p.source, w.scalar(seq, p.token, in.plan.ks[p.first + c]), kept ? in.scalars[row] : Weight(0));
+    }
+    srcs[c] = kept ? in.y + row * rows.tensor_row_bytes() : nullptr;
+    factors[c] = kept && in.weights ? in.weights[row] : Weight(1);
+  });
+  rows.sum_to_wire(dst, srcs, factors, p.copies);
+}
+
+// Pushes the partials of `Own::kPushed ? all : all but this rank's own` tokens.
+template <class Own, class Coop, class Dims, class Weight, class Rows, class Link>
+MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, uint64_t seq, const Returned<Weight>& in,
+                    const Rows& rows, const Link& link) {
+  const RecvPlan::Head& head = *in.plan.head;
+  const int32_t left_out = Own::kPushed ? 0 : head.num_own;
+  const Range share = coop.share(head.num_pulled - left_out);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
-    const Pulled p = plan.pulled[i];
-    for_topk<Dims>(p.copies, [&](int c) {
-      const int64_t row = plan.rows[p.first + c];
-      const bool kept = row != kDropped;
-      if (scalars && coop.leader()) {
-        link.put(w, p.source, w.scalar(seq, p.token, plan.ks[p.first + c]), kept ? scalars[row] : Weight(0));
-      }
-      srcs[c] = kept ? y + row * rows.tensor_row_bytes() : nullptr;
-      factors[c] = kept && weights ? weights[row] : Weight(1);
-    });
+    const Pulled p = in.plan.pulled[i < head.first_own ? i : i + left_out];
     const int64_t home = w.partial_row(seq, p.token, p.slot);
-    rows.sum_to_wire(link.target_row(w, p.source, home), srcs, factors, p.copies);
+    sum_copies<Dims>(coop, w, seq, p, in, link.target_row(w, p.source, home), rows, link);
     link.deliver(w, p.source, home, rows.wire_bytes());
   }
 }
 
-// out[t] = sum of the token's partials in rank order; grad_topk_weights [T][K] is filled when not nullptr.
-template <class Coop, class Dims, class Weight, class Rows>
+// Partials of this rank's own tokens come through its window, as everyone's.
+struct OwnPushed {
+  static constexpr bool kPushed = true;
+};
+
+// out[t] = sum of the token's partials in rank order; grad_topk_weights [T][K] is filled when not nullptr. `own` is
+// OwnPushed, or makes each own partial when its token comes up (host/own_partials.h).
+template <class Coop, class Dims, class Weight, class Rows, class Own>
 MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, uint64_t seq, const int32_t* send_plan,
-                      int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows) {
+                      int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows, Own own) {
   const char* srcs[Dims::kTopkBound];
   const Range share = coop.share(num_tokens);
+  if constexpr (!Own::kPushed) own.begin(share);
   for (int64_t t = share.begin; t < share.end; t += share.step) {
     const int32_t* sent = send_plan + t * dims.num_topk();
     const int n = num_partials(sent, dims.num_topk());
     for_topk<Dims>(n, [&](int slot) { srcs[slot] = w.at<char>(w.rank, w.partial_row(seq, t, slot)); });
+    if constexpr (!Own::kPushed) own.put_instead(t, srcs);
     rows.sum_from_wire(out + t * rows.tensor_row_bytes(), srcs, n);
     if (!grad_topk_weights || !coop.leader()) continue;
     for (int k = 0; k < dims.num_topk(); ++k) {

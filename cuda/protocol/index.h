@@ -125,7 +125,14 @@ MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, const
   }
   if (coop.rank() == 0) {
     const int64_t kept = smaller<int64_t>(b.num_rows, capacity);
-    *head = {seq, b.pull_start[num_ranks], b.copy_start[num_ranks], int32_t(b.num_rows - kept), int32_t(capacity), {}};
+    const int32_t first_own = b.pull_start[w.rank];
+    *head = {seq,
+             b.pull_start[num_ranks],
+             b.copy_start[num_ranks],
+             int32_t(b.num_rows - kept),
+             int32_t(capacity),
+             first_own,
+             b.pull_start[w.rank + 1] - first_own};
   }
 }
 

@@ -20,8 +20,8 @@ struct RecvPlan {
   struct Head {
     uint64_t seq;  // of the dispatch that made it
     int32_t num_pulled, num_copies, num_dropped;
-    int32_t capacity;  // rows of recv_x in that dispatch
-    int32_t unused[2];
+    int32_t capacity;            // rows of recv_x in that dispatch
+    int32_t first_own, num_own;  // the pulled tokens that are this rank's, in token order
   };
   Head* head;
   Pulled* pulled;

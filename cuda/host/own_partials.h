@@ -1,0 +1,39 @@
+// A CPU rank's partials of its own tokens, made in cached scratch when reduce comes to them.
+//
+// Pushed through the window they would be written to memory and read back: a fifth of what combine moves with two
+// ranks. They are coded and rounded as in the window, so the sum has the same bits. A GPU pushes them: its groups walk
+// the tokens in no order, and what they write stays in its own memory.
+#pragma once
+
+#include <algorithm>
+
+#include "../protocol/combine.h"
+
+namespace moe_rt {
+
+template <class Dims, class Weight, class Rows>
+struct OwnPartials {
+  static constexpr bool kPushed = false;
+  const World& w;
+  uint64_t seq;
+  Returned<Weight> in;
+  Rows rows;      // with stores that stay in the cache
+  char* scratch;  // a row as in the window, of this lane alone
+  const Pulled *next = nullptr, *end = nullptr;
+
+  // Own tokens are listed in their order; the lane's share is contiguous.
+  void begin(const Range& tokens) {
+    const RecvPlan::Head& head = *in.plan.head;
+    const Pulled* const first = in.plan.pulled + head.first_own;
+    end = first + head.num_own;
+    next = std::partition_point(first, end, [&](const Pulled& p) { return p.token < tokens.begin; });
+  }
+
+  void put_instead(int64_t token, const char** srcs) {
+    if (next == end || next->token != token) return;
+    sum_copies<Dims>(Solo{}, w, seq, *next, in, scratch, rows, MappedLink{});
+    srcs[next++->slot] = scratch;
+  }
+};
+
+}  // namespace moe_rt
