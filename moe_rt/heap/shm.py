@@ -16,8 +16,8 @@ from typing import Any
 
 from moe_rt.errors import CorruptPeer, InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
 from moe_rt.heap.processes import watch
-from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
-from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages, together
 
 MEMFD_NAME = "moe_rt"
 # No peer can shrink the segment under us: that would turn an access into a SIGBUS.
@@ -37,20 +37,25 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     """
     opened: list[int] = []  # descriptors, needed only until everyone has mapped: a mapping keeps a duplicate
     segments = Segments([], [], [])
-    try:
-        mine: dict[str, Any] = {}
-        failure: MoeRtError | None = _no_room(num_bytes * rendezvous.size, rendezvous.rank)
-        _share(rendezvous, mine, failure, timeout_s)  # everyone looks before anyone takes
+
+    def look() -> dict[str, Any]:
+        _require_room(num_bytes * rendezvous.size, rendezvous.rank)
+        return {}
+
+    def make() -> dict[str, Any]:
         try:
-            mine = _create(num_bytes, opened)
+            return _create(num_bytes, opened)
         except OSError as error:
-            failure = _creation_error(error, num_bytes, rendezvous.rank)
-        records = _share(rendezvous, mine, failure, timeout_s)
-        try:
-            _attach_all(rendezvous, records, num_bytes, opened, segments)
-        except MoeRtError as error:
-            failure = error
-        _share(rendezvous, {}, failure, timeout_s)
+            raise _creation_error(error, num_bytes, rendezvous.rank) from error
+
+    def attach() -> dict[str, Any]:
+        _attach_all(rendezvous.rank, records, num_bytes, opened, segments)
+        return {}
+
+    try:
+        together(rendezvous, look, "look for free memory", timeout_s)  # everyone looks before anyone takes
+        records = together(rendezvous, make, "make its segment", timeout_s)
+        together(rendezvous, attach, "map its peers' segments", timeout_s)
     except BaseException:
         segments.release()
         raise
@@ -60,7 +65,7 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     return segments
 
 
-def _no_room(num_bytes: int, rank: int) -> OutOfSharedMemory | None:
+def _require_room(num_bytes: int, rank: int) -> None:
     """Reserving more than there is would not fail: it would wake the kernel's out-of-memory killer."""
     with open("/proc/meminfo") as f:
         meminfo = dict(line.split(":") for line in f)
@@ -68,10 +73,9 @@ def _no_room(num_bytes: int, rank: int) -> OutOfSharedMemory | None:
     with contextlib.suppress(OSError, ValueError):  # no such file outside a limited control group, or "max" in it
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    if num_bytes <= available:
-        return None
-    message = f"rank {rank}: got segments of {num_bytes} bytes for all ranks of this host, expected at most {available}"
-    return OutOfSharedMemory(message, rank=rank)
+    if num_bytes > available:
+        message = f"rank {rank}: got segments of {num_bytes} bytes for all ranks of this host, expected at most"
+        raise OutOfSharedMemory(f"{message} {available}", rank=rank)
 
 
 def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
@@ -101,26 +105,7 @@ def _creation_error(error: OSError, num_bytes: int, rank: int) -> MoeRtError:
     return SegmentPermission(f"rank {rank} could not make a segment: {error}", rank=rank)
 
 
-def _share(
-    rendezvous: Rendezvous, record: dict[str, Any], failure: MoeRtError | None, timeout_s: float
-) -> list[dict[str, Any]]:
-    """All-gathers records; when any rank failed, raises that failure's kind on every rank."""
-    if failure is not None:
-        record = {"error": type(failure).__name__, "message": str(failure)}
-    records = all_gather_records(rendezvous, record, timeout_s)
-    if failure is not None:
-        raise failure
-    kinds = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission, InvalidConfig)}
-    for peer, r in enumerate(records):
-        if "error" in r:
-            raise kinds.get(str(r["error"]), InvalidConfig)(str(r.get("message")), rank=rendezvous.rank, peer=peer)
-    return records
-
-
-def _attach_all(
-    rendezvous: Rendezvous, records: list[dict[str, Any]], num_bytes: int, opened: list[int], segments: Segments
-) -> None:
-    me = rendezvous.rank
+def _attach_all(me: int, records: list[dict[str, Any]], num_bytes: int, opened: list[int], segments: Segments) -> None:
     for peer, record in enumerate(records):
         if {name: type(value) for name, value in record.items()} != _RECORD:  # a path is made of it
             message = f"segment of rank {peer}: got the record {record}, expected the fields {list(_RECORD)}"

@@ -76,4 +76,5 @@ def raise_without_with(group: Any, culprit: int) -> None:
     try:
         good_round(buffer)
     except MoeRtError as error:
-        print(f"{type(error).__name__} after {time.monotonic() - start:.3f} s", flush=True)
+        # One write: print writes the end of the line apart, and ranks may be threads.
+        print(f"{type(error).__name__} after {time.monotonic() - start:.3f} s\n", end="", flush=True)

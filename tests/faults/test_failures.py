@@ -35,7 +35,8 @@ def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
     for rank in (0, 2):
         text, seconds = outcomes[rank]
         assert text.startswith(("PeerTimeout: dispatch #2", "GroupPoisoned: dispatch #2"))
-        assert 0.9 < seconds < 3.0
+        assert seconds < 3.0
+        assert seconds > 0.9 or text.startswith("GroupPoisoned"), "only who came later waits for less than the timeout"
     assert any("rank 1 announced op 1, expected 2 within 1 s" in outcomes[r][0] for r in (0, 2))
     assert outcomes[CULPRIT][0].startswith("GroupPoisoned:"), "the late rank learns that the group has ended"
 

@@ -9,7 +9,7 @@ import pytest
 
 from build import compile_program
 
-RANKS, LANES, ROUNDS = "3", "3", "2000"  # a round is one to three dispatches, as many combines, and backwards
+RANKS, LANES, ROUNDS = "3", "3", "1000"  # a round is one to three dispatches, as many combines, and backwards
 NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that 8 rounds take past 32 and 64 bits
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
