@@ -41,7 +41,7 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, uint64_t seq, const 
   rows.sum_to_wire(dst, srcs, factors, p.copies);
 }
 
-// Pushes the partials of `Own::kPushed ? all : all but this rank's own` tokens.
+// Pushes the partials of all pulled tokens or, unless Own::kPushed, of those of other ranks.
 template <class Own, class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, uint64_t seq, const Returned<Weight>& in,
                     const Rows& rows, const Link& link) {

@@ -22,7 +22,7 @@ def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize(
-    ("machine", "rounds"), [([], ROUNDS), ([GPU], "25"), (NETWORK, "25")], ids=["cpu", "gpu", "network"]
+    ("machine", "rounds"), [([], ROUNDS), ([GPU], "16"), (NETWORK, "16")], ids=["cpu", "gpu", "network"]
 )
 def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: str) -> None:
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
