@@ -8,7 +8,7 @@ import click
 
 from moe_rt.bench.machine import machine_card
 from moe_rt.chaos import rounds as rounds_of
-from moe_rt.chaos.strike import Outcome
+from moe_rt.chaos.strike import SURVIVORS_RAISE, Outcome
 
 
 @click.command()
@@ -18,7 +18,8 @@ from moe_rt.chaos.strike import Outcome
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="timeout_s of a stop's group."
 )
-def chaos(ranks: int, rounds: int, seed: int, timeout: float) -> None:
+@click.option("--action", "actions", type=click.Choice(list(SURVIVORS_RAISE)), multiple=True, help="Only these.")
+def chaos(ranks: int, rounds: int, seed: int, timeout: float, actions: tuple[str, ...]) -> None:
     """Kill, stop, delay and fail random ranks at random points, and check what the others do.
 
     Every round makes a group of CPU ranks, which run training steps and check every result, and injects one fault. Who
@@ -31,7 +32,7 @@ def chaos(ranks: int, rounds: int, seed: int, timeout: float) -> None:
         noticed = f"{max(outcome.milliseconds):7.1f} ms" if outcome.milliseconds else ""
         click.echo(f"{i:4}  {outcome.strike.spec:62} {raised:58} {noticed:>10}  {'; '.join(outcome.complaints)}")
 
-    document = rounds_of.chaos(ranks, rounds, seed, timeout, show)
+    document = rounds_of.chaos(ranks, rounds, seed, timeout, show, actions or tuple(SURVIVORS_RAISE))
     click.echo(json.dumps({"machine": machine_card(), **document}, separators=(",", ":")))
     if document["complaints"]:
         raise click.ClickException("; ".join(document["complaints"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,21 +19,26 @@ STEPS = 3
 LAST_OP = OPS_OF_A_STEP * (STEPS - 1)  # there must be a later op in which survivors notice
 
 
-def draw(pace: random.Random, ranks: int) -> Strike:
-    """Any rank, action, point and op, as far as they go together."""
-    do = pace.choice(list(SURVIVORS_RAISE))
+def draw(pace: random.Random, ranks: int, actions: Sequence[str] = tuple(SURVIVORS_RAISE)) -> Strike:
+    """Any rank, point and op, and any of the actions, as far as they go together."""
+    do = pace.choice(actions)
     at = "after_payload" if do == "corrupt" else pace.choice(list(POINTS))
     return Strike(pace.randrange(ranks), pace.randint(1, LAST_OP), at, do, seconds=round(pace.uniform(0.0, 0.1), 3))
 
 
 def chaos(
-    ranks: int, rounds: int, seed: int, stop_timeout_s: float, progress: Callable[[int, Outcome], None]
+    ranks: int,
+    rounds: int,
+    seed: int,
+    stop_timeout_s: float,
+    progress: Callable[[int, Outcome], None],
+    actions: Sequence[str] = tuple(SURVIVORS_RAISE),
 ) -> dict[str, Any]:
     """Runs the rounds and returns a document; its `complaints` are empty if nothing hung, leaked or went wrong."""
     pace, outcomes, before, start = random.Random(seed), [], _held(), time.monotonic()
     with Crew(ranks) as crew:
         for i in range(rounds):
-            outcomes.append(run(crew, draw(pace, ranks), STEPS, stop_timeout_s))
+            outcomes.append(run(crew, draw(pace, ranks, actions), STEPS, stop_timeout_s))
             progress(i, outcomes[-1])
     seconds = time.monotonic() - start
     left = {name: now - before[name] for name, now in _held().items()}
@@ -44,7 +49,7 @@ def chaos(
         "rounds": rounds,
         "seed": seed,
         "seconds_per_round": round(seconds / rounds, 3),
-        "actions": {do: _summary([o for o in outcomes if o.strike.do == do]) for do in SURVIVORS_RAISE},
+        "actions": {do: _summary([o for o in outcomes if o.strike.do == do]) for do in actions},
         "left_behind": left,
         "complaints": complaints,
         "wrong": [describe(o) for o in outcomes if o.complaints],

@@ -49,3 +49,9 @@ def test_chaos() -> None:
     document = last_line(sys.executable, "-m", "moe_rt", "chaos", "--rounds", "5", "--seed", "3")
     assert document["complaints"] == []
     assert sum(action["rounds"] for action in document["actions"].values()) == 5
+
+
+def test_chaos_of_one_action() -> None:
+    document = last_line(sys.executable, "-m", "moe_rt", "chaos", "--rounds", "8", "--action", "kill")
+    assert document["actions"]["kill"]["rounds"] == 8
+    assert list(document["actions"]) == ["kill"]
