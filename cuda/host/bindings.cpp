@@ -178,6 +178,7 @@ NB_MODULE(_engine, m) {
                            const std::vector<double>& weights, int64_t hidden, bool stream) {
     const rows::Table* table = rows::find_table(isa.c_str());
     if (!table) throw nb::value_error("this machine or build has no row primitives for that isa");
+    if (srcs.size() > kMaxTopk) throw nb::value_error("more rows than a token has experts");
     std::vector<const char*> pointers;
     for (const Address src : srcs) pointers.push_back(at<char>(src));
     const int n = static_cast<int>(srcs.size());

@@ -1,5 +1,6 @@
 // The bodies of the row primitives, compiled once per instruction set (rows_portable, rows_avx2, rows_avx512.cpp).
 #include <algorithm>
+#include <limits>
 
 #include "rows.h"
 #include "simd.h"
@@ -17,13 +18,15 @@ inline void prefetch(const char* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + kAhead + i);
 }
 
-// Element types: how a block of them becomes accumulators and back.
+// Element types: how a block of them becomes accumulators and back, its lanes in order or in the machine's own.
 struct F32 {
   using Acc = float;
   using Block = Floats;
   static constexpr int kLanes = kFloats, kBytes = 4;
   static Block load(const char* p) { return load_f32(p); }
   static void store(char* p, Block x) { store_f32(p, x); }
+  static Block load_apart(const char* p) { return load_f32(p); }
+  static void store_apart(char* p, Block x) { store_f32(p, x); }
   static Block none() { return zero(); }
 };
 
@@ -33,6 +36,8 @@ struct Bf16 {
   static constexpr int kLanes = kFloats, kBytes = 2;
   static Block load(const char* p) { return load_bf16(p); }
   static void store(char* p, Block x) { store_bf16(p, x); }
+  static Block load_apart(const char* p) { return load_bf16_apart(p); }
+  static void store_apart(char* p, Block x) { store_bf16_apart(p, x); }
   static Block none() { return zero(); }
 };
 
@@ -42,6 +47,8 @@ struct F16 {
   static constexpr int kLanes = kFloats, kBytes = 2;
   static Block load(const char* p) { return load_f16(p); }
   static void store(char* p, Block x) { store_f16(p, x); }
+  static Block load_apart(const char* p) { return load_f16(p); }
+  static void store_apart(char* p, Block x) { store_f16(p, x); }
   static Block none() { return zero(); }
 };
 
@@ -51,6 +58,8 @@ struct F64 {
   static constexpr int kLanes = kDoubles, kBytes = 8;
   static Block load(const char* p) { return load_f64(p); }
   static void store(char* p, Block x) { store_f64(p, x); }
+  static Block load_apart(const char* p) { return load_f64(p); }
+  static void store_apart(char* p, Block x) { store_f64(p, x); }
   static Block none() { return {}; }
 };
 
@@ -79,14 +88,14 @@ template <class E, int kBlocks>
   for (int j = 0; j < n; ++j) {
     const char* src = srcs[j] + at;
     prefetch(src, kBlocks * kStep);
-    for (int b = 0; b < kBlocks; ++b) sums[b] = add_scaled(sums[b], weights[j], E::load(src + b * kStep));
+    for (int b = 0; b < kBlocks; ++b) sums[b] = add_scaled(sums[b], weights[j], E::load_apart(src + b * kStep));
   }
   if (!stream) {
-    for (int b = 0; b < kBlocks; ++b) E::store(dst + at + b * kStep, sums[b]);
+    for (int b = 0; b < kBlocks; ++b) E::store_apart(dst + at + b * kStep, sums[b]);
     return;
   }
   alignas(kLine) char lines[kBlocks * kStep];
-  for (int b = 0; b < kBlocks; ++b) E::store(lines + b * kStep, sums[b]);
+  for (int b = 0; b < kBlocks; ++b) E::store_apart(lines + b * kStep, sums[b]);
   for (int64_t i = 0; i < kBlocks * kStep; i += kLine) stream_line(dst + at + i, lines + i);
 }
 
@@ -105,8 +114,12 @@ inline void store_tail(char* p, typename E::Block x, int64_t lanes) {
 }
 
 template <class E>
-void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* weights, int n, int64_t hidden,
+void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* given, int n, int64_t hidden,
                   bool stream) {
+  typename E::Acc weights[kMaxTopk];
+  for (int j = 0; j < n; ++j) {  // a NaN becomes the one that store_apart may be given
+    weights[j] = given[j] == given[j] ? given[j] : std::numeric_limits<typename E::Acc>::quiet_NaN();
+  }
   constexpr int64_t kStep = E::kLanes * E::kBytes, kMany = 4;
   stream = stream && reinterpret_cast<uintptr_t>(dst) % kLine == 0;
   const int64_t whole = hidden / E::kLanes * kStep, rest = hidden % E::kLanes;

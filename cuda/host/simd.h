@@ -1,6 +1,8 @@
 // Sixteen floats or eight doubles at a time, for the instruction set that the including file is compiled for.
 //
-// A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order.
+// A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order. Only
+// load_bf16_apart may shuffle them, for sums element by element, and store_bf16_apart puts them back. What it stores
+// must have no NaN with anything in its lower half: sums of bf16 rows have none, if no weight has.
 // Everything has internal linkage: code compiled with wider instructions must not replace the portable one at link
 // time.
 #pragma once
@@ -46,6 +48,8 @@ inline void store_bf16(char* p, Floats x) {
   const __m256i packed = _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, even, quiet));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
+inline Floats load_bf16_apart(const char* p) { return load_bf16(p); }
+inline void store_bf16_apart(char* p, Floats x) { store_bf16(p, x); }
 inline void store_f16(char* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -79,17 +83,30 @@ inline void store_f32(char* p, Floats x) {
   _mm256_storeu_ps(reinterpret_cast<float*>(p), x.lo);
   _mm256_storeu_ps(reinterpret_cast<float*>(p) + 8, x.hi);
 }
+// To the nearest even bf16, in the upper half of each lane, for anything but a NaN that would be carried out of it.
+inline __m256i round_number(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+}
 inline __m256i round_bf16(__m256 x) {
-  const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
-  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-  const __m256i even = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
-  const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+  const __m256i quiet = _mm256_or_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-  return _mm256_blendv_epi8(even, quiet, nan);
+  return _mm256_srli_epi32(_mm256_blendv_epi8(round_number(x), quiet, nan), 16);
 }
 inline void store_bf16(char* p, Floats x) {
   const __m256i packed = _mm256_packus_epi32(round_bf16(x.lo), round_bf16(x.hi));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+// Even elements in `lo`, odd ones in `hi`: each is a shift or a mask away from its float, half the work of widening.
+inline Floats load_bf16_apart(const char* p) {
+  const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i odd = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(odd)};
+}
+inline void store_bf16_apart(char* p, Floats x) {
+  const __m256i even = _mm256_srli_epi32(round_number(x.lo), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(even, round_number(x.hi), 0xaa));
 }
 inline void store_f16(char* p, Floats x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT));
@@ -161,6 +178,8 @@ inline void store_bf16(char* p, Floats x) {
     put_half(p, i, x.v[i] == x.v[i] ? even : u >> 16 | 0x40u);
   }
 }
+inline Floats load_bf16_apart(const char* p) { return load_bf16(p); }
+inline void store_bf16_apart(char* p, Floats x) { store_bf16(p, x); }
 inline void store_f16(char* p, Floats x) {
   for (int i = 0; i < kFloats; ++i) {
     const uint32_t u = bits_of(x.v[i]), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,17 @@ def test_row_sums_have_the_same_bits_everywhere(isa: str, dtype: torch.dtype, hi
         isa, ELEMENTS[dtype], out.data_ptr(), [s.data_ptr() for s in srcs], weights.tolist(), hidden, stream
     )
     assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize("isa", _engine.isas())
+@pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
+def test_rows_with_a_nan_for_a_weight_are_nan(isa: str, dtype: torch.dtype) -> None:
+    """One with all bits set, which rounding to bf16 would carry into a zero."""
+    (weight,) = struct.unpack("<d", b"\xff" * 7 + b"\x7f")
+    row = torch.randn(200).to(dtype)
+    out = torch.zeros_like(row)
+    _engine.weighted_sum(isa, ELEMENTS[dtype], out.data_ptr(), [row.data_ptr()] * 2, [0.5, weight], 200, False)
+    assert bool(out.isnan().all())
 
 
 @pytest.mark.parametrize("isa", _engine.isas())
