@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_rt import _engine
-from moe_rt import ops as _ops  # noqa: F401  registers torch.ops.moe_rt
+from moe_rt import _engine, ops
 from moe_rt.agreement import agree
 from moe_rt.config import BufferSpec, Overflow
 from moe_rt.diagnostics.report import Report
@@ -179,9 +178,7 @@ class Buffer:
             topk_idx = topk_idx.to(torch.int64)
         if topk_weights.dtype is not self._acc_dtype and topk_weights.is_floating_point():
             topk_weights = topk_weights.to(self._acc_dtype)
-        recv_x, recv_weights, offs, recv_plan, send_plan = torch.ops.moe_rt.dispatch(
-            x, topk_idx, topk_weights, self._id, tag
-        )
+        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, topk_idx, topk_weights, self._id, tag)
         return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
 
     def combine(self, y: Tensor, recv_weights: Tensor, handle: Handle) -> Tensor:
@@ -202,7 +199,7 @@ class Buffer:
             As `dispatch`.
         """
         self._engine.require_device(Op.COMBINE, handle.tag, "y", y)
-        return torch.ops.moe_rt.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._id, handle.tag)
+        return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._id, handle.tag)
 
     def check(self) -> None:
         """Raises what has ended the group, if anything has. Local; never blocks."""

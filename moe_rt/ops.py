@@ -5,14 +5,20 @@
 
 Ops are functional and return fresh tensors of static shape, so that autograd, checkpointing and torch.compile see
 nothing unusual. A buffer is named by an integer, its engine's id. Rows past `offs[-1]` are never written nor read.
+
+torch's dispatcher, and the Python that it runs around an op for autograd, take several times as long as exchanging one
+token. They serve those who trace, transform or watch ops; where nobody does, `dispatch` and `combine` go straight to
+the engine, with the same formulas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from moe_rt.native.engine import engine_by_id
 
@@ -98,18 +104,40 @@ def _(
     return torch.empty_like(y), torch.empty_like(recv_weights)
 
 
+def _unwatched(args: tuple[Tensor | int, ...]) -> bool:
+    """Whether torch's dispatcher would do nothing but call the engine: eager, plain tensors, no mode, no profiler."""
+    for arg in args:
+        if type(arg) is not Tensor and type(arg) is not int:
+            return False
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _call(op: OpOverload, engine_op: Callable[..., Any], args: tuple[Tensor | int, ...]) -> Any:
+    """An op without a gradient of its own here."""
+    return engine_op(*args) if not torch.is_grad_enabled() and _unwatched(args) else op(*args)
+
+
 def _save_for_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.engine, ctx.tag = inputs[3:]
+    ctx.received = [(t.shape, t.dtype) for t in output[:2]]
+    ctx.set_materialize_grads(False)  # of five outputs only two have gradients
     ctx.save_for_backward(output[3], output[4])
 
 
-def _differentiate_dispatch(
-    ctx: Any, grad_recv_x: Tensor, grad_recv_weights: Tensor, *_: Tensor
-) -> tuple[Tensor | None, ...]:
+def _differentiate_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     recv_plan, send_plan = ctx.saved_tensors
-    grad_x, grad_topk_weights = torch.ops.moe_rt.dispatch_backward(
-        grad_recv_x, grad_recv_weights, recv_plan, send_plan, ctx.engine, ctx.tag
+    grad_recv_x, grad_recv_weights = (
+        recv_plan.new_zeros(shape, dtype=dtype) if grad is None else grad
+        for grad, (shape, dtype) in zip(grads[:2], ctx.received, strict=True)
     )
+    args = (grad_recv_x, grad_recv_weights, recv_plan, send_plan, ctx.engine, ctx.tag)
+    grad_x, grad_topk_weights = _call(torch.ops.moe_rt.dispatch_backward.default, _dispatch_backward, args)
     return grad_x, None, grad_topk_weights, None, None
 
 
@@ -119,11 +147,13 @@ def _save_for_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor
 
 
 def _differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    y, recv_weights, recv_plan = ctx.saved_tensors
-    grad_y, grad_recv_weights = torch.ops.moe_rt.combine_backward(
-        grad_out, y, recv_weights, recv_plan, ctx.engine, ctx.tag
-    )
+    args = (grad_out, *ctx.saved_tensors, ctx.engine, ctx.tag)
+    grad_y, grad_recv_weights = _call(torch.ops.moe_rt.combine_backward.default, _combine_backward, args)
     return grad_y, grad_recv_weights, None, None, None, None
+
+
+def _differentiate_twice(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("second derivative of moe_rt's dispatch or combine: got one, expected first ones only")
 
 
 torch.library.register_autograd(
@@ -132,3 +162,42 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "moe_rt::combine", _differentiate_combine, setup_context=_save_for_combine_backward, lib=_lib
 )
+for _name in ("dispatch_backward", "combine_backward"):
+    torch.library.register_autograd(f"moe_rt::{_name}", _differentiate_twice, lib=_lib)
+
+
+# Saves in forward: with a setup_context of its own a Function binds its arguments by name, for 70 us a call.
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        output = _dispatch(*args)
+        _save_for_dispatch_backward(ctx, args, output)
+        return output
+
+    backward = staticmethod(_differentiate_dispatch)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        output = _combine(*args)
+        _save_for_combine_backward(ctx, args, output)
+        return output
+
+    backward = staticmethod(_differentiate_combine)
+
+
+def dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int) -> Any:
+    """torch.ops.moe_rt.dispatch: recv_x, recv_weights, offs, recv_plan, send_plan."""
+    args = (x, topk_idx, topk_weights, engine, tag)
+    if torch.is_grad_enabled() and _unwatched(args):
+        return _Dispatch.apply(*args)
+    return _call(torch.ops.moe_rt.dispatch.default, _dispatch, args)
+
+
+def combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Any:
+    """torch.ops.moe_rt.combine: out."""
+    args = (y, recv_weights, recv_plan, send_plan, engine, tag)
+    if torch.is_grad_enabled() and _unwatched(args):
+        return _Combine.apply(*args)
+    return _call(torch.ops.moe_rt.combine.default, _combine, args)

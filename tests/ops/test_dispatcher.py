@@ -1,0 +1,152 @@
+"""When an op goes through torch's dispatcher: whenever somebody could see or change it there, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_rt import Buffer, ops
+
+T, H, K, E = 3, 4, 2, 4
+OPS = ["dispatch", "combine", "combine_backward", "dispatch_backward"]
+
+
+@pytest.fixture
+def buffer() -> Iterator[Buffer]:
+    with Buffer(None, num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float64) as b:
+        yield b
+
+
+class Seen(TorchDispatchMode):
+    """Notes moe_rt's ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "moe_rt":
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def tokens() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
+    return x, torch.tensor([[0, 1], [2, -1], [3, 0]]), torch.rand(T, K, dtype=torch.float64, requires_grad=True)
+
+
+def there_and_back(buffer: Buffer) -> tuple[Tensor, ...]:
+    """The output, and the gradients of x and topk_weights."""
+    x, idx, w = tokens()
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
+    out = buffer.combine(recv_x, recv_weights, handle)
+    return out, *torch.autograd.grad(out.cos().sum(), (x, w))
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the ops that went through the dispatcher."""
+    names: list[str] = []
+    call = torch._ops.OpOverload.__call__
+
+    def noting(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        names.extend([self._schema.name.split("::")[1]] if self.namespace == "moe_rt" else [])
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", noting)
+    return names
+
+
+def test_plain_eager_calls_go_past_it(buffer: Buffer, passes: list[str]) -> None:
+    there_and_back(buffer)
+    with torch.no_grad():
+        x, idx, w = tokens()
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
+        buffer.combine(recv_x, recv_weights, handle)
+    assert passes == []
+
+
+def test_a_mode_sees_every_op_and_changes_nothing(buffer: Buffer, passes: list[str]) -> None:
+    alone = there_and_back(buffer)
+    with Seen() as seen:
+        watched = there_and_back(buffer)
+    assert seen.names == OPS
+    assert set(passes) == set(OPS)
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+def test_the_profiler_sees_every_op(buffer: Buffer) -> None:
+    with torch.profiler.profile() as profile:
+        there_and_back(buffer)
+    assert {f"moe_rt::{name}" for name in OPS} <= {event.name for event in profile.events()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_holds_the_op(buffer: Buffer) -> None:
+    x, idx, w = (t.detach() for t in tokens())
+    traced = torch.jit.trace(lambda x: buffer.dispatch(x, idx, w)[0], x, check_trace=False)
+    assert "moe_rt::dispatch" in str(traced.graph)
+
+
+class Marked(torch.Tensor):
+    """A subclass without behaviour of its own."""
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x.as_subclass(Marked), torch.nn.Parameter], ids=["subclass", "parameter"])
+def test_subclasses_go_through_it(buffer: Buffer, passes: list[str], wrap: Callable[[Tensor], Tensor]) -> None:
+    x, idx, w = tokens()
+    with torch.no_grad():
+        buffer.dispatch(wrap(x.detach()), idx, w)
+    assert "dispatch" in passes
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_transforms_of_functions_go_through_it(
+    buffer: Buffer, passes: list[str], transform: Callable[[Any], Callable[[Tensor], Tensor]]
+) -> None:
+    """They hand over tensors that look plain. torch has no rule for the op, and says so."""
+    x, idx, w = (t.detach() for t in tokens())
+    with pytest.raises(RuntimeError):
+        transform(lambda x: buffer.dispatch(x, idx, w)[0].sum())(x)
+    assert "dispatch" in passes
+
+
+@pytest.mark.parametrize("watch", [nullcontext, Seen], ids=["past", "through"])
+@pytest.mark.parametrize("used", [0, 1], ids=["recv_x", "recv_weights"])
+def test_an_output_that_nobody_uses_has_no_gradient(
+    buffer: Buffer, watch: Callable[[], AbstractContextManager[Any]], used: int
+) -> None:
+    """Gradients of outputs, the plans' among them, are not made up as tensors of zeros."""
+    x, idx, w = tokens()
+    with watch():
+        recv = buffer.dispatch(x, idx, w)
+        n = int(recv[2].offs[-1])
+        grads = torch.autograd.grad(recv[used][:n].sum(), (x, w), allow_unused=True)
+    visits = (idx >= 0).double()
+    expected = visits.sum(1, keepdim=True).expand(T, H), visits
+    assert torch.equal(grads[used], expected[used])
+    assert not grads[1 - used].any()
+
+
+@pytest.mark.parametrize("op", [0, 1], ids=["dispatch", "combine"])
+def test_second_derivatives_are_refused(buffer: Buffer, op: int) -> None:
+    """Rather than taken for zero."""
+    x, idx, w = tokens()
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
+    y = recv_x.detach().requires_grad_()
+    out, leaf = ((recv_x[:5], x), (buffer.combine(y, recv_weights, handle), y))[op]
+    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        grad.sum().backward()
+
+
+def test_unwatched_is_asked_of_every_argument() -> None:
+    assert ops._unwatched((torch.ones(1), 3))
+    assert not ops._unwatched((torch.ones(1), torch.nn.Parameter(torch.ones(1)), 3))
