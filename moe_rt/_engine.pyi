@@ -45,6 +45,7 @@ class Engine:
         num_lanes: int,
         isa: str,
         fault: Fault,
+        cache_bytes: int,
     ) -> None: ...
     def dispatch(
         self,

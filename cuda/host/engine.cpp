@@ -9,10 +9,6 @@
 
 namespace moe_rt {
 
-namespace {
-constexpr long kUsualCache = 32L << 20;
-}
-
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
       dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_wire, config_.combine_wire},
@@ -40,9 +36,7 @@ Engine::Engine(EngineConfig config)
   seq_[0] = seq_[1] = config_.first_seq - 1;
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
-  // The next reader finds rows in the last-level cache if those of all ranks fit, and a little beyond (docs/log.md).
-  const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  stream_from_ = (cache > 0 ? cache : kUsualCache) * 5 / 4 / num_ranks;
+  stream_from_ = static_cast<int64_t>(config_.cache_bytes * table_->stream_from / num_ranks);
   oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
 }
 

@@ -35,6 +35,7 @@ struct EngineConfig {
   std::string isa;
   uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
   Fault fault{};           // none, outside of tests
+  int64_t cache_bytes = int64_t{32} << 20;  // of the last-level cache
 };
 
 class Engine {

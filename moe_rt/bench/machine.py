@@ -14,21 +14,12 @@ from typing import Any
 import torch
 
 from moe_rt import _engine
+from moe_rt.native.cpu import cache_bytes
 
 
 def cores() -> list[int]:
     """The cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
-
-
-def cache_bytes() -> int:
-    """Size of the last-level cache; 32 MiB where the kernel does not say."""
-    caches = Path("/sys/devices/system/cpu/cpu0/cache")
-    with suppress(OSError, ValueError, IndexError):
-        last = sorted(caches.glob("index*"), key=lambda index: int((index / "level").read_text()))[-1]
-        size = (last / "size").read_text().strip()
-        return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
-    return 32 << 20
 
 
 def machine_card() -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
+import pytest
 import torch
 
 from moe_rt import Buffer
+from moe_rt.native.cpu import cache_bytes
 from moe_rt.native.storage import Recycler
 
 SHAPE = (300, 2048)  # over 1 MiB in bf16
@@ -48,3 +51,21 @@ def test_autograd_keeps_what_it_saved() -> None:
             buffer.dispatch(torch.zeros_like(x), idx, weights)
         (grad,) = torch.autograd.grad(out, weights, torch.ones_like(out))
         torch.testing.assert_close(grad, x.sum(1, keepdim=True), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({1: "32K", 2: "512K", 3: "32768K"}, 32 << 20),
+        ({1: "48K", 2: "2M"}, 2 << 20),
+        ({}, 32 << 20),
+        ({3: "?"}, 32 << 20),
+    ],
+)
+def test_reads_the_last_level_cache(tmp_path: Path, sizes: dict[int, str], expected: int) -> None:
+    for level, size in sizes.items():
+        index = tmp_path / f"index{level}"
+        index.mkdir()
+        (index / "level").write_text(f"{level}\n")
+        (index / "size").write_text(f"{size}\n")
+    assert cache_bytes(tmp_path) == expected
