@@ -111,8 +111,9 @@ struct World {
   MOE_RT_FN int64_t token_row(uint64_t seq, int64_t token) const {
     return window(seq).tokens + token * shape.row_bytes();
   }
+  // Token after token in each slot: whoever reads ahead of a row finds the next one that it wants.
   MOE_RT_FN int64_t partial_row(uint64_t seq, int64_t token, int64_t slot) const {
-    return window(seq).partials + (token * shape.num_slots() + slot) * shape.row_bytes();
+    return window(seq).partials + (slot * shape.num_max_tokens + token) * shape.row_bytes();
   }
   MOE_RT_FN int64_t scalar(uint64_t seq, int64_t token, int64_t k) const {
     return window(seq).scalars + (token * shape.num_topk + k) * shape.acc_bytes;
