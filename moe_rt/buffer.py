@@ -16,7 +16,7 @@ from moe_rt import _engine, ops
 from moe_rt.agreement import agree
 from moe_rt.config import BufferSpec, Overflow
 from moe_rt.diagnostics.report import Report
-from moe_rt.errors import InvalidConfig, Op
+from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point, planned, reach
 from moe_rt.handle import Handle
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
@@ -123,7 +123,6 @@ class Buffer:
             num_sms=num_sms,
             fault=faults[0],
         )
-        self._id = self._engine.id
         self._acc_dtype = self.spec.acc_dtype
         self._num_tags = 0
         # Leaves when the buffer is garbage or the interpreter ends, whichever is first; close() does it by hand.
@@ -172,13 +171,11 @@ class Buffer:
             PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, ConfigMismatch, CallOrderMismatch: the group is over.
             ConcurrentUse: another thread is inside an op of this buffer.
         """
-        for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            self._engine.require_device(Op.DISPATCH, tag, name, t)
         if topk_idx.dtype is torch.int32:
             topk_idx = topk_idx.to(torch.int64)
         if topk_weights.dtype is not self._acc_dtype and topk_weights.is_floating_point():
             topk_weights = topk_weights.to(self._acc_dtype)
-        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, topk_idx, topk_weights, self._id, tag)
+        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, topk_idx, topk_weights, self._engine, tag)
         return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
 
     def combine(self, y: Tensor, recv_weights: Tensor, handle: Handle) -> Tensor:
@@ -198,8 +195,7 @@ class Buffer:
         Raises:
             As `dispatch`.
         """
-        self._engine.require_device(Op.COMBINE, handle.tag, "y", y)
-        return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._id, handle.tag)
+        return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag)
 
     def check(self) -> None:
         """Raises what has ended the group, if anything has. Local; never blocks."""

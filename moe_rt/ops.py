@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload
 
-from moe_rt.native.engine import engine_by_id
+from moe_rt.errors import Op
+from moe_rt.native.engine import Engine, engine_by_id
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
 
@@ -104,17 +107,17 @@ def _(
     return torch.empty_like(y), torch.empty_like(recv_weights)
 
 
+_PLAIN = {Tensor, int}
+
+
 def _unwatched(args: tuple[Tensor | int, ...]) -> bool:
     """Whether torch's dispatcher would do nothing but call the engine: eager, plain tensors, no mode, no profiler."""
-    for arg in args:
-        if type(arg) is not Tensor and type(arg) is not int:
-            return False
-    return not (
+    return _PLAIN.issuperset(map(type, args)) and not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or torch._C._autograd._profiler_enabled()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or _is_tracing()
+        or _profiler_enabled()
     )
 
 
@@ -187,17 +190,19 @@ class _Combine(torch.autograd.Function):
     backward = staticmethod(_differentiate_combine)
 
 
-def dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int) -> Any:
+def dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: Engine, tag: int) -> tuple[Tensor, ...]:
     """torch.ops.moe_rt.dispatch: recv_x, recv_weights, offs, recv_plan, send_plan."""
-    args = (x, topk_idx, topk_weights, engine, tag)
-    if torch.is_grad_enabled() and _unwatched(args):
-        return _Dispatch.apply(*args)
-    return _call(torch.ops.moe_rt.dispatch.default, _dispatch, args)
+    args = (x, topk_idx, topk_weights, engine.id, tag)
+    if _unwatched(args):
+        return _Dispatch.apply(*args) if torch.is_grad_enabled() else engine.dispatch(*args[:3], tag)
+    engine.require_device(Op.DISPATCH, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    return torch.ops.moe_rt.dispatch.default(*args)
 
 
-def combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Any:
+def combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int) -> Tensor:
     """torch.ops.moe_rt.combine: out."""
-    args = (y, recv_weights, recv_plan, send_plan, engine, tag)
-    if torch.is_grad_enabled() and _unwatched(args):
-        return _Combine.apply(*args)
-    return _call(torch.ops.moe_rt.combine.default, _combine, args)
+    args = (y, recv_weights, recv_plan, send_plan, engine.id, tag)
+    if _unwatched(args):
+        return _Combine.apply(*args) if torch.is_grad_enabled() else engine.combine(*args[:4], tag)
+    engine.require_device(Op.COMBINE, tag, y=y)
+    return torch.ops.moe_rt.combine.default(*args)

@@ -93,8 +93,8 @@ class CpuEngine(Engine):
         self._rows_shape = (self.capacity, self.spec.hidden)
         return super().dispatch(x, topk_idx, topk_weights, tag)
 
-    def _rows(self, shape: tuple[int, int]) -> Tensor:
-        return self._memory.empty(shape, self.spec.dtype)
+    def _rows(self, num_rows: int) -> Tensor:
+        return self._memory.empty(num_rows, self.spec.hidden, self.spec.dtype)
 
     def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
         status = self._ops[op](*words, tag)

@@ -82,8 +82,8 @@ class CudaEngine(Engine):
         self._ended: MoeRtError | None = None
         self._closed = False
 
-    def _rows(self, shape: tuple[int, int]) -> Tensor:
-        return torch.empty(shape, dtype=self.spec.dtype, device=self.device)
+    def _rows(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self.spec.hidden, dtype=self.spec.dtype, device=self.device)
 
     def _input(self, t: Tensor) -> Tensor:
         t = t.contiguous()

@@ -37,12 +37,13 @@ class Engine(ABC):
         self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
         self._rows_shape = (self.capacity, spec.hidden)
         self._acc_dtype = spec.acc_dtype
+        self._ints = torch.empty(0, dtype=torch.int32, device=device)  # its new_empty takes less time than torch.empty
         self.id = next(_ids)
         _engines[self.id] = self
 
     @abstractmethod
-    def _rows(self, shape: tuple[int, int]) -> Tensor:
-        """An uninitialised output of the payload's dtype."""
+    def _rows(self, num_rows: int) -> Tensor:
+        """An uninitialised output [num_rows, H] of the payload's dtype."""
 
     @abstractmethod
     def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
@@ -65,11 +66,11 @@ class Engine(ABC):
         self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), torch.int64)
         self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), self._acc_dtype)
         x, topk_idx, topk_weights = self._input(x), self._input(topk_idx), self._input(topk_weights)
-        recv_x = self._rows(self._rows_shape)
-        recv_weights = torch.empty(self.capacity, dtype=self._acc_dtype, device=self.device)
-        offs = torch.empty(self.num_local_experts, dtype=torch.int32, device=self.device)
-        recv_plan = torch.empty(self.plan_ints, dtype=torch.int32, device=self.device)
-        send_plan = torch.empty(num_tokens, s.num_topk, dtype=torch.int32, device=self.device)
+        recv_x = self._rows(self.capacity)
+        recv_weights = topk_weights.new_empty(self.capacity)
+        offs = self._ints.new_empty(self.num_local_experts)
+        recv_plan = self._ints.new_empty(self.plan_ints)
+        send_plan = self._ints.new_empty(num_tokens, s.num_topk)
         words = (
             x.data_ptr(),
             topk_idx.data_ptr(),
@@ -90,7 +91,7 @@ class Engine(ABC):
         self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights, recv_plan)
         y, recv_weights = self._input(y), self._input(recv_weights)
         num_tokens = send_plan.shape[0]
-        out = self._rows((num_tokens, self.spec.hidden))
+        out = self._rows(num_tokens)
         words = (
             Op.COMBINE,
             y.data_ptr(),
@@ -114,8 +115,8 @@ class Engine(ABC):
         self._check_rows(op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights, recv_plan)
         grad_recv_x, grad_recv_weights = self._input(grad_recv_x), self._input(grad_recv_weights)
         num_tokens = send_plan.shape[0]
-        grad_x = self._rows((num_tokens, self.spec.hidden))
-        grad_topk_weights = torch.empty(num_tokens, self.spec.num_topk, dtype=self._acc_dtype, device=self.device)
+        grad_x = self._rows(num_tokens)
+        grad_topk_weights = grad_recv_weights.new_empty(num_tokens, self.spec.num_topk)
         words = (
             op,
             grad_recv_x.data_ptr(),
@@ -139,7 +140,7 @@ class Engine(ABC):
         self._check_plans(op, tag, recv_plan, None)
         self._check_rows(op, tag, "y", y, "recv_weights", recv_weights, recv_plan)
         grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
-        grad_y = self._rows((len(y), self.spec.hidden))
+        grad_y = self._rows(len(y))
         grad_recv_weights = torch.empty_like(recv_weights)
         words = (
             grad_out.data_ptr(),
@@ -153,12 +154,13 @@ class Engine(ABC):
         self._run(op, words, tag)
         return grad_y, grad_recv_weights
 
-    def require_device(self, op: Op, tag: int, name: str, t: Tensor) -> None:
-        """Refuses a tensor that is not here: torch would look for another kernel and never ask this engine."""
-        if t.device != self.device:
-            got, expected = f"a tensor on {t.device}", f"one on {self.device}"
-            error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
-            self._refuse(op, tag, error, 0, 0)
+    def require_device(self, op: Op, tag: int, **tensors: Tensor) -> None:
+        """Refuses tensors that are not here: torch would look for another kernel and never ask this engine."""
+        for name, t in tensors.items():
+            if t.device != self.device:
+                got, expected = f"a tensor on {t.device}", f"one on {self.device}"
+                error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
+                self._refuse(op, tag, error, 0, 0)
 
     @abstractmethod
     def health(self) -> None:

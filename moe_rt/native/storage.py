@@ -6,7 +6,6 @@ gone, the block is handed out again, pages and all. Tails that nobody writes are
 
 from __future__ import annotations
 
-import math
 import mmap
 import sys
 
@@ -29,15 +28,15 @@ class Recycler:
     def __init__(self) -> None:
         self._blocks: dict[int, list[mmap.mmap]] = {}
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous uninitialised tensor, as torch.empty."""
-        count = math.prod(shape)
+    def empty(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """A contiguous uninitialised tensor [num_rows, hidden], as torch.empty."""
+        count = num_rows * hidden
         num_bytes = count * dtype.itemsize
         if num_bytes < _SMALLEST_BLOCK:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(num_rows, hidden, dtype=dtype)
         block = self._unused_block(-(-num_bytes // _GRANULE) * _GRANULE)
         # The tensor's storage holds a reference to the block until the last view of it is gone.
-        return torch.frombuffer(block, dtype=dtype, count=count).view(shape)
+        return torch.frombuffer(block, dtype=dtype, count=count).view(num_rows, hidden)
 
     def _unused_block(self, num_bytes: int) -> mmap.mmap:
         blocks = self._blocks.setdefault(num_bytes, [])

@@ -28,7 +28,7 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "dtype": ({"x": t(4, 20, dtype=torch.float64)}, "InvalidInput", "expected torch.float32 [4, 20]", "rank 1 refused"),
     "x one-dimensional": ({"x": t(20)}, "InvalidInput", "x: got torch.float32 [20]", "rank 1 refused"),
     "x scalar": ({"x": torch.tensor(1.0)}, "InvalidInput", "x: got torch.float32 []", "rank 1 refused"),
-    "device": ({"x": torch.zeros(4, 20, device="meta")}, "InvalidInput", "x: got a tensor on meta", "rank 1 refused"),
+    "device": ({"x": torch.zeros(4, 20, device="meta")}, "InvalidInput", "on meta, expected", "rank 1 refused"),
     "idx device": ({"topk_idx": torch.zeros(4, 3, device="meta")}, "InvalidInput", "topk_idx: got", "rank 1 refused"),
     "idx dtype": ({"topk_idx": t(4, 3)}, "InvalidInput", "topk_idx: got torch.float32", "rank 1 refused"),
     "idx shape": ({"topk_idx": t(4, 2, dtype=torch.int64)}, "InvalidInput", "topk_idx: got", "got 2, expected 3"),
@@ -164,7 +164,7 @@ def test_gone_buffer_is_told() -> None:
         recv_x, recv_weights, handle = buffer.dispatch(
             torch.zeros(4, 8), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
         )
-        engine = buffer._id
+        engine = buffer._engine.id
     del buffer
     with pytest.raises(GroupClosed, match="no longer exists"):
         torch.ops.moe_rt.combine(recv_x, recv_weights, handle.recv_plan, handle.send_plan, engine, 0)

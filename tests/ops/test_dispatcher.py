@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer, ops
+from moe_rt.errors import InvalidInput
 
 T, H, K, E = 3, 4, 2, 4
 OPS = ["dispatch", "combine", "combine_backward", "dispatch_backward"]
@@ -150,3 +151,17 @@ def test_second_derivatives_are_refused(buffer: Buffer, op: int) -> None:
 def test_unwatched_is_asked_of_every_argument() -> None:
     assert ops._unwatched((torch.ones(1), 3))
     assert not ops._unwatched((torch.ones(1), torch.nn.Parameter(torch.ones(1)), 3))
+
+
+@pytest.mark.parametrize("watch", [nullcontext, Seen], ids=["past", "through"])
+def test_a_tensor_on_another_device_is_refused_either_way(
+    buffer: Buffer, watch: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """torch would look for another kernel, and never ask the engine."""
+    x, idx, w = tokens()
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
+    with watch():
+        with pytest.raises(InvalidInput, match=r"x: got .* on meta, expected .* on cpu"):
+            buffer.dispatch(x.to("meta"), idx, w)
+        with pytest.raises(InvalidInput, match=r"y: got .* on meta, expected .* on cpu"):
+            buffer.combine(recv_x.to("meta"), recv_weights, handle)

@@ -37,7 +37,7 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
     """
     x, _, w = inputs()
     idx = torch.tensor([[t % E, (t + 1) % E] for t in range(T)])
-    engine = buffer._id
+    engine = buffer._engine.id
     recv_x, recv_weights, offs, recv_plan, send_plan = torch.ops.moe_rt.dispatch(x, idx, w, engine, 0)
     assert offs[-1] == buffer.capacity
     y, rw = recv_x.detach().requires_grad_(), recv_weights.detach().requires_grad_()

@@ -17,10 +17,10 @@ SHAPE = (300, 2048)  # over 1 MiB in bf16
 
 def test_a_living_tensor_keeps_its_block() -> None:
     memory = Recycler()
-    first = memory.empty(SHAPE, torch.bfloat16).fill_(1)
+    first = memory.empty(*SHAPE, torch.bfloat16).fill_(1)
     view = first[-1:]
     del first
-    second = memory.empty(SHAPE, torch.bfloat16).fill_(2)
+    second = memory.empty(*SHAPE, torch.bfloat16).fill_(2)
     assert view.eq(1).all()
     assert second.shape == SHAPE
     assert second.is_contiguous()
@@ -30,7 +30,7 @@ def test_a_dead_tensors_block_is_used_again() -> None:
     memory = Recycler()
     addresses = set()
     for _ in range(5):
-        t = memory.empty(SHAPE, torch.float32)
+        t = memory.empty(*SHAPE, torch.float32)
         addresses.add(t.data_ptr())
         del t
         gc.collect()
