@@ -156,7 +156,7 @@ def _differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, .
 
 
 def _differentiate_twice(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("second derivative of moe_rt's dispatch or combine: got one, expected first ones only")
+    raise RuntimeError("second derivative of moe_rt's dispatch or combine: got one, expected first ones only")
 
 
 torch.library.register_autograd(
