@@ -121,8 +121,8 @@ def _unwatched(args: tuple[Tensor | int, ...]) -> bool:
     )
 
 
-def _call(op: OpOverload, engine_op: Callable[..., Any], args: tuple[Tensor | int, ...]) -> Any:
-    """An op without a gradient of its own here."""
+def _backward(op: OpOverload, engine_op: Callable[..., Any], args: tuple[Tensor | int, ...]) -> Any:
+    """Runs one; through the dispatcher if somebody watches, or wants the second derivative that it refuses."""
     return engine_op(*args) if not torch.is_grad_enabled() and _unwatched(args) else op(*args)
 
 
@@ -140,7 +140,7 @@ def _differentiate_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | N
         for grad, (shape, dtype) in zip(grads[:2], ctx.received, strict=True)
     )
     args = (grad_recv_x, grad_recv_weights, recv_plan, send_plan, ctx.engine, ctx.tag)
-    grad_x, grad_topk_weights = _call(torch.ops.moe_rt.dispatch_backward.default, _dispatch_backward, args)
+    grad_x, grad_topk_weights = _backward(torch.ops.moe_rt.dispatch_backward.default, _dispatch_backward, args)
     return grad_x, None, grad_topk_weights, None, None
 
 
@@ -151,7 +151,7 @@ def _save_for_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor
 
 def _differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     args = (grad_out, *ctx.saved_tensors, ctx.engine, ctx.tag)
-    grad_y, grad_recv_weights = _call(torch.ops.moe_rt.combine_backward.default, _combine_backward, args)
+    grad_y, grad_recv_weights = _backward(torch.ops.moe_rt.combine_backward.default, _combine_backward, args)
     return grad_y, grad_recv_weights, None, None, None, None
 
 
@@ -169,7 +169,8 @@ for _name in ("dispatch_backward", "combine_backward"):
     torch.library.register_autograd(f"moe_rt::{_name}", _differentiate_twice, lib=_lib)
 
 
-# Saves in forward: with a setup_context of its own a Function binds its arguments by name, for 70 us a call.
+# Saves in forward: torch would bind the arguments of a Function with a setup_context by name, which takes longer than
+# the op.
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:

@@ -127,6 +127,7 @@ NB_MODULE(_engine, m) {
                                    f.end_ns - f.heard_ns, e.arrival_ns());
            })
       .def("waited_ns", &Engine::waited_ns)
+      .def_prop_ro("stream_from", &Engine::stream_from)
       .def("close", &Engine::close);
   bind_report(m);
 

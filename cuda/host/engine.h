@@ -68,6 +68,8 @@ class Engine {
 
   // The op of now, or the last one: when lane 0 began it, announced, had heard of everyone, and ended.
   const Flight& flight() const { return flight_; }
+  // Bytes from which on an op's rows are stored past the caches.
+  int64_t stream_from() const { return stream_from_; }
   // [R] from the start of its wait until each peer's signal was seen, in rank order.
   const std::vector<int64_t>& arrival_ns() const { return arrival_ns_; }
   // [R] how long this rank has waited for each peer so far, looking at peers in rank order.

@@ -27,7 +27,7 @@ struct Table {
   const char* name;
   // An op streams its rows past the caches when those of all ranks exceed this share of the last-level cache. Measured
   // where it was made, docs/log.md; other tenants of a machine take their share, too.
-  double stream_from;
+  double stream_share;
   void (*copy)(char* dst, const char* src, int64_t bytes, bool stream);
   Functions<float> f32, bf16, f16;
   Functions<double> f64;

@@ -209,8 +209,8 @@ constexpr Functions<typename E::Acc> functions() {
   }
 }
 
-constexpr Table make_table(const char* name, double stream_from) {
-  return {name, stream_from, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
+constexpr Table make_table(const char* name, double stream_share) {
+  return {name, stream_share, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
 }
 
 }  // namespace

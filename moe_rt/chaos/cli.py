@@ -18,7 +18,14 @@ from moe_rt.chaos.strike import SURVIVORS_RAISE, Outcome
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="timeout_s of a stop's group."
 )
-@click.option("--action", "actions", type=click.Choice(list(SURVIVORS_RAISE)), multiple=True, help="Only these.")
+@click.option(
+    "--action",
+    "actions",
+    type=click.Choice(list(SURVIVORS_RAISE)),
+    multiple=True,
+    default=list(SURVIVORS_RAISE),
+    help="Only these; may be repeated.",
+)
 def chaos(ranks: int, rounds: int, seed: int, timeout: float, actions: tuple[str, ...]) -> None:
     """Kill, stop, delay and fail random ranks at random points, and check what the others do.
 
@@ -32,7 +39,7 @@ def chaos(ranks: int, rounds: int, seed: int, timeout: float, actions: tuple[str
         noticed = f"{max(outcome.milliseconds):7.1f} ms" if outcome.milliseconds else ""
         click.echo(f"{i:4}  {outcome.strike.spec:62} {raised:58} {noticed:>10}  {'; '.join(outcome.complaints)}")
 
-    document = rounds_of.chaos(ranks, rounds, seed, timeout, show, actions or tuple(SURVIVORS_RAISE))
+    document = rounds_of.chaos(ranks, rounds, seed, timeout, show, actions)
     click.echo(json.dumps({"machine": machine_card(), **document}, separators=(",", ":")))
     if document["complaints"]:
         raise click.ClickException("; ".join(document["complaints"]))

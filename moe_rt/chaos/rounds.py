@@ -12,14 +12,14 @@ from typing import Any
 
 from moe_rt.chaos.crew import Crew
 from moe_rt.chaos.member import OPS_OF_A_STEP
-from moe_rt.chaos.strike import SURVIVORS_RAISE, Outcome, Strike, describe, run
+from moe_rt.chaos.strike import Outcome, Strike, describe, run
 from moe_rt.faults import POINTS
 
 STEPS = 3
 LAST_OP = OPS_OF_A_STEP * (STEPS - 1)  # there must be a later op in which survivors notice
 
 
-def draw(pace: random.Random, ranks: int, actions: Sequence[str] = tuple(SURVIVORS_RAISE)) -> Strike:
+def draw(pace: random.Random, ranks: int, actions: Sequence[str]) -> Strike:
     """Any rank, point and op, and any of the actions, as far as they go together."""
     do = pace.choice(actions)
     at = "after_payload" if do == "corrupt" else pace.choice(list(POINTS))
@@ -32,7 +32,7 @@ def chaos(
     seed: int,
     stop_timeout_s: float,
     progress: Callable[[int, Outcome], None],
-    actions: Sequence[str] = tuple(SURVIVORS_RAISE),
+    actions: Sequence[str],
 ) -> dict[str, Any]:
     """Runs the rounds and returns a document; its `complaints` are empty if nothing hung, leaked or went wrong."""
     pace, outcomes, before, start = random.Random(seed), [], _held(), time.monotonic()

@@ -159,7 +159,7 @@ class CpuEngine(Engine):
 def cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
     """Size of the last-level cache that a core has; 32 MiB where the kernel does not say.
 
-    glibc's sysconf would add up a processor's caches, of which an EPYC has eight.
+    glibc's sysconf may add up all caches of a processor.
     """
     with suppress(OSError, ValueError, KeyError):
         last = max(caches.glob("index*"), key=lambda index: int((index / "level").read_text()))

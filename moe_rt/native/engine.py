@@ -37,7 +37,6 @@ class Engine(ABC):
         self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
         self._rows_shape = (self.capacity, spec.hidden)
         self._acc_dtype = spec.acc_dtype
-        self._ints = torch.empty(0, dtype=torch.int32, device=device)  # its new_empty takes less time than torch.empty
         self.id = next(_ids)
         _engines[self.id] = self
 
@@ -68,9 +67,9 @@ class Engine(ABC):
         x, topk_idx, topk_weights = self._input(x), self._input(topk_idx), self._input(topk_weights)
         recv_x = self._rows(self.capacity)
         recv_weights = topk_weights.new_empty(self.capacity)
-        offs = self._ints.new_empty(self.num_local_experts)
-        recv_plan = self._ints.new_empty(self.plan_ints)
-        send_plan = self._ints.new_empty(num_tokens, s.num_topk)
+        offs = topk_idx.new_empty(self.num_local_experts, dtype=torch.int32)
+        recv_plan = topk_idx.new_empty(self.plan_ints, dtype=torch.int32)
+        send_plan = topk_idx.new_empty(num_tokens, s.num_topk, dtype=torch.int32)
         words = (
             x.data_ptr(),
             topk_idx.data_ptr(),

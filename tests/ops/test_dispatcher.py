@@ -121,10 +121,10 @@ def test_transforms_of_functions_go_through_it(
 
 @pytest.mark.parametrize("watch", [nullcontext, Seen], ids=["past", "through"])
 @pytest.mark.parametrize("used", [0, 1], ids=["recv_x", "recv_weights"])
-def test_an_output_that_nobody_uses_has_no_gradient(
+def test_an_output_that_nobody_uses_adds_nothing(
     buffer: Buffer, watch: Callable[[], AbstractContextManager[Any]], used: int
 ) -> None:
-    """Gradients of outputs, the plans' among them, are not made up as tensors of zeros."""
+    """Its gradient is None there, not a tensor of zeros."""
     x, idx, w = tokens()
     with watch():
         recv = buffer.dispatch(x, idx, w)
