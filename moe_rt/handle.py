@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Handle:
     """Routing of one dispatch, in private memory: it stays valid while later ops reuse the windows.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload
+from torch.compiler import is_dynamo_compiling
 
 from moe_rt.errors import Op
 from moe_rt.native.engine import Engine, engine_by_id
@@ -107,40 +108,46 @@ def _(
     return torch.empty_like(y), torch.empty_like(recv_weights)
 
 
-_PLAIN = {Tensor, int}
-
-
-def _unwatched(args: tuple[Tensor | int, ...]) -> bool:
+def _unwatched(*tensors: Tensor) -> bool:
     """Whether torch's dispatcher would do nothing but call the engine: eager, plain tensors, no mode, no profiler."""
-    return _PLAIN.issuperset(map(type, args)) and not (
-        torch.compiler.is_compiling()
+    if (
+        is_dynamo_compiling()
         or _len_torch_dispatch_stack()
         or _are_functorch_transforms_active()
         or _is_tracing()
         or _profiler_enabled()
-    )
+    ):
+        return False
+    for t in tensors:
+        if type(t) is not Tensor:
+            return False
+    return True
 
 
-def _backward(op: OpOverload, engine_op: Callable[..., Any], args: tuple[Tensor | int, ...]) -> Any:
+def _backward(op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:
     """Runs one; through the dispatcher if somebody watches, or wants the second derivative that it refuses."""
-    return engine_op(*args) if not torch.is_grad_enabled() and _unwatched(args) else op(*args)
+    direct = not torch.is_grad_enabled() and _unwatched(*tensors)
+    return (engine_op if direct else op)(*tensors, ctx.engine, ctx.tag)
 
 
 def _save_for_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    recv_x, recv_weights, _, recv_plan, send_plan = output
     ctx.engine, ctx.tag = inputs[3:]
-    ctx.received = [(t.shape, t.dtype) for t in output[:2]]
+    ctx.rows_shape, ctx.dtypes = recv_x.shape, (recv_x.dtype, recv_weights.dtype)
     ctx.set_materialize_grads(False)  # of five outputs only two have gradients
-    ctx.save_for_backward(output[3], output[4])
+    ctx.save_for_backward(recv_plan, send_plan)
 
 
 def _differentiate_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_recv_x, grad_recv_weights = grads[:2]
     recv_plan, send_plan = ctx.saved_tensors
-    grad_recv_x, grad_recv_weights = (
-        recv_plan.new_zeros(shape, dtype=dtype) if grad is None else grad
-        for grad, (shape, dtype) in zip(grads[:2], ctx.received, strict=True)
-    )
-    args = (grad_recv_x, grad_recv_weights, recv_plan, send_plan, ctx.engine, ctx.tag)
-    grad_x, grad_topk_weights = _backward(torch.ops.moe_rt.dispatch_backward.default, _dispatch_backward, args)
+    if grad_recv_x is None:
+        grad_recv_x = recv_plan.new_zeros(ctx.rows_shape, dtype=ctx.dtypes[0])
+    if grad_recv_weights is None:
+        grad_recv_weights = recv_plan.new_zeros(ctx.rows_shape[:1], dtype=ctx.dtypes[1])
+    tensors = (grad_recv_x, grad_recv_weights, recv_plan, send_plan)
+    op = torch.ops.moe_rt.dispatch_backward.default
+    grad_x, grad_topk_weights = _backward(op, _dispatch_backward, tensors, ctx)
     return grad_x, None, grad_topk_weights, None, None
 
 
@@ -150,8 +157,9 @@ def _save_for_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor
 
 
 def _differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    args = (grad_out, *ctx.saved_tensors, ctx.engine, ctx.tag)
-    grad_y, grad_recv_weights = _backward(torch.ops.moe_rt.combine_backward.default, _combine_backward, args)
+    tensors = (grad_out, *ctx.saved_tensors)
+    op = torch.ops.moe_rt.combine_backward.default
+    grad_y, grad_recv_weights = _backward(op, _combine_backward, tensors, ctx)
     return grad_y, grad_recv_weights, None, None, None, None
 
 
@@ -193,17 +201,19 @@ class _Combine(torch.autograd.Function):
 
 def dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: Engine, tag: int) -> tuple[Tensor, ...]:
     """torch.ops.moe_rt.dispatch: recv_x, recv_weights, offs, recv_plan, send_plan."""
-    args = (x, topk_idx, topk_weights, engine.id, tag)
-    if _unwatched(args):
-        return _Dispatch.apply(*args) if torch.is_grad_enabled() else engine.dispatch(*args[:3], tag)
+    if _unwatched(x, topk_idx, topk_weights):
+        if torch.is_grad_enabled():
+            return _Dispatch.apply(x, topk_idx, topk_weights, engine.id, tag)
+        return engine.dispatch(x, topk_idx, topk_weights, tag)
     engine.require_device(Op.DISPATCH, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-    return torch.ops.moe_rt.dispatch.default(*args)
+    return torch.ops.moe_rt.dispatch.default(x, topk_idx, topk_weights, engine.id, tag)
 
 
 def combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int) -> Tensor:
     """torch.ops.moe_rt.combine: out."""
-    args = (y, recv_weights, recv_plan, send_plan, engine.id, tag)
-    if _unwatched(args):
-        return _Combine.apply(*args) if torch.is_grad_enabled() else engine.combine(*args[:4], tag)
+    if _unwatched(y, recv_weights, recv_plan, send_plan):
+        if torch.is_grad_enabled():
+            return _Combine.apply(y, recv_weights, recv_plan, send_plan, engine.id, tag)
+        return engine.combine(y, recv_weights, recv_plan, send_plan, tag)
     engine.require_device(Op.COMBINE, tag, y=y)
-    return torch.ops.moe_rt.combine.default(*args)
+    return torch.ops.moe_rt.combine.default(y, recv_weights, recv_plan, send_plan, engine.id, tag)

@@ -36,7 +36,9 @@ Engine::Engine(EngineConfig config)
   seq_[0] = seq_[1] = config_.first_seq - 1;
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
-  stream_from_ = static_cast<int64_t>(config_.cache_bytes * table_->stream_share / num_ranks);
+  const auto each = static_cast<double>(config_.cache_bytes) / num_ranks;
+  stream_outputs_from_ = static_cast<int64_t>(each * table_->stream.outputs);
+  stream_windows_from_ = static_cast<int64_t>(each * table_->stream.windows);
   oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
 }
 

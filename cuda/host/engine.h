@@ -68,8 +68,9 @@ class Engine {
 
   // The op of now, or the last one: when lane 0 began it, announced, had heard of everyone, and ended.
   const Flight& flight() const { return flight_; }
-  // Bytes from which on an op's rows are stored past the caches.
-  int64_t stream_from() const { return stream_from_; }
+  // Bytes from which on an op stores its rows past the caches: outputs, and rows that go through a window.
+  int64_t stream_outputs_from() const { return stream_outputs_from_; }
+  int64_t stream_windows_from() const { return stream_windows_from_; }
   // [R] from the start of its wait until each peer's signal was seen, in rank order.
   const std::vector<int64_t>& arrival_ns() const { return arrival_ns_; }
   // [R] how long this rank has waited for each peer so far, looking at peers in rank order.
@@ -88,7 +89,11 @@ class Engine {
   Status fail(Status status);
   void record(int64_t Flight::* step, std::chrono::steady_clock::time_point when);
   template <class Acc>
-  rows::HostRows<Acc> row_ops(int64_t rows_written, Wire wire) const;
+  rows::HostRows<Acc> row_ops(Wire wire, bool stream) const;
+  template <class Acc>
+  rows::HostRows<Acc> output_rows(int64_t n, Wire wire) const;  // an op writes so many
+  template <class Acc>
+  rows::HostRows<Acc> window_rows(int64_t n, Wire wire) const;
   char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
 
   template <class Acc>
@@ -118,8 +123,8 @@ class Engine {
   std::vector<int64_t> arrival_ns_, waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
-  int64_t stream_from_;  // an op that writes this many bytes or more streams them past the caches
-  pid_t pid_;            // a forked child is not this rank
+  int64_t stream_outputs_from_, stream_windows_from_;
+  pid_t pid_;  // a forked child is not this rank
 };
 
 }  // namespace moe_rt

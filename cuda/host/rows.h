@@ -16,19 +16,25 @@ inline constexpr int kNumElems = 4;
 template <class Acc>
 struct Functions {
   void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
-  Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden);
+  Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden, bool stream);
   // Coded rows (protocol/wire.h); nullptr for fp64, which is never coded. encode_sum codes the weighted sum of rows,
   // decode_sum rounds the sum of coded rows.
   void (*encode_sum)(Wire wire, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
   void (*decode_sum)(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden);
 };
 
+// Rows are streamed past the caches when those that all ranks write in an op reach this share of the last-level cache:
+// outputs, or rows that go through a window. Measured where it was made, docs/log.md; other tenants of a machine take
+// their share, too.
+struct StreamShares {
+  double outputs, windows;
+};
+
 struct Table {
   const char* name;
-  // An op streams its rows past the caches when those of all ranks exceed this share of the last-level cache. Measured
-  // where it was made, docs/log.md; other tenants of a machine take their share, too.
-  double stream_share;
-  void (*copy)(char* dst, const char* src, int64_t bytes, bool stream);
+  StreamShares stream;
+  // To each of n places that is not nullptr.
+  void (*copy)(char* const* dsts, int n, const char* src, int64_t bytes, bool stream);
   Functions<float> f32, bf16, f16;
   Functions<double> f64;
 };
@@ -51,19 +57,15 @@ struct HostRows {
   void publish(char* dst, const char* src) const {
     const Acc one = 1;
     if (wire == Wire::kRaw) {
-      table->copy(dst, src, tensor_row_bytes(), stream);
+      table->copy(&dst, 1, src, tensor_row_bytes(), stream);
     } else {
       fn->encode_sum(wire, dst, &src, &one, 1, hidden);
     }
   }
   void spread(char* const* dsts, int n, const char* src) const {
+    if (wire == Wire::kRaw) return table->copy(dsts, n, src, tensor_row_bytes(), stream);
     for (int i = 0; i < n; ++i) {
-      if (!dsts[i]) continue;
-      if (wire == Wire::kRaw) {
-        table->copy(dsts[i], src, tensor_row_bytes(), stream);
-      } else {
-        fn->decode_sum(wire, dsts[i], &src, 1, hidden);
-      }
+      if (dsts[i]) fn->decode_sum(wire, dsts[i], &src, 1, hidden);
     }
   }
   // The arrays are the caller's scratch: sources that are nullptr are squeezed out.
@@ -88,7 +90,7 @@ struct HostRows {
     }
   }
   Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
-    return fn->scale_dot(dst, weight, g, y, hidden);
+    return fn->scale_dot(dst, weight, g, y, hidden, stream);
   }
 
  private:

@@ -12,7 +12,11 @@ constexpr int kLine = 64;
 
 // How far ahead of a load its line is asked for. Rows of a token lie in as many places as it has experts, and hardware
 // prefetchers start anew at each; past the end of a row comes the same expert's next row, which is wanted soon.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kAhead = 1024;
+#else
 constexpr int kAhead = 2048;
+#endif
 
 inline void prefetch(const char* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + kAhead + i);
@@ -63,29 +67,42 @@ struct F64 {
   static Block none() { return {}; }
 };
 
-void copy(char* dst, const char* src, int64_t bytes, bool stream) {
+// Whole lines past the caches, what surrounds them through them.
+inline void stream_part(char* dst, const char* src, int64_t bytes) {
   const int64_t misaligned = (kLine - reinterpret_cast<uintptr_t>(dst) % kLine) % kLine;
-  if (!stream || misaligned + kLine > bytes) {
-    std::memcpy(dst, src, bytes);
-    return;
-  }
-  std::memcpy(dst, src, misaligned);
-  int64_t i = misaligned;
-  for (; i + kLine <= bytes; i += kLine) {
-    prefetch(src + i, kLine);
-    stream_line(dst + i, src + i);
-  }
+  int64_t i = smaller(misaligned, bytes);
+  std::memcpy(dst, src, i);
+  for (; i + kLine <= bytes; i += kLine) stream_line(dst + i, src + i);
   std::memcpy(dst + i, src + i, bytes - i);
 }
 
-// kBlocks blocks of 64 bytes together: enough independent additions to hide their latency, and whole lines to stream.
-template <class E, int kBlocks>
+// Streamed part by part to every place, so that each part is read once and no place waits for a whole row of another.
+void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream) {
+  constexpr int64_t kPart = 16 * kLine;
+  const int64_t part = stream ? kPart : bytes;
+  for (int64_t i = 0; i < bytes; i += part) {
+    const int64_t count = smaller(part, bytes - i);
+    if (stream) prefetch(src + i, count);
+    for (int c = 0; c < n; ++c) {
+      if (!dsts[c]) continue;
+      if (stream) {
+        stream_part(dsts[c] + i, src + i, count);
+      } else {
+        std::memcpy(dsts[c], src, bytes);
+      }
+    }
+  }
+}
+
+// kBlocks blocks together: enough independent additions to hide their latency, and whole lines to stream. `kRows` is n
+// where the compiler knows it.
+template <class E, int kBlocks, int kRows>
 [[gnu::always_inline]] inline void sum_blocks(char* dst, const char* const* srcs, const typename E::Acc* weights, int n,
                                               int64_t at, bool stream) {
   constexpr int kStep = E::kLanes * E::kBytes;
   typename E::Block sums[kBlocks];
   for (auto& s : sums) s = E::none();
-  for (int j = 0; j < n; ++j) {
+  for (int j = 0; j < (kRows ? kRows : n); ++j) {
     const char* src = srcs[j] + at;
     prefetch(src, kBlocks * kStep);
     for (int b = 0; b < kBlocks; ++b) sums[b] = add_scaled(sums[b], weights[j], E::load_apart(src + b * kStep));
@@ -97,6 +114,25 @@ template <class E, int kBlocks>
   alignas(kLine) char lines[kBlocks * kStep];
   for (int b = 0; b < kBlocks; ++b) E::store_apart(lines + b * kStep, sums[b]);
   for (int64_t i = 0; i < kBlocks * kStep; i += kLine) stream_line(dst + at + i, lines + i);
+}
+
+// All whole blocks of a row; returns where they end.
+template <class E, int kRows>
+int64_t sum_whole_blocks(char* dst, const char* const* given_srcs, const typename E::Acc* given_weights, int n,
+                         int64_t whole, bool stream) {
+  constexpr int64_t kStep = E::kLanes * E::kBytes, kMany = 4;
+  // Copies that nobody else can see stay in registers.
+  const char* own_srcs[kRows ? kRows : 1];
+  typename E::Acc own_weights[kRows ? kRows : 1];
+  for (int j = 0; j < kRows; ++j) own_srcs[j] = given_srcs[j], own_weights[j] = given_weights[j];
+  const char* const* srcs = kRows ? own_srcs : given_srcs;
+  const typename E::Acc* weights = kRows ? own_weights : given_weights;
+  int64_t at = 0;
+  for (; at + kMany * kStep <= whole; at += kMany * kStep) {
+    sum_blocks<E, kMany, kRows>(dst, srcs, weights, n, at, stream);
+  }
+  for (; at < whole; at += kStep) sum_blocks<E, 1, kRows>(dst, srcs, weights, n, at, false);
+  return at;
 }
 
 template <class E>
@@ -120,12 +156,14 @@ void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* giv
   for (int j = 0; j < n; ++j) {  // a NaN becomes the one that store_apart may be given
     weights[j] = given[j] == given[j] ? given[j] : std::numeric_limits<typename E::Acc>::quiet_NaN();
   }
-  constexpr int64_t kStep = E::kLanes * E::kBytes, kMany = 4;
   stream = stream && reinterpret_cast<uintptr_t>(dst) % kLine == 0;
-  const int64_t whole = hidden / E::kLanes * kStep, rest = hidden % E::kLanes;
-  int64_t at = 0;
-  for (; at + kMany * kStep <= whole; at += kMany * kStep) sum_blocks<E, kMany>(dst, srcs, weights, n, at, stream);
-  for (; at < whole; at += kStep) sum_blocks<E, 1>(dst, srcs, weights, n, at, false);
+  const int64_t whole = hidden / E::kLanes * E::kLanes * E::kBytes, rest = hidden % E::kLanes;
+  const auto sum_whole = n == 1   ? sum_whole_blocks<E, 1>
+                         : n == 2 ? sum_whole_blocks<E, 2>
+                         : n == 3 ? sum_whole_blocks<E, 3>
+                         : n == 4 ? sum_whole_blocks<E, 4>
+                                  : sum_whole_blocks<E, 0>;
+  const int64_t at = sum_whole(dst, srcs, weights, n, whole, stream);
   if (rest == 0) return;
   typename E::Block sum = E::none();
   for (int j = 0; j < n; ++j) sum = add_scaled(sum, weights[j], load_tail<E>(srcs[j] + at, rest));
@@ -133,18 +171,26 @@ void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* giv
 }
 
 template <class E>
-typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, const char* y, int64_t hidden) {
-  constexpr int64_t kStep = E::kLanes * E::kBytes;
+typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, const char* y, int64_t hidden,
+                          bool stream) {
+  constexpr int64_t kStep = E::kLanes * E::kBytes, kWhole = std::max<int64_t>(kStep, kLine);
+  stream = stream && reinterpret_cast<uintptr_t>(dst) % kLine == 0;
   const int64_t whole = hidden / E::kLanes * kStep, rest = hidden % E::kLanes;
   typename E::Block dot = E::none();
-  int64_t at = 0;
-  for (; at < whole; at += kStep) {
-    prefetch(g + at, kStep);
-    prefetch(y + at, kStep);
+  const auto scale_block = [&](char* to, int64_t at) {
     const typename E::Block grad = E::load(g + at);
     dot = add_product(dot, grad, E::load(y + at));
-    E::store(dst + at, scale(weight, grad));
+    E::store(to, scale(weight, grad));
+  };
+  int64_t at = 0;
+  for (; at + kWhole <= whole; at += kWhole) {
+    prefetch(g + at, kWhole);
+    prefetch(y + at, kWhole);
+    alignas(kLine) char lines[kWhole];
+    for (int64_t i = 0; i < kWhole; i += kStep) scale_block((stream ? lines : dst + at) + i, at + i);
+    for (int64_t i = 0; stream && i < kWhole; i += kLine) stream_line(dst + at + i, lines + i);
   }
+  for (; at < whole; at += kStep) scale_block(dst + at, at);
   if (rest != 0) {
     const typename E::Block grad = load_tail<E>(g + at, rest);
     dot = add_product(dot, grad, load_tail<E>(y + at, rest));
@@ -209,8 +255,8 @@ constexpr Functions<typename E::Acc> functions() {
   }
 }
 
-constexpr Table make_table(const char* name, double stream_share) {
-  return {name, stream_share, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
+constexpr Table make_table(const char* name, StreamShares stream) {
+  return {name, stream, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
 }
 
 }  // namespace

@@ -139,7 +139,7 @@ class Engine(ABC):
         self._check_plans(op, tag, recv_plan, None)
         self._check_rows(op, tag, "y", y, "recv_weights", recv_weights, recv_plan)
         grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
-        grad_y = self._rows(len(y))
+        grad_y = self._rows(y.shape[0])
         grad_recv_weights = torch.empty_like(recv_weights)
         words = (
             grad_out.data_ptr(),
@@ -200,7 +200,8 @@ class Engine(ABC):
     def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
         self._check(op, tag, "handle.recv_plan", recv_plan, (self.plan_ints,), torch.int32)
         if send_plan is not None:
-            self._check(op, tag, "handle.send_plan", send_plan, (len(send_plan), self.spec.num_topk), torch.int32)
+            num_tokens = send_plan.shape[0] if send_plan.dim() else 0  # len() would take longer than the other checks
+            self._check(op, tag, "handle.send_plan", send_plan, (num_tokens, self.spec.num_topk), torch.int32)
 
     def _check(self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if t.shape == shape and t.dtype is dtype and t.device == self.device:

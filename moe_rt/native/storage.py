@@ -7,10 +7,11 @@ gone, the block is handed out again, pages and all. Tails that nobody writes are
 from __future__ import annotations
 
 import mmap
-import sys
+from sys import getrefcount
 
 import torch
 from torch import Tensor
+from torch._C import _storage_Use_Count
 
 from moe_rt.heap.segments import ask_for_huge_pages
 
@@ -18,32 +19,48 @@ from moe_rt.heap.segments import ask_for_huge_pages
 _SMALLEST_BLOCK = 1 << 20
 _GRANULE = 1 << 21
 
-# References to a block that nobody uses: the list entry, the loop variable, getrefcount's argument.
-_UNUSED = 3
+
+class _Block:
+    """Pages, and a tensor over them of the shape last asked for: handing out one like it is a single call of torch."""
+
+    def __init__(self, num_bytes: int, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        ask_for_huge_pages(self._pages)
+        self._view(num_rows, hidden, dtype)
+
+    def _view(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
+        self._tensor = torch.frombuffer(self._pages, dtype=dtype, count=num_rows * hidden).view(num_rows, hidden)
+        # All tensors over a storage share its Python object, too, which has a count of its own.
+        self._storage = self._tensor.untyped_storage()
+        self._address = self._storage._cdata
+        self._own_uses = _storage_Use_Count(self._address), getrefcount(self._storage)
+
+    def unused(self) -> bool:
+        """Whether nobody else refers to these pages."""
+        return (_storage_Use_Count(self._address), getrefcount(self._storage)) == self._own_uses
+
+    def tensor(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised, and no view of another tensor."""
+        if self._tensor.shape != (num_rows, hidden) or self._tensor.dtype is not dtype:
+            self._view(num_rows, hidden, dtype)
+        return self._tensor.detach()
 
 
 class Recycler:
     """Blocks of one engine, freed with it. Not thread-safe: ops of one engine exclude each other."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, list[mmap.mmap]] = {}
+        self._blocks: dict[int, list[_Block]] = {}
 
     def empty(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """A contiguous uninitialised tensor [num_rows, hidden], as torch.empty."""
-        count = num_rows * hidden
-        num_bytes = count * dtype.itemsize
+        num_bytes = num_rows * hidden * dtype.itemsize
         if num_bytes < _SMALLEST_BLOCK:
             return torch.empty(num_rows, hidden, dtype=dtype)
-        block = self._unused_block(-(-num_bytes // _GRANULE) * _GRANULE)
-        # The tensor's storage holds a reference to the block until the last view of it is gone.
-        return torch.frombuffer(block, dtype=dtype, count=count).view(num_rows, hidden)
-
-    def _unused_block(self, num_bytes: int) -> mmap.mmap:
+        num_bytes = -(-num_bytes // _GRANULE) * _GRANULE
         blocks = self._blocks.setdefault(num_bytes, [])
         for block in blocks:
-            if sys.getrefcount(block) == _UNUSED:
-                return block
-        block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        ask_for_huge_pages(block)
-        blocks.append(block)
-        return block
+            if block.unused():
+                return block.tensor(num_rows, hidden, dtype)
+        blocks.append(_Block(num_bytes, num_rows, hidden, dtype))
+        return blocks[-1].tensor(num_rows, hidden, dtype)

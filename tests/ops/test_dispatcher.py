@@ -149,8 +149,8 @@ def test_second_derivatives_are_refused(buffer: Buffer, op: int) -> None:
 
 
 def test_unwatched_is_asked_of_every_argument() -> None:
-    assert ops._unwatched((torch.ones(1), 3))
-    assert not ops._unwatched((torch.ones(1), torch.nn.Parameter(torch.ones(1)), 3))
+    assert ops._unwatched(torch.ones(1), torch.ones(1))
+    assert not ops._unwatched(torch.ones(1), torch.nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize("watch", [nullcontext, Seen], ids=["past", "through"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.native.cpu import cache_bytes
@@ -15,15 +17,47 @@ from moe_rt.native.storage import Recycler
 SHAPE = (300, 2048)  # over 1 MiB in bf16
 
 
-def test_a_living_tensor_keeps_its_block() -> None:
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda t: t,
+        lambda t: t[-1:],
+        lambda t: t.detach(),
+        lambda t: t.view(torch.int16).numpy(),
+        lambda t: torch.utils.dlpack.to_dlpack(t),
+        lambda t: t.untyped_storage(),
+        lambda t: torch.nn.Parameter(t),
+    ],
+    ids=["tensor", "view", "alias", "numpy", "dlpack", "storage", "parameter"],
+)
+def test_whoever_refers_to_a_tensor_keeps_its_block(keep: Callable[[Tensor], object]) -> None:
     memory = Recycler()
-    first = memory.empty(*SHAPE, torch.bfloat16).fill_(1)
-    view = first[-1:]
+    first = memory.empty(*SHAPE, torch.bfloat16)
+    address = first.data_ptr()
+    kept = keep(first)
     del first
-    second = memory.empty(*SHAPE, torch.bfloat16).fill_(2)
-    assert view.eq(1).all()
+    second = memory.empty(*SHAPE, torch.bfloat16)
+    assert second.data_ptr() != address
     assert second.shape == SHAPE
     assert second.is_contiguous()
+    del kept
+    gc.collect()
+    third = memory.empty(*SHAPE, torch.bfloat16)
+    assert third.data_ptr() == address
+
+
+def test_a_block_serves_every_shape_that_fits() -> None:
+    """In a tensor of its own: no view, and what was done to the one before does not show."""
+    memory = Recycler()
+    addresses = set()
+    for num_rows, dtype in ((300, torch.bfloat16), (301, torch.bfloat16), (150, torch.float32), (150, torch.float32)):
+        t = memory.empty(num_rows, 2048, dtype)
+        assert (t.shape, t.dtype, t.requires_grad, t.grad_fn, t._base) == ((num_rows, 2048), dtype, False, None, None)
+        addresses.add(t.data_ptr())
+        t.requires_grad_().register_hook(lambda grad: grad)
+        t = t * 2
+        del t
+    assert len(addresses) == 1
 
 
 def test_a_dead_tensors_block_is_used_again() -> None:
