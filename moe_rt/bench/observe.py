@@ -32,19 +32,23 @@ class _Notes(defaultdict[str, list[Any]]):
         super().__init__(list)
         self._buffer = buffer
 
+    def spans(self) -> list[int]:
+        """What the engine spent in the last op: before announcing, waiting, after."""
+        timings = self._buffer.timings()
+        return [timings["before_ns"], timings["wait_ns"], timings["after_ns"]]
+
     def timed(self, op: str, call: Callable[[], T], mode: str) -> T:
         """Runs one op of the buffer; what it takes beyond the engine's own time is Python and autograd."""
         start = perf_counter_ns()
         result = call()
         wall = perf_counter_ns() - start
-        timings = self._buffer.timings()
-        spans = [timings["before_ns"], timings["wait_ns"], timings["after_ns"]]
+        spans = self.spans()
         self[f"overhead {op} {mode}"].append(wall - sum(spans))
         if mode == "no_grad":
             for phase, span in zip(PHASES[op], spans, strict=True):
                 self[phase].append(span)
             # Peers are looked at in order, so arrivals grow; what a peer adds is how long it was waited for.
-            seen = timings["arrival_ns"]
+            seen = self._buffer.timings()["arrival_ns"]
             self[f"per peer {op}"].append([late - early for early, late in zip([0, *seen], seen, strict=False)])
         return result
 
@@ -84,13 +88,16 @@ def _pair(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
 
 
 def _pair_with_gradients(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
-    """Forward and backward of both ops, each backward by itself, so that its engine time can be told apart."""
+    """Forward and backward of both ops. Backward is one walk of the graph, as in a model; its two ops share it."""
     x, topk_weights = tokens.x.detach().requires_grad_(), tokens.topk_weights.detach().requires_grad_()
     rows, weights, handle = notes.timed("dispatch", lambda: buffer.dispatch(x, tokens.topk_idx, topk_weights), "grad")
-    y, w = rows.detach().requires_grad_(), weights.detach().requires_grad_()
-    out = notes.timed("combine", lambda: buffer.combine(y, w, handle), "grad")
-    grads = notes.timed("combine_backward", lambda: torch.autograd.grad(out, (y, w), out), "grad")
-    notes.timed("dispatch_backward", lambda: torch.autograd.grad((rows, weights), (x, topk_weights), grads), "grad")
+    out = notes.timed("combine", lambda: buffer.combine(rows, weights, handle), "grad")
+    in_combine: list[int] = []
+    rows.register_hook(lambda grad: in_combine.extend(notes.spans()))  # between the two ops
+    start = perf_counter_ns()
+    torch.autograd.grad(out, (x, topk_weights), out)
+    wall = perf_counter_ns() - start
+    notes["overhead each backward grad"].append((wall - sum(in_combine) - sum(notes.spans())) / 2)
 
 
 class _OpClock(TorchDispatchMode):
