@@ -118,7 +118,7 @@ def _unwatched(*tensors: Tensor) -> bool:
         or _profiler_enabled()
     ):
         return False
-    for t in tensors:
+    for t in tensors:  # noqa: SIM110, as a generator would take longer than all that is asked above
         if type(t) is not Tensor:
             return False
     return True
