@@ -14,7 +14,7 @@ from typing import Any
 from moe_rt import _engine
 from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report
 from moe_rt.errors import Code, Op
-from moe_rt.heap.processes import has_ended
+from moe_rt.heap.processes import has_ended, state_letter
 
 MOST_LINES = 4  # of a conclusion
 _PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}  # of /proc/<pid>/stat; others run
@@ -79,8 +79,8 @@ def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, pidfd: int) -> _
 
 def _process_state(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return _PROCESS_STATES.get(stat.read().rpartition(")")[2].split()[0], "running")
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return _PROCESS_STATES.get(state_letter(stat.read()), "running")
     except (FileNotFoundError, ProcessLookupError):
         return "dead"
     except OSError:  # a system that hides other users' processes

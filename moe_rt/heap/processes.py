@@ -35,4 +35,10 @@ def has_ended(descriptor: int) -> bool:
         stat = os.pread(descriptor, 512, 0)
     except OSError:
         return True
-    return not stat or stat.rpartition(b")")[2].split()[:1] in ([b"Z"], [b"X"])
+    return not stat or state_letter(stat) in ("Z", "X")
+
+
+def state_letter(stat: bytes) -> str:
+    """A process's state in its /proc/<pid>/stat: what follows its name, which may hold blanks and parentheses."""
+    fields = stat.rpartition(b")")[2].split()
+    return fields[0].decode() if fields else ""

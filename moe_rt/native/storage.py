@@ -32,7 +32,7 @@ class _Block:
         self._tensor = torch.frombuffer(self._pages, dtype=dtype, count=num_rows * hidden).view(num_rows, hidden)
         # All tensors over a storage share its Python object, too, which has a count of its own.
         self._storage = self._tensor.untyped_storage()
-        self._address = self._storage._cdata
+        self._address, self._pages_at = self._storage._cdata, self._tensor.data_ptr()
         self._own_uses = _storage_Use_Count(self._address), getrefcount(self._storage)
 
     def unused(self) -> bool:
@@ -41,7 +41,9 @@ class _Block:
 
     def tensor(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised, and no view of another tensor."""
-        if self._tensor.shape != (num_rows, hidden) or self._tensor.dtype is not dtype:
+        t = self._tensor
+        # Whoever sends a tensor to another process moves its storage to memory that both of them share.
+        if t.shape != (num_rows, hidden) or t.dtype is not dtype or t.data_ptr() != self._pages_at:
             self._view(num_rows, hidden, dtype)
         return self._tensor.detach()
 

@@ -60,6 +60,18 @@ def test_a_block_serves_every_shape_that_fits() -> None:
     assert len(addresses) == 1
 
 
+def test_what_another_process_may_read_is_not_used_again() -> None:
+    """Sending a tensor moves it to shared memory, under every tensor of its storage."""
+    memory = Recycler()
+    pages = memory.empty(*SHAPE, torch.bfloat16).data_ptr()
+    sent = memory.empty(*SHAPE, torch.bfloat16).share_memory_()
+    assert sent.data_ptr() != pages
+    del sent
+    fresh = memory.empty(*SHAPE, torch.bfloat16)
+    assert fresh.data_ptr() == pages
+    assert not fresh.is_shared()
+
+
 def test_a_dead_tensors_block_is_used_again() -> None:
     memory = Recycler()
     addresses = set()
