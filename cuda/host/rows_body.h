@@ -116,17 +116,15 @@ template <class E, int kBlocks, int kRows>
   for (int64_t i = 0; i < kBlocks * kStep; i += kLine) stream_line(dst + at + i, lines + i);
 }
 
-// All whole blocks of a row; returns where they end.
+// All whole blocks of a row; returns where they end. Copies of what it is given stay in registers: stores to dst might
+// change the originals, for all that the compiler knows.
 template <class E, int kRows>
 int64_t sum_whole_blocks(char* dst, const char* const* given_srcs, const typename E::Acc* given_weights, int n,
                          int64_t whole, bool stream) {
   constexpr int64_t kStep = E::kLanes * E::kBytes, kMany = 4;
-  // Copies that nobody else can see stay in registers.
-  const char* own_srcs[kRows ? kRows : 1];
-  typename E::Acc own_weights[kRows ? kRows : 1];
-  for (int j = 0; j < kRows; ++j) own_srcs[j] = given_srcs[j], own_weights[j] = given_weights[j];
-  const char* const* srcs = kRows ? own_srcs : given_srcs;
-  const typename E::Acc* weights = kRows ? own_weights : given_weights;
+  const char* srcs[kMaxTopk];
+  typename E::Acc weights[kMaxTopk];
+  for (int j = 0; j < (kRows ? kRows : n); ++j) srcs[j] = given_srcs[j], weights[j] = given_weights[j];
   int64_t at = 0;
   for (; at + kMany * kStep <= whole; at += kMany * kStep) {
     sum_blocks<E, kMany, kRows>(dst, srcs, weights, n, at, stream);

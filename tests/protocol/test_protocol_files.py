@@ -80,20 +80,20 @@ def test_windows_do_not_grow_with_ranks_beyond_topk() -> None:
 @pytest.mark.parametrize("hidden", [1, 15, 16, 33, 64, 200])
 @pytest.mark.parametrize("stream", [False, True])
 def test_row_sums_have_the_same_bits_everywhere(isa: str, dtype: torch.dtype, hidden: int, stream: bool) -> None:
+    """Of any number of rows, the compiler having been told of some."""
     g = torch.Generator().manual_seed(hidden)
     acc = torch.float64 if dtype is torch.float64 else torch.float32
-    srcs = [torch.randn(hidden, generator=g).to(dtype) for _ in range(3)]
+    srcs = [torch.randn(hidden, generator=g).to(dtype) for _ in range(6)]
     if dtype is torch.float16:
         srcs[0][0], srcs[1][0] = 6e-8, 3e-6  # denormal
-    weights = torch.rand(3, generator=g, dtype=acc)
-    expected = torch.zeros(hidden, dtype=acc)
-    for w, s in zip(weights, srcs, strict=True):
-        expected += w * s.to(acc)
-    out = torch.empty(hidden, dtype=dtype)
-    _engine.weighted_sum(
-        isa, ELEMENTS[dtype], out.data_ptr(), [s.data_ptr() for s in srcs], weights.tolist(), hidden, stream
-    )
-    assert torch.equal(out, expected.to(dtype))
+    weights = torch.rand(6, generator=g, dtype=acc)
+    expected, addresses = torch.zeros(hidden, dtype=acc), [s.data_ptr() for s in srcs]
+    for n in range(7):
+        out = torch.empty(hidden, dtype=dtype)
+        _engine.weighted_sum(isa, ELEMENTS[dtype], out.data_ptr(), addresses[:n], weights[:n].tolist(), hidden, stream)
+        assert torch.equal(out, expected.to(dtype)), n
+        if n < 6:
+            expected += weights[n] * srcs[n].to(acc)
 
 
 @pytest.mark.parametrize("isa", _engine.isas())
