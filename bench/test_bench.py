@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from moe_rt.cli import main
 
 HERE = Path(__file__).parent
 BASELINE = HERE / "baseline.json"
+IN_MEMORY = Path("/dev/shm")
 QUICK = ("--iters", "2", "--warmup", "1")
 GROSS = 2.0  # machines differ and are noisy; less than this is reported, but no failure
 
@@ -118,6 +123,25 @@ def test_a_rank_that_fails_ends_the_benchmark() -> None:
     unknown = bench("--contestants", "nobody")
     assert unknown.exit_code == 1
     assert "expected one of moe_rt" in unknown.stderr
+
+
+def test_sigterm_leaves_nothing_behind() -> None:
+    """Neither ranks nor files in memory."""
+    command = [sys.executable, "-m", "moe_rt", "bench", "--contestants", "moe_rt", "--iters", str(10**6)]
+    before = set(IN_MEMORY.glob("moe_rt_bench_*"))
+    bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+    try:
+        deadline = time.monotonic() + 60
+        while len(ranks := children.read_text().split()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        bench.terminate()
+        assert bench.wait(30) == 128 + signal.SIGTERM
+    finally:
+        bench.kill()
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert set(IN_MEMORY.glob("moe_rt_bench_*")) == before
 
 
 def test_the_report_holds_its_figures(tmp_path: Path) -> None:

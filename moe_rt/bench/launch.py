@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,10 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
         progress: called with the part of a case that has been done since the last call.
     """
     case = job.cases[0]
-    with tempfile.TemporaryDirectory(prefix="moe_rt_bench_", dir=_shared_directory()) as directory:
+    with (
+        _unwound_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="moe_rt_bench_", dir=_shared_directory()) as directory,
+    ):
         (Path(directory) / "job.json").write_text(job.to_json())
         (Path(directory) / "barrier").write_bytes(bytes(barrier_bytes(case.ranks)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(RECYCLE if recycle else {})}
@@ -117,6 +121,20 @@ def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, would end Python at once, and leave ranks running and files in memory."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _shared_directory() -> str | None:
