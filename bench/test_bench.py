@@ -92,7 +92,7 @@ def test_thread_ranks_and_another_payload() -> None:
 
 
 def wrong_in_each_run(*arguments: str) -> list[set[str]]:
-    """Contestants whose output was found wrong; the honest ones keep their word."""
+    """Names of the contestants whose output was found wrong, run by run."""
     sizes = ("--tokens", "32", "--hidden", "64", "--topk", "4", "--experts", "16", "--intermediate", "32")
     done = bench(*arguments, *sizes, *QUICK)
     assert done.exit_code == 1
@@ -129,17 +129,17 @@ def test_sigterm_leaves_nothing_behind() -> None:
     """Neither ranks nor files in memory."""
     command = [sys.executable, "-m", "moe_rt", "bench", "--contestants", "moe_rt", "--iters", str(10**6)]
     before = set(IN_MEMORY.glob("moe_rt_bench_*"))
-    bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         deadline = time.monotonic() + 60
         while len(ranks := children.read_text().split()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        bench.terminate()
-        assert bench.wait(30) == 128 + signal.SIGTERM
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
     finally:
-        bench.kill()
+        process.kill()
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     assert set(IN_MEMORY.glob("moe_rt_bench_*")) == before
 
