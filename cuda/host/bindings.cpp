@@ -127,8 +127,11 @@ NB_MODULE(_engine, m) {
                                    f.end_ns - f.heard_ns, e.arrival_ns());
            })
       .def("waited_ns", &Engine::waited_ns)
-      .def_prop_ro("stream_outputs_from", &Engine::stream_outputs_from)
-      .def_prop_ro("stream_windows_from", &Engine::stream_windows_from)
+      .def("stream_from",
+           [](const Engine& e) {
+             const Engine::StreamFrom& from = e.stream_from();
+             return nb::make_tuple(from.outputs, from.published, from.pushed);
+           })
       .def("close", &Engine::close);
   bind_report(m);
 

@@ -37,8 +37,9 @@ Engine::Engine(EngineConfig config)
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
   const auto each = static_cast<double>(config_.cache_bytes) / num_ranks;
-  stream_outputs_from_ = static_cast<int64_t>(each * table_->stream.outputs);
-  stream_windows_from_ = static_cast<int64_t>(each * table_->stream.windows);
+  const auto from = [&](double share) { return static_cast<int64_t>(each * share); };
+  const rows::StreamShares& shares = table_->stream;
+  stream_from_ = {from(shares.outputs), from(shares.published), from(shares.pushed)};
   oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
 }
 

@@ -68,9 +68,11 @@ class Engine {
 
   // The op of now, or the last one: when lane 0 began it, announced, had heard of everyone, and ended.
   const Flight& flight() const { return flight_; }
-  // Bytes from which on an op stores its rows past the caches: outputs, and rows that go through a window.
-  int64_t stream_outputs_from() const { return stream_outputs_from_; }
-  int64_t stream_windows_from() const { return stream_windows_from_; }
+  // Bytes from which on an op stores rows of a kind past the caches (rows.h).
+  struct StreamFrom {
+    int64_t outputs, published, pushed;
+  };
+  const StreamFrom& stream_from() const { return stream_from_; }
   // [R] from the start of its wait until each peer's signal was seen, in rank order.
   const std::vector<int64_t>& arrival_ns() const { return arrival_ns_; }
   // [R] how long this rank has waited for each peer so far, looking at peers in rank order.
@@ -88,12 +90,9 @@ class Engine {
   Status wait_all(Op op, const Header& ours);
   Status fail(Status status);
   void record(int64_t Flight::* step, std::chrono::steady_clock::time_point when);
+  // For an op that writes n rows of a kind that is streamed from so many bytes on.
   template <class Acc>
-  rows::HostRows<Acc> row_ops(Wire wire, bool stream) const;
-  template <class Acc>
-  rows::HostRows<Acc> output_rows(int64_t n, Wire wire) const;  // an op writes so many
-  template <class Acc>
-  rows::HostRows<Acc> window_rows(int64_t n, Wire wire) const;
+  rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Wire wire) const;
   char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
 
   template <class Acc>
@@ -123,7 +122,7 @@ class Engine {
   std::vector<int64_t> arrival_ns_, waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
-  int64_t stream_outputs_from_, stream_windows_from_;
+  StreamFrom stream_from_;
   pid_t pid_;  // a forked child is not this rank
 };
 

@@ -8,12 +8,12 @@ namespace moe_rt {
 
 namespace {
 
-constexpr int64_t kNoFault = -1;
+constexpr int64_t kNoFault = -1, kNeverStreamed = INT64_MAX;
 
 }  // namespace
 
 template <class Acc>
-rows::HostRows<Acc> Engine::row_ops(Wire wire, bool stream) const {
+rows::HostRows<Acc> Engine::row_ops(int64_t n, int64_t stream_from, Wire wire) const {
   const rows::Functions<Acc>* fn;
   if constexpr (std::is_same_v<Acc, double>) {
     fn = &table_->f64;
@@ -22,17 +22,8 @@ rows::HostRows<Acc> Engine::row_ops(Wire wire, bool stream) const {
          : config_.elem == rows::Elem::kFloat16 ? &table_->f16
                                                 : &table_->f32;
   }
-  return {table_, fn, world_.shape.hidden, world_.shape.elem_bytes, stream, wire};
-}
-
-template <class Acc>
-rows::HostRows<Acc> Engine::output_rows(int64_t n, Wire wire) const {
-  return row_ops<Acc>(wire, n * world_.shape.hidden * world_.shape.elem_bytes >= stream_outputs_from_);
-}
-
-template <class Acc>
-rows::HostRows<Acc> Engine::window_rows(int64_t n, Wire wire) const {
-  return row_ops<Acc>(wire, n * world_.shape.hidden * world_.shape.elem_bytes >= stream_windows_from_);
+  const Shape& s = world_.shape;
+  return {table_, fn, s.hidden, s.elem_bytes, n * s.hidden * s.elem_bytes >= stream_from, wire};
 }
 
 template <class Acc>
@@ -45,7 +36,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const auto before = [&](const auto& coop, uint64_t seq, Header& header) {
     const auto lists = RouteLists<Acc>::view(world_, world_.rank, seq);
     int64_t bad = kNoFault;
-    const bool valid = count_visits(coop, dims_, world_, a.topk_idx, a.num_tokens, counters, &bad);
+    const bool valid = count_visits(coop, dims_, world_, a.topk_idx, a.num_tokens, counters, a.send_plan, &bad);
     lane_fault_[coop.rank()] = valid ? kNoFault : bad;
     coop.sync();
     if (coop.rank() == 0) {
@@ -62,7 +53,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     write_lists(coop, dims_, world_, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
                 copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
     publish_rows(coop, world_, seq, static_cast<const char*>(a.x), a.num_tokens,
-                 window_rows<Acc>(a.num_tokens, dims_.dispatch_wire()));
+                 row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_wire()));
   };
 
   const auto after = [&](const auto& coop, uint64_t seq, Status& status) {
@@ -83,7 +74,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     write_index(coop, world_, seq, blocks, a.offs, out.plan.head);
     lane_fault_[coop.rank()] =
         gather(coop, dims_, world_, seq, blocks, out,
-               output_rows<Acc>(blocks.copy_start[world_.shape.num_ranks], dims_.dispatch_wire()), MappedLink{});
+               row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.outputs, dims_.dispatch_wire()),
+               MappedLink{});
     coop.sync();
     if (coop.rank() == 0) {
       const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
@@ -101,13 +93,13 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = OwnPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
   const auto before = [&](const auto& coop, uint64_t seq, Header&) {
-    push<Own>(coop, dims_, world_, seq, in, window_rows<Acc>(plan.head->num_pulled - plan.head->num_own, wire),
-              MappedLink{});
+    push<Own>(coop, dims_, world_, seq, in,
+              row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, wire), MappedLink{});
   };
   const auto after = [&](const auto& coop, uint64_t seq, Status&) {
     reduce(coop, dims_, world_, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-           static_cast<Acc*>(a.grad_topk_weights), output_rows<Acc>(a.num_tokens, wire),
-           Own{world_, seq, in, row_ops<Acc>(wire, false), scratch_row(coop.rank())});
+           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.outputs, wire),
+           Own{world_, seq, in, row_ops<Acc>(1, kNeverStreamed, wire), scratch_row(coop.rank())});
   };
   return exchange({a.op, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }
@@ -117,12 +109,12 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const auto before = [&](const auto& coop, uint64_t seq, Header&) {
     publish_rows(coop, world_, seq, static_cast<const char*>(a.grad_out), a.num_tokens,
-                 window_rows<Acc>(a.num_tokens, Wire::kRaw));
+                 row_ops<Acc>(a.num_tokens, stream_from_.published, Wire::kRaw));
   };
   const auto after = [&](const auto& coop, uint64_t seq, Status&) {
     gather_grad(coop, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                 static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights),
-                output_rows<Acc>(plan.head->num_copies, Wire::kRaw), MappedLink{});
+                row_ops<Acc>(plan.head->num_copies, stream_from_.outputs, Wire::kRaw), MappedLink{});
   };
   return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }

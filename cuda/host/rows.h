@@ -24,10 +24,10 @@ struct Functions {
 };
 
 // Rows are streamed past the caches when those that all ranks write in an op reach this share of the last-level cache:
-// outputs, or rows that go through a window. Measured where it was made, docs/log.md; other tenants of a machine take
-// their share, too.
+// outputs, rows published in a rank's own window, or partials pushed into those of others. Measured where it was made,
+// docs/log.md; other tenants of a machine take their share, too.
 struct StreamShares {
-  double outputs, windows;
+  double outputs, published, pushed;
 };
 
 struct Table {

@@ -22,50 +22,29 @@ inline void prefetch(const char* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + kAhead + i);
 }
 
-// Element types: how a block of them becomes accumulators and back, its lanes in order or in the machine's own.
-struct F32 {
-  using Acc = float;
-  using Block = Floats;
-  static constexpr int kLanes = kFloats, kBytes = 4;
-  static Block load(const char* p) { return load_f32(p); }
-  static void store(char* p, Block x) { store_f32(p, x); }
-  static Block load_apart(const char* p) { return load_f32(p); }
-  static void store_apart(char* p, Block x) { store_f32(p, x); }
-  static Block none() { return zero(); }
+// How so many elements at a time become accumulators, and back.
+template <class B, int kCount, B (*kLoad)(const char*), void (*kStore)(char*, B)>
+struct Lanes {
+  using Block = B;
+  static constexpr int kLanes = kCount;
+  static Block load(const char* p) { return kLoad(p); }
+  static void store(char* p, Block x) { kStore(p, x); }
 };
 
-struct Bf16 {
-  using Acc = float;
-  using Block = Floats;
-  static constexpr int kLanes = kFloats, kBytes = 2;
-  static Block load(const char* p) { return load_bf16(p); }
-  static void store(char* p, Block x) { store_bf16(p, x); }
-  static Block load_apart(const char* p) { return load_bf16_apart(p); }
-  static void store_apart(char* p, Block x) { store_bf16_apart(p, x); }
-  static Block none() { return zero(); }
+// An element type: its lanes in order, and in whatever order is fastest for sums element by element.
+template <class AccType, int kSize, class Ordered, class Fastest = Ordered>
+struct Element {
+  using Acc = AccType;
+  using InOrder = Ordered;
+  using AnyOrder = Fastest;
+  static constexpr int kBytes = kSize;
 };
 
-struct F16 {
-  using Acc = float;
-  using Block = Floats;
-  static constexpr int kLanes = kFloats, kBytes = 2;
-  static Block load(const char* p) { return load_f16(p); }
-  static void store(char* p, Block x) { store_f16(p, x); }
-  static Block load_apart(const char* p) { return load_f16(p); }
-  static void store_apart(char* p, Block x) { store_f16(p, x); }
-  static Block none() { return zero(); }
-};
-
-struct F64 {
-  using Acc = double;
-  using Block = Doubles;
-  static constexpr int kLanes = kDoubles, kBytes = 8;
-  static Block load(const char* p) { return load_f64(p); }
-  static void store(char* p, Block x) { store_f64(p, x); }
-  static Block load_apart(const char* p) { return load_f64(p); }
-  static void store_apart(char* p, Block x) { store_f64(p, x); }
-  static Block none() { return {}; }
-};
+using F32 = Element<float, 4, Lanes<Floats, kFloats, load_f32, store_f32>>;
+using Bf16 = Element<float, 2, Lanes<Floats, kFloats, load_bf16, store_bf16>,
+                     Lanes<Apart, kApart, load_bf16_apart, store_bf16_apart>>;
+using F16 = Element<float, 2, Lanes<Floats, kFloats, load_f16, store_f16>>;
+using F64 = Element<double, 8, Lanes<Doubles, kDoubles, load_f64, store_f64>>;
 
 // Whole lines past the caches, what surrounds them through them.
 inline void stream_part(char* dst, const char* src, int64_t bytes) {
@@ -78,17 +57,16 @@ inline void stream_part(char* dst, const char* src, int64_t bytes) {
 
 // Streamed part by part to every place, so that each part is read once and no place waits for a whole row of another.
 void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream) {
-  constexpr int64_t kPart = 16 * kLine;
-  const int64_t part = stream ? kPart : bytes;
+  const int64_t part = stream ? 16 * kLine : bytes;
   for (int64_t i = 0; i < bytes; i += part) {
     const int64_t count = smaller(part, bytes - i);
-    if (stream) prefetch(src + i, count);
+    prefetch(src + i, count);
     for (int c = 0; c < n; ++c) {
       if (!dsts[c]) continue;
       if (stream) {
         stream_part(dsts[c] + i, src + i, count);
       } else {
-        std::memcpy(dsts[c], src, bytes);
+        std::memcpy(dsts[c] + i, src + i, count);
       }
     }
   }
@@ -99,20 +77,20 @@ void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream)
 template <class E, int kBlocks, int kRows>
 [[gnu::always_inline]] inline void sum_blocks(char* dst, const char* const* srcs, const typename E::Acc* weights, int n,
                                               int64_t at, bool stream) {
-  constexpr int kStep = E::kLanes * E::kBytes;
-  typename E::Block sums[kBlocks];
-  for (auto& s : sums) s = E::none();
+  using L = typename E::AnyOrder;
+  constexpr int kStep = L::kLanes * E::kBytes;
+  typename L::Block sums[kBlocks] = {};
   for (int j = 0; j < (kRows ? kRows : n); ++j) {
     const char* src = srcs[j] + at;
     prefetch(src, kBlocks * kStep);
-    for (int b = 0; b < kBlocks; ++b) sums[b] = add_scaled(sums[b], weights[j], E::load_apart(src + b * kStep));
+    for (int b = 0; b < kBlocks; ++b) sums[b] = add_scaled(sums[b], weights[j], L::load(src + b * kStep));
   }
   if (!stream) {
-    for (int b = 0; b < kBlocks; ++b) E::store_apart(dst + at + b * kStep, sums[b]);
+    for (int b = 0; b < kBlocks; ++b) L::store(dst + at + b * kStep, sums[b]);
     return;
   }
   alignas(kLine) char lines[kBlocks * kStep];
-  for (int b = 0; b < kBlocks; ++b) E::store_apart(lines + b * kStep, sums[b]);
+  for (int b = 0; b < kBlocks; ++b) L::store(lines + b * kStep, sums[b]);
   for (int64_t i = 0; i < kBlocks * kStep; i += kLine) stream_line(dst + at + i, lines + i);
 }
 
@@ -120,65 +98,66 @@ template <class E, int kBlocks, int kRows>
 // change the originals, for all that the compiler knows.
 template <class E, int kRows>
 int64_t sum_whole_blocks(char* dst, const char* const* given_srcs, const typename E::Acc* given_weights, int n,
-                         int64_t whole, bool stream) {
-  constexpr int64_t kStep = E::kLanes * E::kBytes, kMany = 4;
+                         int64_t bytes, bool stream) {
+  constexpr int64_t kStep = E::AnyOrder::kLanes * E::kBytes, kMany = 4;
   const char* srcs[kMaxTopk];
   typename E::Acc weights[kMaxTopk];
   for (int j = 0; j < (kRows ? kRows : n); ++j) srcs[j] = given_srcs[j], weights[j] = given_weights[j];
   int64_t at = 0;
-  for (; at + kMany * kStep <= whole; at += kMany * kStep) {
+  for (; at + kMany * kStep <= bytes; at += kMany * kStep) {
     sum_blocks<E, kMany, kRows>(dst, srcs, weights, n, at, stream);
   }
-  for (; at < whole; at += kStep) sum_blocks<E, 1, kRows>(dst, srcs, weights, n, at, false);
+  for (; at + kStep <= bytes; at += kStep) sum_blocks<E, 1, kRows>(dst, srcs, weights, n, at, false);
   return at;
 }
 
-template <class E>
-inline typename E::Block load_tail(const char* p, int64_t lanes) {
-  char padded[E::kLanes * E::kBytes] = {};
-  std::memcpy(padded, p, lanes * E::kBytes);
-  return E::load(padded);
+template <class L>
+inline typename L::Block load_tail(const char* p, int64_t bytes) {
+  char padded[sizeof(typename L::Block)] = {};
+  std::memcpy(padded, p, bytes);
+  return L::load(padded);
 }
 
-template <class E>
-inline void store_tail(char* p, typename E::Block x, int64_t lanes) {
-  char padded[E::kLanes * E::kBytes];
-  E::store(padded, x);
-  std::memcpy(p, padded, lanes * E::kBytes);
+template <class L>
+inline void store_tail(char* p, typename L::Block x, int64_t bytes) {
+  char padded[sizeof(x)];
+  L::store(padded, x);
+  std::memcpy(p, padded, bytes);
 }
 
 template <class E>
 void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* given, int n, int64_t hidden,
                   bool stream) {
+  using L = typename E::AnyOrder;
   typename E::Acc weights[kMaxTopk];
-  for (int j = 0; j < n; ++j) {  // a NaN becomes the one that store_apart may be given
+  for (int j = 0; j < n; ++j) {  // a NaN becomes the one that store_bf16_apart may be given
     weights[j] = given[j] == given[j] ? given[j] : std::numeric_limits<typename E::Acc>::quiet_NaN();
   }
   stream = stream && reinterpret_cast<uintptr_t>(dst) % kLine == 0;
-  const int64_t whole = hidden / E::kLanes * E::kLanes * E::kBytes, rest = hidden % E::kLanes;
   const auto sum_whole = n == 1   ? sum_whole_blocks<E, 1>
                          : n == 2 ? sum_whole_blocks<E, 2>
                          : n == 3 ? sum_whole_blocks<E, 3>
                          : n == 4 ? sum_whole_blocks<E, 4>
                                   : sum_whole_blocks<E, 0>;
-  const int64_t at = sum_whole(dst, srcs, weights, n, whole, stream);
+  const int64_t at = sum_whole(dst, srcs, weights, n, hidden * E::kBytes, stream), rest = hidden * E::kBytes - at;
   if (rest == 0) return;
-  typename E::Block sum = E::none();
-  for (int j = 0; j < n; ++j) sum = add_scaled(sum, weights[j], load_tail<E>(srcs[j] + at, rest));
-  store_tail<E>(dst + at, sum, rest);
+  typename L::Block sum = {};
+  for (int j = 0; j < n; ++j) sum = add_scaled(sum, weights[j], load_tail<L>(srcs[j] + at, rest));
+  store_tail<L>(dst + at, sum, rest);
 }
 
 template <class E>
 typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, const char* y, int64_t hidden,
                           bool stream) {
-  constexpr int64_t kStep = E::kLanes * E::kBytes, kWhole = std::max<int64_t>(kStep, kLine);
+  using L = typename E::InOrder;
+  constexpr int64_t kStep = L::kLanes * E::kBytes, kWhole = std::max<int64_t>(kStep, kLine);
   stream = stream && reinterpret_cast<uintptr_t>(dst) % kLine == 0;
-  const int64_t whole = hidden / E::kLanes * kStep, rest = hidden % E::kLanes;
-  typename E::Block dot = E::none();
+  const int64_t whole = hidden / L::kLanes * kStep, rest = hidden * E::kBytes - whole;
+  typename L::Block dot = {};
   const auto scale_block = [&](char* to, int64_t at) {
-    const typename E::Block grad = E::load(g + at);
-    dot = add_product(dot, grad, E::load(y + at));
-    E::store(to, scale(weight, grad));
+    const typename L::Block grad = L::load(g + at);
+    dot = add_product(dot, grad, L::load(y + at));
+    L::store(to, scale(weight, grad));
   };
   int64_t at = 0;
   for (; at + kWhole <= whole; at += kWhole) {
@@ -190,11 +169,11 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
   }
   for (; at < whole; at += kStep) scale_block(dst + at, at);
   if (rest != 0) {
-    const typename E::Block grad = load_tail<E>(g + at, rest);
-    dot = add_product(dot, grad, load_tail<E>(y + at, rest));
-    store_tail<E>(dst + at, scale(weight, grad), rest);
+    const typename L::Block grad = load_tail<L>(g + at, rest);
+    dot = add_product(dot, grad, load_tail<L>(y + at, rest));
+    store_tail<L>(dst + at, scale(weight, grad), rest);
   }
-  typename E::Acc lanes[E::kLanes], sum = 0;
+  typename E::Acc lanes[L::kLanes], sum = 0;
   std::memcpy(lanes, &dot, sizeof(lanes));
   for (const typename E::Acc lane : lanes) sum += lane;
   return sum;
@@ -204,19 +183,20 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
 // too.
 template <class E>
 void encode_sum(Wire wire, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
+  using L = typename E::InOrder;
   auto* codes = reinterpret_cast<uint8_t*>(dst);
   auto* scales = reinterpret_cast<float*>(dst + wire_scales_offset(hidden));
   alignas(kLine) float sums[kWireBlock];
   char* const block = reinterpret_cast<char*>(sums);
   for (int64_t first = 0; first < hidden; first += kWireBlock) {
     const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
-    for (int64_t i = 0; i < count; i += E::kLanes) {
-      const int64_t lanes = smaller<int64_t>(E::kLanes, count - i);
-      typename E::Block sum = E::none();
+    for (int64_t i = 0; i < count; i += L::kLanes) {
+      const int64_t bytes = smaller<int64_t>(L::kLanes, count - i) * E::kBytes;
+      typename L::Block sum = {};
       for (int j = 0; j < n; ++j) {
-        sum = add_scaled(sum, weights[j], load_tail<E>(srcs[j] + (first + i) * E::kBytes, lanes));
+        sum = add_scaled(sum, weights[j], load_tail<L>(srcs[j] + (first + i) * E::kBytes, bytes));
       }
-      F32::store(block + i * 4, sum);
+      F32::InOrder::store(block + i * 4, sum);
     }
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = std::max(largest, magnitude_bits(sums[i]));
@@ -228,6 +208,7 @@ void encode_sum(Wire wire, char* dst, const char* const* srcs, const float* weig
 
 template <class E>
 void decode_sum(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden) {
+  using L = typename E::InOrder;
   alignas(kLine) float sums[kWireBlock];
   for (int64_t first = 0; first < hidden; first += kWireBlock) {
     const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
@@ -237,9 +218,9 @@ void decode_sum(Wire wire, char* dst, const char* const* srcs, int n, int64_t hi
       const float scale = reinterpret_cast<const float*>(srcs[j] + wire_scales_offset(hidden))[first / kWireBlock];
       for (int64_t i = 0; i < count; ++i) sums[i] += decode(wire, codes[i], scale);
     }
-    for (int64_t i = 0; i < count; i += E::kLanes) {
-      const auto sum = F32::load(reinterpret_cast<const char*>(sums + i));
-      store_tail<E>(dst + (first + i) * E::kBytes, sum, smaller<int64_t>(E::kLanes, count - i));
+    for (int64_t i = 0; i < count; i += L::kLanes) {
+      const auto sum = F32::InOrder::load(reinterpret_cast<const char*>(sums + i));
+      store_tail<L>(dst + (first + i) * E::kBytes, sum, smaller<int64_t>(L::kLanes, count - i) * E::kBytes);
     }
   }
 }

@@ -1,9 +1,9 @@
 // Sixteen floats or eight doubles at a time, for the instruction set that the including file is compiled for.
 //
-// A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order. Only
-// load_bf16_apart may shuffle them, for sums element by element, and store_bf16_apart puts them back. What it stores
-// must have no NaN with anything in its lower half: sums of bf16 rows have none, if no weight has.
-// Everything has internal linkage: code compiled with wider instructions must not replace the portable one at link
+// A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order. Sums
+// element by element need none: for them bf16 has blocks of its own, Apart, whose lanes are shuffled until they are
+// stored. What is stored must have no NaN with anything in its lower half: sums of bf16 rows have none, if no weight
+// has. Everything has internal linkage: code compiled with wider instructions must not replace the portable one at link
 // time.
 #pragma once
 
@@ -24,7 +24,6 @@ constexpr int kFloats = 16, kDoubles = 8;
 struct Floats {
   __m512 v;
 };
-inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats load_f32(const char* p) { return {_mm512_loadu_ps(p)}; }
 inline Floats load_bf16(const char* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -48,8 +47,29 @@ inline void store_bf16(char* p, Floats x) {
   const __m256i packed = _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, even, quiet));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
-inline Floats load_bf16_apart(const char* p) { return load_bf16(p); }
-inline void store_bf16_apart(char* p, Floats x) { store_bf16(p, x); }
+// Even and odd elements: each is a shift or a mask away from its float, which costs half as much as widening.
+struct Apart {
+  __m512 even, odd;
+};
+constexpr int kApart = 32;
+inline Apart load_bf16_apart(const char* p) {
+  const __m512i pairs = _mm512_loadu_si512(p), odd = _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), _mm512_castsi512_ps(odd)};
+}
+inline Apart add_scaled(Apart sum, float w, Apart x) {
+  const __m512 f = _mm512_set1_ps(w);
+  return {_mm512_add_ps(sum.even, _mm512_mul_ps(f, x.even)), _mm512_add_ps(sum.odd, _mm512_mul_ps(f, x.odd))};
+}
+// To the nearest even bf16, in the upper half of each lane, for anything but a NaN that would be carried out of it.
+inline __m512i round_number(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+}
+inline void store_bf16_apart(char* p, Apart x) {
+  const __m512i even = _mm512_srli_epi32(round_number(x.even), 16);
+  _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaa, even, round_number(x.odd)));
+}
 inline void store_f16(char* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -59,7 +79,6 @@ inline void store_f16(char* p, Floats x) {
 struct Floats {
   __m256 lo, hi;
 };
-inline Floats zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Floats load_f32(const char* p) {
   const float* f = reinterpret_cast<const float*>(p);
   return {_mm256_loadu_ps(f), _mm256_loadu_ps(f + 8)};
@@ -99,12 +118,14 @@ inline void store_bf16(char* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 // Even elements in `lo`, odd ones in `hi`: each is a shift or a mask away from its float, half the work of widening.
-inline Floats load_bf16_apart(const char* p) {
+using Apart = Floats;
+constexpr int kApart = kFloats;
+inline Apart load_bf16_apart(const char* p) {
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i odd = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(odd)};
 }
-inline void store_bf16_apart(char* p, Floats x) {
+inline void store_bf16_apart(char* p, Apart x) {
   const __m256i even = _mm256_srli_epi32(round_number(x.lo), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(even, round_number(x.hi), 0xaa));
 }
@@ -137,7 +158,6 @@ inline void put_half(char* p, int i, uint32_t u) {
   const uint16_t h = static_cast<uint16_t>(u);
   std::memcpy(p + 2 * i, &h, 2);
 }
-inline Floats zero() { return {}; }
 inline Floats load_f32(const char* p) {
   Floats x;
   std::memcpy(x.v, p, sizeof(x.v));
@@ -178,8 +198,10 @@ inline void store_bf16(char* p, Floats x) {
     put_half(p, i, x.v[i] == x.v[i] ? even : u >> 16 | 0x40u);
   }
 }
-inline Floats load_bf16_apart(const char* p) { return load_bf16(p); }
-inline void store_bf16_apart(char* p, Floats x) { store_bf16(p, x); }
+using Apart = Floats;
+constexpr int kApart = kFloats;
+inline Apart load_bf16_apart(const char* p) { return load_bf16(p); }
+inline void store_bf16_apart(char* p, Apart x) { store_bf16(p, x); }
 inline void store_f16(char* p, Floats x) {
   for (int i = 0; i < kFloats; ++i) {
     const uint32_t u = bits_of(x.v[i]), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;

@@ -1,10 +1,11 @@
 // The source's half of routing for few lanes: from topk_idx to a stable list of pulls per destination rank, written
 // into its window. routing_tiles.h makes the same lists with a GPU's many lanes.
 //
-// Two passes over the tokens. The first counts, per lane, the rows for each expert and the pulls for each rank; a
-// prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own contiguous tokens, so the
-// lists are in token order whatever the number of lanes: row order at the destination (expert, source, token) is
-// deterministic.
+// Two passes over the tokens. The first sorts each token's experts and counts, per lane, the rows for each expert and
+// the pulls for each rank; a prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own
+// contiguous tokens, so the lists are in token order whatever the number of lanes: row order at the destination
+// (expert, source, token) is deterministic. Which experts a token chose is noise to a branch predictor, so nothing
+// branches on it.
 #pragma once
 
 #include "coop.h"
@@ -13,29 +14,35 @@
 
 namespace moe_rt {
 
-// One entry of a token's top-k in placement order; ties keep top-k order, so a duplicate follows its first.
-struct Visit {
-  int32_t place, k;
-};
+inline constexpr int32_t kNoPlace = INT32_MAX;  // of topk_idx -1: behind all others
 
-// Lists a token's visits in placement order; -1 entries are left out. Returns their number, or -1 on a bad expert id,
-// stored in *bad.
-template <class Dims>
-MOE_RT_FN int sorted_visits(const Dims& dims, const World& w, const int64_t* topk_idx, Visit* out, int64_t* bad) {
-  int n = 0;
-  for (int k = 0; k < dims.num_topk(); ++k) {
+// Sorts a token's n top-k entries by place: order[i] is the i-th one's k, ties in top-k order, so that a duplicate
+// follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each entry counts those
+// before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where the compiler knows
+// it.
+template <int kTopk>
+MOE_RT_FN bool sort_visits(const World& w, const int64_t* topk_idx, int n, int32_t* places, int32_t* order,
+                           int64_t* bad) {
+  constexpr int kBound = kTopk ? kTopk : kMaxTopk;
+  int32_t before[kBound] = {};
+  if (kTopk) n = kTopk;
+  for (int k = 0; k < n; ++k) {
     const int64_t expert = topk_idx[k];
-    if (expert == -1) continue;
     if (expert < -1 || expert >= w.shape.num_experts) {
       *bad = expert;
-      return -1;
+      return false;
     }
-    const Visit v{w.placement.position[expert], k};
-    int i = n++;
-    for (; i > 0 && out[i - 1].place > v.place; --i) out[i] = out[i - 1];
-    out[i] = v;
+    places[k] = expert == -1 ? kNoPlace : w.placement.position[expert];
   }
-  return n;
+  for (int k = 1; k < n; ++k) {
+    for (int j = 0; j < k; ++j) {
+      const int32_t first = places[j] <= places[k];
+      before[k] += first;
+      before[j] += 1 - first;
+    }
+  }
+  for (int k = 0; k < n; ++k) order[before[k]] = k;
+  return true;
 }
 
 // Per-lane counters, [lanes][E + R]: rows for each place, pulls for each rank. After place_lanes: where the lane
@@ -50,24 +57,35 @@ struct LaneCounters {
   }
 };
 
-// First pass. Returns the first bad expert id of this lane's tokens in *bad and false.
+// First pass. Leaves in each token's row of send_plan its entries in the order of their places. Returns the first bad
+// expert id of this lane's tokens in *bad and false.
 template <class Coop, class Dims>
 MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, const int64_t* topk_idx,
-                            int64_t num_tokens, const LaneCounters& counters, int64_t* bad) {
+                            int64_t num_tokens, const LaneCounters& counters, int32_t* send_plan, int64_t* bad) {
   int32_t* rows = counters.rows(coop.rank());
   int32_t* pulls = counters.pulls(coop.rank());
   for (int i = 0; i < counters.num_places; ++i) rows[i] = 0;
   for (int r = 0; r < counters.num_ranks; ++r) pulls[r] = 0;
-  Visit visits[Dims::kTopkBound];
+  const int topk = dims.num_topk();
+  const auto sort = topk == 2   ? sort_visits<2>
+                    : topk == 4 ? sort_visits<4>
+                    : topk == 6 ? sort_visits<6>
+                    : topk == 8 ? sort_visits<8>
+                                : sort_visits<0>;
+  int32_t places[Dims::kTopkBound];
   const Range tokens = coop.chunk(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
-    const int n = sorted_visits(dims, w, topk_idx + t * dims.num_topk(), visits, bad);
-    if (n < 0) return false;
-    for (int i = 0; i < n; ++i) {
-      if (i > 0 && visits[i].place == visits[i - 1].place) continue;
-      ++rows[visits[i].place];
-      const int owner = w.placement.owner[visits[i].place];
-      if (i == 0 || w.placement.owner[visits[i - 1].place] != owner) ++pulls[owner];
+    int32_t* order = send_plan + t * topk;
+    if (!sort(w, topk_idx + t * topk, topk, places, order, bad)) return false;
+    int32_t last_place = kNoPlace, last_owner = -1;
+    for (int i = 0; i < topk; ++i) {
+      const int32_t place = places[order[i]];
+      if (place == kNoPlace) break;
+      if (place == last_place) continue;
+      const int32_t owner = w.placement.owner[place];
+      ++rows[place];
+      pulls[owner] += owner != last_owner;
+      last_place = place, last_owner = owner;
     }
   }
   return true;
@@ -121,33 +139,37 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
   for (int r = 0; r < w.shape.num_ranks; ++r) {
     copy_cursor[r] = first_copy(w, counters, coop.rank(), r, lists.copy_offs[r]);
   }
-  Visit visits[Dims::kTopkBound];
-  int64_t unused;
+  int32_t order[Dims::kTopkBound];
   const Range tokens = coop.chunk(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     const int64_t base = t * dims.num_topk();
-    for (int k = 0; k < dims.num_topk(); ++k) send_plan[base + k] = kNowhere;
-    const int n = sorted_visits(dims, w, topk_idx + base, visits, &unused);
-    Pull* pull = nullptr;
-    int slot = -1, owner = -1, first_k = 0;
-    for (int i = 0; i < n; ++i) {
-      const Visit v = visits[i];
-      const Weight weight = topk_weights[base + v.k];
-      if (i > 0 && visits[i - 1].place == v.place) {  // a duplicate expert: one row, weights added
-        lists.weights[copy_cursor[owner] - 1] += weight;
-      } else {
-        if (w.placement.owner[v.place] != owner) {
-          owner = w.placement.owner[v.place];
-          pull = &lists.pulls[pulls[owner]++];
-          *pull = {int32_t(t), ++slot, copy_cursor[owner], 0};
-        }
-        const int32_t at = copy_cursor[owner]++;
-        lists.copies[at] = {v.place - w.placement.rank_first[owner], rows[v.place]++, v.k, 0};
-        lists.weights[at] = weight;
-        ++pull->copies;
-        first_k = v.k;
+    for (int i = 0; i < dims.num_topk(); ++i) order[i] = send_plan[base + i];
+    Pull pull{int32_t(t), -1, 0, 0};
+    int32_t last_place = kNoPlace, last_owner = -1, first_k = 0;
+    for (int i = 0; i < dims.num_topk(); ++i) {
+      const int32_t k = order[i];
+      const int64_t expert = topk_idx[base + k];
+      if (expert == -1) {
+        send_plan[base + k] = kNowhere;
+        continue;
       }
-      send_plan[base + v.k] = send_entry(slot, first_k);
+      const Weight weight = topk_weights[base + k];
+      const int32_t place = w.placement.position[expert];
+      if (place == last_place) {  // a duplicate expert: one row, weights added
+        lists.weights[copy_cursor[last_owner] - 1] += weight;
+      } else {
+        const int32_t owner = w.placement.owner[place], at = copy_cursor[owner]++;
+        const int32_t next = owner != last_owner;  // a pull for each rank, rewritten with every copy
+        pull.slot += next;
+        pull.first = next ? at : pull.first;
+        pull.copies = next ? 1 : pull.copies + 1;
+        pulls[owner] += next;
+        lists.pulls[pulls[owner] - 1] = pull;
+        lists.copies[at] = {place - w.placement.rank_first[owner], rows[place]++, k, 0};
+        lists.weights[at] = weight;
+        last_place = place, last_owner = owner, first_k = k;
+      }
+      send_plan[base + k] = send_entry(pull.slot, first_k);
     }
   }
 }

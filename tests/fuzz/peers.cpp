@@ -103,7 +103,7 @@ void publish_peers(Group& group, fuzz::Bytes& in) {
     const LaneCounters counters{ints.data(), shape.num_experts, shape.num_ranks};
     const auto lists = RouteLists<Acc>::view(w, peer, 1);
     int64_t bad;
-    count_visits(Solo{}, dims, w, idx.data(), num_tokens, counters, &bad);
+    count_visits(Solo{}, dims, w, idx.data(), num_tokens, counters, send_plan.data(), &bad);
     place_lanes(w, counters, 1, lists);
     write_lists(Solo{}, dims, w, idx.data(), weights.data(), num_tokens, counters, cursor.data(), lists,
                 send_plan.data());

@@ -127,7 +127,10 @@ int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
   const LaneCounters counters{ints.data(), in.shape.num_experts, in.shape.num_ranks};
   for (int lane = 0; lane < in.lanes; ++lane) {
     int64_t bad;
-    if (!count_visits(Lane{lane, in.lanes}, dims, w, in.idx.data(), in.num_tokens, counters, &bad)) return bad;
+    if (!count_visits(Lane{lane, in.lanes}, dims, w, in.idx.data(), in.num_tokens, counters, out.send_plan.data(),
+                      &bad)) {
+      return bad;
+    }
   }
   place_lanes(w, counters, in.lanes, out.view());
   for (int lane = 0; lane < in.lanes; ++lane) {
