@@ -55,19 +55,23 @@ inline void stream_part(char* dst, const char* src, int64_t bytes) {
   std::memcpy(dst + i, src + i, bytes - i);
 }
 
-// Streamed part by part to every place, so that each part is read once and no place waits for a whole row of another.
+// Whole rows through the caches: memcpy moves long ones with a single instruction, which loops do not keep up with
+// where a peer holds the lines. Past the caches part by part to every place, so that each part is read once and no
+// place waits for a whole row of another.
 void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream) {
-  const int64_t part = stream ? 16 * kLine : bytes;
-  for (int64_t i = 0; i < bytes; i += part) {
-    const int64_t count = smaller(part, bytes - i);
+  constexpr int64_t kPart = 16 * kLine;
+  if (!stream) {
+    prefetch(src, bytes);
+    for (int c = 0; c < n; ++c) {
+      if (dsts[c]) std::memcpy(dsts[c], src, bytes);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < bytes; i += kPart) {
+    const int64_t count = smaller(kPart, bytes - i);
     prefetch(src + i, count);
     for (int c = 0; c < n; ++c) {
-      if (!dsts[c]) continue;
-      if (stream) {
-        stream_part(dsts[c] + i, src + i, count);
-      } else {
-        std::memcpy(dsts[c] + i, src + i, count);
-      }
+      if (dsts[c]) stream_part(dsts[c] + i, src + i, count);
     }
   }
 }
