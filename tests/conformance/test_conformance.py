@@ -57,6 +57,12 @@ class TestHeap:
         assert ranks.run(full_round, *args, 3) == ranks.run(full_round, *args, 1)
 
 
+@pytest.mark.parametrize("num_topk", range(1, 11))
+def test_every_number_of_experts_per_token(make_ranks: MakeRanks, num_topk: int) -> None:
+    """The usual ones are sorted by code of their own."""
+    make_ranks("threads", 3).run(full_round, make_spec(3, num_experts=11, num_topk=num_topk), [12] * 3, 9, "random")
+
+
 def test_heaps_agree_bitwise(make_ranks: MakeRanks) -> None:
     args = (make_spec(3, dtype=torch.bfloat16), [12, 0, 5], 9, "random")
     assert make_ranks("threads", 3).run(full_round, *args) == make_ranks("shm", 3).run(full_round, *args)
