@@ -149,7 +149,7 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
     for (int i = 0; i < dims.num_topk(); ++i) {
       const int32_t k = order[i];
       const int64_t expert = topk_idx[base + k];
-      if (expert == -1) {
+      if (expert < 0 || expert >= w.shape.num_experts) {  // none, or changed by somebody since the first pass
         send_plan[base + k] = kNowhere;
         continue;
       }
