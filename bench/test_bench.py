@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from moe_rt.bench import launch
 from moe_rt.bench.cases import CASES
 from moe_rt.bench.contestants import NAMES
 from moe_rt.bench.machine import machine_card
+from moe_rt.bench.rank import Job
 from moe_rt.cli import main
 
 HERE = Path(__file__).parent
@@ -142,6 +144,23 @@ def test_sigterm_leaves_nothing_behind() -> None:
         process.kill()
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     assert set(IN_MEMORY.glob("moe_rt_bench_*")) == before
+
+
+def test_sigterm_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are just being started are ended, too."""
+    job = Job([CASES["pair-2x512x2048"]], ["moe_rt"], [0], cache_bytes=1, iters=1, warmup=0, seed=0)
+    started = []
+
+    def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(launch, "_start", start)
+    with pytest.raises(SystemExit):
+        launch.launch(job, None, recycle=False, progress=lambda part: None)
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
 
 
 def test_the_report_holds_its_figures(tmp_path: Path) -> None:

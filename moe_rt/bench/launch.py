@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
@@ -55,7 +55,7 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
     """
     case = job.cases[0]
     with (
-        _unwound_by_sigterm(),
+        _Sigterm() as sigterm,
         tempfile.TemporaryDirectory(prefix="moe_rt_bench_", dir=_shared_directory()) as directory,
     ):
         (Path(directory) / "job.json").write_text(job.to_json())
@@ -63,12 +63,15 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(RECYCLE if recycle else {})}
         program = [sys.executable, "-m", "moe_rt.bench.rank", directory]
         if case.heap == "threads":
-            processes = [_start(program, environment)]
+            starts = [(program, environment)]
         elif mpirun is not None:
-            processes = [_start([mpirun, *MPIRUN_FLAGS, "-n", str(case.ranks), *program], environment)]
+            starts = [([mpirun, *MPIRUN_FLAGS, "-n", str(case.ranks), *program], environment)]
         else:
-            processes = [_start(program, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]
+            starts = [(program, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]
+        processes: list[subprocess.Popen[str]] = []
         with _ended(processes):
+            with sigterm.held():
+                processes.extend(_start(*start) for start in starts)
             return _listen(processes, progress)
 
 
@@ -123,18 +126,37 @@ def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
                 process.wait()
 
 
-@contextlib.contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """SIGTERM, as `timeout` sends it, would end Python at once, and leave ranks running and files in memory."""
+class _Sigterm:
+    """SIGTERM, as `timeout` sends it, would end Python at once, and leave ranks running and files in memory.
 
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+    It raises SystemExit instead; while `held`, only afterwards: a process that is being started could not be ended yet.
+    """
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __enter__(self) -> _Sigterm:
+        self._holding, self._arrived = False, False
+        self._before = signal.signal(signal.SIGTERM, self._arrive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+        if self._arrived:
+            self._leave()
+
+    def _arrive(self, number: int, frame: object) -> None:
+        self._arrived = True
+        if not self._holding:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _shared_directory() -> str | None:
