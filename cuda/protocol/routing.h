@@ -5,7 +5,7 @@
 // the pulls for each rank; a prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own
 // contiguous tokens, so the lists are in token order whatever the number of lanes: row order at the destination
 // (expert, source, token) is deterministic. Which experts a token chose is noise to a branch predictor, so nothing
-// branches on it.
+// branches on it but duplicates and entries of -1, which are rare.
 #pragma once
 
 #include "coop.h"
