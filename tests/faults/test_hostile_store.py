@@ -115,21 +115,23 @@ def test_payloads_are_json() -> None:
     assert [type(json.loads(payload)) for payload in rendezvous.sent] == [dict] * 4
 
 
+# Taken once: ranks that are threads break one module together, and each must mend it with what was there before both.
+PICKLE = {name: getattr(pickle, name) for name in ("dumps", "loads", "dump", "load", "Pickler", "Unpickler")}
+
+
 def without_pickle(group: Any) -> None:
     """A buffer is made and used while every way to pickle is broken on this rank."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickled")
 
-    names = ("dumps", "loads", "dump", "load", "Pickler", "Unpickler")
-    kept = {name: getattr(pickle, name) for name in names}
     try:
-        for name in names:
+        for name in PICKLE:
             setattr(pickle, name, refuse)
         with open_buffer(group) as buffer:
             good_round(buffer)
     finally:
-        for name, function in kept.items():
+        for name, function in PICKLE.items():
             setattr(pickle, name, function)
 
 

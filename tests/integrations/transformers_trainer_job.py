@@ -10,6 +10,7 @@ import os
 import sys
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers_models import VOCABULARY
@@ -43,6 +44,9 @@ def main(path: str, out: str) -> None:
         rows = [row for row in trainer.state.log_history if "loss" in row]
         print("RESULT", json.dumps([[row["loss"], row["grad_norm"]] for row in rows]))
     trainer.save_model(f"{out}/final")
+    if world > 1:
+        dist.barrier()  # the ranks that write nothing would end while gloo's threads hold what they gathered, and abort
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
