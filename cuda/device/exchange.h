@@ -2,11 +2,12 @@
 //
 // No block waits for another block of its own launch. The sending launch never waits: its last block announces. Every
 // block of the receiving launch waits by itself for every peer, and the peers' sending launches need none of its room.
-// Sequence numbers live in device memory and the kernels advance them, so a captured graph can be replayed.
+// Sequence numbers and turns live in device memory and the kernels advance them, so a captured graph can be replayed.
 #pragma once
 
 #include "../protocol/coop.h"
 #include "../protocol/link.h"
+#include "../protocol/turns.h"
 
 namespace moe_rt {
 
@@ -18,6 +19,7 @@ struct DeviceState {
   int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry
   uint32_t done;            // blocks of the running launch that have finished their share
   uint32_t failed;          // not zero once this rank has given up: later launches do nothing
+  Turns turns;              // of the last op announced
 };
 
 // Page-locked host memory that both sides see: what ended the group, written once, `reported` last.
@@ -35,7 +37,7 @@ struct Control {
   uint32_t may_overflow;  // capacity is below the worst case, and overflow ends the group
 };
 
-static_assert(sizeof(Control) == 32 && sizeof(HostRecord) == 48 && sizeof(DeviceState) == 32, "the host's layout");
+static_assert(sizeof(Control) == 32 && sizeof(HostRecord) == 48 && sizeof(DeviceState) == 48, "the host's layout");
 
 // What the lanes of a block tell each other.
 struct BlockShared {
@@ -99,7 +101,8 @@ MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
   return answer;
 }
 
-// Runs work(seq) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked up.
+// Runs work(window) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked
+// up.
 template <class Machine, class Work>
 MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, int64_t num_tokens,
                     const int64_t* topk_idx, Work&& work) {
@@ -107,7 +110,7 @@ MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, u
   const auto block = m.block();
   const Kind kind = kind_of(op);
   const uint64_t seq = c.state->seq[int(kind)] + 1;
-  work(seq);
+  work(c.state->turns.next(kind));
   streaming_store_fence();
   block.sync();
   if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
@@ -129,6 +132,7 @@ MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, u
   c.state->done = 0;
   c.state->bad_entry = kNoBadEntry;
   c.state->seq[int(kind)] = seq;
+  c.state->turns.take(kind);
 }
 
 // Orders failures: the highest code, then the lowest peer, is the smallest key.
@@ -146,8 +150,8 @@ MOE_RT_FN Status wait_for(const Machine& m, const World& w, const Control& c, Ki
   return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
 }
 
-// Waits for every peer and judges all headers, then runs after(seq) on every block; otherwise() where the op must be
-// given up, so that whoever reads its outputs finds them empty.
+// Waits for every peer and judges all headers, then runs after(seq, window) on every block; otherwise() where the op
+// must be given up, so that whoever reads its outputs finds them empty.
 template <class Machine, class After, class Otherwise>
 MOE_RT_FN void receive(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, After&& after,
                        Otherwise&& otherwise) {
@@ -171,7 +175,7 @@ MOE_RT_FN void receive(const Machine& m, const World& w, const Control& c, Op op
   block.sync();
   const uint64_t worst = load_relaxed(m.shared().worst);
   if (worst == ~uint64_t{0}) {
-    after(seq);
+    after(seq, c.state->turns.taken(kind));
     return;
   }
   if (!mine.ok() && severity(mine) == worst) fail(w, c, mine, m.link());

@@ -45,24 +45,24 @@ struct Launch {
   MOE_RT_FN Wire combine_wire(Op op) const { return op == Op::kCombine ? dims.combine_wire() : Wire::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
-  MOE_RT_FN void publish(int first_block, uint64_t seq, const void* x, int64_t num_tokens, Wire wire) const {
+  MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, Wire wire) const {
     with_groups(m, first_block, num_tokens, [&](const auto& group) {
-      publish_rows(group, w, seq, static_cast<const char*>(x), num_tokens, rows(group, wire));
+      publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, rows(group, wire));
     });
   }
 
   // The first R blocks route, one destination each, while the others publish; there is at least one other.
   MOE_RT_FN void dispatch_send(const DispatchArgs& a) const {
-    send(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](uint64_t seq) {
+    send(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](int window) {
       const int dest = m.block_index(), num_ranks = w.shape.num_ranks;
       if (dest >= num_ranks) {
-        publish(num_ranks, seq, a.x, a.num_tokens, dims.dispatch_wire());
+        publish(num_ranks, window, a.x, a.num_tokens, dims.dispatch_wire());
         return;
       }
       const int num_local = w.placement.rank_first[dest + 1] - w.placement.rank_first[dest];
       const Tiles tiles = Tiles::view(m.scratch(), tile_for(m.block().size(), num_local), num_local);
       route_to(m.block(), dims, w, dest, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, tiles,
-               RouteLists<Acc>::view(w, w.rank, seq), a.send_plan, c.state->bad_entry);
+               RouteLists<Acc>::view(w, w.rank, window), a.send_plan, c.state->bad_entry);
     });
   }
 
@@ -76,16 +76,16 @@ struct Launch {
 
   MOE_RT_FN void dispatch_receive(const DispatchArgs& a) const {
     const auto nothing = [&] { receive_nothing(a); };
-    const auto after = [&](uint64_t seq) {
+    const auto after = [&](uint64_t seq, int window) {
       const auto block = m.block();
       Blocks blocks = Blocks::view(m.scratch(), w.shape, w.num_local_experts());
       Status status{Code::kOk, Op::kDispatch, Phase::kGather, -1, seq, 0, 0};
-      status.peer = index_blocks<Acc>(block, w, seq, blocks);
+      status.peer = index_blocks<Acc>(block, w, window, blocks);
       if (status.peer >= 0) {
         status.code = Code::kCorruptPeer;
-      } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, blocks)) >= 0) {
+      } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, window, blocks)) >= 0) {
         status.code = Code::kCapacityOverflow;
-        status.got = rows_for(w, seq, status.peer);
+        status.got = rows_for(w, window, status.peer);
         status.expected = w.capacity[status.peer];
       }
       if (!status.ok()) {
@@ -96,7 +96,8 @@ struct Launch {
       const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), plan(a.recv_plan)};
       if (m.block_index() == 0) write_index(block, w, seq, blocks, a.offs, out.plan.head);
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
-        const int astray = gather(group, dims, w, seq, blocks, out, rows(group, dims.dispatch_wire()), m.link(group));
+        const int astray =
+            gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_wire()), m.link(group));
         if (astray >= 0) fail(w, c, {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, astray, seq, 0, 0}, m.link());
       });
     };
@@ -106,19 +107,19 @@ struct Launch {
   MOE_RT_FN void combine_send(const CombineArgs& a) const {
     const Returned<Acc> in{plan(a.recv_plan), static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                            static_cast<const Acc*>(a.grad_recv_weights)};
-    send(m, w, c, a.op, in.plan.head->seq, a.num_tokens, nullptr, [&](uint64_t seq) {
+    send(m, w, c, a.op, in.plan.head->seq, a.num_tokens, nullptr, [&](int window) {
       with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
-        push<OwnPushed>(group, dims, w, seq, in, rows(group, combine_wire(a.op)), link);
+        push<OwnPushed>(group, dims, w, window, in, rows(group, combine_wire(a.op)), link);
         link.flush();
       });
     });
   }
 
   MOE_RT_FN void combine_receive(const CombineArgs& a) const {
-    const auto after = [&](uint64_t seq) {
+    const auto after = [&](uint64_t, int window) {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
-        reduce(group, dims, w, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
+        reduce(group, dims, w, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
                static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_wire(a.op)), OwnPushed{});
       });
     };
@@ -127,14 +128,14 @@ struct Launch {
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
     send(m, w, c, Op::kCombineBackward, plan(a.recv_plan).head->seq, a.num_tokens, nullptr,
-         [&](uint64_t seq) { publish(0, seq, a.grad_out, a.num_tokens, Wire::kRaw); });
+         [&](int window) { publish(0, window, a.grad_out, a.num_tokens, Wire::kRaw); });
   }
 
   MOE_RT_FN void combine_backward_receive(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
-    const auto after = [&](uint64_t seq) {
+    const auto after = [&](uint64_t, int window) {
       const auto group = m.warps(0);
-      gather_grad(group, w, seq, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+      gather_grad(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                   static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group), m.link(group));
     };
     receive(m, w, c, Op::kCombineBackward, p.head->seq, after, [] {});

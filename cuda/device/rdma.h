@@ -135,7 +135,8 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
   const auto block = m.block();
   const uint64_t seq = c.state->seq[int(Kind::kDispatch)];
   const Header ours{seq, w.config, call_word(Op::kDispatch, c.tag, 0), Code::kOk, 0, 0, 0};
-  const Layout::Window& o = w.window(seq);
+  const int window = c.state->turns.taken(Kind::kDispatch);
+  const Layout::Window& o = w.layout.window[window];
   const char* const there = m.links.memory.segment;
   for (int source = m.block_index(); source < w.shape.num_ranks; source += m.num_blocks()) {
     if (w.base[source]) continue;
@@ -144,7 +145,7 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
     const bool announced = m.shared().flag != 0;
     block.sync();
     if (!announced) continue;
-    const auto lists = RouteLists<Acc>::view(w, source, seq);
+    const auto lists = RouteLists<Acc>::view(w, source, window);
     m.links.net.get(block, lists.counts, there + o.counts, o.pulls - o.counts, source);
     network_fence();
     block.sync();

@@ -96,17 +96,17 @@ NB_MODULE(_engine, m) {
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
              std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
              std::vector<int> pidfds, double timeout_s, int dispatch_wire, int combine_wire, bool drop_overflow,
-             int num_lanes, std::string isa, const Fault& fault, int64_t cache_bytes) {
-            new (self)
-                Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash, std::move(expert_rank),
-                                    std::move(capacity), std::move(segments), std::move(pidfds), timeout_s,
-                                    static_cast<Wire>(dispatch_wire), static_cast<Wire>(combine_wire), drop_overflow,
-                                    num_lanes, std::move(isa), /*first_seq=*/1, fault, cache_bytes});
+             int num_lanes, std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores) {
+            new (self) Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash,
+                                           std::move(expert_rank), std::move(capacity), std::move(segments),
+                                           std::move(pidfds), timeout_s, static_cast<Wire>(dispatch_wire),
+                                           static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa),
+                                           /*first_seq=*/1, fault, cache_bytes, near_ns, num_cores});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
           nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),
           nb::arg("dispatch_wire"), nb::arg("combine_wire"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
-          nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"))
+          nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"))
       .def("dispatch", &dispatch, Release())
       .def("combine", &combine, Release())
       .def("combine_backward", &combine_backward, Release())
@@ -124,13 +124,13 @@ NB_MODULE(_engine, m) {
            [](const Engine& e) {
              const Flight& f = e.flight();
              return nb::make_tuple(static_cast<int>(f.op), f.announced_ns - f.start_ns, f.heard_ns - f.announced_ns,
-                                   f.end_ns - f.heard_ns, e.arrival_ns());
+                                   f.end_ns - f.heard_ns, e.arrival_ns(), e.line_ns());
            })
       .def("waited_ns", &Engine::waited_ns)
       .def("stream_from",
            [](const Engine& e) {
              const Engine::StreamFrom& from = e.stream_from();
-             return nb::make_tuple(from.outputs, from.published, from.pushed);
+             return nb::make_tuple(from.published, from.received, from.pushed, from.combined);
            })
       .def("close", &Engine::close);
   bind_report(m);

@@ -12,7 +12,8 @@ namespace moe_rt {
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
       dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_wire, config_.combine_wire},
-      table_(rows::find_table(config_.isa.c_str())) {
+      table_(rows::find_table(config_.isa.c_str())),
+      nearness_(config_.shape.num_ranks, config_.rank, config_.near_ns) {
   if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
   const Shape& shape = config_.shape;
   if (shape.num_topk < 1 || shape.num_topk > kMaxTopk) {
@@ -36,11 +37,8 @@ Engine::Engine(EngineConfig config)
   seq_[0] = seq_[1] = config_.first_seq - 1;
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
-  const auto each = static_cast<double>(config_.cache_bytes) / num_ranks;
-  const auto from = [&](double share) { return static_cast<int64_t>(each * share); };
-  const rows::StreamShares& shares = table_->stream;
-  stream_from_ = {from(shares.outputs), from(shares.published), from(shares.pushed)};
-  oversubscribed_ = num_ranks * lanes > static_cast<int>(std::thread::hardware_concurrency());
+  set_stream_from();
+  oversubscribed_ = num_ranks * lanes > config_.num_cores;
 }
 
 Engine::~Engine() {
@@ -85,6 +83,16 @@ Status Engine::wait_all(Op op, const Header& ours) {
     if (s.code > worst.code) worst = s;
   }
   return worst;
+}
+
+// Ranks that share a cache have equal parts of it. What is written for a rank with another cache had better not stay in
+// this one: fetching it from here takes longer than from memory.
+void Engine::set_stream_from() {
+  const auto part = static_cast<double>(config_.cache_bytes) / nearness_.num_near();
+  const auto from = [&](double share) { return static_cast<int64_t>(part * share); };
+  const rows::StreamShares& shares = table_->stream;
+  stream_from_ = {from(shares.published), from(shares.received), from(shares.pushed), from(shares.combined)};
+  if (nearness_.num_near() < world_.shape.num_ranks) stream_from_.published = stream_from_.pushed = 0;
 }
 
 Status Engine::fail(Status status) {

@@ -6,13 +6,16 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../protocol/args.h"
 #include "../protocol/combine.h"
 #include "../protocol/dispatch.h"
 #include "../protocol/routing.h"
+#include "../protocol/turns.h"
 #include "fault.h"
+#include "nearness.h"
 #include "placement.h"
 #include "rows.h"
 #include "team.h"
@@ -36,6 +39,8 @@ struct EngineConfig {
   uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
   Fault fault{};           // none, outside of tests
   int64_t cache_bytes = int64_t{32} << 20;  // of the last-level cache
+  double near_ns = 60;                      // most that a line takes from a cache that is shared
+  int num_cores = static_cast<int>(std::thread::hardware_concurrency());  // that all ranks together may run on
 };
 
 class Engine {
@@ -68,15 +73,16 @@ class Engine {
 
   // The op of now, or the last one: when lane 0 began it, announced, had heard of everyone, and ended.
   const Flight& flight() const { return flight_; }
-  // Bytes from which on an op stores rows of a kind past the caches (rows.h).
+  // Bytes from which on this rank stores rows of a kind past the caches (rows.h).
   struct StreamFrom {
-    int64_t outputs, published, pushed;
+    int64_t published, received, pushed, combined;
   };
   const StreamFrom& stream_from() const { return stream_from_; }
   // [R] from the start of its wait until each peer's signal was seen, in rank order.
   const std::vector<int64_t>& arrival_ns() const { return arrival_ns_; }
   // [R] how long this rank has waited for each peer so far, looking at peers in rank order.
   std::vector<int64_t> waited_ns() const;
+  const std::vector<double>& line_ns() const { return nearness_.line_ns(); }
 
  private:
   struct Call;
@@ -89,6 +95,7 @@ class Engine {
   Status post_all(Op op, const Header& header);
   Status wait_all(Op op, const Header& ours);
   Status fail(Status status);
+  void set_stream_from();
   void record(int64_t Flight::* step, std::chrono::steady_clock::time_point when);
   // For an op that writes n rows of a kind that is streamed from so many bytes on.
   template <class Acc>
@@ -116,12 +123,14 @@ class Engine {
   std::vector<Line> scratch_rows_;  // a row of a window for every lane
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds];
+  Turns turns_{};
   Status failure_;
   Point fault_point_ = Point::kNone;  // of the running op
   Flight flight_{};
   std::vector<int64_t> arrival_ns_, waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
+  Nearness nearness_;
   StreamFrom stream_from_;
   pid_t pid_;  // a forked child is not this rank
 };

@@ -35,15 +35,16 @@ bool Engine::goes_on(const Coop& coop, Point point, const Call& call, Header& he
   if (fault_point_ != point) return true;
   coop.sync();
   if (coop.rank() == 0) {
-    if (config_.fault.action == Action::kCorrupt) corrupt(world_, call.op, header);
+    if (config_.fault.action == Action::kCorrupt) corrupt(world_, call.op, turns_.taken(kind_of(call.op)), header);
     if (!config_.fault.strike()) status.code = Code::kFaultInjected;
   }
   coop.sync();
   return status.ok();
 }
 
-// `before(coop, seq, header)` writes the window and may turn the header into a refusal; `after(coop, seq, status)`
-// reads peers' windows and may report a failure. Both end in step: after the last sync no lane touches a window.
+// `before(coop, window, header)` writes the window and may turn the header into a refusal; `after(coop, seq, window,
+// status)` reads peers' windows and may report a failure. Both end in step: after the last sync no lane touches a
+// window.
 template <class Before, class After>
 Status Engine::exchange(const Call& call, Before&& before, After&& after) {
   if (exchange_acquire(busy_, 1u)) {
@@ -54,6 +55,7 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
   if (status.ok()) {
     const Kind kind = kind_of(call.op);
     const uint64_t seq = ++seq_[static_cast<int>(kind)];
+    const int window = turns_.take(kind);
     const auto num_tokens = static_cast<int32_t>(call.num_tokens);
     flight_ = {flight_.number + 1, seq, call.op, Code::kOk, call.tag, num_tokens, 0, 0, 0, 0, 0, -1};
     record(&Flight::start_ns, Clock::now());
@@ -68,9 +70,9 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
     run_lanes([&](const auto& coop) {
       const auto reaches = [&](Point point) { return goes_on(coop, point, call, header, status); };
       if (!reaches(Point::kBetweenDispatchAndCombine) || !reaches(Point::kInBackward)) return;
-      if (fault_point_ == Point::kMidPayload && call.refusal.ok()) before(HalfWay(coop), seq, header);
+      if (fault_point_ == Point::kMidPayload && call.refusal.ok()) before(HalfWay(coop), window, header);
       if (!reaches(Point::kMidPayload)) return;
-      if (call.refusal.ok()) before(coop, seq, header);
+      if (call.refusal.ok()) before(coop, window, header);
       streaming_store_fence();
       coop.sync();
       if (!reaches(Point::kAfterPayload)) return;
@@ -79,12 +81,13 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
         record(&Flight::announced_ns, Clock::now());
         if (status.ok()) status = wait_all(call.op, header);
         record(&Flight::heard_ns, Clock::now());
+        if (status.ok() && call.op == Op::kDispatch && nearness_.look(world_, window)) set_stream_from();
       }
       coop.sync();
       if (!status.ok()) return;
-      if (fault_point_ == Point::kMidRead) after(HalfWay(coop), seq, status);
+      if (fault_point_ == Point::kMidRead) after(HalfWay(coop), seq, window, status);
       if (!reaches(Point::kMidRead)) return;
-      after(coop, seq, status);
+      after(coop, seq, window, status);
       streaming_store_fence();
     });
     status.op = call.op;

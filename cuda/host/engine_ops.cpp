@@ -33,8 +33,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights),
                           RecvPlan::view(a.recv_plan, world_.shape, num_local)};
 
-  const auto before = [&](const auto& coop, uint64_t seq, Header& header) {
-    const auto lists = RouteLists<Acc>::view(world_, world_.rank, seq);
+  const auto before = [&](const auto& coop, int window, Header& header) {
+    const auto lists = RouteLists<Acc>::view(world_, world_.rank, window);
     int64_t bad = kNoFault;
     const bool valid = count_visits(coop, dims_, world_, a.topk_idx, a.num_tokens, counters, a.send_plan, &bad);
     lane_fault_[coop.rank()] = valid ? kNoFault : bad;
@@ -52,18 +52,18 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     if (header.status != Code::kOk) return;
     write_lists(coop, dims_, world_, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
                 copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
-    publish_rows(coop, world_, seq, static_cast<const char*>(a.x), a.num_tokens,
+    publish_rows(coop, world_, window, static_cast<const char*>(a.x), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_wire()));
   };
 
-  const auto after = [&](const auto& coop, uint64_t seq, Status& status) {
+  const auto after = [&](const auto& coop, uint64_t seq, int window, Status& status) {
     Blocks blocks = Blocks::view(blocks_.data(), world_.shape, num_local);
-    const int stranger = index_blocks<Acc>(coop, world_, seq, blocks);
-    const int full = stranger >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, seq, blocks);
+    const int stranger = index_blocks<Acc>(coop, world_, window, blocks);
+    const int full = stranger >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, window, blocks);
     if (stranger >= 0 || full >= 0) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
-        for (int r = 0; r < world_.shape.num_ranks; ++r) needed_rows_[r] = rows_for(world_, seq, r);
+        for (int r = 0; r < world_.shape.num_ranks; ++r) needed_rows_[r] = rows_for(world_, window, r);
         status = {Code::kCapacityOverflow, Op::kDispatch,        Phase::kGather, full, seq,
                   needed_rows_[full],      world_.capacity[full]};
       } else {
@@ -73,8 +73,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     }
     write_index(coop, world_, seq, blocks, a.offs, out.plan.head);
     lane_fault_[coop.rank()] =
-        gather(coop, dims_, world_, seq, blocks, out,
-               row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.outputs, dims_.dispatch_wire()),
+        gather(coop, dims_, world_, window, blocks, out,
+               row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.received, dims_.dispatch_wire()),
                MappedLink{});
     coop.sync();
     if (coop.rank() == 0) {
@@ -92,14 +92,14 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = OwnPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
-  const auto before = [&](const auto& coop, uint64_t seq, Header&) {
-    push<Own>(coop, dims_, world_, seq, in,
+  const auto before = [&](const auto& coop, int window, Header&) {
+    push<Own>(coop, dims_, world_, window, in,
               row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, wire), MappedLink{});
   };
-  const auto after = [&](const auto& coop, uint64_t seq, Status&) {
-    reduce(coop, dims_, world_, seq, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.outputs, wire),
-           Own{world_, seq, in, row_ops<Acc>(1, kNeverStreamed, wire), scratch_row(coop.rank())});
+  const auto after = [&](const auto& coop, uint64_t, int window, Status&) {
+    reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
+           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.combined, wire),
+           Own{world_, window, in, row_ops<Acc>(1, kNeverStreamed, wire), scratch_row(coop.rank())});
   };
   return exchange({a.op, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }
@@ -107,14 +107,14 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
 template <class Acc>
 Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
-  const auto before = [&](const auto& coop, uint64_t seq, Header&) {
-    publish_rows(coop, world_, seq, static_cast<const char*>(a.grad_out), a.num_tokens,
+  const auto before = [&](const auto& coop, int window, Header&) {
+    publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, Wire::kRaw));
   };
-  const auto after = [&](const auto& coop, uint64_t seq, Status&) {
-    gather_grad(coop, world_, seq, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+  const auto after = [&](const auto& coop, uint64_t, int window, Status&) {
+    gather_grad(coop, world_, window, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                 static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights),
-                row_ops<Acc>(plan.head->num_copies, stream_from_.outputs, Wire::kRaw), MappedLink{});
+                row_ops<Acc>(plan.head->num_copies, stream_from_.received, Wire::kRaw), MappedLink{});
   };
   return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }

@@ -57,10 +57,10 @@ struct Fault {
 };
 
 // Makes what this rank is about to announce impossible: a dispatch's counts and offsets, any other op's header.
-inline void corrupt(const World& world, Op op, Header& header) {
+inline void corrupt(const World& world, Op op, int window, Header& header) {
   if (op == Op::kDispatch) {
-    const Layout::Window& window = world.window(header.seq);
-    std::memset(world.at<char>(world.rank, window.counts), 0xff, window.pulls - window.counts);
+    const Layout::Window& o = world.layout.window[window];
+    std::memset(world.at<char>(world.rank, o.counts), 0xff, o.pulls - o.counts);
   } else {
     header.status = Code::kPoisoned;  // neither accepted nor refused
   }

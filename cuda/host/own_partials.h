@@ -15,11 +15,12 @@ template <class Dims, class Weight, class Rows>
 struct OwnPartials {
   static constexpr bool kPushed = false;
   const World& w;
-  uint64_t seq;
+  int window;
   Returned<Weight> in;
   Rows rows;      // with stores that stay in the cache
   char* scratch;  // a row as in the window, of this lane alone
   const Pulled *next = nullptr, *end = nullptr;
+  int replaced = -1;  // slot of the last token's own partial
 
   // Own tokens are listed in their order; the lane's share is contiguous.
   void begin(const Range& tokens) {
@@ -30,9 +31,21 @@ struct OwnPartials {
   }
 
   void put_instead(int64_t token, const char** srcs) {
+    replaced = -1;
     if (next == end || next->token != token) return;
-    sum_copies<Dims>(Solo{}, w, seq, *next, in, scratch, rows, MappedLink{});
-    srcs[next++->slot] = scratch;
+    sum_copies<Dims>(Solo{}, w, window, *next, in, scratch, rows, MappedLink{});
+    replaced = next++->slot;
+    srcs[replaced] = scratch;
+  }
+
+  // A sum also asks for the lines after those that it reads: the same slot's next partial. This asks for the next
+  // token's where `token` reads nothing before it in the window, having n partials or its own in that slot.
+  void ask_for_next(int64_t token, int n, int num_next) const {
+    const int own = next != end && next->token == token + 1 ? next->slot : -1;
+    for (int slot = 0; slot < num_next; ++slot) {
+      const bool asked = slot < n && slot != replaced;
+      if (!asked && slot != own) rows.ask_for(w.at<char>(w.rank, w.partial_row(window, token + 1, slot)));
+    }
   }
 };
 

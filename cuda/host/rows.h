@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../protocol/dims.h"
+#include "../protocol/layout.h"
 
 namespace moe_rt::rows {
 
@@ -23,16 +24,17 @@ struct Functions {
   void (*decode_sum)(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden);
 };
 
-// Rows are streamed past the caches when those that all ranks write in an op reach this share of the last-level cache:
-// outputs, rows published in a rank's own window, or partials pushed into those of others. Measured where it was made,
-// docs/log.md; other tenants of a machine take their share, too.
+// Rows are streamed past the caches when those that a rank writes in an op reach this share of its part of the
+// last-level cache: published in a rank's own window, received from those of others, pushed into those as partials, or
+// combined from partials. Measured where it was made, docs/log.md; other tenants of a machine take their share, too.
 struct StreamShares {
-  double outputs, published, pushed;
+  double published, received, pushed, combined;
 };
 
 struct Table {
   const char* name;
   StreamShares stream;
+  int64_t ahead;  // bytes: how far before a load its line is asked for
   // To each of n places that is not nullptr.
   void (*copy)(char* const* dsts, int n, const char* src, int64_t bytes, bool stream);
   Functions<float> f32, bf16, f16;
@@ -88,6 +90,11 @@ struct HostRows {
     } else {
       fn->decode_sum(wire, dst, srcs, n, hidden);
     }
+  }
+  // The lines of a row that no sum asks for in time.
+  void ask_for(const char* row) const {
+    const int64_t bytes = smaller(table->ahead, wire_bytes());
+    for (int64_t i = 0; i < bytes; i += kRowAlign) __builtin_prefetch(row + i);
   }
   Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
     return fn->scale_dot(dst, weight, g, y, hidden, stream);

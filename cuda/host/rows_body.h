@@ -13,9 +13,9 @@ constexpr int kLine = 64;
 // How far ahead of a load its line is asked for. Rows of a token lie in as many places as it has experts, and hardware
 // prefetchers start anew at each; past the end of a row comes the same expert's next row, which is wanted soon.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kAhead = 1024;
+constexpr int64_t kAhead = 1024;
 #else
-constexpr int kAhead = 2048;
+constexpr int64_t kAhead = 2048;
 #endif
 
 inline void prefetch(const char* p, int64_t bytes) {
@@ -239,7 +239,7 @@ constexpr Functions<typename E::Acc> functions() {
 }
 
 constexpr Table make_table(const char* name, StreamShares stream) {
-  return {name, stream, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
+  return {name, stream, kAhead, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ struct Returned {
 
 // One pulled token's partial, to dst; its rows' scalars are put home. Dropped rows add nothing.
 template <class Dims, class Coop, class Weight, class Rows, class Link>
-MOE_RT_FN void sum_copies(const Coop& coop, const World& w, uint64_t seq, const Pulled& p, const Returned<Weight>& in,
+MOE_RT_FN void sum_copies(const Coop& coop, const World& w, int window, const Pulled& p, const Returned<Weight>& in,
                           char* dst, const Rows& rows, const Link& link) {
   const char* srcs[Dims::kTopkBound];
   Weight factors[Dims::kTopkBound];
@@ -33,7 +33,7 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, uint64_t seq, const 
     const int64_t row = in.plan.rows[p.first + c];
     const bool kept = row != kDropped;
     if (in.scalars && coop.leader()) {
-      link.put(w, p.source, w.scalar(seq, p.token, in.plan.ks[p.first + c]), kept ? in.scalars[row] : Weight(0));
+      link.put(w, p.source, w.scalar(window, p.token, in.plan.ks[p.first + c]), kept ? in.scalars[row] : Weight(0));
     }
     srcs[c] = kept ? in.y + row * rows.tensor_row_bytes() : nullptr;
     factors[c] = kept && in.weights ? in.weights[row] : Weight(1);
@@ -43,15 +43,15 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, uint64_t seq, const 
 
 // Pushes the partials of all pulled tokens or, unless Own::kPushed, of those of other ranks.
 template <class Own, class Coop, class Dims, class Weight, class Rows, class Link>
-MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, uint64_t seq, const Returned<Weight>& in,
+MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, int window, const Returned<Weight>& in,
                     const Rows& rows, const Link& link) {
   const RecvPlan::Head& head = *in.plan.head;
   const int32_t left_out = Own::kPushed ? 0 : head.num_own;
   const Range share = coop.share(head.num_pulled - left_out);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = in.plan.pulled[i < head.first_own ? i : i + left_out];
-    const int64_t home = w.partial_row(seq, p.token, p.slot);
-    sum_copies<Dims>(coop, w, seq, p, in, link.target_row(w, p.source, home), rows, link);
+    const int64_t home = w.partial_row(window, p.token, p.slot);
+    sum_copies<Dims>(coop, w, window, p, in, link.target_row(w, p.source, home), rows, link);
     link.deliver(w, p.source, home, rows.wire_bytes());
   }
 }
@@ -64,7 +64,7 @@ struct OwnPushed {
 // out[t] = sum of the token's partials in rank order; grad_topk_weights [T][K] is filled when not nullptr. `own` is
 // OwnPushed, or makes each own partial when its token comes up (host/own_partials.h).
 template <class Coop, class Dims, class Weight, class Rows, class Own>
-MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, uint64_t seq, const int32_t* send_plan,
+MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, int window, const int32_t* send_plan,
                       int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows, Own own) {
   const char* srcs[Dims::kTopkBound];
   const Range share = coop.share(num_tokens);
@@ -72,13 +72,16 @@ MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, uint64
   for (int64_t t = share.begin; t < share.end; t += share.step) {
     const int32_t* sent = send_plan + t * dims.num_topk();
     const int n = num_partials(sent, dims.num_topk());
-    for_topk<Dims>(n, [&](int slot) { srcs[slot] = w.at<char>(w.rank, w.partial_row(seq, t, slot)); });
-    if constexpr (!Own::kPushed) own.put_instead(t, srcs);
+    for_topk<Dims>(n, [&](int slot) { srcs[slot] = w.at<char>(w.rank, w.partial_row(window, t, slot)); });
+    if constexpr (!Own::kPushed) {
+      own.put_instead(t, srcs);
+      if (t + 1 < share.end) own.ask_for_next(t, n, num_partials(sent + dims.num_topk(), dims.num_topk()));
+    }
     rows.sum_from_wire(out + t * rows.tensor_row_bytes(), srcs, n);
     if (!grad_topk_weights || !coop.leader()) continue;
     for (int k = 0; k < dims.num_topk(); ++k) {
       grad_topk_weights[t * dims.num_topk() + k] =
-          sent[k] == kNowhere ? Weight(0) : *w.at<Weight>(w.rank, w.scalar(seq, t, send_first_k(sent[k])));
+          sent[k] == kNowhere ? Weight(0) : *w.at<Weight>(w.rank, w.scalar(window, t, send_first_k(sent[k])));
     }
   }
 }

@@ -15,11 +15,11 @@ namespace moe_rt {
 
 // Rows enter the window here and nowhere else, once per token; rows.publish codes them if they travel coded.
 template <class Coop, class Rows>
-MOE_RT_FN void publish_rows(const Coop& coop, const World& w, uint64_t seq, const char* x, int64_t num_tokens,
+MOE_RT_FN void publish_rows(const Coop& coop, const World& w, int window, const char* x, int64_t num_tokens,
                             const Rows& rows) {
   const Range tokens = coop.share(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; t += tokens.step) {
-    rows.publish(w.at<char>(w.rank, w.token_row(seq, t)), x + t * rows.tensor_row_bytes());
+    rows.publish(w.at<char>(w.rank, w.token_row(window, t)), x + t * rows.tensor_row_bytes());
   }
 }
 
@@ -34,9 +34,9 @@ struct Received {
 // Pulls the i-th token of all: its row once from the source's window, written to each of its copies' rows. False if the
 // source's entry points astray.
 template <class Coop, class Dims, class Weight, class Rows, class Link>
-MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, uint64_t seq, int source, int64_t i,
+MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, int window, int source, int64_t i,
                             const Blocks& b, const Received<Weight>& out, const Rows& rows, const Link& link) {
-  const auto lists = RouteLists<Weight>::view(w, source, seq);
+  const auto lists = RouteLists<Weight>::view(w, source, window);
   const Pull pull = lists.pulls[b.first_pull[source] + (i - b.pull_start[source])];
   const int32_t first_copy = b.first_copy[source], num_copies = b.copy_start[source + 1] - b.copy_start[source];
   if (pull.token < 0 || pull.token >= w.shape.num_max_tokens || pull.slot < 0 || pull.slot >= w.shape.num_slots() ||
@@ -67,14 +67,14 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
     if (kept) out.recv_weights[row] = lists.weights[pull.first + c];
   });
   if (astray) return false;
-  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(seq, pull.token), rows.wire_bytes()));
+  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(window, pull.token), rows.wire_bytes()));
   return true;
 }
 
 // Returns a source with entries that point astray, or -1. Ranks start at their own rows, so that peers do not all read
 // the same rank first.
 template <class Coop, class Dims, class Weight, class Rows, class Link>
-MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, uint64_t seq, const Blocks& b,
+MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int window, const Blocks& b,
                      const Received<Weight>& out, const Rows& rows, const Link& link) {
   const int64_t total = b.pull_start[w.shape.num_ranks];
   const Range share = coop.share(total);
@@ -84,7 +84,7 @@ MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, uint64_
     if (i >= total) i -= total;
     if (i < b.pull_start[source]) source = 0;
     while (i >= b.pull_start[source + 1]) ++source;
-    if (!gather_token(coop, dims, w, seq, source, i, b, out, rows, link)) return source;
+    if (!gather_token(coop, dims, w, window, source, i, b, out, rows, link)) return source;
   }
   return -1;
 }
@@ -92,13 +92,13 @@ MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, uint64_
 // grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out
 // rows.
 template <class Coop, class Weight, class Rows, class Link>
-MOE_RT_FN void gather_grad(const Coop& coop, const World& w, uint64_t seq, const RecvPlan& plan, const char* y,
+MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const RecvPlan& plan, const char* y,
                            const Weight* recv_weights, char* grad_y, Weight* grad_recv_weights, const Rows& rows,
                            const Link& link) {
   const Range share = coop.share(plan.head->num_pulled);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = plan.pulled[i];
-    const char* g = link.source_row(w, p.source, w.token_row(seq, p.token), rows.wire_bytes());
+    const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.wire_bytes());
     for (int c = p.first; c < p.first + p.copies; ++c) {
       const int64_t row = plan.rows[c];
       if (row == kDropped) continue;

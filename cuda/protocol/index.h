@@ -60,16 +60,16 @@ MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
 // Reads every source's counts and list ends and turns them into starts. Returns the first source whose lists are not
 // plausible, or -1; the same on every lane.
 template <class Weight, class Coop>
-MOE_RT_FN int index_blocks(const Coop& coop, const World& w, uint64_t seq, Blocks& b) {
+MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks& b) {
   const int num_ranks = w.shape.num_ranks, me = w.rank, first = w.placement.rank_first[me];
   const int32_t num_blocks = w.num_local_experts() * num_ranks;
   if (coop.rank() == 0) *b.bad = *b.full = num_ranks;
   const Range blocks = strided(coop, num_blocks), sources = strided(coop, num_ranks);
   for (int64_t i = blocks.begin; i < blocks.end; i += blocks.step) {
-    b.start[i] = RouteLists<Weight>::view(w, int(i % num_ranks), seq).counts[first + i / num_ranks];
+    b.start[i] = RouteLists<Weight>::view(w, int(i % num_ranks), window).counts[first + i / num_ranks];
   }
   for (int64_t s = sources.begin; s < sources.end; s += sources.step) {
-    const auto lists = RouteLists<Weight>::view(w, int(s), seq);
+    const auto lists = RouteLists<Weight>::view(w, int(s), window);
     b.first_pull[s] = lists.pull_offs[me], b.pull_start[s + 1] = lists.pull_offs[me + 1];
     b.first_copy[s] = lists.copy_offs[me], b.copy_start[s + 1] = lists.copy_offs[me + 1];
   }
@@ -92,10 +92,10 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, uint64_t seq, Block
   return -1;
 }
 
-MOE_RT_FN int64_t rows_for(const World& w, uint64_t seq, int rank) {
+MOE_RT_FN int64_t rows_for(const World& w, int window, int rank) {
   int64_t rows = 0;
   for (int s = 0; s < w.shape.num_ranks; ++s) {
-    const int32_t* copy_offs = RouteLists<float>::view(w, s, seq).copy_offs;
+    const int32_t* copy_offs = RouteLists<float>::view(w, s, window).copy_offs;
     rows += int64_t{copy_offs[rank + 1]} - copy_offs[rank];
   }
   return rows;
@@ -104,10 +104,10 @@ MOE_RT_FN int64_t rows_for(const World& w, uint64_t seq, int rank) {
 // The lowest rank whose recv_x would overflow, or -1: every rank computes the same from what all sources published.
 // After index_blocks; the same on every lane.
 template <class Coop>
-MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, const Blocks& b) {
+MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, int window, const Blocks& b) {
   const Range ranks = strided(coop, w.shape.num_ranks);
   for (int64_t r = ranks.begin; r < ranks.end; r += ranks.step) {
-    if (rows_for(w, seq, int(r)) > w.capacity[r]) fetch_min_relaxed(*b.full, int32_t(r));
+    if (rows_for(w, window, int(r)) > w.capacity[r]) fetch_min_relaxed(*b.full, int32_t(r));
   }
   coop.sync();
   const int full = load_relaxed(*b.full);

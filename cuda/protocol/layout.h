@@ -1,7 +1,7 @@
 // Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
 //
 //   control     plaque | poison word | mailboxes [kind][source rank] | members [R] | flights [64]
-//   per parity  route counts, offsets, lists and weights | token window [T][H] | partial window [T][S][H] | scalars
+//   2 windows   route counts, offsets, lists and weights | token window [T][H] | partial window [T][S][H] | scalars
 //   [T][K]
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
 // Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
@@ -91,7 +91,6 @@ struct World {
   uint64_t config;  // hash of shape, dtype and placement; equal on all ranks
 
   MOE_RT_FN int32_t num_local_experts() const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
-  MOE_RT_FN const Layout::Window& window(uint64_t seq) const { return layout.window[seq & 1]; }
   template <class T>
   MOE_RT_FN T* at(int peer, int64_t offset) const {
     return reinterpret_cast<T*>(base[peer] + offset);
@@ -103,20 +102,20 @@ struct World {
   MOE_RT_FN FlightSlot& flight(uint64_t number) const {
     return at<FlightSlot>(rank, layout.flights)[number % kNumFlights];
   }
-  // The start of a rank's window of op seq, where its route lists are.
-  MOE_RT_FN char* window_start(int source, uint64_t seq) const {
-    return mirror && mirror[source] ? mirror[source] : base[source] + window(seq).counts;
+  // Each of these takes the window that an op uses, 0 or 1 (turns.h). Its start is where a rank's route lists are.
+  MOE_RT_FN char* window_start(int source, int window) const {
+    return mirror && mirror[source] ? mirror[source] : base[source] + layout.window[window].counts;
   }
-  // Offsets in a segment, of the window of op seq.
-  MOE_RT_FN int64_t token_row(uint64_t seq, int64_t token) const {
-    return window(seq).tokens + token * shape.row_bytes();
+  // Offsets in a segment.
+  MOE_RT_FN int64_t token_row(int window, int64_t token) const {
+    return layout.window[window].tokens + token * shape.row_bytes();
   }
   // Token after token in each slot: whoever reads ahead of a row finds the next one that it wants.
-  MOE_RT_FN int64_t partial_row(uint64_t seq, int64_t token, int64_t slot) const {
-    return window(seq).partials + (slot * shape.num_max_tokens + token) * shape.row_bytes();
+  MOE_RT_FN int64_t partial_row(int window, int64_t token, int64_t slot) const {
+    return layout.window[window].partials + (slot * shape.num_max_tokens + token) * shape.row_bytes();
   }
-  MOE_RT_FN int64_t scalar(uint64_t seq, int64_t token, int64_t k) const {
-    return window(seq).scalars + (token * shape.num_topk + k) * shape.acc_bytes;
+  MOE_RT_FN int64_t scalar(int window, int64_t token, int64_t k) const {
+    return layout.window[window].scalars + (token * shape.num_topk + k) * shape.acc_bytes;
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.

@@ -61,16 +61,16 @@ MOE_RT_FN int num_partials(const int32_t* send_plan_row, int num_topk) {
   return n;
 }
 
-// Views of a source's route lists in the window of op seq.
+// Views of the route lists in a source's window.
 template <class Weight>
 struct RouteLists {
   int32_t *counts, *pull_offs, *copy_offs;
   Pull* pulls;
   Copy* copies;
   Weight* weights;
-  MOE_RT_FN static RouteLists view(const World& w, int source, uint64_t seq) {
-    const Layout::Window& o = w.window(seq);
-    char* const start = w.window_start(source, seq);
+  MOE_RT_FN static RouteLists view(const World& w, int source, int window) {
+    const Layout::Window& o = w.layout.window[window];
+    char* const start = w.window_start(source, window);
     const auto at = [&](int64_t offset) { return start + (offset - o.counts); };
     return {reinterpret_cast<int32_t*>(start),           reinterpret_cast<int32_t*>(at(o.pull_offs)),
             reinterpret_cast<int32_t*>(at(o.copy_offs)), reinterpret_cast<Pull*>(at(o.pulls)),

@@ -54,7 +54,7 @@ MOE_RT_FN void say_goodbye(Mailbox& mailbox) { store_release(mailbox.goodbye, ui
 
 // SYNC POINT signal, writer side. Every write of this op's window happens before it, on every lane: callers sync first.
 // Pairs with wait_signal. Without the release: 1. source writes rows, 2. signal becomes visible, 3. reader pulls the
-// old rows. It also publishes that this rank's *reads* of op n - 1 are over, which is what lets peers reuse windows.
+// old rows. It also publishes that this rank's *reads* of the op before, of either kind, are over: peers reuse windows.
 MOE_RT_FN void post(Mailbox& mailbox, const Header& header) {
   mailbox.header[header.seq & 1] = header;
   store_release(mailbox.signal, header.seq);

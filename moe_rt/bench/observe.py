@@ -59,6 +59,7 @@ def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs]) -> dict
     Returns:
         breakdown: phase -> median, mean over ranks.
         waits: op -> [rank][peer], mean of how long `rank` waited for `peer`, longer than for the peers before it.
+        line_ns: [rank][peer], how long a line takes to read that the peer has just written (`Buffer.timings`).
         overhead: op and mode -> median, mean over ranks, of what Python and autograd add to the engine's time.
     """
     notes = _Notes(buffer)
@@ -70,6 +71,7 @@ def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs]) -> dict
         with torch.enable_grad():
             _pair_with_gradients(notes, buffer, inputs[i % len(inputs)])
     ranks = [json.loads(text) for text in world.gather(json.dumps(notes))]
+    lines = [json.loads(text) for text in world.gather(json.dumps(buffer.timings()["line_ns"]))]
     mean = {name: fmean(median(rank[name]) for rank in ranks) / 1e3 for name in notes if "per peer" not in name}
     return {
         "breakdown": {phase: mean[phase] for phases in PHASES.values() for phase in phases},
@@ -77,6 +79,7 @@ def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs]) -> dict
             op: [[fmean(column) / 1e3 for column in zip(*rank[f"per peer {op}"], strict=True)] for rank in ranks]
             for op in PHASES
         },
+        "line_ns": lines,
         "overhead": {name.removeprefix("overhead "): us for name, us in mean.items() if name.startswith("overhead")},
     }
 

@@ -1,10 +1,11 @@
-"""Watching the processes of peers: a descriptor for each, by which the engine and Python see that one has ended."""
+"""The processes of peers: a descriptor for each, by which engine and Python see that one has ended; and their cores."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
+from collections.abc import Iterable
 
 
 def watch(pid: int) -> int:
@@ -42,3 +43,14 @@ def state_letter(stat: bytes) -> str:
     """A process's state in its /proc/<pid>/stat: what follows its name, which may hold blanks and parentheses."""
     fields = stat.rpartition(b")")[2].split()
     return fields[0].decode() if fields else ""
+
+
+def num_cores(pids: Iterable[int]) -> int:
+    """How many cores the processes may run on, taken together; all that there are where the system does not say.
+
+    Ranks bound to cores of their own have as many as ranks; those of a job held to a few cores, only these.
+    """
+    try:
+        return len(set().union(*(os.sched_getaffinity(pid) for pid in pids)))
+    except OSError:
+        return os.cpu_count() or 1

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from harness import ThreadRanks
+from routing import buffer_kwargs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
@@ -14,7 +16,8 @@ from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.native import cpu
 
 RANKS, T, H, K, E = 2, 40, 520, 3, 8
-SHARES = {"avx2": (0.125, 0, 0), "avx512": (0.8, 0.8, 0.1), "portable": (0.8, 0.8, 0.1)}  # outputs, published, pushed
+# Of rows published, received, pushed, combined.
+SHARES = {"avx2": (0.8, 0.125, 0.1, 0.125), "avx512": (0.8, 0.8, 0.1, 0.05), "portable": (0.8, 0.8, 0.1, 0.05)}
 
 
 def ops_of_all_ranks(dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
@@ -43,19 +46,37 @@ def ops_of_all_ranks(dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
 @pytest.mark.parametrize("isa", cpu._engine.isas())
 def test_streamed_rows_have_the_same_bits(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_RT_ISA", isa)
+    monkeypatch.setattr(cpu, "NEAR_NS", 1e9)
     results = []
-    for cache_bytes in (1 << 40, 0):  # nothing is streamed (with AVX2 windows always are), everything is
+    for cache_bytes in (1 << 40, 0):  # nothing is streamed, everything is
         monkeypatch.setattr(cpu, "cache_bytes", lambda size=cache_bytes: size)
         results.append(ops_of_all_ranks(dtype))
     for plain, streamed in zip(*results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(plain, streamed, strict=True))
 
 
+@pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("isa", cpu._engine.isas())
-def test_starts_at_a_share_of_the_last_level_cache(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the one that `cache_bytes` finds, and for all ranks together: rows of each kind from a share of their own."""
+def test_starts_at_a_share_of_the_last_level_cache(isa: str, near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one that `cache_bytes` finds. Ranks that are near share it; what is written for others is all streamed."""
     monkeypatch.setenv("MOE_RT_ISA", isa)
     monkeypatch.setattr(cpu, "cache_bytes", lambda: 48 << 20)
-    with Buffer(None, num_max_tokens_per_rank=1, hidden=8, num_topk=1, num_experts=2, dtype=torch.float32) as buffer:
-        engine = buffer._engine._engine  # of the only rank
-        assert engine.stream_from() == tuple(int(share * (48 << 20)) for share in SHARES[isa])
+    monkeypatch.setattr(cpu, "NEAR_NS", 1e9 if near else 0.0)
+    shared = [int(share * (24 << 20)) for share in SHARES[isa]]
+    _, received, _, combined = (int(share * (48 << 20)) for share in SHARES[isa])
+
+    def case(group: ThreadGroup) -> None:
+        spec = make_spec(RANKS, num_max_tokens_per_rank=T, num_topk=1, num_experts=RANKS)
+        x, here, elsewhere = torch.zeros(T, spec.hidden), *(torch.full((T, 1), r) for r in (group.rank, 1 - group.rank))
+        with Buffer(group, **buffer_kwargs(spec)) as buffer:
+            engine = buffer._engine._engine
+            assert list(engine.stream_from()) == shared, "as long as nothing is known"
+            assert buffer.timings()["line_ns"] == [0.0, 0.0]
+            buffer.dispatch(x, here, torch.ones(T, 1))
+            assert list(engine.stream_from()) == shared, "nothing of the peer's list was read"
+            buffer.dispatch(x, elsewhere, torch.ones(T, 1))
+            assert list(engine.stream_from()) == (shared if near else [0, received, 0, combined])
+            lines = buffer.timings()["line_ns"]
+            assert (lines[group.rank], lines[1 - group.rank] >= 10) == (0.0, True)
+
+    ThreadRanks(RANKS).run(case)

@@ -2,8 +2,8 @@
  *
  * Every rank runs the same chain of OPS ops: RUN dispatches, RUN combines, RUN dispatches, ... (RUN=1 is a training
  * step: dispatch, combine, combine-backward, dispatch-backward; RUN=2 is two micro-batches in flight). Each kind has
- * its own sequence number, its own signals and its own windows, selected by the parity of the sequence number. Ranks
- * are free-running: nothing but a missing signal holds one back.
+ * its own sequence number, its own signals and its own two windows, which take turns where two ops of a kind follow each
+ * other. Ranks are free-running: nothing but a missing signal holds one back. With ANY_ORDER kinds follow in any order.
  *
  * What is left out, and why the result still stands:
  *  - Memory order. Spin is sequentially consistent; release and acquire are for race and litmus tests to check.
@@ -21,7 +21,7 @@
  *   LEAVE   Like REFUSE, but whoever refuses, or learns of a refusal, raises and leaves.
  * Must be refuted (D|C names the kind of op that is spoilt):
  *   ROUTES=r SKIP_ZERO            Peers that exchange no tokens neither signal nor wait for each other.
- *   SINGLE_WINDOW=D|C             One window instead of two.
+ *   SINGLE_WINDOW=D|C             One window instead of two, whatever follows what.
  *   EARLY_SIGNAL=D|C              The signal comes before the data.
  *   PER_LAYER                     Each layer counts its own ops, but layers share the windows.
  *   REFUSE NO_WAIT                A rank that refused its input returns without waiting for its peers.
@@ -57,7 +57,8 @@
 
 proctype rank(byte me) {
     byte i, u, begun, sent, lost, count[2];
-    bit k, refuse, saw;
+    bit k, refuse, saw, window[2];
+    byte before = NO_KIND;
 
     do
     :: i == OPS -> goto left
@@ -70,6 +71,8 @@ proctype rank(byte me) {
             k = KIND(i);
             count[k]++;
             u = count[k];
+            window[k] = WINDOW;
+            before = k;
             begun = 0;
             sent = BIT(me);
             refuse = 0;
@@ -86,7 +89,7 @@ proctype rank(byte me) {
         /* Fail fast: a peer's refusal may be known before this rank has announced anything. */
         d_step {
             for (q : 0 .. N - 1) {
-                saw = saw | (q != me && SIG(me, q) >= SEQ && hdr[SLOT(me, q)] == HDR(1))
+                saw = saw | (q != me && SIG(me, q) >= SEQ && hdr[HEADER(me, q)] == HDR(1))
             };
             q = 0
         }
@@ -104,7 +107,7 @@ proctype rank(byte me) {
         :: k == D ->
             d_step { /* a peer that looked between the two would be as wrong as one that looks before */
                 payload[SLOT(me, me)] = (refuse || EARLY(D) -> payload[SLOT(me, me)] : DONE);
-                hdr[SLOT(me, me)] = HDR(refuse);
+                hdr[HEADER(me, me)] = HDR(refuse);
                 SAY_CALL
             }
         :: else
@@ -205,6 +208,11 @@ left:
 init {
     byte j;
     atomic {
+#ifdef ANY_ORDER
+        for (j : 0 .. OPS - 1) {
+            if :: kinds[j] = C :: true fi
+        };
+#endif
 #ifdef ROUTES
         for (j : 0 .. ROUTES * N * N - 1) {
             if :: j % N != j / N % N -> route[j] = 1 :: true fi

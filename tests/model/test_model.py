@@ -16,6 +16,8 @@ DEADLOCK = "invalid end state"
 HOLDS = [
     "N=2 RUN=1 OPS=12",
     "N=2 RUN=2 OPS=12",
+    "N=2 ANY_ORDER OPS=10",
+    "N=2 ANY_ORDER OPS=6 ROUTES=3",
     "N=2 RUN=1 OPS=8 ROUTES=4",
     "N=2 RUN=3 OPS=12 ROUTES=3",
     "N=2 RUN=1 OPS=8 REFUSE",
@@ -26,6 +28,7 @@ HOLDS = [
     "N=3 RUN=1 OPS=12",
     "N=3 RUN=2 OPS=12",
     "N=3 RUN=3 OPS=12",
+    "N=3 ANY_ORDER OPS=6",
     "N=3 RUN=1 OPS=6 ROUTES=1",
     "N=3 RUN=1 OPS=5 REFUSE",
     "N=3 RUN=3 OPS=4 REFUSE",
@@ -59,7 +62,7 @@ REFUTED = [
 ]
 
 # The same mistakes where nothing shows: tests of the real thing must not stop at these settings. When dispatch and
-# combine alternate, each acknowledges the other by accident; a skipped peer goes unseen until three dispatches run
+# combine alternate, each acknowledges the other; a skipped peer goes unseen until three dispatches run
 # without a combine; when one of two ranks fails fast on the other's refusal, nobody is left to wait; and a rank that
 # dies, unlike one that raises and lives on, is seen by everybody without being told.
 UNSEEN = [

@@ -5,12 +5,18 @@
  */
 #define D       0
 #define C       1
+#define NO_KIND 2
+#ifdef ANY_ORDER
+#define KIND(i) kinds[i]
+bit kinds[OPS]; /* drawn before the run; all ranks issue the same ops in the same order */
+#else
 #define KIND(i) (((i) / RUN) % 2)
+#endif
 #define BIT(p)  (1 << (p))
 #define ALL     (BIT(N) - 1)
 
 /* u counts the ops of one kind from 1 in every variant: it is the truth that windows are checked against. The sequence
- * number and the half of the window follow from u in the way that the variant believes in. */
+ * number and which of two windows is used follow in the way that the variant believes in. */
 #ifdef PER_LAYER
 #define LAYERS 2 /* two layers take turns, each with its own counter and signals; they share the windows */
 #define LAYER  ((u + 1) % 2)
@@ -20,10 +26,14 @@
 #define LAYER  0
 #define SEQ    u
 #endif
-#ifdef SINGLE_WINDOW
-#define HALF (k == SINGLE_WINDOW -> 0 : SEQ % 2)
+/* The next op's window: after an op of the other kind that of the last one of this kind, else the other. */
+#define TURN (before == k -> 1 - window[k] : window[k])
+#ifdef PER_LAYER
+#define WINDOW (SEQ % 2)
+#elif defined(SINGLE_WINDOW)
+#define WINDOW (k == SINGLE_WINDOW -> 0 : TURN)
 #else
-#define HALF (SEQ % 2)
+#define WINDOW TURN
 #endif
 #ifdef EARLY_SIGNAL
 #define EARLY(kind) (kind == EARLY_SIGNAL)
@@ -31,9 +41,12 @@
 #define EARLY(kind) false
 #endif
 
-/* A dispatch writes one window in the source, whoever reads it; a combine writes one per source in the destination. */
-#define SLOTS          (2 * N + 2 * N * N)
-#define SLOT(dst, src) ((k == D -> 2 * (src) : 2 * N + 2 * ((dst) * N + (src))) + HALF)
+/* A dispatch writes one window in the source, whoever reads it; a combine writes one per source in the destination.
+ * Headers have two places each, too, and always take turns. */
+#define SLOTS            (2 * N + 2 * N * N)
+#define PLACES(dst, src) (k == D -> 2 * (src) : 2 * N + 2 * ((dst) * N + (src)))
+#define SLOT(dst, src)   (PLACES(dst, src) + window[k])
+#define HEADER(dst, src) (PLACES(dst, src) + SEQ % 2)
 #define SIG(dst, src)  sig[((k * LAYERS + LAYER) * N + (dst)) * N + (src)]
 #define BEGUN          (2 * u)     /* payload of op u while it is being written */
 #define DONE           (2 * u + 1) /* payload of op u, complete */
@@ -47,8 +60,8 @@ byte dead; /* ranks whose process has ended, as their peers can see */
 #ifdef SWAP
 bit call[SLOTS]; /* in the header: which call is announced, layers taking turns */
 #define CALL          (u % 2 ^ (me == 1 && k == D && u <= 2))
-#define SAY_CALL      call[SLOT(me, me)] = CALL
-#define OTHER_CALL(q) (k == D && call[SLOT(me, q)] != CALL)
+#define SAY_CALL      call[HEADER(me, me)] = CALL
+#define OTHER_CALL(q) (k == D && call[HEADER(me, q)] != CALL)
 #else
 #define SAY_CALL      skip
 #define OTHER_CALL(q) false
@@ -82,20 +95,21 @@ byte truth[4];        /* HDR(somebody refused it) of the newest op, by kind and 
  * and read within one d_step: they need not be part of the state. */
 hidden byte tokens_overwritten, tokens_not_ready, partials_overwritten, partials_not_ready;
 hidden byte refusal_missed, completed_past_failure, other_call_consumed;
-hidden byte q, s, reads, newer, older;
+hidden byte q, s, h, reads, newer, older;
 
 /* The next step towards peer p: a signal, and for a combine the push before it. The end of the push, the header and
  * the signal are merged: p alone looks there, and a p that looked in between would be as wrong as one that sees the
  * half-written payload just before. */
 inline announce(p) {
     s = SLOT(p, me);
+    h = HEADER(p, me);
     if
     :: k == C && !refuse && TOKENS(me, p) && !(begun & BIT(p)) ->
         begun = begun | BIT(p);
-        if :: EARLY(C) -> hdr[s] = HDR(refuse); SIG(p, me) = SEQ :: else -> payload[s] = BEGUN fi
+        if :: EARLY(C) -> hdr[h] = HDR(refuse); SIG(p, me) = SEQ :: else -> payload[s] = BEGUN fi
     :: else ->
         payload[s] = (begun & BIT(p) -> DONE : payload[s]);
-        hdr[s] = (k == C -> HDR(refuse) : hdr[s]);
+        hdr[h] = (k == C -> HDR(refuse) : hdr[h]);
         SIG(p, me) = SEQ;
         sent = sent | BIT(p)
     fi
@@ -107,10 +121,11 @@ inline look() {
         if
         :: q != me && TALKS(q, me) ->
             s = SLOT(me, q);
-            saw = saw | (hdr[s] & 1);
-            reads = TOKENS(q, me) && !(hdr[s] & 1);
-            newer = hdr[s] / 2 > u || (reads && payload[s] > DONE);
-            older = hdr[s] / 2 < u || (reads && payload[s] < DONE);
+            h = HEADER(me, q);
+            saw = saw | (hdr[h] & 1);
+            reads = TOKENS(q, me) && !(hdr[h] & 1);
+            newer = hdr[h] / 2 > u || (reads && payload[s] > DONE);
+            older = hdr[h] / 2 < u || (reads && payload[s] < DONE);
             tokens_overwritten = k == D && newer;
             tokens_not_ready = k == D && older;
             partials_overwritten = k == C && newer;

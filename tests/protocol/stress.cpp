@@ -122,8 +122,8 @@ struct Microbatch {
   }
 };
 
-// Rounds have one, two or three microbatches in flight: D C D C hides errors that D D C C and D D D C C C show, because
-// a combine between two dispatches acknowledges the first.
+// Rounds have one, two or three microbatches in flight. In D C D C a window is written again once the combine has
+// acknowledged it; in D D C C and D D D C C C windows take turns.
 void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, int64_t capacity, int num_local) {
   std::vector<Microbatch> batches(3, {make_tensors(shape, num_local, capacity), rank, 0, 0});
   std::mt19937 random(1234u + static_cast<unsigned>(rank));

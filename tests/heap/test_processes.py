@@ -1,0 +1,60 @@
+"""The cores that ranks have together, by which the engine tells whether ranks must make room for each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from moe_rt import Buffer, _engine
+from moe_rt.heap.processes import num_cores
+from moe_rt.heap.rendezvous import ThreadGroup
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@contextmanager
+def bound_to(*cores: int) -> Iterator[int]:
+    """The id of a process bound to these cores, which does nothing until it is killed."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        os.sched_setaffinity(process.pid, cores)
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="two cores are needed to tell them apart")
+def test_cores_of_all_processes_count_once() -> None:
+    with bound_to(CORES[0]) as a, bound_to(CORES[0]) as b, bound_to(CORES[1]) as c, bound_to(*CORES[:2]) as d:
+        assert [num_cores(pids) for pids in ([a], [a, b], [a, c], [a, d], [a, b, c, d])] == [1, 1, 2, 2, 2]
+
+
+def test_all_cores_count_where_a_process_is_out_of_sight() -> None:
+    with bound_to(CORES[0]) as ended:
+        pass
+    assert num_cores([ended]) == os.cpu_count()
+
+
+def test_engine_knows_the_cores_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = _engine.Engine, []
+
+    def engine(**config: Any) -> _engine.Engine:
+        seen.append(config["num_cores"])
+        return real(**config)
+
+    monkeypatch.setattr(_engine, "Engine", engine)
+    try:
+        for cores in ({CORES[0]}, set(CORES)):
+            os.sched_setaffinity(os.getpid(), cores)
+            [group] = ThreadGroup.make(1)
+            Buffer(group, num_max_tokens_per_rank=1, hidden=8, num_topk=1, num_experts=1, dtype=torch.float32).close()
+    finally:
+        os.sched_setaffinity(os.getpid(), CORES)
+    assert seen == [1, len(CORES)]
