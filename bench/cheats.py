@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ class Stale(MoeRt):
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
         if self.first is None:
             self.first = super().dispatch(x, topk_idx, topk_weights)
-        return self.first
+        return replace(self.first)
 
 
 class Misrouted(MoeRt):
