@@ -77,7 +77,7 @@ def killed_rank(group: Any, culprit: int) -> Report:
 
 
 def closing_rank(group: Any, culprit: int) -> str:
-    buffer = open_buffer(group, timeout_s=1.0)
+    buffer = open_buffer(group)
     good_round(buffer)
     if buffer.rank == culprit:
         buffer.close()

@@ -12,6 +12,7 @@ from build import compile_program
 RANKS, LANES = "3", "3"
 # A round is one to three dispatches, as many combines, and backwards. Few are enough to see the order weakened.
 ROUNDS, FEW_ROUNDS = "400", "10"
+RACE = "WARNING: ThreadSanitizer: data race"
 NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that 8 rounds take past 32 and 64 bits
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
@@ -60,7 +61,10 @@ def test_sequence_numbers_compared_plainly_fail(tmp_path: Path) -> None:
 def test_weakened_order_is_reported(tmp_path: Path, machine: list[str], weakened: str) -> None:
     """The detector sees relaxed signals, blocks that do not hand their writes over, and windows reused at once."""
     program = compile_program("stress.cpp", tmp_path / "weak", "-fsanitize=thread", f"-D{weakened}", *machine)
-    result = run(program, RANKS, LANES, FEW_ROUNDS)
-    assert result.returncode != 0
-    assert "WARNING: ThreadSanitizer: data race" in result.stderr
+    for _ in range(5):  # an op may stumble over what it reads, and end the run, before the detector speaks up
+        result = run(program, RANKS, LANES, FEW_ROUNDS)
+        assert result.returncode != 0
+        if RACE in result.stderr:
+            break
+    assert RACE in result.stderr
     assert any(role in result.stderr for role in ("gather", "reduce", "RouteLists")), "the race is on a window"
