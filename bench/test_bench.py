@@ -70,27 +70,23 @@ def test_every_case_runs_with_right_outputs(every_case: dict[str, Any], name: st
 def test_skewed_routing_on_more_ranks_than_cores() -> None:
     """No rank but the first receives anything; ranks have 3, 2 and 2 experts."""
     sizes = ("--routing", "onehot", "--ranks", "3", "--tokens", "17", "--experts", "7", "--topk", "3", "--hidden", "40")
-    run = passed(bench(*sizes, *QUICK, "--contestants", "moe_rt,a2a,memcpy"))["runs"][0]
+    run = passed(bench(*sizes, *QUICK, "--contestants", "moe_rt,a2a,mpi,memcpy"))["runs"][0]
     assert run["bytes"]["logical"] == 3 * run["bytes"]["physical"]
 
 
-def test_a_trace_of_routing(tmp_path: Path) -> None:
+def test_a_trace_of_routing_on_thread_ranks_with_another_payload(tmp_path: Path) -> None:
     import numpy as np
 
     trace = tmp_path / "trace.npy"
     np.save(trace, np.array([[0, 5], [3, 1], [5, 2]]))
-    sizes = ("--routing", f"trace:{trace}", "--tokens", "8", "--experts", "6", "--topk", "2", "--hidden", "16")
-    run = passed(bench(*sizes, *QUICK, "--contestants", "moe_rt,a2a"))["runs"][0]
-    assert run["bytes"]["logical"] == 2 * 8 * 2 * 16 * 2
-    refused = bench(*sizes[:-4], "--topk", "3", "--contestants", "moe_rt")
+    sizes = ("--routing", f"trace:{trace}", "--tokens", "9", "--experts", "6", "--hidden", "24")
+    other = ("--heap", "threads", "--op", "combine", "--dtype", "fp64")
+    run = passed(bench(*sizes, "--topk", "2", *other, *QUICK, "--contestants", "moe_rt,a2a,memcpy"))["runs"][0]
+    assert run["bytes"]["logical"] == 9 * 2 * 24 * 8
+    assert set(run["absent"]) == {"a2a"}
+    refused = bench(*sizes, "--topk", "3", "--contestants", "moe_rt")
     assert refused.exit_code == 1
     assert "expected integers [N, K] with K = 3" in refused.stderr
-
-
-def test_thread_ranks_and_another_payload() -> None:
-    sizes = ("--heap", "threads", "--op", "combine", "--dtype", "fp64", "--routing", "lognormal:1.5", "--hidden", "24")
-    run = passed(bench(*sizes, "--tokens", "9", *QUICK, "--contestants", "moe_rt,a2a,memcpy"))["runs"][0]
-    assert set(run["absent"]) == {"a2a"}
 
 
 def test_wrong_outputs_fail_the_benchmark() -> None:
@@ -155,8 +151,8 @@ def test_sigterm_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_report_holds_its_figures(tmp_path: Path) -> None:
-    sweep = ("--sweep", "tokens", "--max-tokens", "64", "--hidden", "64", "--iters", "3", "--contestants")
-    done = passed(bench(*sweep, "moe_rt,memcpy", "--report", str(tmp_path)))
+    sweep = ("--sweep", "tokens", "--max-tokens", "64", "--hidden", "64", "--routing", "lognormal:1.5", "--iters", "3")
+    done = passed(bench(*sweep, "--contestants", "moe_rt,memcpy", "--report", str(tmp_path)))
     assert [run["case"]["tokens"] for run in done["runs"]] == [1, 64]
     page = (tmp_path / "index.html").read_text()
     assert page.count("data:image/png;base64,") == 3
@@ -171,7 +167,7 @@ def test_no_gross_regression(capsys: pytest.CaptureFixture[str]) -> None:
     if baseline is None:
         pytest.skip(f"no baseline for {isa}")
     names = [argument for name in baseline for argument in ("--case", name)]
-    done = passed(bench(*names, "--iters", "5", "--contestants", "moe_rt,a2a,memcpy"))
+    done = passed(bench(*names, "--iters", "5", "--warmup", "1", "--contestants", "moe_rt,a2a,memcpy"))
     worse = []
     with capsys.disabled():
         for run in done["runs"]:

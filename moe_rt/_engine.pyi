@@ -1,6 +1,7 @@
 """Types of the compiled CPU engine (cuda/host/bindings.cpp). Addresses are tensor.data_ptr()."""
 
 MAX_TOPK: int
+NEAR_NS: float
 MAX_SCRATCH_BYTES: int
 HOST_RECORD_BYTES: int
 NUM_FLIGHTS: int

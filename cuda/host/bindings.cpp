@@ -57,6 +57,7 @@ NB_MODULE(_engine, m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
 
   m.attr("MAX_TOPK") = kMaxTopk;
+  m.attr("NEAR_NS") = kNearNs;
 
   nb::class_<Shape>(m, "Shape")
       .def(

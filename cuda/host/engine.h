@@ -39,7 +39,7 @@ struct EngineConfig {
   uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
   Fault fault{};           // none, outside of tests
   int64_t cache_bytes = int64_t{32} << 20;  // of the last-level cache
-  double near_ns = 60;                      // most that a line takes from a cache that is shared
+  double near_ns = kNearNs;                 // most that a line takes from a cache that is shared
   int num_cores = static_cast<int>(std::thread::hardware_concurrency());  // that all ranks together may run on
 };
 

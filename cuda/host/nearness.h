@@ -11,6 +11,8 @@
 
 namespace moe_rt {
 
+constexpr double kNearNs = 60;  // between the two, as far as we know
+
 class Nearness {
  public:
   // A peer is near until a line of its takes longer than `near_ns`.

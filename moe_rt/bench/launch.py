@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import selectors
@@ -32,6 +33,7 @@ class RankFailed(Exception):
     """A rank ended early; what it said is on stderr."""
 
 
+@functools.cache
 def find_mpirun() -> str | None:
     """mpirun of this environment or of the system, if it is there and mpi4py finds its library; None otherwise."""
     beside = Path(sys.executable).with_name("mpirun")

@@ -25,8 +25,8 @@ from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.storage import Recycler
 
-# Reading a line that a peer has just written takes less if both share a cache, as far as we know: docs/log.md.
-NEAR_NS = 60.0
+# Reading a line that a peer has just written takes less if both share a cache (cuda/host/nearness.h).
+NEAR_NS = _engine.NEAR_NS
 
 
 class CpuEngine(Engine):
