@@ -135,7 +135,7 @@ def test_sigterm_leaves_nothing_behind() -> None:
 
 def test_sigterm_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are just being started are ended, too."""
-    job = Job([CASES["pair-2x512x2048"]], ["moe_rt"], [0], cache_bytes=1, iters=1, warmup=0, seed=0)
+    job = Job([CASES["pair-2x512x2048"]], ["moe_rt"], [0], iters=1, warmup=0, seed=0, cold=False)
     started = []
 
     def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

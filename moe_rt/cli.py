@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import torch
@@ -25,6 +25,7 @@ from moe_rt.diagnostics.attach import attach
 from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
 from moe_rt.gpucheck.cli import gpucheck
+from moe_rt.native.choose import Heap
 
 
 @click.group()
@@ -93,7 +94,11 @@ def _size(name: str, what: str) -> Any:
 @_size("intermediate", "Inner size of the layer's experts")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Payload; default: the case's.")
 @click.option("--routing", help=f"{ROUTING_HELP}; default: the case's.")
-@click.option("--heap", type=click.Choice(["shm", "threads"]), help="Ranks are processes or threads; default: shm.")
+@click.option(
+    "--heap",
+    type=click.Choice(get_args(Heap)),
+    help="CPU ranks: shm (processes), threads. With a GPU each: nvshmem; all on one: loopback. Default: shm.",
+)
 @click.option("--sweep", type=click.Choice(["tokens"]), help="Repeat a case at 1, 64, 128, ... tokens.")
 @click.option("--max-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Where --sweep ends.")
 @click.option(
@@ -114,6 +119,7 @@ def _size(name: str, what: str) -> Any:
     show_default=True,
     help="Whether freed memory stays with the process, as on a GPU, for all contestants alike.",
 )
+@click.option("--cold", is_flag=True, help="Fill the caches with other data before each isolated iteration.")
 @click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write a page with plots there.")
 def bench(
     names: tuple[str, ...],
@@ -124,6 +130,7 @@ def bench(
     warmup: int,
     seed: int,
     malloc: Any,
+    cold: bool,
     report: Path | None,
     **sizes: Any,
 ) -> None:
@@ -134,7 +141,9 @@ def bench(
     if sweep is not None and len(names) > 1:
         raise click.UsageError("--sweep takes one case")
     changed = {name: value for name, value in sizes.items() if value is not None}
-    settings = Settings(contestants=tuple(contestants.split(",")), iters=iters, warmup=warmup, seed=seed, malloc=malloc)
+    settings = Settings(
+        contestants=tuple(contestants.split(",")), iters=iters, warmup=warmup, seed=seed, malloc=malloc, cold=cold
+    )
     try:
         cases = [replace(CASES[name], **changed, name=f"{name}*" if changed else name) for name in names]
         if sweep is not None:

@@ -9,6 +9,7 @@ import torch
 
 from moe_rt.config import contiguous_placement
 from moe_rt.errors import InvalidConfig
+from moe_rt.native.choose import Heap
 
 Op = Literal["dispatch", "combine", "pair", "layer"]
 OPS: tuple[Op, ...] = ("dispatch", "combine", "pair", "layer")
@@ -29,7 +30,7 @@ class Case:
     intermediate: int = 512
     dtype: str = "bf16"
     routing: str = "uniform"
-    heap: Literal["shm", "threads"] = "shm"
+    heap: Heap = "shm"
 
     def __post_init__(self) -> None:
         for field in ("ranks", "tokens", "hidden", "topk", "experts", "intermediate"):
@@ -38,6 +39,16 @@ class Case:
         if self.topk > self.experts or self.ranks > self.experts:
             sizes = f"{self.topk} and {self.ranks}"
             raise InvalidConfig(f"topk and ranks: got {sizes}, expected at most experts = {self.experts} of each")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks have a GPU, each its own ("nvshmem") or all the same ("loopback")."""
+        return self.heap in ("nvshmem", "loopback")
+
+    @property
+    def as_processes(self) -> bool:
+        """Whether ranks are processes, which torch.distributed needs, and no threads of one."""
+        return self.heap in ("shm", "nvshmem")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -53,6 +64,11 @@ class Case:
         """Number of experts on each rank; experts are placed in contiguous blocks."""
         placement = contiguous_placement(self.experts, self.ranks)
         return [placement.count(rank) for rank in range(self.ranks)]
+
+    @property
+    def most_received_bytes(self) -> int:
+        """Rows of a dispatch that brings every token of the group to one rank, as often as that rank has experts."""
+        return self.ranks * self.tokens * min(self.topk, max(self.local_experts)) * self.row_bytes
 
     def title(self) -> str:
         sizes = f"R={self.ranks} T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"

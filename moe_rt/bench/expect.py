@@ -23,7 +23,7 @@ LAYER_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-
 
 
 class Expectation:
-    """The right outputs of one rank, for any input number."""
+    """The right outputs of one rank, for any input number. What is checked is brought to the CPU."""
 
     def __init__(self, case: Case, seed: int, rank: int, rotations: int) -> None:
         self._case, self._seed, self._rank, self._rotations = case, seed, rank, rotations
@@ -42,6 +42,7 @@ class Expectation:
 
     def rows(self, i: int, rows: Tensor, experts: Tensor) -> None:
         """Checks what dispatch delivered, bit for bit: rows [n, H] for the local experts [n], in any order."""
+        rows, experts = rows.cpu(), experts.cpu()
         inputs: list[Inputs] = self._inputs(i % self._rotations)
         local = torch.cat([tokens.topk_idx for tokens in inputs]) - self._first_expert
         mine = (local >= 0) & (local < self._case.local_experts[self._rank])
@@ -56,6 +57,7 @@ class Expectation:
 
     def combined(self, i: int, out: Tensor, scaled: bool) -> None:
         """Checks what combine returned for rows as dispatched, or for rows that went through `scale`."""
+        out = out.cpu()
         tokens: Inputs = self._inputs(i % self._rotations)[self._rank]
         self._same_shape("out", out, tokens.x)
         x = tokens.x.double()
@@ -73,7 +75,7 @@ class Expectation:
         expected: dict[str, Tensor] = self._dense(i % self._rotations)
         for name, got in outputs.items():
             want = expected[name]
-            difference = self._same_shape(name, got, want).float() - want
+            difference = self._same_shape(name, got, want).cpu().float() - want
             if name == "router.grad":
                 difference, want = difference.view(1, -1), want.view(1, -1)
             size = want.norm(dim=1)
@@ -83,7 +85,7 @@ class Expectation:
 
     def scale(self, rows: Tensor, experts: Tensor) -> Tensor:
         """What the experts of the combine op do: each multiplies its rows by a factor of its own."""
-        factor = factors(self._case)[self._first_expert + experts]
+        factor = factors(self._case).to(rows.device)[self._first_expert + experts]
         return (rows * factor[:, None]).to(rows.dtype)
 
     def _same_shape(self, name: str, got: Tensor | None, want: Tensor) -> Tensor:

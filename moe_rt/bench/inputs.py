@@ -25,6 +25,9 @@ class Inputs:
     topk_idx: Tensor
     topk_weights: Tensor
 
+    def to(self, device: torch.device) -> Inputs:
+        return Inputs(self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device))
+
 
 def generator(*key: object) -> torch.Generator:
     """A stream of random numbers that depends on the key alone, not on who draws it or when."""

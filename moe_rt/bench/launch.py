@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
+from moe_rt.gpucheck.ranks import ENVIRONMENT as SHARED_GPU
 
 # glibc then keeps freed memory, in huge pages where it may. By default it returns every large tensor to the kernel, and
 # all that allocate per call spend most of their time on page faults; on a GPU torch's caching allocator sees to this.
@@ -63,10 +64,11 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
         (Path(directory) / "job.json").write_text(job.to_json())
         (Path(directory) / "barrier").write_bytes(bytes(barrier_bytes(case.ranks)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(RECYCLE if recycle else {})}
+        environment |= SHARED_GPU if case.heap == "loopback" else {}
         program = [sys.executable, "-m", "moe_rt.bench.rank", directory]
-        if case.heap == "threads":
+        if not case.as_processes:
             starts = [(program, environment)]
-        elif mpirun is not None:
+        elif mpirun is not None and case.heap == "shm":
             starts = [([mpirun, *MPIRUN_FLAGS, "-n", str(case.ranks), *program], environment)]
         else:
             starts = [(program, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]

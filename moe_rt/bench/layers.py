@@ -39,11 +39,12 @@ def layer_steps(exchange: Exchange, inputs: Sequence[Inputs], expect: Expectatio
     """Forward, and forward with backward."""
     case, rank = exchange.case, exchange.world.rank
     first = sum(case.local_experts[:rank])
-    router = make_router(case)
-    experts = make_experts(case, range(first, first + case.local_experts[rank]), case.torch_dtype)
+    device = exchange.world.processor.device
+    router = make_router(case).to(device)
+    experts = make_experts(case, range(first, first + case.local_experts[rank]), case.torch_dtype).to(device)
     layer = exchange.layer(router, experts)
     xs = [tokens.x.requires_grad_() for tokens in inputs]
-    grad_out = make_grad_out(case, rank)
+    grad_out = make_grad_out(case, rank).to(device)
 
     def forward(i: int) -> dict[str, Tensor | None]:
         return {"out": layer(xs[i % len(xs)])}

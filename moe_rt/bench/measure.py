@@ -47,12 +47,15 @@ class Times:
     errors: list[str]
 
 
-def measure(world: World, steps: list[Step], iters: int, warmup: int, progress: Callable[[float], None]) -> list[Times]:
+def measure(
+    world: World, steps: list[Step], iters: int, warmup: int, cold: bool, progress: Callable[[float], None]
+) -> list[Times]:
     """Times all steps and checks their last outputs. Collective; every rank gets the same result.
 
     Every round runs each step for its share of `iters` isolated iterations and then as long a chain. The order within
     a round rotates, so that nobody always follows the same neighbour; the first iteration after a change of step is
-    not timed, as it finds the caches full of another's data. `progress` hears what part is done, turn by turn.
+    not timed, as it finds the caches full of another's data. With `cold`, every isolated iteration does.
+    `progress` hears what part is done, turn by turn.
     """
     clocks = [Clock() for _ in steps]
     rounds = min(ROUNDS, iters)
@@ -64,32 +67,42 @@ def measure(world: World, steps: list[Step], iters: int, warmup: int, progress: 
         for r, share in enumerate(shares):
             for turn in range(len(steps)):
                 which = (r + turn) % len(steps)
-                _one_turn(world, steps[which], clocks[which], share, check=r == rounds - 1)
+                _one_turn(world, steps[which], clocks[which], share, cold, check=r == rounds - 1)
                 progress(1 / (rounds * len(steps)))
     ranks = [json.loads(text) for text in world.gather(json.dumps([vars(clock) for clock in clocks]))]
     return [_merge([rank[which] for rank in ranks], shares) for which in range(len(steps))]
 
 
-def _one_turn(world: World, step: Step, clock: Clock, share: int, check: bool) -> None:
+def _one_turn(world: World, step: Step, clock: Clock, share: int, cold: bool, check: bool) -> None:
     first = 2 * len(clock.isolated)  # inputs go on where the turn before stopped
     step.run(first)
     for i in range(first + 1, first + 1 + share):
         output = None  # frees the one before, which is no part of this iteration
-        world.barrier.wait()
+        if cold:
+            world.processor.cool()
+        _meet(world)
         start = perf_counter_ns()
         output = step.run(i)
+        world.processor.finish()
         clock.isolated.append((start, perf_counter_ns()))
     if check:
         _check(step, first + share, output, clock)
     output = None
-    world.barrier.wait()
+    _meet(world)
     start = perf_counter_ns()
     for i in range(first + 1 + share, first + 2 * share):
         step.run(i)
     output = step.run(first + 2 * share)
+    world.processor.finish()
     clock.chains.append((start, perf_counter_ns()))
     if check:
         _check(step, first + 2 * share, output, clock)
+
+
+def _meet(world: World) -> None:
+    """Nobody goes on before every rank is here and its processor idle."""
+    world.processor.finish()
+    world.barrier.wait()
 
 
 def _check(step: Step, i: int, output: object, clock: Clock) -> None:

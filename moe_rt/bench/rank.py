@@ -35,10 +35,10 @@ class Job:
     cases: list[Case]
     contestants: list[str]
     cores: list[int]
-    cache_bytes: int
     iters: int
     warmup: int
     seed: int
+    cold: bool
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -51,15 +51,15 @@ class Job:
 
 def run_case(world: World, job: Job, case: Case, progress: Callable[[float], None]) -> dict[str, Any]:
     """Every contestant on one case. Collective; every rank gets the same record."""
-    rotations = num_rotations(case, job.cache_bytes)
-    inputs = [make_inputs(case, job.seed, world.rank, i) for i in range(rotations)]
+    rotations = num_rotations(case, world.processor.cache_bytes)
+    inputs = [make_inputs(case, job.seed, world.rank, i).to(world.processor.device) for i in range(rotations)]
     expect = Expectation(case, job.seed, world.rank, rotations)
     present, absent = _enter(world, job, case)
-    record: dict[str, Any] = {"case": asdict(case), "rotations": rotations, "absent": absent}
-    record["bytes"] = bytes_moved(case, expect.traffic())
+    record: dict[str, Any] = {"case": asdict(case), "device": world.processor.name, "rotations": rotations}
+    record["absent"], record["bytes"] = absent, bytes_moved(case, expect.traffic())
     with torch.no_grad():
         entries = [(c, step) for c in present for step in c.steps(inputs, expect)]
-    times = measure(world, [step for _, step in entries], job.iters, job.warmup, progress)
+    times = measure(world, [step for _, step in entries], job.iters, job.warmup, job.cold, progress)
     record["results"] = [
         {"contestant": c.name, "phase": step.phase, **asdict(t)} for (c, step), t in zip(entries, times, strict=True)
     ]
@@ -72,6 +72,8 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
 
 
 def _observe(world: World, contestant: MoeRt, steps: list[Step], inputs: list[Any]) -> dict[str, Any]:
+    if contestant.case.on_gpu:
+        return {}  # the host does not watch its ops
     if contestant.case.op == "layer":
         return observe_layer(world, contestant.buffer, steps)
     return observe_pair(world, contestant.buffer, inputs)
@@ -109,12 +111,15 @@ def run_job(world: World, job: Job) -> None:
 def main() -> None:
     directory = Path(sys.argv[1])
     job = Job.from_json((directory / "job.json").read_text())
-    size = job.cases[0].ranks
-    if job.cases[0].heap == "threads":
-        run_threads(size, job.cores, lambda world: run_job(world, job))
-        return
-    run_job(join_processes(directory, size, job.cores), job)
-    dist.destroy_process_group()
+    first = job.cases[0]
+    if first.as_processes:
+        run_job(join_processes(directory, first.ranks, job.cores, first.on_gpu), job)
+        dist.destroy_process_group()
+    else:
+        # Of a shared GPU: room for what two ops bring, the experts make of it, and as much for gradients.
+        reserve = max(6 * case.most_received_bytes for case in job.cases)
+        device = "cuda" if first.on_gpu else "cpu"
+        run_threads(first.ranks, job.cores, lambda world: run_job(world, job), device, reserve)
 
 
 if __name__ == "__main__":

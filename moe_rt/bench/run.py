@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants import find
 from moe_rt.bench.inputs import route
@@ -13,7 +15,7 @@ from moe_rt.bench.launch import find_mpirun, launch
 from moe_rt.bench.machine import cores, machine_card
 from moe_rt.bench.rank import Job
 from moe_rt.bench.results import rounded, slopes, summarise
-from moe_rt.native.cpu import cache_bytes
+from moe_rt.errors import InvalidConfig
 
 SMALL_OP_BYTES = 1 << 20
 
@@ -28,6 +30,7 @@ class Settings:
         warmup: untimed iterations before the first round.
         seed: of inputs and routing.
         malloc: "recycle" freed memory in every rank, or leave that to the "system".
+        cold: whether isolated iterations find the caches full of other data.
     """
 
     contestants: tuple[str, ...]
@@ -35,6 +38,7 @@ class Settings:
     warmup: int
     seed: int
     malloc: Literal["recycle", "system"]
+    cold: bool
 
 
 def sweep_tokens(case: Case, max_tokens: int) -> list[Case]:
@@ -58,6 +62,7 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
         find(name)
     for case in cases:
         route(replace(case, tokens=1), settings.seed, 0, 0)
+        _require_gpus(case)
     mpirun = find_mpirun() if "mpi" in settings.contestants else None
     card = machine_card()
     groups: dict[tuple[object, ...], list[Case]] = {}
@@ -69,10 +74,10 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
             cases=group,
             contestants=list(settings.contestants),
             cores=cores(),
-            cache_bytes=cache_bytes(),
             iters=_iters(group[0], settings),
             warmup=settings.warmup,
             seed=settings.seed,
+            cold=settings.cold,
         )
         records = launch(job, mpirun, settings.malloc == "recycle", progress)
         measured.update(zip(group, map(summarise, records), strict=True))
@@ -82,6 +87,14 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
     if sweep:
         document["slopes"] = slopes(runs)
     return rounded(document)
+
+
+def _require_gpus(case: Case) -> None:
+    needed = {"nvshmem": case.ranks, "loopback": 1}.get(case.heap, 0)
+    there = torch.cuda.device_count() if needed else 0
+    if there < needed:
+        others = "loopback (one GPU for all ranks), shm or threads" if there else "shm or threads"
+        raise InvalidConfig(f"heap: got {case.heap!r} for {case.ranks} ranks and {there} GPUs, expected {others}")
 
 
 def _iters(case: Case, settings: Settings) -> int:

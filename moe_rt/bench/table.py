@@ -39,7 +39,9 @@ def show_run(run: dict[str, Any]) -> RenderableType:
 
 def _times(run: dict[str, Any]) -> Table:
     moved = ", ".join(f"{name} {number / 1e6:.4g} MB" for name, number in run["bytes"].items())
-    table = Table(title=Case(**run["case"]).title(), caption=f"per rank: {moved}", title_justify="left")
+    table = Table(
+        title=Case(**run["case"]).title(), caption=f"{run['device']}; per rank: {moved}", title_justify="left"
+    )
     table.add_column("contestant", no_wrap=True)
     columns = ("isolated p50", "p90", "p99", "free-running p50", "GB/s logical", "GB/s physical", "time / moe_rt")
     for column in columns:

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moe_rt.bench.processor import Processor
 from moe_rt.buffer import Group
 from moe_rt.errors import PeerTimeout
+from moe_rt.gpucheck.ranks import on_stream, streams_of
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 
 TIMEOUT_S = 600.0
@@ -50,7 +53,7 @@ class World:
         group: what a moe_rt.Buffer is made for.
         board: all-gathers texts.
         barrier: what every isolated iteration starts from.
-        processes: whether ranks are processes, which torch.distributed needs.
+        processor: what it computes on.
         mpi: whether mpirun started them.
     """
 
@@ -59,7 +62,7 @@ class World:
     group: Group
     board: Rendezvous
     barrier: SpinBarrier
-    processes: bool
+    processor: Processor
     mpi: bool
 
     def gather(self, text: str) -> list[str]:
@@ -67,9 +70,9 @@ class World:
         return self.board.all_gather(text, TIMEOUT_S)
 
 
-def pin(rank: int, cores: list[int]) -> None:
-    """Binds the calling thread, and all that it will start, to one core."""
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+def pin(cores: list[int]) -> None:
+    """Binds the calling thread, and all that it will start, to these cores."""
+    os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
 
 
@@ -77,38 +80,59 @@ def barrier_bytes(size: int) -> int:
     return size * LINE * 8
 
 
-def join_processes(directory: Path, size: int, cores: list[int]) -> World:
-    """Meets the other processes through files in `directory`; also makes the default gloo group."""
+def join_processes(directory: Path, size: int, cores: list[int], on_gpu: bool) -> World:
+    """Meets the other processes through files in `directory`; also makes the default process group.
+
+    A CPU rank has one core. A rank with a GPU, which is that of its number, also has threads that feed NCCL and
+    autograd: it shares out the cores with the others.
+    """
     mpi = "OMPI_COMM_WORLD_RANK" in os.environ
     rank = int(os.environ["OMPI_COMM_WORLD_RANK" if mpi else "RANK"])
-    pin(rank, cores)  # first, so that the threads of gloo and of MPI stay with their rank
+    own = [cores[rank % len(cores)]]
+    pin(cores[rank::size] or own if on_gpu else own)  # first, so that threads of libraries stay with their rank
     with open(directory / "barrier", "r+b") as file:
         shared = mmap.mmap(file.fileno(), 0)
+    processor = Processor(torch.device("cuda", rank) if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(processor.device)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     store, timeout = f"file://{directory}/store", timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
     # Ranks that share a core must give it up for the others to arrive.
     barrier = SpinBarrier(shared, rank, size, os.sched_yield)
-    return World(rank, size, group, StoreRendezvous(group), barrier, processes=True, mpi=mpi)
+    return World(rank, size, group, StoreRendezvous(group), barrier, processor, mpi=mpi)
 
 
-def run_threads(size: int, cores: list[int], work: Callable[[World], None]) -> None:
-    """Runs `work` on `size` ranks that are threads, and raises what the first of them raised."""
+def run_threads(
+    size: int, cores: list[int], work: Callable[[World], None], device: Any = "cpu", reserve_bytes: int = 0
+) -> None:
+    """Runs `work` on `size` ranks that are threads, and raises what the first of them raised.
+
+    Args:
+        device: what ranks share: "cpu", a GPU, each with a stream of its own, or what stands in for a GPU.
+        reserve_bytes: of a GPU's memory for each rank's stream before any of them begins, as `gpucheck.ranks` explains.
+    """
     shared = mmap.mmap(-1, barrier_bytes(size))
     errors: list[BaseException] = []
+    streams, ready = streams_of(device, size), threading.Barrier(size)
 
     def rank_main(group: ThreadGroup) -> None:
-        pin(group.rank, cores)
+        pin([cores[group.rank % len(cores)]])
         # sleep(0) lets go of the interpreter lock, without which no other rank can arrive.
         barrier = SpinBarrier(shared, group.rank, size, lambda: time.sleep(0))
         try:
-            work(World(group.rank, size, group, group, barrier, processes=False, mpi=False))
+            with on_stream(device, streams[group.rank], reserve_bytes):
+                ready.wait(TIMEOUT_S)
+                work(World(group.rank, size, group, group, barrier, Processor(device), mpi=False))
         except BaseException as error:
             errors.append(error)
+            ready.abort()
             raise
 
-    threads = [threading.Thread(target=rank_main, args=(group,), daemon=True) for group in ThreadGroup.make(size)]
+    groups = ThreadGroup.make(size, device)
+    threads = [threading.Thread(target=rank_main, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -75,7 +75,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         try:
-            with _on_stream(device, chosen[rank], reserve_bytes):
+            with on_stream(device, chosen[rank], reserve_bytes):
                 ready.wait(seconds)
                 results[rank] = work(groups[rank])
         except Exception as error:
@@ -103,7 +103,8 @@ def run_ranks(
 
 
 @contextmanager
-def _on_stream(device: Any, stream: Any, reserve_bytes: int) -> Iterator[None]:
+def on_stream(device: Any, stream: Any, reserve_bytes: int) -> Iterator[None]:
+    """Work of this thread goes to one of `streams_of(device)`, which first gets as much memory."""
     if stream is None:
         yield
         return

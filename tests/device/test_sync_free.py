@@ -10,23 +10,19 @@ from typing import Any
 import pytest
 import torch
 from device.emulated import EmulatedGpu
+from device.pretend_cuda import build_guard
 from routing import buffer_kwargs, make_inputs, make_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer, ThreadGroup
 
 HERE = Path(__file__).parent
-TORCH = Path(torch.__file__).parent
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "item", "equal")
 
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("guard") / "guard.so"
-    paths = [f"-I{TORCH}/include", f"-L{TORCH}/lib", "-lc10"]
-    source = str(HERE / "noop_guard.cpp")
-    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, *paths, "-o", str(library)], check=True)
-    return library
+    return build_guard(tmp_path_factory.mktemp("guard"))
 
 
 def trace(guard: Path, *options: str) -> subprocess.CompletedProcess[str]:

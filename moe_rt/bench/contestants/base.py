@@ -14,7 +14,7 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.expect import Expectation
 from moe_rt.bench.inputs import Inputs
 from moe_rt.bench.layers import ExchangeLayer, layer_steps
-from moe_rt.bench.step import Step
+from moe_rt.bench.step import Step, Unavailable
 from moe_rt.bench.world import World
 from moe_rt.experts import SwiGLUExperts
 from moe_rt.router import Router
@@ -35,6 +35,12 @@ class Contestant(ABC):
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
         """Frees what the contestant holds."""
+
+
+def require_processes(case: Case) -> None:
+    """Raises Unavailable where ranks are threads."""
+    if not case.as_processes:
+        raise Unavailable("torch.distributed needs ranks that are processes: --heap shm or nvshmem")
 
 
 @dataclass
@@ -66,7 +72,7 @@ class Exchange(Contestant):
     def experts_of(self, delivery: Delivery) -> Tensor:
         """int64 [n], the local expert of every row; to be overridden where rows are not in the order of experts."""
         per_expert = delivery.offs.diff(prepend=delivery.offs.new_zeros(1))
-        return torch.repeat_interleave(torch.arange(len(per_expert)), per_expert)
+        return torch.repeat_interleave(torch.arange(len(per_expert), device=per_expert.device), per_expert)
 
     def layer(self, router: Router, experts: SwiGLUExperts) -> nn.Module:
         """A whole layer around this exchange: x [T, H] -> [T, H]."""

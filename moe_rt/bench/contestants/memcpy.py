@@ -1,10 +1,11 @@
-"""The limit: copying as many bytes as the op has to move, in the same processes, with nothing to find out first."""
+"""The limit: copying as many bytes as the op has to move, on the same processor, with nothing to find out first."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from moe_rt.bench.world import World
 
 
 class Memcpy(Contestant):
-    """dispatch: N rows, each copied from one of this rank's T. combine, pair: one memmove, sized by `Traffic.limit`.
+    """dispatch: N rows, each copied from one of this rank's T. combine, pair: one copy, sized by `Traffic.limit`.
 
-    Pages are present and huge where allowed, and the destination is as warm as the last iteration left it.
+    On a GPU these are torch's copies within its memory; on a CPU they are memmoves, by way of numpy and ctypes, and
+    pages are present and huge where allowed. The destination is as warm as the last iteration left it.
     """
 
     name = "memcpy"
@@ -32,39 +34,52 @@ class Memcpy(Contestant):
         super().__init__(case, world)
 
     def steps(self, inputs: Sequence[Inputs], expect: Expectation) -> list[Step]:
+        device = self.world.processor.device
         rows = expect.traffic()[self.world.rank].limit(self.case.op)
         num_bytes = round(rows * self.case.row_bytes)  # none where routing leaves this rank out
-        target = _present(num_bytes)
+        target = _present(num_bytes, device)
         if self.case.op == "dispatch":
             return [self._rows_step([tokens.x for tokens in inputs], target)]
-        source = _present(num_bytes)
-        source.random_()
-        to, start = target.data_ptr(), source.data_ptr()
+        source = _present(num_bytes, device).random_()
+        copy = memmove(source, target) if device.type == "cpu" else partial(target.copy_, source)
 
         def check(_: int, output: object) -> None:
             if not torch.equal(source, target):
                 raise WrongOutput(f"rank {self.world.rank}: the copy differs from its source")
 
-        return [Step(lambda i: ctypes.memmove(to, start, num_bytes), check)]
+        return [Step(lambda i: copy(), check)]
 
     def _rows_step(self, xs: list[Tensor], target: Tensor) -> Step:
-        # numpy's take moves every row with memmove, in one call; rows as int16 are the same bytes.
-        sources = [x.view(torch.int16).numpy() for x in xs]
-        out = target.view(torch.int16).view(-1, sources[0].shape[1]).numpy()
-        index = np.arange(len(out)) % len(sources[0])
-
-        def run(i: int) -> None:
-            np.take(sources[i % len(sources)], index, axis=0, out=out, mode="clip")
+        sources = [x.view(torch.int16) for x in xs]  # the same bytes, of a type that numpy has
+        out = target.view(torch.int16).view(-1, sources[0].shape[1])
+        index = torch.arange(len(out), device=out.device) % len(sources[0])
+        select = take if out.device.type == "cpu" else index_select
+        copies = [select(source, index, out) for source in sources]
 
         def check(i: int, output: object) -> None:
-            if not (out == sources[i % len(sources)][index]).all():
+            if not torch.equal(out, sources[i % len(sources)][index]):
                 raise WrongOutput(f"rank {self.world.rank}: the copied rows differ from their sources")
 
-        return Step(run, check)
+        return Step(lambda i: copies[i % len(copies)](), check)
 
 
-def _present(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] whose pages are there, huge ones if the machine gives them."""
+def memmove(source: Tensor, target: Tensor) -> Callable[[], object]:
+    return partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), len(source))
+
+
+def take(source: Tensor, index: Tensor, out: Tensor) -> Callable[[], object]:
+    """Moves every row with memmove, in one call of numpy."""
+    return partial(np.take, source.numpy(), index.numpy(), axis=0, out=out.numpy(), mode="clip")
+
+
+def index_select(source: Tensor, index: Tensor, out: Tensor) -> Callable[[], object]:
+    return partial(torch.index_select, source, 0, index, out=out)
+
+
+def _present(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] whose pages are there, on a CPU huge ones if the machine gives them."""
+    if device.type != "cpu":
+        return torch.ones(num_bytes, dtype=torch.uint8, device=device)
     block = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8).fill_(1)[:num_bytes]

@@ -19,6 +19,8 @@ class Mpi(Permuted):
     name = "mpi"
 
     def __init__(self, case: Case, world: World) -> None:
+        if case.heap != "shm":
+            raise Unavailable("it moves memory of the host between processes: --heap shm")
         if not world.mpi:
             raise Unavailable(f"ranks were not started by mpirun; {HOW_TO_INSTALL}")
         try:

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_rt.bench.cases import Case
-from moe_rt.bench.contestants.base import Delivery, Exchange
-from moe_rt.bench.step import Unavailable
+from moe_rt.bench.contestants.base import Delivery, Exchange, require_processes
 from moe_rt.bench.world import World
 
 
@@ -51,7 +50,8 @@ class Permuted(Exchange):
         order = pairs.argsort(stable=True)
         counts = pairs.bincount(minlength=self.case.experts)
         incoming = self.exchange_counts(counts)
-        outgoing, received = counts.tolist(), incoming.tolist()
+        both = torch.cat((counts, incoming)).tolist()  # on a GPU the host waits for it: once
+        outgoing, received = both[: len(counts)], both[len(counts) :]
         n = self._num_local
         send = [sum(outgoing[a:b]) for a, b in zip(self._ends, self._ends[1:], strict=False)]
         recv = [sum(received[a : a + n]) for a in range(0, len(received), n)]
@@ -65,7 +65,7 @@ class Permuted(Exchange):
         state: _State = delivery.state
         home = self._exchange(_reorder(y, sorted(state.blocks), state.blocks), state.recv, state.send)
         position = torch.empty_like(state.order)
-        position[state.order] = torch.arange(len(position))
+        position[state.order] = torch.arange(len(position), device=position.device)
         # Gathers and sums in one pass over the rows, forward and backward: faster than bmm or sum over gathered rows.
         position = position.view(-1, self.case.topk)
         return F.embedding_bag(position, home, per_sample_weights=state.weights, mode="sum")
@@ -78,13 +78,12 @@ class Permuted(Exchange):
 
 
 class AllToAll(Permuted):
-    """torch.distributed.all_to_all_single, on gloo."""
+    """torch.distributed.all_to_all_single: on gloo for CPU ranks, on NCCL for those with a GPU each."""
 
     name = "a2a"
 
     def __init__(self, case: Case, world: World) -> None:
-        if not world.processes:
-            raise Unavailable("torch.distributed needs ranks that are processes: --heap shm")
+        require_processes(case)
         super().__init__(case, world)
 
     def exchange_counts(self, counts: Tensor) -> Tensor:

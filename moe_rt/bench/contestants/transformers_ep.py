@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.bench.cases import Case
-from moe_rt.bench.contestants.base import Delivery, Exchange
+from moe_rt.bench.contestants.base import Delivery, Exchange, require_processes
 from moe_rt.bench.step import Unavailable
 from moe_rt.bench.world import World
 
@@ -27,8 +27,7 @@ class Transformers(Exchange):
     name = "transformers"
 
     def __init__(self, case: Case, world: World) -> None:
-        if not world.processes:
-            raise Unavailable("torch.distributed needs ranks that are processes: --heap shm")
+        require_processes(case)
         if case.experts % case.ranks:
             raise Unavailable(f"needs experts in equal shares, got {case.experts} for {case.ranks} ranks")
         super().__init__(case, world)
@@ -36,7 +35,7 @@ class Transformers(Exchange):
             from transformers.distributed.expert_parallel import AllToAllEP
 
             experts: Any = SimpleNamespace(forward=None, num_experts=case.experts // case.ranks)
-            self._ep = AllToAllEP(experts, *_meshes(world.size))
+            self._ep = AllToAllEP(experts, *_meshes(world.processor.device.type, world.size))
             self._dispatch, self._combine = self._ep._dispatch_tokens, self._ep._combine_tokens
         except (ImportError, AttributeError) as error:
             raise Unavailable(f"{error}; {HOW_TO_INSTALL}") from error
@@ -62,9 +61,9 @@ class Transformers(Exchange):
 
 
 @lru_cache(maxsize=1)
-def _meshes(size: int) -> tuple[Any, Any]:
+def _meshes(device_type: str, size: int) -> tuple[Any, Any]:
     """Expert parallelism over all ranks, no tensor parallelism. Kept, because every mesh makes new groups."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("ep", "tp"))
+    mesh = init_device_mesh(device_type, (size, 1), mesh_dim_names=("ep", "tp"))
     return mesh["ep"], mesh["tp"]

@@ -1,0 +1,164 @@
+"""`moe-rt bench` on ranks with GPUs, without one: an emulated GPU, tensors that pass for CUDA, a fake clock."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from device.emulated import EmulatedGpu
+from device.pretend_cuda import DEVICE, PretendCuda, build_guard
+from harness import ProcessRanks
+
+from moe_rt.bench import launch
+from moe_rt.bench.cases import Case
+from moe_rt.bench.contestants import base, moe
+from moe_rt.bench.layers import layer_steps
+from moe_rt.bench.machine import cores
+from moe_rt.bench.measure import measure
+from moe_rt.bench.processor import Processor
+from moe_rt.bench.rank import Job, run_case
+from moe_rt.bench.step import Step
+from moe_rt.bench.world import World, run_threads
+from moe_rt.buffer import Buffer
+from moe_rt.cli import main
+from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.native import activation
+
+OPS = ("dispatch", "combine", "pair", "layer")
+SIZES: dict[str, Any] = dict(tokens=12, hidden=32, experts=5, intermediate=16)
+ALL = ["moe_rt", "a2a", "transformers", "mpi", "memcpy"]
+
+
+def job_of(case: Case, contestants: list[str]) -> Job:
+    return Job([case], contestants, cores(), iters=2, warmup=1, seed=0, cold=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_virtual_ranks(op: Any) -> None:
+    """The CUDA engine runs, and who needs processes says so."""
+    case = Case(op=op, heap="loopback", **SIZES)
+    records: list[dict[str, Any]] = []
+    gpu = EmulatedGpu()
+    run_threads(2, cores(), lambda world: records.append(run_case(world, job_of(case, ALL), case, print)), gpu)
+    for record in records:
+        assert [result["errors"] for result in record["results"]] == [[]] * len(record["results"])
+        assert record["device"] == "emulated"
+        assert set(record["absent"]) == {"a2a", "transformers", "mpi"} | ({"memcpy"} if op == "layer" else set())
+        assert "--heap shm or nvshmem" in record["absent"]["a2a"]
+        assert record["moe_rt"].keys() == {"heap_bytes"}
+    assert "dispatch_receive" in gpu.launched
+
+
+@pytest.fixture(scope="module")
+def pretenders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ProcessRanks, Path]]:
+    guard = build_guard(tmp_path_factory.mktemp("guard"))
+    ranks = ProcessRanks(2)
+    yield ranks, guard
+    ranks.close()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_everything_stays_on_the_device(pretenders: tuple[ProcessRanks, Path], op: Any) -> None:
+    """All but a layer's backward, of all contestants: an op that met a CPU tensor would fail, and a wrong sum."""
+    ranks, guard = pretenders
+    case = Case(op=op, heap="nvshmem", **{**SIZES, "experts": 6})
+    for record in ranks.run(pretend_case, case, guard):
+        assert record["absent"].keys() == {"mpi", *(["memcpy"] if op == "layer" else [])}
+        assert [result["contestant"] for result in record["results"]] == [n for n in ALL if n not in record["absent"]]
+        assert [result["errors"] for result in record["results"]] == [[]] * len(record["results"])
+
+
+def pretend_case(group: dist.ProcessGroup, case: Case, guard: Path) -> dict[str, Any]:
+    """Tensors pass for CUDA tensors up to moe_rt's engine and to gloo, which are those of CPU ranks."""
+    activation.prepare = lambda *_: None  # would compile for the GPU
+    moe.Buffer = CpuBuffer  # type: ignore[misc]
+    base.layer_steps = lambda *arguments: layer_steps(*arguments)[:1]  # type: ignore[assignment]
+    processor = SimpleNamespace(device=DEVICE, name="pretended", cache_bytes=1 << 10, finish=int, cool=int)
+    barrier: Any = SimpleNamespace(wait=dist.barrier)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank, size, group, StoreRendezvous(group), barrier, processor, mpi=False)  # type: ignore[arg-type]
+    with PretendCuda(guard):
+        return run_case(world, job_of(case, ALL), case, print)
+
+
+class CpuBuffer(Buffer):
+    """On the CPU, whatever it is told and says."""
+
+    device = DEVICE  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "heap": "shm"})
+        self._engine.require_device = lambda *_, **__: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_an_iteration_ends_when_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch, cold: bool) -> None:
+    """And starts when the device is idle, with its caches full of other data if that is asked for."""
+    events: list[str] = []
+
+    def note(event: str) -> Any:
+        return lambda *_: events.append(event)
+
+    processor: Any = SimpleNamespace(finish=note("finish"), cool=note("cool"))
+    barrier: Any = SimpleNamespace(wait=note("meet"))
+    board: Any = SimpleNamespace(all_gather=lambda text, timeout_s: [text])
+    monkeypatch.setattr("moe_rt.bench.measure.perf_counter_ns", lambda: events.append("clock") or 0)
+    world = World(0, 1, None, board, barrier, processor, mpi=False)
+    measure(world, [Step(note("run"), note("check"))], 3, 0, cold, lambda part: None)
+    cooled = ["cool"] if cold else []
+    isolated = [*cooled, "finish", "meet", "clock", "run", "finish", "clock"]
+    chain = ["finish", "meet", "clock", "run", "finish", "clock"]
+    turn = ["run", *isolated, *chain]
+    assert events == [*turn, *turn, "run", *isolated, "check", *chain, "check"]
+
+
+def test_caches_are_filled_with_other_data() -> None:
+    processor = Processor("cpu")
+    processor.cool()
+    assert processor._filler is not None
+    assert processor._filler.nbytes >= 2 * processor.cache_bytes > 0
+    processor.cool()
+    assert bool((processor._filler == 2).all())
+
+
+@pytest.mark.parametrize("heap", ["nvshmem", "loopback"])
+def test_without_a_gpu_it_is_refused(heap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    done = CliRunner().invoke(main, ["bench", "--heap", heap, "--contestants", "moe_rt"])
+    assert done.exit_code == 1
+    assert f"got '{heap}' for 2 ranks and 0 GPUs, expected shm or threads" in done.stderr
+
+
+def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    done = CliRunner().invoke(main, ["bench", "--heap", "nvshmem", "--contestants", "moe_rt"])
+    assert done.exit_code == 1
+    assert "2 ranks and 1 GPUs, expected loopback (one GPU for all ranks), shm or threads" in done.stderr
+
+
+@pytest.mark.parametrize(("heap", "processes"), [("nvshmem", 3), ("loopback", 1)])
+def test_how_ranks_are_started(heap: Any, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without mpirun, even where it is there; virtual ranks in one process whose environment lets them wait for each
+    other on one GPU."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        started.append((command, environment))
+        return subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    case = Case(ranks=3, heap=heap)
+    assert launch.launch(job_of(case, ["moe_rt"]), "mpirun", recycle=False, progress=print) == []
+    assert len(started) == processes
+    for rank, (command, environment) in enumerate(started):
+        assert "mpirun" not in command
+        assert environment.get("RANK", "0") == str(rank)
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (heap == "loopback")
