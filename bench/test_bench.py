@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from moe_rt.bench.cases import CASES
 from moe_rt.bench.contestants import NAMES
 from moe_rt.bench.machine import machine_card
 from moe_rt.bench.rank import Job
+from moe_rt.bench.results import slopes
 from moe_rt.cli import main
 
 HERE = Path(__file__).parent
@@ -158,6 +160,18 @@ def test_the_report_holds_its_figures(tmp_path: Path) -> None:
     assert page.count("data:image/png;base64,") == 3
     assert "http" not in page
     assert json.loads((tmp_path / "results.json").read_text()) == done
+
+
+def test_the_slope_is_that_of_the_time_above_the_floor() -> None:
+    def sweep(time: Callable[[int], float]) -> list[dict[str, Any]]:
+        return [
+            {"case": {"tokens": t}, "results": [{"contestant": "it", "phase": "", "isolated_us": {"p50": time(t)}}]}
+            for t in (1, 64, 128, 1024, 8192)
+        ]
+
+    assert slopes(sweep(lambda t: 20 + t / 2)) == {"it": pytest.approx(1, abs=1e-2)}
+    assert slopes(sweep(lambda t: 20 + t**1.2)) == {"it": pytest.approx(1.2, abs=1e-2)}
+    assert slopes(sweep(lambda t: 20)) == {}
 
 
 def test_no_gross_regression(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,9 +54,9 @@ def _ratios(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
 
 
 def slopes(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """contestant -> log-log slope of its isolated median over tokens, least squares, above the latency floor.
+    """contestant -> log-log slope, least squares over tokens, of its isolated median above the latency floor.
 
-    The first run is the floor: a single token.
+    The first run is the floor, a single token: every other size takes that long, too, and something for its tokens.
     """
     series: dict[str, list[tuple[int, float]]] = {}
     for run in runs:
@@ -65,7 +65,8 @@ def slopes(runs: list[dict[str, Any]]) -> dict[str, float]:
             series.setdefault(name, []).append((run["case"]["tokens"], result["isolated_us"]["p50"]))
     found = {}
     for name, points in series.items():
-        above = [(tokens, us) for tokens, us in points if us >= ABOVE_FLOOR * points[0][1]]
+        floor = points[0][1]
+        above = [(tokens, us - floor) for tokens, us in points if us >= ABOVE_FLOOR * floor]
         if len(above) >= 2:
             tokens, us = zip(*above, strict=True)
             found[name] = float(np.polyfit(np.log(tokens), np.log(us), 1)[0])
