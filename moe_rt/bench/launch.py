@@ -68,7 +68,7 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
         program = [sys.executable, "-m", "moe_rt.bench.rank", directory]
         if not case.as_processes:
             starts = [(program, environment)]
-        elif mpirun is not None and case.heap == "shm":
+        elif mpirun is not None:
             starts = [([mpirun, *MPIRUN_FLAGS, "-n", str(case.ranks), *program], environment)]
         else:
             starts = [(program, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]

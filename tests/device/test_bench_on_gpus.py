@@ -19,6 +19,7 @@ from harness import ProcessRanks
 from moe_rt.bench import launch
 from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants import base, moe
+from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.layers import layer_steps
 from moe_rt.bench.machine import cores
 from moe_rt.bench.measure import measure
@@ -143,10 +144,20 @@ def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert "2 ranks and 1 GPUs, expected loopback (one GPU for all ranks), shm or threads" in done.stderr
 
 
+def test_mpirun_is_not_asked_to_start_ranks_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(job: Job, mpirun: str | None, recycle: bool, progress: Any) -> None:
+        raise RankFailed(f"started by {mpirun}")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr("moe_rt.bench.run.find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr("moe_rt.bench.run.launch", launched)
+    for heap, starter in {"nvshmem": None, "loopback": None, "shm": "mpirun"}.items():
+        assert f"started by {starter}" in CliRunner().invoke(main, ["bench", "--heap", heap]).stderr
+
+
 @pytest.mark.parametrize(("heap", "processes"), [("nvshmem", 3), ("loopback", 1)])
 def test_how_ranks_are_started(heap: Any, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without mpirun, even where it is there; virtual ranks in one process whose environment lets them wait for each
-    other on one GPU."""
+    """Virtual ranks in one process, whose environment lets them wait for each other on one GPU."""
     started: list[tuple[list[str], dict[str, str]]] = []
 
     def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -156,9 +167,9 @@ def test_how_ranks_are_started(heap: Any, processes: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(launch, "_start", start)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     case = Case(ranks=3, heap=heap)
-    assert launch.launch(job_of(case, ["moe_rt"]), "mpirun", recycle=False, progress=print) == []
+    assert launch.launch(job_of(case, ["moe_rt"]), None, recycle=False, progress=print) == []
     assert len(started) == processes
     for rank, (command, environment) in enumerate(started):
-        assert "mpirun" not in command
+        assert command[1:3] == ["-m", "moe_rt.bench.rank"]
         assert environment.get("RANK", "0") == str(rank)
         assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (heap == "loopback")
