@@ -78,9 +78,7 @@ def _one_turn(world: World, step: Step, clock: Clock, share: int, cold: bool, ch
     step.run(first)
     for i in range(first + 1, first + 1 + share):
         output = None  # frees the one before, which is no part of this iteration
-        if cold:
-            world.processor.cool()
-        _meet(world)
+        world.meet(cold)
         start = perf_counter_ns()
         output = step.run(i)
         world.processor.finish()
@@ -88,7 +86,7 @@ def _one_turn(world: World, step: Step, clock: Clock, share: int, cold: bool, ch
     if check:
         _check(step, first + share, output, clock)
     output = None
-    _meet(world)
+    world.meet()
     start = perf_counter_ns()
     for i in range(first + 1 + share, first + 2 * share):
         step.run(i)
@@ -97,12 +95,6 @@ def _one_turn(world: World, step: Step, clock: Clock, share: int, cold: bool, ch
     clock.chains.append((start, perf_counter_ns()))
     if check:
         _check(step, first + 2 * share, output, clock)
-
-
-def _meet(world: World) -> None:
-    """Nobody goes on before every rank is here and its processor idle."""
-    world.processor.finish()
-    world.barrier.wait()
 
 
 def _check(step: Step, i: int, output: object, clock: Clock) -> None:

@@ -53,8 +53,8 @@ class _Notes(defaultdict[str, list[Any]]):
         return result
 
 
-def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs]) -> dict[str, Any]:
-    """Looks at isolated pairs; everything in microseconds.
+def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs], cold: bool) -> dict[str, Any]:
+    """Looks at isolated pairs, before each of which caches are warm or cold; everything in microseconds.
 
     Returns:
         breakdown: phase -> median, mean over ranks.
@@ -64,10 +64,10 @@ def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs]) -> dict
     """
     notes = _Notes(buffer)
     for i in range(ITERS):
-        world.barrier.wait()
+        world.meet(cold)
         with torch.no_grad():
             _pair(notes, buffer, inputs[i % len(inputs)])
-        world.barrier.wait()
+        world.meet(cold)
         with torch.enable_grad():
             _pair_with_gradients(notes, buffer, inputs[i % len(inputs)])
     ranks = [json.loads(text) for text in world.gather(json.dumps(notes))]
@@ -122,14 +122,14 @@ class _OpClock(TorchDispatchMode):
         return result
 
 
-def observe_layer(world: World, buffer: Buffer, steps: Sequence[Step]) -> dict[str, Any]:
+def observe_layer(world: World, buffer: Buffer, steps: Sequence[Step], cold: bool) -> dict[str, Any]:
     """phase -> share of the layer's time inside moe_rt's ops, and the part of it spent waiting for a peer; in percent,
     median over iterations, mean over ranks."""
     shares: dict[str, dict[str, float]] = {}
     for step in steps:
         inside, waiting = [], []
         for i in range(ITERS // 3):
-            world.barrier.wait()
+            world.meet(cold)
             with torch.no_grad(), _OpClock(buffer) as clock:
                 start = perf_counter_ns()
                 step.run(i)

@@ -20,7 +20,7 @@ from moe_rt.bench.contestants import find
 from moe_rt.bench.contestants.base import Contestant
 from moe_rt.bench.contestants.moe import MoeRt
 from moe_rt.bench.expect import Expectation
-from moe_rt.bench.inputs import make_inputs, num_rotations
+from moe_rt.bench.inputs import Inputs, make_inputs, num_rotations
 from moe_rt.bench.measure import measure
 from moe_rt.bench.observe import observe_layer, observe_pair
 from moe_rt.bench.step import Step, Unavailable
@@ -66,17 +66,18 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
     for contestant in present:
         if isinstance(contestant, MoeRt):
             own = [step for c, step in entries if c is contestant]
-            record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, **_observe(world, contestant, own, inputs)}
+            record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes}
+            record["moe_rt"] |= _observe(world, job, contestant, own, inputs)
         contestant.close()
     return record
 
 
-def _observe(world: World, contestant: MoeRt, steps: list[Step], inputs: list[Any]) -> dict[str, Any]:
+def _observe(world: World, job: Job, contestant: MoeRt, steps: list[Step], inputs: list[Inputs]) -> dict[str, Any]:
     if contestant.case.on_gpu:
         return {}  # the host does not watch its ops
     if contestant.case.op == "layer":
-        return observe_layer(world, contestant.buffer, steps)
-    return observe_pair(world, contestant.buffer, inputs)
+        return observe_layer(world, contestant.buffer, steps, job.cold)
+    return observe_pair(world, contestant.buffer, inputs, job.cold)
 
 
 def _enter(world: World, job: Job, case: Case) -> tuple[list[Contestant], dict[str, str]]:

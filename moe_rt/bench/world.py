@@ -65,6 +65,13 @@ class World:
     processor: Processor
     mpi: bool
 
+    def meet(self, cold: bool = False) -> None:
+        """Nobody goes on before every rank is here and idle; if `cold`, with its caches full of other data."""
+        if cold:
+            self.processor.cool()
+        self.processor.finish()
+        self.barrier.wait()
+
     def gather(self, text: str) -> list[str]:
         """Every rank's text, in rank order. Collective."""
         return self.board.all_gather(text, TIMEOUT_S)
