@@ -67,7 +67,7 @@ class Case:
 
     @property
     def most_received_bytes(self) -> int:
-        """Rows of a dispatch that brings every token of the group to one rank, as often as that rank has experts."""
+        """Of the rows of a dispatch that brings every token of the group to as many experts of one rank as it can."""
         return self.ranks * self.tokens * min(self.topk, max(self.local_experts)) * self.row_bytes
 
     def title(self) -> str:

@@ -38,7 +38,10 @@ class Processor:
             torch.cuda.current_stream(self.device).synchronize()
 
     def cool(self) -> None:
-        """Reads and writes twice as many bytes as the last-level cache has, so that it holds nothing else."""
+        """Reads and writes twice as many bytes as the last-level cache has, so that it holds nothing else.
+
+        Reads, too, as writing alone may pass by the caches.
+        """
         if self._filler is None:
             self._filler = torch.zeros(2 * self.cache_bytes // 8, dtype=torch.int64, device=self.device)
         self._filler.add_(1)

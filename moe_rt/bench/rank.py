@@ -55,8 +55,13 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
     inputs = [make_inputs(case, job.seed, world.rank, i).to(world.processor.device) for i in range(rotations)]
     expect = Expectation(case, job.seed, world.rank, rotations)
     present, absent = _enter(world, job, case)
-    record: dict[str, Any] = {"case": asdict(case), "device": world.processor.name, "rotations": rotations}
-    record["absent"], record["bytes"] = absent, bytes_moved(case, expect.traffic())
+    record: dict[str, Any] = {
+        "case": asdict(case),
+        "device": world.processor.name,
+        "rotations": rotations,
+        "absent": absent,
+        "bytes": bytes_moved(case, expect.traffic()),
+    }
     with torch.no_grad():
         entries = [(c, step) for c in present for step in c.steps(inputs, expect)]
     times = measure(world, [step for _, step in entries], job.iters, job.warmup, job.cold, progress)

@@ -63,8 +63,8 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
     for case in cases:
         route(replace(case, tokens=1), settings.seed, 0, 0)
         _require_gpus(case)
-    on_one_host = any(case.heap == "shm" for case in cases)  # MPI takes part there alone
-    mpirun = find_mpirun() if "mpi" in settings.contestants and on_one_host else None
+    with_mpi = "mpi" in settings.contestants and any(case.heap == "shm" for case in cases)
+    mpirun = find_mpirun() if with_mpi else None
     card = machine_card()
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moe_rt.bench.processor import Processor
 from moe_rt.buffer import Group
 from moe_rt.errors import PeerTimeout
-from moe_rt.gpucheck.ranks import on_stream, streams_of
+from moe_rt.gpucheck.ranks import run_ranks
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 
 TIMEOUT_S = 600.0
@@ -118,32 +118,14 @@ def run_threads(
     """Runs `work` on `size` ranks that are threads, and raises what the first of them raised.
 
     Args:
-        device: what ranks share: "cpu", a GPU, each with a stream of its own, or what stands in for a GPU.
-        reserve_bytes: of a GPU's memory for each rank's stream before any of them begins, as `gpucheck.ranks` explains.
+        device, reserve_bytes: what the ranks share, as for `gpucheck.ranks.run_ranks`.
     """
     shared = mmap.mmap(-1, barrier_bytes(size))
-    errors: list[BaseException] = []
-    streams, ready = streams_of(device, size), threading.Barrier(size)
 
     def rank_main(group: ThreadGroup) -> None:
         pin([cores[group.rank % len(cores)]])
         # sleep(0) lets go of the interpreter lock, without which no other rank can arrive.
         barrier = SpinBarrier(shared, group.rank, size, lambda: time.sleep(0))
-        try:
-            with on_stream(device, streams[group.rank], reserve_bytes):
-                ready.wait(TIMEOUT_S)
-                work(World(group.rank, size, group, group, barrier, Processor(device), mpi=False))
-        except BaseException as error:
-            errors.append(error)
-            ready.abort()
-            raise
+        work(World(group.rank, size, group, group, barrier, Processor(device), mpi=False))
 
-    groups = ThreadGroup.make(size, device)
-    threads = [threading.Thread(target=rank_main, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive() and not errors:
-            thread.join(0.1)
-    if errors:
-        raise errors[0]
+    run_ranks(device, size, rank_main, seconds=threading.TIMEOUT_MAX, reserve_bytes=reserve_bytes)

@@ -18,7 +18,7 @@ from moe_rt.heap.rendezvous import ThreadGroup
 # waits for the whole device, such as loading a kernel when it is first used, must not happen while a peer waits.
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 _SMALL_BLOCKS, _SMALL_BYTES = 16, 1 << 20
-_POLL_S, _GRACE_S = 0.002, 10.0
+_GRACE_S = 10.0
 _streams: dict[torch.device, list[Any]] = {}
 
 
@@ -70,24 +70,26 @@ def run_ranks(
     groups = ThreadGroup.make(size, device)
     chosen = streams_of(device, size) if streams is None else streams
     results: list[Any] = [None] * size
-    errors: list[Exception] = []
-    ready = threading.Barrier(size)
+    errors: list[BaseException] = []
+    ready, left = threading.Barrier(size), threading.Semaphore(0)
 
     def run(rank: int) -> None:
         try:
-            with on_stream(device, chosen[rank], reserve_bytes):
+            with _on_stream(device, chosen[rank], reserve_bytes):
                 ready.wait(seconds)
                 results[rank] = work(groups[rank])
-        except Exception as error:
+        except BaseException as error:
             errors.append(error)  # in the order of time
             ready.abort()
+        finally:
+            left.release()
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + seconds
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    for _ in threads:  # sleeps until one leaves: polling would disturb ranks that are timed
+        left.acquire(timeout=max(0.0, deadline - time.monotonic()))
         if errors:  # the others hear of it at their next op
             deadline = min(deadline, time.monotonic() + _GRACE_S)
             break
@@ -103,8 +105,7 @@ def run_ranks(
 
 
 @contextmanager
-def on_stream(device: Any, stream: Any, reserve_bytes: int) -> Iterator[None]:
-    """Work of this thread goes to one of `streams_of(device)`, which first gets as much memory."""
+def _on_stream(device: Any, stream: Any, reserve_bytes: int) -> Iterator[None]:
     if stream is None:
         yield
         return

@@ -66,7 +66,7 @@ class Permuted(Exchange):
         home = self._exchange(_reorder(y, sorted(state.blocks), state.blocks), state.recv, state.send)
         position = torch.empty_like(state.order)
         position[state.order] = torch.arange(len(position), device=position.device)
-        # Gathers and sums in one pass over the rows, forward and backward: faster than bmm or sum over gathered rows.
+        # One pass over the rows, forward and backward: faster on CPU ranks than bmm or sum over gathered rows.
         position = position.view(-1, self.case.topk)
         return F.embedding_bag(position, home, per_sample_weights=state.weights, mode="sum")
 
