@@ -5,7 +5,8 @@
 //   publish a window  store_release(signal)      with  load_acquire(signal) in wait_signal          (signal.h)
 //   record an op                                 store_release with load_acquire, word by word      (host/recording.h)
 //   leave a plaque                               store_release with load_acquire of its magic       (host/recording.h)
-//   hand a job to a host team, and its barrier   fetch_add_acq_rel / store_release / load_acquire   (host/team.h)
+//   the barrier of a host team                   fetch_add_acq_rel; store_release and wake_sleepers
+//                                                with load_acquire and sleep_while                  (host/team.h)
 //   exclusive use of an engine                   exchange_acquire with store_release                (host/engine.cpp)
 //   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)
 //   report a failure to the host                 store_release with the host's look at the record   (device/exchange.h)
@@ -129,6 +130,21 @@ MOE_RT_FN void network_fence() {
   cuda::atomic_thread_fence(kAcqRel, cuda::thread_scope_system);
 #endif
 }
+
+#if !defined(__CUDACC__)
+// SYNC POINT barrier, asleep. Returns once the word is not `value`; pairs with store_release, then wake_sleepers. The
+// kernel compares once more before it lets a thread sleep. Without that: 1. a lane sees the old generation, 2. the last
+// lane raises it and finds nobody asleep, 3. the lane goes to sleep for ever.
+template <class T>
+void sleep_while(const T& word, T value) {
+  SystemRef<T>(const_cast<T&>(word)).wait(value, kAcquire);
+}
+
+template <class T>
+void wake_sleepers(T& word) {
+  SystemRef<T>(word).notify_all();
+}
+#endif
 
 // Streaming (non-temporal) stores are not ordered by a release store on x86: every thread that used them calls this
 // before the barrier that precedes the signal. Without it a peer could see the signal before the rows.
