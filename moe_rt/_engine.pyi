@@ -38,7 +38,7 @@ class Engine:
         expert_rank: list[int],
         capacity: list[int],
         segments: list[int],
-        pidfds: list[int],
+        watches: list[int],
         timeout_s: float,
         dispatch_wire: int,
         combine_wire: int,
@@ -137,6 +137,7 @@ class SegmentReport:
     flights: list[Flight]
     num_torn: int
 
+def has_ended(descriptor: int, /) -> bool: ...
 def read_segment(holder: object, /) -> SegmentReport: ...
 def write_plaque(
     *, segment: int, shape: Shape, rank: int, config_hash: int, members: list[tuple[int, int]]

@@ -19,7 +19,7 @@ from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point, planned, reach
 from moe_rt.handle import Handle
-from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
+from moe_rt.heap.rendezvous import FOREVER_S, Rendezvous, StoreRendezvous, ThreadGroup
 from moe_rt.native.choose import Heap, Machine, choose_machine, make_engine
 
 Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
@@ -49,7 +49,7 @@ class Buffer:
         dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as codes of one byte with an fp32 scale
             for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
         combine_dtype: the same for the sums that come home.
-        timeout_s: seconds an op waits for a peer before PeerTimeout ends the group.
+        timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf for ever.
         init_timeout_s: the same for making the buffer.
         placement: rank of each expert, length E; None places contiguous blocks.
         num_threads: host threads that run this rank's ops on the CPU.
@@ -58,6 +58,7 @@ class Buffer:
     Raises:
         InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.
         OutOfSharedMemory, SegmentPermission: on every rank, when a segment cannot be made or opened.
+        LimitReached: on every rank, when the system grants one of them too few descriptors or threads.
         PeerTimeout: a rank did not come.
 
     Example:
@@ -85,6 +86,7 @@ class Buffer:
         num_sms: int | None = None,
     ) -> None:
         rendezvous = _rendezvous(group)
+        wait_s = min(init_timeout_s, FOREVER_S)
         machines: list[Machine] = []
         faults: list[_engine.Fault] = []
 
@@ -110,15 +112,15 @@ class Buffer:
                 combine_dtype=combine_dtype,
             )
 
-        self.spec = agree(rendezvous, make_spec, init_timeout_s)
+        self.spec = agree(rendezvous, make_spec, wait_s)
         self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, machines[0].heap
         self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
         self._engine = make_engine(
             machines[0],
             rendezvous,
             self.spec,
-            timeout_s=timeout_s,
-            init_timeout_s=init_timeout_s,
+            timeout_s=min(timeout_s, FOREVER_S),
+            init_timeout_s=wait_s,
             num_threads=num_threads,
             num_sms=num_sms,
             fault=faults[0],

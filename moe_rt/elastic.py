@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded, StoreLost
-from moe_rt.heap.processes import has_ended, watch
-from moe_rt.heap.rendezvous import StoreRendezvous, all_gather_records
+from moe_rt.heap.processes import Watch, watch
+from moe_rt.heap.rendezvous import FOREVER_S, StoreRendezvous, all_gather_records
+from moe_rt.heap.segments import together
 
 _LOOK_EVERY_S = 0.001
 
@@ -36,6 +36,7 @@ class Members:
     Raises:
         InvalidConfig: the group's back end is not gloo. NCCL and NVSHMEM cannot go on without a rank.
         PeerTimeout: a rank did not come.
+        LimitReached: a rank may not open the descriptors by which it watches its peers.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -47,9 +48,15 @@ class Members:
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout
         self._attempts = 0
         here = _place()
-        places = all_gather_records(StoreRendezvous(group), here, timeout_s)
-        self._watches = [watch(p["pid"]) if p.get("where") == here["where"] else -1 for p in places]
-        weakref.finalize(self, _close_all, self._watches)
+        rendezvous = StoreRendezvous(group)
+        places = all_gather_records(rendezvous, here, min(timeout_s, FOREVER_S))
+        self._watches: list[Watch | None] = []  # None for a rank elsewhere: only its silence tells
+
+        def watch_all() -> dict[str, Any]:
+            self._watches = [watch(p["pid"]) if p.get("where") == here["where"] else None for p in places]
+            return {}
+
+        together(rendezvous, watch_all, "watch its peers' processes", min(timeout_s, FOREVER_S))
 
     def survivors(self, timeout_s: float = 30.0) -> list[int]:
         """Replaces the default process group by one of the ranks that are left, in their old order.
@@ -92,8 +99,7 @@ class Members:
             raise PeerTimeout(message, rank=self._rank) from failure
         if failure is not None:
             raise self._excluded(left) from failure
-        _close_all([fd for r, fd in enumerate(self._watches) if r not in left])
-        self._watches[:] = [self._watches[r] for r in left]
+        self._watches = [self._watches[r] for r in left]
         self._rank, self._store, self._attempts = dist.get_rank(), _default_store(), 0
         return left
 
@@ -104,11 +110,15 @@ class Members:
         deadline = time.monotonic() + timeout_s
         missing = set(range(size))
         while missing and time.monotonic() < deadline and not store.check(["decision"]):
-            missing = {r for r in missing if not (has_ended(self._watches[r]) or store.check([f"here/{r}"]))}
+            missing = {r for r in missing if not (self._has_ended(r) or store.check([f"here/{r}"]))}
             time.sleep(_LOOK_EVERY_S)
-        left = [r for r in range(size) if store.check([f"here/{r}"]) and not has_ended(self._watches[r])]
+        left = [r for r in range(size) if store.check([f"here/{r}"]) and not self._has_ended(r)]
         # The first to get here decides for all: ranks may have looked at different times and seen different marks.
         return json.loads(store.compare_set("decision", "", json.dumps(left)))
+
+    def _has_ended(self, rank: int) -> bool:
+        watched = self._watches[rank]
+        return watched is not None and watched.has_ended()
 
     def _join(self, store: Store, left: list[int]) -> RuntimeError | None:
         """Makes the new group; returns why it could not be made."""
@@ -133,9 +143,3 @@ def _place() -> dict[str, Any]:
     """Within what a process id has its meaning, a host and its process-id namespace, and this process's id there."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {"where": f"{boot} {os.readlink('/proc/self/ns/pid')}", "pid": os.getpid()}
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for fd in descriptors:
-        if fd >= 0:
-            os.close(fd)

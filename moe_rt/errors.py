@@ -30,6 +30,7 @@ class Code(IntEnum):
     PEER_CLOSED = 21
     POISONED = 22
     FAULT_INJECTED = 23
+    INTERRUPTED = 24
     CLOSED = 32
     CONCURRENT_USE = 33
     FORKED = 34
@@ -157,6 +158,10 @@ class SegmentPermission(MoeRtError, PermissionError):
     """A peer's segment cannot be opened, or is not what the peer said it is."""
 
 
+class LimitReached(MoeRtError):
+    """The system grants this process no more descriptors or threads."""
+
+
 class SizeOverflow(InvalidConfig):
     """A size does not fit the types of the protocol."""
 
@@ -174,6 +179,7 @@ _CLASSES: dict[Code, type[MoeRtError]] = {
     Code.PEER_CLOSED: GroupClosed,
     Code.POISONED: GroupPoisoned,
     Code.FAULT_INJECTED: FaultInjected,
+    Code.INTERRUPTED: GroupPoisoned,
     Code.CLOSED: GroupClosed,
     Code.CONCURRENT_USE: ConcurrentUse,
     Code.FORKED: GroupClosed,
@@ -223,6 +229,8 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
             return f"{peer} failed first ({cause}{blamed}) and ended the group; make a new buffer on every rank"
         case Code.FAULT_INJECTED:
             return "failed as MOE_RT_FAULT asked"
+        case Code.INTERRUPTED:  # the op itself raised the handler's exception; this is for later ones
+            return "a signal handler raised in this op and ended the group; make a new buffer on every rank"
         case Code.CLOSED:
             return "the buffer was closed on this rank; expected an open one"
         case Code.FORKED:

@@ -1,13 +1,19 @@
 // moe_rt._engine: the CPU engine for Python. Tensors come as addresses, so that a call costs well under a microsecond;
-// moe_rt/native/cpu.py gives them shapes. The GIL is released for the whole of every op, waits included.
+// moe_rt/native/cpu.py gives them shapes. The GIL is released for the whole of every op, waits included, but for the
+// moments in which a long wait lets Python handle signals.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <system_error>
 
 #include "../device/exchange.h"
 #include "../device/sizes.h"
 #include "engine.h"
+#include "process.h"
 
 namespace nb = nanobind;
 using namespace moe_rt;
@@ -23,26 +29,63 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Runs the handlers of signals that have come, as Python does it in its main thread alone. True when one has raised.
+// Other threads do not ask: for the GIL they might wait long, and in vain.
+bool interrupted() {
+  if (syscall(SYS_gettid) != getpid()) return false;
+  const nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Runs an op without the GIL, and raises what a signal handler raised meanwhile.
+template <class Fn>
+Status run(Fn&& op) {
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = op();
+  }
+  if (PyErr_Occurred()) nb::raise_python_error();
+  return status;
+}
+
+// The engine starts threads, which the system may refuse: an OSError then.
+void make_engine(Engine* self, EngineConfig config) {
+  try {
+    new (self) Engine(std::move(config));
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+    nb::raise_python_error();
+  }
+}
+
 Status dispatch(Engine& engine, Address x, Address topk_idx, Address topk_weights, int64_t num_tokens, Address recv_x,
                 Address recv_weights, Address offs, Address recv_plan, Address send_plan, uint32_t tag) {
-  return engine.dispatch({at<void>(x), at<int64_t>(topk_idx), at<void>(topk_weights), num_tokens, at<void>(recv_x),
-                          at<void>(recv_weights), at<int32_t>(offs), at<int32_t>(recv_plan), at<int32_t>(send_plan)},
-                         tag);
+  const DispatchArgs args{at<void>(x),       at<int64_t>(topk_idx),  at<void>(topk_weights),
+                          num_tokens,        at<void>(recv_x),       at<void>(recv_weights),
+                          at<int32_t>(offs), at<int32_t>(recv_plan), at<int32_t>(send_plan)};
+  return run([&] { return engine.dispatch(args, tag); });
 }
 
 Status combine(Engine& engine, int op, Address y, Address recv_weights, Address grad_recv_weights, Address recv_plan,
                Address send_plan, int64_t num_tokens, Address out, Address grad_topk_weights, uint32_t tag) {
-  return engine.combine(
-      {static_cast<Op>(op), at<void>(y), at<void>(recv_weights), at<void>(grad_recv_weights), at<int32_t>(recv_plan),
-       at<int32_t>(send_plan), num_tokens, at<void>(out), at<void>(grad_topk_weights)},
-      tag);
+  const CombineArgs args{
+      static_cast<Op>(op),    at<void>(y), at<void>(recv_weights), at<void>(grad_recv_weights), at<int32_t>(recv_plan),
+      at<int32_t>(send_plan), num_tokens,  at<void>(out),          at<void>(grad_topk_weights)};
+  return run([&] { return engine.combine(args, tag); });
 }
 
 Status combine_backward(Engine& engine, Address grad_out, int64_t num_tokens, Address y, Address recv_weights,
                         Address recv_plan, Address grad_y, Address grad_recv_weights, uint32_t tag) {
-  return engine.combine_backward({at<void>(grad_out), num_tokens, at<void>(y), at<void>(recv_weights),
-                                  at<int32_t>(recv_plan), at<void>(grad_y), at<void>(grad_recv_weights)},
-                                 tag);
+  const CombineBackwardArgs args{at<void>(grad_out),
+                                 num_tokens,
+                                 at<void>(y),
+                                 at<void>(recv_weights),
+                                 at<int32_t>(recv_plan),
+                                 at<void>(grad_y),
+                                 at<void>(grad_recv_weights)};
+  return run([&] { return engine.combine_backward(args, tag); });
 }
 
 Shape make_shape(int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes) {
@@ -54,7 +97,6 @@ Shape make_shape(int num_ranks, int num_experts, int num_max_tokens, int hidden,
 NB_MODULE(_engine, m) {
   // FSDP keeps modules, and so their engines, past the interpreter's end; leaving a group does not depend on that.
   nb::set_leak_warnings(false);
-  using Release = nb::call_guard<nb::gil_scoped_release>;
 
   m.attr("MAX_TOPK") = kMaxTopk;
   m.attr("NEAR_NS") = kNearNs;
@@ -89,34 +131,47 @@ NB_MODULE(_engine, m) {
           },
           nb::kw_only(), nb::arg("at"), nb::arg("action"), nb::arg("op"), nb::arg("seconds"))
       .def_prop_ro("at", [](const Fault& f) { return static_cast<int>(f.at); })
-      .def("strike", &Fault::strike, Release());
+      .def("strike", &Fault::strike, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Engine>(m, "Engine")
       .def(
           "__init__",
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
              std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
-             std::vector<int> pidfds, double timeout_s, int dispatch_wire, int combine_wire, bool drop_overflow,
+             std::vector<int> watches, double timeout_s, int dispatch_wire, int combine_wire, bool drop_overflow,
              int num_lanes, std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores) {
-            new (self) Engine(EngineConfig{shape, static_cast<rows::Elem>(elem), rank, config_hash,
-                                           std::move(expert_rank), std::move(capacity), std::move(segments),
-                                           std::move(pidfds), timeout_s, static_cast<Wire>(dispatch_wire),
-                                           static_cast<Wire>(combine_wire), drop_overflow, num_lanes, std::move(isa),
-                                           /*first_seq=*/1, fault, cache_bytes, near_ns, num_cores});
+            make_engine(self, EngineConfig{shape,
+                                           static_cast<rows::Elem>(elem),
+                                           rank,
+                                           config_hash,
+                                           std::move(expert_rank),
+                                           std::move(capacity),
+                                           std::move(segments),
+                                           std::move(watches),
+                                           timeout_s,
+                                           static_cast<Wire>(dispatch_wire),
+                                           static_cast<Wire>(combine_wire),
+                                           drop_overflow,
+                                           num_lanes,
+                                           std::move(isa),
+                                           /*first_seq=*/1,
+                                           fault,
+                                           cache_bytes,
+                                           near_ns,
+                                           num_cores,
+                                           interrupted});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
-          nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("pidfds"), nb::arg("timeout_s"),
+          nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
           nb::arg("dispatch_wire"), nb::arg("combine_wire"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
           nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"))
-      .def("dispatch", &dispatch, Release())
-      .def("combine", &combine, Release())
-      .def("combine_backward", &combine_backward, Release())
-      .def(
-          "refuse",
-          [](Engine& e, int op, int code, int64_t got, int64_t expected, uint32_t tag) {
-            return e.refuse(static_cast<Op>(op), static_cast<Code>(code), got, expected, tag);
-          },
-          Release())
+      .def("dispatch", &dispatch)
+      .def("combine", &combine)
+      .def("combine_backward", &combine_backward)
+      .def("refuse",
+           [](Engine& e, int op, int code, int64_t got, int64_t expected, uint32_t tag) {
+             return run([&] { return e.refuse(static_cast<Op>(op), static_cast<Code>(code), got, expected, tag); });
+           })
       .def("poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); })
       .def("needed_rows", &Engine::needed_rows)
       .def("set_capacity", &Engine::set_capacity)
@@ -135,6 +190,7 @@ NB_MODULE(_engine, m) {
            })
       .def("close", &Engine::close);
   bind_report(m);
+  m.def("has_ended", &has_ended);
 
   // What a CUDA launch is given, in the bytes that the kernels read: moe_rt/native/cuda.py knows no C++ struct.
   m.def("placement_tables", [](const std::vector<int32_t>& expert_rank, int num_ranks) {

@@ -61,19 +61,22 @@ Status Engine::post_all(Op op, const Header& header) {
 // decide which of two refusals is raised, and buffer reuse needs all of them.
 Status Engine::wait_all(Op op, const Header& ours) {
   const Kind kind = kind_of(op);
-  HostIdle idle(world_, op, seq_, config_.timeout_s, oversubscribed_);
+  HostIdle idle(world_, op, seq_, config_.timeout_s, oversubscribed_, config_.interrupted);
   const auto start = Clock::now();
   int64_t before = 0;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
-    idle.watch(peer, config_.pidfds.empty() ? -1 : config_.pidfds[peer]);
+    idle.watch(peer, config_.watches.empty() ? -1 : config_.watches[peer]);
     const Code code = wait_signal(mailbox, ours.seq, idle);
     const int64_t arrival = nanoseconds(start, Clock::now()), waited = arrival - before;
     before = arrival;
     store_relaxed(waited_ns_[peer], waited_ns_[peer] + waited);
     if (waited > flight_.longest_ns) flight_.longest_ns = waited, flight_.longest_peer = peer;
-    if (code != Code::kOk) {
-      return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
+    if (code == Code::kInterrupted) return {code, op, Phase::kWait, -1, ours.seq, 0, 0};  // no peer is to blame
+    const uint64_t announced = load_acquire(mailbox.signal);
+    // What a look has found wrong with the peer does not count if it has announced meanwhile.
+    if (code != Code::kOk && (code == Code::kPoisoned || !reached(announced, ours.seq))) {
+      return {code, op, Phase::kWait, peer, ours.seq, int64_t(announced), int64_t(ours.seq)};
     }
     arrival_ns_[peer] = arrival;
   }

@@ -30,7 +30,7 @@ struct EngineConfig {
   std::vector<int32_t> expert_rank;  // [E]
   std::vector<int64_t> capacity;     // [R]
   std::vector<uint64_t> segments;    // [R] addresses; each Layout::bytes long, zero-filled before first use
-  std::vector<int> pidfds;           // [R] or empty; see HostIdle::watch
+  std::vector<int> watches;          // [R] or empty; see HostIdle::watch
   double timeout_s;
   Wire dispatch_wire, combine_wire;  // how rows travel forward; gradients travel as they are
   bool drop_overflow;                // false: overflow is refused by all ranks
@@ -41,6 +41,7 @@ struct EngineConfig {
   int64_t cache_bytes = int64_t{32} << 20;  // of the last-level cache
   double near_ns = kNearNs;                 // most that a line takes from a cache that is shared
   int num_cores = static_cast<int>(std::thread::hardware_concurrency());  // that all ranks together may run on
+  bool (*interrupted)() = nullptr;  // asked a few times a second in long waits; true ends the op, and the group
 };
 
 class Engine {

@@ -22,6 +22,7 @@ enum class Code : int32_t {
   kPeerClosed = 21,
   kPoisoned = 22,
   kFaultInjected = 23,  // on purpose: host/fault.h
+  kInterrupted = 24,    // by an exception of a signal handler, in this rank's own process
   // This rank alone: nothing was announced.
   kClosed = 32,
   kConcurrentUse = 33,

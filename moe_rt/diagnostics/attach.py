@@ -32,7 +32,7 @@ def attach(pid: int) -> list[Report]:
             groups[tuple(_engine.read_segment(mapping).members)] = None
     if not groups:
         raise InvalidConfig(f'pid: got process {pid} without a buffer, expected a rank of one with heap "shm"')
-    return [report_on(g, [segments.get(inode) for _, inode in g], [-1] * len(g)) for g in groups]
+    return [report_on(g, [segments.get(inode) for _, inode in g], [None] * len(g)) for g in groups]
 
 
 def _segments_of(pid: int) -> dict[int, mmap.mmap]:

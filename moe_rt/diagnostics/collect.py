@@ -14,7 +14,7 @@ from typing import Any
 from moe_rt import _engine
 from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report
 from moe_rt.errors import Code, Op
-from moe_rt.heap.processes import has_ended, state_letter
+from moe_rt.heap.processes import Watch, state_letter
 
 MOST_LINES = 4  # of a conclusion
 _PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}  # of /proc/<pid>/stat; others run
@@ -30,16 +30,16 @@ class _View:
     problem: str = ""
 
 
-def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], pidfds: Sequence[int]) -> Report:
+def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], watches: Sequence[Watch | None]) -> Report:
     """The report of someone who has segments mapped.
 
     Args:
         members: process and inode of each rank, as in Segments.
         mappings: of each rank's segment, perhaps read-only; None where there is none.
-        pidfds: a descriptor that watches each rank's process, or -1.
+        watches: of each rank's process, or None.
     """
-    found = enumerate(zip(members, mappings, pidfds, strict=True))
-    views = [_look_at(rank, len(members), pid, mapping, pidfd) for rank, ((pid, _), mapping, pidfd) in found]
+    found = enumerate(zip(members, mappings, watches, strict=True))
+    views = [_look_at(rank, len(members), pid, mapping, watch) for rank, ((pid, _), mapping, watch) in found]
     now = time.monotonic_ns()
     segments = [view.segment for view in views if view.segment is not None]
     ranks = [_rank_report(rank, view, segments, now) for rank, view in enumerate(views)]
@@ -63,8 +63,8 @@ def stragglers(waits_for: Sequence[set[int]]) -> list[int]:
     return [r for r in sorted(set[int]().union(*waits_for)) if all(r in reached[other] for other in reached[r])]
 
 
-def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, pidfd: int) -> _View:
-    process = "dead" if has_ended(pidfd) else _process_state(pid)
+def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, watch: Watch | None) -> _View:
+    process = "dead" if watch is not None and watch.has_ended() else _process_state(pid)
     if mapping is None:
         return _View(pid, process, None, "not mapped here")
     try:

@@ -72,4 +72,4 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: Devi
     region, streams = taken[0]
     base = round_up(region.data_ptr(), PAGE)
     addresses = [base + r * stride for r in range(rendezvous.size)]
-    return Segments(addresses, [-1] * rendezvous.size, [region], streams=streams)
+    return Segments(addresses, [None] * rendezvous.size, [region], streams=streams)

@@ -106,7 +106,7 @@ class World:
         allocation.idle = False
         give_back, addresses = functools.partial(setattr, allocation, "idle", True), list(allocation.addresses)
         own = addresses[rendezvous.rank]
-        return Segments(addresses, [-1] * rendezvous.size, [], symmetric=own, on_release=give_back)
+        return Segments(addresses, [None] * rendezvous.size, [], symmetric=own, on_release=give_back)
 
     def shutdown(self, rendezvous: Rendezvous, timeout_s: float) -> bool:
         """Frees all segments in the order they were made; finalizes NVSHMEM if it was initialised here. Collective.

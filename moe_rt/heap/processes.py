@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
+import weakref
 from collections.abc import Iterable
 
+from moe_rt import _engine
 
-def watch(pid: int) -> int:
-    """A descriptor that tells when the process ends: a pidfd or, where the system denies those, /proc/<pid>/stat.
 
-    -1 where there is neither: then only time tells.
+class Watch:
+    """Tells when a process ends; `descriptor`, its open /proc/<pid>/stat, is closed with the last reference."""
+
+    def __init__(self, pid: int) -> None:
+        self.descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def has_ended(self) -> bool:
+        """Whether the process runs no more, also while it still gives back its memory: cuda/host/process.h."""
+        return _engine.has_ended(self.descriptor)
+
+
+_watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
+
+
+def watch(pid: int) -> Watch:
+    """The watch of a process, which all buffers share.
+
+    Raises:
+        OSError: there is no such process, or this one may have no more descriptors open.
     """
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid)
-    with contextlib.suppress(OSError):
-        return os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    return -1
-
-
-def has_ended(descriptor: int) -> bool:
-    """Whether the process that `watch` gave this for is gone; False for -1. As HostIdle::is_dead in waiting.h.
-
-    A pidfd is readable once the process has ended, and then, like the stat file of a process that is gone, gives
-    nothing; the stat file of one that is left to be collected says so.
-    """
-    if descriptor < 0:
-        return False
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    if not any(events & select.POLLIN for _, events in poll.poll(0)):
-        return False
-    try:
-        stat = os.pread(descriptor, 512, 0)
-    except OSError:
-        return True
-    return not stat or state_letter(stat) in ("Z", "X")
+    found = _watches.get(pid)
+    if found is None or found.has_ended():  # then the id may belong to another process by now
+        found = _watches[pid] = Watch(pid)
+    return found
 
 
 def state_letter(stat: bytes) -> str:

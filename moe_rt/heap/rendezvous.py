@@ -12,6 +12,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from moe_rt.errors import CorruptPeer, InvalidConfig, PeerTimeout
 
+FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
+
 
 class Rendezvous(Protocol):
     """One rank's end of a meeting point. Every rank calls `all_gather` the same number of times."""

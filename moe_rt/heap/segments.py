@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,9 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_rt.errors import InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.errors import InvalidConfig, LimitReached, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.heap.processes import Watch
 from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 
+_LIMITS = {
+    errno.EMFILE: "descriptors (ulimit -n)",
+    errno.ENFILE: "descriptors on this host (fs.file-max)",
+    errno.EAGAIN: "threads (ulimit -u, ulimit -v, pids.max of the control group)",
+}
 PAGE = 4096  # segments start on it: the layout aligns its regions relative to the start
 
 
@@ -61,21 +67,31 @@ def together(
     failure: MoeRtError | None = None
     try:
         record = work()
-    except MoeRtError as error:
-        failure = error
     except Exception as error:
-        failure = InvalidConfig(f"rank {rendezvous.rank} could not {what}: got {type(error).__name__}: {error}")
-        failure.__cause__ = error
+        failure = _as_ours(error, rendezvous.rank, what)
     if failure is not None:
         record = {"error": type(failure).__name__, "message": str(failure)}
     records = all_gather_records(rendezvous, record, timeout_s)
     if failure is not None:
         raise failure
-    kinds: dict[str, type[MoeRtError]] = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission)}
+    kinds: dict[str, type[MoeRtError]] = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission, LimitReached)}
     for peer, r in enumerate(records):
         if "error" in r:
             raise kinds.get(str(r["error"]), InvalidConfig)(str(r.get("message")), rank=rendezvous.rank, peer=peer)
     return records
+
+
+def _as_ours(error: Exception, rank: int, what: str) -> MoeRtError:
+    system_error = error.__cause__ if isinstance(error, MoeRtError) else error
+    if isinstance(system_error, OSError) and system_error.errno in _LIMITS:
+        got, limit = system_error.strerror, _LIMITS[system_error.errno]
+        failure: MoeRtError = LimitReached(f"rank {rank} could not {what}: got {got}, expected room for more {limit}")
+    elif isinstance(error, MoeRtError):
+        return error
+    else:
+        failure = InvalidConfig(f"rank {rank} could not {what}: got {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 @dataclass
@@ -85,6 +101,7 @@ class Segments:
     An address is 0 where the segment cannot be reached by loads and stores, but only through the heap's network.
 
     Attributes:
+        watches: of the processes of CPU ranks that are not this one.
         mappings: what keeps the memory alive.
         symmetric: the own segment as NVSHMEM knows it: its puts and gets name a place in a peer's segment by this
             address plus the offset. 0 in heaps without a network.
@@ -95,7 +112,7 @@ class Segments:
     """
 
     addresses: list[int]
-    pidfds: list[int]
+    watches: list[Watch | None]
     mappings: list[Any] = field(repr=False)
     symmetric: int = 0
     streams: dict[int, int] | None = None
@@ -108,10 +125,7 @@ class Segments:
         It waits for nothing, so work on the memory may still be queued on a GPU. Before the memory is given to someone
         else the nvshmem heap waits for the GPU, and torch's allocator for the streams that it was told of.
         """
-        for fd in self.pidfds:
-            if fd >= 0:
-                os.close(fd)
-        self.pidfds, self.addresses, self.symmetric = [], [], 0
+        self.watches, self.addresses, self.symmetric = [], [], 0
         self.mappings.clear()
         on_release, self.on_release = self.on_release, None
         if on_release is not None:

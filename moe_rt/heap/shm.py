@@ -133,7 +133,7 @@ def _attach_all(me: int, records: list[dict[str, Any]], num_bytes: int, opened: 
         segments.mappings.append(mapping)
         segments.addresses.append(address_of(mapping))
         segments.members.append((record["pid"], record["ino"]))
-        segments.pidfds.append(-1 if peer == me else watch(record["pid"]))
+        segments.watches.append(None if peer == me else watch(record["pid"]))
 
 
 def _seals(fd: int) -> int:

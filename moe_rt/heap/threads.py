@@ -33,4 +33,4 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         with _lock:
             del _in_transit[address]
     size = rendezvous.size
-    return Segments(addresses, [-1] * size, mappings, members=[(os.getpid(), 0)] * size)
+    return Segments(addresses, [None] * size, mappings, members=[(os.getpid(), 0)] * size)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moe_rt import _engine
 from moe_rt.config import BufferSpec
 from moe_rt.errors import InvalidConfig
+from moe_rt.faults import Point
 from moe_rt.heap import loopback, nvshmem, shm, threads
 from moe_rt.heap.rendezvous import Rendezvous, ThreadGroup
 from moe_rt.heap.segments import together
@@ -79,10 +80,24 @@ def make_engine(
     if gpu is None:
         allocate = threads.allocate if machine.heap == "threads" else shm.allocate
         segments = allocate(rendezvous, num_bytes, init_timeout_s)
-        isa = os.environ.get("MOE_RT_ISA", "auto")
-        return CpuEngine(
-            spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa, fault=fault
-        )
+        made: list[CpuEngine] = []
+
+        def start() -> dict[str, Any]:
+            rank, isa = rendezvous.rank, os.environ.get("MOE_RT_ISA", "auto")
+            made.append(
+                CpuEngine(spec, rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa, fault=fault)
+            )
+            return {}
+
+        try:
+            together(rendezvous, start, "start its engine", init_timeout_s)
+        except BaseException:
+            for engine in made:
+                engine.close()
+            segments.release()
+            raise
+        made[0].reach(Point.POST_RENDEZVOUS)
+        return made[0]
     allocate_on = loopback.allocate if machine.heap == "loopback" else nvshmem.allocate
     segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
 

@@ -30,7 +30,12 @@ NEAR_NS = _engine.NEAR_NS
 
 
 class CpuEngine(Engine):
-    """A rank that is a process over shared memory, or a thread."""
+    """A rank that is a process over shared memory, or a thread.
+
+    Raises:
+        OSError: the system grants no more threads.
+        ValueError: this machine or build has no `isa`.
+    """
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class CpuEngine(Engine):
             expert_rank=list(spec.placement),
             capacity=self._capacities,
             segments=segments.addresses,
-            pidfds=segments.pidfds,
+            watches=[-1 if w is None else w.descriptor for w in segments.watches],
             timeout_s=timeout_s,
             dispatch_wire=WIRES[spec.dispatch_dtype],
             combine_wire=WIRES[spec.combine_dtype],
@@ -82,7 +87,6 @@ class CpuEngine(Engine):
             Op.DISPATCH_BACKWARD: self._engine.combine,
             Op.COMBINE_BACKWARD: self._engine.combine_backward,
         }
-        self._reach(Point.POST_RENDEZVOUS)
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
@@ -125,10 +129,10 @@ class CpuEngine(Engine):
         return {**names, "arrival_ns": arrivals, "line_ns": lines}
 
     def report(self) -> Report:
-        pidfds, mappings = list(self._segments.pidfds), list(self._segments.mappings)
+        watches, mappings = list(self._segments.watches), list(self._segments.mappings)
         if not mappings:
             raise GroupClosed("the buffer was closed on this rank; expected an open one", rank=self.rank)
-        return report_on(self._segments.members, mappings, pidfds)
+        return report_on(self._segments.members, mappings, watches)
 
     def waited_ns(self) -> list[int]:
         return self._engine.waited_ns()
@@ -142,12 +146,13 @@ class CpuEngine(Engine):
         While another thread is inside an op the segments stay mapped: they go with the engine, which the op holds.
         """
         try:
-            self._reach(Point.IN_DESTROY)
+            self.reach(Point.IN_DESTROY)
         finally:
             if self._engine.close():
                 self._segments.release()
 
-    def _reach(self, point: Point) -> None:
+    def reach(self, point: Point) -> None:
+        """Where a fault outside of ops may strike; raises FaultInjected, and tells peers, if it is that."""
         try:
             reach(self._fault, point)
         except FaultInjected:

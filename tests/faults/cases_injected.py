@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 import torch
-from cases_failures import die_at
 from cases_faults import good_round, open_buffer
 
 from moe_rt import Buffer
@@ -34,16 +32,6 @@ def three_steps(group: Any, num_threads: int = 1) -> str:
     except MoeRtError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-def die_without_pidfds(group: Any, culprit: int) -> tuple[str, float, float]:
-    """As `die_at`, where the system denies pidfds."""
-
-    def denied(pid: int) -> int:
-        raise PermissionError("denied")
-
-    os.pidfd_open = denied
-    return die_at(group, culprit, "combine")
 
 
 def raise_in_backward(group: Any, culprit: int) -> str:

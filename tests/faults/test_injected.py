@@ -1,4 +1,4 @@
-"""MOE_RT_FAULT: ranks that are threads too, nonsense refused on every rank; the stall warning; life without pidfds."""
+"""MOE_RT_FAULT: ranks that are threads too, nonsense refused on every rank; the stall warning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import cases_failures
 import cases_injected as cases
 import pytest
-from harness import ProcessRanks, Ranks
+from harness import Ranks
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import planned
@@ -96,13 +96,3 @@ def test_a_wait_warns_once_at_a_tenth_of_its_timeout(make_ranks: MakeRanks, capf
     make_ranks("threads", 2).run(cases_failures.stay_away, CULPRIT, 1.0)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "dispatch #2 on rank 0" in line]
     assert warnings == ["moe_rt: dispatch #2 on rank 0 has waited 0.1 s for rank 1; PeerTimeout after 1 s"]
-
-
-def test_death_is_noticed_without_pidfds() -> None:
-    ranks = ProcessRanks(SIZE)
-    outcomes = ranks.outcomes(cases.die_without_pidfds, CULPRIT)
-    ranks.close()
-    for rank in (0, 2):
-        text, start, end = outcomes[rank]
-        assert text.startswith("PeerDead:"), outcomes
-        assert end - start < 5.0, "timeout_s is 20"

@@ -37,7 +37,7 @@ def test_segments_are_slices_of_one_zeroed_region(size: int) -> None:
     assert [a - addresses[0] for a in addresses] == [2 * PAGE * r for r in range(size)]
     assert all(ctypes.string_at(a, 5000) == bytes(5000) for a in addresses)
     assert gpus[0].syncs >= 1, "zeros must be there before any peer may write"
-    assert all((m.pidfds, m.symmetric) == ([-1] * size, 0) for m in made)
+    assert all((m.watches, m.symmetric) == ([None] * size, 0) for m in made)
     assert all(m.streams is made[0].streams == {} for m in made), "one table for all ranks"
 
 

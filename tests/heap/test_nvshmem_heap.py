@@ -21,7 +21,7 @@ def test_every_rank_reaches_every_segment(size: int) -> None:
     for rank, segments in enumerate(made):
         assert segments.symmetric == segments.addresses[rank]
         assert segments.addresses == made[0].addresses, "threads have one address space"
-        assert segments.pidfds == [-1] * size
+        assert segments.watches == [None] * size
     assert len(set(made[0].addresses)) == size
     for address in made[0].addresses:
         assert address % PAGE == 0

@@ -1,0 +1,98 @@
+"""What ranks do in the tests of limits on descriptors and threads; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cases_faults import good_round, open_buffer
+
+from moe_rt import Buffer
+
+
+@contextlib.contextmanager
+def limit(which: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, (soft, hard))
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """The process can open `count` more and then none."""
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(count + 1)]
+    with limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + 1):
+        with contextlib.suppress(OSError):
+            while len(taken) < 4096:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for fd in taken[:count]:
+            os.close(fd)
+        try:
+            yield
+        finally:
+            for fd in taken[count:]:
+                os.close(fd)
+
+
+def at_the_descriptor_limit(group: Any, most: int) -> list[str]:
+    """Rank 1 may open none, one, two, ... more, until a buffer is made; then it dies. What the rank saw each time."""
+    seen = []
+    for left in range(most):
+        with descriptors_left(left) if group.rank() == 1 else contextlib.nullcontext():
+            try:
+                buffer = open_buffer(group)
+            except RuntimeError as error:
+                seen.append(f"{type(error).__name__}: {error}")
+                continue
+        good_round(buffer)
+        return [*seen, _after_a_death(buffer, culprit=1)]
+    return seen
+
+
+def _after_a_death(buffer: Buffer, culprit: int) -> str:
+    if buffer.rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return type(error).__name__
+    return "no error"
+
+
+def descriptors_of_buffers(group: Any, count: int) -> list[int]:
+    """How many descriptors this rank has open with none, one, two, ... buffers, and after all are closed."""
+    open_buffer(group).close()
+    buffers, seen = [], []
+    for _ in range(count):
+        seen.append(len(os.listdir("/proc/self/fd")))
+        buffers.append(open_buffer(group))
+        good_round(buffers[-1])
+    seen.append(len(os.listdir("/proc/self/fd")))
+    for buffer in buffers:
+        buffer.close()
+    return [*seen, len(os.listdir("/proc/self/fd"))]
+
+
+def without_address_space(group: Any) -> tuple[str, int]:
+    """Rank 1 has no room for the stacks of all its lanes; without the limit the same group works."""
+    open_buffer(group).close()
+    threads = len(os.listdir("/proc/self/task"))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        with limit(resource.RLIMIT_AS, used + (64 << 20)) if group.rank() == 1 else contextlib.nullcontext():
+            open_buffer(group, num_threads=64).close()
+        text = "no error"
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    left = len(os.listdir("/proc/self/task")) - threads
+    with open_buffer(group, num_threads=3) as buffer:
+        good_round(buffer)
+    return text, left

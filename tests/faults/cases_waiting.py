@@ -1,0 +1,144 @@
+"""What ranks do in the tests of long waits: signals, freezing, lanes at rest; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases_faults import good_round, open_buffer
+from routing import buffer_kwargs, make_spec
+
+from moe_rt import Buffer
+
+PATIENCE_S = 60.0
+
+
+class Alarm(Exception):
+    """What a user's own signal handler raises."""
+
+
+def wait_for(path: str) -> None:
+    """Returns once the file is there: how ranks and the test tell each other how far they are."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def interrupted_at(group: Any, at: str, num_threads: int, directory: str) -> str:
+    """Rank 0 is interrupted while it waits for rank 1, which comes only once rank 0 has got out of its wait."""
+    buffer = open_buffer(group, num_threads=num_threads)
+    x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+    weights = torch.ones(4, buffer.spec.num_topk, requires_grad=True)
+
+    def reach(op: str) -> None:
+        if op == at and buffer.rank == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        elif op == at and buffer.rank == 1:
+            wait_for(f"{directory}/out")
+
+    try:
+        reach("dispatch")
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+        reach("combine")
+        out = buffer.combine(recv_x, recv_weights, handle)
+        reach("backward")
+        out.sum().backward()
+        text = "no error"
+    except (RuntimeError, KeyboardInterrupt) as error:
+        text = f"{type(error).__name__}: {error}"
+    Path(f"{directory}/out").touch()
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        text += f" | then {type(error).__name__}: {error}"
+    buffer.close()
+    with open_buffer(group) as newer:
+        good_round(newer)
+    return text
+
+
+def handled(group: Any, raises: bool, directory: str) -> str:
+    """The handler is the user's own. Rank 1 comes once it has run; if it returns, the wait goes on."""
+    with open_buffer(group) as buffer:
+        good_round(buffer)
+
+        def handler(*_: object) -> None:
+            Path(f"{directory}/handled").touch()
+            if raises:
+                raise Alarm("enough")
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            if buffer.rank == 0:
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+            else:
+                wait_for(f"{directory}/handled")
+            good_round(buffer)
+        except (RuntimeError, Alarm) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    return "no error"
+
+
+def frozen_together(group: Any, timeout_s: float, directory: str) -> str:
+    """The other ranks wait for the last one when the test stops all; that one comes when all have been woken."""
+    with open_buffer(group, timeout_s=timeout_s) as buffer:
+        good_round(buffer)
+        Path(f"{directory}/{buffer.rank}").touch()
+        if buffer.rank == buffer.num_ranks - 1:
+            wait_for(f"{directory}/thawed")
+        try:
+            good_round(buffer)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def wait_with_lanes(group: Any, seconds: float) -> tuple[float, float]:
+    """CPU and wall time of a round in which rank 1 comes late."""
+    with open_buffer(group, num_threads=4) as buffer:
+        good_round(buffer)
+        cpu, wall = time.process_time(), time.monotonic()
+        if buffer.rank == 1:
+            time.sleep(seconds)
+        good_round(buffer)
+        return time.process_time() - cpu, time.monotonic() - wall
+
+
+def flushed(group: Any, num_threads: int) -> list[bytes]:
+    """Outputs of a round whose values are denormal, with denormals flushed from after the buffer was made on."""
+    spec = make_spec(2, dtype=torch.float32)
+    with Buffer(group, num_threads=num_threads, **buffer_kwargs(spec)) as buffer:
+        torch.set_flush_denormal(True)
+        try:
+            tokens = spec.num_max_tokens_per_rank
+            x = torch.full((tokens, spec.hidden), 1e-40, requires_grad=True)
+            idx = torch.arange(tokens * spec.num_topk).reshape(tokens, -1) % spec.num_experts
+            recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(tokens, spec.num_topk))
+            out = buffer.combine(recv_x * 1, recv_weights, handle)
+            out.backward(torch.full_like(out, 1e-40))
+            assert x.grad is not None
+            return [out.detach().numpy().tobytes(), x.grad.numpy().tobytes()]
+        finally:
+            torch.set_flush_denormal(False)
+
+
+def waits_for_ever(group: Any, timeout_s: float) -> str:
+    """Rank 1 comes late, but not too late."""
+    with open_buffer(group, timeout_s=timeout_s, init_timeout_s=math.inf) as buffer:
+        good_round(buffer)
+        if buffer.rank == 1:
+            time.sleep(0.2)
+        try:
+            good_round(buffer)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"

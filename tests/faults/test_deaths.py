@@ -1,0 +1,100 @@
+"""A process has ended when it runs no more, even while it gives back its memory; not when its first thread ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_rt.heap.processes import Watch, state_letter, watch
+
+GIB = float(os.environ.get("MOE_RT_TEST_GIB", "1"))  # of a process that is killed
+KILLS = 5
+PATIENCE_S = 60.0
+
+LARGE = f"""
+import mmap
+memory = mmap.mmap(-1, int({GIB} * 2**30), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(23)  # MADV_POPULATE_WRITE
+"""
+THREADS = "import threading; [threading.Thread(target=time.sleep, args=(600,)).start() for _ in range(4)]\n"
+FIRST_THREAD_ENDS = THREADS + "print(flush=True); import ctypes; ctypes.CDLL(None).pthread_exit(None)\n"
+NAMED = "import ctypes; ctypes.CDLL(None).prctl(15, b') Z 4 (x', 0, 0, 0)\n"  # PR_SET_NAME
+
+
+@contextmanager
+def process(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python process that has run the code, and then sleeps until it is killed."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import time\n{code}\nprint(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"\n"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def wait_for_end(watched: Watch) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not watched.has_ended():
+        assert time.monotonic() < deadline
+
+
+def stat_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/stat").read_bytes()
+
+
+def is_readable(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def noticed_before_its_pidfd(code: str) -> bool:
+    with process(code) as child:
+        watched, pidfd = watch(child.pid), os.pidfd_open(child.pid)
+        assert not watched.has_ended()
+        child.kill()
+        wait_for_end(watched)
+        early = not is_readable(pidfd)
+        os.close(pidfd)
+    assert watched.has_ended(), "nothing is left of the process"
+    return early
+
+
+def test_death_is_noticed_before_the_memory_is_given_back() -> None:
+    """In one of a few kills; in each it would take this test not being run until the memory is gone."""
+    assert any(noticed_before_its_pidfd(LARGE) for _ in range(KILLS))
+    assert any(noticed_before_its_pidfd(LARGE + THREADS) for _ in range(KILLS))
+
+
+def test_process_lives_on_without_its_first_thread() -> None:
+    with process(FIRST_THREAD_ENDS) as child:
+        watched, deadline = watch(child.pid), time.monotonic() + PATIENCE_S
+        while state_letter(stat_of(child.pid)) != "Z":
+            assert time.monotonic() < deadline
+        assert not watched.has_ended()
+        child.kill()
+        wait_for_end(watched)
+
+
+def test_name_of_a_process_is_not_believed() -> None:
+    with process(NAMED) as child:
+        assert b") Z 4 (x" in stat_of(child.pid)
+        assert not watch(child.pid).has_ended()
+
+
+def test_watch_is_shared_while_its_process_lives() -> None:
+    """The id of one that has ended may be given to another process."""
+    with process("") as child:
+        first = watch(child.pid)
+        assert watch(child.pid) is first
+        child.kill()
+        wait_for_end(first)
+        assert watch(child.pid) is not first

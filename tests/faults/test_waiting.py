@@ -1,0 +1,113 @@
+"""Long waits: signals are handled, lanes sleep, a job that was frozen goes on, and no timeout is too long."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import cases_waiting as cases
+import pytest
+import torch
+from cases_faults import good_round, open_buffer
+from conftest import CPU_HEAPS, HEAPS
+from harness import ProcessRanks, Ranks
+
+from moe_rt import ThreadGroup
+from moe_rt.errors import InvalidConfig
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+@pytest.mark.parametrize(("at", "num_threads"), [("dispatch", 1), ("combine", 3), ("backward", 1)])
+def test_interrupt_ends_a_wait(make_ranks: MakeRanks, tmp_path: Path, at: str, num_threads: int) -> None:
+    texts = make_ranks("shm", 2).run(cases.interrupted_at, at, num_threads, str(tmp_path))
+    first, then = texts[0].split(" | then ")
+    assert first == "KeyboardInterrupt: ", texts
+    assert then.startswith("GroupPoisoned: "), texts
+    assert "on rank 0: a signal handler raised in this op" in then, texts
+    assert texts[1].startswith("GroupPoisoned: "), texts
+    assert "rank 0 failed first (interrupted)" in texts[1], texts
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_handler_of_the_user_runs_in_a_wait(make_ranks: MakeRanks, tmp_path: Path, raises: bool) -> None:
+    texts = make_ranks("shm", 2).run(cases.handled, raises, str(tmp_path))
+    if raises:
+        assert texts[0] == "Alarm: enough"
+        assert texts[1].startswith("GroupPoisoned: "), texts
+    else:
+        assert texts == ["no error"] * 2
+
+
+def test_wait_in_the_main_thread_beside_a_busy_one() -> None:
+    """The main thread asks for signals, and so for the GIL, while the rank that it waits for runs Python."""
+    groups = ThreadGroup.make(2)
+
+    def late() -> None:
+        with open_buffer(groups[1]) as buffer:
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                pass
+            good_round(buffer)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    with open_buffer(groups[0]) as buffer:
+        good_round(buffer)
+    thread.join()
+
+
+def test_job_that_was_frozen_goes_on(tmp_path: Path) -> None:
+    """All ranks are stopped for longer than timeout_s, and woken one after the other."""
+    ranks, timeout_s = ProcessRanks(3), 5.0
+    texts: list[str] = []
+    test = threading.Thread(
+        target=lambda: texts.extend(ranks.outcomes(cases.frozen_together, timeout_s, str(tmp_path)))
+    )
+    test.start()
+    for rank in range(3):
+        cases.wait_for(str(tmp_path / str(rank)))
+    time.sleep(0.5)  # until they wait
+    for process in ranks.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(timeout_s + 2.0)
+    for process in ranks.processes:
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.2)
+    (tmp_path / "thawed").touch()
+    test.join()
+    ranks.close()
+    assert texts == ["no error"] * 3
+
+
+def test_lanes_sleep_while_one_waits(make_ranks: MakeRanks) -> None:
+    """Lanes that spin would take all cores, which the late rank may need."""
+    cpu, wall = make_ranks("shm", 2).run(cases.wait_with_lanes, 2.0)[0]
+    assert cpu < 0.4 * wall
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_bits_with_flushed_denormals_do_not_depend_on_lanes(make_ranks: MakeRanks, heap: str) -> None:
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush denormals")
+    one, four = (make_ranks(heap, 2).run(cases.flushed, num_threads) for num_threads in (1, 4))
+    assert one == four
+    assert all(not any(output) for outputs in one for output in outputs), "every value is flushed"
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300, 1e10])
+@pytest.mark.parametrize("heap", HEAPS)
+def test_timeout_longer_than_clocks_count(make_ranks: MakeRanks, heap: str, timeout_s: float) -> None:
+    assert make_ranks(heap, 2).run(cases.waits_for_ever, timeout_s) == ["no error"] * 2
+
+
+@pytest.mark.parametrize("seconds", [math.nan, 0.0, -1.0, -math.inf])
+@pytest.mark.parametrize("name", ["timeout_s", "init_timeout_s"])
+def test_timeout_that_makes_no_sense(name: str, seconds: float) -> None:
+    with pytest.raises(InvalidConfig, match="expected positive seconds"):
+        open_buffer(ThreadGroup.make(1)[0], **{name: seconds})
