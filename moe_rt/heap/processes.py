@@ -14,7 +14,8 @@ class Watch:
 
     def __init__(self, pid: int) -> None:
         self.descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
+        # Not at exit, where daemon threads may still wait: the end of the process closes it.
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     def has_ended(self) -> bool:
         """Whether the process runs no more, also while it still gives back its memory: cuda/host/process.h."""

@@ -42,7 +42,7 @@ def patched(at: int, content: bytes) -> mmap.mmap:
 
 def report(mapping: Any) -> Report:
     """A report on this one segment, which can be shown in all ways."""
-    made = report_on([(os.getpid(), 0)], [mapping], [-1])
+    made = report_on([(os.getpid(), 0)], [mapping], [None])
     assert json.loads(made.to_json())["ranks"][0]["rank"] == 0
     Console(file=io.StringIO()).print(show_report(made))
     return made
@@ -118,7 +118,7 @@ def test_unaligned_memory_is_refused() -> None:
 def test_peer_that_overwrote_its_plaque() -> None:
     """The others are reported on as before."""
     mappings = [mapped(HEALTHY), patched(0, b"x" * PLAQUE_BYTES)]
-    made = report_on([(os.getpid(), 0)] * 2, [None, mappings[1]], [-1, -1])
+    made = report_on([(os.getpid(), 0)] * 2, [None, mappings[1]], [None, None])
     assert made.ranks[0].problem == "not mapped here"
     assert made.ranks[1].problem.startswith("magic: got")
     assert made.ranks[1].state.startswith("cannot be read (magic: got")

@@ -117,14 +117,15 @@ def flushed(group: Any, num_threads: int) -> list[bytes]:
     """Outputs of a round whose values are denormal, with denormals flushed from after the buffer was made on."""
     spec = make_spec(2, dtype=torch.float32)
     with Buffer(group, num_threads=num_threads, **buffer_kwargs(spec)) as buffer:
+        tokens = spec.num_max_tokens_per_rank
+        x = torch.full((tokens, spec.hidden), 1e-40, requires_grad=True)
+        grad_out = x.detach().clone()
+        idx = torch.arange(tokens * spec.num_topk).reshape(tokens, -1) % spec.num_experts
         torch.set_flush_denormal(True)
         try:
-            tokens = spec.num_max_tokens_per_rank
-            x = torch.full((tokens, spec.hidden), 1e-40, requires_grad=True)
-            idx = torch.arange(tokens * spec.num_topk).reshape(tokens, -1) % spec.num_experts
             recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(tokens, spec.num_topk))
-            out = buffer.combine(recv_x * 1, recv_weights, handle)
-            out.backward(torch.full_like(out, 1e-40))
+            out = buffer.combine(recv_x, recv_weights, handle)
+            out.backward(grad_out)
             assert x.grad is not None
             return [out.detach().numpy().tobytes(), x.grad.numpy().tobytes()]
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
@@ -98,3 +99,12 @@ def test_watch_is_shared_while_its_process_lives() -> None:
         child.kill()
         wait_for_end(first)
         assert watch(child.pid) is not first
+
+
+def test_deaths_are_measured() -> None:
+    command = [sys.executable, "-m", "moe_rt.chaos.deaths", "--gib", "0", "--gib", "0.25", "--kills", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    deaths = json.loads(done.stdout.splitlines()[-1])
+    assert [(death["gib"], death["raised"]) for death in deaths] == [(gib, "PeerDead") for gib in (0, 0, 0.25, 0.25)]
+    assert "| 0.25 | 2 | " in done.stdout

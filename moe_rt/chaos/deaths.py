@@ -1,0 +1,170 @@
+"""How soon a rank learns that its peer was killed, by how much memory the kernel has to take back from the dead.
+
+    python -m moe_rt.chaos.deaths --gib 0 --gib 2 --gib 8 --kills 40 --write docs/reliability.md
+
+The last line is one JSON document; the exit status is 1 if a survivor raised anything but PeerDead.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+from moe_rt.bench.machine import machine_card
+from moe_rt.buffer import Buffer
+from moe_rt.errors import MoeRtError
+
+SURVIVOR, VICTIM = 0, 1
+TOKENS, HIDDEN = 8, 32
+PATIENCE_S = 60.0
+WAITED_S = (0.05, 0.15)  # how long the survivor has waited when its peer is killed
+BEGIN, END = "<!-- deaths:begin -->", "<!-- deaths:end -->"
+
+
+@dataclass(frozen=True)
+class Death:
+    """One kill: what the survivor raised, and milliseconds until it had and until nothing was left of the victim."""
+
+    gib: float
+    raised: str
+    noticed_ms: float
+    gone_ms: float
+
+
+def kill_one(gib: float, pace: random.Random) -> Death:
+    """Two ranks; one holds so much memory and is killed while the other waits for it."""
+    heard, tell = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="moe_rt_deaths_") as directory:
+        pids = [_start(rank, f"{directory}/store", gib if rank == VICTIM else 0.0, tell) for rank in range(2)]
+        os.close(tell)
+        gone = os.pidfd_open(pids[VICTIM])
+        try:
+            for _ in pids:
+                _line(heard)  # it is ready
+            time.sleep(pace.uniform(*WAITED_S))
+            start = time.monotonic()
+            os.kill(pids[VICTIM], signal.SIGKILL)
+            select.select([gone], [], [], PATIENCE_S)
+            end = time.monotonic()
+            report = json.loads(_line(heard))
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            os.close(gone)
+            os.close(heard)
+    return Death(gib, report["raised"], 1e3 * (report["at"] - start), 1e3 * (end - start))
+
+
+def _start(rank: int, store: str, gib: float, tell: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _live(rank, store, gib, tell)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # the parent's frames and exit handlers are not ours to run
+    return pid
+
+
+def _live(rank: int, store: str, gib: float, tell: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    memory = mmap.mmap(-1, max(1, int(gib * 2**30)), flags=flags)
+    sizes: dict[str, Any] = {"num_max_tokens_per_rank": TOKENS, "hidden": HIDDEN, "num_topk": 1, "num_experts": 2}
+    buffer = Buffer(None, **sizes, dtype=torch.float32, timeout_s=PATIENCE_S)
+    tokens = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 1, dtype=torch.int64), torch.ones(TOKENS, 1)
+    buffer.combine(*buffer.dispatch(*tokens))
+    os.write(tell, b"ready\n")
+    if rank == VICTIM:
+        time.sleep(2 * PATIENCE_S)
+        memory.close()
+    raised = "nothing"
+    try:
+        buffer.dispatch(*tokens)
+    except MoeRtError as error:
+        raised = type(error).__name__
+    os.write(tell, json.dumps({"raised": raised, "at": time.monotonic()}).encode() + b"\n")
+    time.sleep(PATIENCE_S)  # until it is killed
+
+
+def _line(pipe: int) -> str:
+    """The next line; ranks write a whole one at a time."""
+    text = b""
+    while not text.endswith(b"\n"):
+        if not select.select([pipe], [], [], 2 * PATIENCE_S)[0]:
+            raise click.ClickException(f"got nothing from the ranks for {2 * PATIENCE_S:g} s, expected a line")
+        part = os.read(pipe, 1)
+        if not part:
+            raise click.ClickException("got the end of both ranks, expected a line of one")
+        text += part
+    return text.decode()
+
+
+def markdown(deaths: list[Death], command: str) -> str:
+    """The table, and how it came about."""
+    card = machine_card()
+    lines = [
+        f"2 processes on {card['cores']} cores of {card['cpu']}, load average {card['load_average']:.1f}, "
+        f"{date.today().isoformat()}, `{command}`.",
+        "Milliseconds from the kill, median / worst.",
+        "",
+        "| GiB of the process killed | Kills | until its peer raised `PeerDead` | until nothing was left of it |",
+        "|---|---|---|---|",
+    ]
+    for gib in dict.fromkeys(death.gib for death in deaths):
+        same = [death for death in deaths if death.gib == gib]
+        spans = [_span([d.noticed_ms for d in same]), _span([d.gone_ms for d in same])]
+        lines.append(f"| {gib:g} | {len(same)} | {spans[0]} | {spans[1]} |")
+    return "\n".join(lines)
+
+
+def _span(milliseconds: list[float]) -> str:
+    return f"{median(milliseconds):.1f} / {max(milliseconds):.1f}"
+
+
+@click.command()
+@click.option("--gib", "sizes", type=click.FloatRange(min=0), multiple=True, default=(0.0, 2.0), show_default=True)
+@click.option("--kills", type=click.IntRange(min=1), default=10, show_default=True, help="Of each size.")
+@click.option("--seed", default=0, show_default=True, help="Of how long the survivor has waited.")
+@click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
+def main(sizes: tuple[float, ...], kills: int, seed: int, write: Path | None) -> None:
+    """Kills ranks that hold memory, and measures how soon the rank that waits for them raises."""
+    gc.freeze()  # a rank that collects garbage would otherwise touch, and so copy, all that was imported
+    pace, deaths = random.Random(seed), []
+    for gib in sizes:
+        for _ in range(kills):
+            deaths.append(kill_one(gib, pace))
+    options = "".join(f" --gib {gib:g}" for gib in sizes)
+    table = markdown(deaths, f"python -m moe_rt.chaos.deaths{options} --kills {kills}")
+    click.echo(table)
+    if write is not None:
+        head, _, rest = write.read_text().partition(BEGIN)
+        write.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    click.echo(json.dumps([asdict(death) for death in deaths], separators=(",", ":")))
+    wrong = sorted({death.raised for death in deaths} - {"PeerDead"})
+    if wrong:
+        raise click.ClickException(f"survivors raised {', '.join(wrong)}, expected PeerDead")
+
+
+if __name__ == "__main__":
+    main()
