@@ -35,14 +35,15 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# The model checker and the fuzzer are no Python packages. Where one cannot be installed, its tests are skipped and say
+# The model checker and the fuzzer are no Python packages, and of the CUDA compilers .venv has one only. Where one cannot be installed, its tests are skipped and say
 # so, or fail if MOE_RT_REQUIRE_TOOLS is 1.
 APT_INSTALL = [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq
 
-tools:
+tools: install
 	@command -v spin >/dev/null || { $(APT_INSTALL) spin; } || echo "spin is not here: no model tests"
 	@command -v clang++-16 >/dev/null || { $(APT_INSTALL) clang-16 libclang-rt-16-dev; } || { $(APT_INSTALL) clang; } || \
 	  echo "clang++-16 is not here: fuzz tests need another clang++ from 15 on, or run the kept inputs only"
+	@$(BIN)/python tools/install_toolkits.py || echo "the compilers of torch's CUDA builds are not here: no tests with them"
 
 clean:
 	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -182,11 +182,13 @@ class _Job:
     def _options(self) -> list[str]:
         """The compiler's options but for the architecture and for places, which change no code."""
         options = ["--std=c++20", "--fmad=false", "--generate-line-info", "--ptxas-options=--verbose"]
+        # NVRTC 13.0 takes a lambda inside a device function for a host function, and so refuses to call it; and
+        # NVSHMEM's older headers leave out `__device__` here and there.
+        options.append("--device-as-default-execution-space")
         options += [f"--define-macro={name}={value}" for name, value in self._defines]
         if self._nvshmem:
-            # NVSHMEM's older headers leave out `__device__` here and there and use volatile in ways C++20 frowns on.
-            options += ["--relocatable-device-code=true", "--device-as-default-execution-space"]
-            options += ["--diag-suppress=3012,3013", f"--pre-include={_PRELUDE}"]
+            # NVSHMEM's older headers use volatile in ways that C++20 frowns on.
+            options += ["--relocatable-device-code=true", "--diag-suppress=3012,3013", f"--pre-include={_PRELUDE}"]
         return options
 
     def _link_options(self) -> list[str]:

@@ -1,0 +1,64 @@
+"""Kernels compile and link beside every torch that is allowed, with the compiler and the NVSHMEM that it pins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from device.jit_tools import ROOT, require_compiler
+
+from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, Variant
+
+OLDEST, NEWEST = "torch-2.11", "torch-2.15"
+ONE_ARCH, MORE_ARCHS = ("sm_90a",), ("sm_80", "sm_100a")
+EACH_SOURCE = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK or (v.hidden == 0 and v.elem == "Bf16"))
+LIMIT_S = 400.0
+COMPILE = """
+import json, sys
+from moe_rt.gpucheck.compiling import Variant, compile_all
+from moe_rt.gpucheck.steps import Check
+from moe_rt.native.nvrtc import find_toolkit
+
+archs, variants, seconds = json.loads(sys.argv[1])
+check = Check(None, seconds=seconds)
+compile_all(tuple(archs), tuple(Variant(*v) for v in variants), check, cache=False)
+compiled = sorted({tuple(row[:5]) for row in check.tables[0].rows}, key=str)
+print(json.dumps([find_toolkit(True).identity, compiled, check.failures]))
+"""
+
+
+def pinned_python(name: str) -> Path:
+    """The environment of the pins, as tools/install_toolkits.py makes it; skips where there is none, or fails."""
+    home, constraints = Path(sys.prefix) / "toolkits" / name, ROOT / f"constraints-cuda-{name}.txt"
+    there = home / constraints.name
+    if not there.is_file() or there.read_text() != constraints.read_text():
+        reason = f"got no environment of {constraints.name}, expected one made by tools/install_toolkits.py"
+        if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return home / "bin" / "python"
+
+
+@pytest.mark.timeout(1.5 * LIMIT_S)
+@pytest.mark.parametrize(
+    ("name", "archs", "variants"),
+    [(OLDEST, ONE_ARCH, VARIANTS), (OLDEST, MORE_ARCHS, EACH_SOURCE), (NEWEST, ONE_ARCH, EACH_SOURCE)],
+    ids=["oldest-all-variants", "oldest-more-architectures", "newest"],
+)
+def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Variant, ...]) -> None:
+    require_compiler()
+    assert {v.source for v in variants} == {v.source for v in VARIANTS}
+    job = json.dumps([archs, [[v.source, v.elem, v.hidden, v.topk, v.wire] for v in variants], LIMIT_S])
+    command = [pinned_python(name), "-c", COMPILE, job]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1.2 * LIMIT_S)
+    assert result.returncode == 0, result.stderr
+    identity, compiled, failures = json.loads(result.stdout.splitlines()[-1])
+    assert failures == []
+    assert len(compiled) == len(archs) * len(variants)
+    pins = (ROOT / f"constraints-cuda-{name}.txt").read_text().splitlines()
+    packages = {pin.replace("==", " ") for pin in pins if pin.startswith("nvidia-")}
+    assert packages <= set(identity), "the pins are what compiled"

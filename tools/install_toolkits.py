@@ -1,0 +1,42 @@
+"""Installs the CUDA compilers that torch's own builds pin, beside the newest one, for the tests that compile with them.
+
+    python tools/install_toolkits.py
+
+Each constraints-cuda-*.txt gets an environment of its own under the running one, which finds everything else in the
+running one. What is there already and has not changed is left alone.
+"""
+
+from __future__ import annotations
+
+import site
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    for constraints in sorted(ROOT.glob("constraints-cuda-*.txt")):
+        install(constraints, Path(sys.prefix) / "toolkits" / constraints.stem.removeprefix("constraints-cuda-"))
+
+
+def install(constraints: Path, home: Path) -> None:
+    """`home` is complete once it holds a copy of the constraints."""
+    done, wanted = home / constraints.name, constraints.read_text()
+    if done.is_file() and done.read_text() == wanted:
+        return
+    venv.create(home, clear=True, symlinks=True)
+    python = home / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--requirement", str(constraints)], check=True)
+    query = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.strip()
+    rest = "; ".join(f"site.addsitedir({path!r})" for path in site.getsitepackages())
+    (Path(packages) / "rest.pth").write_text(f"import site; {rest}\n")  # after this environment's own packages
+    done.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
