@@ -139,9 +139,9 @@ def _inputs(buffer: Buffer, device: Any, expert: int = 0) -> tuple[Tensor, Tenso
     """All tokens to one expert."""
     spec, where = buffer.spec, torch_device(device)
     tokens = min(TOKENS, spec.num_max_tokens_per_rank)
-    idx = torch.full((tokens, spec.num_topk), expert)
-    weights = torch.ones(tokens, spec.num_topk, dtype=spec.acc_dtype)
-    return torch.ones(tokens, spec.hidden, dtype=spec.dtype).to(where), idx.to(where), weights.to(where)
+    idx = torch.full((tokens, spec.num_topk), expert, device=where)
+    weights = torch.ones(tokens, spec.num_topk, dtype=spec.acc_dtype, device=where)
+    return torch.ones(tokens, spec.hidden, dtype=spec.dtype, device=where), idx, weights
 
 
 def _next_error(buffer: Buffer, seconds: float) -> MoeRtError:

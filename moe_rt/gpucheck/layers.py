@@ -61,7 +61,7 @@ def make_layer(device: Any, dtype: torch.dtype, sizes: LayerSizes) -> tuple[MoEL
     )
     torch.manual_seed(5)
     layer = MoELayer(config, ThreadGroup.make(1, device)[0]).to(where)
-    return layer, torch.randn(sizes.tokens, sizes.hidden).to(dtype).to(where)
+    return layer, torch.randn(sizes.tokens, sizes.hidden, device="cpu").to(dtype).to(where)
 
 
 def forward_backward(layer: MoELayer, call: Callable[[Tensor], Any], x: Tensor) -> dict[str, Tensor]:

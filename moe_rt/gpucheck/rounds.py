@@ -72,16 +72,16 @@ def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = 
     g = torch.Generator().manual_seed(seed)
     inputs = Inputs([], [], [])
     for n in num_tokens:
-        inputs.xs.append(torch.randn(n, spec.hidden, generator=g).to(spec.dtype))
+        inputs.xs.append(torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype))
         if kind == "random":
-            idx = torch.randint(-1, spec.num_experts, (n, spec.num_topk), generator=g)
+            idx = torch.randint(-1, spec.num_experts, (n, spec.num_topk), generator=g, device="cpu")
         elif kind == "topk":
-            idx = torch.rand(n, spec.num_experts, generator=g).topk(spec.num_topk).indices
+            idx = torch.rand(n, spec.num_experts, generator=g, device="cpu").topk(spec.num_topk).indices
         else:
-            idx = torch.full((n, spec.num_topk), -1)
+            idx = torch.full((n, spec.num_topk), -1, device="cpu")
             idx[:, 0] = 0
         inputs.topk_idx.append(idx)
-        inputs.topk_weights.append(torch.rand(n, spec.num_topk, generator=g, dtype=spec.acc_dtype))
+        inputs.topk_weights.append(torch.rand(n, spec.num_topk, generator=g, dtype=spec.acc_dtype, device="cpu"))
     return inputs
 
 
@@ -95,7 +95,7 @@ def expect(spec: BufferSpec, inputs: Inputs, seed: int) -> Expected:
     received, ys, outs = expect_forward(spec, inputs)
     weights = [r.recv_weights for r in received]
     g = torch.Generator().manual_seed(seed + 1)
-    grad_outs = [torch.randn(n, spec.hidden, generator=g).to(spec.dtype) for n in inputs.num_tokens]
+    grad_outs = [torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype) for n in inputs.num_tokens]
     at_combine = reference.combine_backward(grad_outs, ys, weights, received, spec)
     grad_ys, grad_ws = [y for y, _ in at_combine], [w for _, w in at_combine]
     at_dispatch = reference.dispatch_backward(grad_ys, grad_ws, received, inputs.topk_idx, spec)
@@ -154,7 +154,7 @@ def play(buffer: Buffer, inputs: Inputs, expected: Expected, device: torch.devic
 
 def padded(rows: Tensor, capacity: int, device: torch.device) -> Tensor:
     """The rows on the device, with NaN up to capacity: whoever reads those, shows it."""
-    full = torch.full((capacity, *rows.shape[1:]), float("nan"), dtype=rows.dtype)
+    full = torch.full((capacity, *rows.shape[1:]), float("nan"), dtype=rows.dtype, device=rows.device)
     full[: len(rows)] = rows
     return full.to(device)
 

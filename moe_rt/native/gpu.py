@@ -55,7 +55,7 @@ class Gpu:
 
     def host_bytes(self, num_bytes: int) -> Tensor:
         """Zero-filled page-locked host memory; the device knows it by the same address."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def synchronize(self) -> None:
         """Waits for everything queued on the device: for making and tearing down, never on the way of an op."""

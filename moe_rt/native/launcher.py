@@ -88,8 +88,10 @@ class Launcher:
                 for peer, address in enumerate(segments.addresses)
             ]
         capacity = [spec.capacity(r) for r in range(spec.num_ranks)]
-        int32 = [torch.tensor(t, dtype=torch.int32) for t in _engine.placement_tables(placement, spec.num_ranks)]
-        int64 = [torch.tensor(t) for t in (capacity, segments.addresses, mirror)]
+        # The caller may have set another default device, or one without memory.
+        tables = _engine.placement_tables(placement, spec.num_ranks)
+        int32 = [torch.tensor(t, dtype=torch.int32, device="cpu") for t in tables]
+        int64 = [torch.tensor(t, device="cpu") for t in (capacity, segments.addresses, mirror)]
         self.record = gpu.host_bytes(_engine.HOST_RECORD_BYTES)
         self._record_address = self.record.data_ptr()
         state = torch.frombuffer(bytearray(_engine.device_state()), dtype=torch.uint8)

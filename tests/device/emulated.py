@@ -66,13 +66,13 @@ class EmulatedGpu:
         self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's own segment -> where the network finds everyone's
 
     def zeros(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def upload(self, values: Tensor) -> Tensor:
         return values.clone()
 
     def host_bytes(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def synchronize(self) -> None:
         pass
