@@ -83,9 +83,14 @@ def _spans(offs: Tensor) -> list[tuple[int, int]]:
 
 def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """As _grouped_mm, but nobody waits for offs to come to the host."""
-    if _gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0:
-        return F.grouped_mm(a, b, offs=offs)
-    return _tiled_mm(a, b, offs)
+    if not (_gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0):
+        return _tiled_mm(a, b, offs)
+    out = F.grouped_mm(a, b, offs=offs)
+    if b.dim() == 2:
+        # On compute capability 10 torch's kernel leaves the products of experts without rows as it found them, which
+        # may be NaN. https://github.com/pytorch/pytorch/issues/172439
+        out.masked_fill_((offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None], 0)
+    return out
 
 
 def _gpu_kernel_takes(t: Tensor) -> bool:
