@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point
 from moe_rt.heap import loopback, nvshmem, shm, threads
 from moe_rt.heap.rendezvous import Rendezvous, ThreadGroup
-from moe_rt.heap.segments import together
+from moe_rt.heap.segments import Segments, together
 from moe_rt.native.cpu import CpuEngine
 from moe_rt.native.cuda import CudaEngine, blocks_of_a_wait
 from moe_rt.native.engine import Engine
@@ -23,6 +24,7 @@ from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import network_bytes
 
 Heap = Literal["shm", "threads", "loopback", "nvshmem"]
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 @dataclass(frozen=True)
@@ -80,24 +82,16 @@ def make_engine(
     if gpu is None:
         allocate = threads.allocate if machine.heap == "threads" else shm.allocate
         segments = allocate(rendezvous, num_bytes, init_timeout_s)
-        made: list[CpuEngine] = []
+        isa = os.environ.get("MOE_RT_ISA", "auto")
 
-        def start() -> dict[str, Any]:
-            rank, isa = rendezvous.rank, os.environ.get("MOE_RT_ISA", "auto")
-            made.append(
-                CpuEngine(spec, rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa, fault=fault)
+        def make_on_cpu() -> CpuEngine:
+            return CpuEngine(
+                spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa, fault=fault
             )
-            return {}
 
-        try:
-            together(rendezvous, start, "start its engine", init_timeout_s)
-        except BaseException:
-            for engine in made:
-                engine.close()
-            segments.release()
-            raise
-        made[0].reach(Point.POST_RENDEZVOUS)
-        return made[0]
+        engine = _make_together(rendezvous, make_on_cpu, segments, init_timeout_s)
+        engine.reach(Point.POST_RENDEZVOUS)
+        return engine
     allocate_on = loopback.allocate if machine.heap == "loopback" else nvshmem.allocate
     segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
 
@@ -115,16 +109,30 @@ def make_engine(
     if any(r["unmapped"] for r in seen):
         most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
         network = allocate_on(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)
-    engines: list[Engine] = []
 
-    def make() -> dict[str, Any]:
-        engine = CudaEngine(
+    def make_on_gpu() -> CudaEngine:
+        return CudaEngine(
             spec, rendezvous.rank, segments, gpu, network=network, timeout_s=timeout_s, max_blocks=max_blocks
         )
-        engines.append(engine)
+
+    return _make_together(rendezvous, make_on_gpu, segments, init_timeout_s)
+
+
+def _make_together(
+    rendezvous: Rendezvous, make: Callable[[], AnyEngine], segments: Segments, timeout_s: float
+) -> AnyEngine:
+    """The engine that `make` gives, once every rank has one: no rank has a buffer in which a peer will never come."""
+    engines: list[AnyEngine] = []
+
+    def work() -> dict[str, Any]:
+        engines.append(make())
         return {}
 
-    together(rendezvous, make, "make its engine", init_timeout_s)
+    try:
+        together(rendezvous, work, "make its engine", timeout_s)
+    except BaseException:  # the error may live long, and with it what this frame holds
+        engines[0].close() if engines else segments.release()
+        raise
     return engines[0]
 
 
