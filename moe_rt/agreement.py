@@ -7,40 +7,40 @@ from typing import Any
 
 from moe_rt.config import BufferSpec
 from moe_rt.errors import ConfigMismatch, InvalidConfig
-from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import together
 
 
 def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s: float) -> BufferSpec:
     """Makes this rank's spec and compares it with everyone's.
 
-    A rank whose own values are wrong still takes part, so that its peers raise too instead of waiting for it.
+    A rank whose own values are wrong says so, and its peers raise too instead of waiting for it.
 
     Raises:
-        InvalidConfig: what `make_spec` raised here, or that it raised on a peer.
+        InvalidConfig: `make_spec` raised here, whatever it was, or on a peer.
         ConfigMismatch: naming the first field that differs, the ranks and both values.
         CorruptPeer: what came for a rank is no record.
-        PeerTimeout: a rank did not come.
+        PeerTimeout, PeerDead, StoreLost: a rank did not come, or will never come.
     """
-    spec: BufferSpec | None = None
-    failure: InvalidConfig | None = None
-    try:
-        spec = make_spec()
-        mine: dict[str, Any] = spec.record()
-    except InvalidConfig as error:
-        failure, mine = error, {"error": str(error)}
-    records = all_gather_records(rendezvous, mine, timeout_s)
-    if spec is None:
-        assert failure is not None
-        raise failure
+    specs: list[BufferSpec] = []
+
+    def make() -> dict[str, Any]:
+        specs.append(make_spec())
+        return specs[0].record()
+
     me = rendezvous.rank
-    for peer, record in enumerate(records):
-        if "error" in record:
-            raise InvalidConfig(f"rank {peer} refused its own configuration: {record['error']}", rank=me, peer=peer)
+    try:
+        records = together(rendezvous, make, "make its configuration", timeout_s)
+    except InvalidConfig as error:
+        if error.peer < 0:  # our own
+            raise
+        message = f"rank {error.peer} refused its own configuration: {error}"
+        raise InvalidConfig(message, rank=me, peer=error.peer) from None
     # Everyone is compared with rank 0, so that every rank names the same culprit.
     for peer, record in enumerate(records):
-        for field in mine:
+        for field in records[me]:
             expected = records[0].get(field)
             if record.get(field) != expected:
                 message = f"{field}: got {record.get(field)} on rank {peer}, expected {expected} as on rank 0"
                 raise ConfigMismatch(message, rank=me, peer=peer)
-    return spec
+    return specs[0]

@@ -19,10 +19,13 @@ from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point, planned, reach
 from moe_rt.handle import Handle
-from moe_rt.heap.rendezvous import FOREVER_S, Rendezvous, StoreRendezvous, ThreadGroup
+from moe_rt.heap.launchers import one_of_several
+from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 from moe_rt.native.choose import Heap, Machine, choose_machine, make_engine
 
 Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
+
+_FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
 
 
 class Buffer:
@@ -33,7 +36,8 @@ class Buffer:
 
     Args:
         group: a ProcessGroup, a one-dimensional DeviceMesh, a ThreadGroup (ranks are threads), or None for the default
-            group, or for a single rank where torch.distributed is not initialised.
+            group, or for a single rank where torch.distributed is not initialised and no launcher has started others;
+            ThreadGroup.make(1)[0] is a single rank everywhere.
         num_max_tokens_per_rank: the most tokens a rank will dispatch at once; the same on every rank.
         hidden: elements of a row (H).
         num_topk: entries of topk_idx for each token (K).
@@ -59,7 +63,8 @@ class Buffer:
         InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.
         OutOfSharedMemory, SegmentPermission: on every rank, when a segment cannot be made or opened.
         LimitReached: on every rank, when the system grants one of them too few descriptors or threads.
-        PeerTimeout: a rank did not come.
+        PeerTimeout, PeerDead, StoreLost: a rank did not come, or never will.
+        GroupPoisoned: another rank gave up, by KeyboardInterrupt for example.
 
     Example:
         >>> buffer = Buffer(None, num_max_tokens_per_rank=16, hidden=8, num_topk=2, num_experts=4, dtype=torch.float32)
@@ -86,7 +91,6 @@ class Buffer:
         num_sms: int | None = None,
     ) -> None:
         rendezvous = _rendezvous(group)
-        wait_s = min(init_timeout_s, FOREVER_S)
         machines: list[Machine] = []
         faults: list[_engine.Fault] = []
 
@@ -112,19 +116,20 @@ class Buffer:
                 combine_dtype=combine_dtype,
             )
 
-        self.spec = agree(rendezvous, make_spec, wait_s)
-        self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, machines[0].heap
-        self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
-        self._engine = make_engine(
-            machines[0],
-            rendezvous,
-            self.spec,
-            timeout_s=min(timeout_s, FOREVER_S),
-            init_timeout_s=wait_s,
-            num_threads=num_threads,
-            num_sms=num_sms,
-            fault=faults[0],
-        )
+        with rendezvous:  # whichever way this rank leaves, its peers learn of it
+            self.spec = agree(rendezvous, make_spec, init_timeout_s)
+            self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, machines[0].heap
+            self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
+            self._engine = make_engine(
+                machines[0],
+                rendezvous,
+                self.spec,
+                timeout_s=min(timeout_s, _FOREVER_S),
+                init_timeout_s=init_timeout_s,
+                num_threads=num_threads,
+                num_sms=num_sms,
+                fault=faults[0],
+            )
         self._acc_dtype = self.spec.acc_dtype
         self._num_tags = 0
         # Leaves when the buffer is garbage or the interpreter ends, whichever is first; close() does it by hand.
@@ -281,8 +286,13 @@ def _rendezvous(group: Group) -> Rendezvous:
         group = group.get_group()
     if group is None:
         if not dist.is_initialized():
+            if others := one_of_several():
+                expected = "torch.distributed.init_process_group() first, or ThreadGroup.make(1)[0] for this rank alone"
+                raise InvalidConfig(f"group: got None and no process group beside {others}, expected {expected}")
             return ThreadGroup.make(1)[0]
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those that it leaves out
+            raise InvalidConfig("group: got one that this rank is not a member of, expected a member")
         raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
     return StoreRendezvous(group)

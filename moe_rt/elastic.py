@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
-from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded, StoreLost
-from moe_rt.heap.processes import Watch, watch
-from moe_rt.heap.rendezvous import FOREVER_S, StoreRendezvous, all_gather_records
+from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded
+from moe_rt.heap.meeting import reaching_store
+from moe_rt.heap.processes import Watch, place, watch
+from moe_rt.heap.rendezvous import StoreRendezvous, all_gather_records
 from moe_rt.heap.segments import together
 
 _LOOK_EVERY_S = 0.001
@@ -47,16 +47,15 @@ class Members:
         self._rank, self._store = dist.get_rank(), _default_store()
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout
         self._attempts = 0
-        here = _place()
-        rendezvous = StoreRendezvous(group)
-        places = all_gather_records(rendezvous, here, min(timeout_s, FOREVER_S))
+        here, rendezvous = place(), StoreRendezvous(group)
+        places = all_gather_records(rendezvous, here, timeout_s)
         self._watches: list[Watch | None] = []  # None for a rank elsewhere: only its silence tells
 
         def watch_all() -> dict[str, Any]:
             self._watches = [watch(p["pid"]) if p.get("where") == here["where"] else None for p in places]
             return {}
 
-        together(rendezvous, watch_all, "watch its peers' processes", min(timeout_s, FOREVER_S))
+        together(rendezvous, watch_all, "watch its peers' processes", timeout_s)
 
     def survivors(self, timeout_s: float = 30.0) -> list[int]:
         """Replaces the default process group by one of the ranks that are left, in their old order.
@@ -81,19 +80,13 @@ class Members:
         store = PrefixStore(f"moe_rt/survivors/{self._attempts}", self._store)
         if dist.is_initialized():
             dist.destroy_process_group()
-        try:
+        with reaching_store(self._rank):
             left = self._decide(store, timeout_s)
             if self._rank not in left:
                 raise self._excluded(left)
             failure = self._join(store, left)
             # The first to know says it for all: a rank held up until now must not go on in a group that others gave up.
             formed = store.compare_set("formed", "", str(failure is None)) == b"True"
-        except dist.DistError as error:
-            message = (
-                f"rank {self._rank} cannot reach the group's store any more, expected one that outlives every rank: "
-                "served by the process that starts ranks, or a file"
-            )
-            raise StoreLost(message, rank=self._rank) from error
         if not formed:
             message = f"rank {self._rank}: one of the ranks {left} that are left did not join the new group"
             raise PeerTimeout(message, rank=self._rank) from failure
@@ -137,9 +130,3 @@ class Members:
 
 def _default_store() -> Store:
     return _get_process_group_store(_get_default_group())
-
-
-def _place() -> dict[str, Any]:
-    """Within what a process id has its meaning, a host and its process-id namespace, and this process's id there."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"where": f"{boot} {os.readlink('/proc/self/ns/pid')}", "pid": os.getpid()}

@@ -66,7 +66,7 @@ def _warm_up() -> None:
 def _session(order: dict[str, Any], began: memoryview[float]) -> dict[str, Any]:
     os.environ[faults.VARIABLE] = order["fault"]
     rank, steps = order["rank"], order["steps"]
-    away = "pre_rendezvous" in order["fault"]
+    away = "pre_rendezvous" in order["fault"] and "stop" in order["fault"]
     leaves_early = "in_destroy" in order["fault"] and f"rank={rank}" in order["fault"]
     buffer: Buffer | None = None
     report: dict[str, Any] = {"raised": "nothing", "steps": 0, "then": "nothing"}

@@ -44,7 +44,7 @@ class Strike:
         """The class that survivors must raise, or "nothing"."""
         if self.do == "sleep":
             return "GroupClosed" if self.at == "in_destroy" else "nothing"  # it leaves a step early
-        return "PeerTimeout" if self.at == "pre_rendezvous" else SURVIVORS_RAISE[self.do]
+        return SURVIVORS_RAISE[self.do]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Outcome:
 
     Attributes:
         milliseconds: from when the culprit began the op in which it was struck until each survivor raised; of a stop,
-            less timeout_s. Empty where survivors wait for a rendezvous that cannot happen, or raise nothing.
+            less timeout_s. Empty where the culprit never comes to make a buffer, or survivors raise nothing.
     """
 
     strike: Strike

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from moe_rt import _engine
 
@@ -13,7 +16,11 @@ class Watch:
     """Tells when a process ends; `descriptor`, its open /proc/<pid>/stat, is closed with the last reference."""
 
     def __init__(self, pid: int) -> None:
-        self.descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            self.descriptor = os.open(f"/proc/{pid}/stat", flags)
+        except (FileNotFoundError, ProcessLookupError):
+            self.descriptor = os.open(os.devnull, flags)  # gone already: it is as empty as the file of the dead
         # Not at exit, where daemon threads may still wait: the end of the process closes it.
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
@@ -26,10 +33,10 @@ _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary(
 
 
 def watch(pid: int) -> Watch:
-    """The watch of a process, which all buffers share.
+    """The watch of a process, which all buffers share; the id must be one of this process's own namespace.
 
     Raises:
-        OSError: there is no such process, or this one may have no more descriptors open.
+        OSError: the system does not tell, or this process may have no more descriptors open.
     """
     found = _watches.get(pid)
     if found is None or found.has_ended():  # then the id may belong to another process by now
@@ -52,3 +59,13 @@ def num_cores(pids: Iterable[int]) -> int:
         return len(set().union(*(os.sched_getaffinity(pid) for pid in pids)))
     except OSError:
         return os.cpu_count() or 1
+
+
+def place() -> dict[str, Any]:
+    """Within what a process id has its meaning, a host and its process-id namespace, and this process's id there."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        where = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        where = secrets.token_hex(16)  # unknown: the same place as nobody's
+    return {"where": where, "pid": os.getpid()}

@@ -4,26 +4,66 @@ from __future__ import annotations
 
 import json
 import threading
-from datetime import timedelta
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from moe_rt.errors import CorruptPeer, InvalidConfig, PeerTimeout
+from moe_rt.errors import ConcurrentUse, CorruptPeer, InvalidConfig
+from moe_rt.heap.meeting import Meeting
 
-FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
 
+class Rendezvous:
+    """One rank's end of a meeting point. Every rank meets as often as the others, and gathers as often in each meeting.
 
-class Rendezvous(Protocol):
-    """One rank's end of a meeting point. Every rank calls `all_gather` the same number of times."""
+    `with rendezvous:` is one meeting: a rank that leaves it by any exception, KeyboardInterrupt too, tells the others,
+    who raise where they next gather. Inside it, another `with` belongs to the same meeting; a gather outside is a
+    meeting by itself. A meeting that failed spoils nothing: all ranks can go to the next.
 
-    rank: int
-    size: int
+    Args:
+        store: where ranks meet; the same for all.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.rank, self.size, self._store = rank, size, store
+        self._meeting: Meeting | None = None
+        self._depth = self._thread = 0
+
+    def __enter__(self) -> Rendezvous:
+        if self._depth > 0 and self._thread != threading.get_ident():
+            message = f"rank {self.rank}: another thread is making a buffer as this rank, expected one at a time"
+            raise ConcurrentUse(message, rank=self.rank)
+        if self._depth == 0:
+            self._thread, self._meeting = threading.get_ident(), Meeting(self._store, self.rank, self.size)
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            meeting, self._meeting = self._meeting, None
+            assert meeting is not None
+            meeting.leave(error)
 
     def all_gather(self, payload: str, timeout_s: float) -> list[str]:
-        """Returns every rank's payload in rank order; raises PeerTimeout when a rank stays away."""
-        ...
+        """Every rank's payload in rank order.
+
+        Args:
+            timeout_s: seconds to wait for the others; may be infinite.
+
+        Raises:
+            PeerTimeout: a rank stayed away.
+            PeerDead: the process of a rank on this host ended before it came.
+            StoreLost: the store cannot be reached.
+            GroupPoisoned, or what that rank raised: a rank left the meeting by an exception.
+        """
+        with self:
+            assert self._meeting is not None
+            return self._meeting.gather(payload, timeout_s)
 
 
 def all_gather_records(rendezvous: Rendezvous, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
@@ -31,7 +71,7 @@ def all_gather_records(rendezvous: Rendezvous, record: dict[str, Any], timeout_s
 
     Raises:
         CorruptPeer: what came for some rank is no JSON object; on every rank, since all read the same.
-        PeerTimeout: a rank stayed away.
+        PeerTimeout, PeerDead, StoreLost, GroupPoisoned: as `Rendezvous.all_gather`.
     """
     records = []
     for peer, payload in enumerate(rendezvous.all_gather(json.dumps(record), timeout_s)):
@@ -46,58 +86,33 @@ def all_gather_records(rendezvous: Rendezvous, record: dict[str, Any], timeout_s
     return records
 
 
-class StoreRendezvous:
+class StoreRendezvous(Rendezvous):
     """Meets through the store of a process group, so it works for every back end and moves no tensor."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise InvalidConfig("group: got a process group that this rank is not a member of, expected a member")
-        self._store = _get_process_group_store(group)
-        # Counted in the store itself: buffers of one group are made in the same order on every rank.
-        self._prefix = f"moe_rt/{self._store.add(f'moe_rt/buffers/{self.rank}', 1)}"
-        self._round = 0
-
-    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
-        keys = [f"{self._prefix}/{self._round}/{r}" for r in range(self.size)]
-        self._store.set(keys[self.rank], payload)
         try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError as error:  # DistStoreError derives from it
-            missing = [r for r in range(self.size) if not self._store.check([keys[r]])]
-            message = f"rank {self.rank}: ranks {missing} did not come to make a buffer within {timeout_s:g} s"
-            raise PeerTimeout(message, rank=self.rank, peer=missing[0] if missing else -1) from error
-        payloads = [self._store.get(key).decode(errors="replace") for key in keys]
-        if self._round > 0:  # everyone who is in this round has read the one before
-            self._store.delete_key(f"{self._prefix}/{self._round - 1}/{self.rank}")
-        self._round += 1
-        return payloads
+            rank, store, size = dist.get_rank(group), _get_process_group_store(group), dist.get_world_size(group)
+        except (ValueError, KeyError) as error:
+            raise InvalidConfig("group: got a process group that was destroyed, expected a living one") from error
+        if rank < 0:
+            raise InvalidConfig("group: got a process group that this rank is not a member of, expected a member")
+        super().__init__(store, rank, size)
+        self.group = group
 
 
-class ThreadGroup:
+class ThreadGroup(Rendezvous):
     """A rank among ranks that are threads of one process. Make all of them at once with `ThreadGroup.make(size)`.
 
     Attributes:
         device: "cpu", or the CUDA device that all ranks share as virtual ranks.
     """
 
-    def __init__(self, rank: int, size: int, device: Any, barrier: threading.Barrier, board: list[str]) -> None:
-        self.rank, self.size, self.device = rank, size, device
-        self._barrier, self._board = barrier, board
+    def __init__(self, store: Store, rank: int, size: int, device: Any) -> None:
+        super().__init__(store, rank, size)
+        self.device = device
 
     @classmethod
     def make(cls, size: int, device: Any = "cpu") -> list[ThreadGroup]:
         """`size` ranks that share one meeting point and one device; hand one to each thread."""
-        barrier, board = threading.Barrier(size), [""] * size
-        return [cls(rank, size, device, barrier, board) for rank in range(size)]
-
-    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
-        self._board[self.rank] = payload
-        try:
-            self._barrier.wait(timeout_s)
-            payloads = list(self._board)
-            self._barrier.wait(timeout_s)  # nobody writes the next round before all have read this one
-        except threading.BrokenBarrierError as error:
-            message = f"rank {self.rank}: a rank of {self.size} did not come to make a buffer within {timeout_s:g} s"
-            raise PeerTimeout(message, rank=self.rank) from error
-        return payloads
+        store = HashStore()
+        return [cls(store, rank, size, device) for rank in range(size)]

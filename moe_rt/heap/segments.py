@@ -60,38 +60,33 @@ def together(
 ) -> list[dict[str, Any]]:
     """Every rank's record of its `work`; when the work raised on any rank, every rank raises.
 
-    Whatever is raised is caught, since a rank that does not come leaves its peers waiting. What is not ours becomes
-    InvalidConfig, naming `what` could not be done.
+    What is not ours becomes InvalidConfig, naming `what` could not be done; KeyboardInterrupt and the like stay what
+    they are here, and are GroupPoisoned elsewhere.
     """
-    record: dict[str, Any] = {}
-    failure: MoeRtError | None = None
-    try:
-        record = work()
-    except Exception as error:
-        failure = _as_ours(error, rendezvous.rank, what)
-    if failure is not None:
-        record = {"error": type(failure).__name__, "message": str(failure)}
-    records = all_gather_records(rendezvous, record, timeout_s)
-    if failure is not None:
-        raise failure
-    kinds: dict[str, type[MoeRtError]] = {c.__name__: c for c in (OutOfSharedMemory, SegmentPermission, LimitReached)}
-    for peer, r in enumerate(records):
-        if "error" in r:
-            raise kinds.get(str(r["error"]), InvalidConfig)(str(r.get("message")), rank=rendezvous.rank, peer=peer)
-    return records
+    with rendezvous:
+        try:
+            record = work()
+        except Exception as error:
+            ours = _as_ours(error, rendezvous.rank, what)
+            if ours is error:
+                raise
+            raise ours from error
+        return all_gather_records(rendezvous, record, timeout_s)
+
+
+def no_memory(error: OSError | ValueError | OverflowError) -> bool:
+    """Whether this is how the system says that so many bytes cannot be had, or that it cannot even count them."""
+    return not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EFBIG)
 
 
 def _as_ours(error: Exception, rank: int, what: str) -> MoeRtError:
     system_error = error.__cause__ if isinstance(error, MoeRtError) else error
     if isinstance(system_error, OSError) and system_error.errno in _LIMITS:
         got, limit = system_error.strerror, _LIMITS[system_error.errno]
-        failure: MoeRtError = LimitReached(f"rank {rank} could not {what}: got {got}, expected room for more {limit}")
-    elif isinstance(error, MoeRtError):
+        return LimitReached(f"rank {rank} could not {what}: got {got}, expected room for more {limit}", rank=rank)
+    if isinstance(error, MoeRtError):
         return error
-    else:
-        failure = InvalidConfig(f"rank {rank} could not {what}: got {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+    return InvalidConfig(f"rank {rank} could not {what}: got {type(error).__name__}: {error}", rank=rank)
 
 
 @dataclass

@@ -14,15 +14,16 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moe_rt.errors import CorruptPeer, InvalidConfig, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.errors import CorruptPeer, InvalidConfig, OutOfSharedMemory, SegmentPermission
 from moe_rt.heap.processes import watch
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages, together
+from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages, no_memory, together
 
 MEMFD_NAME = "moe_rt"
 # No peer can shrink the segment under us: that would turn an access into a SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _RECORD = {"pid": int, "fd": int, "dev": int, "ino": int, "host": str}  # what a rank says of its segment
+_MFD_NOEXEC_SEAL = 8  # linux/memfd.h
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; faults all pages in, huge ones where the mapping asks for them
 
 
@@ -45,8 +46,10 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     def make() -> dict[str, Any]:
         try:
             return _create(num_bytes, opened)
-        except OSError as error:
-            raise _creation_error(error, num_bytes, rendezvous.rank) from error
+        except (OSError, ValueError, OverflowError) as error:
+            if no_memory(error):
+                raise _out_of_memory(error, num_bytes, rendezvous.rank) from error
+            raise SegmentPermission(f"rank {rendezvous.rank} could not make a segment: {error}") from error
 
     def attach() -> dict[str, Any]:
         _attach_all(rendezvous.rank, records, num_bytes, opened, segments)
@@ -79,7 +82,7 @@ def _require_room(num_bytes: int, rank: int) -> None:
 
 
 def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
-    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = _memfd()
     opened.append(fd)
     os.fchmod(fd, 0o600)
     os.ftruncate(fd, num_bytes)
@@ -98,11 +101,24 @@ def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
     return {"pid": os.getpid(), "fd": fd, "dev": stat.st_dev, "ino": stat.st_ino, "host": host}
 
 
-def _creation_error(error: OSError, num_bytes: int, rank: int) -> MoeRtError:
-    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EFBIG):
-        message = f"rank {rank} could not reserve a segment of {num_bytes} bytes: {os.strerror(error.errno)}"
-        return OutOfSharedMemory(message, rank=rank)
-    return SegmentPermission(f"rank {rank} could not make a segment: {error}", rank=rank)
+def _memfd() -> int:
+    """An empty memfd that can be sealed, and never executed where the kernel can promise that.
+
+    Kernels from 6.3 on may refuse any other (vm.memfd_noexec = 2), and complain in their log. They add a seal of their
+    own, which is why `_attach_all` looks for seals that it needs and not for all that there are.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(MEMFD_NAME, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(MEMFD_NAME, flags)  # an older kernel
+
+
+def _out_of_memory(error: Exception, num_bytes: int, rank: int) -> OutOfSharedMemory:
+    why = error.strerror if isinstance(error, OSError) else error
+    return OutOfSharedMemory(f"rank {rank} could not reserve a segment of {num_bytes} bytes: {why}", rank=rank)
 
 
 def _attach_all(me: int, records: list[dict[str, Any]], num_bytes: int, opened: list[int], segments: Segments) -> None:
@@ -123,12 +139,17 @@ def _attach_all(me: int, records: list[dict[str, Any]], num_bytes: int, opened: 
             raise SegmentPermission(message, rank=me, peer=peer) from error
         opened.append(fd)
         stat = os.fstat(fd)
-        got = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid, _seals(fd))
+        got = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid, _seals(fd) & _SEALS)
         expected = (record["dev"], record["ino"], num_bytes, os.geteuid(), _SEALS)
         if got != expected:
             message = f"segment of rank {peer}: got device, inode, size, user, seals {got}, expected {expected}"
             raise SegmentPermission(message, rank=me, peer=peer)
-        mapping = mmap.mmap(fd, num_bytes)
+        try:
+            mapping = mmap.mmap(fd, num_bytes)
+        except OSError as error:
+            if not no_memory(error):
+                raise
+            raise _out_of_memory(error, num_bytes, me) from error
         ask_for_huge_pages(mapping)
         segments.mappings.append(mapping)
         segments.addresses.append(address_of(mapping))

@@ -7,30 +7,52 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import threading
+from typing import Any
 
+from moe_rt.errors import OutOfSharedMemory
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages
+from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages, no_memory, together
 
-# Mappings on their way from their owner to its peers, by address. Emptied before `allocate` returns.
-_in_transit: dict[int, mmap.mmap] = {}
+# Mappings on their way from their owner to its peers, by a random name. Emptied before `allocate` returns.
+_in_transit: dict[str, mmap.mmap] = {}
 _lock = threading.Lock()
 
 
 def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
-    """Maps one segment per rank. Collective over the rendezvous."""
-    mine = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    ask_for_huge_pages(mine)
-    address = address_of(mine)
-    with _lock:
-        _in_transit[address] = mine
-    try:
-        addresses = [int(a) for a in rendezvous.all_gather(str(address), timeout_s)]
+    """Maps one segment per rank. Collective: either every rank succeeds or every rank raises.
+
+    Raises:
+        OutOfSharedMemory: there is no address space for some rank's segment.
+    """
+    name = secrets.token_hex(8)
+
+    def make() -> dict[str, Any]:
+        try:
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            if not no_memory(error):
+                raise
+            message = f"rank {rendezvous.rank} could not reserve a segment of {num_bytes} bytes: {error}"
+            raise OutOfSharedMemory(message, rank=rendezvous.rank) from error
+        ask_for_huge_pages(mapping)
         with _lock:
-            mappings = [_in_transit[a] for a in addresses]
-        rendezvous.all_gather("attached", timeout_s)
-    finally:
+            _in_transit[name] = mapping
+        return {"name": name}
+
+    def take() -> dict[str, Any]:
         with _lock:
-            del _in_transit[address]
+            mappings.extend(_in_transit[record["name"]] for record in records)
+        return {}
+
+    mappings: list[mmap.mmap] = []
+    with rendezvous:
+        try:
+            records = together(rendezvous, make, "make its segment", timeout_s)
+            together(rendezvous, take, "take its peers' segments", timeout_s)
+        finally:
+            with _lock:
+                _in_transit.pop(name, None)
     size = rendezvous.size
-    return Segments(addresses, [None] * size, mappings, members=[(os.getpid(), 0)] * size)
+    return Segments([address_of(m) for m in mappings], [None] * size, mappings, members=[(os.getpid(), 0)] * size)

@@ -2,48 +2,197 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch.distributed as dist
 from cases_faults import good_round, open_buffer
+from routing import buffer_kwargs, make_spec
+
+from moe_rt import Buffer
+from moe_rt.errors import MoeRtError
+from moe_rt.heap import shm
 
 CULPRIT = 1
+Seen = tuple[str, float]
+
+
+class Interrupting:
+    """What a user's Ctrl-C looks like that comes while this rank makes its configuration."""
+
+    def __iter__(self) -> Any:
+        raise KeyboardInterrupt
 
 
 def rank_of(group: Any) -> int:
     return group.rank if isinstance(group.rank, int) else group.rank()
 
 
-def seen_by(work: Callable[[], Any]) -> tuple[str, float]:
-    """ "<error class>: <message>" of what `work` raised, and after how many seconds."""
+def seen_by(work: Callable[[], Any]) -> Seen:
+    """The class and message of what `work` raised, and after how many seconds."""
     start, text = time.monotonic(), "no error"
     try:
         work()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         text = f"{type(error).__name__}: {error}"
     return text, time.monotonic() - start
 
 
-def make_then_again(group: Any, **changes: Any) -> tuple[str, float]:
-    """The culprit makes a buffer with `changes`; afterwards the same group makes a good one."""
-    seen = seen_by(lambda: open_buffer(group, **(changes if rank_of(group) == CULPRIT else {})).close())
+def use(group: Any) -> None:
     with open_buffer(group) as buffer:
         good_round(buffer)
+
+
+def wrong_argument(group: Any, name: str, value: Any) -> Seen:
+    """The culprit makes its buffer with this value; afterwards the same group makes a good one."""
+    changes = {name: value} if rank_of(group) == CULPRIT else {}
+    seen = seen_by(lambda: open_buffer(group, **changes).close())
+    use(group)
     return seen
 
 
-def wrong_argument(group: Any, name: str, value: Any) -> tuple[str, float]:
-    return make_then_again(group, **{name: value})
+def interrupted(group: Any) -> Seen:
+    return wrong_argument(group, "placement", Interrupting())
 
 
-def wrong_isa(group: Any) -> tuple[str, float]:
+def same_argument(group: Any, name: str, value: Any) -> Seen:
+    """All ranks make their buffer with this value."""
+    seen = seen_by(lambda: open_buffer(group, **{name: value}).close())
+    use(group)
+    return seen
+
+
+def wrong_isa(group: Any) -> Seen:
     """What only the engine looks at, when the segments are there."""
     if rank_of(group) == CULPRIT:
         os.environ["MOE_RT_ISA"] = "pdp11"
     seen = seen_by(lambda: open_buffer(group).close())
     os.environ.pop("MOE_RT_ISA", None)
-    with open_buffer(group) as buffer:
-        good_round(buffer)
+    use(group)
     return seen
+
+
+def no_room_for_peers(group: Any) -> Seen:
+    """The culprit's own segment fits into its address space, the next one does not."""
+    real, calls = shm.mmap.mmap, []
+
+    def scarce(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_of(group) == CULPRIT:
+            patch.setattr(shm, "mmap", SimpleNamespace(mmap=scarce))
+        seen = seen_by(lambda: open_buffer(group).close())
+    use(group)
+    return seen
+
+
+def too_large(group: Any) -> Seen:
+    """Segments of 64 TiB: three do not fit into 47 bits of addresses, however much memory is promised."""
+    spec = make_spec(group.size, num_max_tokens_per_rank=2**22, hidden=2**20, num_topk=1)
+    seen = seen_by(lambda: open_buffer(group, spec).close())
+    use(group)
+    return seen
+
+
+def interrupted_in_a_wait(group: Any) -> Seen:
+    """Ctrl-C on a rank that waits for peers, which come when it has gone."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rank_of(group) == CULPRIT:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        time.sleep(3.0)
+    seen = seen_by(lambda: open_buffer(group).close())
+    use(group)
+    return seen
+
+
+def late(group: Any) -> Seen:
+    """The culprit comes when the others have given up, and all make a good buffer afterwards."""
+    if rank_of(group) == CULPRIT:
+        time.sleep(4.0)
+        seen = seen_by(lambda: open_buffer(group).close())
+    else:
+        seen = seen_by(lambda: open_buffer(group, init_timeout_s=0.5).close())
+    use(group)
+    return seen
+
+
+def killed_while_making(group: Any) -> Seen:
+    """The first buffer of this group; the culprit gets as far as its configuration."""
+    os.environ["MOE_RT_FAULT"] = f"rank={CULPRIT},at=pre_rendezvous,do=kill"
+    return seen_by(lambda: open_buffer(group).close())
+
+
+def killed_before_the_second(group: Any) -> Seen:
+    """The culprit has made one buffer, and ends long before the others want another."""
+    use(group)
+    if rank_of(group) == CULPRIT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2.0)
+    return seen_by(lambda: open_buffer(group).close())
+
+
+def store_ends(group: Any) -> Seen:
+    """Rank 0 serves the store, and ends while the others wait for it."""
+    first = dist.distributed_c10d._get_process_group_store(group)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        first.set("port", str(served.port))
+    else:
+        served = dist.TCPStore("127.0.0.1", int(first.get("port")), is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=served, rank=rank, world_size=size)
+    if rank == 0:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return seen_by(lambda: open_buffer(dist.group.WORLD).close())
+
+
+def crossed_threads(group: Any) -> list[Seen]:
+    """Two threads make a buffer each, on a group each; which of them comes first differs between the ranks."""
+    groups = [dist.new_group(), dist.new_group()]
+    seen: list[Seen] = [("did not finish", 0.0)] * 2
+
+    def make(which: int) -> None:
+        time.sleep(1.5 * (which != group.rank()))
+        seen[which] = seen_by(lambda: use(groups[which]))
+
+    threads = [threading.Thread(target=make, args=(which,), daemon=True) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    return seen
+
+
+def one_left_out(group: Any) -> str:
+    """`new_group` gives the rank that it leaves out no group."""
+    some = dist.new_group([0])
+    try:
+        Buffer(some, **buffer_kwargs(make_spec(1))).close()
+    except MoeRtError as error:
+        return str(error)
+    return "no error"
+
+
+def destroyed(group: Any) -> str:
+    some = dist.new_group()
+    use(some)
+    dist.destroy_process_group(some)
+    try:
+        use(some)
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

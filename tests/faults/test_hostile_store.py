@@ -15,9 +15,10 @@ from conftest import CPU_HEAPS
 from routing import make_spec
 
 from moe_rt.agreement import agree
-from moe_rt.errors import ConfigMismatch, CorruptPeer, MoeRtError, SegmentPermission
+from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, PeerTimeout, SegmentPermission
 from moe_rt.heap import shm
-from moe_rt.heap.rendezvous import StoreRendezvous, all_gather_records
+from moe_rt.heap.processes import place
+from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 
 NO_RECORDS = ["", "{", "[1]", "null", "7", '"text"', "[" * 10**5, "\x80\x04K\x01.", "NaN", "\ud800"]
 NUM_BYTES = 4096
@@ -30,6 +31,12 @@ class Scripted:
 
     def __init__(self, *peer: Any) -> None:
         self._peer, self.sent = iter(peer), []
+
+    def __enter__(self) -> Scripted:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
 
     def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         self.sent.append(payload)
@@ -51,12 +58,26 @@ def test_what_is_no_record_is_refused(payload: str) -> None:
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
-    rendezvous = StoreRendezvous.__new__(StoreRendezvous)
     store = torch.distributed.HashStore()
-    rendezvous.rank, rendezvous.size, rendezvous._store, rendezvous._prefix, rendezvous._round = 0, 2, store, "p", 0
-    store.set("p/0/1", b"\xff\xfe{}")
+    store.set("moe_rt/1/0/1", b"\xff\xfe{}")
     with pytest.raises(CorruptPeer, match="rank 1"):
-        all_gather_records(rendezvous, {}, 1.0)
+        all_gather_records(Rendezvous(store, 0, 2), {}, 1.0)
+
+
+@pytest.mark.parametrize("text", [*NO_RECORDS, '{"where": 3, "pid": 4}', '{"pid": 1}'], ids=lambda p: repr(p[:10]))
+def test_a_place_that_is_none_is_nobody_to_watch(text: str) -> None:
+    store = torch.distributed.HashStore()
+    store.set("moe_rt/places/1", text.encode(errors="surrogatepass"))
+    with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not come"):
+        all_gather_records(Rendezvous(store, 0, 2), {}, 0.1)
+
+
+@pytest.mark.parametrize("pid", ["1", -1, 0, 2**64, True, None, [7]], ids=str)
+def test_the_process_of_a_place_is_a_number(pid: Any) -> None:
+    store = torch.distributed.HashStore()
+    store.set("moe_rt/places/1", json.dumps({**place(), "pid": pid}))
+    with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not come"):
+        all_gather_records(Rendezvous(store, 0, 2), {}, 0.1)
 
 
 @pytest.mark.parametrize("field", make_spec(2).record())
@@ -102,10 +123,15 @@ def test_a_file_that_could_shrink_is_refused(tmp_path: Path) -> None:
     assert path.read_bytes() == bytes(NUM_BYTES)
 
 
-def test_an_error_that_a_peer_made_up_is_an_error() -> None:
-    for record in ({"error": "SystemExit"}, {"error": ["x"], "message": {}}):
-        with pytest.raises(MoeRtError):
-            shm.allocate(Scripted(lambda own, r=record: json.dumps(r)), NUM_BYTES, 1.0)
+@pytest.mark.parametrize(
+    "text",
+    [*NO_RECORDS, '{"error": "SystemExit"}', '{"rank": 1, "error": "SystemExit"}', '{"rank": 1, "error": ["x"]}'],
+)
+def test_a_failure_that_a_peer_made_up_is_an_error(text: str) -> None:
+    store = torch.distributed.HashStore()
+    store.set("moe_rt/1/failure", text.encode(errors="surrogatepass"))
+    with pytest.raises((CorruptPeer, GroupPoisoned)):
+        shm.allocate(Rendezvous(store, 0, 2), NUM_BYTES, 1.0)
 
 
 def test_payloads_are_json() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import cases_making as cases
-from harness import Ranks
+import pytest
+from conftest import CPU_HEAPS
+from harness import ProcessRanks, Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 CULPRIT, SIZE = cases.CULPRIT, 3
 AT_ONCE_S = 15.0  # init_timeout_s is 300; a loaded machine explains the rest
 
 
-def told(outcomes: list[tuple[str, float]], kind: str, words: str) -> None:
+def told(outcomes: list[Any], kind: str, words: str) -> None:
     """Every rank raised `kind` with these words, and none waited."""
     for text, seconds in outcomes:
         assert text.startswith(f"{kind}: "), outcomes
@@ -20,5 +23,99 @@ def told(outcomes: list[tuple[str, float]], kind: str, words: str) -> None:
         assert seconds < AT_ONCE_S
 
 
+def outcomes_of_others(case: Callable[..., Any], culprit: int) -> list[Any]:
+    """On processes of their own, one of which will die."""
+    ranks = ProcessRanks(SIZE)
+    try:
+        outcomes = ranks.outcomes(case)
+    finally:
+        ranks.close()
+    assert isinstance(outcomes.pop(culprit), ChildProcessError)
+    return outcomes
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_threads", "2"),
+        ("num_threads", 1.5),
+        ("hidden", None),
+        ("capacity_factor", "much"),
+        ("placement", 7),
+        ("timeout_s", None),
+        ("init_timeout_s", "5"),
+        ("init_timeout_s", float("nan")),
+        ("init_timeout_s", -1),
+        ("heap", []),
+        ("overflow", {}),
+    ],
+)
+def test_a_wrong_argument_of_one_rank(make_ranks: MakeRanks, heap: str, name: str, value: Any) -> None:
+    outcomes = make_ranks(heap, SIZE).run(cases.wrong_argument, name, value)
+    told(outcomes, "InvalidConfig", "")
+    assert all("rank 1" in text for rank, (text, _) in enumerate(outcomes) if rank != CULPRIT), outcomes
+
+
 def test_an_engine_that_one_rank_cannot_make(make_ranks: MakeRanks) -> None:
     told(make_ranks("shm", SIZE).run(cases.wrong_isa), "InvalidConfig", "rank 1 could not make its engine")
+
+
+def test_address_space_ends_while_peers_are_mapped(make_ranks: MakeRanks) -> None:
+    told(make_ranks("shm", SIZE).run(cases.no_room_for_peers), "OutOfSharedMemory", "rank 1 could not reserve")
+
+
+def test_address_space_of_threads_ends(make_ranks: MakeRanks) -> None:
+    told(make_ranks("threads", SIZE).run(cases.too_large), "OutOfSharedMemory", "could not reserve a segment of")
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_an_interrupt_while_working(make_ranks: MakeRanks, heap: str) -> None:
+    outcomes = make_ranks(heap, SIZE).run(cases.interrupted)
+    assert outcomes.pop(CULPRIT)[0] == "KeyboardInterrupt: "
+    told(outcomes, "GroupPoisoned", "rank 1 gave up making a buffer: KeyboardInterrupt")
+
+
+def test_an_interrupt_while_waiting(make_ranks: MakeRanks) -> None:
+    outcomes = make_ranks("shm", SIZE).run(cases.interrupted_in_a_wait)
+    assert outcomes[CULPRIT][0] == "KeyboardInterrupt: "
+    assert outcomes.pop(CULPRIT)[1] < AT_ONCE_S
+    told(outcomes, "GroupPoisoned", "rank 1 gave up making a buffer: KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_a_rank_that_comes_when_others_have_given_up(make_ranks: MakeRanks, heap: str) -> None:
+    told(make_ranks(heap, SIZE).run(cases.late), "PeerTimeout", "ranks [1] did not come to make a buffer within 0.5 s")
+
+
+@pytest.mark.parametrize("case", [cases.killed_while_making, cases.killed_before_the_second])
+def test_a_rank_that_is_killed(case: Callable[..., Any]) -> None:
+    told(outcomes_of_others(case, CULPRIT), "PeerDead", "the process of rank 1 ended")
+
+
+def test_a_store_that_ends() -> None:
+    told(outcomes_of_others(cases.store_ends, 0), "StoreLost", "cannot reach the group's store any more")
+
+
+def test_threads_that_cross(make_ranks: MakeRanks) -> None:
+    """A client that waited inside the store kept the other thread from it, on both ranks, until init_timeout_s."""
+    for seen in make_ranks("shm", 2).run(cases.crossed_threads):
+        assert [text for text, _ in seen] == ["no error"] * 2
+        assert all(seconds < AT_ONCE_S for _, seconds in seen)
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300, 10**400])
+def test_never_give_up(make_ranks: MakeRanks, heap: str, seconds: float) -> None:
+    outcomes = make_ranks(heap, SIZE).run(cases.same_argument, "init_timeout_s", seconds)
+    assert [text for text, _ in outcomes] == ["no error"] * SIZE
+
+
+def test_a_rank_that_a_group_leaves_out(make_ranks: MakeRanks) -> None:
+    texts = make_ranks("shm", 2).run(cases.one_left_out)
+    assert texts == ["no error", "group: got one that this rank is not a member of, expected a member"]
+
+
+def test_a_group_that_was_destroyed(make_ranks: MakeRanks) -> None:
+    for text in make_ranks("shm", 2).run(cases.destroyed):
+        assert text.startswith("InvalidConfig: group: got a process group that was destroyed")

@@ -1,0 +1,160 @@
+"""What meetings leave in a store, and that a group of threads outlives one that failed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from routing import buffer_kwargs, make_spec
+from torch._C._distributed_c10d import Store
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead
+from moe_rt.heap.processes import watch
+
+SIZE = 3
+
+
+def clients(kind: str, path: Path) -> list[Store]:
+    """A client of one store for each rank."""
+    if kind == "hash":
+        return [dist.HashStore()] * SIZE
+    if kind == "file":
+        return [dist.FileStore(str(path / "store"), -1) for _ in range(SIZE)]
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tcp = [server, *(dist.TCPStore("127.0.0.1", server.port) for _ in range(SIZE - 1))]
+    return [dist.PrefixStore("group", store) for store in tcp] if kind == "prefix" else tcp
+
+
+def on_threads(work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(SIZE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
+def test_keys_of_a_meeting_go_with_it(kind: str, tmp_path: Path) -> None:
+    """Also those of one that failed on one rank, whichever round the others were in."""
+    stores, counts = clients(kind, tmp_path), []
+    own = stores[0].num_keys()  # FileStore has one
+    groups = [ThreadGroup(stores[rank], rank, SIZE, "cpu") for rank in range(SIZE)]
+    good = buffer_kwargs(make_spec(SIZE))
+
+    def make(rank: int, **changes: Any) -> None:
+        try:
+            Buffer(groups[rank], **{**good, **changes}).close()
+        except InvalidConfig:
+            assert changes or rank != 1
+
+    for hidden in (good["hidden"], good["hidden"], 0, good["hidden"]):
+        on_threads(lambda rank, hidden=hidden: make(rank, **({"hidden": hidden} if rank == 1 else {})))
+        counts.append(stores[0].num_keys())
+    assert counts == [own + 2 * SIZE] * 4, "a number and a place for each rank, however many buffers there were"
+
+
+def test_an_interrupted_round_leaves_no_key() -> None:
+    """A rank that leaves a round early has not deleted its part of the one before; who passes the round is ahead."""
+    store = dist.HashStore()
+    groups = [ThreadGroup(store, rank, SIZE, "cpu") for rank in range(SIZE)]
+    failed = []
+
+    def work(rank: int) -> None:
+        try:
+            with groups[rank] as group:
+                group.all_gather("first", 60.0)
+                if rank == 1:
+                    raise KeyboardInterrupt
+                group.all_gather("second", 60.0)
+        except (KeyboardInterrupt, RuntimeError):
+            failed.append(rank)
+
+    on_threads(work)
+    assert sorted(failed) == [0, 1, 2]
+    assert store.num_keys() == 2 * SIZE
+
+
+def test_one_thread_makes_a_buffer_as_a_rank() -> None:
+    group = ThreadGroup.make(2)[0]
+    raised: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            Buffer(group, **buffer_kwargs(make_spec(2)))
+        except ConcurrentUse as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=second)
+    with group:
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+
+
+def test_a_process_that_ended_before_it_was_watched() -> None:
+    """There is nothing to open any more, which must not look like a system that does not tell."""
+    process = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(process, 0)
+    assert watch(process).has_ended()
+
+
+def test_a_rank_that_ended_long_ago_is_not_waited_for() -> None:
+    store = dist.HashStore()
+    process = os.fork()
+    if process == 0:
+        os._exit(0)
+    os.waitpid(process, 0)
+    with ThreadGroup(store, 1, 2, "cpu"):
+        pass
+    place = store.get("moe_rt/places/1").replace(str(os.getpid()).encode(), str(process).encode())
+    store.set("moe_rt/places/1", place)
+    with pytest.raises(PeerDead, match="the process of rank 1 ended"):
+        Buffer(ThreadGroup(store, 0, 2, "cpu"), **buffer_kwargs(make_spec(2)))
+
+
+SINGLE = dict(num_max_tokens_per_rank=4, hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "1", "WORLD_SIZE": "4"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"},
+    ],
+    ids=lambda v: next(iter(v)),
+)
+def test_one_of_several_is_no_group_of_one(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidConfig, match=r"no process group beside .*, expected .*init_process_group\(\) first"):
+        Buffer(None, **SINGLE)
+    Buffer(ThreadGroup.make(1)[0], **SINGLE).close()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"WORLD_SIZE": "4"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the shell of an allocation, or a batch script
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=str,
+)
+def test_a_process_by_itself_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    Buffer(None, **SINGLE).close()

@@ -1,0 +1,61 @@
+"""Segments on hosts whose kernel seals a memfd against execution, refuses one without that seal, or knows none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from typing import Any
+
+import pytest
+
+from moe_rt import ThreadGroup
+from moe_rt.errors import SegmentPermission
+from moe_rt.heap import shm
+
+NOEXEC_SEAL, F_SEAL_EXEC = 8, 0x20
+
+
+def allocate() -> None:
+    shm.allocate(ThreadGroup.make(1)[0], 4096, 10.0).release()
+
+
+def add_seals(monkeypatch: pytest.MonkeyPatch, seals: int) -> None:
+    """What the kernel says of a memfd, whatever this machine's kernel says."""
+    real = fcntl.fcntl
+
+    def with_seals(fd: int, command: int, argument: int = 0) -> Any:
+        return real(fd, command, argument) | (seals if command == fcntl.F_GET_SEALS else 0)
+
+    monkeypatch.setattr(shm.fcntl, "fcntl", with_seals)
+
+
+def test_a_seal_that_the_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vm.memfd_noexec = 1 adds it to every memfd."""
+    add_seals(monkeypatch, F_SEAL_EXEC)
+    allocate()
+
+
+@pytest.mark.parametrize("refuses", ["without the flag", "the flag"])
+def test_what_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    """vm.memfd_noexec = 2 refuses a memfd that could be executed; kernels before 6.3 do not know the flag."""
+    real = os.memfd_create
+
+    def refusing(name: str, flags: int) -> int:
+        if refuses == "the flag" and flags & NOEXEC_SEAL:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        if refuses == "without the flag" and not flags & NOEXEC_SEAL:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(name, flags & ~NOEXEC_SEAL)
+
+    monkeypatch.setattr(os, "memfd_create", refusing)
+    allocate()
+
+
+def test_another_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(name: str, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", refusing)
+    with pytest.raises(SegmentPermission, match=r"rank 0 could not make a segment: .*Permission denied"):
+        allocate()
