@@ -63,7 +63,7 @@ class Members:
         Collective over the ranks that are alive, after an op has failed on each and its buffers were left. Other
         process groups are gone as well. A rank whose process ended on this host is not waited for. The new group has
         the old one's timeout, and this object its members. If this raises PeerTimeout, it does so on every rank that
-        is left, and each may call it once more.
+        is left, and each calls it again, as often as ranks die meanwhile.
 
         Args:
             timeout_s: seconds to wait for a rank that may be alive; one that stays silent for longer is left out.

@@ -1,0 +1,37 @@
+"""The program of docs/howto/elastic.md goes on when a second rank dies while the others regroup."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HOWTO = Path(__file__).resolve().parents[2] / "docs/howto/elastic.md"
+
+# Rank 2 is counted among those that are left, and ends before the new group is there.
+DEATH_IN_SURVIVORS = """
+import os, signal
+from moe_rt.elastic import Members
+
+join = Members._join
+
+def die_or_join(self, store, left):
+    if self._rank == 2 and len(left) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return join(self, store, left)
+
+Members._join = die_or_join
+"""
+
+
+def test_a_death_inside_survivors(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", HOWTO.read_text(), re.DOTALL)
+    (program,) = (block for block in blocks if "survivors()" in block)
+    one_dies, two_die = "for rank in ranks] == [0, -9, 0]", "for rank in ranks] == [0, -9, -9]"
+    assert one_dies in program
+    path = tmp_path / "program.py"
+    path.write_text(DEATH_IN_SURVIVORS + program.replace(one_dies, two_die))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: PeerTimeout" in done.stdout
