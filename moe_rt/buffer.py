@@ -283,6 +283,8 @@ def _rendezvous(group: Group) -> Rendezvous:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise InvalidConfig(f"group: got a mesh of {group.ndim} dimensions, expected one, as in mesh['ep']")
+        if group.get_coordinate() is None:
+            raise InvalidConfig("group: got a mesh that this rank is not a part of, expected a member")
         group = group.get_group()
     if group is None:
         if not dist.is_initialized():

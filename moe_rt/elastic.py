@@ -9,7 +9,6 @@ writes into memory that nobody reads any more.
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any
 

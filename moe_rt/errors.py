@@ -119,11 +119,11 @@ class CorruptPeer(MoeRtError):
 
 
 class PeerTimeout(MoeRtError):
-    """A peer did not announce the op in time."""
+    """A peer did not announce the op, or come to make a buffer, in time."""
 
 
 class PeerDead(MoeRtError):
-    """A peer's process ended before it announced the op."""
+    """A peer's process ended before it announced the op, or came to make a buffer."""
 
 
 class GroupPoisoned(MoeRtError):
@@ -143,7 +143,7 @@ class RankExcluded(MoeRtError):
 
 
 class StoreLost(MoeRtError):
-    """The store through which ranks would agree on who is left has ended with a rank."""
+    """The store through which ranks meet has ended, perhaps with the rank that served it."""
 
 
 class ConcurrentUse(MoeRtError):

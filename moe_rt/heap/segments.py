@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_rt.errors import InvalidConfig, LimitReached, MoeRtError, OutOfSharedMemory, SegmentPermission
+from moe_rt.errors import InvalidConfig, LimitReached, MoeRtError
 from moe_rt.heap.processes import Watch
 from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 

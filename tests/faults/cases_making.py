@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from cases_faults import good_round, open_buffer
 from routing import buffer_kwargs, make_spec
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt import Buffer
 from moe_rt.errors import MoeRtError
@@ -177,9 +178,9 @@ def crossed_threads(group: Any) -> list[Seen]:
     return seen
 
 
-def one_left_out(group: Any) -> str:
-    """`new_group` gives the rank that it leaves out no group."""
-    some = dist.new_group([0])
+def one_left_out(group: Any, by_mesh: bool) -> str:
+    """`new_group` gives the rank that it leaves out no group, and a mesh has no place for it."""
+    some: Any = DeviceMesh("cpu", [0]) if by_mesh else dist.new_group([0])
     try:
         Buffer(some, **buffer_kwargs(make_spec(1))).close()
     except MoeRtError as error:

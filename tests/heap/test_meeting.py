@@ -14,7 +14,7 @@ import torch.distributed as dist
 from routing import buffer_kwargs, make_spec
 from torch._C._distributed_c10d import Store
 
-from moe_rt import Buffer, ThreadGroup
+from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
 from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead
 from moe_rt.heap.processes import watch
 
@@ -138,6 +138,8 @@ def test_one_of_several_is_no_group_of_one(monkeypatch: pytest.MonkeyPatch, vari
         monkeypatch.setenv(name, value)
     with pytest.raises(InvalidConfig, match=r"no process group beside .*, expected .*init_process_group\(\) first"):
         Buffer(None, **SINGLE)
+    with pytest.raises(InvalidConfig, match="no process group beside"):
+        MoELayer(MoEConfig(hidden=8, intermediate=8, num_experts=2, num_topk=1, num_max_tokens_per_rank=4))
     Buffer(ThreadGroup.make(1)[0], **SINGLE).close()
 
 
