@@ -5,6 +5,7 @@ NEAR_NS: float
 MAX_SCRATCH_BYTES: int
 HOST_RECORD_BYTES: int
 NUM_FLIGHTS: int
+MOST_LAST_WORDS: int
 
 class Shape:
     def __init__(
@@ -93,6 +94,7 @@ class Engine:
     def refuse(self, op: int, code: int, got: int, expected: int, tag: int, /) -> Status: ...
     def needed_rows(self) -> list[int]: ...
     def set_capacity(self, capacity: list[int], /) -> None: ...
+    def leave_words(self, text: bytes, /) -> None: ...
     def poison(self, code: int, peer: int, /) -> None: ...
     def health(self) -> Status: ...
     def timings(self) -> tuple[int, int, int, int, list[int], list[float]]: ...
@@ -113,6 +115,7 @@ class Plaque:
     mailboxes: int
     members: int
     flights: int
+    last_words: int
 
 class Flight:
     number: int
@@ -127,6 +130,7 @@ class Flight:
     end_ns: int
     longest_ns: int
     longest_peer: int
+    handle_seq: int
 
 class SegmentReport:
     plaque: Plaque
@@ -136,6 +140,7 @@ class SegmentReport:
     members: list[tuple[int, int]]
     flights: list[Flight]
     num_torn: int
+    last_words: bytes
 
 def has_ended(descriptor: int, /) -> bool: ...
 def read_segment(holder: object, /) -> SegmentReport: ...

@@ -172,6 +172,7 @@ NB_MODULE(_engine, m) {
            [](Engine& e, int op, int code, int64_t got, int64_t expected, uint32_t tag) {
              return run([&] { return e.refuse(static_cast<Op>(op), static_cast<Code>(code), got, expected, tag); });
            })
+      .def("leave_words", [](Engine& e, const nb::bytes& text) { e.leave_words({text.c_str(), text.size()}); })
       .def("poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); })
       .def("needed_rows", &Engine::needed_rows)
       .def("set_capacity", &Engine::set_capacity)

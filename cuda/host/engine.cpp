@@ -101,7 +101,7 @@ void Engine::set_stream_from() {
 Status Engine::fail(Status status) {
   if (status.ok() || is_refusal(status.code)) return status;
   if (status.code == Code::kPoisoned) {
-    const uint64_t word = load_relaxed(world_.poison(world_.rank));
+    const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
     status.peer = poison_origin(word);
     status.got = int64_t(poison_code(word));
     status.expected = poison_peer(word);
@@ -127,18 +127,26 @@ void Engine::set_capacity(const std::vector<int64_t>& capacity) {
   std::copy(capacity.begin(), capacity.end(), config_.capacity.begin());  // in place: the World points at it
 }
 
+void Engine::leave_words(std::string_view text) {
+  if (pid_ == getpid()) write_last_words(*world_.at<LastWords>(world_.rank, world_.layout.last_words), text);
+}
+
+// Own word first: where a peer's failure is there already, that one is passed on. Otherwise 1. a peer fails and tells
+// this rank, 2. this rank leaves because of it and tells a third rank, 3. which would take this rank for the first.
+// Acquire and release: whoever sees a word, passed on or not, sees the last words of the rank that it names.
 void Engine::poison(Code code, int peer) {
   if (pid_ != getpid()) return;
-  for (int r = 0; r < world_.shape.num_ranks; ++r) {
-    replace_acq_rel(world_.poison(r), uint64_t{0}, poison_word(code, world_.rank, peer));
-  }
+  uint64_t& own = world_.poison(world_.rank);
+  replace_acq_rel(own, uint64_t{0}, poison_word(code, world_.rank, peer));
+  const uint64_t first = load_acquire(own);
+  for (int r = 0; r < world_.shape.num_ranks; ++r) replace_acq_rel(world_.poison(r), uint64_t{0}, first);
 }
 
 Status Engine::health() const {
   if (pid_ != getpid()) return {Code::kForked, Op::kNone, Phase::kNone, -1, 0, 0, 0};
   if (load_acquire(closed_)) return {Code::kClosed, Op::kNone, Phase::kNone, -1, 0, 0, 0};
   if (!failure_.ok()) return failure_;
-  const uint64_t word = load_relaxed(world_.poison(world_.rank));
+  const uint64_t word = load_acquire(world_.poison(world_.rank));  // as in fail
   if (word == 0) return {};
   return {Code::kPoisoned,  Op::kNone, Phase::kNone, poison_origin(word), 0, int64_t(poison_code(word)),
           poison_peer(word)};

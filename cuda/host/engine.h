@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -64,6 +65,8 @@ class Engine {
   // Of later dispatches; all ranks set the same.
   void set_capacity(const std::vector<int64_t>& capacity);
 
+  // Says why this rank is about to leave, for peers that learn of it. Idempotent: the first words stay.
+  void leave_words(std::string_view text);
   // Tells every peer that this rank will not go on; their waits end. Idempotent: the first cause stays.
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.

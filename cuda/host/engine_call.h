@@ -57,7 +57,7 @@ Status Engine::exchange(const Call& call, Before&& before, After&& after) {
     const uint64_t seq = ++seq_[static_cast<int>(kind)];
     const int window = turns_.take(kind);
     const auto num_tokens = static_cast<int32_t>(call.num_tokens);
-    flight_ = {flight_.number + 1, seq, call.op, Code::kOk, call.tag, num_tokens, 0, 0, 0, 0, 0, -1};
+    flight_ = {flight_.number + 1, seq, call.op, Code::kOk, call.tag, num_tokens, 0, 0, 0, 0, 0, -1, call.handle_seq};
     record(&Flight::start_ns, Clock::now());
     Header header{seq,
                   world_.config,

@@ -1,10 +1,14 @@
-// Writing a rank's flights and its plaque, and reading a flight that may be changing: a sequence lock over one slot.
+// Writing a rank's flights, its plaque and its last words, and reading what may be changing meanwhile.
 #pragma once
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "../protocol/layout.h"
@@ -43,8 +47,22 @@ inline void write_plaque(char* segment, const Shape& s, int rank, uint64_t confi
   auto& plaque = *reinterpret_cast<Plaque*>(segment);
   plaque = {0,         kPlaqueVersion, rank,         getpid(),    s.num_ranks, s.num_experts, s.num_max_tokens,
             s.hidden,  s.num_topk,     s.elem_bytes, s.acc_bytes, config,      l.poison,      l.mailboxes,
-            l.members, l.flights,      l.bytes};
+            l.members, l.flights,      l.bytes,      l.last_words};
   store_release(plaque.magic, kPlaqueMagic);
+}
+
+// SYNC POINT last words, writer side: pairs with read_last_words. Only the first words are kept, so that the text never
+// changes under a reader; without the release one could see their length before the text.
+inline void write_last_words(LastWords& words, std::string_view text) {
+  if (load_relaxed(words.num_bytes) != 0) return;
+  const size_t n = std::min(text.size(), sizeof(words.text));
+  std::memcpy(words.text, text.data(), n);
+  store_release(words.num_bytes, uint64_t{n});
+}
+
+// SYNC POINT last words, reader side. A peer may have written anything: any bytes come back, but never more than fit.
+inline std::string read_last_words(const LastWords& words) {
+  return {words.text, std::min<size_t>(load_acquire(words.num_bytes), sizeof(words.text))};
 }
 
 }  // namespace moe_rt

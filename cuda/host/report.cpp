@@ -39,6 +39,7 @@ Plaque read_plaque(const char* segment, int64_t num_bytes) {
   fits("mailboxes", p.mailboxes, int64_t{kNumKinds} * p.num_ranks * sizeof(Mailbox));
   fits("members", p.members, int64_t{p.num_ranks} * sizeof(Member));
   fits("flights", p.flights, int64_t{kNumFlights} * sizeof(FlightSlot));
+  fits("last words", p.last_words, sizeof(LastWords));
   return p;
 }
 
@@ -58,6 +59,7 @@ SegmentReport read_segment(const char* segment, int64_t num_bytes) {
   const auto* members = reinterpret_cast<const Member*>(segment + p.members);
   report.members.assign(members, members + p.num_ranks);
 
+  report.last_words = read_last_words(*reinterpret_cast<const LastWords*>(segment + p.last_words));
   const auto* slots = reinterpret_cast<const FlightSlot*>(segment + p.flights);
   for (int i = 0; i < kNumFlights; ++i) {
     Flight flight;

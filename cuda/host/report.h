@@ -2,6 +2,7 @@
 // read there is an index or a size before it was checked.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "../protocol/layout.h"
@@ -16,6 +17,7 @@ struct SegmentReport {
   std::vector<Member> members;                 // [R]
   std::vector<Flight> flights;                 // the last kNumFlights at most, in order
   int num_torn = 0;                            // slots that changed at every look
+  std::string last_words;                      // of its rank: any bytes
 };
 
 // Reads the segment in `num_bytes` bytes that start on a line; they may be mapped read-only, and may change meanwhile.

@@ -27,6 +27,7 @@ SegmentReport read_buffer(nb::handle holder) {
 
 void bind_report(nb::module_& m) {
   m.attr("NUM_FLIGHTS") = kNumFlights;
+  m.attr("MOST_LAST_WORDS") = sizeof(LastWords::text);
   nb::class_<Plaque>(m, "Plaque")
       .def_ro("rank", &Plaque::rank)
       .def_ro("num_ranks", &Plaque::num_ranks)
@@ -39,7 +40,8 @@ void bind_report(nb::module_& m) {
       .def_ro("poison", &Plaque::poison)
       .def_ro("mailboxes", &Plaque::mailboxes)
       .def_ro("members", &Plaque::members)
-      .def_ro("flights", &Plaque::flights);
+      .def_ro("flights", &Plaque::flights)
+      .def_ro("last_words", &Plaque::last_words);
   nb::class_<Flight>(m, "Flight")
       .def_ro("number", &Flight::number)
       .def_ro("seq", &Flight::seq)
@@ -52,7 +54,8 @@ void bind_report(nb::module_& m) {
       .def_ro("heard_ns", &Flight::heard_ns)
       .def_ro("end_ns", &Flight::end_ns)
       .def_ro("longest_ns", &Flight::longest_ns)
-      .def_ro("longest_peer", &Flight::longest_peer);
+      .def_ro("longest_peer", &Flight::longest_peer)
+      .def_ro("handle_seq", &Flight::handle_seq);
   nb::class_<SegmentReport>(m, "SegmentReport")
       .def_ro("plaque", &SegmentReport::plaque)
       .def_prop_ro("poison",
@@ -69,7 +72,9 @@ void bind_report(nb::module_& m) {
                      return members;
                    })
       .def_ro("flights", &SegmentReport::flights)
-      .def_ro("num_torn", &SegmentReport::num_torn);
+      .def_ro("num_torn", &SegmentReport::num_torn)
+      .def_prop_ro("last_words",
+                   [](const SegmentReport& r) { return nb::bytes(r.last_words.data(), r.last_words.size()); });
 
   m.def("read_segment", &read_buffer);
   m.def(

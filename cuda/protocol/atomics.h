@@ -5,6 +5,7 @@
 //   publish a window  store_release(signal)      with  load_acquire(signal) in wait_signal          (signal.h)
 //   record an op                                 store_release with load_acquire, word by word      (host/recording.h)
 //   leave a plaque                               store_release with load_acquire of its magic       (host/recording.h)
+//   leave last words                             store_release with load_acquire of their length    (host/recording.h)
 //   the barrier of a host team                   fetch_add_acq_rel; store_release and wake_sleepers
 //                                                with load_acquire and sleep_while                  (host/team.h)
 //   exclusive use of an engine                   exchange_acquire with store_release                (host/engine.cpp)

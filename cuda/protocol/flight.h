@@ -1,5 +1,5 @@
 // What a rank leaves in its own segment for whoever must find out why a group stands still: a plaque that says what
-// this memory is, whose processes the ranks are, and a ring of the rank's last ops.
+// this memory is, whose processes the ranks are, a ring of the rank's last ops, and why it left.
 //
 // Only the owner writes. Whoever maps the segment may read, also when the owner hangs, is stopped or is dead. The ring
 // of a CUDA rank stays empty: its host does not see when its ops run.
@@ -10,7 +10,7 @@
 namespace moe_rt {
 
 inline constexpr uint64_t kPlaqueMagic = 0x31'74'72'5f'65'6f'6d'00;  // reads "\0moe_rt1"
-inline constexpr uint32_t kPlaqueVersion = 1;
+inline constexpr uint32_t kPlaqueVersion = 2;
 inline constexpr int kNumFlights = 64;
 
 // The first bytes of a segment: with it a reader needs to be told nothing else. Offsets are those of Layout.
@@ -20,9 +20,9 @@ struct Plaque {
   int32_t rank, pid;
   int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes, acc_bytes;  // of Shape
   uint64_t config;
-  int64_t poison, mailboxes, members, flights, bytes;
+  int64_t poison, mailboxes, members, flights, bytes, last_words;
 };
-static_assert(sizeof(Plaque) == 96, "readers of other builds know these bytes by the version alone");
+static_assert(sizeof(Plaque) == 104, "readers of other builds know these bytes by the version alone");
 
 // A rank's process, and the inode of its segment among the descriptors of all ranks; 0 where it is no file.
 struct Member {
@@ -41,6 +41,7 @@ struct Flight {
   int64_t start_ns, announced_ns, heard_ns, end_ns;
   int64_t longest_ns;  // of the waits for single peers, looking at them in rank order
   int64_t longest_peer;
+  uint64_t handle_seq;  // of the dispatch whose handle is used; 0 for a dispatch
 };
 inline constexpr int kFlightWords = sizeof(Flight) / sizeof(uint64_t);
 
@@ -48,6 +49,13 @@ struct alignas(128) FlightSlot {
   uint64_t stamp;  // odd while the words change
   uint64_t words[kFlightWords];
 };
-static_assert(sizeof(Flight) == 80 && sizeof(FlightSlot) == 128, "readers of other builds know these bytes");
+static_assert(sizeof(Flight) == 88 && sizeof(FlightSlot) == 128, "readers of other builds know these bytes");
+
+// Why the rank left the group, in its own words: UTF-8, for people. Written once, before the poison word or the goodbye
+// that tells peers of it.
+struct alignas(128) LastWords {
+  uint64_t num_bytes;  // of `text`, written last; 0 while there are none
+  char text[504];
+};
 
 }  // namespace moe_rt

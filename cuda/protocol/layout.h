@@ -1,6 +1,6 @@
 // Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
 //
-//   control     plaque | poison word | mailboxes [kind][source rank] | members [R] | flights [64]
+//   control     plaque | poison word | mailboxes [kind][source rank] | members [R] | flights [64] | last words
 //   2 windows   route counts, offsets, lists and weights | token window [T][H] | partial window [T][S][H] | scalars
 //   [T][K]
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
@@ -36,7 +36,7 @@ struct Shape {
 };
 
 struct Layout {
-  int64_t poison, mailboxes, members, flights;  // the plaque is at 0
+  int64_t poison, mailboxes, members, flights, last_words;  // the plaque is at 0
   struct Window {
     int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars;
   } window[2];
@@ -56,6 +56,7 @@ struct Layout {
     l.mailboxes = take(int64_t{kNumKinds} * s.num_ranks * sizeof(Mailbox), kLine);
     l.members = take(int64_t{s.num_ranks} * sizeof(Member), kLine);
     l.flights = take(int64_t{kNumFlights} * sizeof(FlightSlot), kLine);
+    l.last_words = take(sizeof(LastWords), kLine);
     for (Window& w : l.window) {
       w.counts = take(int64_t{4} * s.num_experts, kLine);
       w.pull_offs = take(int64_t{4} * (s.num_ranks + 1), kLine);
@@ -119,6 +120,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 280 && sizeof(Header) == 48 && sizeof(Layout) == 184, "the host's layout");
+static_assert(sizeof(World) == 288 && sizeof(Header) == 48 && sizeof(Layout) == 192, "the host's layout");
 
 }  // namespace moe_rt

@@ -20,8 +20,16 @@ from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import Report
 from moe_rt.diagnostics.show import show_report
 
-PLAQUE_BYTES, SLOT_BYTES, MAILBOX_BYTES = 96, 128, 128
-OFFSETS = {"config": 48, "poison": 56, "mailboxes": 64, "members": 72, "flights": 80, "bytes": 88}  # of Plaque
+PLAQUE_BYTES, SLOT_BYTES, MAILBOX_BYTES, WORDS_BYTES = 104, 128, 128, 512
+OFFSETS = {
+    "config": 48,
+    "poison": 56,
+    "mailboxes": 64,
+    "members": 72,
+    "flights": 80,
+    "bytes": 88,
+    "last words": 96,
+}  # of Plaque
 NASTY = [-(2**63), -1, 0, 1, 8, 128, 2**31 - 1, 2**31, 2**47, 2**63 - 128, 2**63 - 1]
 
 
@@ -52,7 +60,7 @@ def plaque_field(name: str) -> int:
     return struct.unpack_from("<q", HEALTHY, OFFSETS[name])[0]
 
 
-END = plaque_field("flights") + 64 * SLOT_BYTES  # of the control region
+END = plaque_field("last words") + WORDS_BYTES  # of the control region
 
 
 def test_healthy_segment_is_read() -> None:
@@ -77,6 +85,7 @@ def test_random_plaque(content: bytes, keep_magic: bool) -> None:
 def test_offsets_that_lead_outside(name: str, value: int) -> None:
     made = report(patched(OFFSETS[name], struct.pack("<q", value)))
     sizes = {"poison": 8, "mailboxes": 2 * MAILBOX_BYTES, "members": 16, "flights": 64 * SLOT_BYTES}
+    sizes["last words"] = WORDS_BYTES
     if name in sizes and not (0 <= value <= len(HEALTHY) - sizes[name] and value % 128 == 0):
         assert made.ranks[0].problem.startswith(f"{name}: got {value}, expected a line")
 

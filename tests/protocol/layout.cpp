@@ -13,7 +13,8 @@ int main() {
     World w{};
     w.shape = s, w.layout = Layout::make(s);
     const auto print = [](int64_t offset) { std::printf("%" PRId64 " ", offset); };
-    print(w.layout.poison), print(w.layout.mailboxes), print(w.layout.members), print(w.layout.flights);
+    print(w.layout.poison), print(w.layout.mailboxes), print(w.layout.members), print(w.layout.flights),
+        print(w.layout.last_words);
     for (const Layout::Window& o : w.layout.window) {
       for (const int64_t at :
            {o.counts, o.pull_offs, o.copy_offs, o.pulls, o.copies, o.weights, o.tokens, o.partials, o.scalars}) {

@@ -38,8 +38,8 @@ def layout(ranks: int, experts: int, tokens: int, hidden: int, topk: int, elem: 
         offsets.append(up(cursor, align))
         cursor = offsets[-1] + num_bytes
 
-    take(96, 128)  # the plaque, at 0
-    take(8, 128), take(2 * ranks * 128, 128), take(16 * ranks, 128), take(64 * 128, 128)
+    take(104, 128)  # the plaque, at 0
+    take(8, 128), take(2 * ranks * 128, 128), take(16 * ranks, 128), take(64 * 128, 128), take(512, 128)
     for _ in range(2):
         take(4 * experts, 128), take(4 * (ranks + 1), 128), take(4 * (ranks + 1), 128)
         take(16 * tokens * slots, 128), take(16 * tokens * topk, 128), take(acc * tokens * topk, 128)

@@ -51,7 +51,7 @@ def documented_bytes(num_ranks: int, tokens: int, hidden: int, topk: int, expert
     """The formula of docs/protocol.md, without the rounding of each region."""
     row, slots = -(-hidden * itemsize // 64) * 64, min(topk, num_ranks)
     acc = 8 if itemsize == 8 else 4
-    control = 128 * (66 + 2 * num_ranks) + 16 * num_ranks
+    control = 128 * (70 + 2 * num_ranks) + 16 * num_ranks
     lists = 4 * experts + 8 * (num_ranks + 1) + 16 * tokens * slots + (16 + acc) * tokens * topk
     windows = tokens * row + tokens * slots * row + acc * tokens * topk
     return control + 2 * (lists + windows)
