@@ -23,6 +23,7 @@ from moe_rt.errors import (
     GroupClosed,
     GroupPoisoned,
     InvalidConfig,
+    LaunchFailed,
     MoeRtError,
     Op,
     error_from_status,
@@ -95,14 +96,18 @@ class CudaEngine(Engine):
         tokens, received = words[launches.num_tokens], self.spec.num_ranks * self.spec.num_max_tokens_per_rank
         before, after = (received, tokens) if launches.sends_received else (tokens, received)
         routing = self.spec.num_ranks if op is Op.DISPATCH else 0
-        with self._exclusive(op):
-            self.health()
-            stream = self._stream()
-            self._launcher.set_call(words, tag)
-            self._launcher.launch(launches.send, routing + self._blocks(before), stream)
-            if self._network is not None and op is Op.DISPATCH:
-                self._launcher.launch("dispatch_fetch", min(self.spec.num_ranks, self._launcher.max_blocks), stream)
-            self._launcher.launch(launches.receive, self._blocks(after), stream)
+        try:
+            with self._exclusive(op):
+                self.health()
+                stream = self._stream()
+                self._launcher.set_call(words, tag)
+                self._launcher.launch(launches.send, routing + self._blocks(before), stream)
+                if self._network is not None and op is Op.DISPATCH:
+                    self._launcher.launch("dispatch_fetch", min(self.spec.num_ranks, self._launcher.max_blocks), stream)
+                self._launcher.launch(launches.receive, self._blocks(after), stream)
+        except LaunchFailed as error:  # perhaps between two launches: peers must not wait for the second
+            self._end(Code.POISONED, error)
+            raise
 
     def _blocks(self, num_rows: int) -> int:
         return max(1, min(self._launcher.max_blocks, num_rows))
@@ -143,7 +148,9 @@ class CudaEngine(Engine):
         if self._closed:
             raise GroupClosed("the buffer was closed on this rank; expected an open one", rank=self.rank)
         if self._ended is not None:
-            raise GroupPoisoned(f"rank {self.rank} ended the group: {self._ended}", rank=self.rank) from self._ended
+            raise GroupPoisoned(
+                f"rank {self.rank} ended the group: {self._ended.args[0]}", rank=self.rank
+            ) from self._ended
         status = self._launcher.reported()
         if status is not None:
             raise error_from_status(status, self.rank, self.timeout_s)
@@ -158,15 +165,19 @@ class CudaEngine(Engine):
         """Nothing: the host does not watch its ops wait."""
         return []
 
-    def poison(self) -> None:
-        self._end(Code.POISONED, GroupPoisoned("this rank aborted", rank=self.rank))
+    def poison(self, error: BaseException | None = None) -> None:
+        aborted = GroupPoisoned("this rank aborted", rank=self.rank)
+        aborted.__cause__ = error
+        self._end(Code.POISONED, aborted)
 
     def _end(self, code: Code, cause: MoeRtError) -> None:
+        """The first cause stays. A dead GPU tells peers nothing: their timeouts have to do, and `cause` is raised."""
         if self._ended is None and not self._closed:
             self._ended = cause
-            self._tell_peers("give_up", code)
+            with suppress(RuntimeError):  # LaunchFailed, or torch's own errors
+                self._tell_peers("give_up", code)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         if self._closed or self._pid != os.getpid():
             return
         # At interpreter exit the driver may be gone already; the peers' timeouts then have to do.
