@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -22,6 +23,7 @@ from moe_rt.handle import Handle
 from moe_rt.heap.launchers import one_of_several
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 from moe_rt.native.choose import Heap, Machine, choose_machine, make_engine
+from moe_rt.native.leaving import first_failure, leave
 
 Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
 
@@ -132,8 +134,8 @@ class Buffer:
             )
         self._acc_dtype = self.spec.acc_dtype
         self._num_tags = 0
-        # Leaves when the buffer is garbage or the interpreter ends, whichever is first; close() does it by hand.
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        # When the buffer is garbage or the interpreter ends, whichever is first; close() leaves by hand.
+        self._finalizer = weakref.finalize(self, leave, self._engine)
 
     @property
     def device(self) -> torch.device:
@@ -251,13 +253,19 @@ class Buffer:
 
     def close(self) -> None:
         """Leaves the group. Local and idempotent: peers that still wait for this rank raise GroupClosed."""
-        self._finalizer()
+        if self._finalizer.detach():
+            self._engine.close()
 
-    def abort(self) -> None:
-        """Ends the group on every rank, for a rank that cannot go on: peers raise GroupPoisoned at once."""
-        if self._finalizer.alive:
-            self._engine.poison()
-        self.close()
+    def abort(self, error: BaseException | None = None) -> None:
+        """Ends the group on every rank, for a rank that cannot go on: peers raise GroupPoisoned at once.
+
+        CPU ranks tell their peers why: `error`, or the exception that is being handled.
+        """
+        try:
+            if self._finalizer.alive:
+                self._engine.poison(error or sys.exc_info()[1])
+        finally:
+            self.close()
 
     def __enter__(self) -> Buffer:
         return self
@@ -265,10 +273,13 @@ class Buffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if error is None:
             self.close()
-        else:
-            self.abort()
+            return
+        first = first_failure(self._engine, error)
+        self.abort(error)
+        if first is not None:
+            raise first from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         return self  # a copied layer shares its group

@@ -2,6 +2,7 @@
 
 Refusals (bad input, overflow) are raised by every rank in the same op, and the buffer can be used again. Failures (a
 dead or silent peer, ranks that disagree) end the group: every later op raises `GroupPoisoned` or the same failure.
+A message ends with the section of docs/errors.md that says what to do.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Phase(IntEnum):
 class MoeRtError(RuntimeError):
     """Base of all errors. `rank` is who raises, `peer` whom it concerns; -1 where that has no meaning.
 
-    `report` says what every rank did when a wait was in vain; None in other errors and on CUDA ranks.
+    `report` says what every rank did when a wait was in vain or ranks called different ops; None in other errors and on
+    CUDA ranks.
     """
 
     def __init__(
@@ -76,6 +78,11 @@ class MoeRtError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.rank, self.peer, self.op, self.seq, self.phase, self.report = rank, peer, op, seq, phase, report
+
+    def __str__(self) -> str:
+        text, named = super().__str__(), next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        section = f"(docs/errors.md#{named.__name__.lower()})"
+        return text if text.endswith(section) else f"{text} {section}"  # a peer's may be part of the message
 
 
 class InvalidConfig(MoeRtError, ValueError):
@@ -111,7 +118,10 @@ class ConfigMismatch(MoeRtError):
 
 
 class CallOrderMismatch(MoeRtError):
-    """Ranks issued different ops, or the same op on different layers or handles."""
+    """Ranks issued different ops, or the same op on different layers or handles.
+
+    `peer` is the one rank that called something else than most; -1 where nobody can say who is right.
+    """
 
 
 class CorruptPeer(MoeRtError):
@@ -186,15 +196,29 @@ _CLASSES: dict[Code, type[MoeRtError]] = {
 }
 
 
+_SAME_ORDER = "all ranks must issue the same ops in the same order"
+_NO_TOKENS = "a rank without tokens must call, too, with T = 0"
+
+
 def _call_name(word: int) -> str:
     """Spells out a call word of signal.h; a peer's may name no op at all."""
     word &= (1 << 64) - 1
     op = word >> 60
     name = Op(op).name.lower() if op in Op._value2member_map_ else f"op {op}"
-    return f"{name} (layer tag {word >> 32 & 0xFFFFFFF}, handle {word & 0xFFFFFFFF})"
+    handle = f" (handle of dispatch #{word & 0xFFFFFFFF})" if word & 0xFFFFFFFF else ""
+    return f"{name} of layer tag {word >> 32 & 0xFFFFFFF}{handle}"
 
 
-def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
+def _first_cause(code: int, concerned: int, found: str) -> str:
+    """What a poison word says, or the rank that wrote it."""
+    if code == Code.POISONED:
+        return found or "its own exception, or abort()"
+    known = _CLASSES.get(Code(code)) if code in Code._value2member_map_ else None
+    blamed = f", concerning rank {concerned}" if concerned >= 0 and code != Code.CALL_ORDER_MISMATCH else ""
+    return (known.__name__ if known else f"code {code}") + blamed + (f"; {found}" if found else "")
+
+
+def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str) -> str:
     peer, got, expected = f"rank {status.peer}", status.got, status.expected
     match code:
         case Code.INVALID_INPUT:
@@ -212,21 +236,21 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
         case Code.CONFIG_MISMATCH:
             return f"{peer} published configuration {got & (1 << 64) - 1:#x}, expected {expected & (1 << 64) - 1:#x}"
         case Code.CALL_ORDER_MISMATCH if status.phase == Phase.WAIT and got >= 0 and (got >> 60) == 0:
-            return f"{peer} went on to a later op without issuing this one; all ranks must issue the same ops in order"
+            return f"{found or f'{peer} announced another op, expected this one'}; {_SAME_ORDER}"
         case Code.CALL_ORDER_MISMATCH:
-            return f"{peer} issued {_call_name(got)}, expected {_call_name(expected)}"
+            calls = f"{peer} called {_call_name(got)}; rank {rank} called {_call_name(expected)}"
+            return f"{found or calls}; {_SAME_ORDER}"
         case Code.CORRUPT_PEER:
             return f"control data of {peer} cannot be true (got {got}, expected {expected})"
         case Code.PEER_TIMEOUT:
-            return f"{peer} announced op {got}, expected {expected} within {timeout_s:g} s"
+            return f"{peer} announced op {got}, expected {expected} within {timeout_s:g} s; {found or _NO_TOKENS}"
         case Code.PEER_DEAD:
-            return f"the process of {peer} ended: it announced op {got}, expected {expected}"
+            return f"the process of {peer} ended: it announced op {got}, expected {expected}; {_NO_TOKENS}"
         case Code.PEER_CLOSED:
-            return f"{peer} closed its buffer: it announced op {got}, expected {expected}"
+            why = f" ({found})" if found else ""
+            return f"{peer} closed its buffer{why}: it announced op {got}, expected {expected}; {_NO_TOKENS}"
         case Code.POISONED:
-            cause = Code(got).name.lower() if got in Code._value2member_map_ else str(got)
-            blamed = f", concerning rank {expected}" if expected >= 0 else ""
-            return f"{peer} failed first ({cause}{blamed}) and ended the group; make a new buffer on every rank"
+            return f"{peer} failed first: {_first_cause(got, expected, found)}; the group is over"
         case Code.FAULT_INJECTED:
             return "failed as MOE_RT_FAULT asked"
         case Code.INTERRUPTED:  # the op itself raised the handler's exception; this is for later ones
@@ -239,13 +263,24 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float) -> str:
             return "another thread is inside an op of this buffer; expected one op at a time"
 
 
-def error_from_status(status: Status, rank: int, timeout_s: float, report: Report | None = None) -> MoeRtError:
-    """Builds the exception for a status of the engine; the status must not be OK. A report adds its lines."""
+def error_from_status(
+    status: Status, rank: int, timeout_s: float, report: Report | None = None, found: str = ""
+) -> MoeRtError:
+    """Builds the exception for a status of the engine; the status must not be OK.
+
+    Args:
+        report: adds its lines.
+        found: the last words of the rank that failed or left, where the late rank is instead, or what ranks called;
+            "" if unknown.
+    """
     code, peer = Code(status.code), status.peer
     kind = _CLASSES[code]
     if code is Code.POISONED and status.got == Code.PEER_DEAD:
         kind, peer = PeerDead, status.expected
+    if code is Code.CALL_ORDER_MISMATCH:  # of two ranks nobody knows who is right
+        outvoted = report.disagreement.outvoted if report and report.disagreement else []
+        peer = outvoted[0] if len(outvoted) == 1 else -1
     op, phase = Op(status.op), Phase(status.phase)
     where = f"{op.name.lower()} #{status.seq} on rank {rank}: " if op else f"rank {rank}: "
-    message = where + _explain(code, status, rank, timeout_s) + (f"\n{report}" if report else "")
+    message = where + _explain(code, status, rank, timeout_s, found) + (f"\n{report}" if report else "")
     return kind(message, rank=rank, peer=peer, op=op, seq=status.seq, phase=phase, report=report)

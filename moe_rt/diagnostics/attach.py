@@ -25,7 +25,7 @@ def attach(pid: int) -> list[Report]:
         SegmentPermission: it is another user's process.
         InvalidConfig: there is no such process, or it has no such buffer.
     """
-    segments = _segments_of(pid)
+    segments = segments_of(pid)
     groups: dict[tuple[tuple[int, int], ...], None] = {}  # of members: all segments of a group name the same
     for mapping in segments.values():
         with contextlib.suppress(ValueError):  # still being made, or overwritten
@@ -35,7 +35,7 @@ def attach(pid: int) -> list[Report]:
     return [report_on(g, [segments.get(inode) for _, inode in g], [None] * len(g)) for g in groups]
 
 
-def _segments_of(pid: int) -> dict[int, mmap.mmap]:
+def segments_of(pid: int) -> dict[int, mmap.mmap]:
     """What `pid` has open and calls a segment, by inode. Only sealed files: no other can shrink under the reader."""
     segments = {}
     try:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_rt import _engine
-from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report
+from moe_rt.diagnostics.calls import disagreement
+from moe_rt.diagnostics.last_words import readable
+from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report, name_ranks
 from moe_rt.errors import Code, Op
 from moe_rt.heap.processes import Watch, state_letter
 
@@ -54,6 +56,7 @@ def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], watch
         ranks=ranks,
         stragglers=late,
         conclusion=_conclude(ranks, late),
+        disagreement=disagreement(ranks),
     )
 
 
@@ -109,6 +112,7 @@ def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentRepor
         announced={kind: max((s.announced[k][rank] for s in segments), default=0) for k, kind in enumerate(KINDS)},
         closed=closed,
         poison="" if own is None else _poison(*own.poison),
+        last_words="" if own is None else readable(own.last_words),
         waits_for=waits_for,
         state=_state(view, closed, waits_for, ops[-1] if ops else None, now),
         num_torn=0 if own is None else own.num_torn,
@@ -120,6 +124,7 @@ def _op_record(f: _engine.Flight) -> OpRecord:
     first, last = ("publish", "gather") if _kind(f.op) == 0 else ("push", "reduce")
     phase = "" if f.end_ns else last if f.heard_ns else "wait" if f.announced_ns else first
     return OpRecord(
+        number=f.number,
         op=_name(Op, f.op),
         seq=f.seq,
         tag=f.tag,
@@ -132,6 +137,7 @@ def _op_record(f: _engine.Flight) -> OpRecord:
         end_ns=f.end_ns,
         longest_peer=f.longest_peer,
         longest_ns=f.longest_ns,
+        handle_seq=f.handle_seq,
     )
 
 
@@ -169,7 +175,7 @@ def _state(view: _View, closed: bool, waits_for: list[int], last: OpRecord | Non
     elif last is None:
         parts.append("has begun no op")
     elif last.phase == "wait" and waits_for:
-        parts.append(f"has waited in {last} for {_ranks(waits_for)} for {_seconds(now - last.announced_ns)}")
+        parts.append(f"has waited in {last} for {name_ranks(waits_for)} for {_seconds(now - last.announced_ns)}")
     elif last.phase:
         parts.append(f"has been in {last} ({last.phase}) for {_seconds(now - last.start_ns)}")
     elif last.status == "ok":
@@ -184,16 +190,11 @@ def _conclude(ranks: list[RankReport], late: list[int]) -> str:
     for rank in late[:MOST_LINES]:
         waiting = [r for r in ranks if rank in r.waits_for]
         verb = "waits" if len(waiting) == 1 else "wait"
-        wanted = f"{waiting[0].last_ops[-1]}, for which {_ranks([r.rank for r in waiting])} {verb}"
+        wanted = f"{waiting[0].last_ops[-1]}, for which {name_ranks([r.rank for r in waiting])} {verb}"
         lines.append(f"rank {rank} has not announced {wanted}; it {ranks[rank].state}")
     if len(late) > MOST_LINES:
         lines.append(f"and {len(late) - MOST_LINES} more")
     return "\n".join(lines) or "no rank waits for another"
-
-
-def _ranks(ranks: list[int]) -> str:
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def _seconds(ns: int) -> str:

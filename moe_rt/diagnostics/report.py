@@ -17,11 +17,14 @@ class OpRecord:
     """One op of a rank. Times are nanoseconds of CLOCK_MONOTONIC, 0 for what has not happened.
 
     Attributes:
+        number: counts all ops of the rank, from 1; `seq` those of its kind. Ranks call the same op under one number.
         phase: "publish" or "push", "wait", "gather" or "reduce"; "" once the op has ended.
         status: how the op ended: "ok", or a code of errors.py in lower case; "" before.
         longest_peer: the peer that this rank waited for longest, for `longest_ns`; -1 before the first has come.
+        handle_seq: of the dispatch whose handle the op uses; 0 for a dispatch, and where the op refused its input.
     """
 
+    number: int
     op: str
     seq: int
     tag: int
@@ -34,6 +37,7 @@ class OpRecord:
     end_ns: int
     longest_peer: int
     longest_ns: int
+    handle_seq: int
 
     def __str__(self) -> str:
         return f"{self.op} #{self.seq}"
@@ -49,6 +53,7 @@ class RankReport:
         announced: the last sequence number of each kind that it announced to anyone.
         closed: it has said goodbye.
         poison: what its poison word says; "" while the group is healthy.
+        last_words: why it left the group, as it says; "" while it is in.
         waits_for: ranks that have not announced the op it is in, or the op it failed in.
         state: what it does now, or did last, in words.
         num_torn: ops that could not be read, since they were being written.
@@ -62,10 +67,24 @@ class RankReport:
     announced: dict[str, int]
     closed: bool
     poison: str
+    last_words: str
     waits_for: list[int]
     state: str
     num_torn: int
     last_ops: list[OpRecord]
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """An op that ranks called differently, though all must call the same.
+
+    Attributes:
+        calls: what each rank called, in words.
+        outvoted: the ranks that called something else than most; empty where there is no majority.
+    """
+
+    calls: str
+    outvoted: list[int]
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,7 @@ class Report:
         stragglers: the ranks where every chain of waits ends, and of these the dead and the closed ones if there are
             any: look at them first.
         conclusion: a line for each of the first stragglers.
+        disagreement: the first op that ranks called differently; None while they agree.
         path: the file that `keep` wrote; "" if none.
     """
 
@@ -88,6 +108,7 @@ class Report:
     ranks: list[RankReport]
     stragglers: list[int]
     conclusion: str
+    disagreement: Disagreement | None = None
     path: str = ""
 
     def __str__(self) -> str:
@@ -96,6 +117,12 @@ class Report:
     def to_json(self) -> str:
         """The fields, and those of the ranks and ops, by name."""
         return json.dumps(asdict(self), indent=1)
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """ "rank 1", "ranks 0 and 2"."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def keep(report: Report, rank: int) -> Report:

@@ -16,11 +16,16 @@ def show_report(report: Report) -> RenderableType:
     table = Table("rank", "pid", "process", *KINDS, "what it does", "poison", "last ops")
     for rank in report.ranks:
         announced = [str(rank.announced[kind]) for kind in KINDS]
-        cells = [str(rank.rank), str(rank.pid), rank.process, *announced, rank.state, rank.poison, _last_ops(rank)]
+        cells = [str(rank.rank), str(rank.pid), rank.process, *announced, rank.state, _poison(rank), _last_ops(rank)]
         table.add_row(*map(Text, cells))
     sizes = ", ".join(f"{name} {size}" for name, size in report.sizes.items())
     head = Text(f"{len(report.ranks)} ranks, {sizes}, configuration {report.config}")
-    return Group(head, table, Text(report.conclusion, "bold"))
+    calls = [Text(report.disagreement.calls, "bold")] if report.disagreement else []
+    return Group(head, table, *calls, Text(report.conclusion, "bold"))
+
+
+def _poison(rank: RankReport) -> str:
+    return "; ".join(said for said in (rank.poison, rank.last_words) if said)
 
 
 def _last_ops(rank: RankReport) -> str:

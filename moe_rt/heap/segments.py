@@ -103,6 +103,7 @@ class Segments:
         streams: where ranks share one GPU: the stream that each rank's kernels run on, one table for all ranks, which
             fill it. None elsewhere.
         members: of CPU ranks: the process of each, and the inode of its segment, 0 where it is no file.
+        maker: of ranks that are threads: this rank's ThreadGroup, the same object in all its buffers.
         on_release: called once by `release`.
     """
 
@@ -112,6 +113,7 @@ class Segments:
     symmetric: int = 0
     streams: dict[int, int] | None = None
     members: list[tuple[int, int]] = field(default_factory=list)
+    maker: object = field(default=None, repr=False)
     on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 from typing import Any
+from weakref import WeakValueDictionary
 
 from moe_rt.errors import OutOfSharedMemory
 from moe_rt.heap.rendezvous import Rendezvous
@@ -17,7 +18,17 @@ from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages, no_me
 
 # Mappings on their way from their owner to its peers, by a random name. Emptied before `allocate` returns.
 _in_transit: dict[str, mmap.mmap] = {}
+_open: WeakValueDictionary[int, Segments] = WeakValueDictionary()  # of every rank, by its own segment's address
 _lock = threading.Lock()
+
+
+def others_of(segments: Segments, rank: int) -> list[Segments]:
+    """What a rank of this buffer has open besides: it made them with the same ThreadGroup."""
+    with _lock:
+        here = _open.get(segments.addresses[rank]) if segments.addresses else None
+        if here is None:
+            return []
+        return [s for s in _open.values() if s is not here and s.maker is here.maker]
 
 
 def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
@@ -55,4 +66,8 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
             with _lock:
                 _in_transit.pop(name, None)
     size = rendezvous.size
-    return Segments([address_of(m) for m in mappings], [None] * size, mappings, members=[(os.getpid(), 0)] * size)
+    addresses = [address_of(m) for m in mappings]
+    segments = Segments(addresses, [None] * size, mappings, members=[(os.getpid(), 0)] * size, maker=rendezvous)
+    with _lock:
+        _open[addresses[rendezvous.rank]] = segments
+    return segments

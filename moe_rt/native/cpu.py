@@ -17,6 +17,8 @@ from torch import Tensor
 from moe_rt import _engine
 from moe_rt.config import ELEMENTS, WIRES, BufferSpec
 from moe_rt.diagnostics.collect import report_on
+from moe_rt.diagnostics.elsewhere import elsewhere
+from moe_rt.diagnostics.last_words import cut, last_words, readable
 from moe_rt.diagnostics.report import Report, keep
 from moe_rt.errors import CapacityOverflow, Code, FaultInjected, GroupClosed, MoeRtError, Op, error_from_status
 from moe_rt.faults import Point, reach
@@ -137,10 +139,12 @@ class CpuEngine(Engine):
     def waited_ns(self) -> list[int]:
         return self._engine.waited_ns()
 
-    def poison(self) -> None:
+    def poison(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._engine.leave_words(last_words(error))
         self._engine.poison(Code.POISONED, -1)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         """As Engine.close; silent in a forked child.
 
         While another thread is inside an op the segments stay mapped: they go with the engine, which the op holds.
@@ -148,6 +152,8 @@ class CpuEngine(Engine):
         try:
             self.reach(Point.IN_DESTROY)
         finally:
+            if why and self._segments.mappings:
+                self._engine.leave_words(cut(why))
             if self._engine.close():
                 self._segments.release()
 
@@ -155,16 +161,37 @@ class CpuEngine(Engine):
         """Where a fault outside of ops may strike; raises FaultInjected, and tells peers, if it is that."""
         try:
             reach(self._fault, point)
-        except FaultInjected:
-            self.poison()
+        except FaultInjected as error:
+            self.poison(error)
             raise
 
     def _error(self, status: _engine.Status) -> MoeRtError:
-        """The exception for a failed status; it says whom all waited for where a wait was in vain."""
+        """The exception for a failed status; it says what the others did where a wait was in vain."""
         code, report = status.got if status.code == Code.POISONED else status.code, None
-        if code in (Code.PEER_TIMEOUT, Code.PEER_DEAD):
+        if code in (Code.PEER_TIMEOUT, Code.PEER_DEAD, Code.CALL_ORDER_MISMATCH):
             report = self._report = self._report or keep(self.report(), self.rank)
-        return error_from_status(status, self.rank, self.timeout_s, report)
+        found = ""
+        if code in (Code.POISONED, Code.PEER_CLOSED):
+            found = self._last_words_of(status.peer)
+        elif code == Code.CALL_ORDER_MISMATCH and report and report.disagreement:
+            found = report.disagreement.calls
+        elif code == Code.PEER_TIMEOUT and report:
+            found = self._elsewhere(status.expected if status.code == Code.POISONED else status.peer, report)
+        return error_from_status(status, self.rank, self.timeout_s, report, found)
+
+    def _last_words_of(self, peer: int) -> str:
+        mappings = list(self._segments.mappings)
+        if not 0 <= peer < len(mappings):  # a poison word may name anyone
+            return ""
+        with suppress(ValueError):  # overwritten
+            return readable(_engine.read_segment(mappings[peer]).last_words)
+        return ""
+
+    def _elsewhere(self, late: int, report: Report) -> str:
+        own = report.ranks[self.rank].last_ops
+        if not own or not 0 <= late < self.spec.num_ranks or late == self.rank:
+            return ""
+        return elsewhere(self._segments, self.rank, late, own[-1].start_ns)
 
 
 def cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:

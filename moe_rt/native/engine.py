@@ -178,12 +178,15 @@ class Engine(ABC):
         """How long this rank has waited for each peer so far; see moe_rt.Buffer.waited_ns."""
 
     @abstractmethod
-    def poison(self) -> None:
-        """Ends the group on every rank: this one will not go on."""
+    def poison(self, error: BaseException | None = None) -> None:
+        """Ends the group on every rank: this one will not go on, because of `error`. CPU ranks tell their peers so."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Says goodbye, refuses further ops and lets go of the segments. Local, idempotent."""
+    def close(self, why: str = "") -> None:
+        """Says goodbye, refuses further ops and lets go of the segments. Local, idempotent.
+
+        `why` is what CPU ranks tell peers that still wait for this one, if it did not close its buffer by hand.
+        """
 
     def _input(self, t: Tensor) -> Tensor:
         return t.contiguous()

@@ -8,10 +8,12 @@ import threading
 import time
 from typing import Any
 
+import torch
 from faults.cases_faults import good_round, open_buffer
 
 from moe_rt import ThreadGroup
 from moe_rt.diagnostics import Report
+from moe_rt.errors import MoeRtError
 
 WAIT_S = 100.0
 
@@ -104,3 +106,59 @@ def healthy_segment() -> bytes:
         for _ in range(3):
             good_round(buffer)
         return bytes(buffer._engine._segments.mappings[0])
+
+
+def differing_calls(group: Any, culprit: int, what: str) -> tuple[str, int]:
+    """The culprit calls another layer, another op, or gives another handle; the error and the `peer` that it names."""
+    with open_buffer(group) as buffer:
+        odd = buffer.rank == culprit
+        x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+        weights = torch.ones(4, buffer.spec.num_topk)
+        try:
+            first = buffer.dispatch(x, idx, weights, tag=2 if odd and what == "layer" else 1)
+            if what == "op" and odd:
+                buffer.combine(*first)
+            second = buffer.dispatch(x, idx, weights, tag=1)
+            buffer.combine(*(first if odd else second))
+        except MoeRtError as error:
+            return f"{type(error).__name__}: {error}", error.peer
+    return "no error", -1
+
+
+def crossed_buffers(group: Any) -> str:
+    """Rank 0 uses the first buffer first, rank 1 the second; rank 0 gives up first."""
+    rank = group.rank if isinstance(group.rank, int) else group.rank()
+    try:
+        with open_buffer(group, timeout_s=60.0 if rank else 1.0) as one, open_buffer(group, timeout_s=60.0) as two:
+            for buffer in (two, one) if rank else (one, two):
+                good_round(buffer)
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def late_beside_a_used_buffer(group: Any) -> str:
+    """Rank 1 is late, and has another buffer, in which it waited before."""
+    with open_buffer(group) as one, open_buffer(group, timeout_s=1.0) as two:
+        good_round(one)
+        if two.rank == 1:
+            time.sleep(3.0)
+        try:
+            good_round(two)
+        except MoeRtError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def one_batch_less(group: Any, culprit: int) -> str:
+    with open_buffer(group) as buffer:
+        try:
+            for _ in range(1 if buffer.rank == culprit else 2):
+                good_round(buffer)
+                buffer.check()
+            deadline = time.monotonic() + WAIT_S
+            while buffer.rank != culprit and time.monotonic() < deadline:  # on CUDA an op returns before it fails
+                buffer.check()
+        except MoeRtError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -68,7 +68,7 @@ def test_an_honest_header_is_believed() -> None:
         ({"status": -1}, "CorruptPeer: dispatch #1 on rank 0: control data of rank 1"),
         ({"seq": 2**64 - 1}, "CorruptPeer: dispatch #1 on rank 0: control data of rank 1"),
         ({"config": CONFIG ^ 1}, "ConfigMismatch: dispatch #1 on rank 0: rank 1 published"),
-        ({"call": 9 << 60 | 5 << 32}, "CallOrderMismatch: dispatch #1 on rank 0: rank 1 issued op 9 (layer tag 5"),
+        ({"call": 9 << 60 | 5 << 32}, "CallOrderMismatch: dispatch #1 on rank 0: rank 1 called op 9 of layer tag 5;"),
         ({"status": Code.INVALID_ROUTING, "got": -(2**63)}, "InvalidRouting: dispatch #1 on rank 0: rank 1 got"),
     ],
     ids=str,

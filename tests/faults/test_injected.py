@@ -32,7 +32,7 @@ def test_raising_threads(
     assert texts[CULPRIT] == f"FaultInjected: {name} #{number} on rank 1: failed as MOE_RT_FAULT asked"
     for rank in (0, 2):
         assert texts[rank].startswith("GroupPoisoned:"), texts
-        assert "rank 1 failed first (fault_injected)" in texts[rank]
+        assert "rank 1 failed first: FaultInjected" in texts[rank]
 
 
 @pytest.mark.parametrize("at", IN_OPS)

@@ -34,7 +34,7 @@ def test_raising_inside_backward(make_ranks: MakeRanks, heap: str) -> None:
 
 
 def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
-    """What ends the wait is the goodbye of the interpreter's exit, or the process's death."""
+    """What ends the wait is what the rank says when the interpreter exits, or the process's death."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
     here = Path(__file__).parent
     path = {"PYTHONPATH": f"{here}:{here.parent}"}
@@ -45,7 +45,7 @@ def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
     said, _ = ranks[0].communicate(timeout=120)
     assert ranks[1].wait(60) == 1
     error, _, seconds = said.partition(" after ")
-    assert error in ("GroupClosed", "PeerDead"), said
+    assert error in ("GroupPoisoned", "PeerDead"), said
     assert float(seconds.split()[0]) < 10.0, "timeout_s is 20"
 
 

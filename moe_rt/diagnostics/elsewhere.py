@@ -1,0 +1,66 @@
+"""Where a rank that does not come is instead: perhaps it waits in another buffer, for a rank that waits for it here.
+
+Two layers that ranks run in different order, each with a buffer of its own, look from inside of either like a rank that
+is late. Only whoever sees both buffers can tell.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from moe_rt import _engine
+from moe_rt.diagnostics.attach import segments_of
+from moe_rt.diagnostics.collect import report_on
+from moe_rt.diagnostics.report import name_ranks
+from moe_rt.errors import MoeRtError
+from moe_rt.heap import threads
+from moe_rt.heap.segments import Segments
+
+
+class _Other(NamedTuple):
+    """Another buffer that the rank has open; `late` and `own` are the numbers there of that rank and of this one."""
+
+    members: list[tuple[int, int]]
+    mappings: list[Any]
+    late: int
+    own: int  # -1 where this rank has no part in it
+
+
+def elsewhere(segments: Segments, rank: int, late: int, since_ns: int) -> str:
+    """In words, that rank `late` waits in another buffer, or has given up waiting there; "" where nothing is known.
+
+    Args:
+        segments: of the buffer where `rank` waits for `late`.
+        since_ns: when `rank` began to wait; what had ended there before is no reason for being late.
+    """
+    with suppress(MoeRtError, OSError):  # dead, or another user's: the report says so
+        for other in _others(segments, rank, late):
+            found = report_on(other.members, other.mappings, [-1] * len(other.members)).ranks[other.late]
+            if not found.waits_for or 0 < found.last_ops[-1].end_ns < since_ns:
+                continue
+            where = f"rank {late} waits in {found.last_ops[-1]} of another buffer of {len(other.members)} ranks"
+            if other.own in found.waits_for:
+                return f"{where}, for this rank: all ranks must use their buffers in the same order"
+            return f"{where}, for {name_ranks(found.waits_for)} there"
+    return ""
+
+
+def _others(segments: Segments, rank: int, late: int) -> Iterator[_Other]:
+    pid, inode = segments.members[late]
+    if inode == 0:
+        for there in threads.others_of(segments, late):
+            yield _Other(there.members, list(there.mappings), late, rank)
+        return
+    found = segments_of(pid)
+    groups = set()
+    for mapping in found.values():
+        with suppress(ValueError):  # still being made, or overwritten
+            groups.add(tuple(_engine.read_segment(mapping).members))
+    for group in groups - {tuple(segments.members)}:
+        pids = [member for member, _ in group]
+        if pid in pids:
+            own = pids.index(os.getpid()) if os.getpid() in pids else -1
+            yield _Other(list(group), [found.get(inode) for _, inode in group], pids.index(pid), own)

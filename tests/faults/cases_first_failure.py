@@ -1,0 +1,100 @@
+"""What ranks do in the tests of what peers are told of the rank that failed first; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from cases_faults import good_round, open_buffer
+
+from moe_rt.errors import MoeRtError
+
+FIRST_LINE = "bad batch"
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+ERRORS: dict[str, BaseException] = {
+    "ValueError": ValueError(f"{FIRST_LINE}\nand a second line"),
+    "KeyError": KeyError("weight"),
+    "SystemExit": SystemExit(3),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "nothing said": OSError(),
+    "no text": Unspeakable(),
+    "too long": ValueError("ü" * 3000),
+    "control characters": ValueError("a\x1b[2Jb\u202ec\0d"),
+    "surrogate": ValueError("file \udcff"),
+}
+
+
+def leave_by(group: Any, culprit: int, name: str, how: str) -> str:
+    """The culprit leaves between two rounds, by its `with` block or by abort(); the others say what they raise."""
+    try:
+        with open_buffer(group) as buffer:
+            good_round(buffer)
+            if buffer.rank == culprit:
+                try:
+                    raise ERRORS[name]
+                except BaseException:
+                    if how == "abort":
+                        buffer.abort()
+                    raise
+            good_round(buffer)
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        return type(error).__name__
+    return "no error"
+
+
+def collective_fails(group: Any, culprit: int, kind: type[Exception]) -> str:
+    """The culprit leaves by an error of its own; the others, by one that a collective of torch may have raised."""
+    try:
+        with open_buffer(group) as buffer:
+            good_round(buffer)
+            if buffer.rank == culprit:
+                raise ValueError(FIRST_LINE)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                try:
+                    buffer.check()
+                except MoeRtError:
+                    raise kind("Connection closed by peer") from None
+                time.sleep(0.01)
+    except Exception as error:
+        return f"{type(error).__name__}: {error} | {type(error.__cause__).__name__}"
+    return "no error"
+
+
+def end_program(group: Any, culprit: int, how: str) -> None:
+    """No `with`: the culprit's program ends between two rounds; the others print what they raise."""
+    sys.modules["__main__"].kept = buffer = open_buffer(group)  # type: ignore[attr-defined]  # outlives every frame
+    good_round(buffer)
+    if buffer.rank == culprit:
+        if how == "error":
+            raise ValueError(FIRST_LINE)
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        sys.exit(0)
+    try:
+        good_round(buffer)
+    except MoeRtError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+
+
+def let_go(group: Any, culprit: int) -> str:
+    """The culprit's thread ends by an exception that nobody keeps, and with it its buffer."""
+    if group.rank == culprit:
+        good_round(open_buffer(group))
+        return "gone"
+    buffer = open_buffer(group)
+    good_round(buffer)
+    try:
+        good_round(buffer)
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

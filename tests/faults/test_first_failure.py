@@ -1,0 +1,207 @@
+"""Whichever rank people look at, they are told which one failed first, and why."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases_first_failure as cases
+import pytest
+import torch
+from conftest import CPU_HEAPS
+from harness import Ranks
+from routing import buffer_kwargs, make_spec
+
+from moe_rt import Buffer, ThreadGroup, _engine
+from moe_rt.diagnostics.last_words import readable
+from moe_rt.errors import Code, GroupPoisoned, MoeRtError
+
+MakeRanks = Callable[[str, int], Ranks]
+CULPRIT, SIZE = 1, 3
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+SAID = {
+    "ValueError": "ValueError: bad batch;",
+    "KeyError": "KeyError: 'weight';",
+    "SystemExit": "SystemExit: 3;",
+    "KeyboardInterrupt": "KeyboardInterrupt;",
+    "nothing said": "OSError;",
+    "no text": "Unspeakable;",
+    "too long": f"ValueError: {'ü' * 246};",  # 504 bytes in all
+    "control characters": "ValueError: a [2Jb c d;",
+    "surrogate": "ValueError: file ?;",
+}
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+@pytest.mark.parametrize("how", ["with", "abort"])
+@pytest.mark.parametrize("name", SAID)
+def test_survivors_say_what_the_first_rank_raised(make_ranks: MakeRanks, heap: str, how: str, name: str) -> None:
+    texts = make_ranks(heap, SIZE).run(cases.leave_by, CULPRIT, name, how)
+    for rank in (0, 2):
+        assert texts[rank].startswith("GroupPoisoned:"), texts
+        assert f"rank 1 failed first: {SAID[name]}" in texts[rank], texts
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_a_collective_that_fails_for_lack_of_a_peer(make_ranks: MakeRanks, heap: str) -> None:
+    texts = make_ranks(heap, SIZE).run(cases.collective_fails, CULPRIT, RuntimeError)
+    for rank in (0, 2):
+        assert texts[rank].startswith("GroupPoisoned:"), texts
+        assert "rank 1 failed first: ValueError: bad batch" in texts[rank]
+        assert texts[rank].endswith("| RuntimeError")
+
+
+def test_an_error_of_its_own_stays_what_it_is(make_ranks: MakeRanks) -> None:
+    texts = make_ranks("threads", SIZE).run(cases.collective_fails, CULPRIT, KeyError)
+    assert texts[0].startswith("KeyError: "), texts
+
+
+SCRIPT = """
+import sys, torch.distributed as dist
+from cases_first_failure import end_program
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+end_program(dist.group.WORLD, 1, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("started", ["as a command", "as a file", "as a module"])
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        (
+            "error",
+            "GroupPoisoned",
+            "rank 1 failed first: ValueError: bad batch; the group is over",
+        ),
+        (
+            "interrupt",
+            "GroupPoisoned",
+            "rank 1 failed first: KeyboardInterrupt; the group is over",
+        ),
+        ("exit", "GroupClosed", "rank 1 closed its buffer (its program ended): it announced op 1"),
+    ],
+)
+def test_a_program_that_ends(tmp_path: Path, started: str, how: str, kind: str, said: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = {"as a command": ["-c", SCRIPT], "as a file": ["script.py"], "as a module": ["-m", "script"]}[started]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command, str(tmp_path / "store"), str(rank), how],
+            env=ENVIRONMENT,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    seen, _ = ranks[0].communicate(timeout=120)
+    assert (ranks[1].wait(60) == 0) == (how == "exit")
+    assert seen.startswith(kind), seen
+    assert said in seen
+
+
+JOB = """
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from cases_faults import good_round, open_buffer
+
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    with open_buffer(dist.group.WORLD) as buffer:
+        good_round(buffer)
+        if buffer.rank == 1:
+            raise ValueError("bad batch")
+        good_round(buffer)
+
+
+main()
+"""
+
+
+def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
+    """In its summary, whichever rank that names, and in the output of the survivor."""
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False)
+    assert done.returncode != 0
+    assert "bad batch" in done.stderr.rpartition("Root Cause")[2], done.stderr
+    survivor = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]
+    assert any("rank 1 failed first: ValueError: bad batch" in line for line in survivor), done.stderr
+
+
+def test_a_buffer_that_became_garbage_is_told(make_ranks: MakeRanks) -> None:
+    texts = make_ranks("threads", 2).run(cases.let_go, CULPRIT)
+    assert "rank 1 closed its buffer (its buffer became garbage)" in texts[0], texts
+
+
+def buffers(size: int) -> list[Any]:
+    made: list[Any] = [None] * size
+    spec = make_spec(size)
+
+    def make(group: ThreadGroup) -> None:
+        made[group.rank] = Buffer(group, timeout_s=20.0, **buffer_kwargs(spec))
+
+    threads = [threading.Thread(target=make, args=(group,)) for group in ThreadGroup.make(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def segment_of(buffer: Buffer, rank: int) -> tuple[int, Any]:
+    segments = buffer._engine._segments  # type: ignore[attr-defined]
+    return segments.addresses[rank], _engine.read_segment(segments.mappings[rank]).plaque
+
+
+def test_who_passes_a_failure_on_is_not_taken_for_the_first() -> None:
+    """Rank 1's word has come to rank 0 and not yet to rank 2, when rank 0 leaves because of it."""
+    made = buffers(SIZE)
+    address, plaque = segment_of(made[0], 0)
+    ctypes.c_uint64.from_address(address + plaque.poison).value = (CULPRIT + 1) << 16 | Code.POISONED
+    with pytest.raises(GroupPoisoned, match="rank 1 failed first"), made[0]:
+        made[0].check()
+    with pytest.raises(GroupPoisoned, match="rank 1 failed first"):
+        made[2].check()
+    for buffer in made:
+        buffer.close()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 504, 505, 2**63, 2**64 - 1])
+def test_hostile_last_words(num_bytes: int) -> None:
+    made = buffers(2)
+    address, plaque = segment_of(made[0], 1)
+    text = b"\x1b[31m\n\xff\xfe\r\0" * 100
+    ctypes.memmove(address + plaque.last_words + 8, text, 504)
+    ctypes.c_uint64.from_address(address + plaque.last_words).value = num_bytes
+    made[1].abort()
+    with pytest.raises(GroupPoisoned) as raised:
+        made[0].dispatch(torch.zeros(0, 20), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3))
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 700
+    made[0].close()
+
+
+def test_a_poison_word_that_names_nobody() -> None:
+    made = buffers(2)
+    address, plaque = segment_of(made[0], 0)
+    ctypes.c_uint64.from_address(address + plaque.poison).value = 0xFFFF << 16 | Code.POISONED
+    with pytest.raises(MoeRtError, match="rank 65534 failed first"):
+        made[0].check()
+    for buffer in made:
+        buffer.close()
+
+
+def test_any_bytes_are_readable() -> None:
+    assert readable(bytes(range(256)) + "\u2028\u202e\u0085é".encode()).isprintable()
