@@ -24,7 +24,6 @@ from moe_rt.errors import (
     InvalidConfig,
     InvalidInput,
     InvalidRouting,
-    LaunchFailed,
     MoeRtError,
     Op,
     PeerTimeout,
@@ -276,60 +275,3 @@ def test_no_gpu_here() -> None:
         Buffer(ThreadGroup.make(1, "cuda")[0], **buffer_kwargs(make_spec(1)))
     with pytest.raises(InvalidConfig, match="expected a CUDA device that torch can use"):
         Buffer(ThreadGroup.make(1)[0], heap="loopback", **buffer_kwargs(make_spec(1)))
-
-
-class DyingGpu(EmulatedGpu):
-    """From `dead` on its driver refuses every launch."""
-
-    dead = False
-
-    def kernels(self, source: str, defines: Any, *, nvshmem: bool = False) -> Any:
-        kernels = super().kernels(source, defines, nvshmem=nvshmem)
-        launch = kernels.launch
-
-        def refuse(name: str, **how: Any) -> None:
-            if self.dead:
-                raise LaunchFailed(f"{name}: got CUDA_ERROR_ILLEGAL_ADDRESS from the CUDA driver, expected success")
-            launch(name, **how)
-
-        kernels.launch = refuse  # type: ignore[method-assign]
-        return kernels
-
-
-@pytest.mark.parametrize(
-    ("act", "kind"),
-    [
-        (lambda buffer, mine: pair(buffer, mine), LaunchFailed),
-        (lambda buffer, mine: buffer.dispatch(mine[0][:, 1:], *mine[1:]), InvalidInput),
-        (lambda buffer, mine: {}["weight"], KeyError),
-    ],
-    ids=["an op", "a refusal", "the caller's own"],
-)
-def test_a_dead_gpu_hides_no_error(act: Act, kind: type[Exception]) -> None:
-    """Telling peers fails as well; the first error is raised, and the buffer is closed."""
-    gpu, spec = DyingGpu(), make_spec(1)
-    inputs = make_inputs(spec, [12], seed=1, kind="topk")
-    mine = [each[0] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
-    buffer = Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(spec))
-    segments = buffer._engine._segments
-    gpu.dead = True
-    with pytest.raises(kind) as raised, buffer:
-        act(buffer, mine)
-    assert type(raised.value) is kind
-    assert "give_up" not in str(raised.value)
-    assert buffer.closed
-    assert segments.addresses == [], "its memory is given back"
-
-
-def test_a_launch_that_failed_ends_the_group() -> None:
-    gpu, spec = DyingGpu(), make_spec(1)
-    inputs = make_inputs(spec, [12], seed=1, kind="topk")
-    mine = [each[0] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
-    with Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(spec)) as buffer:
-        gpu.dead = True
-        with pytest.raises(LaunchFailed):
-            buffer.dispatch(*mine)
-        gpu.dead = False
-        with pytest.raises(GroupPoisoned, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
-            buffer.dispatch(*mine)
-    assert isinstance(raised.value.__cause__, LaunchFailed)

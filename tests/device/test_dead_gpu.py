@@ -1,0 +1,73 @@
+"""A GPU that refuses every launch: the first error is raised, the buffer is closed, and the group is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from device.emulated import EmulatedGpu
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.errors import GroupPoisoned, InvalidInput, LaunchFailed
+
+SPEC = make_spec(1)
+
+
+def inputs() -> list[Any]:
+    made = make_inputs(SPEC, [12], seed=1, kind="topk")
+    return [each[0] for each in (made.xs, made.topk_idx, made.topk_weights)]
+
+
+class DyingGpu(EmulatedGpu):
+    """From `dead` on its driver refuses every launch."""
+
+    dead = False
+
+    def kernels(self, source: str, defines: Any, *, nvshmem: bool = False) -> Any:
+        kernels = super().kernels(source, defines, nvshmem=nvshmem)
+        launch = kernels.launch
+
+        def refuse(name: str, **how: Any) -> None:
+            if self.dead:
+                raise LaunchFailed(f"{name}: got CUDA_ERROR_ILLEGAL_ADDRESS from the CUDA driver, expected success")
+            launch(name, **how)
+
+        kernels.launch = refuse  # type: ignore[method-assign]
+        return kernels
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [
+        (lambda buffer, mine: buffer.dispatch(*mine), LaunchFailed),
+        (lambda buffer, mine: buffer.dispatch(mine[0][:, 1:], *mine[1:]), InvalidInput),
+        (lambda buffer, mine: {}["weight"], KeyError),
+    ],
+    ids=["an op", "a refusal", "the caller's own"],
+)
+def test_a_dead_gpu_hides_no_error(act: Callable[[Buffer, Any], None], kind: type[Exception]) -> None:
+    """Telling peers fails as well; the first error is raised, and the buffer is closed."""
+    gpu = DyingGpu()
+    buffer = Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(SPEC))
+    segments = buffer._engine._segments
+    gpu.dead = True
+    with pytest.raises(kind) as raised, buffer:
+        act(buffer, inputs())
+    assert type(raised.value) is kind
+    assert "give_up" not in str(raised.value)
+    assert buffer.closed
+    assert segments.addresses == [], "its memory is given back"
+
+
+def test_a_launch_that_failed_ends_the_group() -> None:
+    gpu = DyingGpu()
+    with Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(SPEC)) as buffer:
+        gpu.dead = True
+        with pytest.raises(LaunchFailed):
+            buffer.dispatch(*inputs())
+        gpu.dead = False
+        with pytest.raises(GroupPoisoned, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
+            buffer.dispatch(*inputs())
+    assert isinstance(raised.value.__cause__, LaunchFailed)
