@@ -9,9 +9,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt import _engine, ops
 from moe_rt.agreement import agree
@@ -20,12 +18,10 @@ from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point, planned, reach
 from moe_rt.handle import Handle
-from moe_rt.heap.launchers import one_of_several
-from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
+from moe_rt.heap.groups import Group, rendezvous_of
+from moe_rt.heap.rendezvous import StoreRendezvous
 from moe_rt.native.choose import Heap, Machine, choose_machine, make_engine
 from moe_rt.native.leaving import first_failure, leave
-
-Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
 
 _FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
 
@@ -92,7 +88,7 @@ class Buffer:
         num_threads: int = 1,
         num_sms: int | None = None,
     ) -> None:
-        rendezvous = _rendezvous(group)
+        rendezvous = rendezvous_of(group)
         machines: list[Machine] = []
         faults: list[_engine.Fault] = []
 
@@ -286,26 +282,3 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank} of {self.num_ranks}, heap={self.heap}, {self.num_bytes} bytes, {self.spec})"
-
-
-def _rendezvous(group: Group) -> Rendezvous:
-    if isinstance(group, ThreadGroup):
-        return group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InvalidConfig(f"group: got a mesh of {group.ndim} dimensions, expected one, as in mesh['ep']")
-        if group.get_coordinate() is None:
-            raise InvalidConfig("group: got a mesh that this rank is not a part of, expected a member")
-        group = group.get_group()
-    if group is None:
-        if not dist.is_initialized():
-            if others := one_of_several():
-                expected = "torch.distributed.init_process_group() first, or ThreadGroup.make(1)[0] for this rank alone"
-                raise InvalidConfig(f"group: got None and no process group beside {others}, expected {expected}")
-            return ThreadGroup.make(1)[0]
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those that it leaves out
-            raise InvalidConfig("group: got one that this rank is not a member of, expected a member")
-        raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
-    return StoreRendezvous(group)

@@ -213,6 +213,8 @@ def _first_cause(code: int, concerned: int, found: str) -> str:
     """What a poison word says, or the rank that wrote it."""
     if code == Code.POISONED:
         return found or "its own exception, or abort()"
+    if code == Code.INTERRUPTED:
+        return "a signal handler raised in its wait, as that of Ctrl-C does"
     known = _CLASSES.get(Code(code)) if code in Code._value2member_map_ else None
     blamed = f", concerning rank {concerned}" if concerned >= 0 and code != Code.CALL_ORDER_MISMATCH else ""
     return (known.__name__ if known else f"code {code}") + blamed + (f"; {found}" if found else "")

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.balance import RouterAux
-from moe_rt.buffer import Buffer, Group
+from moe_rt.buffer import Buffer
 from moe_rt.config import BufferSpec, Overflow, contiguous_placement
 from moe_rt.errors import InvalidConfig
 from moe_rt.experts import Experts, ExpertsConfig
+from moe_rt.heap.groups import Group
 from moe_rt.metrics import LayerMetrics
 from moe_rt.native import activation
 from moe_rt.pool import shared_buffer

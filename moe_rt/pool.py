@@ -7,7 +7,8 @@ from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
-from moe_rt.buffer import Buffer, Group
+from moe_rt.buffer import Buffer
+from moe_rt.heap.groups import Group
 
 # Lives as long as some layer holds the buffer; the key holds the group, so that its identity is not reused meanwhile.
 _buffers: WeakValueDictionary[tuple[Any, ...], Buffer] = WeakValueDictionary()

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from moe_rt.bench.processor import Processor
-from moe_rt.buffer import Group
 from moe_rt.errors import PeerTimeout
 from moe_rt.gpucheck.ranks import run_ranks
+from moe_rt.heap.groups import Group
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 
 TIMEOUT_S = 600.0

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from moe_rt import faults
-from moe_rt.buffer import Buffer, Group
+from moe_rt.buffer import Buffer
 from moe_rt.errors import MoeRtError
+from moe_rt.heap.groups import Group
 from moe_rt.heap.rendezvous import ThreadGroup
 
 TOKENS, HIDDEN, TOPK, EXPERTS_PER_RANK = 8, 32, 2, 2

@@ -38,7 +38,7 @@ def elsewhere(segments: Segments, rank: int, late: int, since_ns: int) -> str:
     """
     with suppress(MoeRtError, OSError):  # dead, or another user's: the report says so
         for other in _others(segments, rank, late):
-            found = report_on(other.members, other.mappings, [-1] * len(other.members)).ranks[other.late]
+            found = report_on(other.members, other.mappings, [None] * len(other.members)).ranks[other.late]
             if not found.waits_for or 0 < found.last_ops[-1].end_ns < since_ns:
                 continue
             where = f"rank {late} waits in {found.last_ops[-1]} of another buffer of {len(other.members)} ranks"
