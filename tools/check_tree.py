@@ -26,7 +26,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
     "no_wait_without_end": {
         "cuda/protocol/signal.h": "the bounded wait itself: it polls until the signal or the deadline",
-        "cuda/host/team.h": "the barrier of one process's own threads, which cannot die apart from each other",
     },
 }
 

@@ -31,7 +31,7 @@ from moe_rt.bench.machine import machine_card
 from moe_rt.buffer import Buffer
 from moe_rt.errors import MoeRtError
 
-SURVIVOR, VICTIM = 0, 1
+VICTIM = 1  # of the ranks 0 and 1
 TOKENS, HIDDEN = 8, 32
 PATIENCE_S = 60.0
 WAITED_S = (0.05, 0.15)  # how long the survivor has waited when its peer is killed

@@ -62,6 +62,32 @@ def test_wait_in_the_main_thread_beside_a_busy_one() -> None:
     thread.join()
 
 
+def test_peer_that_announces_while_the_time_runs_out() -> None:
+    """The look that finds the time over lets signals be handled first; here rank 1 announces in that very moment."""
+    groups, go, announced = ThreadGroup.make(2), threading.Event(), threading.Event()
+
+    def only_dispatch(group: ThreadGroup, before: Callable[[], object]) -> None:
+        with open_buffer(group, timeout_s=0.1) as buffer:
+            before()
+            idx = torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+            buffer.dispatch(torch.randn(4, buffer.spec.hidden), idx, torch.ones(idx.shape))
+            announced.set()
+            go.wait(cases.PATIENCE_S)
+
+    def handler(*_: object) -> None:
+        go.set()
+        announced.wait(cases.PATIENCE_S)
+
+    earlier = signal.signal(signal.SIGALRM, handler)
+    thread = threading.Thread(target=only_dispatch, args=(groups[1], lambda: go.wait(cases.PATIENCE_S)))
+    thread.start()
+    try:
+        only_dispatch(groups[0], lambda: signal.setitimer(signal.ITIMER_REAL, 0.05))
+    finally:
+        signal.signal(signal.SIGALRM, earlier)
+        thread.join()
+
+
 def test_job_that_was_frozen_goes_on(tmp_path: Path) -> None:
     """All ranks are stopped for longer than timeout_s, and woken one after the other."""
     ranks, timeout_s = ProcessRanks(3), 5.0
