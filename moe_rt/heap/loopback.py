@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, round_up, together
+from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, round_up, take_together, together
 
 # Regions and tables of streams on their way from rank 0 to its peers. Their names are random: an address of another
 # process could look like one of ours.
@@ -49,7 +49,7 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: Devi
             _in_transit[name] = (region, {})
         return mine
 
-    def take(records: list[dict[str, Any]]) -> dict[str, Any]:
+    def take(records: list[dict[str, Any]]) -> None:
         for field in ("device", "num_bytes"):
             got, expected = records[rank][field], records[0][field]
             if got != expected:
@@ -61,11 +61,10 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: Devi
             message = f'heap "loopback": got rank {rank} in another process than rank 0, expected threads of one'
             raise InvalidConfig(message, rank=rank)
         taken.append(shared)
-        return {}
 
     try:
         records = together(rendezvous, make, f"make segments on {gpu.device}", timeout_s)
-        together(rendezvous, lambda: take(records), "take its segment", timeout_s)
+        take_together(rendezvous, lambda: take(records), "take its segment", timeout_s)
     finally:
         with _lock:
             _in_transit.pop(name, None)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -34,7 +34,7 @@ class Meeting:
     """This rank's part of a meeting; its number is how often this rank has come to one in this store.
 
     Raises:
-        StoreLost: the store cannot be reached; so do `gather` and no other method.
+        StoreLost: the store cannot be reached; so do `gather` and `raise_first_failure`.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -60,12 +60,26 @@ class Meeting:
         self._round += 1
         return payloads
 
-    def leave(self, error: BaseException | None) -> None:
-        """Ends this rank's part, and says why where it is for an error. Of several, the first one counts."""
+    def fail(self, error: BaseException) -> None:
+        """Says why this rank will leave. Of several failures, the first one counts."""
+        record = {"rank": self._rank, "error": type(error).__name__, "message": str(error)}
         with contextlib.suppress(dist.DistError):  # who is to be told has lost the store, too
-            if error is not None:
-                told = {"rank": self._rank, "error": type(error).__name__, "message": str(error)}
-                self._store.compare_set(self._failure, "", json.dumps(told))
+            self._store.compare_set(self._failure, "", json.dumps(record))
+
+    def raise_first_failure(self) -> None:
+        """Raises what ended this meeting already, if anything has: a rank that failed, or one that is dead."""
+        with reaching_store(self._rank):
+            if self._store.check([self._failure]):
+                raise self._told()
+            everyone = range(self._size)
+            self._find_processes(everyone)
+            for r in everyone:
+                if self._has_ended(r):
+                    raise self._dead(r)
+
+    def leave(self) -> None:
+        """Ends this rank's part."""
+        with contextlib.suppress(dist.DistError):
             if self._store.add(self._left, 1) == self._size:
                 self._forget()
 
@@ -93,15 +107,20 @@ class Meeting:
 
     def _look_for_the_dead(self, missing: list[int], keys: list[str]) -> None:
         unknown = [r for r in missing if r not in self._watches]
-        for r in random.sample(unknown, min(len(unknown), _PLACES_AT_ONCE)):
-            if self._store.check([f"moe_rt/places/{r}"]):
-                self._watches[r] = self._watch(self._store.get(f"moe_rt/places/{r}"))
+        self._find_processes(random.sample(unknown, min(len(unknown), _PLACES_AT_ONCE)))
         for r in missing:
             # It may have come, and gone in peace, after the missing were counted.
-            watched = self._watches.get(r)
-            if watched is not None and watched.has_ended() and not self._store.check([keys[r]]):
-                message = f"rank {self._rank}: the process of rank {r} ended before it had come to make a buffer"
-                raise PeerDead(message, rank=self._rank, peer=r)
+            if self._has_ended(r) and not self._store.check([keys[r]]):
+                raise self._dead(r)
+
+    def _has_ended(self, rank: int) -> bool:
+        watched = self._watches.get(rank)
+        return watched is not None and watched.has_ended()
+
+    def _find_processes(self, ranks: Iterable[int]) -> None:
+        for r in ranks:
+            if r not in self._watches and self._store.check([f"moe_rt/places/{r}"]):
+                self._watches[r] = self._watch(self._store.get(f"moe_rt/places/{r}"))
 
     def _watch(self, text: bytes) -> Watch | None:
         """Of the process at a place; None where a process id means something else, or nothing, or nothing is told."""
@@ -124,6 +143,10 @@ class Meeting:
             kind: type[MoeRtError] = getattr(errors, name)
             return kind(message, rank=self._rank, peer=peer)
         return GroupPoisoned(f"rank {peer} gave up making a buffer: {name}: {message}", rank=self._rank, peer=peer)
+
+    def _dead(self, peer: int) -> PeerDead:
+        message = f"rank {self._rank}: the process of rank {peer} ended before the buffer was made"
+        return PeerDead(message, rank=self._rank, peer=peer)
 
     def _timed_out(self, missing: list[int], timeout_s: float) -> PeerTimeout:
         message = f"rank {self._rank}: ranks {missing} did not come to make a buffer within {timeout_s:g} s"

@@ -43,11 +43,22 @@ class Rendezvous:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._meeting is not None
+        if error is not None:
+            self._meeting.fail(error)  # before anything that peers still look for is cleared away further out
         self._depth -= 1
         if self._depth == 0:
             meeting, self._meeting = self._meeting, None
-            assert meeting is not None
-            meeting.leave(error)
+            meeting.leave()
+
+    def raise_first_failure(self) -> None:
+        """Raises what ended the meeting already, if anything has: a cause comes before what follows from it.
+
+        Raises:
+            PeerDead, StoreLost, GroupPoisoned, or what the rank that failed raised.
+        """
+        if self._meeting is not None:
+            self._meeting.raise_first_failure()
 
     def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         """Every rank's payload in rank order.

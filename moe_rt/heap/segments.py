@@ -74,6 +74,20 @@ def together(
         return all_gather_records(rendezvous, record, timeout_s)
 
 
+def take_together(rendezvous: Rendezvous, work: Callable[[], None], what: str, timeout_s: float) -> None:
+    """As `together`, for `work` that takes what peers have made: it may fail because one of them has, who is named."""
+
+    def take() -> dict[str, Any]:
+        try:
+            work()
+        except Exception:
+            rendezvous.raise_first_failure()
+            raise
+        return {}
+
+    together(rendezvous, take, what, timeout_s)
+
+
 def no_memory(error: OSError | ValueError | OverflowError) -> bool:
     """Whether this is how the system says that so many bytes cannot be had, or that it cannot even count them."""
     return not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EFBIG)

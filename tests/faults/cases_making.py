@@ -80,6 +80,31 @@ def wrong_isa(group: Any) -> Seen:
     return seen
 
 
+def come_late_to_map(patch: pytest.MonkeyPatch) -> None:
+    """By then the segment of a rank that failed is gone."""
+    real = shm._attach_all
+
+    def late(*args: Any) -> None:
+        time.sleep(1.0)
+        real(*args)
+
+    patch.setattr(shm, "_attach_all", late)
+
+
+def killed_while_mapping(group: Any) -> Seen:
+    """One peer finds the culprit's segment gone, and the other has mapped it."""
+
+    def die(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank_of(group) == CULPRIT:
+            patch.setattr(shm, "_attach_all", die)
+        elif rank_of(group) == 0:
+            come_late_to_map(patch)
+        return seen_by(lambda: open_buffer(group).close())
+
+
 def no_room_for_peers(group: Any) -> Seen:
     """The culprit's own segment fits into its address space, the next one does not."""
     real, calls = shm.mmap.mmap, []
@@ -93,6 +118,8 @@ def no_room_for_peers(group: Any) -> Seen:
     with pytest.MonkeyPatch.context() as patch:
         if rank_of(group) == CULPRIT:
             patch.setattr(shm, "mmap", SimpleNamespace(mmap=scarce))
+        elif rank_of(group) == 0:
+            come_late_to_map(patch)
         seen = seen_by(lambda: open_buffer(group).close())
     use(group)
     return seen

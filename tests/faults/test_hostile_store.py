@@ -38,6 +38,9 @@ class Scripted:
     def __exit__(self, *error: Any) -> None:
         pass
 
+    def raise_first_failure(self) -> None:
+        pass
+
     def all_gather(self, payload: str, timeout_s: float) -> list[str]:
         self.sent.append(payload)
         return [payload, next(self._peer)(payload)]

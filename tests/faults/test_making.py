@@ -88,7 +88,9 @@ def test_a_rank_that_comes_when_others_have_given_up(make_ranks: MakeRanks, heap
     told(make_ranks(heap, SIZE).run(cases.late), "PeerTimeout", "ranks [1] did not come to make a buffer within 0.5 s")
 
 
-@pytest.mark.parametrize("case", [cases.killed_while_making, cases.killed_before_the_second])
+@pytest.mark.parametrize(
+    "case", [cases.killed_while_making, cases.killed_while_mapping, cases.killed_before_the_second]
+)
 def test_a_rank_that_is_killed(case: Callable[..., Any]) -> None:
     told(outcomes_of_others(case, CULPRIT), "PeerDead", "the process of rank 1 ended")
 
