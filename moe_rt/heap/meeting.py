@@ -144,7 +144,9 @@ class Meeting:
             return kind(message, rank=self._rank, peer=peer)
         return GroupPoisoned(f"rank {peer} gave up making a buffer: {name}: {message}", rank=self._rank, peer=peer)
 
-    def _dead(self, peer: int) -> PeerDead:
+    def _dead(self, peer: int) -> MoeRtError:
+        if self._store.check([self._failure]):  # it said why before it ended, and after we had looked
+            return self._told()
         message = f"rank {self._rank}: the process of rank {peer} ended before the buffer was made"
         return PeerDead(message, rank=self._rank, peer=peer)
 
