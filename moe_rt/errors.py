@@ -172,6 +172,14 @@ class LimitReached(MoeRtError):
     """The system grants this process no more descriptors or threads."""
 
 
+class CorruptCheckpoint(MoeRtError):
+    """A checkpoint's files are not as they were written, and no older whole one is there."""
+
+
+class WriteFailed(MoeRtError, OSError):
+    """The system refused to write a checkpoint on some rank: the disk is full, say."""
+
+
 class SizeOverflow(InvalidConfig):
     """A size does not fit the types of the protocol."""
 

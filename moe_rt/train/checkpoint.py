@@ -1,86 +1,112 @@
 """Checkpoints that do not depend on how experts are spread: torch.distributed.checkpoint, one entry per global expert.
 
 A checkpoint is written under another name, flushed, and renamed when it is whole; what a crash leaves behind is never
-taken for one. The format's index is a pickle, so load only checkpoints that you trust.
+taken for one. One whose digests do not hold is set aside, and an older one is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import CorruptCheckpoint, InvalidConfig, WriteFailed
 from moe_rt.layer import MoELayer
+from moe_rt.train import digests
 from moe_rt.train.config import MODEL_FIELDS, TrainConfig
+from moe_rt.train.index import IndexedReader, IndexedWriter
+from moe_rt.train.together import in_words, together
 
 KEPT = 2
 MANIFEST = "manifest.json"
+DAMAGED = ".damaged"
 
 State = dict[str, dict[str, Tensor]]
 
 
 def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-    """Writes `directory`/step-..., then removes all but the newest KEPT. Collective over the world."""
+    """Writes `directory`/step-..., then removes all but the newest KEPT. Collective over the world.
+
+    Raises:
+        WriteFailed: the system refused a rank, since the disk is full, say; on every rank alike. Nothing is left of
+            this checkpoint, older ones are as they were, and the group and the model can go on.
+    """
     final = directory / f"step-{step:08d}"
     unfinished = final.with_suffix(".tmp")
     main = dist.get_rank() == 0
-    if main:
-        directory.mkdir(parents=True, exist_ok=True)
-        for leftover in directory.glob("*.tmp"):
-            shutil.rmtree(leftover)
-        unfinished.mkdir()
-    dist.barrier()
+    manifest = {"step": step, **{name: getattr(config, name) for name in MODEL_FIELDS}}
     state = global_state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
-    state_dict_saver.save(state, checkpoint_id=unfinished)
-    if main:
-        manifest = {"step": step, **{name: getattr(config, name) for name in MODEL_FIELDS}}
-        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        _flush(unfinished / MANIFEST)
-        _flush(unfinished)
-        if final.exists():
-            _remove(final)
-        unfinished.rename(final)
-        _flush(directory)
-        for old in _complete(directory)[:-KEPT]:
-            _remove(old)
-    dist.barrier()
+    try:
+        together(lambda: _begin(unfinished) if main else None, WriteFailed)
+        writer = IndexedWriter(unfinished)
+        state_dict_saver.save(state, storage_writer=writer)
+        together(lambda: _write_manifest(unfinished, manifest, writer) if main else None, WriteFailed)
+        digests.write(unfinished)
+        together(lambda: _publish(unfinished, final) if main else None, WriteFailed)
+    except (WriteFailed, CheckpointException) as error:
+        if main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise WriteFailed(f"{final}: got no checkpoint: {_reason(error)}") from error
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> int:
-    """Loads the newest checkpoint in place and returns its step; 0, and nothing loaded, if there is none. Collective.
+    """Loads the newest whole checkpoint in place and returns its step; 0, and nothing loaded, if there is none at all.
+
+    Collective over the world; rank 0 prints what is loaded, and why a newer one is not.
 
     Raises:
+        CorruptCheckpoint: there are checkpoints, and none of them is whole; names the files.
         InvalidConfig: it is of another model; names the field.
     """
-    # Rank 0 looks, so that all ranks load the same one.
-    steps = [int(path.name.removeprefix("step-")) for path in _complete(directory)]
-    newest = torch.tensor(steps[-1] if steps else 0)
-    dist.broadcast(newest, 0)
-    step = int(newest)
-    if step == 0:
-        return 0
-    path = directory / f"step-{step:08d}"
-    manifest = json.loads((path / MANIFEST).read_text())
+    # What rank 0 sees, so that all ranks load the same one.
+    names: list[str] = together(lambda: [path.name for path in _checkpoints(directory)], CorruptCheckpoint)[0]
+    damaged: dict[Path, str] = {}
+    for path in (directory / name for name in reversed(names)):
+        try:
+            manifest = _read_whole(path)
+        except CorruptCheckpoint as error:
+            damaged[path] = str(error)
+            continue
+        _load_whole(path, manifest, model, optimizer, config)
+        if dist.get_rank() == 0:
+            _set_aside(damaged)
+            print(f"resume: goes on from {path}")
+        return int(manifest["step"])
+    if damaged:
+        listed = "\n".join(f"{path}: {why}" for path, why in damaged.items())
+        raise CorruptCheckpoint(f"expected a whole checkpoint under {directory}, got none:\n{listed}")
+    if dist.get_rank() == 0:
+        print(f"resume: {directory} has no checkpoint, so this starts from step 0")
+    return 0
+
+
+def _load_whole(
+    path: Path, manifest: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
+) -> None:
     for name in MODEL_FIELDS:
-        got, expected = getattr(config, name), manifest[name]
+        got, expected = getattr(config, name), manifest.get(name)
         if got != expected:
             raise InvalidConfig(f"{name}: got {got}, expected {expected} as in the checkpoint {path}")
     state = global_state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
-    state_dict_loader.load(state, checkpoint_id=path)
+    try:
+        state_dict_loader.load(state, storage_reader=IndexedReader(path, manifest["tensors"]))
+    except CheckpointException as error:
+        raise InvalidConfig(f"got a model that the whole checkpoint {path} does not fit: {_reason(error)}") from error
     torch.set_rng_state(state["rng"]["cpu"])
     for moments in optimizer.state.values():
-        moments["step"].fill_(step)
-    return step
+        moments["step"].fill_(manifest["step"])
 
 
 def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -106,18 +132,86 @@ def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return state
 
 
-def _complete(directory: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(
-        p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name) and (p / MANIFEST).is_file()
-    )
+def _begin(unfinished: Path) -> None:
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in unfinished.parent.glob("*.tmp"):
+        _remove(leftover)
+    unfinished.mkdir()
 
 
-def _remove(checkpoint: Path) -> None:
+def _write_manifest(directory: Path, manifest: dict[str, Any], writer: IndexedWriter) -> None:
+    (directory / MANIFEST).write_text(json.dumps({**manifest, "tensors": writer.index}) + "\n")
+
+
+def _read_whole(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint that is as it was written, and where it was written. Collective."""
+    digests.check(path)
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        step = manifest["step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"{MANIFEST}: got {in_words(error)}, expected a step") from error
+    if path.name != f"step-{step:08d}":
+        raise CorruptCheckpoint(f"{MANIFEST}: got step {step}, expected that of {path.name}")
+    return manifest
+
+
+def _publish(unfinished: Path, final: Path) -> None:
+    for name in (MANIFEST, digests.SUMS, "."):
+        _flush(unfinished / name)
+    if os.path.lexists(final):
+        _retire(final)
+    unfinished.rename(final)
+    _flush(final.parent)
+    for old in _checkpoints(final.parent)[:-KEPT]:
+        _retire(old)
+    for damaged in _checkpoints(final.parent, DAMAGED):
+        if _step(damaged) <= _step(final):
+            _remove(damaged)
+
+
+def _checkpoints(directory: Path, suffix: str = "") -> list[Path]:
+    """What carries the name of a checkpoint, whole or not, oldest first."""
+    if not directory.exists():
+        return []
+    named = re.compile(r"step-\d{8,}" + re.escape(suffix))
+    return sorted((path for path in directory.iterdir() if named.fullmatch(path.name)), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _set_aside(damaged: dict[Path, str]) -> None:
+    """Gives damaged checkpoints another name until training has passed them, so that KEPT counts whole ones."""
+    for path, why in damaged.items():
+        aside = path.with_suffix(DAMAGED)
+        with contextlib.suppress(OSError):  # who may not rename here may not remove here, either
+            _remove(aside)
+            path.rename(aside)
+        print(f"resume: {path} is damaged, so it is now {aside.name} and an older one is used: {why}")
+
+
+def _retire(checkpoint: Path) -> None:
     """Renames first, so that one that is half removed is never taken for a whole one."""
     doomed = checkpoint.with_suffix(".old.tmp")
     checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _reason(error: WriteFailed | CheckpointException) -> str:
+    if isinstance(error, WriteFailed):
+        return str(error)
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank} got {in_words(cause)}"
 
 
 def _flush(path: Path) -> None:

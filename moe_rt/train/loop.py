@@ -38,7 +38,8 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
     """
     with process_group(config.device, config.timeout_s):
         ranks = Ranks.make(config.check_world(dist.get_world_size()), config.device)
-        refuse_to_overwrite(config.out / "metrics.jsonl", config.resume)
+        for part in ("metrics.jsonl", "checkpoints"):
+            refuse_to_overwrite(config.out / part, config.resume)
         corpus = data.load(config.data, config.seq_len)
         dist.barrier()  # all ranks have found what they need, and no run in the way, before any of them writes
         torch.manual_seed(config.seed)

@@ -101,6 +101,13 @@ def test_bad_values(tmp_path: Path, changes: dict[str, object], message: str) ->
     assert message in result.output
 
 
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(cli.main, arguments(out=tmp_path / "file" / "run"))
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: NotADirectoryError: [Errno 20] Not a directory: ")
+
+
 def test_learning_rate_warms_up_and_decays() -> None:
     config = cases.tiny(lr=1.0, min_lr_ratio=0.1, warmup_steps=10, steps=110)
     assert [learning_rate(step, config) for step in (1, 10, 60, 110)] == pytest.approx([0.1, 1.0, 0.55, 0.1])

@@ -1,0 +1,83 @@
+"""The digests of a checkpoint's files: written when it is whole, compared before anything of it is read.
+
+They stand in SHA256SUMS, which `sha256sum --check` understands. It must name exactly the files that are there, so that
+what is lost or altered in it shows, too. Digests tell accidents, not attackers: who can write the files can write them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moe_rt.errors import CorruptCheckpoint, WriteFailed
+from moe_rt.train.together import gather, in_words, together
+
+SUMS = "SHA256SUMS"
+CHUNK = 1 << 20  # bytes read at once
+
+
+def write(directory: Path) -> None:
+    """Reads every file in `directory` back, each on one rank, and writes their digests. Collective over the world.
+
+    Raises:
+        WriteFailed: a file cannot be read or written; on every rank alike.
+    """
+    (names, *_) = together(lambda: sorted(path.name for path in directory.iterdir()), WriteFailed)
+    shares = together(lambda: {name: _sha256(directory / name) for name in _share(names)}, WriteFailed)
+    digests = {name: digest for share in shares for name, digest in share.items()}
+    text = "".join(f"{digests[name]}  {name}\n" for name in names)
+    together(lambda: (directory / SUMS).write_text(text) if dist.get_rank() == 0 else None, WriteFailed)
+
+
+def check(directory: Path) -> None:
+    """Compares every file in `directory`, each on one rank, with its digest. Collective over the world.
+
+    Raises:
+        CorruptCheckpoint: says of each file that is not as it was written what is wrong; on every rank alike.
+    """
+    clauses = {clause for seen in gather(_damage_seen_here(directory)) for clause in seen}
+    if clauses:
+        raise CorruptCheckpoint("; ".join(sorted(clauses)))
+
+
+def _damage_seen_here(directory: Path) -> list[str]:
+    try:
+        expected = _parse((directory / SUMS).read_text(encoding="ascii"))
+        found = {path.name for path in directory.iterdir()} - {SUMS}
+    except (OSError, ValueError) as error:
+        return [f"{SUMS}: got {in_words(error)}, expected the digests of this checkpoint"]
+    clauses = [f"{name}: got no such file, expected one" for name in expected.keys() - found]
+    clauses += [f"{name}: got a file, expected none, since {SUMS} does not name it" for name in found - expected.keys()]
+    for name in _share(sorted(found & expected.keys())):
+        path = directory / name
+        try:
+            got = f"digest {_sha256(path)}" if path.is_file() else "no regular file"
+        except OSError as error:
+            got = in_words(error)
+        if got != f"digest {expected[name]}":
+            clauses.append(f"{name}: got {got}, expected digest {expected[name]}")
+    return clauses
+
+
+def _parse(text: str) -> dict[str, str]:
+    """File name -> digest, of a text that is exactly what `write` writes."""
+    lines = re.findall(r"([0-9a-f]{64})  ([^/\n]+)\n", text)
+    if "".join(f"{digest}  {name}\n" for digest, name in lines) != text:
+        raise ValueError("a line that is no digest and file name")
+    return {name: digest for digest, name in lines}
+
+
+def _share(names: list[str]) -> list[str]:
+    """Those that this rank reads."""
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

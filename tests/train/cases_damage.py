@@ -1,0 +1,82 @@
+"""What ranks do in the tests of damaged checkpoints and full disks: save and load one tensor that tells its step."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import cases_train as cases
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_rt.errors import WriteFailed
+from moe_rt.train import checkpoint
+from moe_rt.train.optim import make_optimizer
+from moe_rt.train.parallel import process_group
+
+CONFIG = cases.tiny()
+
+
+def _model(value: float = 0.0) -> nn.Linear:
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def _save(directory: Path, step: int, model: nn.Module | None = None) -> None:
+    model = model or _model(step)
+    checkpoint.save(directory, step, model, make_optimizer(model, CONFIG), CONFIG)
+
+
+def save(group: Any, directory: Path, *steps: int) -> None:
+    """The weights of step n are all n."""
+    with process_group("cpu", CONFIG.timeout_s):
+        for step in steps:
+            _save(directory, step)
+
+
+def load(group: Any, directory: Path) -> int:
+    """The step that was loaded, which all weights must tell; without one they stay 0."""
+    model = _model()
+    with process_group("cpu", CONFIG.timeout_s):
+        step = checkpoint.load(directory, model, make_optimizer(model, CONFIG), CONFIG)
+    assert model.weight.unique().tolist() == [step]
+    return step
+
+
+class _Large(nn.Module):
+    """Parts of 256 KiB, so that every rank writes at least one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(256, 256) for _ in range(8))
+
+
+def save_beyond_the_disk(group: Any, directory: Path) -> str:
+    """What a save raises whose files do not fit, and that this group goes on after it."""
+    try:
+        _save(directory, 2, _Large())
+    except WriteFailed as error:
+        message = str(error)
+    else:
+        raise AssertionError("the save did not fail")
+    dist.barrier()
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000001"]
+    assert load(group, directory) == 1
+    _save(directory, 3)
+    assert load(group, directory) == 3
+    return message
+
+
+def save_beyond_a_limit(group: Any, directory: Path, limited: int) -> str:
+    """The same, where the system limits the size of one rank's files."""
+    _save(directory, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == limited:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        return save_beyond_the_disk(group, directory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

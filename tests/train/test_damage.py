@@ -1,0 +1,245 @@
+"""Damaged checkpoints and full disks: the newest whole checkpoint is loaded, and what is wrong with others is said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import cases_damage as cases
+import cases_train
+import pytest
+from harness import Ranks
+
+from moe_rt.errors import CorruptCheckpoint, InvalidConfig
+from moe_rt.train import train
+
+MakeRanks = Callable[[str, int], Ranks]
+DATA, INDEX, MANIFEST, SUMS = "__0_0.distcp", ".metadata", "manifest.json", "SHA256SUMS"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of step 1 and step 2."""
+    directory = tmp_path_factory.mktemp("two")
+    cases.save(None, directory, 1, 2)
+    return directory
+
+
+@pytest.fixture
+def copy(two: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(two, tmp_path / "checkpoints"))
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def swap_names(newest: Path) -> None:
+    """The older checkpoint stands under the newer one's name."""
+    shutil.rmtree(newest)
+    shutil.copytree(newest.with_name("step-00000001"), newest)
+
+
+def leave_half(newest: Path) -> None:
+    """As a removal that was cut short without a rename first."""
+    (newest / DATA).rename(newest.with_name("step-00000002.old.tmp"))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing data": (lambda newest: (newest / DATA).unlink(), f"{DATA}: got no such file"),
+    "missing metadata": (lambda newest: (newest / INDEX).unlink(), f"{INDEX}: got no such file"),
+    "missing manifest": (lambda newest: (newest / MANIFEST).unlink(), f"{MANIFEST}: got no such file"),
+    "missing digests": (lambda newest: (newest / SUMS).unlink(), f'{SUMS}: got "No such file or directory"'),
+    "truncated": (lambda newest: os.truncate(newest / DATA, 5000), f"{DATA}: got digest"),
+    "emptied": (lambda newest: os.truncate(newest / DATA, 0), f"{DATA}: got digest e3b0c44"),
+    "bit of data": (lambda newest: flip(newest / DATA, 8 * 4000), f"{DATA}: got digest"),
+    "bit of metadata": (lambda newest: flip(newest / INDEX, 8 * 100), f"{INDEX}: got digest"),
+    "bit of manifest": (lambda newest: flip(newest / MANIFEST, 8 * 9), f"{MANIFEST}: got digest"),
+    "bit of digests": (lambda newest: flip(newest / SUMS, 8 * 9), f"{INDEX}: got digest"),
+    "empty manifest": (lambda newest: os.truncate(newest / MANIFEST, 0), f"{MANIFEST}: got digest e3b0c44"),
+    "empty digests": (lambda newest: os.truncate(newest / SUMS, 0), f"{SUMS} does not name it"),
+    "line of digests lost": (lambda newest: os.truncate(newest / SUMS, 76), f"{DATA}: got a file, expected none"),
+    "manifest of another step": (
+        lambda newest: shutil.copy(newest.with_name("step-00000001") / MANIFEST, newest),
+        f"{MANIFEST}: got digest",
+    ),
+    "another step": (swap_names, f"{MANIFEST}: got step 1, expected that of step-00000002"),
+    "directory for a file": (lambda newest: replace_by_directory(newest / DATA), f"{DATA}: got no regular file"),
+    "pipe for a file": (lambda newest: replace_by_pipe(newest / DATA), f"{DATA}: got no regular file"),
+    "file for the directory": (
+        lambda newest: (shutil.rmtree(newest), newest.write_text("")),
+        f'{SUMS}: got "Not a directory"',
+    ),
+    "extra file": (lambda newest: (newest / "__1_0.distcp").touch(), "__1_0.distcp: got a file, expected none"),
+    "half a checkpoint": (leave_half, f"{DATA}: got no such file"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_resumes_from_the_newest_whole_one(copy: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    damage, message = DAMAGE[kind]
+    damage(copy / "step-00000002")
+    assert cases.load(None, copy) == 1
+    (skipped, resumed) = capsys.readouterr().out.splitlines()
+    assert skipped.startswith(f"resume: {copy}/step-00000002 is damaged, so it is now step-00000002.damaged")
+    assert message in skipped
+    assert resumed == f"resume: goes on from {copy}/step-00000001"
+    assert (copy / "step-00000002.damaged").exists()
+    cases.save(None, copy, 2, 3)
+    assert sorted(path.name for path in copy.iterdir()) == ["step-00000002", "step-00000003"]
+    assert cases.load(None, copy) == 3
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_no_whole_one_is_an_error_that_names_the_files(copy: Path, kind: str) -> None:
+    damage, message = DAMAGE[kind]
+    damage(copy / "step-00000002")
+    (copy / "step-00000001" / INDEX).unlink()
+    if kind == "another step":  # it is a copy of the other one, made before that was damaged
+        message = f"{MANIFEST}: got step 1"
+    before = sorted(path.name for path in copy.rglob("*"))
+    with pytest.raises(CorruptCheckpoint) as raised:
+        cases.load(None, copy)
+    assert f"{copy}/step-00000002: " in str(raised.value)
+    assert f"{copy}/step-00000001: {INDEX}: got no such file" in str(raised.value)
+    assert message in str(raised.value)
+    assert sorted(path.name for path in copy.rglob("*")) == before, "left as it was for who wants to look"
+
+
+@pytest.mark.parametrize("kind", ["missing data", "bit of data", "empty digests", "another step"])
+def test_all_ranks_fall_back_alike(make_ranks: MakeRanks, tmp_path: Path, kind: str) -> None:
+    pair = make_ranks("shm", 2)
+    pair.run(cases.save, tmp_path, 1, 2)
+    DAMAGE[kind][0](tmp_path / "step-00000002")
+    assert pair.run(cases.load, tmp_path) == [1, 1]
+    DAMAGE["missing manifest"][0](tmp_path / "step-00000001")
+    for outcome in pair.outcomes(cases.load, tmp_path):
+        assert isinstance(outcome, CorruptCheckpoint), outcome
+        assert "step-00000001: manifest.json: got no such file" in str(outcome)
+
+
+def test_no_flipped_bit_loads(two: Path, tmp_path: Path) -> None:
+    """200 bits anywhere in a checkpoint's files, one at a time; each byte is as likely as any other."""
+    only = Path(shutil.copytree(two / "step-00000002", tmp_path / "step-00000002"))
+    files = sorted(only.iterdir())
+    sizes = [path.stat().st_size for path in files]
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(200):
+        (path,) = rng.choices(files, weights=sizes)
+        bit = rng.randrange(8 * path.stat().st_size)
+        flip(path, bit)
+        with pytest.raises(CorruptCheckpoint, match=r"got digest|expected the digests|got no such file"):
+            cases.load(None, tmp_path)
+        flip(path, bit)
+        seen.add(path.name)
+    assert seen == {DATA, INDEX, MANIFEST, SUMS}
+    assert cases.load(None, tmp_path) == 2
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without the rights of root, which may read everything."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("locked", "message"),
+    [
+        (f"step-00000002/{DATA}", f'{DATA}: got "Permission denied"'),
+        ("step-00000002", f'{SUMS}: got "Permission denied"'),
+        (".", 'rank 0 got "Permission denied"'),
+    ],
+)
+def test_unreadable_files_are_damage(two: Path, locked: str, message: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        directory = Path(name) / "checkpoints"
+        shutil.copytree(two / "step-00000002", directory / "step-00000002")
+        for path in (directory, *directory.rglob("*")):
+            path.chmod(0o755)
+        (directory / locked).chmod(0)
+        with as_nobody(), pytest.raises(CorruptCheckpoint, match=message):
+            cases.load(None, directory)
+        (directory / locked).chmod(0o755)
+
+
+def test_metadata_is_not_unpickled(copy: Path) -> None:
+    """Loading does not read the index that torch.distributed.checkpoint pickles, even where its digest holds."""
+    newest = copy / "step-00000002"
+    (newest / INDEX).write_bytes(b"cos\n_exit\n(I1\ntR.")  # ends the process that unpickles it
+    sums = subprocess.run(["sha256sum", DATA, INDEX, MANIFEST], cwd=newest, capture_output=True, check=True)
+    (newest / SUMS).write_bytes(sums.stdout)
+    assert cases.load(None, copy) == 2
+
+
+def test_sha256sum_checks_a_checkpoint(two: Path) -> None:
+    subprocess.run(["sha256sum", "--check", "--strict", SUMS], cwd=two / "step-00000002", check=True)
+
+
+def test_steps_of_nine_digits(tmp_path: Path) -> None:
+    """They are found, and newer than those of eight; float32 holds these numbers exactly."""
+    cases.save(None, tmp_path, 99_999_992, 100_000_000, 100_000_008)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100000000", "step-100000008"]
+    assert cases.load(None, tmp_path) == 100_000_008
+
+
+def test_a_start_from_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cases.load(None, tmp_path / "none") == 0
+    assert capsys.readouterr().out == f"resume: {tmp_path}/none has no checkpoint, so this starts from step 0\n"
+
+
+def test_does_not_mix_with_checkpoints_of_another_run(copy: Path) -> None:
+    """Its metrics are gone, but its newer checkpoints would push out those of the new run."""
+    with pytest.raises(InvalidConfig, match=r"out: got .* which holds a run"):
+        train(cases_train.tiny(out=copy.parent, steps=1))
+
+
+def test_another_model_of_the_same_configuration(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "_model", lambda value=0.0: cases._Large())
+    with pytest.raises(InvalidConfig, match=r"does not fit: .* Missing key in checkpoint state_dict: exp_avg.parts.0"):
+        cases.load(None, copy)
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_refused_write_is_an_error_of_all_ranks(make_ranks: MakeRanks, tmp_path: Path, limited: int) -> None:
+    messages = make_ranks("shm", 2).run(cases.save_beyond_a_limit, tmp_path, limited)
+    assert messages == [f'{tmp_path}/step-00000002: got no checkpoint: rank {limited} got "File too large"'] * 2
+
+
+def test_a_full_disk_says_that_it_is_full(make_ranks: MakeRanks, tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=900k", "none", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user cannot mount a small disk")
+    try:
+        pair = make_ranks("shm", 2)
+        pair.run(cases.save, tmp_path, 1)
+        for message in pair.run(cases.save_beyond_the_disk, tmp_path):
+            assert 'got "No space left on device"' in message
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
