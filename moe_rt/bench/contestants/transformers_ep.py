@@ -13,8 +13,7 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants.base import Delivery, Exchange, require_processes
 from moe_rt.bench.step import Unavailable
 from moe_rt.bench.world import World
-
-HOW_TO_INSTALL = "pip install 'transformers>=5.23'"
+from moe_rt.extras import how_to_install
 
 
 class Transformers(Exchange):
@@ -38,7 +37,7 @@ class Transformers(Exchange):
             self._ep = AllToAllEP(experts, *_meshes(world.processor.device.type, world.size))
             self._dispatch, self._combine = self._ep._dispatch_tokens, self._ep._combine_tokens
         except (ImportError, AttributeError) as error:
-            raise Unavailable(f"{error}; {HOW_TO_INSTALL}") from error
+            raise Unavailable(f"{error}; {how_to_install('bench')}") from error
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
         # Its models cast the weights to the payload, too.

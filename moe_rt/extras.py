@@ -1,0 +1,17 @@
+"""Packages that only some uses need: whoever needs one says so before any work is done, and how to install it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from moe_rt.errors import MissingPackage
+
+
+def how_to_install(extra: str) -> str:
+    return f"pip install 'moe_rt[{extra}]'"
+
+
+def require(package: str, extra: str, what: str) -> None:
+    """Raises MissingPackage if `package` of the extra `extra` is not installed; `what` needs it."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackage(f"{what}: got no package {package}, expected one; {how_to_install(extra)}")

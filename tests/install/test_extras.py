@@ -1,0 +1,143 @@
+"""Every extra in an environment that has nothing else: what it is for works, what it lacks is asked for in words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import venv
+from importlib.metadata import Distribution, PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import moe_rt
+from moe_rt import _engine
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTRAS = ("", "cuda", "train", "bench", "transformers")
+WORKS = ("round", "help", "version", "info", "bench help", "chaos help", "gpucheck help", "train help")
+# Tested elsewhere where the packages are there, and slow: to compile every kernel, to import Transformers.
+LEFT_OUT = {"cuda": ["gpucheck compile"], "bench": ["transformers"]}
+Results = dict[str, tuple[int, str]]
+
+
+def closure(name: str, extras: frozenset[str]) -> dict[str, Distribution]:
+    """What pip installs with `name[extras]`, by name, as far as it is installed here; MPI, say, need not be."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    todo = [(name, extras)]
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        try:
+            distribution = found.setdefault(name, importlib.metadata.distribution(name))
+        except PackageNotFoundError:
+            continue
+        for line in distribution.requires or ():
+            requirement = Requirement(line)
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
+                todo.append((requirement.name, frozenset(requirement.extras)))
+    return found
+
+
+def link(site: Path, distribution: Distribution) -> None:
+    """Puts links to a distribution's files into `site`, those that Python has compiled, too: that takes long."""
+    for file in distribution.files or ():
+        if ".." not in file.parts:
+            target = site / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.symlink_to(distribution.locate_file(file))
+
+
+def environment(path: Path, extra: str) -> Path:
+    """The Python of an environment with moe_rt as a wheel lays it out, and with what it requires, and nothing else."""
+    venv.EnvBuilder(symlinks=True, with_pip=False).create(path)
+    (site,) = path.glob("lib/python*/site-packages")
+    distributions = closure("moe_rt", frozenset({extra} if extra else ()))
+    own = distributions.pop("moe_rt")
+    for distribution in distributions.values():
+        link(site, distribution)
+    (site / "moe_rt").mkdir()
+    compiled = Path(_engine.__file__)
+    for part in (*Path(moe_rt.__file__).parent.iterdir(), compiled, compiled.parent / "cuda"):
+        (site / "moe_rt" / part.name).symlink_to(part)
+    (site / "moe_rt-0.dist-info").mkdir()
+    (site / "moe_rt-0.dist-info" / "METADATA").write_text(f"Name: moe_rt\nVersion: {own.version}\n")
+    return path / "bin" / "python"
+
+
+@pytest.fixture(scope="module", params=EXTRAS)
+def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Results]:
+    path = tmp_path_factory.mktemp("environment")
+    python = environment(path, request.param)
+    result = subprocess.run(
+        [python, "-I", Path(__file__).with_name("uses.py"), *LEFT_OUT.get(request.param, ())],
+        cwd=path, capture_output=True, text=True, timeout=300, check=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))},
+    )  # fmt: skip
+    return request.param, json.loads(result.stdout)
+
+
+def test_what_every_install_can_do(used: tuple[str, Results]) -> None:
+    for name in WORKS:
+        status, output = used[1][name]
+        assert status == 0, f"{name}: {output}"
+
+
+def test_what_is_missing_is_asked_for(used: tuple[str, Results]) -> None:
+    extra, results = used
+    for name, (_, output) in results.items():
+        if name != "transformers":  # an import, so Python shows where; its last line is looked at below
+            assert "Traceback" not in output, f"{name}: {output}"
+    status, training = results["train"]
+    assert status == 1
+    trains = "data: got nowhere, expected a readable file or directory"
+    wanted = trains if extra in ("train", "bench") else "pip install 'moe_rt[train]'"
+    assert wanted in training
+    assert training.count("\n") == 1, training
+    status, report = results["bench report"]
+    assert status == 1
+    if extra in ("train", "bench"):
+        assert "contestants: got 'nobody'" in report
+    else:
+        assert report.startswith("Error: MissingPackage: --report draws plots: got no package matplotlib")
+        assert report.endswith("pip install 'moe_rt[bench]'\n")
+    status, message = results["toolkit"]
+    assert status == (0 if extra == "cuda" else 1), message
+    if extra != "cuda":
+        assert message.endswith("pip install 'moe_rt[cuda]'")
+        status, compiled = results["gpucheck compile"]
+        assert status == 1
+        assert compiled == f"Error: CompileError: {message}\n"
+    status, imported = results.get("transformers", (0, ""))
+    assert status == (0 if extra in ("bench", "transformers") else 1), imported
+    if status:
+        assert imported.splitlines()[-1].endswith("pip install 'moe_rt[transformers]'"), imported
+
+
+def test_the_environment_has_nothing_else(used: tuple[str, Results]) -> None:
+    extra, results = used
+    loaded = set(results["installed"][1].split())
+    assert "torch" in loaded
+    assert not loaded & {"pytest", "hypothesis"}
+    assert ("matplotlib" in loaded) <= (extra in ("train", "bench"))
+
+
+def test_kernels_come_with_the_package() -> None:
+    """They are compiled on the machine that runs them, so a wheel holds every header and kernel."""
+    installed = Path(_engine.__file__).parent / "cuda"
+    sources = {
+        path.relative_to(ROOT / "cuda")
+        for part in ("protocol", "device")
+        for path in (ROOT / "cuda" / part).rglob("*")
+        if path.suffix in (".h", ".cu")
+    }
+    assert sources
+    assert {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()} >= sources
