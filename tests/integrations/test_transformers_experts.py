@@ -68,4 +68,4 @@ def test_old_transformers_are_refused() -> None:
         "except ImportError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert "expected 5.23 or later; pip install 'transformers>=5.23' accelerate" in done.stdout
+    assert "expected 5.23 or later; pip install 'moe_rt[transformers]'" in done.stdout
