@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_rt.buffer import Buffer
@@ -39,14 +40,16 @@ class LayerMetrics:
 
     def __init__(self, num_experts: int, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=buffer.device)
-        self._dropped = torch.zeros((), dtype=torch.int64, device=buffer.device)
-        self._forwards = torch.zeros((), dtype=torch.int64, device=buffer.device)
+        with torch.inference_mode(False):  # what is made in that mode, nothing outside of it may change
+            self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=buffer.device)
+            self._dropped = torch.zeros((), dtype=torch.int64, device=buffer.device)
+            self._forwards = torch.zeros((), dtype=torch.int64, device=buffer.device)
 
     def add(self, tokens_per_expert: Tensor, handle: Handle) -> None:
         """Counts a forward: what its router chose, int64 [E], and what its dispatch dropped. No host waits for it."""
-        if isinstance(tokens_per_expert, FakeTensor):
-            return  # traced for shapes only: there is nothing to count
+        # Traced for shapes only, there is nothing to count; what a transform of functions holds must stay inside of it.
+        if isinstance(tokens_per_expert, FakeTensor) or _are_functorch_transforms_active():
+            return
         with contextlib.nullcontext() if torch.compiler.is_compiling() else _adding:
             self._tokens += tokens_per_expert
             self._forwards += 1

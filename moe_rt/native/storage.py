@@ -21,7 +21,7 @@ _GRANULE = 1 << 21
 
 
 class _Block:
-    """Pages, and a tensor over them of the shape last asked for: handing out one like it is a single call of torch."""
+    """Pages, and tensors over them of the shape last asked for: handing out one like it is a single call of torch."""
 
     def __init__(self, num_bytes: int, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
         self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -29,10 +29,16 @@ class _Block:
         self._view(num_rows, hidden, dtype)
 
     def _view(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
-        self._tensor = torch.frombuffer(self._pages, dtype=dtype, count=num_rows * hidden).view(num_rows, hidden)
+        # An alias of an inference tensor is one for ever, and autograd forgets what is done to it; so there is a tensor
+        # for either mode, whichever is on when the pages are first asked for.
+        with torch.inference_mode(False):
+            t = torch.frombuffer(self._pages, dtype=dtype, count=num_rows * hidden).view(num_rows, hidden)
         # All tensors over a storage share its Python object, too, which has a count of its own.
-        self._storage = self._tensor.untyped_storage()
-        self._address, self._pages_at = self._storage._cdata, self._tensor.data_ptr()
+        self._storage = t.untyped_storage()
+        with torch.inference_mode():
+            for_inference = t.new_empty(0).set_(self._storage, 0, t.shape)
+        self._tensors = t, for_inference
+        self._address, self._pages_at = self._storage._cdata, t.data_ptr()
         self._own_uses = _storage_Use_Count(self._address), getrefcount(self._storage)
 
     def unused(self) -> bool:
@@ -41,11 +47,14 @@ class _Block:
 
     def tensor(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised, and no view of another tensor."""
-        t = self._tensor
+        t = self._tensors[0]
         # Whoever sends a tensor to another process moves its storage to memory that both of them share.
         if t.shape != (num_rows, hidden) or t.dtype is not dtype or t.data_ptr() != self._pages_at:
             self._view(num_rows, hidden, dtype)
-        return self._tensor.detach()
+        out = self._tensors[torch.is_inference_mode_enabled()].detach()
+        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+            out.fill_(torch.nan)
+        return out
 
 
 class Recycler:
@@ -55,10 +64,10 @@ class Recycler:
         self._blocks: dict[int, list[_Block]] = {}
 
     def empty(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """A contiguous uninitialised tensor [num_rows, hidden], as torch.empty."""
+        """A contiguous uninitialised CPU tensor [num_rows, hidden], as torch.empty in whatever mode is on."""
         num_bytes = num_rows * hidden * dtype.itemsize
         if num_bytes < _SMALLEST_BLOCK:
-            return torch.empty(num_rows, hidden, dtype=dtype)
+            return torch.empty(num_rows, hidden, dtype=dtype, device="cpu")  # whatever the default device is
         num_bytes = -(-num_bytes // _GRANULE) * _GRANULE
         blocks = self._blocks.setdefault(num_bytes, [])
         for block in blocks:
