@@ -176,9 +176,14 @@ class Buffer:
             PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, ConfigMismatch, CallOrderMismatch: the group is over.
             ConcurrentUse: another thread is inside an op of this buffer.
         """
-        if topk_idx.dtype is torch.int32:
+        # What is no tensor is refused below, on every rank.
+        if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.int32:
             topk_idx = topk_idx.to(torch.int64)
-        if topk_weights.dtype is not self._acc_dtype and topk_weights.is_floating_point():
+        if (
+            isinstance(topk_weights, Tensor)
+            and topk_weights.dtype is not self._acc_dtype
+            and topk_weights.is_floating_point()
+        ):
             topk_weights = topk_weights.to(self._acc_dtype)
         recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, topk_idx, topk_weights, self._engine, tag)
         return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)

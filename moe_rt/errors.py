@@ -235,6 +235,11 @@ def _first_cause(code: int, concerned: int, found: str) -> str:
 def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str) -> str:
     peer, got, expected = f"rank {status.peer}", status.got, status.expected
     match code:
+        case Code.INVALID_INPUT if status.peer == rank:  # what Python cannot see
+            return (
+                "handle: got plans that no dispatch of this buffer with as many tokens has written (another buffer's, "
+                "or overwritten), expected the handle as dispatch returned it"
+            )
         case Code.INVALID_INPUT:
             sizes = f": got {got}, expected {expected}" if got != expected else ""
             return f"{peer} refused its input{sizes}; its own error names the argument"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from moe_rt import _engine
+
 
 @dataclass(kw_only=True, slots=True)
 class Handle:
@@ -31,4 +33,4 @@ class Handle:
     @property
     def num_dropped(self) -> Tensor:
         """int32 scalar on the device: rows beyond capacity that this rank did not take (overflow="drop")."""
-        return self.recv_plan[4]
+        return self.recv_plan[_engine.PLAN_NUM_DROPPED]

@@ -124,10 +124,12 @@ def _unwatched(*tensors: Tensor) -> bool:
     return True
 
 
-def _backward(op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:
+def _backward(kind: Op, op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:
     """Runs one; through the dispatcher if somebody watches, or wants the second derivative that it refuses."""
-    direct = not torch.is_grad_enabled() and _unwatched(*tensors)
-    return (engine_op if direct else op)(*tensors, ctx.engine, ctx.tag)
+    if not torch.is_grad_enabled() and _unwatched(*tensors):
+        return engine_op(*tensors, ctx.engine, ctx.tag)
+    engine_by_id(ctx.engine).require_call(kind, ctx.tag, grad=tensors[0])
+    return op(*tensors, ctx.engine, ctx.tag)
 
 
 def _save_for_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -147,7 +149,7 @@ def _differentiate_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | N
         grad_recv_weights = recv_plan.new_zeros(ctx.rows_shape[:1], dtype=ctx.dtypes[1])
     tensors = (grad_recv_x, grad_recv_weights, recv_plan, send_plan)
     op = torch.ops.moe_rt.dispatch_backward.default
-    grad_x, grad_topk_weights = _backward(op, _dispatch_backward, tensors, ctx)
+    grad_x, grad_topk_weights = _backward(Op.DISPATCH_BACKWARD, op, _dispatch_backward, tensors, ctx)
     return grad_x, None, grad_topk_weights, None, None
 
 
@@ -159,7 +161,7 @@ def _save_for_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor
 def _differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     tensors = (grad_out, *ctx.saved_tensors)
     op = torch.ops.moe_rt.combine_backward.default
-    grad_y, grad_recv_weights = _backward(op, _combine_backward, tensors, ctx)
+    grad_y, grad_recv_weights = _backward(Op.COMBINE_BACKWARD, op, _combine_backward, tensors, ctx)
     return grad_y, grad_recv_weights, None, None, None, None
 
 
@@ -205,7 +207,7 @@ def dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: Engine, 
         if torch.is_grad_enabled():
             return _Dispatch.apply(x, topk_idx, topk_weights, engine.id, tag)
         return engine.dispatch(x, topk_idx, topk_weights, tag)
-    engine.require_device(Op.DISPATCH, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    engine.require_call(Op.DISPATCH, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     return torch.ops.moe_rt.dispatch.default(x, topk_idx, topk_weights, engine.id, tag)
 
 
@@ -215,5 +217,6 @@ def combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tenso
         if torch.is_grad_enabled():
             return _Combine.apply(y, recv_weights, recv_plan, send_plan, engine.id, tag)
         return engine.combine(y, recv_weights, recv_plan, send_plan, tag)
-    engine.require_device(Op.COMBINE, tag, y=y)
+    plans = {"handle.recv_plan": recv_plan, "handle.send_plan": send_plan}
+    engine.require_call(Op.COMBINE, tag, y=y, recv_weights=recv_weights, **plans)
     return torch.ops.moe_rt.combine.default(y, recv_weights, recv_plan, send_plan, engine.id, tag)

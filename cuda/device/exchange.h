@@ -16,7 +16,7 @@ inline constexpr int64_t kNoBadEntry = 0x7fffffffffffffff;
 // One rank's private device memory; zero, except bad_entry, when the buffer is made.
 struct DeviceState {
   uint64_t seq[kNumKinds];  // last op announced, of either kind
-  int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry
+  int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry; see send
   uint32_t done;            // blocks of the running launch that have finished their share
   uint32_t failed;          // not zero once this rank has given up: later launches do nothing
   Turns turns;              // of the last op announced
@@ -102,7 +102,7 @@ MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
 }
 
 // Runs work(window) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked
-// up.
+// up; nullptr in ops that follow a plan, where any stands for a plan that cannot be followed.
 template <class Machine, class Work>
 MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, int64_t num_tokens,
                     const int64_t* topk_idx, Work&& work) {
@@ -118,9 +118,8 @@ MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, u
   if (!m.shared().flag) return;
   Header header{seq, w.config, call_word(op, c.tag, handle_seq), Code::kOk, int32_t(num_tokens), 0, 0};
   if (const int64_t bad = load_relaxed(c.state->bad_entry); bad != kNoBadEntry) {
-    header.status = Code::kInvalidRouting;
-    header.got = topk_idx[bad];
-    header.expected = w.shape.num_experts;
+    header.status = topk_idx ? Code::kInvalidRouting : Code::kInvalidInput;
+    if (topk_idx) header.got = topk_idx[bad], header.expected = w.shape.num_experts;
   }
   const auto link = m.link();
   const Range peers = strided(block, w.shape.num_ranks);

@@ -45,6 +45,14 @@ struct Launch {
   MOE_RT_FN Wire combine_wire(Op op) const { return op == Op::kCombine ? dims.combine_wire() : Wire::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
+  // The same answer on every lane. False where the handle is not of a dispatch of this engine with so many tokens: the
+  // op is then announced as refused.
+  MOE_RT_FN bool followed(const RecvPlan& p, int64_t num_tokens) const {
+    if (p.fits(w, num_tokens)) return true;
+    fetch_min_relaxed(c.state->bad_entry, int64_t{0});
+    return false;
+  }
+
   MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, Wire wire) const {
     with_groups(m, first_block, num_tokens, [&](const auto& group) {
       publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, rows(group, wire));
@@ -94,7 +102,7 @@ struct Launch {
         return;
       }
       const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), plan(a.recv_plan)};
-      if (m.block_index() == 0) write_index(block, w, seq, blocks, a.offs, out.plan.head);
+      if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, blocks, a.offs, out.plan.head);
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
         const int astray =
             gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_wire()), m.link(group));
@@ -108,6 +116,7 @@ struct Launch {
     const Returned<Acc> in{plan(a.recv_plan), static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                            static_cast<const Acc*>(a.grad_recv_weights)};
     send(m, w, c, a.op, in.plan.head->seq, a.num_tokens, nullptr, [&](int window) {
+      if (!followed(in.plan, a.num_tokens)) return;
       with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
         push<OwnPushed>(group, dims, w, window, in, rows(group, combine_wire(a.op)), link);
@@ -127,8 +136,10 @@ struct Launch {
   }
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
-    send(m, w, c, Op::kCombineBackward, plan(a.recv_plan).head->seq, a.num_tokens, nullptr,
-         [&](int window) { publish(0, window, a.grad_out, a.num_tokens, Wire::kRaw); });
+    const RecvPlan p = plan(a.recv_plan);
+    send(m, w, c, Op::kCombineBackward, p.head->seq, a.num_tokens, nullptr, [&](int window) {
+      if (followed(p, a.num_tokens)) publish(0, window, a.grad_out, a.num_tokens, Wire::kRaw);
+    });
   }
 
   MOE_RT_FN void combine_backward_receive(const CombineBackwardArgs& a) const {

@@ -13,6 +13,7 @@
 #include "../device/exchange.h"
 #include "../device/sizes.h"
 #include "engine.h"
+#include "plan_mark.h"
 #include "process.h"
 
 namespace nb = nanobind;
@@ -100,6 +101,10 @@ NB_MODULE(_engine, m) {
 
   m.attr("MAX_TOPK") = kMaxTopk;
   m.attr("NEAR_NS") = kNearNs;
+  m.attr("TAG_BITS") = kTagBits;
+  // Where in the int32 tensor recv_plan Python may look.
+  m.attr("PLAN_CAPACITY") = offsetof(RecvPlan::Head, capacity) / sizeof(int32_t);
+  m.attr("PLAN_NUM_DROPPED") = offsetof(RecvPlan::Head, num_dropped) / sizeof(int32_t);
 
   nb::class_<Shape>(m, "Shape")
       .def(
@@ -209,7 +214,8 @@ NB_MODULE(_engine, m) {
                       at<char*>(base),
                       at<char*>(mirror),
                       rank,
-                      config_hash};
+                      config_hash,
+                      new_plan_mark()};
         return nb::bytes(reinterpret_cast<const char*>(&w), sizeof(w));
       },
       nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("position"), nb::arg("owner"),

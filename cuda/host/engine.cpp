@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "engine_call.h"
+#include "plan_mark.h"
 #include "recording.h"
 
 namespace moe_rt {
@@ -23,8 +24,8 @@ Engine::Engine(EngineConfig config)
   placement_ = PlacementTables::make(config_.expert_rank, num_ranks);
   for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
 
-  world_ = {shape,   Layout::make(shape), placement_.view(),  config_.capacity.data(), base_.data(),
-            nullptr, config_.rank,        config_.config_hash};
+  world_ = {shape,   Layout::make(shape), placement_.view(),   config_.capacity.data(), base_.data(),
+            nullptr, config_.rank,        config_.config_hash, new_plan_mark()};
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
   copy_cursors_.resize(int64_t{lanes} * num_ranks);

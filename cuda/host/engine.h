@@ -106,6 +106,7 @@ class Engine {
   rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Wire wire) const;
   char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
 
+  bool may_follow(const RecvPlan& plan, const int32_t* send_plan, int64_t num_tokens) const;
   template <class Acc>
   Status typed_dispatch(const DispatchArgs& args, uint32_t tag);
   template <class Acc>

@@ -71,7 +71,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       }
       return;
     }
-    write_index(coop, world_, seq, blocks, a.offs, out.plan.head);
+    write_index(coop, world_, seq, a.num_tokens, blocks, a.offs, out.plan.head);
     lane_fault_[coop.rank()] =
         gather(coop, dims_, world_, window, blocks, out,
                row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.received, dims_.dispatch_wire()),
@@ -85,9 +85,17 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   return exchange({Op::kDispatch, tag, 0, a.num_tokens, {}}, before, after);
 }
 
+// Before anything is announced, so that every rank hears of it in this op. What is read here is in the cache when the
+// op follows it.
+bool Engine::may_follow(const RecvPlan& plan, const int32_t* send_plan, int64_t num_tokens) const {
+  return plan.head && plan.fits(world_, num_tokens) && plan.leads_inside(world_.shape) &&
+         (!send_plan || send_plan_leads_inside(send_plan, num_tokens, world_.shape));
+}
+
 template <class Acc>
 Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  if (!may_follow(plan, a.send_plan, a.num_tokens)) return refuse(a.op, Code::kInvalidInput, 0, 0, tag);
   const Wire wire = a.op == Op::kCombine ? dims_.combine_wire() : Wire::kRaw;
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
@@ -107,6 +115,7 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
 template <class Acc>
 Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  if (!may_follow(plan, nullptr, a.num_tokens)) return refuse(Op::kCombineBackward, Code::kInvalidInput, 0, 0, tag);
   const auto before = [&](const auto& coop, int window, Header&) {
     publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, Wire::kRaw));

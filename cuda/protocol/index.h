@@ -116,8 +116,8 @@ MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, int window, con
 
 // offs, clipped to capacity, and the plan's head. Rows beyond capacity are dropped in row order.
 template <class Coop>
-MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, const Blocks& b, int32_t* offs,
-                           RecvPlan::Head* head) {
+MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64_t num_tokens, const Blocks& b,
+                           int32_t* offs, RecvPlan::Head* head) {
   const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts(), capacity = w.capacity[w.rank];
   const Range experts = strided(coop, num_local);
   for (int64_t e = experts.begin; e < experts.end; e += experts.step) {
@@ -126,7 +126,9 @@ MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, const
   if (coop.rank() == 0) {
     const int64_t kept = smaller<int64_t>(b.num_rows, capacity);
     const int32_t first_own = b.pull_start[w.rank];
-    *head = {seq,
+    *head = {w.plan_mark,
+             seq,
+             int32_t(num_tokens),
              b.pull_start[num_ranks],
              b.copy_start[num_ranks],
              int32_t(b.num_rows - kept),

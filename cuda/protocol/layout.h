@@ -89,7 +89,8 @@ struct World {
   char* const* base;        // [R] where each rank's segment is mapped here; nullptr where it is not
   char* const* mirror;      // nullptr, or [R] copies of the route lists of ranks that are not mapped (device/rdma.h)
   int32_t rank;
-  uint64_t config;  // hash of shape, dtype and placement; equal on all ranks
+  uint64_t config;     // hash of shape, dtype and placement; equal on all ranks
+  uint64_t plan_mark;  // of this rank's engine alone: whose plans it follows (plan.h)
 
   MOE_RT_FN int32_t num_local_experts() const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
   template <class T>
@@ -120,6 +121,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 288 && sizeof(Header) == 48 && sizeof(Layout) == 192, "the host's layout");
+static_assert(sizeof(World) == 296 && sizeof(Header) == 48 && sizeof(Layout) == 192, "the host's layout");
 
 }  // namespace moe_rt

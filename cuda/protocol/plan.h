@@ -18,7 +18,9 @@ inline constexpr int32_t kDropped = -1;  // in the row list: beyond capacity
 // A view of the int32 tensor recv_plan: head | pulled | rows | ks.
 struct RecvPlan {
   struct Head {
-    uint64_t seq;  // of the dispatch that made it
+    uint64_t mark;       // World::plan_mark of the engine that made it
+    uint64_t seq;        // of the dispatch that made it
+    int32_t num_tokens;  // of this rank in that dispatch
     int32_t num_pulled, num_copies, num_dropped;
     int32_t capacity;            // rows of recv_x in that dispatch
     int32_t first_own, num_own;  // the pulled tokens that are this rank's, in token order
@@ -43,6 +45,30 @@ struct RecvPlan {
     p.ks = p.rows + max_copies(s, num_local_experts);
     return p;
   }
+
+  // Whether a dispatch of this very engine, with so many tokens, wrote the head, and its sizes can be true. A handle
+  // comes back through a user's hands: it may be another buffer's, or overwritten.
+  MOE_RT_FN bool fits(const World& w, int64_t tokens) const {
+    const Head& h = *head;
+    return h.mark == w.plan_mark && h.num_tokens == tokens && below(h.num_pulled, max_pulled(w.shape) + 1) &&
+           below(h.num_copies, max_copies(w.shape, w.num_local_experts()) + 1) &&
+           below(h.capacity, w.capacity[w.rank] + 1) && below(h.first_own, int64_t{h.num_pulled} + 1) &&
+           below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
+  }
+
+  // Whether every entry leads to a token, slot or row that there is. After fits.
+  MOE_RT_FN bool leads_inside(const Shape& s) const {
+    bool inside = true;
+    for (int64_t i = 0; i < head->num_pulled; ++i) {
+      const Pulled& p = pulled[i];
+      inside &= below(p.token, s.num_max_tokens) & below(p.source, s.num_ranks) & below(p.slot, s.num_slots()) &
+                below(int64_t{p.copies} - 1, s.num_topk) & below(p.first, int64_t{head->num_copies} - p.copies + 1);
+    }
+    for (int64_t c = 0; c < head->num_copies; ++c) {
+      inside &= below(int64_t{rows[c]} - kDropped, int64_t{head->capacity} - kDropped) & below(ks[c], s.num_topk);
+    }
+    return inside;
+  }
 };
 
 // One int32 of send_plan[T][K]: the slot where the entry's partial comes back, and the first entry of the same token
@@ -51,6 +77,16 @@ inline constexpr int32_t kNowhere = -1;
 MOE_RT_FN constexpr int32_t send_entry(int slot, int first_k) { return first_k << 16 | slot; }
 MOE_RT_FN constexpr int send_slot(int32_t entry) { return entry & 0xffff; }
 MOE_RT_FN constexpr int send_first_k(int32_t entry) { return entry >> 16; }
+
+// Whether every entry leads to a slot and an entry that there are.
+MOE_RT_FN bool send_plan_leads_inside(const int32_t* send_plan, int64_t num_tokens, const Shape& s) {
+  bool inside = true;
+  for (int64_t i = 0; i < num_tokens * s.num_topk; ++i) {
+    const int32_t entry = send_plan[i];
+    inside &= (entry == kNowhere) | (below(send_slot(entry), s.num_slots()) & below(send_first_k(entry), s.num_topk));
+  }
+  return inside;
+}
 
 // Slots are handed out in rank order without gaps, so the number of a token's distinct ranks follows from them.
 MOE_RT_FN int num_partials(const int32_t* send_plan_row, int num_topk) {

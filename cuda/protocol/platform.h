@@ -51,6 +51,9 @@ MOE_RT_FN int popcount(uint32_t bits) {
 #endif
 }
 
+// x in [0, end)
+MOE_RT_FN constexpr bool below(int64_t x, int64_t end) { return x >= 0 && x < end; }
+
 template <class T>
 MOE_RT_FN constexpr T smaller(T a, T b) {
   return b < a ? b : a;

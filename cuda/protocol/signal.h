@@ -25,9 +25,11 @@ struct alignas(128) Mailbox {
 };
 static_assert(sizeof(Mailbox) == 128, "a mailbox is one pair of cache lines");
 
+inline constexpr int kTagBits = 28;
+
 // op | layer tag | low bits of the handle's dispatch number, so that two ranks combining different handles are told.
 MOE_RT_FN constexpr uint64_t call_word(Op op, uint32_t tag, uint64_t handle_seq) {
-  return uint64_t(op) << 60 | uint64_t(tag & 0xfffffffu) << 32 | (handle_seq & 0xffffffffu);
+  return uint64_t(op) << 60 | uint64_t(tag & ((1u << kTagBits) - 1)) << 32 | (handle_seq & 0xffffffffu);
 }
 
 // A poison word says what went wrong, who found it and, if a peer is to blame, which: three 16-bit fields, the ranks

@@ -87,7 +87,7 @@ class CudaEngine(Engine):
         return torch.empty(num_rows, self.spec.hidden, dtype=self.spec.dtype, device=self.device)
 
     def _input(self, t: Tensor) -> Tensor:
-        t = t.contiguous()
+        t = super()._input(t)
         # A view may start anywhere; kernels load whole vectors.
         return t if t.data_ptr() % _VECTOR_BYTES == 0 else t.clone()
 

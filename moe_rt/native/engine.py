@@ -13,7 +13,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from moe_rt import _engine
 from moe_rt.config import BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
@@ -22,7 +24,9 @@ REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
     InvalidInput: Code.INVALID_INPUT,
 }
-_PLAN_CAPACITY = 5  # of RecvPlan::Head in cuda/protocol/plan.h
+# A layer's tag travels in so many bits.
+NUM_TAGS = 1 << _engine.TAG_BITS
+_STRIDED = torch.strided
 _ids = itertools.count(1)
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
@@ -56,7 +60,9 @@ class Engine(ABC):
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x [T, H], topk_idx int64 [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan."""
-        s, num_tokens = self.spec, x.shape[0] if x.dim() else 0
+        if type(tag) is not int or not 0 <= tag < NUM_TAGS:
+            self._refuse_tag(Op.DISPATCH, tag)
+        s, num_tokens = self.spec, x.size(0) if x.dim() else 0
         self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype)
         if num_tokens > s.num_max_tokens_per_rank:
             limit = s.num_max_tokens_per_rank
@@ -87,6 +93,7 @@ class Engine(ABC):
     def combine(self, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int) -> Tensor:
         """y [capacity, H], recv_weights [capacity] -> out [T, H]."""
         self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
+        recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
         self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights, recv_plan)
         y, recv_weights = self._input(y), self._input(recv_weights)
         num_tokens = send_plan.shape[0]
@@ -111,6 +118,7 @@ class Engine(ABC):
         """grad_recv_x [capacity, H], grad_recv_weights [capacity] -> grad_x [T, H], grad_topk_weights [T, K]."""
         op = Op.DISPATCH_BACKWARD
         self._check_plans(op, tag, recv_plan, send_plan)
+        recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
         self._check_rows(op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights, recv_plan)
         grad_recv_x, grad_recv_weights = self._input(grad_recv_x), self._input(grad_recv_weights)
         num_tokens = send_plan.shape[0]
@@ -134,9 +142,10 @@ class Engine(ABC):
         self, grad_out: Tensor, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, tag: int
     ) -> tuple[Tensor, Tensor]:
         """grad_out [T, H], y [capacity, H], recv_weights [capacity] -> grad_y, grad_recv_weights."""
-        op, num_tokens = Op.COMBINE_BACKWARD, grad_out.shape[0] if grad_out.dim() else 0
-        self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
+        op, num_tokens = Op.COMBINE_BACKWARD, grad_out.size(0) if grad_out.dim() else 0
         self._check_plans(op, tag, recv_plan, None)
+        self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
+        recv_plan = recv_plan.contiguous()
         self._check_rows(op, tag, "y", y, "recv_weights", recv_weights, recv_plan)
         grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
         grad_y = self._rows(y.shape[0])
@@ -153,11 +162,15 @@ class Engine(ABC):
         self._run(op, words, tag)
         return grad_y, grad_recv_weights
 
-    def require_device(self, op: Op, tag: int, **tensors: Tensor) -> None:
-        """Refuses tensors that are not here: torch would look for another kernel and never ask this engine."""
+    def require_call(self, op: Op, tag: int, **tensors: Any) -> None:
+        """Refuses what torch's dispatcher would not bring to this engine: it would raise here, and peers would wait."""
+        if not isinstance(tag, int | torch.SymInt) or not 0 <= tag < NUM_TAGS:
+            self._refuse_tag(op, tag)
         for name, t in tensors.items():
-            if t.device != self.device:
+            got, expected = _odd_kind(t), "a torch.Tensor" if not isinstance(t, Tensor) else "a dense one"
+            if not got and t.device != self.device:
                 got, expected = f"a tensor on {t.device}", f"one on {self.device}"
+            if got:
                 error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
                 self._refuse(op, tag, error, 0, 0)
 
@@ -189,6 +202,9 @@ class Engine(ABC):
         """
 
     def _input(self, t: Tensor) -> Tensor:
+        """The same values as C++ reads them: torch may owe a sign to what is in memory, or have no memory at all."""
+        if t.is_neg() or t._is_zerotensor():
+            t = t.resolve_neg() if t.is_neg() else torch.zeros(t.shape, dtype=t.dtype, device=t.device)
         return t.contiguous()
 
     def _check_rows(
@@ -196,22 +212,43 @@ class Engine(ABC):
     ) -> None:
         shape = self._rows_shape
         if self.spec.overflow == "retry":  # the handle may be older than the present capacity; on CPU ranks alone
-            shape = (int(recv_plan[_PLAN_CAPACITY]), self.spec.hidden)
+            shape = (int(recv_plan[_engine.PLAN_CAPACITY]), self.spec.hidden)
         self._check(op, tag, name, rows, shape, self.spec.dtype)
         self._check(op, tag, weights_name, weights, shape[:1], self._acc_dtype)
 
     def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
+        if type(tag) is not int or not 0 <= tag < NUM_TAGS:
+            self._refuse_tag(op, tag)
         self._check(op, tag, "handle.recv_plan", recv_plan, (self.plan_ints,), torch.int32)
         if send_plan is not None:
-            num_tokens = send_plan.shape[0] if send_plan.dim() else 0  # len() would take longer than the other checks
+            num_tokens = send_plan.size(0) if send_plan.dim() else 0  # len() would take longer than the other checks
             self._check(op, tag, "handle.send_plan", send_plan, (num_tokens, self.spec.num_topk), torch.int32)
 
+    def _refuse_tag(self, op: Op, tag: Any) -> NoReturn:
+        error = InvalidInput(
+            f"tag: got {tag!r}, expected an integer in [0, 2**{_engine.TAG_BITS})", rank=self.rank, op=op
+        )
+        self._refuse(op, 0, error, 0, 0)
+
     def _check(self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if t.shape == shape and t.dtype is dtype and t.device == self.device:
-            return
-        got, expected = f"{t.dtype} {list(t.shape)} on {t.device}", f"{dtype} {list(shape)} on {self.device}"
+        try:
+            if t.shape == shape and t.dtype is dtype and t.device == self.device and t.layout is _STRIDED:
+                return
+            got, last = f"{t.dtype} {list(t.shape)} on {t.device}", t.shape[-1] if t.dim() else 0
+        except RuntimeError:  # a nested tensor has no shape
+            got, last = "", shape[-1]
+        got, expected = _odd_kind(t) or got, f"{dtype} {list(shape)} on {self.device}"
         error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
-        self._refuse(op, tag, error, t.shape[-1] if t.dim() else 0, shape[-1])
+        self._refuse(op, tag, error, last, shape[-1])
+
+
+def _odd_kind(t: Any) -> str:
+    """What this is, where it is no dense tensor with memory of its own; else nothing."""
+    if not isinstance(t, Tensor) or is_traceable_wrapper_subclass(t):
+        return f"a {type(t).__module__}.{type(t).__qualname__}".replace("builtins.", "")
+    if t.is_nested:
+        return "a nested tensor"
+    return "" if t.layout is _STRIDED else f"a tensor of layout {t.layout}"
 
 
 def engine_by_id(engine_id: int) -> Engine:

@@ -12,6 +12,7 @@ from sys import getrefcount
 import torch
 from torch import Tensor
 from torch._C import _storage_Use_Count
+from torch.utils import deterministic
 
 from moe_rt.heap.segments import ask_for_huge_pages
 
@@ -36,7 +37,7 @@ class _Block:
         # All tensors over a storage share its Python object, too, which has a count of its own.
         self._storage = t.untyped_storage()
         with torch.inference_mode():
-            for_inference = t.new_empty(0).set_(self._storage, 0, t.shape)
+            for_inference = t.new_empty(0).set_(self._storage, 0, t.shape, t.stride())
         self._tensors = t, for_inference
         self._address, self._pages_at = self._storage._cdata, t.data_ptr()
         self._own_uses = _storage_Use_Count(self._address), getrefcount(self._storage)
@@ -52,7 +53,7 @@ class _Block:
         if t.shape != (num_rows, hidden) or t.dtype is not dtype or t.data_ptr() != self._pages_at:
             self._view(num_rows, hidden, dtype)
         out = self._tensors[torch.is_inference_mode_enabled()].detach()
-        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+        if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:
             out.fill_(torch.nan)
         return out
 

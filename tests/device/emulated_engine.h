@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "../../cuda/host/engine.h"
+#include "../../cuda/host/plan_mark.h"
 #include "emulated_network.h"
 
 namespace moe_rt::emulation {
@@ -28,8 +29,9 @@ class Engine {
       : config_(std::move(config)), placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
     for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
     if constexpr (kNetwork) connect();
-    world_ = {config_.shape, Layout::make(config_.shape),         placement_.view(), config_.capacity.data(),
-              base_.data(),  kNetwork ? mirror_.data() : nullptr, config_.rank,      config_.config_hash};
+    world_ = {config_.shape,  Layout::make(config_.shape),         placement_.view(), config_.capacity.data(),
+              base_.data(),   kNetwork ? mirror_.data() : nullptr, config_.rank,      config_.config_hash,
+              new_plan_mark()};
     state_.seq[0] = state_.seq[1] = config_.first_seq - 1;
     state_.bad_entry = kNoBadEntry;
     control_ = {&state_, &record_, int64_t(config_.timeout_s * 1e9), 0, 1};

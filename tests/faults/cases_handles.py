@@ -1,0 +1,134 @@
+"""What ranks do with handles of another buffer, and with handles that are no longer what dispatch returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from cases_faults import good_round, open_buffer
+from routing import make_inputs, make_spec
+from torch import Tensor
+
+from moe_rt import Buffer
+from moe_rt.handle import Handle
+
+TOKENS = 9
+OPS = ("combine", "combine_backward", "dispatch_backward")
+
+
+def dispatched(buffer: Buffer, num_tokens: int = TOKENS) -> tuple[Tensor, Tensor, Handle]:
+    """Rows of every rank go to every rank."""
+    inputs = make_inputs(buffer.spec, [num_tokens] * buffer.num_ranks, 5, "topk")
+    x, idx, weights = (each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
+    return buffer.dispatch(x, idx, weights)
+
+
+def outcome(buffer: Buffer, op: str, recv_x: Tensor, recv_weights: Tensor, handle: Handle) -> str:
+    """ "<error class>: <message>" of one op on this rank."""
+    engine, plans = buffer._engine, (handle.recv_plan, handle.send_plan)
+    calls: dict[str, Callable[[], Any]] = {
+        "combine": lambda: buffer.combine(recv_x, recv_weights, handle),
+        "combine_backward": lambda: engine.combine_backward(
+            torch.zeros(len(handle.send_plan), buffer.spec.hidden), recv_x, recv_weights, handle.recv_plan, handle.tag
+        ),
+        "dispatch_backward": lambda: engine.dispatch_backward(recv_x, recv_weights, *plans, handle.tag),
+    }
+    try:
+        calls[op]()
+        buffer.check()  # where kernels report and the host looks later
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def another_buffers(group: Any, culprit: int, op: str, goes_on: bool) -> str:
+    """The culprit's handle is of a dispatch, as large and as late, on a second buffer of the same sizes."""
+    with open_buffer(group) as buffer, open_buffer(group) as second:
+        (recv_x, recv_weights, handle), (_, _, stranger) = dispatched(buffer), dispatched(second)
+        text = outcome(buffer, op, recv_x, recv_weights, stranger if buffer.rank == culprit else handle)
+        if goes_on:
+            good_round(buffer)
+        return text
+
+
+def other_sizes(group: Any, culprit: int) -> str:
+    """The culprit's handle is of a buffer with other experts, whose plan is as long."""
+    size = group.size if isinstance(group.size, int) else group.size()
+    with open_buffer(group) as buffer, open_buffer(group, make_spec(size, hidden=12)) as second:
+        (recv_x, recv_weights, handle), (_, _, stranger) = dispatched(buffer), dispatched(second)
+        text = outcome(buffer, "combine", recv_x, recv_weights, stranger if buffer.rank == culprit else handle)
+        good_round(buffer)
+        return text
+
+
+def places(buffer: Buffer) -> dict[str, tuple[str, int]]:
+    """Numbers of cuda/protocol/plan.h: in which tensor, and where."""
+    spec, head = buffer.spec, 12
+    rows = head + 4 * spec.num_ranks * spec.num_max_tokens_per_rank
+    ks = rows + (buffer._engine.plan_ints - rows) // 2
+    names = ["mark", "num_tokens", "num_pulled", "num_copies", "capacity", "first_own", "num_own"]
+    at = dict(zip(names, [0, 4, 5, 6, 8, 9, 10], strict=True))
+    at |= {"token": head, "source and slot": head + 1, "first": head + 2, "copies": head + 3, "row": rows, "k": ks}
+    return {name: ("recv_plan", where) for name, where in at.items()} | {"sent": ("send_plan", 1)}
+
+
+def overwritten(group: Any, culprit: int, name: str, value: int, goes_on: bool) -> list[str]:
+    """One number of the culprit's plans is another; for each op what this rank saw. The group goes on after each."""
+    texts = []
+    with open_buffer(group) as buffer:
+        plan, where = places(buffer)[name]
+        for op in OPS if goes_on else OPS[:1]:
+            if plan == "send_plan" and op == "combine_backward":
+                continue  # has none
+            recv_x, recv_weights, handle = dispatched(buffer)
+            if buffer.rank == culprit:
+                damaged = getattr(handle, plan).clone()
+                damaged.view(-1)[where] = value
+                handle = replace(handle, **{plan: damaged})
+            texts.append(outcome(buffer, op, recv_x, recv_weights, handle))
+            if goes_on:
+                good_round(buffer)
+    return texts
+
+
+def odd_plans(group: Any, culprit: int) -> list[str]:
+    """Plans with the right sizes but without the memory for them."""
+    texts = []
+    with open_buffer(group) as buffer:
+        for odd in (
+            lambda plan: torch.zeros(1, dtype=torch.int32).expand(plan.shape),
+            lambda plan: torch._efficientzerotensor(plan.shape, dtype=torch.int32),
+            lambda plan: torch.zeros(plan.shape, dtype=torch.int32),
+            lambda plan: plan.numpy(),
+        ):
+            recv_x, recv_weights, handle = dispatched(buffer)
+            if buffer.rank == culprit:
+                handle = replace(handle, recv_plan=odd(handle.recv_plan))
+            texts.append(outcome(buffer, "combine", recv_x, recv_weights, handle))
+            good_round(buffer)
+    return texts
+
+
+def fewer_tokens(group: Any, culprit: int) -> str:
+    """The culprit's send plan was cut."""
+    with open_buffer(group) as buffer:
+        recv_x, recv_weights, handle = dispatched(buffer)
+        if buffer.rank == culprit:
+            handle = replace(handle, send_plan=handle.send_plan[:4])
+        text = outcome(buffer, "combine", recv_x, recv_weights, handle)
+        good_round(buffer)
+        return text
+
+
+def moved_plans(group: Any) -> None:
+    """Copies, and a plan whose numbers are not next to each other, are as good."""
+    with open_buffer(group) as buffer:
+        recv_x, recv_weights, handle = dispatched(buffer)
+        expected = buffer.combine(recv_x, recv_weights, handle)
+        plans = {
+            "recv_plan": torch.stack([handle.recv_plan, handle.recv_plan], 1)[:, 0],
+            "send_plan": handle.send_plan.t().contiguous().t(),
+        }
+        assert torch.equal(buffer.combine(recv_x, recv_weights, replace(handle, **plans)), expected)

@@ -1,0 +1,66 @@
+"""A handle comes back through a user's hands: what is not a plan of this buffer is refused on every rank, not followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cases_handles as cases
+import pytest
+from conftest import CPU_HEAPS, HEAPS
+from harness import Ranks
+
+MakeRanks = Callable[[str, int], Ranks]
+CULPRIT, SIZE = 1, 3
+HEAD = ("mark", "num_tokens", "num_pulled", "num_copies", "capacity", "first_own", "num_own")
+ENTRIES = ("token", "source and slot", "first", "copies", "row", "k", "sent")
+
+
+def assert_refused(texts: list[str], heap: str) -> None:
+    """On a GPU a refusal ends the group, and who hears of its end first says so."""
+    assert texts[CULPRIT].startswith("InvalidInput: "), texts
+    assert "handle: got plans that no dispatch of this buffer" in texts[CULPRIT]
+    kinds = ("InvalidInput: ", "GroupPoisoned: ") if heap == "loopback" else ("InvalidInput: ",)
+    for rank, text in enumerate(texts):
+        assert text.startswith(kinds), texts
+        assert rank == CULPRIT or "rank 1" in text
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("op", cases.OPS)
+def test_a_handle_of_another_buffer(make_ranks: MakeRanks, heap: str, op: str) -> None:
+    assert_refused(make_ranks(heap, SIZE).run(cases.another_buffers, CULPRIT, op, heap != "loopback"), heap)
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_a_handle_of_a_buffer_of_other_sizes(make_ranks: MakeRanks, heap: str) -> None:
+    assert_refused(make_ranks(heap, SIZE).run(cases.other_sizes, CULPRIT), heap)
+
+
+@pytest.mark.parametrize("value", [-7, 2**30 + 12345])
+@pytest.mark.parametrize(
+    ("heap", "name"),
+    [(heap, name) for heap in CPU_HEAPS for name in (*HEAD, *ENTRIES)] + [("loopback", name) for name in HEAD],
+)
+def test_an_overwritten_number(make_ranks: MakeRanks, heap: str, name: str, value: int) -> None:
+    """Of the head on every heap; of the entries where the host reads them."""
+    ranks = make_ranks(heap, SIZE).run(cases.overwritten, CULPRIT, name, value, heap != "loopback")
+    for texts in zip(*ranks, strict=True):
+        assert_refused(list(texts), heap)
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_plans_without_memory(make_ranks: MakeRanks, heap: str) -> None:
+    *followed, numpy = zip(*make_ranks(heap, SIZE).run(cases.odd_plans, CULPRIT), strict=True)
+    for texts in followed:
+        assert_refused(list(texts), heap)
+    assert "handle.recv_plan: got a numpy.ndarray, expected a torch.Tensor" in numpy[CULPRIT]
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_a_cut_plan(make_ranks: MakeRanks, heap: str) -> None:
+    assert_refused(make_ranks(heap, SIZE).run(cases.fewer_tokens, CULPRIT), heap)
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_copies_of_a_plan_are_as_good(make_ranks: MakeRanks, heap: str) -> None:
+    make_ranks(heap, SIZE).run(cases.moved_plans)
