@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -284,6 +284,9 @@ class Buffer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         return self  # a copied layer shares its group
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidConfig("pickle: got a Buffer, memory that a group shares; expected it to be made anew everywhere")
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank} of {self.num_ranks}, heap={self.heap}, {self.num_bytes} bytes, {self.spec})"

@@ -18,7 +18,7 @@ from moe_rt.experts import Experts, ExpertsConfig
 from moe_rt.heap.groups import Group
 from moe_rt.metrics import LayerMetrics
 from moe_rt.native import activation
-from moe_rt.pool import shared_buffer
+from moe_rt.pool import LayerBuffer, shared_buffer
 from moe_rt.router import Router, RouterConfig
 from moe_rt.shared_expert import SharedExpert
 
@@ -99,6 +99,9 @@ class MoELayer(nn.Module):
     averaged over ranks, divide the former by the number of ranks and all-reduce the latter to a mean.
     `moe_rt.parallel.shard_experts` divides by itself; `moe_rt.clip.clip_grad_norm_` clips both.
 
+    A layer of a single rank or of the default process group pickles, without its buffer: the first use in the process
+    that loads it makes one, collectively. Others refuse; `state_dict` always works.
+
     Args:
         config: see MoEConfig.
         group: see moe_rt.Buffer.
@@ -112,13 +115,14 @@ class MoELayer(nn.Module):
     def __init__(self, config: MoEConfig, group: Group = None, *, buffer: Buffer | None = None) -> None:
         super().__init__()
         self.config = config
-        self.buffer = shared_buffer(group, **config.buffer_sizes()) if buffer is None else _fitting(buffer, config)
+        buffer = shared_buffer(group, **config.buffer_sizes()) if buffer is None else _fitting(buffer, config)
         if isinstance(group, DeviceMesh):
-            _check_blocks(self.buffer.spec, group)
-        self.expert_ids = self.buffer.spec.local_experts(self.buffer.rank)
-        self.tag = self.buffer.new_tag()
-        device = self.buffer.device
-        self.metrics = LayerMetrics(config.num_experts, self.buffer)
+            _check_blocks(buffer.spec, group)
+        self.expert_ids = buffer.spec.local_experts(buffer.rank)
+        self.tag = buffer.new_tag()
+        self._shared = LayerBuffer(buffer, config.buffer_sizes(), self.tag)
+        device = buffer.device
+        self.metrics = LayerMetrics(config.num_experts, self._shared)
         with device:
             self.router = Router(config.hidden, config=config)
             self.experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
@@ -132,6 +136,11 @@ class MoELayer(nn.Module):
         if device.type == "cuda" and config.has_kernel:
             activation.prepare(device, config.dtype)
         self.reset_parameters()
+
+    @property
+    def buffer(self) -> Buffer:
+        """What the layer travels through; see `moe_rt.pool.LayerBuffer`. Collective where a pickle left it behind."""
+        return self._shared.buffer
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_rt.buffer import Buffer
 from moe_rt.handle import Handle
+from moe_rt.pool import LayerBuffer
 
 # Two threads may run one layer through two buffers, and an in-place sum is not atomic.
 _adding = threading.Lock()
@@ -38,8 +38,8 @@ class MetricsSnapshot:
 class LayerMetrics:
     """Running counts of one layer, as int64 tensors on its device."""
 
-    def __init__(self, num_experts: int, buffer: Buffer) -> None:
-        self._buffer = buffer
+    def __init__(self, num_experts: int, shared: LayerBuffer) -> None:
+        self._shared, buffer = shared, shared.buffer
         with torch.inference_mode(False):  # what is made in that mode, nothing outside of it may change
             self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=buffer.device)
             self._dropped = torch.zeros((), dtype=torch.int64, device=buffer.device)
@@ -53,12 +53,12 @@ class LayerMetrics:
         with contextlib.nullcontext() if torch.compiler.is_compiling() else _adding:
             self._tokens += tokens_per_expert
             self._forwards += 1
-            if self._buffer.spec.overflow == "drop":
+            if self._shared.buffer.spec.overflow == "drop":
                 self._dropped += handle.num_dropped
 
     def snapshot(self) -> MetricsSnapshot:
         """The counts so far. The one read by the host: on a GPU it waits for the stream."""
         *tokens, dropped, forwards = torch.cat([self._tokens, torch.stack([self._dropped, self._forwards])]).tolist()
         return MetricsSnapshot(
-            tokens_per_expert=tokens, rows_dropped=dropped, forwards=forwards, waited_ns=self._buffer.waited_ns()
+            tokens_per_expert=tokens, rows_dropped=dropped, forwards=forwards, waited_ns=self._shared.buffer.waited_ns()
         )

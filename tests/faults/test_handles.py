@@ -1,4 +1,4 @@
-"""A handle comes back through a user's hands: what is not a plan of this buffer is refused on every rank, not followed."""
+"""A handle comes back through a user's hands: what is no plan of this buffer is refused on every rank, not followed."""
 
 from __future__ import annotations
 
