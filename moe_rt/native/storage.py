@@ -53,7 +53,8 @@ class _Block:
         if t.shape != (num_rows, hidden) or t.dtype is not dtype or t.data_ptr() != self._pages_at:
             self._view(num_rows, hidden, dtype)
         out = self._tensors[torch.is_inference_mode_enabled()].detach()
-        if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:
+        fill: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        if fill and torch.are_deterministic_algorithms_enabled():
             out.fill_(torch.nan)
         return out
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer, grouped
 from moe_rt.experts import grouped_linear, swiglu
+from moe_rt.native import engine
 
 T, H, K, E = 5, 6, 2, 4
 
@@ -211,3 +214,16 @@ def test_compile_keeps_values_and_gradients(buffer: Buffer) -> None:
         torch.autograd.grad(compiled, [x, w], grad), torch.autograd.grad(eager, [x, w], grad), strict=True
     ):
         torch.testing.assert_close(got, want)
+
+
+def test_a_compiled_graph_is_not_found_again_for_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs with the same text of a graph and the same number of buffers, but another capacity, share a disk."""
+    x, idx, w = inputs(requires_grad=False)
+    sizes = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float64, overflow="drop")
+    with fresh_cache():
+        for capacity_factor in (None, 2.0, 0.5):
+            monkeypatch.setattr(engine, "_ids", itertools.count(1))
+            torch._dynamo.reset()
+            with Buffer(None, **sizes, capacity_factor=capacity_factor) as buffer:
+                rows = torch.compile(lambda x: buffer.dispatch(x, idx, w)[0] * 1, fullgraph=True)(x)
+                assert rows.shape == (buffer.capacity, H)
