@@ -98,7 +98,7 @@ class LaunchFailed(MoeRtError):
 
 
 class InvalidInput(MoeRtError, ValueError):
-    """A tensor has the wrong shape, dtype or device."""
+    """A tensor has the wrong shape, dtype, device or kind, a tag is none, or a handle is not of this buffer."""
 
 
 class InvalidRouting(InvalidInput):

@@ -56,18 +56,20 @@ struct RecvPlan {
            below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
   }
 
-  // Whether every entry leads to a token, slot or row that there is. After fits.
+  // Whether every entry leads to a token, slot or row that there is. After fits. In 32 bits without a sign, so that
+  // compilers make vectors of it.
   MOE_RT_FN bool leads_inside(const Shape& s) const {
-    bool inside = true;
+    uint32_t bad = 0;
     for (int64_t i = 0; i < head->num_pulled; ++i) {
       const Pulled& p = pulled[i];
-      inside &= below(p.token, s.num_max_tokens) & below(p.source, s.num_ranks) & below(p.slot, s.num_slots()) &
-                below(int64_t{p.copies} - 1, s.num_topk) & below(p.first, int64_t{head->num_copies} - p.copies + 1);
+      bad |= !(below(p.token, s.num_max_tokens) && below(p.source, s.num_ranks) && below(p.slot, s.num_slots()) &&
+               below(int64_t{p.copies} - 1, s.num_topk) && below(p.first, int64_t{head->num_copies} - p.copies + 1));
     }
-    for (int64_t c = 0; c < head->num_copies; ++c) {
-      inside &= below(int64_t{rows[c]} - kDropped, int64_t{head->capacity} - kDropped) & below(ks[c], s.num_topk);
-    }
-    return inside;
+    const auto num_copies = head->num_copies;
+    const auto end_row = uint32_t(head->capacity) + 1, end_k = uint32_t(s.num_topk);  // dropped rows wrap around to 0
+    for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(rows[c]) - uint32_t(kDropped) >= end_row);
+    for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(ks[c]) >= end_k);
+    return !bad;
   }
 };
 
@@ -80,12 +82,14 @@ MOE_RT_FN constexpr int send_first_k(int32_t entry) { return entry >> 16; }
 
 // Whether every entry leads to a slot and an entry that there are.
 MOE_RT_FN bool send_plan_leads_inside(const int32_t* send_plan, int64_t num_tokens, const Shape& s) {
-  bool inside = true;
+  const auto slots = uint32_t(s.num_slots()), num_topk = uint32_t(s.num_topk);
+  uint32_t bad = 0;
   for (int64_t i = 0; i < num_tokens * s.num_topk; ++i) {
-    const int32_t entry = send_plan[i];
-    inside &= (entry == kNowhere) | (below(send_slot(entry), s.num_slots()) & below(send_first_k(entry), s.num_topk));
+    const auto entry = uint32_t(send_plan[i]);
+    bad |= uint32_t(entry != uint32_t(kNowhere)) &
+           (uint32_t((entry & 0xffff) >= slots) | uint32_t(entry >> 16 >= num_topk));
   }
-  return inside;
+  return !bad;
 }
 
 // Slots are handed out in rank order without gaps, so the number of a token's distinct ranks follows from them.
