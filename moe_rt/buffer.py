@@ -15,7 +15,7 @@ from moe_rt import _engine, ops
 from moe_rt.agreement import agree
 from moe_rt.config import BufferSpec, Overflow
 from moe_rt.diagnostics.report import Report
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, InvalidInput, Op
 from moe_rt.faults import Point, planned, reach
 from moe_rt.handle import Handle
 from moe_rt.heap.groups import Group, rendezvous_of
@@ -207,6 +207,10 @@ class Buffer:
         """
         return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag)
 
+    def refuse(self, error: InvalidInput, *, tag: int = 0) -> NoReturn:
+        """In place of a dispatch whose input is wrong: raises `error`, and InvalidInput on every peer. Collective."""
+        self._engine._refuse(Op.DISPATCH, tag, error, 0, 0)
+
     def check(self) -> None:
         """Raises what has ended the group, if anything has. Local; never blocks."""
         self._engine.health()
@@ -246,6 +250,10 @@ class Buffer:
         """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""
         self._num_tags += 1
         return self._num_tags
+
+    def reserve_tags(self, tag: int) -> None:
+        """Never gives this tag, nor a lower one, to a layer: it is that of one which did not ask here."""
+        self._num_tags = max(self._num_tags, tag)
 
     @property
     def closed(self) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_rt.activations import Activation, activate, swiglu
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.grouped import grouped_linear
+from moe_rt.spread import SpreadModule
 
 __all__ = ["Experts", "ExpertsConfig", "SwiGLUExperts", "expert_mlp", "grouped_linear", "swiglu"]
 
@@ -116,7 +117,7 @@ def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: E
     return linear(h, down)
 
 
-class Experts(nn.Module):
+class Experts(SpreadModule):
     """The L experts of this rank.
 
     Parameters are those of config.shapes(L, hidden, intermediate): slices, in local order, of the global tensors. After
@@ -142,6 +143,12 @@ class Experts(nn.Module):
         for name, shape in self._shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.over_mesh = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        weight: Tensor = getattr(self, self.config.weight_names[1])
+        return weight.dtype
 
     def shard_over(self, mesh: DeviceMesh) -> None:
         """Makes every parameter a DTensor [E, ...] in equal blocks over a one-dimensional mesh. Local."""
@@ -174,7 +181,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [rows, H] packed by expert -> [rows, H], in x's dtype."""
-        return expert_mlp(x, offs, self._local_weights(), self.config)
+        weights = {name: self.averaged(w) for name, w in self._local_weights().items()}
+        return expert_mlp(x, offs, weights, self.config)
 
     def _local_weights(self) -> dict[str, Tensor]:
         weights = {name: getattr(self, name) for name in self._shapes}

@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_rt.balance import RouterAux
 from moe_rt.buffer import Buffer
 from moe_rt.config import BufferSpec, Overflow, contiguous_placement
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.experts import Experts, ExpertsConfig
 from moe_rt.heap.groups import Group
 from moe_rt.metrics import LayerMetrics
-from moe_rt.native import activation
-from moe_rt.pool import LayerBuffer, shared_buffer
+from moe_rt.pool import LayerBuffers
 from moe_rt.router import Router, RouterConfig
 from moe_rt.shared_expert import SharedExpert
 
@@ -30,7 +29,9 @@ class MoEConfig(RouterConfig, ExpertsConfig):
     Attributes:
         hidden, intermediate, num_experts, num_topk: H, F, E, K.
         num_max_tokens_per_rank: the most tokens of one forward on any rank; sizes the symmetric buffer.
-        dtype: what rows travel and experts compute in; parameters keep their own dtype and are cast.
+        dtype: what rows travel and experts compute in. None, which is what most want, follows the model: autocast's
+            dtype where autocast is on, else the experts' own. A fixed one stays, whatever their dtype, and they are
+            cast; it warns once where it is not the one that would be followed.
         score_func, topk_before_softmax, norm_topk, route_scale, router_bias, num_groups, topk_groups, balance_bias,
             balance_bias_rate, expert_choice, jitter, aux_loss_coef, z_loss_coef, balance_scope: see
             `moe_rt.router.RouterConfig`.
@@ -47,7 +48,7 @@ class MoEConfig(RouterConfig, ExpertsConfig):
     hidden: int
     intermediate: int
     num_max_tokens_per_rank: int
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     shared_intermediate: int | None = None
     shared_gate: bool = False
     dispatch_dtype: torch.dtype | None = None
@@ -67,14 +68,18 @@ class MoEConfig(RouterConfig, ExpertsConfig):
         RouterConfig.__post_init__(self)
         ExpertsConfig.__post_init__(self)
 
-    def buffer_sizes(self) -> dict[str, Any]:
-        """The keyword arguments of the `moe_rt.Buffer` that a layer of this config needs."""
+    def buffer_sizes(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """The keyword arguments of the `moe_rt.Buffer` that a layer of this config needs.
+
+        Args:
+            dtype: of the rows, where the config leaves it open; default: torch's default dtype.
+        """
         return {
             "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
             "hidden": self.hidden,
             "num_topk": self.num_topk,
             "num_experts": self.num_experts,
-            "dtype": self.dtype,
+            "dtype": self.dtype or dtype or torch.get_default_dtype(),
             "dispatch_dtype": self.dispatch_dtype,
             "combine_dtype": self.combine_dtype,
             "capacity_factor": self.capacity_factor,
@@ -87,7 +92,8 @@ class MoEConfig(RouterConfig, ExpertsConfig):
 class MoELayer(nn.Module):
     """A mixture of experts spread over the ranks of `group`.
 
-    Making a layer and calling it are collective over the group. Layers of one group and one size share a buffer.
+    Making a layer and calling it are collective over the group. Layers of one group and one size share a buffer; the
+    first forward in another dtype makes another one.
 
     Parameters: `router.weight` [E, H], the same on every rank; `experts.gate_up_proj` [L, 2F, H] and
     `experts.down_proj` [L, H, F], or what the config's layout has instead, this rank's slice of the global tensors in
@@ -95,9 +101,8 @@ class MoELayer(nn.Module):
     start with the same global weights whatever their number. Over a DeviceMesh `experts.*` are DTensors [E, ...] in
     equal blocks, so that checkpoints (docs/howto/resume.md) and FSDP (docs/howto/fsdp.md) see the global tensors.
 
-    Gradients: `experts.*` hold the sum over all ranks of the group; all others hold this rank's part. With a loss
-    averaged over ranks, divide the former by the number of ranks and all-reduce the latter to a mean.
-    `moe_rt.parallel.shard_experts` divides by itself; `moe_rt.clip.clip_grad_norm_` clips both.
+    Gradients: `experts.*` hold the sum over all ranks of the group; all others hold this rank's part.
+    `moe_rt.parallel.prepare` makes them the mean that data parallelism makes of all others, and tells its wrappers.
 
     A layer of a single rank or of the default process group pickles, without its buffer: the first use in the process
     that loads it makes one, collectively. Others refuse; `state_dict` always works.
@@ -115,32 +120,34 @@ class MoELayer(nn.Module):
     def __init__(self, config: MoEConfig, group: Group = None, *, buffer: Buffer | None = None) -> None:
         super().__init__()
         self.config = config
-        buffer = shared_buffer(group, **config.buffer_sizes()) if buffer is None else _fitting(buffer, config)
+        fixed = config.dtype is not None or buffer is not None
+        given = None if buffer is None else _fitting(buffer, config, config.dtype)
+        self._shared_buffers = LayerBuffers(
+            group, config.buffer_sizes(), fixed=fixed, first=given, has_kernel=config.has_kernel
+        )
         if isinstance(group, DeviceMesh):
-            _check_blocks(buffer.spec, group)
-        self.expert_ids = buffer.spec.local_experts(buffer.rank)
-        self.tag = buffer.new_tag()
-        self._shared = LayerBuffer(buffer, config.buffer_sizes(), self.tag)
-        device = buffer.device
-        self.metrics = LayerMetrics(config.num_experts, self._shared)
+            _check_blocks(self.buffer.spec, group)
+        self.expert_ids = self.buffer.spec.local_experts(self.buffer.rank)
+        self.tag = self._shared_buffers.tag
+        device = self.buffer.device
+        self.metrics = LayerMetrics(config.num_experts, self._shared_buffers)
         with device:
             self.router = Router(config.hidden, config=config)
             self.experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
             if isinstance(group, DeviceMesh):
                 self.experts.shard_over(group)
+            self.experts.spread_over(self.buffer.num_ranks, self.buffer.process_group)
             self.shared_expert = None
             if config.shared_intermediate is not None:
                 self.shared_expert = SharedExpert(
                     config.hidden, config.shared_intermediate, config, gated_output=config.shared_gate
                 )
-        if device.type == "cuda" and config.has_kernel:
-            activation.prepare(device, config.dtype)
         self.reset_parameters()
 
     @property
     def buffer(self) -> Buffer:
-        """What the layer travels through; see `moe_rt.pool.LayerBuffer`. Collective where a pickle left it behind."""
-        return self._shared.buffer
+        """The one that the last forward went through, or that the layer was made with; see moe_rt.pool.LayerBuffers."""
+        return self._shared_buffers.current
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -169,10 +176,17 @@ class MoELayer(nn.Module):
 
         Returns:
             The shape and dtype of x, and the router's losses.
+
+        Raises:
+            InvalidInput: on every rank, if x is not floating or has another H, or topk_idx has another shape.
+            As moe_rt.Buffer.dispatch.
         """
-        buffer = self.buffer if buffer is None else _fitting(buffer, self.config, self.buffer.spec.placement)
-        idx, weights, aux = self.router(x, topk_idx)
-        rows = x.reshape(-1, self.config.hidden).to(self.config.dtype)
+        buffer = self._buffer_for(x, buffer)
+        try:
+            idx, weights, aux = self.router(x, topk_idx)
+        except InvalidInput as error:
+            buffer.refuse(error, tag=self.tag)
+        rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
         recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
         self.metrics.add(aux.tokens_per_expert, handle)
         y = self.experts(recv_x, handle.offs)
@@ -180,6 +194,15 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             out = out + self.shared_expert(rows)
         return out.to(x.dtype).reshape(x.shape), aux
+
+    def _buffer_for(self, x: Tensor, given: Buffer | None) -> Buffer:
+        """The buffer for rows of the dtype that a linear layer in place of the experts would compute in."""
+        dtype, device = self.experts.dtype, x.device.type
+        if torch.is_autocast_enabled(device) and dtype is not torch.float64:  # which autocast leaves alone
+            dtype = torch.get_autocast_dtype(device)
+        if given is not None:
+            return _fitting(given, self.config, self._shared_buffers.fixed or dtype, self.buffer.spec.placement)
+        return self._shared_buffers.use(dtype)
 
     def extra_repr(self) -> str:
         """What differs from the defaults."""
@@ -199,12 +222,13 @@ def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
         raise InvalidConfig(f"placement: got {list(spec.placement)}, expected contiguous blocks, or a ProcessGroup")
 
 
-def _fitting(buffer: Buffer, config: MoEConfig, placement: tuple[int, ...] | None = None) -> Buffer:
-    fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype")}
-    if placement is not None:
-        fields["placement"] = placement
-    for name, expected in fields.items():
+def _fitting(
+    buffer: Buffer, config: MoEConfig, dtype: torch.dtype | None, placement: tuple[int, ...] | None = None
+) -> Buffer:
+    """The buffer, if it is the layer's kind; None fits all."""
+    fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts")}
+    for name, expected in {**fields, "dtype": dtype, "placement": placement}.items():
         got = getattr(buffer.spec, name)
-        if got != expected:
+        if expected is not None and got != expected:
             raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer")
     return buffer

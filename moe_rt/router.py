@@ -144,9 +144,17 @@ class Router(nn.Module):
             topk_idx int64 [T, K], topk_weights fp32 [T, K] (fp64 for fp64), zero for -1, and the losses.
 
         Raises:
-            InvalidInput: topk_idx has another shape.
+            InvalidInput: x is not floating, has another H or is elsewhere; or topk_idx has another shape.
         """
         c = self.config
+        if (
+            not x.is_floating_point()
+            or x.dim() == 0
+            or x.shape[-1] != self.weight.shape[1]
+            or x.device != self.weight.device
+        ):
+            got, expected = f"{x.dtype} {list(x.shape)} on {x.device}", f"[..., {self.weight.shape[1]}]"
+            raise InvalidInput(f"x: got {got}, expected floating {expected} on {self.weight.device}")
         acc = torch.float64 if x.dtype is torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
             rows = x.to(acc)

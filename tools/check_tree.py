@@ -32,7 +32,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 # The modules of moe_rt, lowest level first: a module imports from its own level or from below.
 ORDER = (
     "_engine errors faults < extras config < reference heap < diagnostics < agreement elastic native < ops < handle"
-    " < buffer < pool metrics activations grouped balance choosing experts shared_expert router < layer"
+    " < buffer < pool metrics activations grouped balance choosing spread experts shared_expert router < layer"
     " < integrations planner checkpoint clip parallel < bench chaos gpucheck train"
 )
 LEVEL = {name: level for level, names in enumerate(ORDER.split(" < ")) for name in names.split()}

@@ -20,11 +20,12 @@ from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.diagnostics.last_words import cut, last_words, readable
 from moe_rt.diagnostics.report import Report, keep
-from moe_rt.errors import CapacityOverflow, Code, FaultInjected, GroupClosed, MoeRtError, Op, error_from_status
+from moe_rt.errors import CapacityOverflow, Code, FaultInjected, GroupClosed, MoeRtError, Op
 from moe_rt.faults import Point, reach
 from moe_rt.heap.processes import num_cores
 from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import REFUSAL_CODES, Engine
+from moe_rt.native.statuses import error_from_status
 from moe_rt.native.storage import Recycler
 
 # Reading a line that a peer has just written takes less if both share a cache (cuda/host/nearness.h).

@@ -26,12 +26,12 @@ from moe_rt.errors import (
     LaunchFailed,
     MoeRtError,
     Op,
-    error_from_status,
 )
 from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import Launcher
+from moe_rt.native.statuses import error_from_status
 
 
 class _Launches(NamedTuple):

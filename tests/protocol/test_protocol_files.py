@@ -12,8 +12,9 @@ from routing import make_spec
 
 from moe_rt import _engine
 from moe_rt.config import ELEMENTS
-from moe_rt.errors import _CLASSES, Code, Op, Phase
+from moe_rt.errors import Code, Op, Phase
 from moe_rt.faults import Action, Point
+from moe_rt.native.statuses import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ def test_enumerators_of_faults_agree(kind: type) -> None:
 
 
 def test_every_code_has_an_error() -> None:
-    assert set(_CLASSES) == set(Code) - {Code.OK}
+    assert set(CLASSES) == set(Code) - {Code.OK}
 
 
 def test_elements_agree() -> None:

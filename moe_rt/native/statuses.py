@@ -1,0 +1,145 @@
+"""From a status of the engines, or of a kernel, to the exception that says it in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe_rt.errors import (
+    CallOrderMismatch,
+    CapacityOverflow,
+    Code,
+    ConcurrentUse,
+    ConfigMismatch,
+    CorruptPeer,
+    FaultInjected,
+    GroupClosed,
+    GroupPoisoned,
+    InvalidInput,
+    InvalidRouting,
+    MoeRtError,
+    Op,
+    PeerDead,
+    PeerTimeout,
+    Phase,
+    TooManyTokens,
+)
+
+if TYPE_CHECKING:
+    from moe_rt._engine import Status
+    from moe_rt.diagnostics.report import Report
+
+CLASSES: dict[Code, type[MoeRtError]] = {
+    Code.INVALID_INPUT: InvalidInput,
+    Code.INVALID_ROUTING: InvalidRouting,
+    Code.TOO_MANY_TOKENS: TooManyTokens,
+    Code.CAPACITY_OVERFLOW: CapacityOverflow,
+    Code.CONFIG_MISMATCH: ConfigMismatch,
+    Code.CALL_ORDER_MISMATCH: CallOrderMismatch,
+    Code.CORRUPT_PEER: CorruptPeer,
+    Code.PEER_TIMEOUT: PeerTimeout,
+    Code.PEER_DEAD: PeerDead,
+    Code.PEER_CLOSED: GroupClosed,
+    Code.POISONED: GroupPoisoned,
+    Code.FAULT_INJECTED: FaultInjected,
+    Code.INTERRUPTED: GroupPoisoned,
+    Code.CLOSED: GroupClosed,
+    Code.CONCURRENT_USE: ConcurrentUse,
+    Code.FORKED: GroupClosed,
+}
+
+
+_SAME_ORDER = "all ranks must issue the same ops in the same order"
+_NO_TOKENS = "a rank without tokens must call, too, with T = 0"
+
+
+def _call_name(word: int) -> str:
+    """Spells out a call word of signal.h; a peer's may name no op at all."""
+    word &= (1 << 64) - 1
+    op = word >> 60
+    name = Op(op).name.lower() if op in Op._value2member_map_ else f"op {op}"
+    handle = f" (handle of dispatch #{word & 0xFFFFFFFF})" if word & 0xFFFFFFFF else ""
+    return f"{name} of layer tag {word >> 32 & 0xFFFFFFF}{handle}"
+
+
+def _first_cause(code: int, concerned: int, found: str) -> str:
+    """What a poison word says, or the rank that wrote it."""
+    if code == Code.POISONED:
+        return found or "its own exception, or abort()"
+    if code == Code.INTERRUPTED:
+        return "a signal handler raised in its wait, as that of Ctrl-C does"
+    known = CLASSES.get(Code(code)) if code in Code._value2member_map_ else None
+    blamed = f", concerning rank {concerned}" if concerned >= 0 and code != Code.CALL_ORDER_MISMATCH else ""
+    return (known.__name__ if known else f"code {code}") + blamed + (f"; {found}" if found else "")
+
+
+def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str) -> str:
+    peer, got, expected = f"rank {status.peer}", status.got, status.expected
+    match code:
+        case Code.INVALID_INPUT if status.peer == rank:  # what Python cannot see
+            return (
+                "handle: got plans that no dispatch of this buffer with as many tokens has written (another buffer's, "
+                "or overwritten), expected the handle as dispatch returned it"
+            )
+        case Code.INVALID_INPUT:
+            sizes = f": got {got}, expected {expected}" if got != expected else ""
+            return f"{peer} refused its input{sizes}; its own error names the argument"
+        case Code.INVALID_ROUTING:
+            return f"{peer} got expert id {got} in topk_idx, expected -1 or [0, {expected})"
+        case Code.TOO_MANY_TOKENS:
+            return f"{peer} got {got} tokens, expected at most num_max_tokens_per_rank = {expected}"
+        case Code.CAPACITY_OVERFLOW:
+            return (
+                f"{peer} would receive {got} rows, expected at most its capacity of {expected}; "
+                'raise capacity_factor, or choose overflow="drop"'
+            )
+        case Code.CONFIG_MISMATCH:
+            return f"{peer} published configuration {got & (1 << 64) - 1:#x}, expected {expected & (1 << 64) - 1:#x}"
+        case Code.CALL_ORDER_MISMATCH if status.phase == Phase.WAIT and got >= 0 and (got >> 60) == 0:
+            return f"{found or f'{peer} announced another op, expected this one'}; {_SAME_ORDER}"
+        case Code.CALL_ORDER_MISMATCH:
+            calls = f"{peer} called {_call_name(got)}; rank {rank} called {_call_name(expected)}"
+            return f"{found or calls}; {_SAME_ORDER}"
+        case Code.CORRUPT_PEER:
+            return f"control data of {peer} cannot be true (got {got}, expected {expected})"
+        case Code.PEER_TIMEOUT:
+            return f"{peer} announced op {got}, expected {expected} within {timeout_s:g} s; {found or _NO_TOKENS}"
+        case Code.PEER_DEAD:
+            return f"the process of {peer} ended: it announced op {got}, expected {expected}; {_NO_TOKENS}"
+        case Code.PEER_CLOSED:
+            why = f" ({found})" if found else ""
+            return f"{peer} closed its buffer{why}: it announced op {got}, expected {expected}; {_NO_TOKENS}"
+        case Code.POISONED:
+            return f"{peer} failed first: {_first_cause(got, expected, found)}; the group is over"
+        case Code.FAULT_INJECTED:
+            return "failed as MOE_RT_FAULT asked"
+        case Code.INTERRUPTED:  # the op itself raised the handler's exception; this is for later ones
+            return "a signal handler raised in this op and ended the group; make a new buffer on every rank"
+        case Code.CLOSED:
+            return "the buffer was closed on this rank; expected an open one"
+        case Code.FORKED:
+            return "got a use after fork, expected the process that made the buffer"
+        case _:
+            return "another thread is inside an op of this buffer; expected one op at a time"
+
+
+def error_from_status(
+    status: Status, rank: int, timeout_s: float, report: Report | None = None, found: str = ""
+) -> MoeRtError:
+    """Builds the exception for a status of the engine; the status must not be OK.
+
+    Args:
+        report: adds its lines.
+        found: the last words of the rank that failed or left, where the late rank is instead, or what ranks called;
+            "" if unknown.
+    """
+    code, peer = Code(status.code), status.peer
+    kind = CLASSES[code]
+    if code is Code.POISONED and status.got == Code.PEER_DEAD:
+        kind, peer = PeerDead, status.expected
+    if code is Code.CALL_ORDER_MISMATCH:  # of two ranks nobody knows who is right
+        outvoted = report.disagreement.outvoted if report and report.disagreement else []
+        peer = outvoted[0] if len(outvoted) == 1 else -1
+    op, phase = Op(status.op), Phase(status.phase)
+    where = f"{op.name.lower()} #{status.seq} on rank {rank}: " if op else f"rank {rank}: "
+    message = where + _explain(code, status, rank, timeout_s, found) + (f"\n{report}" if report else "")
+    return kind(message, rank=rank, peer=peer, op=op, seq=status.seq, phase=phase, report=report)
