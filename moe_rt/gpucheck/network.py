@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from moe_rt.gpucheck.ranks import torch_device
 from moe_rt.gpucheck.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
 from moe_rt.gpucheck.steps import Check, Skipped
 from moe_rt.heap import nvshmem
+from moe_rt.heap.nvshmem_start import mps_is_running
 from moe_rt.heap.rendezvous import StoreRendezvous
 
 PACKAGE = "nvshmem4py-cu13"
@@ -43,19 +43,6 @@ def check(check: Check) -> None:
                 continue
             run_processes(str(check.device), size, "nvshmem", min(PROCESS_S, deadline - time.monotonic()))
             check.say(f"{size} PEs: {ROUNDS} rounds equal")
-
-
-def mps_is_running() -> bool:
-    """Whether its control daemon answers."""
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        return False
-    try:
-        asked = subprocess.run(
-            ["nvidia-cuda-mps-control"], input="get_server_list\n", capture_output=True, text=True, timeout=5
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return asked.returncode == 0 and "cannot" not in (asked.stdout + asked.stderr).lower()
 
 
 def run_processes(device: str, size: int, heap: str, seconds: float) -> None:

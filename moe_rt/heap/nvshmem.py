@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
+from moe_rt.heap import nvshmem_start
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, round_up, together
 
@@ -42,22 +43,6 @@ class _Allocation:
     idle: bool = True
 
 
-def _load(device: torch.device) -> tuple[Any, Any]:
-    """nvshmem.core and the cuda.core Device. Imported late: ranks without a GPU need neither."""
-    if device.type != "cuda":
-        raise InvalidConfig(f'heap "nvshmem": got memory on {device}, expected a CUDA device')
-    try:
-        import nvshmem.core as core
-        from cuda.core import Device
-
-        core.get_version()  # loads the library, without which init_status() fails instead of saying "no"
-        return core, Device(torch.cuda.current_device() if device.index is None else device.index)
-    except Exception as error:  # each of them loads libraries that may be missing
-        expected = f"the package nvshmem4py-cu13, a CUDA driver and {device}"
-        message = f'heap "nvshmem": got {type(error).__name__}: {error}; expected {expected}'
-        raise InvalidConfig(message) from error
-
-
 def _free_bytes(device: torch.device) -> int | None:
     """What the device has left for NVSHMEM, which cannot use what torch's allocator keeps; None where unknown."""
     if device.type != "cuda":
@@ -69,7 +54,7 @@ def _free_bytes(device: torch.device) -> int | None:
 class World:
     """NVSHMEM in one process: whom it connects, and what memory it has. `load` gives nvshmem.core and the device."""
 
-    def __init__(self, load: Callable[[torch.device], tuple[Any, Any]] = _load) -> None:
+    def __init__(self, load: Callable[[torch.device], tuple[Any, Any]] = nvshmem_start.load) -> None:
         self._load = load
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"  # pids repeat among containers
         self._members: list[str] | None = None  # names of all ranks in PE order, once they are connected
@@ -181,6 +166,7 @@ class World:
 
         def introduce() -> dict[str, Any]:
             if self._members is None:
+                nvshmem_start.disable_multicast()
                 self._core, self._device = self._load(gpu.device)
                 self._gpu = gpu
             bound = self._gpu.device if self._gpu else None
@@ -192,7 +178,8 @@ class World:
                 self._require_usable(rank, size)
             if self._members is not None and not active:
                 raise InvalidConfig("NVSHMEM: got it finalized by other means, expected moe_rt's own shutdown")
-            return {"name": self._name, "world": self._members, "active": active, "num_bytes": num_bytes}
+            place = {"host": nvshmem_start.host(), "gpu": gpu.uuid}
+            return {"name": self._name, "world": self._members, "active": active, "num_bytes": num_bytes, **place}
 
         def identify() -> dict[str, Any]:
             uid = self._core.get_unique_id(empty=rank > 0)
@@ -212,6 +199,8 @@ class World:
         sizes = [r["num_bytes"] for r in records]
         if len(set(sizes)) > 1:
             raise InvalidConfig(f"num_bytes: got {sizes} by rank, expected the same on every rank")
+        nvshmem_start.require_own_gpus(rendezvous, [(r["host"], r["gpu"]) for r in records], timeout_s)
+        nvshmem_start.enable_gpu_networking([r["host"] for r in records])
         active = [r for r in range(size) if records[r]["active"]]
         if 0 < len(active) < size:
             raise InvalidConfig(f"NVSHMEM: got it initialised on ranks {active} of {size}, expected on all or on none")

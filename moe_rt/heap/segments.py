@@ -29,6 +29,7 @@ class DeviceMemory(Protocol):
     """What a heap needs to know of a GPU."""
 
     device: torch.device
+    uuid: str  # of the GPU, or of the instance of one
 
     def zeros(self, num_bytes: int) -> Tensor:
         """Zero-filled bytes on the device, perhaps only after `synchronize`."""

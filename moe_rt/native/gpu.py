@@ -38,6 +38,7 @@ class Gpu:
             self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
         self.name, self.num_sms = properties.name, properties.multi_processor_count
+        self.uuid = str(properties.uuid)
         # From 9.0 on the "a" target has the chip's own instructions; its code runs on that chip alone, as all ours.
         suffix = "a" if properties.major >= 9 else ""
         self.arch = f"sm_{properties.major}{properties.minor}{suffix}"

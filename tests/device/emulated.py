@@ -57,7 +57,7 @@ class EmulatedGpu:
         threads: lanes of a block, whatever the engine asks for.
     """
 
-    name, arch = "emulated", "none"
+    name, arch, uuid = "emulated", "none", "none"
 
     def __init__(self, num_sms: int = 24, threads: int = 3) -> None:
         self.device = torch.device("cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
 import secrets
 import threading
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ class HostGpu:
     def __init__(self, room: int = HEAP_BYTES, device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.room = room
+        self.uuid = secrets.token_hex(8)
         self.syncs = 0
 
     def zeros(self, num_bytes: int) -> Tensor:
@@ -158,6 +160,7 @@ class Core:
     def load(self, device: torch.device) -> tuple[Any, Any]:
         """What World is given in place of the import."""
         self.note("load", str(device))
+        self.settings = {"load": dict(os.environ)}
         return self, SimpleNamespace(set_current=lambda: None, default_stream="default stream")
 
     def note(self, name: str, argument: object = None) -> None:
@@ -184,6 +187,7 @@ class Core:
 
     def init(self, device=None, uid=None, rank=None, nranks=None, mpi_comm=None, initializer_method="") -> None:
         assert device is not None
+        self.settings["init"] = dict(os.environ)
         assert (mpi_comm, initializer_method) == (None, "uid")
         key = ctypes.string_at(uid.ptr, 128)
         with self.cluster.lock:

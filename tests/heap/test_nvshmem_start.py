@@ -1,0 +1,85 @@
+"""Before NVSHMEM starts: what it is told, and that ranks that share a GPU are refused on every rank."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from nvshmem_job import Job
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.heap import nvshmem_start
+
+MULTICAST, NETWORK = "NVSHMEM_DISABLE_NVLS", "NVSHMEM_IB_ENABLE_IBGDA"
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (MULTICAST, NETWORK):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = iter("abababab")
+    monkeypatch.setattr(nvshmem_start, "host", lambda: next(hosts))
+
+
+def test_multicast_is_off_before_the_library_is_loaded() -> None:
+    job = Job(2)
+    job.allocate(100)
+    assert [core.settings["load"].get(MULTICAST) for core in job.cores] == ["1", "1"]
+    assert NETWORK not in os.environ, "on one host nobody would use it"
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_gpus_use_the_network_by_themselves() -> None:
+    job = Job(2)
+    job.allocate(100)
+    assert [core.settings["init"].get(NETWORK) for core in job.cores] == ["1", "1"]
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_what_the_user_says_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MULTICAST, "0")
+    monkeypatch.setenv(NETWORK, "false")
+    job = Job(2)
+    job.allocate(100)
+    for core in job.cores:
+        assert (core.settings["init"][MULTICAST], core.settings["init"][NETWORK]) == ("0", "false")
+
+
+def test_ranks_that_share_a_gpu_are_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem_start, "mps_is_running", lambda: False)
+    job = Job(4)
+    job.gpus[3].uuid = job.gpus[1].uuid
+    text = job.refuse(InvalidConfig)
+    assert f"got ranks [1, 3] on one GPU, {job.gpus[1].uuid}, expected a GPU each" in text
+    assert 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))' in text
+    assert not job.cluster.of("init"), "nobody has started NVSHMEM"
+    job.allocate(100, [0, 1, 2])
+
+
+def test_mps_lets_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, True, True, False])
+    monkeypatch.setattr(nvshmem_start, "mps_is_running", lambda: next(answers))
+    for expected_inits in (2, 0):
+        job = Job(2)
+        job.gpus[1].uuid = job.gpus[0].uuid
+        if expected_inits:
+            job.allocate(100)
+        else:
+            job.refuse(InvalidConfig)
+        assert len(job.cluster.of("init")) == expected_inits
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_hosts_may_number_their_gpus_alike() -> None:
+    job = Job(2)
+    job.gpus[1].uuid = job.gpus[0].uuid
+    job.allocate(100)
+
+
+def test_a_host_has_one_name() -> None:
+    assert nvshmem_start.host() == nvshmem_start.host() != ""
