@@ -59,18 +59,27 @@ struct Launch {
     });
   }
 
-  // The first R blocks route, one destination each, while the others publish; there is at least one other.
+  // How many of a launch's first blocks route, one for each destination if that leaves enough to publish. There are two
+  // blocks at least.
+  MOE_RT_FN int num_routers(int64_t num_tokens) const {
+    const int64_t half = m.num_blocks() / 2, publishers = num_tokens < 1 ? 1 : smaller<int64_t>(num_tokens, half);
+    return int(smaller<int64_t>(w.shape.num_ranks, m.num_blocks() - publishers));
+  }
+
   MOE_RT_FN void dispatch_send(const DispatchArgs& a) const {
     send(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](int window) {
-      const int dest = m.block_index(), num_ranks = w.shape.num_ranks;
-      if (dest >= num_ranks) {
-        publish(num_ranks, window, a.x, a.num_tokens, dims.dispatch_wire());
+      const int routers = num_routers(a.num_tokens);
+      if (m.block_index() >= routers) {
+        publish(routers, window, a.x, a.num_tokens, dims.dispatch_wire());
         return;
       }
-      const int num_local = w.placement.rank_first[dest + 1] - w.placement.rank_first[dest];
-      const Tiles tiles = Tiles::view(m.scratch(), tile_for(m.block().size(), num_local), num_local);
-      route_to(m.block(), dims, w, dest, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, tiles,
-               RouteLists<Acc>::view(w, w.rank, window), a.send_plan, c.state->bad_entry);
+      for (int dest = m.block_index(); dest < w.shape.num_ranks; dest += routers) {
+        const int num_local = w.placement.rank_first[dest + 1] - w.placement.rank_first[dest];
+        const Tiles tiles = Tiles::view(m.scratch(), tile_for(m.block().size(), num_local), num_local);
+        route_to(m.block(), dims, w, dest, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, tiles,
+                 RouteLists<Acc>::view(w, w.rank, window), a.send_plan, c.state->bad_entry);
+        m.block().sync();  // the next destination lays its tiles over these
+      }
     });
   }
 
@@ -146,8 +155,9 @@ struct Launch {
     const RecvPlan p = plan(a.recv_plan);
     const auto after = [&](uint64_t, int window) {
       const auto group = m.warps(0);
-      gather_grad(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-                  static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group), m.link(group));
+      gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+                        static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
+                        m.link(group));
     };
     receive(m, w, c, Op::kCombineBackward, p.head->seq, after, [] {});
   }

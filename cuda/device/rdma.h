@@ -51,7 +51,12 @@ class RdmaLink {
       net_.put_value(reinterpret_cast<T*>(memory_.segment + offset), value, peer);
     }
   }
-  MOE_RT_FN void flush() const { net_.quiet(); }
+  // Returns when what the whole group has put is there: a lane's quiet waits for all that its rank has handed to the
+  // network so far, so that one lane calls it, once the others have handed over theirs.
+  MOE_RT_FN void flush() const {
+    group_.sync();
+    if (group_.leader()) net_.quiet();
+  }
 
  private:
   const Net& net_;

@@ -120,19 +120,26 @@ struct DeviceRows {
     }
   }
 
-  // dst = weight * g; returns <g, y> on every lane.
-  MOE_RT_FN Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
-    Acc dot = 0;
+  // Row rows[i] of dst = weights[i] * g and dots[i] = <g, that row of y>, on every lane, but where rows[i] is negative.
+  // g is read once. Two tensors and their rows take fewer registers than as many addresses.
+  MOE_RT_FN void scale_dots(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g, Acc* dots,
+                            int n) const {
+    for_topk<Dims>(n, [&](int i) { dots[i] = 0; });
     for (int at = group.lane(); at < num_vectors(); at += group.lanes()) {
-      const Vector grad = vectors(g)[at], value = vectors(y)[at];
-      Vector out;
-      for (int e = 0; e < kElems; ++e) {
-        dot += grad.elem[e].wide() * value.elem[e].wide();
-        out.elem[e] = Elem::round(weight * grad.elem[e].wide());
-      }
-      vectors(dst)[at] = out;
+      const Vector grad = vectors(g)[at];
+      for_topk<Dims>(n, [&](int i) {
+        if (rows[i] < 0) return;
+        const int64_t place = int64_t{rows[i]} * num_vectors() + at;
+        const Vector value = vectors(y)[place];
+        Vector out;
+        for (int e = 0; e < kElems; ++e) {
+          dots[i] += grad.elem[e].wide() * value.elem[e].wide();
+          out.elem[e] = Elem::round(weights[i] * grad.elem[e].wide());
+        }
+        vectors(dst)[place] = out;
+      });
     }
-    return group.sum(dot);
+    for_topk<Dims>(n, [&](int i) { dots[i] = group.sum(dots[i]); });
   }
 
  private:

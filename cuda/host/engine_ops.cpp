@@ -121,9 +121,10 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
                  row_ops<Acc>(a.num_tokens, stream_from_.published, Wire::kRaw));
   };
   const auto after = [&](const auto& coop, uint64_t, int window, Status&) {
-    gather_grad(coop, world_, window, plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-                static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights),
-                row_ops<Acc>(plan.head->num_copies, stream_from_.received, Wire::kRaw), MappedLink{});
+    gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
+                             static_cast<const Acc*>(a.recv_weights), static_cast<char*>(a.grad_y),
+                             static_cast<Acc*>(a.grad_recv_weights),
+                             row_ops<Acc>(plan.head->num_copies, stream_from_.received, Wire::kRaw), MappedLink{});
   };
   return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }

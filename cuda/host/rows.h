@@ -96,8 +96,14 @@ struct HostRows {
     const int64_t bytes = smaller(table->ahead, wire_bytes());
     for (int64_t i = 0; i < bytes; i += kRowAlign) __builtin_prefetch(row + i);
   }
-  Acc scale_dot(char* dst, Acc weight, const char* g, const char* y) const {
-    return fn->scale_dot(dst, weight, g, y, hidden, stream);
+  // After the first of them, g is in the cache.
+  void scale_dots(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g, Acc* dots,
+                  int n) const {
+    for (int i = 0; i < n; ++i) {
+      if (rows[i] < 0) continue;
+      const int64_t at = rows[i] * tensor_row_bytes();
+      dots[i] = fn->scale_dot(dst + at, weights[i], g, y + at, hidden, stream);
+    }
   }
 
  private:

@@ -4,12 +4,13 @@
 //   dispatch           publish_rows + routing.h | wait | index.h, gather
 //   combine backward   publish_rows             | wait | gather_grad        (reuses the handle's plan: no routing)
 // `Rows` is the row primitive of the machine, each over `hidden` elements: publish(dst, src), spread(dsts, n, src) and
-// scale_dot(dst, w, g, y). `Link` is how a peer's segment is reached (link.h).
+// scale_dots(dst, y, rows, weights, g, dots, n). `Link` is how a peer's segment is reached (link.h).
 #pragma once
 
 #include "dims.h"
 #include "index.h"
 #include "link.h"
+#include "plan.h"
 
 namespace moe_rt {
 
@@ -90,22 +91,26 @@ MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int win
 }
 
 // grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out
-// rows.
-template <class Coop, class Weight, class Rows, class Link>
+// rows, each of which is read once for all rows that copy it.
+template <class Dims, class Coop, class Weight, class Rows, class Link>
 MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const RecvPlan& plan, const char* y,
                            const Weight* recv_weights, char* grad_y, Weight* grad_recv_weights, const Rows& rows,
                            const Link& link) {
   const Range share = coop.share(plan.head->num_pulled);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = plan.pulled[i];
+    int32_t at[Dims::kTopkBound];
+    Weight weights[Dims::kTopkBound], dots[Dims::kTopkBound];
+    for_topk<Dims>(p.copies, [&](int c) {
+      at[c] = plan.rows[p.first + c];
+      weights[c] = at[c] == kDropped ? Weight(0) : recv_weights[at[c]];
+    });
     const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.wire_bytes());
-    for (int c = p.first; c < p.first + p.copies; ++c) {
-      const int64_t row = plan.rows[c];
-      if (row == kDropped) continue;
-      const int64_t at = row * rows.tensor_row_bytes();
-      const Weight dot = rows.scale_dot(grad_y + at, recv_weights[row], g, y + at);
-      if (coop.leader()) grad_recv_weights[row] = dot;
-    }
+    rows.scale_dots(grad_y, y, at, weights, g, dots, p.copies);
+    if (!coop.leader()) continue;
+    for_topk<Dims>(p.copies, [&](int c) {
+      if (at[c] != kDropped) grad_recv_weights[at[c]] = dots[c];
+    });
   }
 }
 

@@ -95,13 +95,15 @@ class CudaEngine(Engine):
         launches = _LAUNCHES[op]
         tokens, received = words[launches.num_tokens], self.spec.num_ranks * self.spec.num_max_tokens_per_rank
         before, after = (received, tokens) if launches.sends_received else (tokens, received)
-        routing = self.spec.num_ranks if op is Op.DISPATCH else 0
+        sending = self._blocks(before)
+        if op is Op.DISPATCH:  # some blocks route; no more than the others may have, or they would start after those
+            sending = max(2, min(self.spec.num_ranks + sending, self._launcher.max_blocks))
         try:
             with self._exclusive(op):
                 self.health()
                 stream = self._stream()
                 self._launcher.set_call(words, tag)
-                self._launcher.launch(launches.send, routing + self._blocks(before), stream)
+                self._launcher.launch(launches.send, sending, stream)
                 if self._network is not None and op is Op.DISPATCH:
                     self._launcher.launch("dispatch_fetch", min(self.spec.num_ranks, self._launcher.max_blocks), stream)
                 self._launcher.launch(launches.receive, self._blocks(after), stream)

@@ -1,0 +1,51 @@
+"""Device primitives ask no more of memory and network than they need: rows read once, one quiet for a warp."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from device.emulated import FLAGS, EmulatedGpu
+from harness import ThreadRanks
+from rounds import one_round
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer
+from moe_rt.native.launcher import Launcher
+
+
+def test_reads_and_quiets(tmp_path: Path) -> None:
+    program, source = tmp_path / "primitives", Path(__file__).with_name("primitives.cpp")
+    subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, str(source), "-o", str(program)], check=True)
+    result = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
+
+
+def round_with(group: Any, tokens: list[int], num_sms: int | None) -> None:
+    spec = make_spec(len(tokens))
+    with Buffer(group, timeout_s=60.0, num_sms=num_sms, **buffer_kwargs(spec)) as buffer:
+        one_round(buffer, make_inputs(spec, tokens, seed=4), seed=4)
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 3, None])
+@pytest.mark.parametrize("tokens", [[12], [12, 0, 7], [1, 1, 1], [12, 9, 0, 5, 11]], ids=str)
+def test_a_launch_that_routes_is_no_larger_than_others(
+    monkeypatch: pytest.MonkeyPatch, tokens: list[int], num_sms: int | None
+) -> None:
+    """On a GPU it would have a second wave otherwise. Few blocks route several destinations each; two are needed."""
+    launched: list[tuple[str, int, int]] = []
+    launch = Launcher.launch
+
+    def noted(self: Launcher, name: str, blocks: int, stream: int) -> None:
+        launched.append((name, blocks, self.max_blocks))
+        launch(self, name, blocks, stream)
+
+    monkeypatch.setattr(Launcher, "launch", noted)
+    gpu = EmulatedGpu(num_sms=24)
+    ThreadRanks(len(tokens), gpu).run(round_with, tokens, num_sms)
+    sends = [(blocks, most) for name, blocks, most in launched if name == "dispatch_send"]
+    assert len(sends) == len(tokens)
+    assert all(2 <= blocks <= max(2, most) for blocks, most in sends), sends
