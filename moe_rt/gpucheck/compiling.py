@@ -16,7 +16,7 @@ from moe_rt.native.gpu import Gpu
 from moe_rt.native.jit import compile_kernels, compile_ptx, source_dir
 from moe_rt.native.launcher import NETWORK_THREADS, THREADS
 
-NO_SPILLS_UP_TO_TOPK = 16
+NO_SPILLS_UP_TO_TOPK = 8
 NETWORK = "kernels_rdma.cu"
 _THREADS = {"kernels.cu": THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
 

@@ -1,6 +1,5 @@
 // What row primitives read and what a flush asks of the network, counted: exits with 1 and says so where it is too
 // much.
-#include <atomic>
 #include <cstdio>
 #include <thread>
 
@@ -55,15 +54,15 @@ struct Lane {
 
 // Counts quiets, and those that came before all lanes had handed over what they put.
 struct Counting {
-  std::atomic<int>*quiets, *early, *handed_over;
+  uint32_t *quiets, *early, *handed_over;
   void quiet() const {
-    ++*quiets;
-    if (*handed_over < kLanes) ++*early;
+    fetch_add_relaxed(*quiets, 1u);
+    if (load_relaxed(*handed_over) < kLanes) fetch_add_relaxed(*early, 1u);
   }
 };
 
 bool flush_is_one_quiet() {
-  std::atomic<int> quiets = 0, early = 0, handed_over = 0;
+  uint32_t quiets = 0, early = 0, handed_over = 0;
   Barrier barrier(kLanes);
   const Counting net{&quiets, &early, &handed_over};
   const NetworkMemory memory{};
@@ -72,12 +71,12 @@ bool flush_is_one_quiet() {
     lanes.emplace_back([&, lane] {
       const RdmaLink<Counting, Lane> link(net, memory, Lane{0, lane, &barrier});
       std::this_thread::sleep_for(std::chrono::milliseconds(lane));
-      ++handed_over;
+      fetch_add_relaxed(handed_over, 1u);
       link.flush();
     });
   }
   for (std::thread& t : lanes) t.join();
-  std::printf("quiets of a warp: %d, too early: %d\n", quiets.load(), early.load());
+  std::printf("quiets of a warp: %u, too early: %u\n", quiets, early);
   return quiets == 1 && early == 0;
 }
 
