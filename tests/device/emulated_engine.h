@@ -23,7 +23,7 @@ class Engine {
   static constexpr bool kNetwork = false;
   using Links = MappedLinks;
 #endif
-  static constexpr int kBlocks = 3;  // of a launch that moves rows; routing has its own
+  static constexpr int kBlocks = 3;  // of a launch that moves rows: too few to route for each of four ranks at once
 
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
@@ -39,20 +39,18 @@ class Engine {
   }
 
   Status dispatch(const DispatchArgs& args, uint32_t tag) {
-    return run("dispatch_send", "dispatch_receive", &args, tag, config_.shape.num_ranks);
+    return run("dispatch_send", "dispatch_receive", &args, tag);
   }
-  Status combine(const CombineArgs& args, uint32_t tag) {
-    return run("combine_send", "combine_receive", &args, tag, 0);
-  }
+  Status combine(const CombineArgs& args, uint32_t tag) { return run("combine_send", "combine_receive", &args, tag); }
   Status combine_backward(const CombineBackwardArgs& args, uint32_t tag) {
-    return run("combine_backward_send", "combine_backward_receive", &args, tag, 0);
+    return run("combine_backward_send", "combine_backward_receive", &args, tag);
   }
 
  private:
-  Status run(const char* send, const char* receive, const void* args, uint32_t tag, int routing) {
+  Status run(const char* send, const char* receive, const void* args, uint32_t tag) {
     control_.tag = tag;
-    launch_one(send, args, routing + kBlocks);
-    if (kNetwork && routing > 0) launch_one("dispatch_fetch", args, 2);
+    launch_one(send, args, kBlocks);
+    if (kNetwork && std::strcmp(send, "dispatch_send") == 0) launch_one("dispatch_fetch", args, 2);
     launch_one(receive, args, kBlocks);
     return load_acquire(record_.reported) ? record_.status : Status{};
   }

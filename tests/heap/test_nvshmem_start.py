@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 from nvshmem_job import Job
@@ -83,3 +84,12 @@ def test_hosts_may_number_their_gpus_alike() -> None:
 
 def test_a_host_has_one_name() -> None:
     assert nvshmem_start.host() == nvshmem_start.host() != ""
+
+
+def test_mps_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem_start.shutil, "which", lambda name: name)
+    told = "Cannot find MPS control daemon process\n"
+    monkeypatch.setattr(nvshmem_start.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, told, ""))
+    assert not nvshmem_start.mps_is_running()
+    monkeypatch.setattr(nvshmem_start.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, "", ""))
+    assert nvshmem_start.mps_is_running()
