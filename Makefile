@@ -35,8 +35,8 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# The model checker and the fuzzer are no Python packages, and of the CUDA compilers .venv has one only. Where one cannot be installed, its tests are skipped and say
-# so, or fail if MOE_RT_REQUIRE_TOOLS is 1.
+# The model checker and the fuzzer are no Python packages, and .venv has the newest CUDA compiler only. Where one cannot
+# be installed, its tests are skipped and say so, or fail if MOE_RT_REQUIRE_TOOLS is 1.
 APT_INSTALL = [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq
 
 tools: install
