@@ -1,0 +1,42 @@
+"""Layers of one group and size share a buffer, and all ranks agree on whether there is one to share."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases_layer import config
+from conftest import HEAPS
+from harness import Ranks
+
+from moe_rt import MoELayer
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+def after_garbage_of_one_rank(group: Any, closes: bool) -> bool:
+    """A first layer is gone on rank 1, but on rank 0 a cycle keeps it until the collector runs, or it was closed."""
+    rank = group.rank if isinstance(group.rank, int) else group.rank()
+    gc.disable()
+    try:
+        cycle: list[Any] = [MoELayer(config(timeout_s=60.0), group)]
+        if rank == 0:
+            cycle.append(cycle)
+        elif closes:
+            cycle[0].buffer.close()
+        else:
+            cycle.clear()
+        second, third = (MoELayer(config(timeout_s=60.0), group) for _ in range(2))
+        out, _ = second(torch.ones(4, 16, device=second.buffer.device))
+        return second.buffer is third.buffer and bool(out.isfinite().all())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("heap", HEAPS)
+def test_garbage_of_one_rank_does_not_decide(make_ranks: MakeRanks, heap: str, closes: bool) -> None:
+    assert all(make_ranks(heap, 2).run(after_garbage_of_one_rank, closes))
