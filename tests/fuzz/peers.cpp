@@ -26,7 +26,7 @@ using Rank = Engine;
 constexpr bool kAnyShape = true;
 #endif
 
-constexpr uint64_t kConfig = 7;
+constexpr uint64_t kConfig = 7, kPlanMark = 8;
 constexpr uint32_t kTag = 1;
 constexpr int kNumOps = 4;
 constexpr Op kOps[kNumOps] = {Op::kDispatch, Op::kCombine, Op::kCombineBackward, Op::kDispatchBackward};
@@ -71,7 +71,8 @@ struct Group {
 
   int num_local(int rank) const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
   World world(int rank) {
-    return {shape, Layout::make(shape), placement.view(), capacity.data(), base.data(), nullptr, rank, kConfig};
+    return {shape,    Layout::make(shape), placement.view(), capacity.data(), base.data(), nullptr, rank, kConfig,
+            kPlanMark};
   }
   EngineConfig config() const {
     std::vector<uint64_t> addresses;

@@ -89,7 +89,7 @@ def test_experts_that_do_not_fit(make_ranks: MakeRanks) -> None:
         return str(caught.value)
 
     for message in make_ranks("threads", 2).run(case):
-        assert message == "num_local_experts: got 2, expected 6 experts divided by 2 ranks"
+        assert message.startswith("num_local_experts: got 2, expected 6 experts divided by 2 ranks")
 
 
 @pytest.mark.parametrize(

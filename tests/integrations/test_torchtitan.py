@@ -171,7 +171,7 @@ def test_experts_that_do_not_divide(make_ranks: MakeRanks) -> None:
         return str(caught.value)
 
     for message in make_ranks("threads", 2).run(case):
-        assert message == "num_experts: got 5, expected a multiple of the 2 ranks"
+        assert message.startswith("num_experts: got 5, expected a multiple of the 2 ranks")
 
 
 @pytest.mark.parametrize("method", PARAMETERS)

@@ -114,7 +114,9 @@ def test_fixed_size_needs_no_collective(make_ranks: MakeRanks, saved: Callable[.
 
 def test_different_sizes_are_refused_everywhere(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:
     for raised in make_ranks("shm", 2).run(cases.configured_differently, saved("mixtral")):
-        assert raised == "ConfigMismatch: num_max_tokens_per_rank: got None on rank 1, expected 32 as on rank 0"
+        assert raised.startswith(
+            "ConfigMismatch: num_max_tokens_per_rank: got None on rank 1, expected 32 as on rank 0"
+        )
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "many"])

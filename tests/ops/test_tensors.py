@@ -36,7 +36,7 @@ def test_an_argument_of_another_kind(make_ranks: MakeRanks, heap: str, argument:
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_a_numpy_array_is_named(make_ranks: MakeRanks, heap: str) -> None:
     texts = make_ranks(heap, SIZE).run(cases.odd_argument, CULPRIT, "numpy", "x")
-    assert texts[CULPRIT] == "InvalidInput: x: got a numpy.ndarray, expected a torch.Tensor"
+    assert texts[CULPRIT].startswith("InvalidInput: x: got a numpy.ndarray, expected a torch.Tensor")
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
@@ -52,5 +52,5 @@ def test_what_is_no_tag(make_ranks: MakeRanks, heap: str, tag: Any) -> None:
     """2**28 + 1 was the same layer as 1."""
     ranks = make_ranks(heap, SIZE).run(cases.odd_tag, CULPRIT, tag)
     for texts in zip(*ranks, strict=True):
-        assert texts[CULPRIT] == f"InvalidInput: tag: got {tag!r}, expected an integer in [0, 2**28)"
+        assert texts[CULPRIT].startswith(f"InvalidInput: tag: got {tag!r}, expected an integer in [0, 2**28)")
         assert "rank 1 refused its input" in texts[0]
