@@ -74,7 +74,7 @@ def over_wire(rows: Tensor, wire: torch.dtype | None) -> Tensor:
     most = torch.full_like(largest, 448.0 if wire is torch.float8_e4m3fn else 127.0)
     coded = largest >= 2.0**-100
     scaled = torch.where(coded & largest.isfinite(), padded * (most / largest), 0.0)
-    codes = scaled.to(wire).float() if wire is torch.float8_e4m3fn else scaled.round() + 0.0  # int8 has one zero
+    codes = (scaled.to(wire).float() if wire is torch.float8_e4m3fn else scaled.round()) + 0.0  # there is one zero
     scale = torch.where(largest.isfinite(), torch.where(coded, largest / most, 0.0), float("nan"))
     return (codes * scale).view(len(values), -1)[:, : rows.shape[1]].to(rows.dtype)
 

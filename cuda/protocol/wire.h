@@ -41,7 +41,7 @@ MOE_RT_FN float round_even(float x) {
   return (x + shift) - shift;
 }
 
-// |x| <= 448 but for rounding.
+// |x| <= 448 but for rounding. There is one zero: a sum of rows, which begins at zero, would not keep a negative one.
 MOE_RT_FN uint8_t encode_fp8(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   uint32_t normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20;  // three bits of fraction are kept
@@ -49,7 +49,7 @@ MOE_RT_FN uint8_t encode_fp8(float x) {
   normal = normal > 0x7eu ? 0x7eu : normal;
   const uint32_t subnormal = uint32_t(round_even(bits_float(magnitude) * 512.0f));  // units of 2^-9
   const uint32_t code = magnitude < (121u << 23) ? subnormal : normal;
-  return uint8_t(code | (bits >> 24 & 0x80u));
+  return uint8_t(code == 0 ? 0 : code | (bits >> 24 & 0x80u));
 }
 MOE_RT_FN float decode_fp8(uint8_t code) {
   const uint32_t exponent = code >> 3 & 15u, fraction = code & 7u, sign = uint32_t(code & 0x80u) << 24;

@@ -33,10 +33,10 @@ def test_matches_reference(make_ranks: MakeRanks, heap: str, dtype: torch.dtype,
         make_ranks(heap, size).run(full_round, spec, [12, 0, 7][:size], 3, "random")
 
 
-def through(wire: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+def through(wire: torch.dtype, rows: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Rows after one dispatch of a single rank."""
     sizes = {"num_max_tokens_per_rank": len(rows), "num_topk": 1, "num_experts": 1}
-    with Buffer(None, hidden=rows.shape[1], dtype=rows.dtype, dispatch_dtype=wire, **sizes) as buffer:
+    with Buffer(group, hidden=rows.shape[1], dtype=rows.dtype, dispatch_dtype=wire, **sizes) as buffer:
         ones = torch.ones(len(rows), 1)
         recv_x, _, _ = buffer.dispatch(rows, torch.zeros(len(rows), 1, dtype=torch.int64), ones)
         return recv_x[: len(rows)].clone()
@@ -62,6 +62,21 @@ def test_every_magnitude(wire: torch.dtype) -> None:
     coded = (largest > 2.0**-100).expand_as(exact)
     worst = WORST[wire] * (exact.abs() + largest * 2**-9 if wire is FP8 else largest)
     assert (error <= 1.001 * worst)[coded].all()
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("wire", [FP8, INT8])
+def test_codes_have_one_zero(make_ranks: MakeRanks, heap: str, wire: torch.dtype) -> None:
+    """What is negative and too small for its block, and a negative zero, arrive as zero, with the oracle's sign."""
+    rows = torch.zeros(1, 130)
+    rows[0, :4] = torch.tensor([2.5, -3e-6, 3e-6, -0.0])
+    got = make_ranks(heap, 1).run(through_group, wire, rows)[0]
+    check_bits("rows", got, over_wire(rows, wire))
+    assert not got.signbit().any()
+
+
+def through_group(group: Any, wire: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+    return through(wire, rows, group)
 
 
 @pytest.mark.parametrize("wire", [FP8, INT8])
