@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
-import mmap
 import os
 import select
 import signal
-import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+from torch._C._distributed_c10d import TCPStore
+
 from moe_rt.chaos import member
+from moe_rt.chaos.board import Board
+
+ENDLESS = 2**62  # steps, until something else ends a session
+_STORE = -1  # among ranks
 
 
 class Crew:
@@ -25,27 +30,32 @@ class Crew:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.board = size, Board(size)
         self._pids: dict[int, int] = {}
         self._tell: dict[int, int] = {}  # the write ends of the ranks' commands
         self._hear: dict[int, int] = {}
         self._sessions = 0
-        self._directory = tempfile.TemporaryDirectory(prefix="moe_rt_chaos_")
-        # When each rank last began something: what is left of a rank that was killed in it.
-        self._clock = mmap.mmap(-1, 8 * size)
-        self.began = memoryview(self._clock).cast("d")
         gc.freeze()  # a rank that collects garbage would otherwise touch, and so copy, all that was imported
+        self._start(_STORE, _serve_store)
+        self._port = int(os.read(self._hear[_STORE], 16))
 
-    def session(self, ranks: Iterable[int], **orders: Any) -> list[int]:
-        """Starts who is missing of `ranks` and gives them the same orders, see `member.serve`; returns their list."""
+    def session(
+        self, ranks: Sequence[int], steps: int, only: Mapping[int, dict[str, Any]] | None = None, **orders: Any
+    ) -> None:
+        """Starts who is missing of `ranks` and gives them the same orders, see `member.serve`; `only` has a rank's own.
+
+        `timeout_s` and `init_timeout_s` are `member.PATIENCE_S` if they are not given.
+        """
         self._sessions += 1
-        store, ranks = f"{self._directory.name}/{self._sessions}", list(ranks)
+        self.board.steps[0] = steps
+        common = {"timeout_s": member.PATIENCE_S, "init_timeout_s": member.PATIENCE_S, **orders}
+        common |= {"port": self._port, "session": str(self._sessions), "size": len(ranks)}
         for new_rank, rank in enumerate(ranks):
             if rank not in self._pids:
-                self._start(rank)
-            line = json.dumps({"store": store, "rank": new_rank, "size": len(ranks), **orders})
+                self._start(rank, partial(member.serve, self.board, rank))
+            self.board.began[rank], self.board.step[rank] = 0.0, -1
+            line = json.dumps({**common, "rank": new_rank, **(only or {}).get(rank, {})})
             os.write(self._tell[rank], line.encode() + b"\n")
-        return ranks
 
     def report(self, rank: int, timeout_s: float) -> dict[str, Any]:
         """What the rank says at the end of its session, or {"raised": "killed"} or {"raised": "hung"}."""
@@ -61,9 +71,26 @@ class Crew:
             text += part
         return dict(json.loads(text))
 
-    def wake(self, rank: int) -> None:
-        """Lets a stopped rank go on."""
-        os.kill(self._pids[rank], signal.SIGCONT)
+    def reports(self, ranks: Sequence[int], timeout_s: float) -> dict[int, dict[str, Any]]:
+        """`report` of each, in that order."""
+        return {rank: self.report(rank, timeout_s) for rank in ranks}
+
+    def await_steps(self, ranks: Sequence[int], steps: int) -> None:
+        """Returns when each of the ranks has begun so many steps, or one has ended its session."""
+        reports = [self._hear[rank] for rank in ranks]
+        while any(self.board.step[rank] < steps for rank in ranks) and not select.select(reports, [], [], 0.001)[0]:
+            pass
+
+    def await_stop(self, rank: int) -> None:
+        """Returns when the rank is stopped, or has ended its session."""
+        stopped = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(os.P_PID, self._pids[rank], stopped) is None:
+            if select.select([self._hear[rank]], [], [], 0.001)[0]:
+                return
+
+    def send(self, rank: int, number: int) -> None:
+        """Sends the rank a signal."""
+        os.kill(self._pids[rank], number)
 
     def kill(self, rank: int) -> None:
         """Ends the rank, whatever it does, and forgets it."""
@@ -81,9 +108,9 @@ class Crew:
     ) -> None:
         for rank in list(self._pids):
             self.kill(rank)
-        self._directory.cleanup()
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int, work: Callable[[int, int], object]) -> None:
+        """Forks a process that reads from one pipe and writes into another."""
         orders, tell = os.pipe()
         hear, reports = os.pipe()
         pid = os.fork()
@@ -92,7 +119,7 @@ class Crew:
             try:
                 for fd in (tell, hear, *self._tell.values(), *self._hear.values()):
                     os.close(fd)  # a pipe ends when its last holder does
-                member.serve(orders, reports, self.began[rank : rank + 1])
+                work(orders, reports)
                 status = 0
             except Exception:
                 traceback.print_exc()
@@ -101,3 +128,11 @@ class Crew:
         os.close(orders)
         os.close(reports)
         self._pids[rank], self._tell[rank], self._hear[rank] = pid, tell, hear
+
+
+def _serve_store(orders: int, reports: int) -> None:
+    """Where ranks meet, as under torchrun: a process that outlives every rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(reports, str(store.port).encode())
+    os.read(orders, 1)  # nothing comes, but the end does

@@ -18,12 +18,12 @@ import click
 
 from moe_rt.bench.machine import machine_card
 from moe_rt.chaos.crew import Crew
-from moe_rt.chaos.strike import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, Outcome, Strike, describe, run
+from moe_rt.chaos.outcome import Outcome
+from moe_rt.chaos.strike import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, Strike
 from moe_rt.faults import POINTS
 
 RANKS, CULPRIT = 3, 1  # some deadlocks show from three ranks on only
-STEPS, SECOND_STEP = 3, {"dispatch": 5, "combine": 6, "backward": 7}  # the ops struck, by number
-STOP_TIMEOUT_S = 0.5
+SECOND_STEP = {"dispatch": 5, "combine": 6, "backward": 7}  # the ops struck, by number
 COMMAND = "python -m moe_rt.chaos.matrix --write docs/reliability.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
@@ -38,21 +38,21 @@ def strikes() -> Iterator[Strike]:
                     yield Strike(CULPRIT, op, at, do)
 
 
-def measure(progress: Callable[[Strike], None]) -> list[Outcome]:
+def measure(progress: Callable[[Strike], None]) -> list[Outcome[Strike]]:
     """Runs the matrix; about a minute on two cores."""
     outcomes = []
     with Crew(RANKS) as crew:
         for strike in strikes():
             progress(strike)
-            outcomes.append(run(crew, strike, STEPS, STOP_TIMEOUT_S))
+            outcomes.append(strike.run(crew))
     return outcomes
 
 
-def classes(outcomes: list[Outcome]) -> dict[str, dict[str, str]]:
+def classes(outcomes: list[Outcome[Strike]]) -> dict[str, dict[str, str]]:
     """{point: {action: what the survivors raised}}; a class that a rank has only been told of is not counted."""
     table: dict[str, dict[str, str]] = {}
     for outcome in outcomes:
-        strike, row = outcome.strike, table.setdefault(outcome.strike.at, {})
+        strike, row = outcome.trial, table.setdefault(outcome.trial.at, {})
         # Who publishes nonsense reads it too, and may be the first to notice.
         noticing = [r for r in outcome.reports if r != strike.rank or strike.do == "corrupt"]
         seen = {outcome.reports[r]["raised"] for r in noticing}
@@ -61,13 +61,13 @@ def classes(outcomes: list[Outcome]) -> dict[str, dict[str, str]]:
     return table
 
 
-def times(outcomes: list[Outcome], do: str, at: str | None = None) -> list[float]:
+def times(outcomes: list[Outcome[Strike]], do: str, at: str | None = None) -> list[float]:
     """Milliseconds until survivors raised, of one action, at one point or all."""
-    chosen = (o for o in outcomes if o.strike.do == do and at in (None, o.strike.at))
+    chosen = (o for o in outcomes if o.trial.do == do and at in (None, o.trial.at))
     return [ms for outcome in chosen for ms in outcome.milliseconds]
 
 
-def markdown(outcomes: list[Outcome]) -> str:
+def markdown(outcomes: list[Outcome[Strike]]) -> str:
     """The table, and how it came about."""
     card = machine_card()
     lines = [
@@ -89,7 +89,7 @@ def markdown(outcomes: list[Outcome]) -> str:
 _TIMED = ("kill", "raise")
 
 
-def _span(outcomes: list[Outcome], do: str, at: str | None = None) -> str:
+def _span(outcomes: list[Outcome[Strike]], do: str, at: str | None = None) -> str:
     found = times(outcomes, do, at)
     return f"{median(found):.1f} / {max(found):.1f}" if found else ""
 
@@ -115,11 +115,11 @@ def main(write: Path | None) -> None:
     if write is not None and not wrong:
         head, _, rest = write.read_text().partition(BEGIN)
         write.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
-    document: dict[str, Any] = {"outcomes": [describe(o) for o in outcomes], "classes": classes(outcomes)}
+    document: dict[str, Any] = {"outcomes": [o.describe() for o in outcomes], "classes": classes(outcomes)}
     document["kill_ms"] = {"median": median(times(outcomes, "kill")), "worst": max(times(outcomes, "kill"))}
     click.echo(json.dumps(document, separators=(",", ":")))
     if wrong:
-        raise click.ClickException("; ".join(f"{o.strike.spec}: {', '.join(o.complaints)}" for o in wrong))
+        raise click.ClickException("; ".join(f"{o.trial.text}: {', '.join(o.complaints)}" for o in wrong))
 
 
 if __name__ == "__main__":

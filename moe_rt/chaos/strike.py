@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import signal
+from dataclasses import dataclass
 from typing import Any
 
 from moe_rt.chaos.crew import Crew
-from moe_rt.chaos.member import OPS_OF_A_STEP, PATIENCE_S
-from moe_rt.faults import VARIABLE
+from moe_rt.chaos.member import PATIENCE_S
+from moe_rt.chaos.outcome import Outcome, after_all, not_raised
+from moe_rt.chaos.steps import OPS_OF_A_STEP
 
+STEPS = 3
+STOP_TIMEOUT_S = 0.5
+INIT_TIMEOUT_S = 0.5  # when a rank stays away; otherwise a loaded machine may take its time
 AFTERLIFE_STEPS = 50  # of a newer group, while a stopped rank of the old one wakes up
 IN_OPS = ("mid_payload", "after_payload", "after_some_flags", "after_all_flags", "mid_read")
 BETWEEN_OPS = ("between_dispatch_and_combine", "in_backward")
@@ -25,13 +30,21 @@ SURVIVORS_RAISE = {
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault: `do` is an action of SURVIVORS_RAISE, `seconds` for how long a sleep lasts."""
+    """A fault: `do` is an action of SURVIVORS_RAISE.
+
+    Attributes:
+        seconds: for how long a sleep lasts.
+        ballast_mib: memory that the struck rank holds, and that the kernel takes apart when it is killed.
+        stop_timeout_s: timeout_s of the group of a rank that stops.
+    """
 
     rank: int
     op: int
     at: str
     do: str
     seconds: float = 0.05
+    ballast_mib: int = 0
+    stop_timeout_s: float = STOP_TIMEOUT_S
 
     @property
     def spec(self) -> str:
@@ -46,71 +59,61 @@ class Strike:
             return "GroupClosed" if self.at == "in_destroy" else "nothing"  # it leaves a step early
         return SURVIVORS_RAISE[self.do]
 
+    @property
+    def action(self) -> str:
+        """Its name among the actions of `moe-rt chaos`."""
+        return "heavy" if self.ballast_mib else self.do
 
-@dataclass
-class Outcome:
-    """Of a strike: every rank's report (see `member.serve`), by rank, and what is wrong with them.
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return f"{self.spec} with {self.ballast_mib} MiB" if self.ballast_mib else self.spec
 
-    Attributes:
-        milliseconds: from when the culprit began the op in which it was struck until each survivor raised; of a stop,
-            less timeout_s. Empty where the culprit never comes to make a buffer, or survivors raise nothing.
-    """
+    def run(self, crew: Crew) -> Outcome[Strike]:
+        """A session of all ranks with the fault in it.
 
-    strike: Strike
-    reports: dict[int, dict[str, Any]]
-    milliseconds: list[float] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
-
-
-def run(crew: Crew, strike: Strike, steps: int, stop_timeout_s: float) -> Outcome:
-    """A session of all ranks with the fault in it; the crew is complete again in the next one."""
-    stops = strike.do == "stop"
-    timeout_s = stop_timeout_s if stops else PATIENCE_S
-    ranks = crew.session(range(crew.size), steps=steps, fault=strike.spec, timeout_s=timeout_s)
-    survivors = [rank for rank in ranks if rank != strike.rank]
-    reports = {rank: crew.report(rank, 2 * PATIENCE_S) for rank in survivors}
-    began = crew.began[strike.rank]
-    outcome = Outcome(strike, reports)
-    if stops:
-        outcome.complaints += _afterlife(crew, survivors, strike.rank)
-    reports[strike.rank] = crew.report(strike.rank, 2 * PATIENCE_S)
-    if strike.at != "pre_rendezvous":
-        late = began + (timeout_s if stops else 0.0)
-        outcome.milliseconds = [1e3 * (reports[r]["at"] - late) for r in survivors if "at" in reports[r]]
-    outcome.complaints += _judge(strike, reports, survivors, steps)
-    return outcome
+        An outcome's milliseconds run from when the culprit began the op in which it was struck until each survivor
+        raised; of a stop, less timeout_s. There are none where the culprit never comes to make a buffer.
+        """
+        stops, away, ranks = self.do == "stop", self.at == "pre_rendezvous", range(crew.size)
+        timeout_s = self.stop_timeout_s if stops else PATIENCE_S
+        init_timeout_s = INIT_TIMEOUT_S if away and stops else PATIENCE_S
+        ballast = {self.rank: {"ballast_mib": self.ballast_mib}}
+        crew.session(ranks, STEPS, ballast, fault=self.spec, timeout_s=timeout_s, init_timeout_s=init_timeout_s)
+        survivors = [rank for rank in ranks if rank != self.rank]
+        reports = crew.reports(survivors, 2 * PATIENCE_S)
+        began = crew.board.began[self.rank]
+        outcome = Outcome(self, reports)
+        if stops:
+            outcome.complaints += _afterlife(crew, survivors, self.rank)
+        reports[self.rank] = crew.report(self.rank, 2 * PATIENCE_S)
+        if not away:
+            late = began + (timeout_s if stops else 0.0)
+            outcome.milliseconds = [1e3 * (reports[r]["at"] - late) for r in survivors if "at" in reports[r]]
+        outcome.complaints += _judge(self, reports, survivors)
+        return outcome
 
 
 def _afterlife(crew: Crew, survivors: list[int], stopped: int) -> list[str]:
     """The survivors make a newer group, and the stopped rank of the old one wakes up while that works."""
-    crew.session(survivors, steps=AFTERLIFE_STEPS, fault="", timeout_s=PATIENCE_S)
-    crew.wake(stopped)
-    raised = {rank: crew.report(rank, 2 * PATIENCE_S)["raised"] for rank in survivors}
-    return [f"rank {r} raised {what} in a newer group" for r, what in raised.items() if what != "nothing"]
+    crew.session(survivors, AFTERLIFE_STEPS)
+    crew.send(stopped, signal.SIGCONT)
+    reports = crew.reports(survivors, 2 * PATIENCE_S)
+    return [f"in a newer group {text}" for text in not_raised(reports, survivors, {"nothing"})]
 
 
-def _judge(strike: Strike, reports: dict[int, dict[str, Any]], survivors: list[int], steps: int) -> list[str]:
-    complaints = []
-    raised = {rank: report["raised"] for rank, report in reports.items()}
+def _judge(strike: Strike, reports: dict[int, dict[str, Any]], survivors: list[int]) -> list[str]:
     told = {"GroupPoisoned"} if strike.raised in ("PeerTimeout", "CorruptPeer", "GroupClosed") else set()
-    for rank in survivors:
-        if raised[rank] not in {strike.raised} | told:
-            complaints.append(f"rank {rank} raised {raised[rank]}, expected {strike.raised}")
-    if strike.raised not in raised.values():
+    complaints = not_raised(reports, survivors, {strike.raised} | told)
+    complaints += not_raised(reports, [strike.rank], _of_culprit(strike))
+    if strike.raised not in {report["raised"] for report in reports.values()}:
         complaints.append(f"no rank raised {strike.raised}")
-    if raised[strike.rank] not in _of_culprit(strike):
-        complaints.append(f"rank {strike.rank}, struck, raised {raised[strike.rank]}")
-    first, last = _steps_done(strike, steps)
-    for rank, report in reports.items():
-        if raised[rank] in ("killed", "hung"):
-            continue
-        if rank in survivors and not first <= report["steps"] <= last:
-            complaints.append(f"rank {rank} completed {report['steps']} steps, expected {first} to {last}")
-        if raised[rank] != "nothing" and report["then"] == "nothing" and report["made"]:
-            complaints.append(f"rank {rank} completed a step after {raised[rank]}")
-        if report["fds"] or report["segments"]:
-            complaints.append(f"rank {rank} kept {report['fds']} descriptors and {report['segments']} segments")
-    return complaints
+    first, last = _steps_done(strike)
+    for rank in survivors:
+        steps = reports[rank].get("steps", first)
+        if not first <= steps <= last:
+            complaints.append(f"rank {rank} completed {steps} steps, expected {first} to {last}")
+    return complaints + after_all(reports)
 
 
 def _of_culprit(strike: Strike) -> set[str]:
@@ -122,25 +125,15 @@ def _of_culprit(strike: Strike) -> set[str]:
     return {"kill": {"killed"}, "raise": {"FaultInjected"}, "sleep": {"nothing"}}[strike.do]
 
 
-def _steps_done(strike: Strike, steps: int) -> tuple[int, int]:
+def _steps_done(strike: Strike) -> tuple[int, int]:
     """Fewest and most steps that a survivor completes: the op of the strike may still succeed, no later one."""
     if strike.at == "in_destroy":
-        return steps - 1, steps - 1
+        return STEPS - 1, STEPS - 1
     if strike.do == "sleep":
-        return steps, steps
+        return STEPS, STEPS
     if strike.at in OUTSIDE:
         return 0, 0
     step, op = divmod(strike.op - 1, OPS_OF_A_STEP)
     if strike.at == "between_dispatch_and_combine" and op > 1:
         step += 1
     return step, step + (op == OPS_OF_A_STEP - 1 and strike.at in IN_OPS)
-
-
-def describe(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as JSON."""
-    return {
-        VARIABLE: outcome.strike.spec,
-        "raised": {str(rank): report["raised"] for rank, report in sorted(outcome.reports.items())},
-        "milliseconds": [round(ms, 2) for ms in outcome.milliseconds],
-        "complaints": outcome.complaints,
-    }

@@ -51,7 +51,12 @@ def test_chaos() -> None:
     assert sum(action["rounds"] for action in document["actions"].values()) == 5
 
 
-def test_chaos_of_one_action() -> None:
-    document = last_line(sys.executable, "-m", "moe_rt", "chaos", "--rounds", "8", "--action", "kill")
-    assert document["actions"]["kill"]["rounds"] == 8
-    assert list(document["actions"]) == ["kill"]
+@pytest.mark.parametrize(
+    ("action", "rounds"),
+    [("kill", 8), ("heavy", 4), ("freeze", 4), ("interrupt", 9), ("limit", 12), ("evaluate", 6)],
+)
+def test_chaos_of_one_action(action: str, rounds: int) -> None:
+    document = last_line(sys.executable, "-m", "moe_rt", "chaos", "--rounds", str(rounds), "--action", action)
+    assert document["complaints"] == []
+    assert document["actions"][action]["rounds"] == rounds
+    assert list(document["actions"]) == [action]

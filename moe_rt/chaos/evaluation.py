@@ -1,0 +1,45 @@
+"""Evaluation between training steps, on ranks whose large outputs are recycled memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from moe_rt.chaos.crew import Crew
+from moe_rt.chaos.member import PATIENCE_S
+from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
+from moe_rt.chaos.steps import MODES
+
+STEPS = 24
+SIZE = {"tokens": 128, "hidden": 4096}  # 12 MiB of rows to the experts, and up to 2 MiB home
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Every step in a mode of its own, a training step at the end; nothing may be raised, all results must be right.
+
+    Attributes:
+        modes: keys of `steps.MODES`, in turn.
+    """
+
+    modes: tuple[str, ...]
+    action = "evaluate"
+
+    @classmethod
+    def draw(cls, pace: random.Random, ranks: int) -> Evaluation:
+        """Any order of modes, that of training among them."""
+        modes = [pace.choice(list(MODES)) for _ in range(pace.randint(1, STEPS // 2 - 1))]
+        return cls((*modes, "train"))
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "evaluate " + ",".join(self.modes)
+
+    def run(self, crew: Crew) -> Outcome[Evaluation]:
+        """The order at least twice."""
+        ranks, steps = range(crew.size), STEPS - STEPS % len(self.modes)
+        crew.session(ranks, steps, modes=self.modes, sizes=SIZE)
+        reports = crew.reports(ranks, 2 * PATIENCE_S)
+        complaints = not_raised(reports, ranks, {"nothing"}) + after_all(reports)
+        return Outcome(self, reports, [], complaints + not_done(reports, steps))

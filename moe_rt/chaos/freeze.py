@@ -1,0 +1,64 @@
+"""The whole group is stopped for longer than timeout_s and goes on, as by Ctrl-Z, docker pause or a suspended job."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from dataclasses import dataclass
+
+from moe_rt.chaos.crew import ENDLESS, Crew
+from moe_rt.chaos.member import PATIENCE_S
+from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
+
+TIMEOUT_S = 2.0
+FROZEN_S = 1.5 * TIMEOUT_S
+MORE_STEPS = 20  # after the thaw
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Ranks are stopped in one order and go on in another; nothing may be raised, and all results must be right.
+
+    Attributes:
+        stopped, thawed: the orders.
+        gap_s: between one rank and the next; so short that no rank waits for timeout_s while it runs.
+        step: near which it happens.
+    """
+
+    stopped: tuple[int, ...]
+    thawed: tuple[int, ...]
+    gap_s: float
+    step: int
+    action = "freeze"
+
+    @classmethod
+    def draw(cls, pace: random.Random, ranks: int) -> Freeze:
+        """All at once, or one after the other."""
+        orders = [tuple(pace.sample(range(ranks), ranks)) for _ in range(2)]
+        gap_s = pace.choice([0.0, round(pace.uniform(0.0, 0.1 * TIMEOUT_S / ranks), 3)])
+        return cls(orders[0], orders[1], gap_s, pace.randrange(10))
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        stopped, thawed = ("".join(map(str, order)) for order in (self.stopped, self.thawed))
+        return f"freeze of {stopped} near step {self.step}, thaw of {thawed}, gaps of {self.gap_s} s"
+
+    def run(self, crew: Crew) -> Outcome[Freeze]:
+        """A session whose end is set while all ranks are stopped."""
+        ranks = range(crew.size)
+        crew.session(ranks, steps=ENDLESS, timeout_s=TIMEOUT_S)
+        crew.await_steps(ranks, self.step)
+        self._send_each(crew, self.stopped, signal.SIGSTOP)
+        time.sleep(FROZEN_S)
+        last = crew.board.steps[0] = max(crew.board.step) + MORE_STEPS
+        self._send_each(crew, self.thawed, signal.SIGCONT)
+        reports = crew.reports(ranks, 2 * PATIENCE_S)
+        complaints = not_raised(reports, ranks, {"nothing"}) + after_all(reports)
+        return Outcome(self, reports, [], complaints + not_done(reports, last))
+
+    def _send_each(self, crew: Crew, ranks: tuple[int, ...], number: int) -> None:
+        for rank in ranks:
+            crew.send(rank, number)
+            time.sleep(self.gap_s)

@@ -1,0 +1,72 @@
+"""Ctrl-C: SIGINT to one rank, in Python or inside a wait for a rank that is late."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from dataclasses import dataclass
+
+from moe_rt.chaos.crew import ENDLESS, Crew
+from moe_rt.chaos.member import PATIENCE_S
+from moe_rt.chaos.outcome import Outcome, after_all, alive, not_raised
+
+AT_ONCE_S = 20.0  # a wait for a late rank is not over before PATIENCE_S
+PLACES = ("anywhere", "in_an_op", "while_making")
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """The rank must raise KeyboardInterrupt within seconds, and the others an error that names it.
+
+    Attributes:
+        rank: who is interrupted.
+        late: who is stopped meanwhile, so that the others wait; nobody "anywhere", where all ranks work.
+        step: near which it happens, counted from 1; "while_making" there is none yet.
+        after_s: so much later.
+    """
+
+    rank: int
+    late: int
+    where: str
+    step: int
+    after_s: float
+    action = "interrupt"
+
+    @classmethod
+    def draw(cls, pace: random.Random, ranks: int) -> Interrupt:
+        """Any two ranks, any place."""
+        rank, late = pace.sample(range(ranks), 2)
+        return cls(rank, late, pace.choice(PLACES), pace.randint(1, 10), round(pace.uniform(0.0, 0.2), 3))
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        late = "" if self.where == "anywhere" else f", rank {self.late} late"
+        return f"interrupt of rank {self.rank} {self.where}, step {self.step} + {self.after_s} s{late}"
+
+    def run(self, crew: Crew) -> Outcome[Interrupt]:
+        """An outcome's milliseconds run from the signal until each rank raised; of the late one there are none."""
+        ranks, making, waits = range(crew.size), self.where == "while_making", self.where != "anywhere"
+        fault = f"rank={self.late},at=pre_rendezvous,do=stop" if making else ""
+        crew.session(ranks, steps=ENDLESS, fault=fault)
+        crew.await_steps(ranks, 0 if making else self.step)
+        if waits and not making:
+            crew.send(self.late, signal.SIGSTOP)
+        if waits:
+            crew.await_stop(self.late)
+        time.sleep(self.after_s)
+        sent = time.monotonic()
+        crew.send(self.rank, signal.SIGINT)
+        prompt = [rank for rank in ranks if not (waits and rank == self.late)]
+        reports = crew.reports(prompt, AT_ONCE_S)
+        if waits:
+            crew.send(self.late, signal.SIGCONT)
+        reports |= crew.reports([rank for rank in ranks if rank not in prompt], 2 * PATIENCE_S)
+        milliseconds = [1e3 * (reports[rank]["at"] - sent) for rank in prompt if "at" in reports[rank]]
+        complaints = not_raised(reports, [self.rank], {"KeyboardInterrupt"}) + after_all(reports)
+        others = [rank for rank in ranks if rank != self.rank]
+        complaints += not_raised(reports, others, {"GroupPoisoned"})
+        blamed = {rank: reports[rank].get("peer") for rank in others if rank in alive(reports)}
+        complaints += [f"rank {r} blamed rank {peer}" for r, peer in blamed.items() if peer != self.rank]
+        return Outcome(self, reports, milliseconds, complaints)

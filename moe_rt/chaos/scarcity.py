@@ -1,0 +1,61 @@
+"""One rank has too few descriptors, threads or bytes of address space to make a buffer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from moe_rt.chaos.crew import Crew
+from moe_rt.chaos.limits import KINDS
+from moe_rt.chaos.member import PATIENCE_S
+from moe_rt.chaos.outcome import Outcome, after_all, alive, not_raised, steps_of_all
+
+STEPS = 2
+AT_ONCE_S = 20.0  # who does not learn of it waits for PATIENCE_S
+# For each kind: the most room that may be left, in descriptors or MiB, and the size of the buffer.
+ROOM = {"descriptors": 10, "memory": 40, "threads": 48}
+SIZES = {
+    "descriptors": {},
+    "memory": {"tokens": 128, "hidden": 4096},  # 10 MiB for each rank
+    "threads": {"num_threads": 4},  # stacks of 8 MiB, as a rule
+}
+
+
+@dataclass(frozen=True)
+class Scarcity:
+    """Either all ranks make the buffer, or all raise a typed error at once; then the limit is lifted, and all works.
+
+    Attributes:
+        kind, room: see `limits.limited`.
+    """
+
+    rank: int
+    kind: str
+    room: int
+    action = "limit"
+
+    @classmethod
+    def draw(cls, pace: random.Random, ranks: int) -> Scarcity:
+        """Any rank, kind and room."""
+        kind = pace.choice(KINDS)
+        return cls(pace.randrange(ranks), kind, pace.randint(0 if kind == "descriptors" else 2, ROOM[kind]))
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return f"limit of rank {self.rank}: {self.kind}, room for {self.room}"
+
+    def run(self, crew: Crew) -> Outcome[Scarcity]:
+        """An outcome's milliseconds run from when the rank began to make the buffer until each rank raised."""
+        ranks = range(crew.size)
+        crew.session(ranks, STEPS, {self.rank: {"limit": [self.kind, self.room]}}, sizes=SIZES[self.kind])
+        reports = crew.reports(ranks, AT_ONCE_S)
+        began = crew.board.began[self.rank]
+        milliseconds = [1e3 * (report["at"] - began) for report in reports.values() if "at" in report]
+        complaints = after_all(reports)
+        if not all(report["raised"] == "nothing" for report in reports.values()):
+            typed = {report["raised"] for report in reports.values() if report.get("typed")}
+            complaints += not_raised(reports, ranks, typed - {"PeerTimeout"} or {"a typed error"})
+            complaints += [f"rank {rank} has made a buffer" for rank, r in alive(reports).items() if r["made"]]
+        complaints += steps_of_all(crew, ranks, STEPS, 2 * PATIENCE_S)
+        return Outcome(self, reports, milliseconds, complaints)
