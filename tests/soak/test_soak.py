@@ -1,4 +1,4 @@
-"""Very many ops on three processes that share whatever cores there are: no error, no wrong bit."""
+"""Very many ops, and whole lives, on three processes that share whatever cores there are: no error, no wrong bit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,33 @@ from collections.abc import Callable
 
 import harness
 import pytest
+from cases_lives import ACTS, live
 from cases_soak import soak
 
+MakeRanks = Callable[[str, int], harness.Ranks]
 OPS = int(os.environ.get("MOE_RT_SOAK_OPS", "20000"))
-LIMIT_S = 60 + OPS // 50
+OPS_LIMIT_S = 60 + OPS // 50
+SEED = int(os.environ.get("MOE_RT_SOAK_SEED", "0"))
+MINUTES = float(os.environ.get("MOE_RT_SOAK_MINUTES", "0"))
+LIVES = 600  # acts, and for so long if it is longer
+LIVES_LIMIT_S = 600 + 120 * MINUTES
 
 
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_soak(make_ranks: Callable[[str, int], harness.Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "CASE_TIMEOUT_S", LIMIT_S)
+@pytest.mark.timeout(OPS_LIMIT_S + 60)
+def test_soak(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "CASE_TIMEOUT_S", OPS_LIMIT_S)
     done = make_ranks("shm", 3).run(soak, OPS)
     assert OPS <= min(done) == max(done)
+
+
+@pytest.mark.timeout(LIVES_LIMIT_S + 60)
+def test_lives(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random groups, buffers, layers, forks, refusals and ends in random modes: every result right, nothing left."""
+    monkeypatch.setattr(harness, "CASE_TIMEOUT_S", LIVES_LIMIT_S)
+    outcomes = make_ranks("shm", 3).outcomes(live, SEED, LIVES, 60 * MINUTES)
+    errors = [o for o in outcomes if isinstance(o, BaseException)]
+    assert not errors, f"seed {SEED}: " + "\n".join(f"{e!r}\n" + "\n".join(getattr(e, "__notes__", [])) for e in errors)
+    print(f"seed {SEED}: {outcomes[0]['acts']}")
+    assert [outcome["left"] for outcome in outcomes] == [{}] * 3
+    assert all(outcome["acts"] == outcomes[0]["acts"] for outcome in outcomes)
+    assert set(outcomes[0]["acts"]) == set(ACTS)

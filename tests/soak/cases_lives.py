@@ -1,0 +1,245 @@
+"""What a rank does in the soak of whole lives: a plan that is the same on all ranks, at a pace of each rank's own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import buffer_acts
+import layer_acts
+import torch
+import torch.distributed as dist
+from cases_soak import dawdle
+from held import held, left_behind
+from torch import Tensor
+
+from moe_rt import Buffer
+from moe_rt.errors import GroupClosed
+from moe_rt.gpucheck.rounds import buffer_kwargs
+
+MOST_GROUPS, MOST_OWNED, MOST_KEPT = 4, 7, 6
+TIMEOUT_S = 60.0
+LOOKS = 20  # acts between two looks at the clock
+WARM_UP = 10 * LOOKS
+CHILD_S = 60  # a child that does not end is ended
+
+
+@dataclass(eq=False)
+class Group:
+    """Some ranks; `group` is None on the others."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+@dataclass(eq=False)
+class Owned:
+    """A buffer, or a layer and one that is alone; `of` is None on ranks that are not in the group."""
+
+    home: Group
+    kind: str
+    of: Any
+
+
+class Life:
+    """Every rank lists the same groups, buffers and layers, its own or not, so that the plan is the same on all."""
+
+    def __init__(self, group: dist.ProcessGroup, seed: int) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.plan, self.pace = random.Random(seed), random.Random(f"{seed} {self.rank}")
+        self.groups, self.owned = [Group(tuple(range(self.size)), group)], list[Owned]()
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.children: list[int] = []
+        self.counts: dict[str, int] = {}
+
+    def act(self) -> None:
+        """One act. What it draws comes from a seed of its own: who is not in the group draws nothing."""
+        name = self.plan.choices(list(ACTS), list(ACTS.values()))[0]
+        dawdle(self.pace)
+        getattr(self, name)(random.Random(self.plan.randrange(2**62)))
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    def make_group(self, draw: random.Random) -> None:
+        """Of any ranks; the groups overlap."""
+        if len(self.groups) == MOST_GROUPS:
+            gone = self.groups.pop(draw.randrange(1, MOST_GROUPS))
+            for owned in [o for o in self.owned if o.home is gone]:
+                self.leave(owned)
+            if gone.group is not None:
+                dist.destroy_process_group(gone.group)
+        ranks = tuple(sorted(draw.sample(range(self.size), draw.randint(1, self.size))))
+        made = dist.new_group(list(ranks))
+        self.groups.append(Group(ranks, made if self.rank in ranks else None))
+
+    def make_buffer(self, draw: random.Random) -> None:
+        home, num_threads = self._room(draw), draw.randint(1, 3)
+        of = None
+        if home.group is not None:
+            spec = buffer_acts.draw_spec(draw, len(home.ranks))
+            of = Buffer(home.group, timeout_s=TIMEOUT_S, num_threads=num_threads, **buffer_kwargs(spec))
+        self.owned.append(Owned(home, "buffer", of))
+
+    def make_layer(self, draw: random.Random) -> None:
+        home, of = self._room(draw), None
+        if home.group is not None:
+            config = layer_acts.draw_config(draw, len(home.ranks))
+            of = layer_acts.make_layers(config, home.group, draw.randrange(2**31))
+        self.owned.append(Owned(home, "layer", of))
+
+    def round(self, draw: random.Random) -> None:
+        """Of some of the buffers, without a drain in between; some outputs are kept, and looked at much later."""
+        for _ in range(draw.randint(1, 3)):
+            owned, its_own = self._choose(draw, "buffer"), random.Random(draw.randrange(2**62))
+            if owned is not None and owned.of is not None:
+                outputs = buffer_acts.verified_round(owned.of, its_own)
+                dawdle(self.pace)
+                self.kept += [(t, t.clone()) for t in outputs if self.pace.random() < 0.1]
+
+    def step(self, draw: random.Random) -> None:
+        owned = self._choose(draw, "layer")
+        if owned is not None and owned.of is not None:
+            layer_acts.verified_step(*owned.of, draw, compiled=draw.random() < 0.02)
+
+    def refuse(self, draw: random.Random) -> None:
+        owned = self._choose(draw, "buffer")
+        if owned is not None and owned.of is not None:
+            buffer_acts.refused_round(owned.of, draw)
+
+    def end(self, draw: random.Random) -> None:
+        """One rank ends a buffer under the others."""
+        owned = self._choose(draw, "buffer")
+        if owned is not None:
+            if owned.of is not None:
+                buffer_acts.ended(owned.of, draw)
+            self.leave(owned)
+
+    def fork(self, draw: random.Random) -> None:
+        """Some ranks fork. The child's uses are refused, and what it drops does not disturb."""
+        self._reap(os.WNOHANG)
+        if self.pace.random() < 0.5:
+            return
+        gc.collect()  # a child that collects a gloo group hangs in torch, which joins threads that are not there
+        child = os.fork()
+        if child:
+            self.children.append(child)
+            return
+        status = 1
+        try:
+            signal.alarm(CHILD_S)
+            self._disown()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def collect(self, draw: random.Random) -> None:
+        """Outputs that were kept are still what they were; some ranks collect garbage."""
+        for got, copy in self.kept:
+            assert torch.equal(torch.nan_to_num(got), torch.nan_to_num(copy)), "an output changed while it was kept"
+        if len(self.kept) > MOST_KEPT:
+            del self.kept[: len(self.kept) // 2]
+        if self.pace.random() < 0.5:
+            gc.collect()
+
+    def leave(self, owned: Owned) -> None:
+        """Closes it, or lets go of it, perhaps in a cycle that a later collection finds."""
+        self.owned.remove(owned)
+        if owned.of is None:
+            return
+        for layer in owned.of if owned.kind == "layer" else ():
+            layer.buffer.close()
+        if owned.kind == "buffer" and self.pace.random() < 0.5:
+            owned.of.close()
+        elif self.pace.random() < 0.5:
+            owned.of = [owned, owned.of]
+
+    def finish(self) -> None:
+        """Leaves everything."""
+        self.collect(self.plan)
+        self.kept.clear()
+        for owned in list(self.owned):
+            self.leave(owned)
+        while len(self.groups) > 1:
+            gone = self.groups.pop()
+            if gone.group is not None:
+                dist.destroy_process_group(gone.group)
+        self._reap(0)
+        gc.collect()
+
+    def _room(self, draw: random.Random) -> Group:
+        if len(self.owned) == MOST_OWNED:
+            self.leave(self.owned[draw.randrange(MOST_OWNED)])
+        return draw.choice(self.groups)
+
+    def _choose(self, draw: random.Random, kind: str) -> Owned | None:
+        found = [o for o in self.owned if o.kind == kind]
+        return draw.choice(found) if found else None
+
+    def _disown(self) -> None:
+        for owned in self.owned:
+            if owned.kind == "buffer" and owned.of is not None:
+                try:
+                    buffer_acts.dispatch(owned.of, buffer_acts.draw_inputs(self.pace, owned.of.spec), 0)
+                except GroupClosed:
+                    continue
+                raise AssertionError("an op of a forked child was completed")
+        self.owned.clear()
+        gc.collect()
+
+    def _reap(self, options: int) -> None:
+        for child in list(self.children):
+            pid, status = os.waitpid(child, options)
+            if pid:
+                self.children.remove(child)
+                code = os.waitstatus_to_exitcode(status)
+                assert code == 0, f"a forked child ended with {code}"
+
+
+# How often each act comes.
+ACTS = {
+    "make_group": 1,
+    "make_buffer": 3,
+    "make_layer": 1,
+    "round": 25,
+    "step": 10,
+    "refuse": 4,
+    "end": 1,
+    "fork": 1,
+    "collect": 4,
+}
+
+
+def live(group: dist.ProcessGroup, seed: int, acts: int, seconds: float) -> dict[str, Any]:
+    """At least so many acts and for so long; how often each came, and what is left behind at the end."""
+    life = Life(group, seed)
+    try:
+        _acts(life, WARM_UP, 0.0)  # what is made once, and kept
+        life.finish()
+        before = held(group)
+        _acts(life, acts, seconds)
+    except BaseException:
+        for owned in life.owned:
+            if owned.of is not None:
+                # So that the others end at once, too.
+                (owned.of if owned.kind == "buffer" else owned.of[0].buffer).abort()
+        raise
+    life.finish()
+    dist.barrier()
+    return {"acts": life.counts, "left": left_behind(before, held(group))}
+
+
+def _acts(life: Life, acts: int, seconds: float) -> None:
+    deadline, done, late = time.monotonic() + seconds, 0, torch.zeros(1)
+    while done < acts or not late:
+        life.act()
+        done += 1
+        if done % LOOKS == 0:
+            late.fill_(time.monotonic() >= deadline)
+            dist.all_reduce(late, dist.ReduceOp.MAX)  # the clocks' readings differ, the end must not
