@@ -27,6 +27,7 @@ MOST_GROUPS, MOST_OWNED, MOST_KEPT = 4, 7, 6
 TIMEOUT_S = 60.0
 LOOKS = 20  # acts between two looks at the clock
 WARM_UP = 10 * LOOKS
+CONFIGS = 5  # of layers: some share a buffer, with one that some ranks have not yet collected, too
 CHILD_S = 60  # a child that does not end is ended
 
 
@@ -88,7 +89,7 @@ class Life:
     def make_layer(self, draw: random.Random) -> None:
         home, of = self._room(draw), None
         if home.group is not None:
-            config = layer_acts.draw_config(draw, len(home.ranks))
+            config = layer_acts.draw_config(random.Random(draw.randrange(CONFIGS)), len(home.ranks))
             of = layer_acts.make_layers(config, home.group, draw.randrange(2**31))
         self.owned.append(Owned(home, "layer", of))
 
@@ -153,8 +154,6 @@ class Life:
         self.owned.remove(owned)
         if owned.of is None:
             return
-        for layer in owned.of if owned.kind == "layer" else ():
-            layer.buffer.close()
         if owned.kind == "buffer" and self.pace.random() < 0.5:
             owned.of.close()
         elif self.pace.random() < 0.5:
