@@ -171,7 +171,6 @@ class Life:
             if gone.group is not None:
                 dist.destroy_process_group(gone.group)
         self._reap(0)
-        gc.collect()
 
     def _room(self, draw: random.Random) -> Group:
         if len(self.owned) == MOST_OWNED:

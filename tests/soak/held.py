@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from pathlib import Path
@@ -17,6 +18,7 @@ MARGINS = {"descriptors": 0, "threads": 0, "segments": 0, "names in /dev/shm": 0
 
 def held(group: dist.ProcessGroup) -> dict[str, int]:
     """Counts, of this process but for the store's keys and names in /dev/shm."""
+    gc.collect()
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     keys = _get_process_group_store(group).list_keys()
     return {
