@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_rt.errors import InvalidConfig, LimitReached, MoeRtError
+from moe_rt.errors import InvalidConfig, LimitReached, MoeRtError, SegmentPermission
 from moe_rt.heap.processes import Watch
 from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 
@@ -22,6 +23,7 @@ _LIMITS = {
     errno.ENFILE: "descriptors on this host (fs.file-max)",
     errno.EAGAIN: "threads (ulimit -u, ulimit -v, pids.max of the control group)",
 }
+_LAST_THREAD_S = 0.5
 PAGE = 4096  # segments start on it: the layout aligns its regions relative to the start
 
 
@@ -81,8 +83,13 @@ def take_together(rendezvous: Rendezvous, work: Callable[[], None], what: str, t
     def take() -> dict[str, Any]:
         try:
             work()
-        except Exception:
+        except Exception as error:
             rendezvous.raise_first_failure()
+            # What a killed process had open is gone before its last thread is known to end.
+            deadline = time.monotonic() + (_LAST_THREAD_S if isinstance(error, SegmentPermission) else 0.0)
+            while time.monotonic() < deadline:
+                time.sleep(_LAST_THREAD_S / 100)
+                rendezvous.raise_first_failure()
             raise
         return {}
 

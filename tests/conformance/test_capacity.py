@@ -22,7 +22,7 @@ MakeRanks = Callable[[str, int], Ranks]
 
 def dispatches(recv_plan: torch.Tensor) -> int:
     """How many dispatches the buffer has run, the one of this plan included: the sequence number it starts with."""
-    return int(recv_plan[:2].view(torch.int64)[0])
+    return int(recv_plan[2:4].view(torch.int64)[0])
 
 
 def retried(group: Any, num_tokens: list[int], seed: int, kind: str) -> tuple[list[bytes], list[int], int]:

@@ -99,7 +99,7 @@ class CpuBuffer(Buffer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "heap": "shm"})
-        self._engine.require_device = lambda *_, **__: None  # type: ignore[method-assign]
+        self._engine.require_call = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("cold", [False, True])

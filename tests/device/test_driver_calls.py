@@ -38,5 +38,6 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
         "launch 3 grid 2 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
         "launch 3 grid 1 1 1 block 32 1 1 shared 2000 stream 0 extra 0 words 41 43",
     ]
-    assert "abc: got CUDA_ERROR_INVALID_VALUE from the CUDA driver, expected success" in lines
-    assert "cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from the CUDA driver, expected success" in lines
+    section = "(docs/errors.md#launchfailed)"
+    assert f"abc: got CUDA_ERROR_INVALID_VALUE from the CUDA driver, expected success {section}" in lines
+    assert f"cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from the CUDA driver, expected success {section}" in lines

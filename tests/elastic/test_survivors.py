@@ -44,7 +44,8 @@ def test_a_rank_that_does_not_join(dies: bool) -> None:
     seen = outcomes(cases.late_for_the_new_group, dies)
     for rank in (0,) if dies else (0, 2):
         message = f"rank {rank}: one of the ranks [0, 2] that are left did not join the new group"
-        assert seen[rank] == (message, 1 if dies else 2)
+        assert seen[rank][0].startswith(message)
+        assert seen[rank][1] == (1 if dies else 2)
 
 
 def test_a_slow_rank_is_waited_for() -> None:
@@ -53,7 +54,9 @@ def test_a_slow_rank_is_waited_for() -> None:
 
 def test_a_rank_that_wakes_up_late_is_left_out() -> None:
     seen = outcomes(cases.stopped_rank_wakes_up_late)
-    assert seen[1] == ("GroupPoisoned", "rank 1 came too late: ranks [0, 2] have gone on without it", 0)
+    error, refusal, size = seen[1]
+    assert (error, size) == ("GroupPoisoned", 0)
+    assert refusal.startswith("rank 1 came too late: ranks [0, 2] have gone on without it")
     for rank in (0, 2):
         error, refusal, size = seen[rank]
         assert error in ("PeerTimeout", "GroupPoisoned")

@@ -29,7 +29,7 @@ def test_raising_threads(
     texts = make_ranks("threads", SIZE).run(cases.three_steps, num_threads)
     name = ("dispatch", "combine", "combine_backward", "dispatch_backward")[op - 5]
     number = 4 if op > 6 else 3  # combine_backward shares numbers with dispatch
-    assert texts[CULPRIT] == f"FaultInjected: {name} #{number} on rank 1: failed as MOE_RT_FAULT asked"
+    assert texts[CULPRIT].startswith(f"FaultInjected: {name} #{number} on rank 1: failed as MOE_RT_FAULT asked")
     for rank in (0, 2):
         assert texts[rank].startswith("GroupPoisoned:"), texts
         assert "rank 1 failed first: FaultInjected" in texts[rank]
@@ -83,7 +83,8 @@ def test_a_spec_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch, spec: str, 
 def test_a_spec_is_refused_together(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_RT_FAULT", "rank=7,at=mid_read,do=raise")
     texts = make_ranks("threads", SIZE).run(cases.three_steps)
-    assert texts == ["InvalidConfig: MOE_RT_FAULT: rank: got 7, expected [0, 3)"] * SIZE
+    assert len(texts) == SIZE
+    assert all(text.startswith("InvalidConfig: MOE_RT_FAULT: rank: got 7, expected [0, 3)") for text in texts)
 
 
 def test_cuda_ranks_refuse_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_windows_past_four_gigabytes() -> None:
     mappings = [mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE) for _ in range(2)]
     addresses = [address_of(m) for m in mappings]
     members = [(os.getpid(), 0)] * 2
-    segments = [Segments(addresses, [-1, -1], [mapping], members=members) for mapping in mappings]
+    segments = [Segments(addresses, [None, None], [mapping], members=members) for mapping in mappings]
     options: dict[str, Any] = {"timeout_s": 30.0, "num_threads": 1, "isa": "auto", "fault": planned(0, 2, on_cpu=True)}
     engines = [CpuEngine(spec, r, segments[r], **options) for r in range(2)]
     assert exchange(engines, 12) == [True, True]

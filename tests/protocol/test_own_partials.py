@@ -30,7 +30,7 @@ def test_only_partials_of_others_reach_the_window(num_ranks: int, num_threads: i
     options: dict[str, Any] = {"timeout_s": 30.0, "isa": "auto", "fault": planned(0, num_ranks, on_cpu=True)}
     engines = [
         CpuEngine(
-            spec, r, Segments(addresses, [-1] * num_ranks, [m], members=members), num_threads=num_threads, **options
+            spec, r, Segments(addresses, [None] * num_ranks, [m], members=members), num_threads=num_threads, **options
         )
         for r, m in enumerate(mappings)
     ]

@@ -229,7 +229,8 @@ def test_another_model_of_the_same_configuration(copy: Path, monkeypatch: pytest
 @pytest.mark.parametrize("limited", [0, 1])
 def test_a_refused_write_is_an_error_of_all_ranks(make_ranks: MakeRanks, tmp_path: Path, limited: int) -> None:
     messages = make_ranks("shm", 2).run(cases.save_beyond_a_limit, tmp_path, limited)
-    assert messages == [f'{tmp_path}/step-00000002: got no checkpoint: rank {limited} got "File too large"'] * 2
+    expected = f'{tmp_path}/step-00000002: got no checkpoint: rank {limited} got "File too large"'
+    assert [message.startswith(expected) for message in messages] == [True] * 2, messages
 
 
 def test_a_full_disk_says_that_it_is_full(make_ranks: MakeRanks, tmp_path: Path) -> None:
