@@ -13,6 +13,7 @@ from moe_rt.chaos.rounds import names_in_dev_shm
 
 MakeRanks = Callable[[str, int], Ranks]
 CULPRIT, SIZE = 1, 3  # some deadlocks show from three ranks on only
+SILENCE_S = 4.0
 
 
 @pytest.mark.parametrize("at", ["dispatch", "combine", "backward"])
@@ -31,13 +32,15 @@ def test_killed_peer_is_noticed(at: str) -> None:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
-    outcomes = make_ranks(heap, SIZE).run(cases.stay_away, CULPRIT, 4.0)
+    outcomes = make_ranks(heap, SIZE).run(cases.stay_away, CULPRIT, SILENCE_S)
     for rank in (0, 2):
         text, seconds = outcomes[rank]
         assert text.startswith(("PeerTimeout: dispatch #2", "GroupPoisoned: dispatch #2"))
-        assert seconds < 3.0
-        assert seconds > 0.9 or text.startswith("GroupPoisoned"), "only who came later waits for less than the timeout"
-    assert any("rank 1 announced op 1, expected 2 within 1 s" in outcomes[r][0] for r in (0, 2))
+        assert seconds < 10 * SILENCE_S
+        assert seconds > 0.9 * SILENCE_S or text.startswith("GroupPoisoned"), (
+            "only who came later waits for less than the timeout"
+        )
+    assert any(f"rank 1 announced op 1, expected 2 within {SILENCE_S:g} s" in outcomes[r][0] for r in (0, 2))
     assert outcomes[CULPRIT][0].startswith("GroupPoisoned:"), "the late rank learns that the group has ended"
 
 
