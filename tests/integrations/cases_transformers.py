@@ -203,3 +203,36 @@ def refusal_of_transformers(group: Any, path: str, distributed: dict[str, Any]) 
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+EVALUATIONS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference_mode and autocast": lambda: both(torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)),
+}
+
+
+@contextmanager
+def both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def trains_after_evaluation(group: Any, path: str, distributed: dict[str, int], evaluation: str) -> list[str]:
+    """Names of the gradients of two training steps that an evaluation before each has changed."""
+    tokens = tokens_of(0, (48, 64))  # rows to the experts of more than 1 MiB: recycled memory
+
+    def gradients(evaluates: bool) -> dict[str, Tensor]:
+        model = load(path, **distributed)
+        for _ in range(2):
+            if evaluates:
+                with EVALUATIONS[evaluation]():
+                    assert bool(model.eval()(tokens).logits.isfinite().all())
+            objective(model.train()(tokens).logits).backward()
+        return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, got = gradients(False), gradients(True)
+    assert expected.keys() == got.keys()
+    assert any("experts" in name for name in got)
+    return [name for name, grad in got.items() if not torch.equal(grad, expected[name])]

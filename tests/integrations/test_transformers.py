@@ -159,3 +159,15 @@ def test_experts_that_do_not_fit_the_mesh(
     """Transformers looks at the parameters first, so these refusals are its own."""
     for raised in make_ranks("shm", 4).run(cases.refusal_of_transformers, saved("mixtral", **changes), distributed):
         assert message in raised
+
+
+# FSDP2 cannot train after inference_mode, without moe_rt either: it keeps what it gathered then.
+EVALUATED = [(TWO, "no_grad"), (TWO, "autocast"), *((dict(tp_size=2, ep_size=2), how) for how in cases.EVALUATIONS)]
+
+
+@pytest.mark.parametrize(("distributed", "evaluation"), EVALUATED, ids=str)
+def test_evaluation_changes_no_gradient(
+    make_ranks: MakeRanks, saved: Callable[..., str], distributed: dict[str, int], evaluation: str
+) -> None:
+    changed = make_ranks("shm", 2).run(cases.trains_after_evaluation, saved("qwen3_moe"), distributed, evaluation)
+    assert changed == [[], []]
