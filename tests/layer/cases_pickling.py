@@ -57,6 +57,17 @@ def of_the_default_group(group: Any) -> None:
     assert [layer.metrics.snapshot().forwards for layer in again] == [2, 2]
 
 
+def clipped(group: Any) -> tuple[float, float]:
+    """The norm that torch's own clip finds of the same gradients, before and after the model was pickled."""
+    x, norms = inputs_for(group.rank(), 7), []
+    layers = model(group)
+    for each in (layers, loaded(saved(layers))):
+        out, _ = each[0](x)
+        out.square().sum().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(each[0].experts.parameters(), 1.0)))
+    return norms[0], norms[1]
+
+
 def of_another_rank(group: Any) -> str:
     """Rank 1 loads what rank 0 saved."""
     files: list[Any] = [saved(model(group))]

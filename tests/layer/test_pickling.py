@@ -59,6 +59,12 @@ def test_a_model_of_the_default_group(make_ranks: MakeRanks) -> None:
     make_ranks("shm", 2).run(cases.of_the_default_group)
 
 
+def test_loaded_experts_are_still_those_of_all_ranks(make_ranks: MakeRanks) -> None:
+    """A pickle has plain parameters, of which torch's clip would count this rank's alone."""
+    norms = make_ranks("shm", 2).run(cases.clipped)
+    assert len({norm for both in norms for norm in both}) == 1, norms
+
+
 def test_a_pickle_of_another_rank_is_refused_by_all(make_ranks: MakeRanks) -> None:
     """Its experts are not this rank's: every expert of one half would be there twice."""
     here, there = make_ranks("shm", 2).run(cases.of_another_rank)
