@@ -74,6 +74,45 @@ def places(buffer: Buffer) -> dict[str, tuple[str, int]]:
     return {name: ("recv_plan", where) for name, where in at.items()} | {"sent": ("send_plan", 1)}
 
 
+def first_refused(buffer: Buffer, handle: Handle) -> dict[str, tuple[str, int]]:
+    """For each number with a bound the place in `places`, and the least value that leads outside."""
+    spec, head = buffer.spec, handle.recv_plan.tolist()
+    num_ranks, num_topk, copies_at = spec.num_ranks, spec.num_topk, places(buffer)["copies"][1]
+    num_slots, pulled, copies = min(num_topk, num_ranks), num_ranks * spec.num_max_tokens_per_rank, head[6]
+    return {
+        "token": ("token", spec.num_max_tokens_per_rank),
+        "source": ("source and slot", num_ranks),
+        "slot": ("source and slot", num_slots << 16),
+        "copies": ("copies", num_topk + 1),
+        "first": ("first", copies - head[copies_at] + 1),
+        "row": ("row", head[8]),
+        "k": ("k", num_topk),
+        "sent slot": ("sent", num_slots),
+        "sent k": ("sent", num_topk << 16),
+        "num_tokens": ("num_tokens", head[4] + 1),
+        "num_pulled": ("num_pulled", pulled + 1),
+        "num_copies": ("num_copies", pulled * min(num_topk, buffer.num_local_experts) + 1),
+        "capacity": ("capacity", buffer.capacity + 1),
+        "first_own": ("first_own", head[5] + 1),
+        "num_own": ("num_own", head[5] - head[9] + 1),
+    }
+
+
+def at_the_bound(group: Any, culprit: int, name: str) -> str:
+    """One number of the culprit's plans is the least that leads outside."""
+    with open_buffer(group) as buffer:
+        recv_x, recv_weights, handle = dispatched(buffer)
+        if buffer.rank == culprit:
+            place, value = first_refused(buffer, handle)[name]
+            plan, where = places(buffer)[place]
+            damaged = getattr(handle, plan).clone()
+            damaged.view(-1)[where] = value
+            handle = replace(handle, **{plan: damaged})
+        text = outcome(buffer, "combine", recv_x, recv_weights, handle)
+        good_round(buffer)
+        return text
+
+
 def overwritten(group: Any, culprit: int, name: str, value: int, goes_on: bool) -> list[str]:
     """One number of the culprit's plans is another; for each op what this rank saw. The group goes on after each."""
     texts = []

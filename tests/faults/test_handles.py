@@ -50,6 +50,15 @@ def test_an_overwritten_number(make_ranks: MakeRanks, heap: str, name: str, valu
         assert_refused(list(texts), heap)
 
 
+BOUNDS = ("token", "source", "slot", "copies", "first", "row", "k", "sent slot", "sent k")
+
+
+@pytest.mark.parametrize("name", [*BOUNDS, *HEAD[1:]])
+def test_a_number_at_its_bound(make_ranks: MakeRanks, name: str) -> None:
+    """The least that leads outside is refused: bounds are exact."""
+    assert_refused(make_ranks("threads", SIZE).run(cases.at_the_bound, CULPRIT, name), "threads")
+
+
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_plans_without_memory(make_ranks: MakeRanks, heap: str) -> None:
     *followed, numpy = zip(*make_ranks(heap, SIZE).run(cases.odd_plans, CULPRIT), strict=True)
