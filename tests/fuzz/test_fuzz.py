@@ -20,6 +20,8 @@ TARGETS = {  # name: source, corpus, defines, seconds of fuzzing
     "peers": ("peers.cpp", "peers", [], 12),
     "peers-gpu": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU"], 8),
 }
+# libFuzzer's own limit looks at ru_maxrss, which a process inherits over exec: the peak of the test process that starts it.
+MEMORY_LIMIT = ["-rss_limit_mb=0", "-malloc_limit_mb=1024"]
 CLANGS = ["clang++", *(f"clang++-{version}" for version in range(21, 14, -1))]
 
 
@@ -46,7 +48,7 @@ def test_new_inputs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CXX", require_clang(tmp_path))
     program = compile_program(str(HERE / source), tmp_path / "fuzz", "-fsanitize=fuzzer", *SANITIZERS, *defines)
     (tmp_path / "found").mkdir()
-    options = [f"-max_total_time={seconds}", "-seed=1", "-max_len=400", "-use_value_profile=1"]
+    options = [f"-max_total_time={seconds}", "-seed=1", "-max_len=400", "-use_value_profile=1", *MEMORY_LIMIT]
     run(program, *options, tmp_path / "found", HERE / "corpus" / corpus)
 
 
