@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from moe_rt.bench.contestants.base import Delivery
 from moe_rt.bench.contestants.moe import MoeRt
 from moe_rt.bench.layers import ExchangeLayer
-from moe_rt.experts import SwiGLUExperts
-from moe_rt.router import Router
+from moe_rt.nn.experts import SwiGLUExperts
+from moe_rt.nn.router import Router
 
 
 class Zeros(MoeRt):

@@ -21,10 +21,10 @@ from click.testing import CliRunner, Result
 from moe_rt.bench import launch
 from moe_rt.bench.cases import CASES
 from moe_rt.bench.contestants import NAMES
-from moe_rt.bench.machine import machine_card
 from moe_rt.bench.rank import Job
 from moe_rt.bench.results import slopes
 from moe_rt.cli import main
+from moe_rt.testing.host_info import machine_card
 
 HERE = Path(__file__).parent
 BASELINE = HERE / "baseline.json"

@@ -7,7 +7,7 @@ PLAN_CAPACITY: int
 PLAN_NUM_DROPPED: int
 MAX_SCRATCH_BYTES: int
 HOST_RECORD_BYTES: int
-NUM_FLIGHTS: int
+NUM_OP_RECORDS: int
 MOST_LAST_WORDS: int
 
 class Shape:
@@ -105,7 +105,7 @@ class Engine:
     def stream_from(self) -> tuple[int, int, int, int]: ...
     def close(self) -> bool: ...
 
-class Plaque:
+class SegmentHeader:
     rank: int
     num_ranks: int
     num_experts: int
@@ -117,10 +117,10 @@ class Plaque:
     poison: int
     mailboxes: int
     members: int
-    flights: int
+    op_records: int
     last_words: int
 
-class Flight:
+class OpRecord:
     number: int
     seq: int
     op: int
@@ -136,18 +136,18 @@ class Flight:
     handle_seq: int
 
 class SegmentReport:
-    plaque: Plaque
+    header: SegmentHeader
     poison: tuple[int, int, int]
     announced: tuple[list[int], list[int]]
-    said_goodbye: list[bool]
+    closed_to: list[bool]
     members: list[tuple[int, int]]
-    flights: list[Flight]
+    op_records: list[OpRecord]
     num_torn: int
     last_words: bytes
 
 def has_ended(descriptor: int, /) -> bool: ...
 def read_segment(holder: object, /) -> SegmentReport: ...
-def write_plaque(
+def write_segment_header(
     *, segment: int, shape: Shape, rank: int, config_hash: int, members: list[tuple[int, int]]
 ) -> None: ...
 def weighted_sum(

@@ -17,7 +17,6 @@ from moe_rt.bench.cases import CASES, DEFAULT_CASE, DTYPES, OPS, Case
 from moe_rt.bench.contestants import NAMES
 from moe_rt.bench.inputs import ROUTING_HELP
 from moe_rt.bench.launch import RankFailed
-from moe_rt.bench.machine import machine_card
 from moe_rt.bench.run import Settings, run, sweep_tokens
 from moe_rt.bench.table import console, show_machine, show_run
 from moe_rt.chaos.cli import chaos
@@ -26,7 +25,8 @@ from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
 from moe_rt.gpucheck.cli import gpucheck
-from moe_rt.native.choose import Heap
+from moe_rt.native.backend import Heap
+from moe_rt.testing.host_info import machine_card
 
 
 @click.group()

@@ -21,12 +21,12 @@ from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded
 from moe_rt.heap.meeting import reaching_store
 from moe_rt.heap.processes import Watch, place, watch
 from moe_rt.heap.rendezvous import StoreRendezvous, all_gather_records
-from moe_rt.heap.segments import together
+from moe_rt.heap.segments import all_or_none
 
 _LOOK_EVERY_S = 0.001
 
 
-class Members:
+class ElasticGroup:
     """The ranks of the default process group, and whose processes have ended. Making it is collective.
 
     Args:
@@ -54,7 +54,7 @@ class Members:
             self._watches = [watch(p["pid"]) if p.get("where") == here["where"] else None for p in places]
             return {}
 
-        together(rendezvous, watch_all, "watch its peers' processes", timeout_s)
+        all_or_none(rendezvous, watch_all, "watch its peers' processes", timeout_s)
 
     def survivors(self, timeout_s: float = 30.0) -> list[int]:
         """Replaces the default process group by one of the ranks that are left, in their old order.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Code(IntEnum):
-    """Status codes of cuda/protocol/status.h."""
+    """Status codes of cuda/protocol/core/status.h."""
 
     OK = 0
     INVALID_INPUT = 1

@@ -64,11 +64,11 @@ def planned(rank: int, num_ranks: int, on_cpu: bool) -> _engine.Fault:
     fields = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := fields.keys() - {"rank", "op", "at", "do"}:
         raise _nonsense("fields", sorted(unknown), "rank, op, at and do")
-    culprit, op = _number("rank", fields.get("rank", ""), int), _number("op", fields.get("op", "1"), int)
+    faulty_rank, op = _number("rank", fields.get("rank", ""), int), _number("op", fields.get("op", "1"), int)
     do, _, argument = fields.get("do", "").partition("=")
     at, action = POINTS.get(fields.get("at", "")), ACTIONS.get(do)
-    if not 0 <= culprit < num_ranks:
-        raise _nonsense("rank", culprit, f"[0, {num_ranks})")
+    if not 0 <= faulty_rank < num_ranks:
+        raise _nonsense("rank", faulty_rank, f"[0, {num_ranks})")
     if op < 1:
         raise _nonsense("op", op, "at least 1")
     if at is None:
@@ -82,7 +82,7 @@ def planned(rank: int, num_ranks: int, on_cpu: bool) -> _engine.Fault:
         raise _nonsense("at", fields["at"], "after_payload, since only what is not announced yet can be corrupted")
     if not on_cpu:
         raise _nonsense("a fault", text, "none on CUDA ranks")
-    mine = rank == culprit
+    mine = rank == faulty_rank
     return _engine.Fault(at=at if mine else Point.NONE, action=action if mine else Action.NONE, op=op, seconds=seconds)
 
 

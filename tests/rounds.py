@@ -1,4 +1,4 @@
-"""What every rank does in a conformance case: rounds of the real ops, which moe_rt.gpucheck.rounds compares."""
+"""What every rank does in a conformance case: rounds of the real ops, which moe_rt.testing.rounds compares."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from routing import Inputs, buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
-from moe_rt.config import BufferSpec
-from moe_rt.gpucheck.rounds import expect, play
+from moe_rt.config.spec import BufferSpec
+from moe_rt.testing.rounds import expect, play
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@
 // barrier.
 #pragma once
 
-#include "../protocol/wire.h"
+#include "../protocol/core/wire.h"
 
 namespace moe_rt {
 

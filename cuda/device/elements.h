@@ -1,7 +1,7 @@
 // Payload elements: how each becomes an accumulator and is rounded back, on a GPU and, for tests, on the CPU.
 #pragma once
 
-#include "../protocol/platform.h"
+#include "../protocol/core/platform.h"
 
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>

@@ -5,9 +5,9 @@
 // Sequence numbers and turns live in device memory and the kernels advance them, so a captured graph can be replayed.
 #pragma once
 
-#include "../protocol/coop.h"
-#include "../protocol/link.h"
-#include "../protocol/turns.h"
+#include "../protocol/core/coop.h"
+#include "../protocol/core/link.h"
+#include "../protocol/core/window_selector.h"
 
 namespace moe_rt {
 
@@ -19,7 +19,7 @@ struct DeviceState {
   int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry; see send
   uint32_t done;            // blocks of the running launch that have finished their share
   uint32_t failed;          // not zero once this rank has given up: later launches do nothing
-  Turns turns;              // of the last op announced
+  WindowSelector windows;   // of the last op announced
 };
 
 // Page-locked host memory that both sides see: what ended the group, written once, `reported` last.
@@ -56,7 +56,7 @@ class DeviceIdle {
     if (++looks_ % kLookEvery == 0) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
       const Mailbox& others = world_.mailbox(world_.rank, other, peer_);
-      if (said_goodbye(mailbox, seq)) return Code::kPeerClosed;
+      if (closed_before(mailbox, seq)) return Code::kPeerClosed;
       if (out_of_order(mailbox, seq, others, control_.state->seq[int(other)])) return Code::kCallOrderMismatch;
       if (machine_.clock_ns() > deadline_) return Code::kPeerTimeout;
     }
@@ -110,7 +110,7 @@ MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, u
   const auto block = m.block();
   const Kind kind = kind_of(op);
   const uint64_t seq = c.state->seq[int(kind)] + 1;
-  work(c.state->turns.next(kind));
+  work(c.state->windows.next(kind));
   streaming_store_fence();
   block.sync();
   if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
@@ -131,7 +131,7 @@ MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, u
   c.state->done = 0;
   c.state->bad_entry = kNoBadEntry;
   c.state->seq[int(kind)] = seq;
-  c.state->turns.take(kind);
+  c.state->windows.take(kind);
 }
 
 // Orders failures: the highest code, then the lowest peer, is the smallest key.
@@ -174,7 +174,7 @@ MOE_RT_FN void receive(const Machine& m, const World& w, const Control& c, Op op
   block.sync();
   const uint64_t worst = load_relaxed(m.shared().worst);
   if (worst == ~uint64_t{0}) {
-    after(seq, c.state->turns.taken(kind));
+    after(seq, c.state->windows.taken(kind));
     return;
   }
   if (!mine.ok() && severity(mine) == worst) fail(w, c, mine, m.link());

@@ -5,4 +5,4 @@ namespace moe_rt {
 using Links = MappedLinks;
 }
 
-#include "shells.h"
+#include "entry_points.h"

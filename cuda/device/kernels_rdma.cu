@@ -36,6 +36,6 @@ using Links = RdmaLinks<Nvshmem>;
 
 }  // namespace moe_rt
 
-#include "shells.h"
+#include "entry_points.h"
 
 MOE_RT_KERNEL_CALLING(dispatch_fetch, moe_rt::DispatchArgs, moe_rt::fetch_lists(launch, a))

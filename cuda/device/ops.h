@@ -8,9 +8,9 @@
 // lanes that move rows: warps(first) and blocks(first), over the launch's blocks from `first` on.
 #pragma once
 
-#include "../protocol/args.h"
-#include "../protocol/combine.h"
-#include "../protocol/dispatch.h"
+#include "../protocol/core/args.h"
+#include "../protocol/flat/combine.h"
+#include "../protocol/flat/dispatch.h"
 #include "exchange.h"
 #include "rows.h"
 #include "sizes.h"
@@ -113,9 +113,10 @@ struct Launch {
       const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), plan(a.recv_plan)};
       if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, blocks, a.offs, out.plan.head);
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
-        const int astray =
+        const int corrupt_source =
             gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_wire()), m.link(group));
-        if (astray >= 0) fail(w, c, {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, astray, seq, 0, 0}, m.link());
+        if (corrupt_source >= 0)
+          fail(w, c, {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, corrupt_source, seq, 0, 0}, m.link());
       });
     };
     receive(m, w, c, Op::kDispatch, 0, after, nothing);
@@ -128,7 +129,7 @@ struct Launch {
       if (!followed(in.plan, a.num_tokens)) return;
       with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
-        push<OwnPushed>(group, dims, w, window, in, rows(group, combine_wire(a.op)), link);
+        push<LocalPushed>(group, dims, w, window, in, rows(group, combine_wire(a.op)), link);
         link.flush();
       });
     });
@@ -138,7 +139,7 @@ struct Launch {
     const auto after = [&](uint64_t, int window) {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
         reduce(group, dims, w, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_wire(a.op)), OwnPushed{});
+               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_wire(a.op)), LocalPushed{});
       });
     };
     receive(m, w, c, a.op, plan(a.recv_plan).head->seq, after, [] {});
@@ -163,19 +164,19 @@ struct Launch {
   }
 
   // This rank cannot go on, as its host knows: ends every peer's waits.
-  MOE_RT_FN void give_up(const EndArgs& a) const {
+  MOE_RT_FN void abort_group(const EndArgs& a) const {
     if (m.block_index() != 0 || m.block().rank() != 0 || !replace_acq_rel(c.state->failed, 0u, 1u)) return;
     const auto link = m.link();
     for (int r = 0; r < w.shape.num_ranks; ++r) link.poison(w, r, poison_word(Code(a.code), w.rank, -1));
   }
 
-  // Says goodbye to every peer.
+  // Tells every peer that this rank has closed.
   MOE_RT_FN void leave(const EndArgs&) const {
     const Range peers = strided(m.block(), m.block_index() == 0 ? w.shape.num_ranks : 0);
     const auto link = m.link();
     for (int64_t r = peers.begin; r < peers.end; r += peers.step) {
-      link.goodbye(w, int(r), Kind::kDispatch);
-      link.goodbye(w, int(r), Kind::kCombine);
+      link.close(w, int(r), Kind::kDispatch);
+      link.close(w, int(r), Kind::kCombine);
     }
   }
 };

@@ -89,12 +89,12 @@ class RdmaSignals {
       net_.replace(reinterpret_cast<uint64_t*>(memory_.segment + w.layout.poison), uint64_t{0}, word, peer);
     }
   }
-  MOE_RT_FN void goodbye(const World& w, int peer, Kind kind) const {
+  MOE_RT_FN void close(const World& w, int peer, Kind kind) const {
     if (w.base[peer]) {
-      mapped_.goodbye(w, peer, kind);
+      mapped_.close(w, peer, kind);
     } else {
       net_.quiet();  // the last signal first
-      net_.put_value(&mailbox(w, kind).goodbye, uint64_t{1}, peer);
+      net_.put_value(&mailbox(w, kind).closed, uint64_t{1}, peer);
       net_.quiet();
     }
   }
@@ -140,7 +140,7 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
   const auto block = m.block();
   const uint64_t seq = c.state->seq[int(Kind::kDispatch)];
   const Header ours{seq, w.config, call_word(Op::kDispatch, c.tag, 0), Code::kOk, 0, 0, 0};
-  const int window = c.state->turns.taken(Kind::kDispatch);
+  const int window = c.state->windows.taken(Kind::kDispatch);
   const Layout::Window& o = w.layout.window[window];
   const char* const there = m.links.memory.segment;
   for (int source = m.block_index(); source < w.shape.num_ranks; source += m.num_blocks()) {

@@ -2,10 +2,10 @@
 //
 // Lanes take neighbouring vectors, several at once, so that many loads are under way before the first is used. Sums are
 // taken in the accumulator type, in the order given, and rounded once: the bits of the CPU engine. Coded rows
-// (protocol/wire.h) go by teams of lanes, a block of 128 elements each: coded_rows.h.
+// (protocol/core/wire.h) go by teams of lanes, a block of 128 elements each: coded_rows.h.
 #pragma once
 
-#include "../protocol/dims.h"
+#include "../protocol/core/dims.h"
 #include "coded_rows.h"
 #include "elements.h"
 

@@ -2,8 +2,8 @@
 // device.
 #pragma once
 
-#include "../protocol/index.h"
-#include "../protocol/routing_tiles.h"
+#include "../protocol/flat/index.h"
+#include "../protocol/flat/routing_tiles.h"
 
 namespace moe_rt {
 

@@ -184,9 +184,9 @@ NB_MODULE(_engine, m) {
       .def("health", &Engine::health)
       .def("timings",
            [](const Engine& e) {
-             const Flight& f = e.flight();
+             const OpRecord& f = e.op_record();
              return nb::make_tuple(static_cast<int>(f.op), f.announced_ns - f.start_ns, f.heard_ns - f.announced_ns,
-                                   f.end_ns - f.heard_ns, e.arrival_ns(), e.line_ns());
+                                   f.end_ns - f.heard_ns, e.arrival_ns(), e.line_latency_ns());
            })
       .def("waited_ns", &Engine::waited_ns)
       .def("stream_from",

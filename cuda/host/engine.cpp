@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "engine_call.h"
+#include "exchange.h"
 #include "plan_mark.h"
 #include "recording.h"
 
@@ -14,7 +14,7 @@ Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
       dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_wire, config_.combine_wire},
       table_(rows::find_table(config_.isa.c_str())),
-      nearness_(config_.shape.num_ranks, config_.rank, config_.near_ns) {
+      cache_locality_(config_.shape.num_ranks, config_.rank, config_.near_ns) {
   if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
   const Shape& shape = config_.shape;
   if (shape.num_topk < 1 || shape.num_topk > kMaxTopk) {
@@ -72,7 +72,7 @@ Status Engine::wait_all(Op op, const Header& ours) {
     const int64_t arrival = nanoseconds(start, Clock::now()), waited = arrival - before;
     before = arrival;
     store_relaxed(waited_ns_[peer], waited_ns_[peer] + waited);
-    if (waited > flight_.longest_ns) flight_.longest_ns = waited, flight_.longest_peer = peer;
+    if (waited > op_record_.longest_ns) op_record_.longest_ns = waited, op_record_.longest_peer = peer;
     if (code == Code::kInterrupted) return {code, op, Phase::kWait, -1, ours.seq, 0, 0};  // no peer is to blame
     const uint64_t announced = load_acquire(mailbox.signal);
     // What a look has found wrong with the peer does not count if it has announced meanwhile.
@@ -92,11 +92,11 @@ Status Engine::wait_all(Op op, const Header& ours) {
 // Ranks that share a cache have equal parts of it. What is written for a rank with another cache had better not stay in
 // this one: fetching it from here takes longer than from memory.
 void Engine::set_stream_from() {
-  const auto part = static_cast<double>(config_.cache_bytes) / nearness_.num_near();
+  const auto part = static_cast<double>(config_.cache_bytes) / cache_locality_.num_near();
   const auto from = [&](double share) { return static_cast<int64_t>(part * share); };
   const rows::StreamShares& shares = table_->stream;
   stream_from_ = {from(shares.published), from(shares.received), from(shares.pushed), from(shares.combined)};
-  if (nearness_.num_near() < world_.shape.num_ranks) stream_from_.published = stream_from_.pushed = 0;
+  if (cache_locality_.num_near() < world_.shape.num_ranks) stream_from_.published = stream_from_.pushed = 0;
 }
 
 Status Engine::fail(Status status) {
@@ -112,10 +112,10 @@ Status Engine::fail(Status status) {
   return failure_ = status;
 }
 
-// Of the op that runs, in this rank's own segment: peers and strangers read it there (flight.h).
-void Engine::record(int64_t Flight::* step, Clock::time_point when) {
-  flight_.*step = nanoseconds({}, when);
-  write_flight(world_.flight(flight_.number), flight_);
+// Of the op that runs, in this rank's own segment: peers and other processes read it there (op_record.h).
+void Engine::record(int64_t OpRecord::* step, Clock::time_point when) {
+  op_record_.*step = nanoseconds({}, when);
+  write_op_record(world_.op_record(op_record_.number), op_record_);
 }
 
 std::vector<int64_t> Engine::waited_ns() const {
@@ -157,7 +157,7 @@ bool Engine::close() {
   if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return false;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
     for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
-      say_goodbye(world_.mailbox(peer, kind, world_.rank));
+      post_closed(world_.mailbox(peer, kind, world_.rank));
     }
   }
   // Taking the engine for good: whoever comes later finds it busy and closed, and touches no segment.

@@ -10,13 +10,13 @@
 #include <thread>
 #include <vector>
 
-#include "../protocol/args.h"
-#include "../protocol/combine.h"
-#include "../protocol/dispatch.h"
-#include "../protocol/routing.h"
-#include "../protocol/turns.h"
+#include "../protocol/core/args.h"
+#include "../protocol/core/window_selector.h"
+#include "../protocol/flat/combine.h"
+#include "../protocol/flat/dispatch.h"
+#include "../protocol/flat/routing.h"
+#include "cache_locality.h"
 #include "fault.h"
-#include "nearness.h"
 #include "placement.h"
 #include "rows.h"
 #include "team.h"
@@ -71,12 +71,12 @@ class Engine {
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.
   Status health() const;
-  // Local: says goodbye to peers and refuses further ops. Idempotent. True when the segments may be unmapped: not while
-  // another thread is inside an op.
+  // Local: tells peers that it has closed and refuses further ops. Idempotent. True when the segments may be unmapped:
+  // not while another thread is inside an op.
   bool close();
 
   // The op of now, or the last one: when lane 0 began it, announced, had heard of everyone, and ended.
-  const Flight& flight() const { return flight_; }
+  const OpRecord& op_record() const { return op_record_; }
   // Bytes from which on this rank stores rows of a kind past the caches (rows.h).
   struct StreamFrom {
     int64_t published, received, pushed, combined;
@@ -86,7 +86,7 @@ class Engine {
   const std::vector<int64_t>& arrival_ns() const { return arrival_ns_; }
   // [R] how long this rank has waited for each peer so far, looking at peers in rank order.
   std::vector<int64_t> waited_ns() const;
-  const std::vector<double>& line_ns() const { return nearness_.line_ns(); }
+  const std::vector<double>& line_latency_ns() const { return cache_locality_.line_latency_ns(); }
 
  private:
   struct Call;
@@ -100,7 +100,7 @@ class Engine {
   Status wait_all(Op op, const Header& ours);
   Status fail(Status status);
   void set_stream_from();
-  void record(int64_t Flight::* step, std::chrono::steady_clock::time_point when);
+  void record(int64_t OpRecord::* step, std::chrono::steady_clock::time_point when);
   // For an op that writes n rows of a kind that is streamed from so many bytes on.
   template <class Acc>
   rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Wire wire) const;
@@ -128,14 +128,14 @@ class Engine {
   std::vector<Line> scratch_rows_;  // a row of a window for every lane
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds];
-  Turns turns_{};
+  WindowSelector windows_{};
   Status failure_;
   Point fault_point_ = Point::kNone;  // of the running op
-  Flight flight_{};
+  OpRecord op_record_{};
   std::vector<int64_t> arrival_ns_, waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;
   bool oversubscribed_;
-  Nearness nearness_;
+  CacheLocality cache_locality_;
   StreamFrom stream_from_;
   pid_t pid_;  // a forked child is not this rank
 };

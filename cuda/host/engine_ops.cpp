@@ -1,8 +1,8 @@
 // The four ops of the CPU engine, each as what it does before announcing and after everyone has announced.
 #include <algorithm>
 
-#include "engine_call.h"
-#include "own_partials.h"
+#include "exchange.h"
+#include "local_partials.h"
 
 namespace moe_rt {
 
@@ -58,16 +58,16 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
 
   const auto after = [&](const auto& coop, uint64_t seq, int window, Status& status) {
     Blocks blocks = Blocks::view(blocks_.data(), world_.shape, num_local);
-    const int stranger = index_blocks<Acc>(coop, world_, window, blocks);
-    const int full = stranger >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, window, blocks);
-    if (stranger >= 0 || full >= 0) {
+    const int corrupt_source = index_blocks<Acc>(coop, world_, window, blocks);
+    const int full = corrupt_source >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, window, blocks);
+    if (corrupt_source >= 0 || full >= 0) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
         for (int r = 0; r < world_.shape.num_ranks; ++r) needed_rows_[r] = rows_for(world_, window, r);
         status = {Code::kCapacityOverflow, Op::kDispatch,        Phase::kGather, full, seq,
                   needed_rows_[full],      world_.capacity[full]};
       } else {
-        status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, stranger, seq, 0, 0};
+        status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, corrupt_source, seq, 0, 0};
       }
       return;
     }
@@ -99,7 +99,7 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const Wire wire = a.op == Op::kCombine ? dims_.combine_wire() : Wire::kRaw;
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
-  using Own = OwnPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
+  using Own = LocalPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
   const auto before = [&](const auto& coop, int window, Header&) {
     push<Own>(coop, dims_, world_, window, in,
               row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, wire), MappedLink{});

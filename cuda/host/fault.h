@@ -11,8 +11,8 @@
 #include <thread>
 #include <utility>
 
-#include "../protocol/coop.h"
-#include "../protocol/layout.h"
+#include "../protocol/core/coop.h"
+#include "../protocol/core/layout.h"
 
 namespace moe_rt {
 

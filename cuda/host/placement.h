@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../protocol/layout.h"
+#include "../protocol/core/layout.h"
 
 namespace moe_rt {
 

@@ -5,17 +5,17 @@
 #include <string>
 #include <vector>
 
-#include "../protocol/layout.h"
+#include "../protocol/core/layout.h"
 
 namespace moe_rt {
 
 struct SegmentReport {
-  Plaque plaque;
+  SegmentHeader header;
   uint64_t poison;
   std::vector<uint64_t> announced[kNumKinds];  // [R] what each rank has announced to this one
-  std::vector<bool> said_goodbye;              // [R] to this one
+  std::vector<bool> closed_to;                 // [R] to this one
   std::vector<Member> members;                 // [R]
-  std::vector<Flight> flights;                 // the last kNumFlights at most, in order
+  std::vector<OpRecord> op_records;            // the last kNumOpRecords at most, in order
   int num_torn = 0;                            // slots that changed at every look
   std::string last_words;                      // of its rank: any bytes
 };

@@ -1,4 +1,4 @@
-// The part of moe_rt._engine that writes a plaque and reads segments; moe_rt/diagnostics makes reports of it.
+// The part of moe_rt._engine that writes a segment header and reads segments; moe_rt/diagnostics makes reports of it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -26,64 +26,64 @@ SegmentReport read_buffer(nb::handle holder) {
 }  // namespace
 
 void bind_report(nb::module_& m) {
-  m.attr("NUM_FLIGHTS") = kNumFlights;
+  m.attr("NUM_OP_RECORDS") = kNumOpRecords;
   m.attr("MOST_LAST_WORDS") = sizeof(LastWords::text);
-  nb::class_<Plaque>(m, "Plaque")
-      .def_ro("rank", &Plaque::rank)
-      .def_ro("num_ranks", &Plaque::num_ranks)
-      .def_ro("num_experts", &Plaque::num_experts)
-      .def_ro("num_max_tokens", &Plaque::num_max_tokens)
-      .def_ro("hidden", &Plaque::hidden)
-      .def_ro("num_topk", &Plaque::num_topk)
-      .def_ro("elem_bytes", &Plaque::elem_bytes)
-      .def_ro("config", &Plaque::config)
-      .def_ro("poison", &Plaque::poison)
-      .def_ro("mailboxes", &Plaque::mailboxes)
-      .def_ro("members", &Plaque::members)
-      .def_ro("flights", &Plaque::flights)
-      .def_ro("last_words", &Plaque::last_words);
-  nb::class_<Flight>(m, "Flight")
-      .def_ro("number", &Flight::number)
-      .def_ro("seq", &Flight::seq)
-      .def_prop_ro("op", [](const Flight& f) { return static_cast<int>(f.op); })
-      .def_prop_ro("code", [](const Flight& f) { return static_cast<int>(f.code); })
-      .def_ro("tag", &Flight::tag)
-      .def_ro("num_tokens", &Flight::num_tokens)
-      .def_ro("start_ns", &Flight::start_ns)
-      .def_ro("announced_ns", &Flight::announced_ns)
-      .def_ro("heard_ns", &Flight::heard_ns)
-      .def_ro("end_ns", &Flight::end_ns)
-      .def_ro("longest_ns", &Flight::longest_ns)
-      .def_ro("longest_peer", &Flight::longest_peer)
-      .def_ro("handle_seq", &Flight::handle_seq);
+  nb::class_<SegmentHeader>(m, "SegmentHeader")
+      .def_ro("rank", &SegmentHeader::rank)
+      .def_ro("num_ranks", &SegmentHeader::num_ranks)
+      .def_ro("num_experts", &SegmentHeader::num_experts)
+      .def_ro("num_max_tokens", &SegmentHeader::num_max_tokens)
+      .def_ro("hidden", &SegmentHeader::hidden)
+      .def_ro("num_topk", &SegmentHeader::num_topk)
+      .def_ro("elem_bytes", &SegmentHeader::elem_bytes)
+      .def_ro("config", &SegmentHeader::config)
+      .def_ro("poison", &SegmentHeader::poison)
+      .def_ro("mailboxes", &SegmentHeader::mailboxes)
+      .def_ro("members", &SegmentHeader::members)
+      .def_ro("op_records", &SegmentHeader::op_records)
+      .def_ro("last_words", &SegmentHeader::last_words);
+  nb::class_<OpRecord>(m, "OpRecord")
+      .def_ro("number", &OpRecord::number)
+      .def_ro("seq", &OpRecord::seq)
+      .def_prop_ro("op", [](const OpRecord& f) { return static_cast<int>(f.op); })
+      .def_prop_ro("code", [](const OpRecord& f) { return static_cast<int>(f.code); })
+      .def_ro("tag", &OpRecord::tag)
+      .def_ro("num_tokens", &OpRecord::num_tokens)
+      .def_ro("start_ns", &OpRecord::start_ns)
+      .def_ro("announced_ns", &OpRecord::announced_ns)
+      .def_ro("heard_ns", &OpRecord::heard_ns)
+      .def_ro("end_ns", &OpRecord::end_ns)
+      .def_ro("longest_ns", &OpRecord::longest_ns)
+      .def_ro("longest_peer", &OpRecord::longest_peer)
+      .def_ro("handle_seq", &OpRecord::handle_seq);
   nb::class_<SegmentReport>(m, "SegmentReport")
-      .def_ro("plaque", &SegmentReport::plaque)
+      .def_ro("header", &SegmentReport::header)
       .def_prop_ro("poison",
                    [](const SegmentReport& r) {
                      return nb::make_tuple(static_cast<int>(poison_code(r.poison)), poison_origin(r.poison),
                                            poison_peer(r.poison));
                    })
       .def_prop_ro("announced", [](const SegmentReport& r) { return nb::make_tuple(r.announced[0], r.announced[1]); })
-      .def_ro("said_goodbye", &SegmentReport::said_goodbye)
+      .def_ro("closed_to", &SegmentReport::closed_to)
       .def_prop_ro("members",
                    [](const SegmentReport& r) {
                      std::vector<std::tuple<int64_t, uint64_t>> members;
                      for (const Member& member : r.members) members.emplace_back(member.pid, member.inode);
                      return members;
                    })
-      .def_ro("flights", &SegmentReport::flights)
+      .def_ro("op_records", &SegmentReport::op_records)
       .def_ro("num_torn", &SegmentReport::num_torn)
       .def_prop_ro("last_words",
                    [](const SegmentReport& r) { return nb::bytes(r.last_words.data(), r.last_words.size()); });
 
   m.def("read_segment", &read_buffer);
   m.def(
-      "write_plaque",
+      "write_segment_header",
       [](uint64_t segment, const Shape& shape, int rank, uint64_t config_hash,
          const std::vector<std::tuple<int64_t, uint64_t>>& members) {
         std::vector<Member> table;
         for (const auto& [pid, inode] : members) table.push_back({pid, inode});
-        write_plaque(reinterpret_cast<char*>(segment), shape, rank, config_hash, table);
+        write_segment_header(reinterpret_cast<char*>(segment), shape, rank, config_hash, table);
       },
       nb::kw_only(), nb::arg("segment"), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("members"));
 }

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../protocol/dims.h"
-#include "../protocol/layout.h"
+#include "../protocol/core/dims.h"
+#include "../protocol/core/layout.h"
 
 namespace moe_rt::rows {
 
@@ -18,8 +18,8 @@ template <class Acc>
 struct Functions {
   void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
   Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden, bool stream);
-  // Coded rows (protocol/wire.h); nullptr for fp64, which is never coded. encode_sum codes the weighted sum of rows,
-  // decode_sum rounds the sum of coded rows.
+  // Coded rows (protocol/core/wire.h); nullptr for fp64, which is never coded. encode_sum codes the weighted sum of
+  // rows, decode_sum rounds the sum of coded rows.
   void (*encode_sum)(Wire wire, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
   void (*decode_sum)(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden);
 };
@@ -34,7 +34,7 @@ struct StreamShares {
 struct Table {
   const char* name;
   StreamShares stream;
-  int64_t ahead;  // bytes: how far before a load its line is asked for
+  int64_t prefetch_distance;  // bytes between a load and the line that is fetched for a later one
   // To each of n places that is not nullptr.
   void (*copy)(char* const* dsts, int n, const char* src, int64_t bytes, bool stream);
   Functions<float> f32, bf16, f16;
@@ -92,8 +92,8 @@ struct HostRows {
     }
   }
   // The lines of a row that no sum asks for in time.
-  void ask_for(const char* row) const {
-    const int64_t bytes = smaller(table->ahead, wire_bytes());
+  void prefetch(const char* row) const {
+    const int64_t bytes = smaller(table->prefetch_distance, wire_bytes());
     for (int64_t i = 0; i < bytes; i += kRowAlign) __builtin_prefetch(row + i);
   }
   // After the first of them, g is in the cache.

@@ -8,18 +8,18 @@
 namespace moe_rt::rows {
 namespace {
 
-constexpr int kLine = 64;
+constexpr int kCacheLine = 64;
 
 // How far ahead of a load its line is asked for. Rows of a token lie in as many places as it has experts, and hardware
 // prefetchers start anew at each; past the end of a row comes the same expert's next row, which is wanted soon.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int64_t kAhead = 1024;
+constexpr int64_t kPrefetchDistance = 1024;
 #else
-constexpr int64_t kAhead = 2048;
+constexpr int64_t kPrefetchDistance = 2048;
 #endif
 
 inline void prefetch(const char* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(p + kAhead + i);
+  for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(p + kPrefetchDistance + i);
 }
 
 // How so many elements at a time become accumulators, and back.
@@ -42,16 +42,16 @@ struct Element {
 
 using F32 = Element<float, 4, Lanes<Floats, kFloats, load_f32, store_f32>>;
 using Bf16 = Element<float, 2, Lanes<Floats, kFloats, load_bf16, store_bf16>,
-                     Lanes<Apart, kApart, load_bf16_apart, store_bf16_apart>>;
+                     Lanes<Deinterleaved, kDeinterleaved, load_bf16_deinterleaved, store_bf16_deinterleaved>>;
 using F16 = Element<float, 2, Lanes<Floats, kFloats, load_f16, store_f16>>;
 using F64 = Element<double, 8, Lanes<Doubles, kDoubles, load_f64, store_f64>>;
 
 // Whole lines past the caches, what surrounds them through them.
 inline void stream_part(char* dst, const char* src, int64_t bytes) {
-  const int64_t misaligned = (kLine - reinterpret_cast<uintptr_t>(dst) % kLine) % kLine;
+  const int64_t misaligned = (kCacheLine - reinterpret_cast<uintptr_t>(dst) % kCacheLine) % kCacheLine;
   int64_t i = smaller(misaligned, bytes);
   std::memcpy(dst, src, i);
-  for (; i + kLine <= bytes; i += kLine) stream_line(dst + i, src + i);
+  for (; i + kCacheLine <= bytes; i += kCacheLine) stream_line(dst + i, src + i);
   std::memcpy(dst + i, src + i, bytes - i);
 }
 
@@ -59,7 +59,7 @@ inline void stream_part(char* dst, const char* src, int64_t bytes) {
 // where a peer holds the lines. Past the caches part by part to every place, so that each part is read once and no
 // place waits for a whole row of another.
 void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream) {
-  constexpr int64_t kPart = 16 * kLine;
+  constexpr int64_t kPart = 16 * kCacheLine;
   if (!stream) {
     prefetch(src, bytes);
     for (int c = 0; c < n; ++c) {
@@ -93,9 +93,9 @@ template <class E, int kBlocks, int kRows>
     for (int b = 0; b < kBlocks; ++b) L::store(dst + at + b * kStep, sums[b]);
     return;
   }
-  alignas(kLine) char lines[kBlocks * kStep];
+  alignas(kCacheLine) char lines[kBlocks * kStep];
   for (int b = 0; b < kBlocks; ++b) L::store(lines + b * kStep, sums[b]);
-  for (int64_t i = 0; i < kBlocks * kStep; i += kLine) stream_line(dst + at + i, lines + i);
+  for (int64_t i = 0; i < kBlocks * kStep; i += kCacheLine) stream_line(dst + at + i, lines + i);
 }
 
 // All whole blocks of a row; returns where they end. Copies of what it is given stay in registers: stores to dst might
@@ -134,10 +134,10 @@ void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* giv
                   bool stream) {
   using L = typename E::AnyOrder;
   typename E::Acc weights[kMaxTopk];
-  for (int j = 0; j < n; ++j) {  // a NaN becomes the one that store_bf16_apart may be given
+  for (int j = 0; j < n; ++j) {  // a NaN becomes the one that store_bf16_deinterleaved may be given
     weights[j] = given[j] == given[j] ? given[j] : std::numeric_limits<typename E::Acc>::quiet_NaN();
   }
-  stream = stream && reinterpret_cast<uintptr_t>(dst) % kLine == 0;
+  stream = stream && reinterpret_cast<uintptr_t>(dst) % kCacheLine == 0;
   const auto sum_whole = n == 1   ? sum_whole_blocks<E, 1>
                          : n == 2 ? sum_whole_blocks<E, 2>
                          : n == 3 ? sum_whole_blocks<E, 3>
@@ -154,8 +154,8 @@ template <class E>
 typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, const char* y, int64_t hidden,
                           bool stream) {
   using L = typename E::InOrder;
-  constexpr int64_t kStep = L::kLanes * E::kBytes, kWhole = std::max<int64_t>(kStep, kLine);
-  stream = stream && reinterpret_cast<uintptr_t>(dst) % kLine == 0;
+  constexpr int64_t kStep = L::kLanes * E::kBytes, kWhole = std::max<int64_t>(kStep, kCacheLine);
+  stream = stream && reinterpret_cast<uintptr_t>(dst) % kCacheLine == 0;
   const int64_t whole = hidden / L::kLanes * kStep, rest = hidden * E::kBytes - whole;
   typename L::Block dot = {};
   const auto scale_block = [&](char* to, int64_t at) {
@@ -167,9 +167,9 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
   for (; at + kWhole <= whole; at += kWhole) {
     prefetch(g + at, kWhole);
     prefetch(y + at, kWhole);
-    alignas(kLine) char lines[kWhole];
+    alignas(kCacheLine) char lines[kWhole];
     for (int64_t i = 0; i < kWhole; i += kStep) scale_block((stream ? lines : dst + at) + i, at + i);
-    for (int64_t i = 0; stream && i < kWhole; i += kLine) stream_line(dst + at + i, lines + i);
+    for (int64_t i = 0; stream && i < kWhole; i += kCacheLine) stream_line(dst + at + i, lines + i);
   }
   for (; at < whole; at += kStep) scale_block(dst + at, at);
   if (rest != 0) {
@@ -190,7 +190,7 @@ void encode_sum(Wire wire, char* dst, const char* const* srcs, const float* weig
   using L = typename E::InOrder;
   auto* codes = reinterpret_cast<uint8_t*>(dst);
   auto* scales = reinterpret_cast<float*>(dst + wire_scales_offset(hidden));
-  alignas(kLine) float sums[kWireBlock];
+  alignas(kCacheLine) float sums[kWireBlock];
   char* const block = reinterpret_cast<char*>(sums);
   for (int64_t first = 0; first < hidden; first += kWireBlock) {
     const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
@@ -213,7 +213,7 @@ void encode_sum(Wire wire, char* dst, const char* const* srcs, const float* weig
 template <class E>
 void decode_sum(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden) {
   using L = typename E::InOrder;
-  alignas(kLine) float sums[kWireBlock];
+  alignas(kCacheLine) float sums[kWireBlock];
   for (int64_t first = 0; first < hidden; first += kWireBlock) {
     const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
     std::fill(sums, sums + kWireBlock, 0.0f);
@@ -239,7 +239,8 @@ constexpr Functions<typename E::Acc> functions() {
 }
 
 constexpr Table make_table(const char* name, StreamShares stream) {
-  return {name, stream, kAhead, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
+  return {
+      name, stream, kPrefetchDistance, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
 }
 
 }  // namespace

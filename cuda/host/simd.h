@@ -1,10 +1,10 @@
 // Sixteen floats or eight doubles at a time, for the instruction set that the including file is compiled for.
 //
 // A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order. Sums
-// element by element need none: for them bf16 has blocks of its own, Apart, whose lanes are shuffled until they are
-// stored. What is stored must have no NaN with anything in its lower half: sums of bf16 rows have none, if no weight
-// has. Everything has internal linkage: code compiled with wider instructions must not replace the portable one at link
-// time.
+// element by element need none: for them bf16 has blocks of its own, Deinterleaved, whose lanes are shuffled until they
+// are stored. What is stored must have no NaN with anything in its lower half: sums of bf16 rows have none, if no
+// weight has. Everything has internal linkage: code compiled with wider instructions must not replace the portable one
+// at link time.
 #pragma once
 
 #include <cstdint>
@@ -48,15 +48,15 @@ inline void store_bf16(char* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
 // Even and odd elements: each is a shift or a mask away from its float, which costs half as much as widening.
-struct Apart {
+struct Deinterleaved {
   __m512 even, odd;
 };
-constexpr int kApart = 32;
-inline Apart load_bf16_apart(const char* p) {
+constexpr int kDeinterleaved = 32;
+inline Deinterleaved load_bf16_deinterleaved(const char* p) {
   const __m512i pairs = _mm512_loadu_si512(p), odd = _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u)));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), _mm512_castsi512_ps(odd)};
 }
-inline Apart add_scaled(Apart sum, float w, Apart x) {
+inline Deinterleaved add_scaled(Deinterleaved sum, float w, Deinterleaved x) {
   const __m512 f = _mm512_set1_ps(w);
   return {_mm512_add_ps(sum.even, _mm512_mul_ps(f, x.even)), _mm512_add_ps(sum.odd, _mm512_mul_ps(f, x.odd))};
 }
@@ -66,7 +66,7 @@ inline __m512i round_number(__m512 x) {
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
 }
-inline void store_bf16_apart(char* p, Apart x) {
+inline void store_bf16_deinterleaved(char* p, Deinterleaved x) {
   const __m512i even = _mm512_srli_epi32(round_number(x.even), 16);
   _mm512_storeu_si512(p, _mm512_mask_blend_epi16(0xaaaaaaaa, even, round_number(x.odd)));
 }
@@ -118,14 +118,14 @@ inline void store_bf16(char* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 // Even elements in `lo`, odd ones in `hi`: each is a shift or a mask away from its float, half the work of widening.
-using Apart = Floats;
-constexpr int kApart = kFloats;
-inline Apart load_bf16_apart(const char* p) {
+using Deinterleaved = Floats;
+constexpr int kDeinterleaved = kFloats;
+inline Deinterleaved load_bf16_deinterleaved(const char* p) {
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   const __m256i odd = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(odd)};
 }
-inline void store_bf16_apart(char* p, Apart x) {
+inline void store_bf16_deinterleaved(char* p, Deinterleaved x) {
   const __m256i even = _mm256_srli_epi32(round_number(x.lo), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_blend_epi16(even, round_number(x.hi), 0xaa));
 }
@@ -198,10 +198,10 @@ inline void store_bf16(char* p, Floats x) {
     put_half(p, i, x.v[i] == x.v[i] ? even : u >> 16 | 0x40u);
   }
 }
-using Apart = Floats;
-constexpr int kApart = kFloats;
-inline Apart load_bf16_apart(const char* p) { return load_bf16(p); }
-inline void store_bf16_apart(char* p, Apart x) { store_bf16(p, x); }
+using Deinterleaved = Floats;
+constexpr int kDeinterleaved = kFloats;
+inline Deinterleaved load_bf16_deinterleaved(const char* p) { return load_bf16(p); }
+inline void store_bf16_deinterleaved(char* p, Deinterleaved x) { store_bf16(p, x); }
 inline void store_f16(char* p, Floats x) {
   for (int i = 0; i < kFloats; ++i) {
     const uint32_t u = bits_of(x.v[i]), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;

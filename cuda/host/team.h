@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "../protocol/atomics.h"
-#include "../protocol/coop.h"
+#include "../protocol/core/atomics.h"
+#include "../protocol/core/coop.h"
 
 namespace moe_rt {
 

@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <utility>
 
-#include "../protocol/layout.h"
+#include "../protocol/core/layout.h"
 #include "process.h"
 
 #if defined(__x86_64__)
@@ -81,7 +81,7 @@ class HostIdle {
     looked_ = now;
     dozing_ = waited_ > kDozeAfter;
     const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
-    if (said_goodbye(mailbox, seq)) return Code::kPeerClosed;
+    if (closed_before(mailbox, seq)) return Code::kPeerClosed;
     if (out_of_order(mailbox, seq, world_.mailbox(world_.rank, other, peer_), seq_[static_cast<int>(other)])) {
       return Code::kCallOrderMismatch;
     }

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from moe_rt.config import contiguous_placement
+from moe_rt.config.spec import contiguous_placement
 from moe_rt.errors import InvalidConfig
-from moe_rt.native.choose import Heap
+from moe_rt.native.backend import Heap
 
 Op = Literal["dispatch", "combine", "pair", "layer"]
 OPS: tuple[Op, ...] = ("dispatch", "combine", "pair", "layer")

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from moe_rt.bench.cases import Case
 from moe_rt.bench.inputs import generator
-from moe_rt.experts import SwiGLUExperts
-from moe_rt.router import Router
+from moe_rt.nn.experts import SwiGLUExperts
+from moe_rt.nn.router import Router
 
 
 def make_router(case: Case) -> Router:

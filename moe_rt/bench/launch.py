@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
-from moe_rt.gpucheck.ranks import ENVIRONMENT as SHARED_GPU
+from moe_rt.testing.ranks import ENVIRONMENT as SHARED_GPU
 
 # glibc then keeps freed memory, in huge pages where it may. By default it returns every large tensor to the kernel, and
 # all that allocate per call spend most of their time on page faults; on a GPU torch's caching allocator sees to this.

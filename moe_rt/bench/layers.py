@@ -15,8 +15,8 @@ from moe_rt.bench.dense import make_experts, make_grad_out, make_router
 from moe_rt.bench.expect import Expectation
 from moe_rt.bench.inputs import Inputs
 from moe_rt.bench.step import Step
-from moe_rt.experts import SwiGLUExperts
-from moe_rt.router import Router
+from moe_rt.nn.experts import SwiGLUExperts
+from moe_rt.nn.router import Router
 
 if TYPE_CHECKING:
     from moe_rt.bench.contestants.base import Exchange

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_rt.bench.inputs import Inputs
 from moe_rt.bench.step import Step
 from moe_rt.bench.world import World
-from moe_rt.buffer import Buffer
+from moe_rt.comm.buffer import Buffer
 
 T = TypeVar("T")
 ITERS = 15
@@ -59,7 +59,7 @@ def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs], cold: b
     Returns:
         breakdown: phase -> median, mean over ranks.
         waits: op -> [rank][peer], mean of how long `rank` waited for `peer`, longer than for the peers before it.
-        line_ns: [rank][peer], how long a line takes to read that the peer has just written (`Buffer.timings`).
+        line_latency_ns: [rank][peer], how long a line takes to read that the peer has just written (`Buffer.timings`).
         overhead: op and mode -> median, mean over ranks, of what Python and autograd add to the engine's time.
     """
     notes = _Notes(buffer)
@@ -71,7 +71,7 @@ def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs], cold: b
         with torch.enable_grad():
             _pair_with_gradients(notes, buffer, inputs[i % len(inputs)])
     ranks = [json.loads(text) for text in world.gather(json.dumps(notes))]
-    lines = [json.loads(text) for text in world.gather(json.dumps(buffer.timings()["line_ns"]))]
+    lines = [json.loads(text) for text in world.gather(json.dumps(buffer.timings()["line_latency_ns"]))]
     mean = {name: fmean(median(rank[name]) for rank in ranks) / 1e3 for name in notes if "per peer" not in name}
     return {
         "breakdown": {phase: mean[phase] for phases in PHASES.values() for phase in phases},
@@ -79,7 +79,7 @@ def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs], cold: b
             op: [[fmean(column) / 1e3 for column in zip(*rank[f"per peer {op}"], strict=True)] for rank in ranks]
             for op in PHASES
         },
-        "line_ns": lines,
+        "line_latency_ns": lines,
         "overhead": {name.removeprefix("overhead "): us for name, us in mean.items() if name.startswith("overhead")},
     }
 

@@ -12,10 +12,10 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants import find
 from moe_rt.bench.inputs import route
 from moe_rt.bench.launch import find_mpirun, launch
-from moe_rt.bench.machine import cores, machine_card
 from moe_rt.bench.rank import Job
 from moe_rt.bench.results import rounded, slopes, summarise
 from moe_rt.errors import InvalidConfig
+from moe_rt.testing.host_info import cores, machine_card
 
 SMALL_OP_BYTES = 1 << 20
 

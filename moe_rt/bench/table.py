@@ -66,7 +66,7 @@ def _own_lines(own: dict[str, Any]) -> list[str]:
     lines = []
     if "breakdown" in own:
         lines.append("breakdown: " + ", ".join(f"{phase} {time(us)}" for phase, us in own["breakdown"].items()))
-        known = [ns for rank in own["line_ns"] for ns in rank if ns > 0] or [0.0]
+        known = [ns for rank in own["line_latency_ns"] for ns in rank if ns > 0] or [0.0]
         lines.append(f"a line that a peer has just written takes {min(known):.0f} to {max(known):.0f} ns to read")
         lines.append("added by Python: " + ", ".join(f"{op} {time(us)}" for op, us in own["overhead"].items()))
     for phase, share in own.get("share", {}).items():

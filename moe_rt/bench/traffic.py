@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.bench.cases import Case
-from moe_rt.config import contiguous_placement
+from moe_rt.config.spec import contiguous_placement
 
 # How many times tokens travel in an op: there, back, or both. A layer's forward is a pair.
 TRIPS = {"dispatch": 1, "combine": 1, "pair": 2, "layer": 2}

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from moe_rt.bench.machine import machine_card
 from moe_rt.chaos import rounds as rounds_of
 from moe_rt.chaos.outcome import Outcome
+from moe_rt.testing.host_info import machine_card
 
 
 @click.command()

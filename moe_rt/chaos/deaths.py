@@ -27,9 +27,9 @@ import click
 import torch
 import torch.distributed as dist
 
-from moe_rt.bench.machine import machine_card
-from moe_rt.buffer import Buffer
+from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
+from moe_rt.testing.host_info import machine_card
 
 VICTIM = 1  # of the ranks 0 and 1
 TOKENS, HIDDEN = 8, 32

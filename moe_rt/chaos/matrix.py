@@ -16,13 +16,13 @@ from typing import Any
 
 import click
 
-from moe_rt.bench.machine import machine_card
 from moe_rt.chaos.crew import Crew
 from moe_rt.chaos.outcome import Outcome
 from moe_rt.chaos.strike import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, Strike
 from moe_rt.faults import POINTS
+from moe_rt.testing.host_info import machine_card
 
-RANKS, CULPRIT = 3, 1  # some deadlocks show from three ranks on only
+RANKS, FAULTY_RANK = 3, 1  # some deadlocks show from three ranks on only
 SECOND_STEP = {"dispatch": 5, "combine": 6, "backward": 7}  # the ops struck, by number
 COMMAND = "python -m moe_rt.chaos.matrix --write docs/reliability.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
@@ -35,7 +35,7 @@ def strikes() -> Iterator[Strike]:
         for op in ops:
             for do in SURVIVORS_RAISE:
                 if do != "corrupt" or at == "after_payload":
-                    yield Strike(CULPRIT, op, at, do)
+                    yield Strike(FAULTY_RANK, op, at, do)
 
 
 def measure(progress: Callable[[Strike], None]) -> list[Outcome[Strike]]:

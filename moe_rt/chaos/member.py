@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moe_rt import faults
-from moe_rt.buffer import Buffer
 from moe_rt.chaos.board import Board
 from moe_rt.chaos.limits import MIB, limited
 from moe_rt.chaos.steps import Size, Steps, WrongData, make_buffer
+from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap.rendezvous import ThreadGroup
 

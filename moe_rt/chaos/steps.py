@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.buffer import Buffer
 from moe_rt.chaos.board import Board
+from moe_rt.comm.buffer import Buffer
 from moe_rt.heap.groups import Group
 
 TOPK, EXPERTS_PER_RANK = 2, 2

@@ -72,8 +72,8 @@ class Strike:
     def run(self, crew: Crew) -> Outcome[Strike]:
         """A session of all ranks with the fault in it.
 
-        An outcome's milliseconds run from when the culprit began the op in which it was struck until each survivor
-        raised; of a stop, less timeout_s. There are none where the culprit never comes to make a buffer.
+        An outcome's milliseconds run from when the faulty rank began the op in which it was struck until each survivor
+        raised; of a stop, less timeout_s. There are none where the faulty rank never comes to make a buffer.
         """
         stops, away, ranks = self.do == "stop", self.at == "pre_rendezvous", range(crew.size)
         timeout_s = self.stop_timeout_s if stops else PATIENCE_S
@@ -105,7 +105,7 @@ def _afterlife(crew: Crew, survivors: list[int], stopped: int) -> list[str]:
 def _judge(strike: Strike, reports: dict[int, dict[str, Any]], survivors: list[int]) -> list[str]:
     told = {"GroupPoisoned"} if strike.raised in ("PeerTimeout", "CorruptPeer", "GroupClosed") else set()
     complaints = not_raised(reports, survivors, {strike.raised} | told)
-    complaints += not_raised(reports, [strike.rank], _of_culprit(strike))
+    complaints += not_raised(reports, [strike.rank], _of_faulty_rank(strike))
     if strike.raised not in {report["raised"] for report in reports.values()}:
         complaints.append(f"no rank raised {strike.raised}")
     first, last = _steps_done(strike)
@@ -116,7 +116,7 @@ def _judge(strike: Strike, reports: dict[int, dict[str, Any]], survivors: list[i
     return complaints + after_all(reports)
 
 
-def _of_culprit(strike: Strike) -> set[str]:
+def _of_faulty_rank(strike: Strike) -> set[str]:
     """What the struck rank itself may report."""
     if strike.do == "stop":  # it wakes up after the group has ended
         return {{"pre_rendezvous": "PeerTimeout", "in_destroy": "nothing"}.get(strike.at, "GroupPoisoned")}

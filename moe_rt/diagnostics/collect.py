@@ -48,11 +48,11 @@ def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], watch
     late = stragglers([set(rank.waits_for) for rank in ranks])
     # While a rank is dead or has left, the others' being late is no cause: they may yet come.
     late = [rank for rank in late if ranks[rank].closed or ranks[rank].process == "dead"] or late
-    plaque = segments[0].plaque if segments else None
+    header = segments[0].header if segments else None
     return Report(
         time_ns=now,
-        config=f"{plaque.config:#x}" if plaque else "",
-        sizes={name: getattr(plaque, name) for name in SIZES} if plaque else {},
+        config=f"{header.config:#x}" if header else "",
+        sizes={name: getattr(header, name) for name in SIZES} if header else {},
         ranks=ranks,
         stragglers=late,
         conclusion=_conclude(ranks, late),
@@ -74,7 +74,7 @@ def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, watch: Watch | N
         segment = _engine.read_segment(mapping)
     except ValueError as error:
         return _View(pid, process, None, str(error))
-    got = (segment.plaque.rank, segment.plaque.num_ranks)
+    got = (segment.header.rank, segment.header.num_ranks)
     if got != (rank, num_ranks):
         return _View(pid, process, None, f"rank: got {got[0]} of {got[1]}, expected {rank} of {num_ranks}")
     return _View(pid, process, segment)
@@ -101,9 +101,9 @@ def _reachable(waits_for: Sequence[set[int]], start: int) -> set[int]:
 
 def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentReport], now: int) -> RankReport:
     own = view.segment
-    ops = [] if own is None else [_op_record(flight) for flight in own.flights]
+    ops = [] if own is None else [_op_record(op_record) for op_record in own.op_records]
     waits_for = [] if own is None or view.process == "dead" else _missing(own)
-    closed = any(s.said_goodbye[rank] for s in segments)
+    closed = any(s.closed_to[rank] for s in segments)
     return RankReport(
         rank=rank,
         pid=view.pid,
@@ -120,7 +120,7 @@ def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentRepor
     )
 
 
-def _op_record(f: _engine.Flight) -> OpRecord:
+def _op_record(f: _engine.OpRecord) -> OpRecord:
     first, last = ("publish", "gather") if _kind(f.op) == 0 else ("push", "reduce")
     phase = "" if f.end_ns else last if f.heard_ns else "wait" if f.announced_ns else first
     return OpRecord(
@@ -143,9 +143,9 @@ def _op_record(f: _engine.Flight) -> OpRecord:
 
 def _missing(segment: _engine.SegmentReport) -> list[int]:
     """Who has not announced the op that this rank waits in, or has failed in."""
-    if not segment.flights:
+    if not segment.op_records:
         return []
-    last = segment.flights[-1]
+    last = segment.op_records[-1]
     waiting = last.announced_ns > 0 and last.heard_ns == 0
     failed = last.end_ns > 0 and last.code >= Code.CONFIG_MISMATCH
     announced = segment.announced[_kind(last.op)]

@@ -51,7 +51,7 @@ class RankReport:
         process: "running", "stopped", "dead" or "unknown".
         problem: why its own segment could not be read; "" if it could.
         announced: the last sequence number of each kind that it announced to anyone.
-        closed: it has said goodbye.
+        closed: it has closed its buffer.
         poison: what its poison word says; "" while the group is healthy.
         last_words: why it left the group, as it says; "" while it is in.
         waits_for: ranks that have not announced the op it is in, or the op it failed in.

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from moe_rt.buffer import Buffer
-from moe_rt.gpucheck.ranks import run_ranks, torch_device
-from moe_rt.gpucheck.rounds import Inputs, buffer_kwargs, check_bits, expect_forward, experts, make_inputs, make_spec
+from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.testing.ranks import run_ranks, torch_device
+from moe_rt.testing.rounds import Inputs, buffer_kwargs, check_bits, expect_forward, experts, make_inputs, make_spec
 
 SIZE, PAIRS, QUICK_PAIRS = 3, 2000, 200
 CHECK_EVERY = 50  # and no more launches are ever queued than a stream takes without making the host wait

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_rt.gpucheck.ranks import ENVIRONMENT
 from moe_rt.gpucheck.steps import STEPS, Check, Step, perform
+from moe_rt.testing.ranks import ENVIRONMENT
 
 # So long before its end a process that still runs tells where its threads are, and after its end it is waited for.
 _LAST_WORDS_S, _LOG_CHARS = 3.0, 6000

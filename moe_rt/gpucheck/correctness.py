@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from moe_rt.buffer import Buffer
-from moe_rt.gpucheck.ranks import run_ranks, torch_device
-from moe_rt.gpucheck.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
+from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.testing.ranks import run_ranks, torch_device
+from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
 
 SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.buffer import Buffer
+from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import CapacityOverflow, InvalidConfig, InvalidRouting, MoeRtError, PeerTimeout
-from moe_rt.gpucheck.ranks import num_sms, on_gpu, run_ranks, streams_of, torch_device
-from moe_rt.gpucheck.rounds import WrongOutput, buffer_kwargs, make_spec
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.testing.ranks import num_sms, on_gpu, run_ranks, streams_of, torch_device
+from moe_rt.testing.rounds import WrongOutput, buffer_kwargs, make_spec
 
 TIMEOUT_S, SLACK_S = 2.0, 3.0
 TOKENS = 8

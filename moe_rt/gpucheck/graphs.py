@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.buffer import Buffer
-from moe_rt.gpucheck.ranks import run_ranks, torch_device
-from moe_rt.gpucheck.rounds import (
+from moe_rt.comm.buffer import Buffer
+from moe_rt.gpucheck.steps import Check
+from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.testing.ranks import run_ranks, torch_device
+from moe_rt.testing.rounds import (
     WrongOutput,
     buffer_kwargs,
     check_bits,
@@ -20,8 +22,6 @@ from moe_rt.gpucheck.rounds import (
     make_inputs,
     make_spec,
 )
-from moe_rt.gpucheck.steps import Check
-from moe_rt.heap.rendezvous import ThreadGroup
 
 REPLAYS, QUICK_REPLAYS, WARM_UP = 20, 5, 3
 TIMEOUT_S = 20.0

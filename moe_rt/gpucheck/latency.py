@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.buffer import Buffer
+from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.bandwidth import Flush, Timer
-from moe_rt.gpucheck.ranks import run_ranks, torch_device
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.testing.ranks import run_ranks, torch_device
 
 TOKENS = (1, 8, 64, 512, 1024, 4096, 8192)
 HIDDEN, TOPK, EXPERTS = 7168, 8, 64

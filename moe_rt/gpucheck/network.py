@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_rt.buffer import Buffer
-from moe_rt.gpucheck.ranks import torch_device
-from moe_rt.gpucheck.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
+from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check, Skipped
 from moe_rt.heap import nvshmem
 from moe_rt.heap.nvshmem_start import mps_is_running
 from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.testing.ranks import torch_device
+from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
 
 PACKAGE = "nvshmem4py-cu13"
 ROUNDS, PROCESS_S = 3, 60.0

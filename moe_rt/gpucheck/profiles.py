@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_rt.gpucheck.rounds import WrongOutput
+from moe_rt.testing.rounds import WrongOutput
 
 RANGE = "moe_rt measured"
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSynchronize", "StreamWaitValue")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from moe_rt.bench.machine import machine_card
 from moe_rt.gpucheck.steps import STEPS, Check, Step
+from moe_rt.testing.host_info import machine_card
 
 BUDGET_S, LEAST_S = 470.0, 10.0
 _PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nvshmem-cu13", "nvshmem4py-cu13", "triton")

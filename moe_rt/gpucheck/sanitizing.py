@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from moe_rt.gpucheck.child import child_command, run_command
-from moe_rt.gpucheck.rounds import WrongOutput
 from moe_rt.gpucheck.steps import Check, Skipped
+from moe_rt.testing.rounds import WrongOutput
 
 TOOL, TOOL_S = "compute-sanitizer", 150.0
 TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}

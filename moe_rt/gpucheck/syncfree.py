@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moe_rt.gpucheck.layers import LayerSizes, make_layer
 from moe_rt.gpucheck.profiles import RANGE, host_waits, kernels
-from moe_rt.gpucheck.rounds import WrongOutput
 from moe_rt.gpucheck.steps import Check
-from moe_rt.layer import MoELayer
+from moe_rt.nn.layer import MoELayer
+from moe_rt.testing.rounds import WrongOutput
 
 WARM_UP = 3
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from moe_rt.buffer import Buffer
+from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.bandwidth import OPS, ROLES, TARGETS, CopyCeiling, Flush, count_pulled, fewest_bytes
 from moe_rt.gpucheck.latency import add_latency
 from moe_rt.gpucheck.profiles import kernels
-from moe_rt.gpucheck.ranks import run_ranks, torch_device
-from moe_rt.gpucheck.rounds import WrongOutput
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.testing.ranks import run_ranks, torch_device
+from moe_rt.testing.rounds import WrongOutput
 
 WARM_UP, RUNS, QUICK_RUNS = 5, 20, 5
 TIMEOUT_S = 20.0

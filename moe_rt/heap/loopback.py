@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, round_up, take_together, together
+from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, all_or_none, round_up, take_all_or_none
 
 # Regions and tables of streams on their way from rank 0 to its peers. Their names are random: an address of another
 # process could look like one of ours.
@@ -63,8 +63,8 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: Devi
         taken.append(shared)
 
     try:
-        records = together(rendezvous, make, f"make segments on {gpu.device}", timeout_s)
-        take_together(rendezvous, lambda: take(records), "take its segment", timeout_s)
+        records = all_or_none(rendezvous, make, f"make segments on {gpu.device}", timeout_s)
+        take_all_or_none(rendezvous, lambda: take(records), "take its segment", timeout_s)
     finally:
         with _lock:
             _in_transit.pop(name, None)

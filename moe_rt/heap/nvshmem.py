@@ -29,7 +29,7 @@ import torch
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
 from moe_rt.heap import nvshmem_start
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, round_up, together
+from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, all_or_none, round_up
 
 UNIQUE_ID_BYTES = 128  # sizeof(nvshmemx_uniqueid_v1)
 HEAP_STEP = 512 * 2**20  # default of NVSHMEM_CUMEM_GRANULARITY: the symmetric heap grows in multiples of it
@@ -78,7 +78,7 @@ class World:
             PeerTimeout: a rank did not come.
         """
         self._join(rendezvous, num_bytes, timeout_s, gpu)
-        settled = together(rendezvous, lambda: self._settle(gpu), "finish its work on the GPU", timeout_s)
+        settled = all_or_none(rendezvous, lambda: self._settle(gpu), "finish its work on the GPU", timeout_s)
         idle = set.intersection(*({(size, number) for size, number in r["idle"]} for r in settled))
         fitting = [number for size, number in sorted(idle) if size >= num_bytes]
         if not fitting and any(r["have"] != settled[0]["have"] for r in settled):
@@ -87,7 +87,7 @@ class World:
             raise InvalidConfig(f"NVSHMEM: got {got}, expected processes started anew", rank=rendezvous.rank)
         number = fitting[0] if fitting else self._extend(rendezvous, num_bytes, timeout_s, gpu)
         allocation = self._allocations[number]
-        together(rendezvous, lambda: self._zero(allocation, gpu), "zero its segment", timeout_s)
+        all_or_none(rendezvous, lambda: self._zero(allocation, gpu), "zero its segment", timeout_s)
         allocation.idle = False
         give_back, addresses = functools.partial(setattr, allocation, "idle", True), list(allocation.addresses)
         own = addresses[rendezvous.rank]
@@ -119,7 +119,7 @@ class World:
                     self._members, self._ours = None, False
             return {}
 
-        records = together(rendezvous, look, "finish its work on the GPU", timeout_s)
+        records = all_or_none(rendezvous, look, "finish its work on the GPU", timeout_s)
         if all(r["world"] is None for r in records):
             return True
         self._require_same_world(records)
@@ -129,7 +129,7 @@ class World:
         common = sorted(set.intersection(*(set(r["have"]) for r in records)))
         # What only some ranks could allocate cannot be freed together, and finalize would try.
         leftover = any(len(r["have"]) > len(common) for r in records)
-        together(rendezvous, free, "free its segments", timeout_s)
+        all_or_none(rendezvous, free, "free its segments", timeout_s)
         return not leftover
 
     def register_module(self, module: int) -> None:
@@ -194,7 +194,7 @@ class World:
             self._require_usable(rank, size)  # remains of an earlier world would overrule what init was given
             return {}
 
-        records = together(rendezvous, introduce, "load NVSHMEM", timeout_s)
+        records = all_or_none(rendezvous, introduce, "load NVSHMEM", timeout_s)
         self._require_same_world(records)
         sizes = [r["num_bytes"] for r in records]
         if len(set(sizes)) > 1:
@@ -205,8 +205,8 @@ class World:
         if 0 < len(active) < size:
             raise InvalidConfig(f"NVSHMEM: got it initialised on ranks {active} of {size}, expected on all or on none")
         if not active:
-            ids = together(rendezvous, identify, "make the unique id of NVSHMEM", timeout_s)
-            together(rendezvous, initialise, "initialise NVSHMEM", timeout_s)
+            ids = all_or_none(rendezvous, identify, "make the unique id of NVSHMEM", timeout_s)
+            all_or_none(rendezvous, initialise, "initialise NVSHMEM", timeout_s)
         self._members = [r["name"] for r in records]
 
     def _require_same_world(self, records: list[dict[str, Any]]) -> None:
@@ -260,10 +260,10 @@ class World:
                 allocation.addresses = [self._address(buffer, pe, rank, pad) for pe in range(rendezvous.size)]
             return {"pad": pad}
 
-        together(rendezvous, look, "look for free memory", timeout_s)  # inside NVSHMEM it would end in a hang
+        all_or_none(rendezvous, look, "look for free memory", timeout_s)  # inside NVSHMEM it would end in a hang
         self._num_attempts += 1
         number = self._num_attempts
-        pads = [r["pad"] for r in together(rendezvous, take, "allocate its segment", timeout_s)]
+        pads = [r["pad"] for r in all_or_none(rendezvous, take, "allocate its segment", timeout_s)]
         if len(set(pads)) > 1:
             raise InvalidConfig(f"NVSHMEM: got segments at {pads} bytes into a page by rank, expected one place")
         self._allocations[number].num_bytes = num_bytes

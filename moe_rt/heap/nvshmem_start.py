@@ -13,7 +13,7 @@ import torch
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import together
+from moe_rt.heap.segments import all_or_none
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MPS = "nvidia-cuda-mps-control"
@@ -70,7 +70,7 @@ def require_own_gpus(rendezvous: Rendezvous, gpus: list[tuple[str, str]], timeou
     sharing = {gpu: [r for r, other in enumerate(gpus) if other == gpu] for gpu in gpus if gpus.count(gpu) > 1}
     if not sharing:
         return
-    records = together(rendezvous, lambda: {"mps": mps_is_running()}, "look for MPS", timeout_s)
+    records = all_or_none(rendezvous, lambda: {"mps": mps_is_running()}, "look for MPS", timeout_s)
     for (_, uuid), ranks in sharing.items():
         if not all(records[r]["mps"] for r in ranks):
             expected = 'a GPU each: call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before making a buffer'

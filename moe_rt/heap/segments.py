@@ -58,7 +58,7 @@ def ask_for_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
-def together(
+def all_or_none(
     rendezvous: Rendezvous, work: Callable[[], dict[str, Any]], what: str, timeout_s: float
 ) -> list[dict[str, Any]]:
     """Every rank's record of its `work`; when the work raised on any rank, every rank raises.
@@ -77,8 +77,8 @@ def together(
         return all_gather_records(rendezvous, record, timeout_s)
 
 
-def take_together(rendezvous: Rendezvous, work: Callable[[], None], what: str, timeout_s: float) -> None:
-    """As `together`, for `work` that takes what peers have made: it may fail because one of them has, who is named."""
+def take_all_or_none(rendezvous: Rendezvous, work: Callable[[], None], what: str, timeout_s: float) -> None:
+    """As `all_or_none`, for `work` that takes what peers have made: it may fail as one of them has, who is named."""
 
     def take() -> dict[str, Any]:
         try:
@@ -93,7 +93,7 @@ def take_together(rendezvous: Rendezvous, work: Callable[[], None], what: str, t
             raise
         return {}
 
-    together(rendezvous, take, what, timeout_s)
+    all_or_none(rendezvous, take, what, timeout_s)
 
 
 def no_memory(error: OSError | ValueError | OverflowError) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from moe_rt.errors import CorruptPeer, InvalidConfig, OutOfSharedMemory, SegmentPermission
 from moe_rt.heap.processes import watch
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages, no_memory, take_together, together
+from moe_rt.heap.segments import Segments, address_of, all_or_none, ask_for_huge_pages, no_memory, take_all_or_none
 
 MEMFD_NAME = "moe_rt"
 # No peer can shrink the segment under us: that would turn an access into a SIGBUS.
@@ -55,9 +55,9 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         _attach_all(rendezvous.rank, records, num_bytes, opened, segments)
 
     try:
-        together(rendezvous, look, "look for free memory", timeout_s)  # everyone looks before anyone takes
-        records = together(rendezvous, make, "make its segment", timeout_s)
-        take_together(rendezvous, attach, "map its peers' segments", timeout_s)
+        all_or_none(rendezvous, look, "look for free memory", timeout_s)  # everyone looks before anyone takes
+        records = all_or_none(rendezvous, make, "make its segment", timeout_s)
+        take_all_or_none(rendezvous, attach, "map its peers' segments", timeout_s)
     except BaseException:
         segments.release()
         raise

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from moe_rt.errors import OutOfSharedMemory
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments, address_of, ask_for_huge_pages, no_memory, take_together, together
+from moe_rt.heap.segments import Segments, address_of, all_or_none, ask_for_huge_pages, no_memory, take_all_or_none
 
 # Mappings on their way from their owner to its peers, by a random name. Emptied before `allocate` returns.
 _in_transit: dict[str, mmap.mmap] = {}
@@ -59,8 +59,8 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     mappings: list[mmap.mmap] = []
     with rendezvous:
         try:
-            records = together(rendezvous, make, "make its segment", timeout_s)
-            take_together(rendezvous, take, "take its peers' segments", timeout_s)
+            records = all_or_none(rendezvous, make, "make its segment", timeout_s)
+            take_all_or_none(rendezvous, take, "take its peers' segments", timeout_s)
         finally:
             with _lock:
                 _in_transit.pop(name, None)

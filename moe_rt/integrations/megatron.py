@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.buffer import Buffer
+from moe_rt.comm.buffer import Buffer
+from moe_rt.comm.handle import Handle
+from moe_rt.comm.shared_buffers import shared_buffer
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.handle import Handle
 from moe_rt.heap.groups import Group
-from moe_rt.pool import shared_buffer
 
 # Each makes experts count on rows that are padded to a multiple, and these are packed.
 _WANT_ALIGNED_ROWS = (

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_rt.buffer import Buffer
+from moe_rt.comm.buffer import Buffer
+from moe_rt.comm.handle import Handle
+from moe_rt.comm.shared_buffers import shared_buffer
 from moe_rt.errors import InvalidConfig
-from moe_rt.handle import Handle
 from moe_rt.heap.groups import Group
-from moe_rt.pool import shared_buffer
 
 _HAVE_TORCHTITAN = importlib.util.find_spec("torchtitan") is not None
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moe_rt.config import Overflow
+from moe_rt.comm.growing import BufferOptions, GrowingBuffer, SharedBuffers
+from moe_rt.config.spec import Overflow
 from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.extras import how_to_install
-from moe_rt.integrations.growing import BufferOptions, GrowingBuffer, SharedBuffers
 
 try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface

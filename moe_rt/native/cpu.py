@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rt import _engine
-from moe_rt.config import ELEMENTS, WIRES, BufferSpec
+from moe_rt.config.spec import ELEMENTS, WIRES, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.diagnostics.last_words import cut, last_words, readable
@@ -28,7 +28,7 @@ from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.statuses import error_from_status
 from moe_rt.native.storage import Recycler
 
-# Reading a line that a peer has just written takes less if both share a cache (cuda/host/nearness.h).
+# Reading a line that a peer has just written takes less if both share a cache (cuda/host/cache_locality.h).
 NEAR_NS = _engine.NEAR_NS
 
 
@@ -56,7 +56,7 @@ class CpuEngine(Engine):
         self._memory = Recycler()
         self._report: Report | None = None  # of the moment when the group failed
         self._capacities = [spec.capacity(r) for r in range(spec.num_ranks)]
-        _engine.write_plaque(
+        _engine.write_segment_header(
             segment=segments.addresses[rank],
             shape=spec.shape(),
             rank=rank,
@@ -129,7 +129,7 @@ class CpuEngine(Engine):
     def timings(self) -> dict[str, Any]:
         op, before, wait, after, arrivals, lines = self._engine.timings()
         names = {"op": Op(op).name.lower(), "before_ns": before, "wait_ns": wait, "after_ns": after}
-        return {**names, "arrival_ns": arrivals, "line_ns": lines}
+        return {**names, "arrival_ns": arrivals, "line_latency_ns": lines}
 
     def report(self) -> Report:
         watches, mappings = list(self._segments.watches), list(self._segments.mappings)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from moe_rt.config import BufferSpec
+from moe_rt.config.spec import BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import (
     Code,
@@ -177,7 +177,7 @@ class CudaEngine(Engine):
         if self._ended is None and not self._closed:
             self._ended = cause
             with suppress(RuntimeError):  # LaunchFailed, or torch's own errors
-                self._tell_peers("give_up", code)
+                self._tell_peers("abort_group", code)
 
     def close(self, why: str = "") -> None:
         if self._closed or self._pid != os.getpid():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_rt import _engine
-from moe_rt.config import BufferSpec
+from moe_rt.config.spec import BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
 
@@ -53,7 +53,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
-        """Runs an op; `words` are the fields of its struct in cuda/protocol/args.h, in order."""
+        """Runs an op; `words` are the fields of its struct in cuda/protocol/core/args.h, in order."""
 
     @abstractmethod
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
@@ -199,7 +199,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self, why: str = "") -> None:
-        """Says goodbye, refuses further ops and lets go of the segments. Local, idempotent.
+        """Tells peers that this rank has closed, refuses further ops and lets go of the segments. Local, idempotent.
 
         `why` is what CPU ranks tell peers that still wait for this one, if it did not close its buffer by hand.
         """

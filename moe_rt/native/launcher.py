@@ -11,7 +11,7 @@ import struct
 import torch
 
 from moe_rt import _engine
-from moe_rt.config import BufferSpec
+from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.segments import Segments
 from moe_rt.native.gpu import Gpu

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig, WriteFailed
-from moe_rt.layer import MoELayer
+from moe_rt.nn.layer import MoELayer
 from moe_rt.train import digests
+from moe_rt.train.all_or_none import all_or_none, in_words
 from moe_rt.train.config import MODEL_FIELDS, TrainConfig
 from moe_rt.train.index import IndexedReader, IndexedWriter
-from moe_rt.train.together import in_words, together
 
 KEPT = 2
 MANIFEST = "manifest.json"
@@ -48,12 +48,12 @@ def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     state = global_state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
     try:
-        together(lambda: _begin(unfinished) if main else None, WriteFailed)
+        all_or_none(lambda: _begin(unfinished) if main else None, WriteFailed)
         writer = IndexedWriter(unfinished)
         state_dict_saver.save(state, storage_writer=writer)
-        together(lambda: _write_manifest(unfinished, manifest, writer) if main else None, WriteFailed)
+        all_or_none(lambda: _write_manifest(unfinished, manifest, writer) if main else None, WriteFailed)
         digests.write(unfinished)
-        together(lambda: _publish(unfinished, final) if main else None, WriteFailed)
+        all_or_none(lambda: _publish(unfinished, final) if main else None, WriteFailed)
     except (WriteFailed, CheckpointException) as error:
         if main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -70,7 +70,7 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, co
         InvalidConfig: it is of another model; names the field.
     """
     # What rank 0 sees, so that all ranks load the same one.
-    names: list[str] = together(lambda: [path.name for path in _checkpoints(directory)], CorruptCheckpoint)[0]
+    names: list[str] = all_or_none(lambda: [path.name for path in _checkpoints(directory)], CorruptCheckpoint)[0]
     damaged: dict[Path, str] = {}
     for path in (directory / name for name in reversed(names)):
         try:

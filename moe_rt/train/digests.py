@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_rt.errors import CorruptCheckpoint, WriteFailed
-from moe_rt.train.together import gather, in_words, together
+from moe_rt.train.all_or_none import all_or_none, gather, in_words
 
 SUMS = "SHA256SUMS"
 CHUNK = 1 << 20  # bytes read at once
@@ -25,11 +25,11 @@ def write(directory: Path) -> None:
     Raises:
         WriteFailed: a file cannot be read or written; on every rank alike.
     """
-    (names, *_) = together(lambda: sorted(path.name for path in directory.iterdir()), WriteFailed)
-    shares = together(lambda: {name: _sha256(directory / name) for name in _share(names)}, WriteFailed)
+    (names, *_) = all_or_none(lambda: sorted(path.name for path in directory.iterdir()), WriteFailed)
+    shares = all_or_none(lambda: {name: _sha256(directory / name) for name in _share(names)}, WriteFailed)
     digests = {name: digest for share in shares for name, digest in share.items()}
     text = "".join(f"{digests[name]}  {name}\n" for name in names)
-    together(lambda: (directory / SUMS).write_text(text) if dist.get_rank() == 0 else None, WriteFailed)
+    all_or_none(lambda: (directory / SUMS).write_text(text) if dist.get_rank() == 0 else None, WriteFailed)
 
 
 def check(directory: Path) -> None:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_rt.clip import clip_grad_norm_
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
-from moe_rt.layer import MoEConfig, MoELayer
+from moe_rt.nn.layer import MoEConfig, MoELayer
+from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import checkpoint, data
 from moe_rt.train.config import TrainConfig
 from moe_rt.train.metrics import Reporter, Row, refuse_to_overwrite

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_rt.router import RouterAux
+from moe_rt.nn.router import RouterAux
 from moe_rt.train.config import VOCAB_SIZE, TrainConfig
 
 # Layer index -> a module whose forward takes [B, S, H] and returns the same shape and a RouterAux.

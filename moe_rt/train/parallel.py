@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.layer import MoELayer
+from moe_rt.nn.layer import MoELayer
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rounds import full_round
 from routing import make_spec
 
-from moe_rt.config import BufferSpec
+from moe_rt.config.spec import BufferSpec
 
 
 @st.composite

@@ -150,7 +150,7 @@ bool run_body(const char* kernel, const Machine<Links>& m, const Dims& dims, con
   if (is("combine_receive")) return launch.combine_receive(combine), true;
   if (is("combine_backward_send")) return launch.combine_backward_send(backward), true;
   if (is("combine_backward_receive")) return launch.combine_backward_receive(backward), true;
-  if (is("give_up")) return launch.give_up(end), true;
+  if (is("abort_group")) return launch.abort_group(end), true;
   if (is("leave")) return launch.leave(end), true;
   return false;
 }

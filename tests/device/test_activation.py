@@ -16,11 +16,11 @@ from jit_tools import require_compiler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moe_rt import experts, grouped
 from moe_rt.errors import InvalidInput
-from moe_rt.native import activation
+from moe_rt.kernels import cuda_activation, grouped
 from moe_rt.native.jit import compile_kernels, compile_ptx
 from moe_rt.native.launcher import ELEMENT_NAMES
+from moe_rt.nn import experts
 
 DTYPES = list(ELEMENT_NAMES)
 ROWS = 13
@@ -63,9 +63,9 @@ class ActivationGpu(EmulatedGpu):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ActivationGpu:
     """Stands in for the device that CPU tensors are on."""
     gpu = ActivationGpu(num_sms=2)
-    monkeypatch.setattr(activation, "Gpu", lambda device: gpu)
-    monkeypatch.setattr(activation, "_gpus", {})
-    monkeypatch.setattr(activation, "_kernels", {})
+    monkeypatch.setattr(cuda_activation, "Gpu", lambda device: gpu)
+    monkeypatch.setattr(cuda_activation, "_gpus", {})
+    monkeypatch.setattr(cuda_activation, "_kernels", {})
     return gpu
 
 
@@ -167,38 +167,38 @@ def test_calls_from_python(gpu: ActivationGpu, dtype: torch.dtype) -> None:
     offs = offs_of([4, 0, 5])
     gate_up, grad = rows_from(0, 26, 17, dtype, 18)[::2, 1:], torch.ones((), dtype=dtype).expand(ROWS, 8)
     exact, exact_grad = exact_swiglu(gate_up[:9], grad[:9])
-    close_to_exact(activation.swiglu(gate_up, offs)[:9], exact)
-    close_to_exact(activation.swiglu_backward(grad, gate_up, offs)[:9], exact_grad)
+    close_to_exact(cuda_activation.swiglu(gate_up, offs)[:9], exact)
+    close_to_exact(cuda_activation.swiglu_backward(grad, gate_up, offs)[:9], exact_grad)
     elem = ELEMENT_NAMES[dtype]
     assert gpu.launched == [f"swiglu_forward {elem} 1", f"swiglu_backward {elem} 1"]
-    assert len(activation._kernels) == 1
+    assert len(cuda_activation._kernels) == 1
 
     wide = torch.ones(100, 2048, dtype=dtype)
-    activation.swiglu(wide, offs_of([100]))
+    cuda_activation.swiglu(wide, offs_of([100]))
     assert gpu.launched[-1] == f"swiglu_forward {elem} 8"
-    activation.swiglu(wide[:0], offs_of([0]))
-    activation.swiglu_backward(wide[:0, 1024:], wide[:0], offs_of([0]))
+    cuda_activation.swiglu(wide[:0], offs_of([0]))
+    cuda_activation.swiglu_backward(wide[:0, 1024:], wide[:0], offs_of([0]))
     assert len(gpu.launched) == 3, "nothing to do, nothing launched"
 
 
 def test_other_dtypes_take_torch(gpu: ActivationGpu) -> None:
     gate_up = torch.randn(5, 16, dtype=torch.complex64)
     gate, up = gate_up.chunk(2, dim=1)
-    torch.testing.assert_close(activation.swiglu(gate_up, offs_of([5])), F.silu(gate) * up)
+    torch.testing.assert_close(cuda_activation.swiglu(gate_up, offs_of([5])), F.silu(gate) * up)
     assert not gpu.launched
 
 
 def test_wrong_input_is_refused_before_the_device_sees_it(gpu: ActivationGpu) -> None:
     good, offs = torch.randn(5, 16), offs_of([5])
     with pytest.raises(InvalidInput, match=r"gate_up: got \[5, 15\], expected .* even"):
-        activation.swiglu(good[:, 1:], offs)
+        cuda_activation.swiglu(good[:, 1:], offs)
     for bad in (offs.long(), offs[:0], torch.empty(1, dtype=torch.int32, device="meta")):
         with pytest.raises(InvalidInput, match=r"offs: got .*, expected torch\.int32 \[L\] on cpu"):
-            activation.swiglu(good, bad)
+            cuda_activation.swiglu(good, bad)
     with pytest.raises(
         InvalidInput, match=r"grad: got torch\.float64 \[5, 8\] on cpu, expected torch\.float32 \[5, 8\]"
     ):
-        activation.swiglu_backward(good[:, :8].double(), good, offs)
+        cuda_activation.swiglu_backward(good[:, :8].double(), good, offs)
     assert not gpu.launched
 
 
@@ -257,12 +257,12 @@ def test_experts_trace_forward_and_backward(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     require_compiler()
-    defines: dict[str, str | int] = {"MOE_RT_ELEM": ELEMENT_NAMES[dtype], "MOE_RT_THREADS": activation._THREADS}
+    defines: dict[str, str | int] = {"MOE_RT_ELEM": ELEMENT_NAMES[dtype], "MOE_RT_THREADS": cuda_activation._THREADS}
     needs = compile_kernels("activation.cu", arch, defines, cache=False).resources
     assert set(needs) == {"swiglu_forward", "swiglu_backward"}
     for kernel in needs.values():
         # So that all blocks of a launch are resident at once.
-        assert kernel.registers * activation._THREADS * activation._BLOCKS_PER_SM <= 65536
+        assert kernel.registers * cuda_activation._THREADS * cuda_activation._BLOCKS_PER_SM <= 65536
         assert kernel.spill_bytes == 0
     if arch == "sm_90a":
         ptx = compile_ptx("activation.cu", arch, defines)

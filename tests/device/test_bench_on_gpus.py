@@ -21,16 +21,16 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants import base, moe
 from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.layers import layer_steps
-from moe_rt.bench.machine import cores
 from moe_rt.bench.measure import measure
 from moe_rt.bench.processor import Processor
 from moe_rt.bench.rank import Job, run_case
 from moe_rt.bench.step import Step
 from moe_rt.bench.world import World, run_threads
-from moe_rt.buffer import Buffer
 from moe_rt.cli import main
+from moe_rt.comm.buffer import Buffer
 from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.native import activation
+from moe_rt.kernels import cuda_activation
+from moe_rt.testing.host_info import cores
 
 OPS = ("dispatch", "combine", "pair", "layer")
 SIZES: dict[str, Any] = dict(tokens=12, hidden=32, experts=5, intermediate=16)
@@ -81,7 +81,7 @@ def test_everything_stays_on_the_device(pretenders: tuple[ProcessRanks, Path], o
 
 def pretend_case(group: dist.ProcessGroup, case: Case, guard: Path) -> dict[str, Any]:
     """Tensors pass for CUDA tensors up to moe_rt's engine and to gloo, which are those of CPU ranks."""
-    activation.prepare = lambda *_: None  # would compile for the GPU
+    cuda_activation.prepare = lambda *_: None  # would compile for the GPU
     moe.Buffer = CpuBuffer  # type: ignore[misc]
     base.layer_steps = lambda *arguments: layer_steps(*arguments)[:1]  # type: ignore[assignment]
     processor = SimpleNamespace(device=DEVICE, name="pretended", cache_bytes=1 << 10, finish=int, cool=int)

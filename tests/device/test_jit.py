@@ -134,7 +134,7 @@ def test_missing_compiler_says_what_to_install(small: Path, monkeypatch: pytest.
 
 
 def test_sources_are_found() -> None:
-    assert (source_dir() / "protocol" / "atomics.h").is_file()
+    assert (source_dir() / "protocol" / "core" / "atomics.h").is_file()
     assert (source_dir() / "device" / "nvshmem_prelude.h").is_file()
 
 

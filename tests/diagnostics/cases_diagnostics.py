@@ -18,13 +18,13 @@ from moe_rt.errors import MoeRtError
 WAIT_S = 100.0
 
 
-def late_rank(group: Any, culprit: int, seconds: float, timeout_s: float) -> tuple[str, Report | None, Report]:
-    """The culprit comes late to its second round: the error, the report it carries, and one made afterwards."""
+def late_rank(group: Any, faulty_rank: int, seconds: float, timeout_s: float) -> tuple[str, Report | None, Report]:
+    """The faulty rank comes late to its second round: the error, the report it carries, and one made afterwards."""
     with open_buffer(group) as warm_up:  # a process is slow once, and the others' lateness must not be seen
         good_round(warm_up)
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
-    if buffer.rank == culprit:
+    if buffer.rank == faulty_rank:
         time.sleep(seconds)
     try:
         good_round(buffer)
@@ -33,43 +33,43 @@ def late_rank(group: Any, culprit: int, seconds: float, timeout_s: float) -> tup
     return "no error", None, buffer.report()
 
 
-def late_until(group: Any, culprit: int, path: str) -> None:
-    """The culprit comes late to its second round: when the file exists."""
+def late_until(group: Any, faulty_rank: int, path: str) -> None:
+    """The faulty rank comes late to its second round: when the file exists."""
     with open_buffer(group, timeout_s=WAIT_S) as buffer:
         good_round(buffer)
         deadline = time.monotonic() + WAIT_S
-        while buffer.rank == culprit and not os.path.exists(path) and time.monotonic() < deadline:
+        while buffer.rank == faulty_rank and not os.path.exists(path) and time.monotonic() < deadline:
             time.sleep(0.05)
         good_round(buffer)
 
 
-def waiting_times(group: Any, culprit: int, seconds: float) -> tuple[list[int], Report]:
+def waiting_times(group: Any, faulty_rank: int, seconds: float) -> tuple[list[int], Report]:
     with open_buffer(group) as buffer:
         good_round(buffer)
-        if buffer.rank == culprit:
+        if buffer.rank == faulty_rank:
             time.sleep(seconds)
         good_round(buffer)
         return buffer.waited_ns(), buffer.report()
 
 
-def watched_from_a_thread(group: Any, culprit: int) -> Report | None:
-    """All but the culprit are asked for a report by another thread while they wait in an op."""
+def watched_from_a_thread(group: Any, faulty_rank: int) -> Report | None:
+    """All but the faulty rank are asked for a report by another thread while they wait in an op."""
     with open_buffer(group) as buffer:
         good_round(buffer)
         seen: list[Report] = []
-        if buffer.rank == culprit:
+        if buffer.rank == faulty_rank:
             time.sleep(1.0)
         watcher = threading.Timer(0.5, lambda: seen.append(buffer.report()))
         watcher.start()
         good_round(buffer)
         watcher.join()
-        return None if buffer.rank == culprit else seen[0]
+        return None if buffer.rank == faulty_rank else seen[0]
 
 
-def killed_rank(group: Any, culprit: int) -> Report:
+def killed_rank(group: Any, faulty_rank: int) -> Report:
     buffer = open_buffer(group)
     good_round(buffer)
-    if buffer.rank == culprit:
+    if buffer.rank == faulty_rank:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         good_round(buffer)
@@ -78,10 +78,10 @@ def killed_rank(group: Any, culprit: int) -> Report:
     raise AssertionError("nobody noticed")
 
 
-def closing_rank(group: Any, culprit: int) -> str:
+def closing_rank(group: Any, faulty_rank: int) -> str:
     buffer = open_buffer(group)
     good_round(buffer)
-    if buffer.rank == culprit:
+    if buffer.rank == faulty_rank:
         buffer.close()
         try:
             return str(buffer.report())
@@ -90,7 +90,7 @@ def closing_rank(group: Any, culprit: int) -> str:
     time.sleep(0.2)
     report = buffer.report()
     buffer.close()
-    return report.ranks[culprit].state
+    return report.ranks[faulty_rank].state
 
 
 def good_rounds(group: Any, times: int) -> Report:
@@ -108,10 +108,10 @@ def healthy_segment() -> bytes:
         return bytes(buffer._engine._segments.mappings[0])
 
 
-def differing_calls(group: Any, culprit: int, what: str) -> tuple[str, int]:
-    """The culprit calls another layer, another op, or gives another handle; the error and the `peer` that it names."""
+def differing_calls(group: Any, faulty_rank: int, what: str) -> tuple[str, int]:
+    """The faulty rank calls another layer, another op, or gives another handle; the error and the `peer` it names."""
     with open_buffer(group) as buffer:
-        odd = buffer.rank == culprit
+        odd = buffer.rank == faulty_rank
         x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
         weights = torch.ones(4, buffer.spec.num_topk)
         try:
@@ -150,14 +150,14 @@ def late_beside_a_used_buffer(group: Any) -> str:
     return "no error"
 
 
-def one_batch_less(group: Any, culprit: int) -> str:
+def one_batch_less(group: Any, faulty_rank: int) -> str:
     with open_buffer(group) as buffer:
         try:
-            for _ in range(1 if buffer.rank == culprit else 2):
+            for _ in range(1 if buffer.rank == faulty_rank else 2):
                 good_round(buffer)
                 buffer.check()
             deadline = time.monotonic() + WAIT_S
-            while buffer.rank != culprit and time.monotonic() < deadline:  # on CUDA an op returns before it fails
+            while buffer.rank != faulty_rank and time.monotonic() < deadline:  # on CUDA an op returns before it fails
                 buffer.check()
         except MoeRtError as error:
             return f"{type(error).__name__}: {error}"

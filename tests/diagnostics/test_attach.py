@@ -22,7 +22,7 @@ from harness import ProcessRanks
 from moe_rt.diagnostics import attach
 from moe_rt.errors import InvalidConfig, MoeRtError
 
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 LATE = "rank 1 has not announced dispatch #2, for which ranks 0 and 2 wait; it "
 INFO = [sys.executable, "-m", "moe_rt", "info", "--attach"]
 
@@ -36,9 +36,9 @@ def ranks() -> Iterator[ProcessRanks]:
 
 @contextmanager
 def late_rank(ranks: ProcessRanks, folder: Path) -> Iterator[list[int]]:
-    """The pids of the ranks, of which all others wait for the culprit while the body runs."""
+    """The pids of the ranks, of which all others wait for the faulty rank while the body runs."""
     pids, come = [process.pid or 0 for process in ranks.processes], folder / "come"
-    work = threading.Thread(target=ranks.outcomes, args=(cases.late_until, CULPRIT, str(come)))
+    work = threading.Thread(target=ranks.outcomes, args=(cases.late_until, FAULTY_RANK, str(come)))
     work.start()
     try:
         wait_until_stuck(pids[0])
@@ -75,7 +75,7 @@ def test_attach_says_who_is_late(ranks: ProcessRanks, tmp_path: Path) -> None:
     with late_rank(ranks, tmp_path) as pids:
         for pid in pids:
             (report,) = attach(pid)
-            assert report.stragglers == [CULPRIT]
+            assert report.stragglers == [FAULTY_RANK]
             assert [(r.pid, r.process, r.problem) for r in report.ranks] == [(p, "running", "") for p in pids]
             assert report.conclusion.startswith(f"{LATE}last finished combine #1 ")
         shown = run_info(str(pids[0]))
@@ -86,29 +86,29 @@ def test_attach_says_who_is_late(ranks: ProcessRanks, tmp_path: Path) -> None:
 
 def test_attach_to_a_stopped_rank(ranks: ProcessRanks, tmp_path: Path) -> None:
     with late_rank(ranks, tmp_path) as pids:
-        os.kill(pids[CULPRIT], signal.SIGSTOP)
+        os.kill(pids[FAULTY_RANK], signal.SIGSTOP)
         try:
-            wait_until_stopped(pids[CULPRIT])
-            (report,) = attach(pids[CULPRIT])
+            wait_until_stopped(pids[FAULTY_RANK])
+            (report,) = attach(pids[FAULTY_RANK])
         finally:
-            os.kill(pids[CULPRIT], signal.SIGCONT)
-    assert report.ranks[CULPRIT].process == "stopped"
-    assert report.conclusion.startswith(f"{LATE}is stopped (process {pids[CULPRIT]}), last finished combine #1 ")
+            os.kill(pids[FAULTY_RANK], signal.SIGCONT)
+    assert report.ranks[FAULTY_RANK].process == "stopped"
+    assert report.conclusion.startswith(f"{LATE}is stopped (process {pids[FAULTY_RANK]}), last finished combine #1 ")
 
 
 def test_attach_to_the_survivor_of_a_dead_rank(tmp_path: Path) -> None:
     ranks = ProcessRanks(SIZE)
     with late_rank(ranks, tmp_path) as pids:
         os.kill(pids[2], signal.SIGSTOP)  # before it can notice
-        ranks.processes[CULPRIT].kill()
-        ranks.processes[CULPRIT].join()
+        ranks.processes[FAULTY_RANK].kill()
+        ranks.processes[FAULTY_RANK].join()
         (report,) = attach(pids[2])
         os.kill(pids[2], signal.SIGCONT)
     ranks.close()
-    dead = report.ranks[CULPRIT]
+    dead = report.ranks[FAULTY_RANK]
     assert (dead.process, dead.problem) == ("dead", "")
     assert [op.op for op in dead.last_ops] == ["dispatch", "combine"]
-    assert report.stragglers == [CULPRIT]
+    assert report.stragglers == [FAULTY_RANK]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can become someone else")

@@ -20,16 +20,16 @@ from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import Report
 from moe_rt.diagnostics.show import show_report
 
-PLAQUE_BYTES, SLOT_BYTES, MAILBOX_BYTES, WORDS_BYTES = 104, 128, 128, 512
+SEGMENT_HEADER_BYTES, SLOT_BYTES, MAILBOX_BYTES, WORDS_BYTES = 104, 128, 128, 512
 OFFSETS = {
     "config": 48,
     "poison": 56,
     "mailboxes": 64,
     "members": 72,
-    "flights": 80,
+    "op_records": 80,
     "bytes": 88,
     "last words": 96,
-}  # of Plaque
+}  # of SegmentHeader
 NASTY = [-(2**63), -1, 0, 1, 8, 128, 2**31 - 1, 2**31, 2**47, 2**63 - 128, 2**63 - 1]
 
 
@@ -56,23 +56,23 @@ def report(mapping: Any) -> Report:
     return made
 
 
-def plaque_field(name: str) -> int:
+def header_field(name: str) -> int:
     return struct.unpack_from("<q", HEALTHY, OFFSETS[name])[0]
 
 
-END = plaque_field("last words") + WORDS_BYTES  # of the control region
+END = header_field("last words") + WORDS_BYTES  # of the control region
 
 
 def test_healthy_segment_is_read() -> None:
     made = report(mapped(HEALTHY))
     assert made.ranks[0].problem == ""
     assert len(made.ranks[0].last_ops) == 6
-    assert plaque_field("bytes") == len(HEALTHY)
+    assert header_field("bytes") == len(HEALTHY)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.binary(min_size=PLAQUE_BYTES, max_size=4096), st.booleans())
-def test_random_plaque(content: bytes, keep_magic: bool) -> None:
+@given(st.binary(min_size=SEGMENT_HEADER_BYTES, max_size=4096), st.booleans())
+def test_random_segment_header(content: bytes, keep_magic: bool) -> None:
     start = HEALTHY[:12] if keep_magic else b""  # magic and version
     report(patched(len(start), content))
 
@@ -84,7 +84,7 @@ def test_random_plaque(content: bytes, keep_magic: bool) -> None:
 )
 def test_offsets_that_lead_outside(name: str, value: int) -> None:
     made = report(patched(OFFSETS[name], struct.pack("<q", value)))
-    sizes = {"poison": 8, "mailboxes": 2 * MAILBOX_BYTES, "members": 16, "flights": 64 * SLOT_BYTES}
+    sizes = {"poison": 8, "mailboxes": 2 * MAILBOX_BYTES, "members": 16, "op_records": 64 * SLOT_BYTES}
     sizes["last words"] = WORDS_BYTES
     if name in sizes and not (0 <= value <= len(HEALTHY) - sizes[name] and value % 128 == 0):
         assert made.ranks[0].problem.startswith(f"{name}: got {value}, expected a line")
@@ -97,8 +97,8 @@ def test_ranks_that_do_not_fit(num_ranks: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(PLAQUE_BYTES, END), st.binary(min_size=1, max_size=1024))
-def test_random_bytes_after_the_plaque(at: int, content: bytes) -> None:
+@given(st.integers(SEGMENT_HEADER_BYTES, END), st.binary(min_size=1, max_size=1024))
+def test_random_bytes_after_the_segment_header(at: int, content: bytes) -> None:
     made = report(patched(at, content))
     assert made.ranks[0].problem == ""
     assert made.stragglers in ([], [0])
@@ -111,9 +111,9 @@ def test_cut_segment(length: int) -> None:
     assert (made.ranks[0].problem == "") == (length >= END)
 
 
-def test_torn_flight_is_told() -> None:
+def test_torn_op_record_is_told() -> None:
     """An odd stamp is what a rank leaves that is killed while it writes."""
-    last = plaque_field("flights") + 6 * SLOT_BYTES
+    last = header_field("op_records") + 6 * SLOT_BYTES
     made = report(patched(last, struct.pack("<Q", 7)))
     assert made.ranks[0].num_torn == 1
     assert [op.seq for op in made.ranks[0].last_ops] == [1, 1, 2, 2, 3]
@@ -124,9 +124,9 @@ def test_unaligned_memory_is_refused() -> None:
         _engine.read_segment(memoryview(mapped(HEALTHY))[8:])
 
 
-def test_peer_that_overwrote_its_plaque() -> None:
+def test_peer_that_overwrote_its_segment_header() -> None:
     """The others are reported on as before."""
-    mappings = [mapped(HEALTHY), patched(0, b"x" * PLAQUE_BYTES)]
+    mappings = [mapped(HEALTHY), patched(0, b"x" * SEGMENT_HEADER_BYTES)]
     made = report_on([(os.getpid(), 0)] * 2, [None, mappings[1]], [None, None])
     assert made.ranks[0].problem == "not mapped here"
     assert made.ranks[1].problem.startswith("magic: got")

@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "tools"))
 from check_tree import headings  # noqa: E402
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, MoeRtError)]
 ANCHORS = headings((ROOT / "docs" / "errors.md").read_text())
 
@@ -58,7 +58,7 @@ CALLS = {
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize("what", CALLS)
 def test_both_calls_are_named_and_neither_is_blamed(make_ranks: MakeRanks, heap: str, what: str) -> None:
-    outcomes = make_ranks(heap, 2).run(cases.differing_calls, CULPRIT, what)
+    outcomes = make_ranks(heap, 2).run(cases.differing_calls, FAULTY_RANK, what)
     assert any(text.startswith("CallOrderMismatch:") for text, _ in outcomes), outcomes
     said = "rank 0 called {}; rank 1 called {}".format(*CALLS[what])
     for text, peer in outcomes:
@@ -70,16 +70,16 @@ def test_both_calls_are_named_and_neither_is_blamed(make_ranks: MakeRanks, heap:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_of_three_the_outvoted_is_named(make_ranks: MakeRanks, heap: str) -> None:
-    outcomes = make_ranks(heap, SIZE).run(cases.differing_calls, CULPRIT, "layer")
+    outcomes = make_ranks(heap, SIZE).run(cases.differing_calls, FAULTY_RANK, "layer")
     mismatches = [(text, peer) for text, peer in outcomes if text.startswith("CallOrderMismatch:")]
     assert mismatches, outcomes
     for text, peer in mismatches:
         assert "ranks 0 and 2 called dispatch #1 of layer tag 1; rank 1 called dispatch #1 of layer tag 2" in text
-        assert peer == CULPRIT
+        assert peer == FAULTY_RANK
 
 
 def test_cuda_ranks_name_both_calls(make_ranks: MakeRanks) -> None:
-    outcomes = make_ranks("loopback", 2).run(cases.differing_calls, CULPRIT, "layer")
+    outcomes = make_ranks("loopback", 2).run(cases.differing_calls, FAULTY_RANK, "layer")
     mismatches = [(text, peer) for text, peer in outcomes if text.startswith("CallOrderMismatch:")]
     assert mismatches, outcomes
     for text, peer in mismatches:
@@ -107,7 +107,7 @@ def test_a_rank_that_is_only_late_is_in_no_other_buffer(make_ranks: MakeRanks, h
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_one_batch_less_on_a_rank(make_ranks: MakeRanks, heap: str) -> None:
-    texts = make_ranks(heap, 2).run(cases.one_batch_less, CULPRIT)
+    texts = make_ranks(heap, 2).run(cases.one_batch_less, FAULTY_RANK)
     assert texts[0].startswith("GroupClosed:"), texts
     assert "rank 1 closed its buffer" in texts[0]
     assert "a rank without tokens must call, too, with T = 0" in texts[0]

@@ -1,4 +1,4 @@
-"""Reports from inside a group: flights, waits, conclusions, and what errors say."""
+"""Reports from inside a group: op records, waits, conclusions, and what errors say."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_rt.diagnostics.report import REPORT_DIR
 from moe_rt.errors import GroupClosed, InvalidConfig, InvalidRouting, PeerTimeout
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,19 @@ def test_stragglers_are_where_chains_end(waits_for: list[set[int]], expected: li
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_error_names_the_straggler(make_ranks: MakeRanks, heap: str) -> None:
-    outcomes = make_ranks(heap, SIZE).run(cases.late_rank, CULPRIT, 2.0, 1.0)
-    said = f"rank {CULPRIT} has not announced dispatch #2, for which ranks 0 and 2 wait; it last finished combine #1 "
+    outcomes = make_ranks(heap, SIZE).run(cases.late_rank, FAULTY_RANK, 2.0, 1.0)
+    said = (
+        f"rank {FAULTY_RANK} has not announced dispatch #2, for which ranks 0 and 2 wait; it last finished combine #1 "
+    )
     for rank in (0, 2):
         text, report, after = outcomes[rank]
         assert text.startswith(("PeerTimeout: ", "GroupPoisoned: ")), text
         assert said in text.splitlines()[1]
         assert report is not None
-        assert report.stragglers == after.stragglers == [CULPRIT]
-        assert report.ranks[rank].waits_for == [CULPRIT]
+        assert report.stragglers == after.stragglers == [FAULTY_RANK]
+        assert report.ranks[rank].waits_for == [FAULTY_RANK]
         assert report.ranks[rank].announced == {"dispatch": 2, "combine": 1}
-        assert report.ranks[CULPRIT].announced == {"dispatch": 1, "combine": 1}
+        assert report.ranks[FAULTY_RANK].announced == {"dispatch": 1, "combine": 1}
         assert report.ranks[rank].last_ops[-1].status in ("peer_timeout", "poisoned")
         assert report.ranks[rank].poison.startswith("peer_timeout, found by rank ")
     assert any(text.startswith(PeerTimeout.__name__) for text, *_ in outcomes)
@@ -61,9 +63,9 @@ def test_error_names_the_straggler(make_ranks: MakeRanks, heap: str) -> None:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_report_while_ranks_wait(make_ranks: MakeRanks, heap: str) -> None:
-    for report in make_ranks(heap, SIZE).run(cases.watched_from_a_thread, CULPRIT)[::2]:
-        assert report.stragglers == [CULPRIT]
-        assert [r.waits_for for r in report.ranks] == [[CULPRIT], [], [CULPRIT]]
+    for report in make_ranks(heap, SIZE).run(cases.watched_from_a_thread, FAULTY_RANK)[::2]:
+        assert report.stragglers == [FAULTY_RANK]
+        assert [r.waits_for for r in report.ranks] == [[FAULTY_RANK], [], [FAULTY_RANK]]
         assert report.ranks[0].state.startswith("has waited in dispatch #2 for rank 1 for ")
         assert report.ranks[0].last_ops[-1].phase == "wait"
         assert [r.poison for r in report.ranks] == [""] * SIZE
@@ -72,21 +74,21 @@ def test_report_while_ranks_wait(make_ranks: MakeRanks, heap: str) -> None:
 
 def test_last_ops_of_a_dead_rank() -> None:
     ranks = ProcessRanks(SIZE)
-    outcomes = ranks.outcomes(cases.killed_rank, CULPRIT)
-    pid = ranks.processes[CULPRIT].pid
+    outcomes = ranks.outcomes(cases.killed_rank, FAULTY_RANK)
+    pid = ranks.processes[FAULTY_RANK].pid
     ranks.close()
     for rank in (0, 2):
-        dead = outcomes[rank].ranks[CULPRIT]
+        dead = outcomes[rank].ranks[FAULTY_RANK]
         assert (dead.process, dead.pid, dead.problem) == ("dead", pid, "")
         assert [(op.op, op.seq, op.status) for op in dead.last_ops] == [("dispatch", 1, "ok"), ("combine", 1, "ok")]
-        assert outcomes[rank].stragglers == [CULPRIT]
+        assert outcomes[rank].stragglers == [FAULTY_RANK]
         assert f"it is dead (process {pid}), last finished combine #1 " in str(outcomes[rank])
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_closed_rank_is_told(make_ranks: MakeRanks, heap: str) -> None:
-    states = make_ranks(heap, SIZE).run(cases.closing_rank, CULPRIT)
-    assert states[CULPRIT].startswith(GroupClosed.__name__)
+    states = make_ranks(heap, SIZE).run(cases.closing_rank, FAULTY_RANK)
+    assert states[FAULTY_RANK].startswith(GroupClosed.__name__)
     assert states[0].startswith("has closed its buffer, last finished combine #1")
 
 
@@ -111,14 +113,14 @@ def test_refusal_is_recorded() -> None:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_waits_count_for_the_late_peer(make_ranks: MakeRanks, heap: str) -> None:
-    outcomes = make_ranks(heap, SIZE).run(cases.waiting_times, CULPRIT, 1.0)
+    outcomes = make_ranks(heap, SIZE).run(cases.waiting_times, FAULTY_RANK, 1.0)
     for rank in (0, 2):
         waited, report = outcomes[rank]
         assert len(waited) == SIZE
-        assert 0.8e9 < waited[CULPRIT] < 5e9
-        assert max(ns for peer, ns in enumerate(waited) if peer != CULPRIT) < waited[CULPRIT] / 2
+        assert 0.8e9 < waited[FAULTY_RANK] < 5e9
+        assert max(ns for peer, ns in enumerate(waited) if peer != FAULTY_RANK) < waited[FAULTY_RANK] / 2
         late = report.ranks[rank].last_ops[2]
-        assert (late.longest_peer, late.longest_ns > 0.8e9) == (CULPRIT, True)
+        assert (late.longest_peer, late.longest_ns > 0.8e9) == (FAULTY_RANK, True)
 
 
 def test_cuda_ranks_are_not_watched(make_ranks: MakeRanks) -> None:
@@ -148,13 +150,13 @@ def test_missing_directory_is_a_warning(make_ranks: MakeRanks, tmp_path: Path, m
 
 @pytest.fixture(scope="module")
 def slot_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("flight") / "slot"
-    source = Path(__file__).with_name("flight_slot.cpp")
+    out = tmp_path_factory.mktemp("op_record") / "slot"
+    source = Path(__file__).with_name("op_record_slot.cpp")
     subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, "-O2", str(source), "-o", str(out)], check=True)
     return out
 
 
-def test_no_reader_takes_a_torn_flight_for_whole(slot_program: Path) -> None:
+def test_no_reader_takes_a_torn_op_record_for_whole(slot_program: Path) -> None:
     done = subprocess.run([slot_program, "mixtures"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
 

@@ -17,7 +17,7 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from train.cases_train import tiny
 
 from moe_rt import Buffer
-from moe_rt.elastic import Members
+from moe_rt.elastic import ElasticGroup
 from moe_rt.errors import MoeRtError
 from moe_rt.train import train
 from moe_rt.train.data import Corpus
@@ -47,7 +47,7 @@ def failing_round(victim: int, send: signal.Signals = signal.SIGKILL, timeout_s:
 
 def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, int]]:
     """Victims, by their rank at that time, die one after another: error, seconds to regroup, new size."""
-    members, seen = Members(), []
+    members, seen = ElasticGroup(), []
     for victim in victims:
         error = failing_round(victim)
         start = time.monotonic()
@@ -60,7 +60,7 @@ def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, in
 
 def two_die_at_once(group: Any) -> tuple[float, int]:
     """Rank 2 is alive when rank 1 dies, but ends before it has left its mark."""
-    members = Members()
+    members = ElasticGroup()
     failing_round(1)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,7 +73,7 @@ def two_die_at_once(group: Any) -> tuple[float, int]:
 def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
     """Rank 2 is counted among those that are left, and then dies or is held up; all ask once more."""
     _new_default_group(timeout_s=8.0)
-    members, init = Members(), dist.init_process_group
+    members, init = ElasticGroup(), dist.init_process_group
 
     def come_late(*args: Any, **kwargs: Any) -> None:
         if dies:
@@ -97,7 +97,7 @@ def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
 
 def slow_rank_is_waited_for(group: Any) -> int:
     """Rank 1 is late by less than the others wait for it."""
-    members = Members()
+    members = ElasticGroup()
     time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
     members.survivors(timeout_s=30.0)
     good_rounds()
@@ -106,7 +106,7 @@ def slow_rank_is_waited_for(group: Any) -> int:
 
 def stopped_rank_wakes_up_late(group: Any) -> tuple[str, str, int]:
     """Rank 1 stops, is given up, wakes up amid the others' new rounds, and tries to go on."""
-    members, store = Members(), _store()
+    members, store = ElasticGroup(), _store()
     store.set(f"pid/{dist.get_rank()}", str(os.getpid()))
     dist.barrier()
     seen = failing_round(1, signal.SIGSTOP, timeout_s=2.0)
@@ -131,7 +131,7 @@ def store_dies_with_rank_0(group: Any) -> str:
         served = dist.TCPStore("127.0.0.1", int(port.get("port")), is_master=False)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=served, rank=rank, world_size=3)
-    members = Members()
+    members = ElasticGroup()
     failing_round(0)
     try:
         members.survivors()
@@ -142,7 +142,7 @@ def store_dies_with_rank_0(group: Any) -> str:
 
 def train_through_a_death(group: Any, out: Path, step: int) -> tuple[int, int]:
     """Rank 1 dies in this step; the others go on from the newest checkpoint. `out`-before is what they went on from."""
-    members, rank = Members(), dist.get_rank()
+    members, rank = ElasticGroup(), dist.get_rank()
     original, calls = Corpus.train_batch, []
 
     def train_batch(*args: Any, **kwargs: Any) -> Any:

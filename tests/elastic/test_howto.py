@@ -12,16 +12,16 @@ HOWTO = Path(__file__).resolve().parents[2] / "docs/howto/elastic.md"
 # Rank 2 is counted among those that are left, and ends before the new group is there.
 DEATH_IN_SURVIVORS = """
 import os, signal
-from moe_rt.elastic import Members
+from moe_rt.elastic import ElasticGroup
 
-join = Members._join
+join = ElasticGroup._join
 
 def die_or_join(self, store, left):
     if self._rank == 2 and len(left) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return join(self, store, left)
 
-Members._join = die_or_join
+ElasticGroup._join = die_or_join
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from harness import ProcessRanks
 
-from moe_rt.elastic import Members
+from moe_rt.elastic import ElasticGroup
 from moe_rt.errors import InvalidConfig
 
 SIZE = 3
@@ -75,6 +75,6 @@ def test_only_gloo_goes_on() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         with pytest.raises(InvalidConfig, match="got back end fake, expected gloo"):
-            Members()
+            ElasticGroup()
     finally:
         dist.destroy_process_group()

@@ -13,10 +13,10 @@ from cases_faults import good_round, open_buffer
 from routing import make_spec
 
 
-def peer_closes_first(group: Any, culprit: int) -> str:
+def peer_closes_first(group: Any, faulty_rank: int) -> str:
     buffer = open_buffer(group)
     good_round(buffer)
-    if buffer.rank == culprit:
+    if buffer.rank == faulty_rank:
         buffer.close()
         return "closed"
     try:
@@ -26,12 +26,12 @@ def peer_closes_first(group: Any, culprit: int) -> str:
     return "no error"
 
 
-def raise_between_ops(group: Any, culprit: int) -> str:
-    """The culprit's own code raises between dispatch and combine."""
+def raise_between_ops(group: Any, faulty_rank: int) -> str:
+    """The faulty rank's own code raises between dispatch and combine."""
     try:
         with open_buffer(group) as buffer:
             good_round(buffer)
-            if buffer.rank == culprit:
+            if buffer.rank == faulty_rank:
                 raise KeyError("the user's own mistake")
             good_round(buffer)
     except (RuntimeError, KeyError) as error:
@@ -39,12 +39,12 @@ def raise_between_ops(group: Any, culprit: int) -> str:
     return "no error"
 
 
-def stay_away(group: Any, culprit: int, timeout_s: float) -> tuple[str, float]:
-    """The culprit does not come to the second round within everyone's timeout."""
+def stay_away(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, float]:
+    """The faulty rank does not come to the second round within everyone's timeout."""
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
     start = time.monotonic()
-    if buffer.rank == culprit:
+    if buffer.rank == faulty_rank:
         time.sleep(3 * timeout_s)
     try:
         good_round(buffer)
@@ -53,13 +53,13 @@ def stay_away(group: Any, culprit: int, timeout_s: float) -> tuple[str, float]:
     return "no error", time.monotonic() - start
 
 
-def die_at(group: Any, culprit: int, at: str) -> tuple[str, float, float]:
-    """The culprit is killed; survivors return what they saw, when the op began, and when it ended (wall clock)."""
+def die_at(group: Any, faulty_rank: int, at: str) -> tuple[str, float, float]:
+    """The faulty rank is killed; survivors return what they saw, when the op began, and when it ended (wall clock)."""
     buffer = open_buffer(group)
     good_round(buffer)
     x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
     weights = torch.ones(4, buffer.spec.num_topk, requires_grad=True)
-    die = buffer.rank == culprit
+    die = buffer.rank == faulty_rank
     start = time.time()
     try:
         if die and at == "dispatch":

@@ -10,7 +10,7 @@ import torch
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
-from moe_rt.config import BufferSpec
+from moe_rt.config.spec import BufferSpec
 
 TIMEOUT_S = 20.0
 
@@ -31,8 +31,8 @@ def good_round(buffer: Buffer) -> None:
     torch.testing.assert_close(out, x * spec.num_topk)
 
 
-def bad_dispatch(group: Any, culprit: int, changes: dict[str, Any]) -> str:
-    """Rank `culprit` dispatches with some arguments replaced; returns "<error class>: <message>" of this rank."""
+def bad_dispatch(group: Any, faulty_rank: int, changes: dict[str, Any]) -> str:
+    """Rank `faulty_rank` dispatches with some arguments replaced; returns "<error class>: <message>" of this rank."""
     with open_buffer(group) as buffer:
         spec = buffer.spec
         args: dict[str, Any] = {
@@ -40,7 +40,7 @@ def bad_dispatch(group: Any, culprit: int, changes: dict[str, Any]) -> str:
             "topk_idx": torch.zeros(4, spec.num_topk, dtype=torch.int64),
             "topk_weights": torch.ones(4, spec.num_topk),
         }
-        if buffer.rank == culprit:
+        if buffer.rank == faulty_rank:
             args |= changes
         text = "no error"
         try:
@@ -51,13 +51,13 @@ def bad_dispatch(group: Any, culprit: int, changes: dict[str, Any]) -> str:
         return text
 
 
-def bad_combine(group: Any, culprit: int, name: str, value: torch.Tensor) -> str:
+def bad_combine(group: Any, faulty_rank: int, name: str, value: torch.Tensor) -> str:
     with open_buffer(group) as buffer:
         spec = buffer.spec
         x, idx = torch.randn(4, spec.hidden), torch.zeros(4, spec.num_topk, dtype=torch.int64)
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(4, spec.num_topk))
         args = {"y": recv_x, "recv_weights": recv_weights, "handle": handle}
-        if buffer.rank == culprit:
+        if buffer.rank == faulty_rank:
             args[name] = value
         text = "no error"
         try:
@@ -80,10 +80,10 @@ def accepts_views(group: Any) -> None:
         torch.testing.assert_close(out, x * spec.num_topk)
 
 
-def make_differing(group: Any, culprit: int, changes: dict[str, Any]) -> str:
+def make_differing(group: Any, faulty_rank: int, changes: dict[str, Any]) -> str:
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     try:
-        open_buffer(group, **(changes if rank == culprit else {})).close()
+        open_buffer(group, **(changes if rank == faulty_rank else {})).close()
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -103,9 +103,9 @@ def overflow(group: Any) -> str:
         return text
 
 
-def swapped_layers(group: Any, culprit: int) -> str:
+def swapped_layers(group: Any, faulty_rank: int) -> str:
     with open_buffer(group) as buffer:
-        tag = 2 if buffer.rank == culprit else 1
+        tag = 2 if buffer.rank == faulty_rank else 1
         x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
         try:
             buffer.dispatch(x, idx, torch.ones(4, buffer.spec.num_topk), tag=tag)
@@ -114,14 +114,14 @@ def swapped_layers(group: Any, culprit: int) -> str:
     return "no error"
 
 
-def skipped_op(group: Any, culprit: int) -> str:
-    """Everyone dispatches twice, but the culprit combines instead of the second."""
+def skipped_op(group: Any, faulty_rank: int) -> str:
+    """Everyone dispatches twice, but the faulty rank combines instead of the second."""
     with open_buffer(group) as buffer:
         x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
         weights = torch.ones(4, buffer.spec.num_topk)
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
         try:
-            if buffer.rank == culprit:
+            if buffer.rank == faulty_rank:
                 buffer.combine(recv_x, recv_weights, handle)
             else:
                 buffer.dispatch(x, idx, weights)
@@ -130,13 +130,13 @@ def skipped_op(group: Any, culprit: int) -> str:
     return "no error"
 
 
-def other_handle(group: Any, culprit: int) -> str:
+def other_handle(group: Any, faulty_rank: int) -> str:
     with open_buffer(group) as buffer:
         x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
         weights = torch.ones(4, buffer.spec.num_topk)
         results = [buffer.dispatch(x, idx, weights) for _ in range(2)]
         try:
-            buffer.combine(*results[0 if buffer.rank == culprit else 1])
+            buffer.combine(*results[0 if buffer.rank == faulty_rank else 1])
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
     return "no error"

@@ -31,12 +31,12 @@ ERRORS: dict[str, BaseException] = {
 }
 
 
-def leave_by(group: Any, culprit: int, name: str, how: str) -> str:
-    """The culprit leaves between two rounds, by its `with` block or by abort(); the others say what they raise."""
+def leave_by(group: Any, faulty_rank: int, name: str, how: str) -> str:
+    """The faulty rank leaves between two rounds, by its `with` block or by abort(); the others say what they raise."""
     try:
         with open_buffer(group) as buffer:
             good_round(buffer)
-            if buffer.rank == culprit:
+            if buffer.rank == faulty_rank:
                 try:
                     raise ERRORS[name]
                 except BaseException:
@@ -51,12 +51,12 @@ def leave_by(group: Any, culprit: int, name: str, how: str) -> str:
     return "no error"
 
 
-def collective_fails(group: Any, culprit: int, kind: type[Exception]) -> str:
-    """The culprit leaves by an error of its own; the others, by one that a collective of torch may have raised."""
+def collective_fails(group: Any, faulty_rank: int, kind: type[Exception]) -> str:
+    """The faulty rank leaves by an error of its own; the others, by one that a collective of torch may have raised."""
     try:
         with open_buffer(group) as buffer:
             good_round(buffer)
-            if buffer.rank == culprit:
+            if buffer.rank == faulty_rank:
                 raise ValueError(FIRST_LINE)
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
@@ -70,11 +70,11 @@ def collective_fails(group: Any, culprit: int, kind: type[Exception]) -> str:
     return "no error"
 
 
-def end_program(group: Any, culprit: int, how: str) -> None:
-    """No `with`: the culprit's program ends between two rounds; the others print what they raise."""
+def end_program(group: Any, faulty_rank: int, how: str) -> None:
+    """No `with`: the faulty rank's program ends between two rounds; the others print what they raise."""
     sys.modules["__main__"].kept = buffer = open_buffer(group)  # type: ignore[attr-defined]  # outlives every frame
     good_round(buffer)
-    if buffer.rank == culprit:
+    if buffer.rank == faulty_rank:
         if how == "error":
             raise ValueError(FIRST_LINE)
         if how == "interrupt":
@@ -86,9 +86,9 @@ def end_program(group: Any, culprit: int, how: str) -> None:
         print(f"{type(error).__name__}: {error}", flush=True)
 
 
-def let_go(group: Any, culprit: int) -> str:
-    """The culprit's thread ends by an exception that nobody keeps, and with it its buffer."""
-    if group.rank == culprit:
+def let_go(group: Any, faulty_rank: int) -> str:
+    """The faulty rank's thread ends by an exception that nobody keeps, and with it its buffer."""
+    if group.rank == faulty_rank:
         good_round(open_buffer(group))
         return "gone"
     buffer = open_buffer(group)

@@ -12,7 +12,7 @@ from routing import make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.handle import Handle
+from moe_rt.comm.handle import Handle
 
 TOKENS = 9
 OPS = ("combine", "combine_backward", "dispatch_backward")
@@ -43,28 +43,28 @@ def outcome(buffer: Buffer, op: str, recv_x: Tensor, recv_weights: Tensor, handl
     return "no error"
 
 
-def another_buffers(group: Any, culprit: int, op: str, goes_on: bool) -> str:
-    """The culprit's handle is of a dispatch, as large and as late, on a second buffer of the same sizes."""
+def another_buffers(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
+    """The faulty rank's handle is of a dispatch, as large and as late, on a second buffer of the same sizes."""
     with open_buffer(group) as buffer, open_buffer(group) as second:
-        (recv_x, recv_weights, handle), (_, _, stranger) = dispatched(buffer), dispatched(second)
-        text = outcome(buffer, op, recv_x, recv_weights, stranger if buffer.rank == culprit else handle)
+        (recv_x, recv_weights, handle), (_, _, foreign) = dispatched(buffer), dispatched(second)
+        text = outcome(buffer, op, recv_x, recv_weights, foreign if buffer.rank == faulty_rank else handle)
         if goes_on:
             good_round(buffer)
         return text
 
 
-def other_sizes(group: Any, culprit: int) -> str:
-    """The culprit's handle is of a buffer with other experts, whose plan is as long."""
+def other_sizes(group: Any, faulty_rank: int) -> str:
+    """The faulty rank's handle is of a buffer with other experts, whose plan is as long."""
     size = group.size if isinstance(group.size, int) else group.size()
     with open_buffer(group) as buffer, open_buffer(group, make_spec(size, hidden=12)) as second:
-        (recv_x, recv_weights, handle), (_, _, stranger) = dispatched(buffer), dispatched(second)
-        text = outcome(buffer, "combine", recv_x, recv_weights, stranger if buffer.rank == culprit else handle)
+        (recv_x, recv_weights, handle), (_, _, foreign) = dispatched(buffer), dispatched(second)
+        text = outcome(buffer, "combine", recv_x, recv_weights, foreign if buffer.rank == faulty_rank else handle)
         good_round(buffer)
         return text
 
 
 def places(buffer: Buffer) -> dict[str, tuple[str, int]]:
-    """Numbers of cuda/protocol/plan.h: in which tensor, and where."""
+    """Numbers of cuda/protocol/core/plan.h: in which tensor, and where."""
     spec, head = buffer.spec, 12
     rows = head + 4 * spec.num_ranks * spec.num_max_tokens_per_rank
     ks = rows + (buffer._engine.plan_ints - rows) // 2
@@ -98,11 +98,11 @@ def first_refused(buffer: Buffer, handle: Handle) -> dict[str, tuple[str, int]]:
     }
 
 
-def at_the_bound(group: Any, culprit: int, name: str) -> str:
-    """One number of the culprit's plans is the least that leads outside."""
+def at_the_bound(group: Any, faulty_rank: int, name: str) -> str:
+    """One number of the faulty rank's plans is the least that leads outside."""
     with open_buffer(group) as buffer:
         recv_x, recv_weights, handle = dispatched(buffer)
-        if buffer.rank == culprit:
+        if buffer.rank == faulty_rank:
             place, value = first_refused(buffer, handle)[name]
             plan, where = places(buffer)[place]
             damaged = getattr(handle, plan).clone()
@@ -113,8 +113,8 @@ def at_the_bound(group: Any, culprit: int, name: str) -> str:
         return text
 
 
-def overwritten(group: Any, culprit: int, name: str, value: int, goes_on: bool) -> list[str]:
-    """One number of the culprit's plans is another; for each op what this rank saw. The group goes on after each."""
+def overwritten(group: Any, faulty_rank: int, name: str, value: int, goes_on: bool) -> list[str]:
+    """One number of the faulty rank's plans is another; what this rank saw of each op. The group goes on after each."""
     texts = []
     with open_buffer(group) as buffer:
         plan, where = places(buffer)[name]
@@ -122,7 +122,7 @@ def overwritten(group: Any, culprit: int, name: str, value: int, goes_on: bool) 
             if plan == "send_plan" and op == "combine_backward":
                 continue  # has none
             recv_x, recv_weights, handle = dispatched(buffer)
-            if buffer.rank == culprit:
+            if buffer.rank == faulty_rank:
                 damaged = getattr(handle, plan).clone()
                 damaged.view(-1)[where] = value
                 handle = replace(handle, **{plan: damaged})
@@ -132,7 +132,7 @@ def overwritten(group: Any, culprit: int, name: str, value: int, goes_on: bool) 
     return texts
 
 
-def odd_plans(group: Any, culprit: int) -> list[str]:
+def odd_plans(group: Any, faulty_rank: int) -> list[str]:
     """Plans with the right sizes but without the memory for them."""
     texts = []
     with open_buffer(group) as buffer:
@@ -143,18 +143,18 @@ def odd_plans(group: Any, culprit: int) -> list[str]:
             lambda plan: plan.numpy(),
         ):
             recv_x, recv_weights, handle = dispatched(buffer)
-            if buffer.rank == culprit:
+            if buffer.rank == faulty_rank:
                 handle = replace(handle, recv_plan=odd(handle.recv_plan))
             texts.append(outcome(buffer, "combine", recv_x, recv_weights, handle))
             good_round(buffer)
     return texts
 
 
-def fewer_tokens(group: Any, culprit: int) -> str:
-    """The culprit's send plan was cut."""
+def fewer_tokens(group: Any, faulty_rank: int) -> str:
+    """The faulty rank's send plan was cut."""
     with open_buffer(group) as buffer:
         recv_x, recv_weights, handle = dispatched(buffer)
-        if buffer.rank == culprit:
+        if buffer.rank == faulty_rank:
             handle = replace(handle, send_plan=handle.send_plan[:4])
         text = outcome(buffer, "combine", recv_x, recv_weights, handle)
         good_round(buffer)

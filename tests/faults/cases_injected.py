@@ -34,8 +34,8 @@ def three_steps(group: Any, num_threads: int = 1) -> str:
     return "no error"
 
 
-def raise_in_backward(group: Any, culprit: int) -> str:
-    """The culprit's own code raises inside backward, between its two ops."""
+def raise_in_backward(group: Any, faulty_rank: int) -> str:
+    """The faulty rank's own code raises inside backward, between its two ops."""
 
     def hook(grad: torch.Tensor) -> None:
         raise KeyError("the user's own mistake")
@@ -45,7 +45,7 @@ def raise_in_backward(group: Any, culprit: int) -> str:
             x = torch.ones(6, buffer.spec.hidden, requires_grad=True)
             idx = torch.zeros(6, 3, dtype=torch.int64)
             recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(6, 3))
-            if buffer.rank == culprit:
+            if buffer.rank == faulty_rank:
                 recv_x.register_hook(hook)
             buffer.combine(recv_x, recv_weights, handle).sum().backward()
             good_round(buffer)
@@ -54,11 +54,11 @@ def raise_in_backward(group: Any, culprit: int) -> str:
     return "no error"
 
 
-def raise_without_with(group: Any, culprit: int) -> None:
-    """The culprit's own code raises, and nothing of it is left but its buffer, which goes with the frame."""
+def raise_without_with(group: Any, faulty_rank: int) -> None:
+    """The faulty rank's own code raises, and nothing of it is left but its buffer, which goes with the frame."""
     buffer = open_buffer(group)
     good_round(buffer)
-    if buffer.rank == culprit:
+    if buffer.rank == faulty_rank:
         raise KeyError("the user's own mistake")
     start = time.monotonic()
     try:

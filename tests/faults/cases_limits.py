@@ -53,12 +53,12 @@ def at_the_descriptor_limit(group: Any, most: int) -> list[str]:
                 seen.append(f"{type(error).__name__}: {error}")
                 continue
         good_round(buffer)
-        return [*seen, _after_a_death(buffer, culprit=1)]
+        return [*seen, _after_a_death(buffer, faulty_rank=1)]
     return seen
 
 
-def _after_a_death(buffer: Buffer, culprit: int) -> str:
-    if buffer.rank == culprit:
+def _after_a_death(buffer: Buffer, faulty_rank: int) -> str:
+    if buffer.rank == faulty_rank:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         good_round(buffer)

@@ -21,7 +21,7 @@ from moe_rt import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap import shm
 
-CULPRIT = 1
+FAULTY_RANK = 1
 Seen = tuple[str, float]
 
 
@@ -52,8 +52,8 @@ def use(group: Any) -> None:
 
 
 def wrong_argument(group: Any, name: str, value: Any) -> Seen:
-    """The culprit makes its buffer with this value; afterwards the same group makes a good one."""
-    changes = {name: value} if rank_of(group) == CULPRIT else {}
+    """The faulty rank makes its buffer with this value; afterwards the same group makes a good one."""
+    changes = {name: value} if rank_of(group) == FAULTY_RANK else {}
     seen = seen_by(lambda: open_buffer(group, **changes).close())
     use(group)
     return seen
@@ -72,7 +72,7 @@ def same_argument(group: Any, name: str, value: Any) -> Seen:
 
 def wrong_isa(group: Any) -> Seen:
     """What only the engine looks at, when the segments are there."""
-    if rank_of(group) == CULPRIT:
+    if rank_of(group) == FAULTY_RANK:
         os.environ["MOE_RT_ISA"] = "pdp11"
     seen = seen_by(lambda: open_buffer(group).close())
     os.environ.pop("MOE_RT_ISA", None)
@@ -92,13 +92,13 @@ def come_late_to_map(patch: pytest.MonkeyPatch) -> None:
 
 
 def killed_while_mapping(group: Any) -> Seen:
-    """One peer finds the culprit's segment gone, and the other has mapped it."""
+    """One peer finds the faulty rank's segment gone, and the other has mapped it."""
 
     def die(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank_of(group) == CULPRIT:
+        if rank_of(group) == FAULTY_RANK:
             patch.setattr(shm, "_attach_all", die)
         elif rank_of(group) == 0:
             come_late_to_map(patch)
@@ -106,7 +106,7 @@ def killed_while_mapping(group: Any) -> Seen:
 
 
 def no_room_for_peers(group: Any) -> Seen:
-    """The culprit's own segment fits into its address space, the next one does not."""
+    """The faulty rank's own segment fits into its address space, the next one does not."""
     real, calls = shm.mmap.mmap, []
 
     def scarce(*args: Any) -> Any:
@@ -116,7 +116,7 @@ def no_room_for_peers(group: Any) -> Seen:
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank_of(group) == CULPRIT:
+        if rank_of(group) == FAULTY_RANK:
             patch.setattr(shm, "mmap", SimpleNamespace(mmap=scarce))
         elif rank_of(group) == 0:
             come_late_to_map(patch)
@@ -136,7 +136,7 @@ def too_large(group: Any) -> Seen:
 def interrupted_in_a_wait(group: Any) -> Seen:
     """Ctrl-C on a rank that waits for peers, which come when it has gone."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if rank_of(group) == CULPRIT:
+    if rank_of(group) == FAULTY_RANK:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         time.sleep(3.0)
@@ -146,8 +146,8 @@ def interrupted_in_a_wait(group: Any) -> Seen:
 
 
 def late(group: Any) -> Seen:
-    """The culprit comes when the others have given up, and all make a good buffer afterwards."""
-    if rank_of(group) == CULPRIT:
+    """The faulty rank comes when the others have given up, and all make a good buffer afterwards."""
+    if rank_of(group) == FAULTY_RANK:
         time.sleep(4.0)
         seen = seen_by(lambda: open_buffer(group).close())
     else:
@@ -157,15 +157,15 @@ def late(group: Any) -> Seen:
 
 
 def killed_while_making(group: Any) -> Seen:
-    """The first buffer of this group; the culprit gets as far as its configuration."""
-    os.environ["MOE_RT_FAULT"] = f"rank={CULPRIT},at=pre_rendezvous,do=kill"
+    """The first buffer of this group; the faulty rank gets as far as its configuration."""
+    os.environ["MOE_RT_FAULT"] = f"rank={FAULTY_RANK},at=pre_rendezvous,do=kill"
     return seen_by(lambda: open_buffer(group).close())
 
 
 def killed_before_the_second(group: Any) -> Seen:
-    """The culprit has made one buffer, and ends long before the others want another."""
+    """The faulty rank has made one buffer, and ends long before the others want another."""
     use(group)
-    if rank_of(group) == CULPRIT:
+    if rank_of(group) == FAULTY_RANK:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(2.0)
     return seen_by(lambda: open_buffer(group).close())

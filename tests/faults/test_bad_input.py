@@ -15,7 +15,7 @@ from moe_rt import Buffer, MoEConfig
 from moe_rt.errors import ConcurrentUse, GroupClosed, InvalidConfig
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -23,7 +23,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 BAD_DISPATCH: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    # name: changes, class, what the culprit says, what its peers say
+    # name: changes, class, what the faulty rank says, what its peers say
     "hidden": ({"x": t(4, 21)}, "InvalidInput", "x: got torch.float32 [4, 21]", "got 21, expected 20"),
     "dtype": ({"x": t(4, 20, dtype=torch.float64)}, "InvalidInput", "expected torch.float32 [4, 20]", "rank 1 refused"),
     "x one-dimensional": ({"x": t(20)}, "InvalidInput", "x: got torch.float32 [20]", "rank 1 refused"),
@@ -60,10 +60,10 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], str, str, str]] = {
 @pytest.mark.parametrize("name", BAD_DISPATCH)
 def test_dispatch_is_refused_everywhere(make_ranks: MakeRanks, heap: str, name: str) -> None:
     changes, kind, here, elsewhere = BAD_DISPATCH[name]
-    texts = make_ranks(heap, SIZE).run(cases.bad_dispatch, CULPRIT, changes)
+    texts = make_ranks(heap, SIZE).run(cases.bad_dispatch, FAULTY_RANK, changes)
     for rank, text in enumerate(texts):
         assert text.startswith(kind + ":"), text
-        assert (here if rank == CULPRIT else elsewhere) in text
+        assert (here if rank == FAULTY_RANK else elsewhere) in text
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
@@ -74,9 +74,9 @@ def test_dispatch_is_refused_everywhere(make_ranks: MakeRanks, heap: str, name: 
 def test_combine_is_refused_everywhere(
     make_ranks: MakeRanks, heap: str, name: str, value: torch.Tensor, here: str
 ) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.bad_combine, CULPRIT, name, value)
+    texts = make_ranks(heap, SIZE).run(cases.bad_combine, FAULTY_RANK, name, value)
     assert all(text.startswith("InvalidInput:") for text in texts)
-    assert here in texts[CULPRIT]
+    assert here in texts[FAULTY_RANK]
     assert "rank 1 refused its input" in texts[0]
 
 
@@ -102,7 +102,7 @@ def test_views_and_narrow_types_are_accepted(make_ranks: MakeRanks, heap: str) -
 )
 def test_ranks_that_disagree_are_told(make_ranks: MakeRanks, heap: str, changes: dict[str, Any]) -> None:
     field = next(iter(changes))
-    for text in make_ranks(heap, SIZE).run(cases.make_differing, CULPRIT, changes):
+    for text in make_ranks(heap, SIZE).run(cases.make_differing, FAULTY_RANK, changes):
         assert text.startswith(f"ConfigMismatch: {field}: got"), text
         assert "on rank 1, expected" in text
 
@@ -121,8 +121,8 @@ def test_ranks_that_disagree_are_told(make_ranks: MakeRanks, heap: str, changes:
 )
 def test_nonsense_is_refused_everywhere(make_ranks: MakeRanks, heap: str, changes: dict[str, Any]) -> None:
     field = next(iter(changes))
-    texts = make_ranks(heap, SIZE).run(cases.make_differing, CULPRIT, changes)
-    assert texts[CULPRIT].startswith(f"InvalidConfig: {field}: got")
+    texts = make_ranks(heap, SIZE).run(cases.make_differing, FAULTY_RANK, changes)
+    assert texts[FAULTY_RANK].startswith(f"InvalidConfig: {field}: got")
     assert texts[0].startswith("InvalidConfig: rank 1 refused its own configuration: " + field)
 
 
@@ -136,7 +136,7 @@ def test_overflow_is_raised_everywhere_before_any_row(make_ranks: MakeRanks, hea
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize("case", [cases.swapped_layers, cases.skipped_op, cases.other_handle])
 def test_order_of_calls(make_ranks: MakeRanks, heap: str, case: Callable[..., str]) -> None:
-    texts = make_ranks(heap, SIZE).run(case, CULPRIT)
+    texts = make_ranks(heap, SIZE).run(case, FAULTY_RANK)
     assert any(text.startswith("CallOrderMismatch:") for text in texts), texts
     assert all(text.startswith(("CallOrderMismatch:", "GroupPoisoned:")) for text in texts), texts
 

@@ -12,16 +12,16 @@ from harness import ProcessRanks, Ranks
 from moe_rt.chaos.rounds import names_in_dev_shm
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3  # some deadlocks show from three ranks on only
+FAULTY_RANK, SIZE = 1, 3  # some deadlocks show from three ranks on only
 SILENCE_S = 4.0
 
 
 @pytest.mark.parametrize("at", ["dispatch", "combine", "backward"])
 def test_killed_peer_is_noticed(at: str) -> None:
     ranks = ProcessRanks(SIZE)
-    outcomes = ranks.outcomes(cases.die_at, CULPRIT, at)
+    outcomes = ranks.outcomes(cases.die_at, FAULTY_RANK, at)
     ranks.close()
-    assert isinstance(outcomes[CULPRIT], ChildProcessError)
+    assert isinstance(outcomes[FAULTY_RANK], ChildProcessError)
     for rank in (0, 2):
         text, start, end = outcomes[rank]
         assert text.startswith("PeerDead:"), outcomes
@@ -32,7 +32,7 @@ def test_killed_peer_is_noticed(at: str) -> None:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
-    outcomes = make_ranks(heap, SIZE).run(cases.stay_away, CULPRIT, SILENCE_S)
+    outcomes = make_ranks(heap, SIZE).run(cases.stay_away, FAULTY_RANK, SILENCE_S)
     for rank in (0, 2):
         text, seconds = outcomes[rank]
         assert text.startswith(("PeerTimeout: dispatch #2", "GroupPoisoned: dispatch #2"))
@@ -41,21 +41,21 @@ def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
             "only who came later waits for less than the timeout"
         )
     assert any(f"rank 1 announced op 1, expected 2 within {SILENCE_S:g} s" in outcomes[r][0] for r in (0, 2))
-    assert outcomes[CULPRIT][0].startswith("GroupPoisoned:"), "the late rank learns that the group has ended"
+    assert outcomes[FAULTY_RANK][0].startswith("GroupPoisoned:"), "the late rank learns that the group has ended"
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_peer_that_closed_first(make_ranks: MakeRanks, heap: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.peer_closes_first, CULPRIT)
-    assert texts[CULPRIT] == "closed"
+    texts = make_ranks(heap, SIZE).run(cases.peer_closes_first, FAULTY_RANK)
+    assert texts[FAULTY_RANK] == "closed"
     assert any(text.startswith("GroupClosed: dispatch #2 on rank") for text in texts)
     assert all(text.startswith(("GroupClosed", "GroupPoisoned", "closed")) for text in texts), texts
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_raising_rank_ends_the_group(make_ranks: MakeRanks, heap: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.raise_between_ops, CULPRIT)
-    assert texts[CULPRIT].startswith("KeyError")
+    texts = make_ranks(heap, SIZE).run(cases.raise_between_ops, FAULTY_RANK)
+    assert texts[FAULTY_RANK].startswith("KeyError")
     for rank in (0, 2):
         assert texts[rank].startswith("GroupPoisoned:"), texts
         assert "rank 1 failed first" in texts[rank] or f"rank {2 - rank} failed first" in texts[rank]

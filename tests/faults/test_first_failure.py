@@ -23,7 +23,7 @@ from moe_rt.diagnostics.last_words import readable
 from moe_rt.errors import Code, GroupPoisoned, MoeRtError
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parent}"}
 SAID = {
@@ -43,7 +43,7 @@ SAID = {
 @pytest.mark.parametrize("how", ["with", "abort"])
 @pytest.mark.parametrize("name", SAID)
 def test_survivors_say_what_the_first_rank_raised(make_ranks: MakeRanks, heap: str, how: str, name: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.leave_by, CULPRIT, name, how)
+    texts = make_ranks(heap, SIZE).run(cases.leave_by, FAULTY_RANK, name, how)
     for rank in (0, 2):
         assert texts[rank].startswith("GroupPoisoned:"), texts
         assert f"rank 1 failed first: {SAID[name]}" in texts[rank], texts
@@ -51,7 +51,7 @@ def test_survivors_say_what_the_first_rank_raised(make_ranks: MakeRanks, heap: s
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_a_collective_that_fails_for_lack_of_a_peer(make_ranks: MakeRanks, heap: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.collective_fails, CULPRIT, RuntimeError)
+    texts = make_ranks(heap, SIZE).run(cases.collective_fails, FAULTY_RANK, RuntimeError)
     for rank in (0, 2):
         assert texts[rank].startswith("GroupPoisoned:"), texts
         assert "rank 1 failed first: ValueError: bad batch" in texts[rank]
@@ -59,7 +59,7 @@ def test_a_collective_that_fails_for_lack_of_a_peer(make_ranks: MakeRanks, heap:
 
 
 def test_an_error_of_its_own_stays_what_it_is(make_ranks: MakeRanks) -> None:
-    texts = make_ranks("threads", SIZE).run(cases.collective_fails, CULPRIT, KeyError)
+    texts = make_ranks("threads", SIZE).run(cases.collective_fails, FAULTY_RANK, KeyError)
     assert texts[0].startswith("KeyError: "), texts
 
 
@@ -141,7 +141,7 @@ def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_became_garbage_is_told(make_ranks: MakeRanks) -> None:
-    texts = make_ranks("threads", 2).run(cases.let_go, CULPRIT)
+    texts = make_ranks("threads", 2).run(cases.let_go, FAULTY_RANK)
     assert "rank 1 closed its buffer (its buffer became garbage)" in texts[0], texts
 
 
@@ -162,14 +162,14 @@ def buffers(size: int) -> list[Any]:
 
 def segment_of(buffer: Buffer, rank: int) -> tuple[int, Any]:
     segments = buffer._engine._segments  # type: ignore[attr-defined]
-    return segments.addresses[rank], _engine.read_segment(segments.mappings[rank]).plaque
+    return segments.addresses[rank], _engine.read_segment(segments.mappings[rank]).header
 
 
 def test_who_passes_a_failure_on_is_not_taken_for_the_first() -> None:
     """Rank 1's word has come to rank 0 and not yet to rank 2, when rank 0 leaves because of it."""
     made = buffers(SIZE)
-    address, plaque = segment_of(made[0], 0)
-    ctypes.c_uint64.from_address(address + plaque.poison).value = (CULPRIT + 1) << 16 | Code.POISONED
+    address, header = segment_of(made[0], 0)
+    ctypes.c_uint64.from_address(address + header.poison).value = (FAULTY_RANK + 1) << 16 | Code.POISONED
     with pytest.raises(GroupPoisoned, match="rank 1 failed first"), made[0]:
         made[0].check()
     with pytest.raises(GroupPoisoned, match="rank 1 failed first"):
@@ -181,10 +181,10 @@ def test_who_passes_a_failure_on_is_not_taken_for_the_first() -> None:
 @pytest.mark.parametrize("num_bytes", [1, 504, 505, 2**63, 2**64 - 1])
 def test_hostile_last_words(num_bytes: int) -> None:
     made = buffers(2)
-    address, plaque = segment_of(made[0], 1)
+    address, header = segment_of(made[0], 1)
     text = b"\x1b[31m\n\xff\xfe\r\0" * 100
-    ctypes.memmove(address + plaque.last_words + 8, text, 504)
-    ctypes.c_uint64.from_address(address + plaque.last_words).value = num_bytes
+    ctypes.memmove(address + header.last_words + 8, text, 504)
+    ctypes.c_uint64.from_address(address + header.last_words).value = num_bytes
     made[1].abort()
     with pytest.raises(GroupPoisoned) as raised:
         made[0].dispatch(torch.zeros(0, 20), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3))
@@ -195,8 +195,8 @@ def test_hostile_last_words(num_bytes: int) -> None:
 
 def test_a_poison_word_that_names_nobody() -> None:
     made = buffers(2)
-    address, plaque = segment_of(made[0], 0)
-    ctypes.c_uint64.from_address(address + plaque.poison).value = 0xFFFF << 16 | Code.POISONED
+    address, header = segment_of(made[0], 0)
+    ctypes.c_uint64.from_address(address + header.poison).value = 0xFFFF << 16 | Code.POISONED
     with pytest.raises(MoeRtError, match="rank 65534 failed first"):
         made[0].check()
     for buffer in made:

@@ -10,17 +10,17 @@ from conftest import CPU_HEAPS, HEAPS
 from harness import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 HEAD = ("mark", "num_tokens", "num_pulled", "num_copies", "capacity", "first_own", "num_own")
 ENTRIES = ("token", "source and slot", "first", "copies", "row", "k", "sent")
 
 
 def assert_refused(texts: list[str], heap: str) -> None:
-    """On a GPU a refusal ends the group, and whoever waits longest, the culprit too, may hear of that end first."""
+    """On a GPU a refusal ends the group, and whoever waits longest, the faulty rank too, may hear of that end first."""
     ended = ("InvalidInput: ", "GroupPoisoned: ") if heap == "loopback" else ("InvalidInput: ",)
     for rank, text in enumerate(texts):
         assert text.startswith(ended), texts
-        if rank == CULPRIT and text.startswith("InvalidInput: "):
+        if rank == FAULTY_RANK and text.startswith("InvalidInput: "):
             assert "handle: got plans that no dispatch of this buffer" in text
         else:
             assert "rank 1" in text, texts
@@ -30,12 +30,12 @@ def assert_refused(texts: list[str], heap: str) -> None:
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize("op", cases.OPS)
 def test_a_handle_of_another_buffer(make_ranks: MakeRanks, heap: str, op: str) -> None:
-    assert_refused(make_ranks(heap, SIZE).run(cases.another_buffers, CULPRIT, op, heap != "loopback"), heap)
+    assert_refused(make_ranks(heap, SIZE).run(cases.another_buffers, FAULTY_RANK, op, heap != "loopback"), heap)
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_a_handle_of_a_buffer_of_other_sizes(make_ranks: MakeRanks, heap: str) -> None:
-    assert_refused(make_ranks(heap, SIZE).run(cases.other_sizes, CULPRIT), heap)
+    assert_refused(make_ranks(heap, SIZE).run(cases.other_sizes, FAULTY_RANK), heap)
 
 
 @pytest.mark.parametrize("value", [-7, 2**30 + 12345])
@@ -45,7 +45,7 @@ def test_a_handle_of_a_buffer_of_other_sizes(make_ranks: MakeRanks, heap: str) -
 )
 def test_an_overwritten_number(make_ranks: MakeRanks, heap: str, name: str, value: int) -> None:
     """Of the head on every heap; of the entries where the host reads them."""
-    ranks = make_ranks(heap, SIZE).run(cases.overwritten, CULPRIT, name, value, heap != "loopback")
+    ranks = make_ranks(heap, SIZE).run(cases.overwritten, FAULTY_RANK, name, value, heap != "loopback")
     for texts in zip(*ranks, strict=True):
         assert_refused(list(texts), heap)
 
@@ -56,20 +56,20 @@ BOUNDS = ("token", "source", "slot", "copies", "first", "row", "k", "sent slot",
 @pytest.mark.parametrize("name", [*BOUNDS, *HEAD[1:]])
 def test_a_number_at_its_bound(make_ranks: MakeRanks, name: str) -> None:
     """The least that leads outside is refused: bounds are exact."""
-    assert_refused(make_ranks("threads", SIZE).run(cases.at_the_bound, CULPRIT, name), "threads")
+    assert_refused(make_ranks("threads", SIZE).run(cases.at_the_bound, FAULTY_RANK, name), "threads")
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_plans_without_memory(make_ranks: MakeRanks, heap: str) -> None:
-    *followed, numpy = zip(*make_ranks(heap, SIZE).run(cases.odd_plans, CULPRIT), strict=True)
+    *followed, numpy = zip(*make_ranks(heap, SIZE).run(cases.odd_plans, FAULTY_RANK), strict=True)
     for texts in followed:
         assert_refused(list(texts), heap)
-    assert "handle.recv_plan: got a numpy.ndarray, expected a torch.Tensor" in numpy[CULPRIT]
+    assert "handle.recv_plan: got a numpy.ndarray, expected a torch.Tensor" in numpy[FAULTY_RANK]
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_a_cut_plan(make_ranks: MakeRanks, heap: str) -> None:
-    assert_refused(make_ranks(heap, SIZE).run(cases.fewer_tokens, CULPRIT), heap)
+    assert_refused(make_ranks(heap, SIZE).run(cases.fewer_tokens, FAULTY_RANK), heap)
 
 
 @pytest.mark.parametrize("heap", HEAPS)

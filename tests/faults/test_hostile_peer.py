@@ -16,7 +16,7 @@ from routing import buffer_kwargs, make_spec
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import Code, MoeRtError
 
-POISON, MAILBOXES, MAILBOX_BYTES, HEADER_BYTES = 128, 256, 128, 48  # cuda/protocol/layout.h and signal.h
+POISON, MAILBOXES, MAILBOX_BYTES, HEADER_BYTES = 128, 256, 128, 48  # cuda/protocol/core/layout.h and signal.h
 DISPATCH_CALL = 1 << 60
 SPEC = make_spec(2)
 CONFIG = SPEC.hash()

@@ -14,7 +14,7 @@ from cases_faults import good_round, open_buffer
 from conftest import CPU_HEAPS
 from routing import make_spec
 
-from moe_rt.agreement import agree
+from moe_rt.comm.agreement import agree
 from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, PeerTimeout, SegmentPermission
 from moe_rt.heap import shm
 from moe_rt.heap.processes import place

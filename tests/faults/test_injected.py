@@ -15,7 +15,7 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.faults import planned
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 IN_OPS = ("mid_payload", "after_payload", "after_some_flags", "after_all_flags", "mid_read")
 
 
@@ -25,11 +25,11 @@ IN_OPS = ("mid_payload", "after_payload", "after_some_flags", "after_all_flags",
 def test_raising_threads(
     make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, at: str, op: int, num_threads: int
 ) -> None:
-    monkeypatch.setenv("MOE_RT_FAULT", f"rank={CULPRIT},op={op},at={at},do=raise")
+    monkeypatch.setenv("MOE_RT_FAULT", f"rank={FAULTY_RANK},op={op},at={at},do=raise")
     texts = make_ranks("threads", SIZE).run(cases.three_steps, num_threads)
     name = ("dispatch", "combine", "combine_backward", "dispatch_backward")[op - 5]
     number = 4 if op > 6 else 3  # combine_backward shares numbers with dispatch
-    assert texts[CULPRIT].startswith(f"FaultInjected: {name} #{number} on rank 1: failed as MOE_RT_FAULT asked")
+    assert texts[FAULTY_RANK].startswith(f"FaultInjected: {name} #{number} on rank 1: failed as MOE_RT_FAULT asked")
     for rank in (0, 2):
         assert texts[rank].startswith("GroupPoisoned:"), texts
         assert "rank 1 failed first: FaultInjected" in texts[rank]
@@ -37,13 +37,13 @@ def test_raising_threads(
 
 @pytest.mark.parametrize("at", IN_OPS)
 def test_a_slow_thread_changes_nothing(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    monkeypatch.setenv("MOE_RT_FAULT", f"rank={CULPRIT},op=6,at={at},do=sleep=0.05")
+    monkeypatch.setenv("MOE_RT_FAULT", f"rank={FAULTY_RANK},op=6,at={at},do=sleep=0.05")
     assert make_ranks("threads", SIZE).run(cases.three_steps) == ["no error"] * SIZE
 
 
 def test_a_fault_strikes_once(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps have six backward ops; any of them would do."""
-    monkeypatch.setenv("MOE_RT_FAULT", f"rank={CULPRIT},at=in_backward,do=sleep=1.5")
+    monkeypatch.setenv("MOE_RT_FAULT", f"rank={FAULTY_RANK},at=in_backward,do=sleep=1.5")
     start = time.monotonic()
     assert make_ranks("threads", SIZE).run(cases.three_steps) == ["no error"] * SIZE
     assert 1.5 <= time.monotonic() - start < 6.0
@@ -51,7 +51,7 @@ def test_a_fault_strikes_once(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("op", [1, 2, 3, 4])
 def test_nonsense_from_a_thread_is_noticed(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, op: int) -> None:
-    monkeypatch.setenv("MOE_RT_FAULT", f"rank={CULPRIT},op={op},at=after_payload,do=corrupt")
+    monkeypatch.setenv("MOE_RT_FAULT", f"rank={FAULTY_RANK},op={op},at=after_payload,do=corrupt")
     texts = make_ranks("threads", SIZE).run(cases.three_steps)
     assert any(text.startswith("CorruptPeer:") and "control data of rank 1" in text for text in texts), texts
     assert all(text.startswith(("CorruptPeer:", "GroupPoisoned:")) for text in texts), texts
@@ -94,6 +94,6 @@ def test_cuda_ranks_refuse_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wait_warns_once_at_a_tenth_of_its_timeout(make_ranks: MakeRanks, capfd: pytest.CaptureFixture[str]) -> None:
-    make_ranks("threads", 2).run(cases_failures.stay_away, CULPRIT, 1.0)
+    make_ranks("threads", 2).run(cases_failures.stay_away, FAULTY_RANK, 1.0)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "dispatch #2 on rank 0" in line]
     assert warnings == ["moe_rt: dispatch #2 on rank 0 has waited 0.1 s for rank 1; PeerTimeout after 1 s"]

@@ -11,7 +11,7 @@ from conftest import CPU_HEAPS
 from harness import ProcessRanks, Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = cases.CULPRIT, 3
+FAULTY_RANK, SIZE = cases.FAULTY_RANK, 3
 AT_ONCE_S = 15.0  # init_timeout_s is 300; a loaded machine explains the rest
 
 
@@ -23,14 +23,14 @@ def told(outcomes: list[Any], kind: str, words: str) -> None:
         assert seconds < AT_ONCE_S
 
 
-def outcomes_of_others(case: Callable[..., Any], culprit: int) -> list[Any]:
+def outcomes_of_others(case: Callable[..., Any], faulty_rank: int) -> list[Any]:
     """On processes of their own, one of which will die."""
     ranks = ProcessRanks(SIZE)
     try:
         outcomes = ranks.outcomes(case)
     finally:
         ranks.close()
-    assert isinstance(outcomes.pop(culprit), ChildProcessError)
+    assert isinstance(outcomes.pop(faulty_rank), ChildProcessError)
     return outcomes
 
 
@@ -54,7 +54,7 @@ def outcomes_of_others(case: Callable[..., Any], culprit: int) -> list[Any]:
 def test_a_wrong_argument_of_one_rank(make_ranks: MakeRanks, heap: str, name: str, value: Any) -> None:
     outcomes = make_ranks(heap, SIZE).run(cases.wrong_argument, name, value)
     told(outcomes, "InvalidConfig", "")
-    assert all("rank 1" in text for rank, (text, _) in enumerate(outcomes) if rank != CULPRIT), outcomes
+    assert all("rank 1" in text for rank, (text, _) in enumerate(outcomes) if rank != FAULTY_RANK), outcomes
 
 
 def test_an_engine_that_one_rank_cannot_make(make_ranks: MakeRanks) -> None:
@@ -72,14 +72,14 @@ def test_address_space_of_threads_ends(make_ranks: MakeRanks) -> None:
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_an_interrupt_while_working(make_ranks: MakeRanks, heap: str) -> None:
     outcomes = make_ranks(heap, SIZE).run(cases.interrupted)
-    assert outcomes.pop(CULPRIT)[0] == "KeyboardInterrupt: "
+    assert outcomes.pop(FAULTY_RANK)[0] == "KeyboardInterrupt: "
     told(outcomes, "GroupPoisoned", "rank 1 gave up making a buffer: KeyboardInterrupt")
 
 
 def test_an_interrupt_while_waiting(make_ranks: MakeRanks) -> None:
     outcomes = make_ranks("shm", SIZE).run(cases.interrupted_in_a_wait)
-    assert outcomes[CULPRIT][0] == "KeyboardInterrupt: "
-    assert outcomes.pop(CULPRIT)[1] < AT_ONCE_S
+    assert outcomes[FAULTY_RANK][0] == "KeyboardInterrupt: "
+    assert outcomes.pop(FAULTY_RANK)[1] < AT_ONCE_S
     told(outcomes, "GroupPoisoned", "rank 1 gave up making a buffer: KeyboardInterrupt")
 
 
@@ -92,7 +92,7 @@ def test_a_rank_that_comes_when_others_have_given_up(make_ranks: MakeRanks, heap
     "case", [cases.killed_while_making, cases.killed_while_mapping, cases.killed_before_the_second]
 )
 def test_a_rank_that_is_killed(case: Callable[..., Any]) -> None:
-    told(outcomes_of_others(case, CULPRIT), "PeerDead", "the process of rank 1 ended")
+    told(outcomes_of_others(case, FAULTY_RANK), "PeerDead", "the process of rank 1 ended")
 
 
 def test_a_store_that_ends() -> None:

@@ -17,19 +17,19 @@ from harness import Ranks
 from moe_rt import ThreadGroup
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 3
+FAULTY_RANK, SIZE = 1, 3
 SCRIPT = """
 import sys, torch.distributed as dist
 from cases_injected import raise_without_with
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-raise_without_with(dist.group.WORLD, culprit=1)
+raise_without_with(dist.group.WORLD, faulty_rank=1)
 """
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_raising_inside_backward(make_ranks: MakeRanks, heap: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.raise_in_backward, CULPRIT)
-    assert texts[CULPRIT].startswith("KeyError")
+    texts = make_ranks(heap, SIZE).run(cases.raise_in_backward, FAULTY_RANK)
+    assert texts[FAULTY_RANK].startswith("KeyError")
     assert all(texts[rank].startswith("GroupPoisoned:") for rank in (0, 2)), texts
 
 
@@ -50,8 +50,8 @@ def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_ends_by_an_exception(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its buffer is garbage then, and says goodbye."""
-    threads = [threading.Thread(target=cases.raise_without_with, args=(g, CULPRIT)) for g in ThreadGroup.make(SIZE)]
+    """Its buffer is garbage then, and tells its peers that it is closed."""
+    threads = [threading.Thread(target=cases.raise_without_with, args=(g, FAULTY_RANK)) for g in ThreadGroup.make(SIZE)]
     hook, threading.excepthook = threading.excepthook, lambda args: None
     try:
         for thread in threads:

@@ -4,7 +4,7 @@
 // All arrays are heap allocations of exactly the size the protocol says, so that a sanitizer sees one step too far.
 // For few lanes (routing.h) a bad entry refuses the op before lists are written; for many (routing_tiles.h) it counts
 // as none, and the lists are written all the same.
-#include "../../cuda/protocol/routing.h"
+#include "../../cuda/protocol/flat/routing.h"
 
 #include <algorithm>
 #include <memory>

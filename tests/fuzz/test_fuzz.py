@@ -20,7 +20,7 @@ TARGETS = {  # name: source, corpus, defines, seconds of fuzzing
     "peers": ("peers.cpp", "peers", [], 12),
     "peers-gpu": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU"], 8),
 }
-# libFuzzer's own limit looks at ru_maxrss, which a process inherits over exec: the peak of the test process that starts it.
+# libFuzzer's own limit looks at ru_maxrss, which a process inherits over exec: the peak of the test process.
 MEMORY_LIMIT = ["-rss_limit_mb=0", "-malloc_limit_mb=1024"]
 CLANGS = ["clang++", *(f"clang++-{version}" for version in range(21, 14, -1))]
 

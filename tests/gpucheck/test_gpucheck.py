@@ -16,8 +16,8 @@ from moe_rt.cli import main
 from moe_rt.gpucheck import child, compiling, network, run, sanitizing
 from moe_rt.gpucheck.compiling import Variant
 from moe_rt.gpucheck.ptx import find_problems, read_orders
-from moe_rt.gpucheck.rounds import WrongOutput
 from moe_rt.gpucheck.steps import STEPS, Check, Skipped, Step, Table, perform
+from moe_rt.testing.rounds import WrongOutput
 
 SMALL = (Variant("kernels.cu", "F32", 20, 3), Variant("not_written.cu", "F32"))
 

@@ -13,9 +13,9 @@ from device.emulated import EmulatedGpu
 from moe_rt import Buffer
 from moe_rt.gpucheck import chains, correctness, failures, layers
 from moe_rt.gpucheck.layers import LayerSizes
-from moe_rt.gpucheck.ranks import run_ranks
-from moe_rt.gpucheck.rounds import WrongOutput, check_bits, check_close
 from moe_rt.gpucheck.steps import STEPS, Check, perform
+from moe_rt.testing.ranks import run_ranks
+from moe_rt.testing.rounds import WrongOutput, check_bits, check_close
 
 
 class OneStream(EmulatedGpu):

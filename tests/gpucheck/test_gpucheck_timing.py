@@ -12,8 +12,8 @@ from standin_cuda import SmallFlush, TimedGpu, device_event, stand_in
 from moe_rt.gpucheck import bandwidth, graphs, latency, syncfree, timing
 from moe_rt.gpucheck.layers import LayerSizes
 from moe_rt.gpucheck.profiles import RANGE, host_waits, kernels
-from moe_rt.gpucheck.rounds import WrongOutput
 from moe_rt.gpucheck.steps import Check
+from moe_rt.testing.rounds import WrongOutput
 
 
 @pytest.fixture

@@ -97,17 +97,17 @@ def test_a_world_finalized_by_others_is_noticed() -> None:
     assert "finalized by other means" in job.refuse(InvalidConfig)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("faulty_rank", [0, 1])
 @pytest.mark.parametrize("call", ["load", "init", "buffer", "quiet", "fill"])
-def test_what_fails_on_one_rank_is_raised_by_all(call: str, culprit: int) -> None:
+def test_what_fails_on_one_rank_is_raised_by_all(call: str, faulty_rank: int) -> None:
     job = Job(3)
     if call == "quiet":
         release(job.allocate(100))
-    job.cores[culprit].fail.add(call)
+    job.cores[faulty_rank].fail.add(call)
     kind = OutOfSharedMemory if call == "buffer" else InvalidConfig
     text = job.refuse(kind)
-    assert ("CUDA_ERROR_ILLEGAL_ADDRESS" if call == "fill" else f"{call} fails in process {culprit}") in text
-    assert f"rank {culprit} could not" in text
+    assert ("CUDA_ERROR_ILLEGAL_ADDRESS" if call == "fill" else f"{call} fails in process {faulty_rank}") in text
+    assert f"rank {faulty_rank} could not" in text
 
 
 def test_no_unique_id_is_raised_by_all() -> None:

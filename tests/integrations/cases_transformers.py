@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 from transformers_models import VOCABULARY
 
 import moe_rt.integrations.transformers as integration
-from moe_rt.integrations import growing
+from moe_rt.comm import growing
 from moe_rt.integrations.transformers import MoeRtEP
 
 

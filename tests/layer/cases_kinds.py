@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_rt import MoEConfig, MoELayer
-from moe_rt.experts import ExpertsConfig
+from moe_rt.nn.experts import ExpertsConfig
 
 # Of every kind with a gate; GPT-OSS's is clamped, biased, transposed and interleaved at once.
 KINDS: list[ExpertsConfig] = [

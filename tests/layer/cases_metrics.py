@@ -9,7 +9,7 @@ import torch
 from cases_layer import TOKENS, TOPK, config, inputs_for
 
 from moe_rt import MoELayer
-from moe_rt.metrics import MetricsSnapshot
+from moe_rt.nn.metrics import MetricsSnapshot
 
 LATE_S = 0.5
 # Both ranks send 10 tokens to an expert of rank 0, whose capacity is a quarter of a balanced load's 2 * 10 * 3 / 2.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.router import Router
+from moe_rt.nn.router import Router
 
 H, E, K, T = 24, 16, 4, 50
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from cases_router import E, K, T, make_router, tokens
 
-from moe_rt.balance import load_balancing_loss
 from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.nn.router_losses import load_balancing_loss
 
 
 def test_balance_bias_chooses_but_does_not_weigh() -> None:

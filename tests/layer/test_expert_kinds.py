@@ -13,9 +13,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_rt import MoEConfig, activations, grouped
+from moe_rt import MoEConfig
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.experts import Experts, ExpertsConfig, SwiGLUExperts, expert_mlp
+from moe_rt.kernels import activations, grouped
+from moe_rt.nn.experts import Experts, ExpertsConfig, SwiGLUExperts, expert_mlp
 
 H, F, ROWS = 16, 8, 13
 SPREADS = [[4, 0, 5], [0, 0, 0], [0, 13, 0]]

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_rt.choosing import choose_by_experts
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.router import RouterConfig
+from moe_rt.nn.router import RouterConfig
+from moe_rt.nn.selection import choose_by_experts
 
 family = pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY.keys())
 

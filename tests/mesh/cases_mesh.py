@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from moe_rt import MoEConfig, MoELayer
-from moe_rt.checkpoint import check_checkpoint
-from moe_rt.clip import clip_grad_norm_
-from moe_rt.parallel import shard_experts
+from moe_rt.parallel.checkpoint import check_checkpoint
+from moe_rt.parallel.clip import clip_grad_norm_
+from moe_rt.parallel.wrapping import shard_experts
 from moe_rt.train import TrainConfig
 from moe_rt.train.model import Decoder
 from moe_rt.train.parallel import moe_layers

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from moe_rt import clip
-from moe_rt.parallel import expert_parameters, prepare, shard_experts
+from moe_rt.parallel import clip
+from moe_rt.parallel.wrapping import expert_parameters, prepare, shard_experts
 from moe_rt.train.parallel import moe_layers
 
 STEPS = 10

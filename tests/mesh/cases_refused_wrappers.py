@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from moe_rt import MoELayer
-from moe_rt.parallel import prepare, shard_experts
+from moe_rt.parallel.wrapping import prepare, shard_experts
 
 
 def refused(group: Any, wrapper: str, how: str) -> bool:

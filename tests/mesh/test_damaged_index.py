@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from moe_rt import MoEConfig, MoELayer
-from moe_rt.checkpoint import check_checkpoint
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig
+from moe_rt.parallel.checkpoint import check_checkpoint
 
 INDEX, DATA = ".metadata", "__0_0.distcp"
 CONFIG = MoEConfig(hidden=8, intermediate=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=4)

@@ -83,15 +83,15 @@ ODD: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def odd_argument(group: Any, culprit: int, name: str, argument: str) -> str:
-    """The culprit gives something else for one argument; what this rank saw. The group goes on."""
+def odd_argument(group: Any, faulty_rank: int, name: str, argument: str) -> str:
+    """The faulty rank gives something else for one argument; what this rank saw. The group goes on."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     with Buffer(group, **SIZES) as buffer:
         given: dict[str, Any] = inputs(rank)
         recv_x, recv_weights, handle = buffer.dispatch(**given)
         combined: dict[str, Any] = {"y": recv_x, "recv_weights": recv_weights, "handle": handle}
         call, arguments = (buffer.dispatch, given) if argument in given else (buffer.combine, combined)
-        if rank == culprit:
+        if rank == faulty_rank:
             arguments[argument] = ODD[name](arguments[argument])
         text = "no error"
         try:
@@ -102,15 +102,15 @@ def odd_argument(group: Any, culprit: int, name: str, argument: str) -> str:
         return text
 
 
-def odd_gradient(group: Any, culprit: int) -> str:
-    """The culprit's rows have a sparse gradient: torch allows it for any tensor."""
+def odd_gradient(group: Any, faulty_rank: int) -> str:
+    """The faulty rank's rows have a sparse gradient: torch allows it for any tensor."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     with Buffer(group, **SIZES) as buffer:
         given: dict[str, Any] = inputs(rank)
         given["x"].requires_grad_()
         recv_x, recv_weights, handle = buffer.dispatch(**given)
         rows = torch.zeros(2, H, dtype=torch.int64)
-        loss = torch.gather(recv_x, 0, rows, sparse_grad=rank == culprit).sum()
+        loss = torch.gather(recv_x, 0, rows, sparse_grad=rank == faulty_rank).sum()
         try:
             loss.backward()
             text = "no error"
@@ -120,15 +120,15 @@ def odd_gradient(group: Any, culprit: int) -> str:
         return text
 
 
-def odd_tag(group: Any, culprit: int, tag: Any) -> list[str]:
-    """Given to dispatch, then as a handle's, by the culprit alone."""
+def odd_tag(group: Any, faulty_rank: int, tag: Any) -> list[str]:
+    """Given to dispatch, then as a handle's, by the faulty rank alone."""
     rank, texts = group.rank if isinstance(group.rank, int) else group.rank(), []
     with Buffer(group, **SIZES) as buffer:
         results = buffer.dispatch(**inputs(rank))
         kept = results[2].tag
-        results[2].tag = tag if rank == culprit else kept
+        results[2].tag = tag if rank == faulty_rank else kept
         for call in (
-            lambda: buffer.dispatch(**inputs(rank), tag=tag if rank == culprit else 0),
+            lambda: buffer.dispatch(**inputs(rank), tag=tag if rank == faulty_rank else 0),
             lambda: buffer.combine(*results),
         ):
             try:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_rt import Buffer, ops
+from moe_rt import Buffer
+from moe_rt.comm import ops
 from moe_rt.errors import InvalidInput
 
 T, H, K, E = 3, 4, 2, 4

@@ -11,7 +11,7 @@ from conftest import CPU_HEAPS, HEAPS
 from harness import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
-CULPRIT, SIZE = 1, 2
+FAULTY_RANK, SIZE = 1, 2
 ARGUMENTS = ("x", "topk_idx", "topk_weights", "y", "recv_weights")
 # Kinds that torch does not have for vectors or integers.
 NONE = (("csr", "recv_weights"), ("jagged", "recv_weights"), ("mkldnn", "topk_idx"))
@@ -27,22 +27,22 @@ def test_signs_that_are_owed_and_zeros_without_memory(make_ranks: MakeRanks, hea
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize(("name", "argument"), [(n, a) for n in cases.ODD for a in ARGUMENTS if (n, a) not in NONE])
 def test_an_argument_of_another_kind(make_ranks: MakeRanks, heap: str, argument: str, name: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.odd_argument, CULPRIT, name, argument)
+    texts = make_ranks(heap, SIZE).run(cases.odd_argument, FAULTY_RANK, name, argument)
     assert all(text.startswith("InvalidInput: ") for text in texts), texts
-    assert f"{argument}: got a" in texts[CULPRIT].replace("got NoneType", "got a NoneType"), texts
+    assert f"{argument}: got a" in texts[FAULTY_RANK].replace("got NoneType", "got a NoneType"), texts
     assert "rank 1 refused its input" in texts[0]
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_a_numpy_array_is_named(make_ranks: MakeRanks, heap: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.odd_argument, CULPRIT, "numpy", "x")
-    assert texts[CULPRIT].startswith("InvalidInput: x: got a numpy.ndarray, expected a torch.Tensor")
+    texts = make_ranks(heap, SIZE).run(cases.odd_argument, FAULTY_RANK, "numpy", "x")
+    assert texts[FAULTY_RANK].startswith("InvalidInput: x: got a numpy.ndarray, expected a torch.Tensor")
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_a_sparse_gradient(make_ranks: MakeRanks, heap: str) -> None:
-    texts = make_ranks(heap, SIZE).run(cases.odd_gradient, CULPRIT)
-    assert "grad_recv_x: got a tensor of layout torch.sparse_coo" in texts[CULPRIT], texts
+    texts = make_ranks(heap, SIZE).run(cases.odd_gradient, FAULTY_RANK)
+    assert "grad_recv_x: got a tensor of layout torch.sparse_coo" in texts[FAULTY_RANK], texts
     assert "rank 1 refused its input" in texts[0]
 
 
@@ -50,7 +50,7 @@ def test_a_sparse_gradient(make_ranks: MakeRanks, heap: str) -> None:
 @pytest.mark.parametrize("tag", [2**28, 2**28 + 1, 2**32, 2**70, -1, 1.0, "router", None], ids=str)
 def test_what_is_no_tag(make_ranks: MakeRanks, heap: str, tag: Any) -> None:
     """2**28 + 1 was the same layer as 1."""
-    ranks = make_ranks(heap, SIZE).run(cases.odd_tag, CULPRIT, tag)
+    ranks = make_ranks(heap, SIZE).run(cases.odd_tag, FAULTY_RANK, tag)
     for texts in zip(*ranks, strict=True):
-        assert texts[CULPRIT].startswith(f"InvalidInput: tag: got {tag!r}, expected an integer in [0, 2**28)")
+        assert texts[FAULTY_RANK].startswith(f"InvalidInput: tag: got {tag!r}, expected an integer in [0, 2**28)")
         assert "rank 1 refused its input" in texts[0]

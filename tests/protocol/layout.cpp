@@ -1,5 +1,5 @@
 // Prints a segment's layout for every shape on standard input: offsets, size, and where the last row of each kind lies.
-#include "../../cuda/protocol/layout.h"
+#include "../../cuda/protocol/core/layout.h"
 
 #include <cinttypes>
 #include <cstdio>
@@ -13,7 +13,7 @@ int main() {
     World w{};
     w.shape = s, w.layout = Layout::make(s);
     const auto print = [](int64_t offset) { std::printf("%" PRId64 " ", offset); };
-    print(w.layout.poison), print(w.layout.mailboxes), print(w.layout.members), print(w.layout.flights),
+    print(w.layout.poison), print(w.layout.mailboxes), print(w.layout.members), print(w.layout.op_records),
         print(w.layout.last_words);
     for (const Layout::Window& o : w.layout.window) {
       for (const int64_t at :

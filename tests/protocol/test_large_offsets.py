@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from routing import make_spec
 
 from build import FLAGS
-from moe_rt.config import BufferSpec
+from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, SizeOverflow
 from moe_rt.faults import planned
 from moe_rt.heap.segments import Segments, address_of
@@ -38,7 +38,7 @@ def layout(ranks: int, experts: int, tokens: int, hidden: int, topk: int, elem: 
         offsets.append(up(cursor, align))
         cursor = offsets[-1] + num_bytes
 
-    take(104, 128)  # the plaque, at 0
+    take(104, 128)  # the segment header, at 0
     take(8, 128), take(2 * ranks * 128, 128), take(16 * ranks, 128), take(64 * 128, 128), take(512, 128)
     for _ in range(2):
         take(4 * experts, 128), take(4 * (ranks + 1), 128), take(4 * (ranks + 1), 128)

@@ -11,7 +11,7 @@ import torch
 from routing import make_spec
 
 from moe_rt import _engine
-from moe_rt.config import ELEMENTS
+from moe_rt.config.spec import ELEMENTS
 from moe_rt.errors import Code, Op, Phase
 from moe_rt.faults import Action, Point
 from moe_rt.native.statuses import CLASSES
@@ -30,7 +30,7 @@ def enumerators(header: str, name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", [Code, Op, Phase])
 def test_enumerators_agree(kind: type) -> None:
-    assert {e.name: e.value for e in kind} == enumerators("cuda/protocol/status.h", kind.__name__)
+    assert {e.name: e.value for e in kind} == enumerators("cuda/protocol/core/status.h", kind.__name__)
 
 
 @pytest.mark.parametrize("kind", [Point, Action])

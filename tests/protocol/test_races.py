@@ -54,8 +54,8 @@ def test_sequence_numbers_compared_plainly_fail(tmp_path: Path) -> None:
         ([], "MOE_RT_WEAKEN_RELEASE"),
         ([GPU], "MOE_RT_WEAKEN_RELEASE"),
         ([GPU], "MOE_RT_WEAKEN_LAST_BLOCK"),
-        ([], "MOE_RT_WEAKEN_TURNS"),
-        ([GPU], "MOE_RT_WEAKEN_TURNS"),
+        ([], "MOE_RT_WEAKEN_WINDOW_SELECTOR"),
+        ([GPU], "MOE_RT_WEAKEN_WINDOW_SELECTOR"),
     ],
 )
 def test_weakened_order_is_reported(tmp_path: Path, machine: list[str], weakened: str) -> None:

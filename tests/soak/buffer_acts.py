@@ -13,9 +13,9 @@ from routing import Inputs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.config import BufferSpec
+from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import CapacityOverflow, GroupClosed, GroupPoisoned, InvalidInput
-from moe_rt.gpucheck.rounds import check_bits, expect, expect_forward, padded, play
+from moe_rt.testing.rounds import check_bits, expect, expect_forward, padded, play
 
 CPU = torch.device("cpu")
 EVALUATION = {
@@ -89,7 +89,7 @@ def dispatch(buffer: Buffer, inputs: Inputs, tag: int) -> tuple[Any, ...]:
 
 def refused_round(buffer: Buffer, draw: random.Random) -> None:
     """One rank's input is wrong: every rank refuses it in the same op."""
-    spec, culprit = buffer.spec, draw.randrange(buffer.num_ranks)
+    spec, faulty_rank = buffer.spec, draw.randrange(buffer.num_ranks)
     most, hidden, topk = spec.num_max_tokens_per_rank, spec.hidden, spec.num_topk
     wrong: dict[str, Tensor] = draw.choice(
         [
@@ -110,13 +110,13 @@ def refused_round(buffer: Buffer, draw: random.Random) -> None:
     }
     modes: list[AbstractContextManager[Any]] = [nullcontext(), torch.no_grad(), torch.inference_mode()]
     with pytest.raises(InvalidInput), draw.choice(modes):
-        buffer.dispatch(**(given | wrong if buffer.rank == culprit else given))
+        buffer.dispatch(**(given | wrong if buffer.rank == faulty_rank else given))
 
 
 def ended(buffer: Buffer, draw: random.Random) -> None:
     """One rank closes the buffer, aborts, or raises in its `with` block; all others hear of it in their next op."""
-    culprit, how = draw.randrange(buffer.num_ranks), draw.choice(["close", "abort", "raise"])
-    if buffer.rank == culprit:
+    faulty_rank, how = draw.randrange(buffer.num_ranks), draw.choice(["close", "abort", "raise"])
+    if buffer.rank == faulty_rank:
         if how == "raise":
             with pytest.raises(ZeroDivisionError), buffer:
                 raise ZeroDivisionError

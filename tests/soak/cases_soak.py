@@ -12,8 +12,8 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.config import BufferSpec
-from moe_rt.gpucheck.rounds import expect_forward
+from moe_rt.config.spec import BufferSpec
+from moe_rt.testing.rounds import expect_forward
 
 POOL = 48
 LONGEST_RUN = 3  # dispatches without a combine between them: fewer hide mistakes (docs/protocol.md)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rt import MoEConfig, MoELayer
-from moe_rt.clip import clip_grad_norm_
+from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import TrainConfig, checkpoint, train
 from moe_rt.train.loop import moe_factory
 from moe_rt.train.model import Decoder

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_rt.router import RouterAux
+from moe_rt.nn.router import RouterAux
 from moe_rt.train import TrainConfig
 
 

@@ -73,11 +73,21 @@ BROKEN = [
     ("for-ever", "cuda/host/a.h", cpp("for (int i = f();; ++i) {}"), "cuda/host/a.h:2: this loop may never end"),
     ("poll", "cuda/host/a.h", cpp("while (load_acquire(at(x)) < n) {}"), "cuda/host/a.h:2: this loop may never end"),
     ("poll-for", "cuda/host/a.h", cpp("for (; !load_relaxed<int>(x);) {}"), "cuda/host/a.h:2: this loop may never end"),
-    ("python-wait", "moe_rt/pool.py", py("while True:\n    pass"), "moe_rt/pool.py:2: `while True` has no end"),
-    ("pickle", "moe_rt/pool.py", py("import pickle"), "moe_rt/pool.py:2: imports pickle"),
-    ("pickle-from", "moe_rt/pool.py", py("from pickle import dumps"), "moe_rt/pool.py:2: imports pickle.dumps"),
-    ("objects", "moe_rt/pool.py", py("dist.all_gather_object(x, y)"), "moe_rt/pool.py:2: uses dist.all_gather_object"),
-    ("torch-load", "moe_rt/pool.py", py("torch.load(f, weights_only=False)"), "moe_rt/pool.py:2: torch.load without"),
+    ("python-wait", "moe_rt/elastic.py", py("while True:\n    pass"), "moe_rt/elastic.py:2: `while True` has no end"),
+    ("pickle", "moe_rt/elastic.py", py("import pickle"), "moe_rt/elastic.py:2: imports pickle"),
+    ("pickle-from", "moe_rt/elastic.py", py("from pickle import dumps"), "moe_rt/elastic.py:2: imports pickle.dumps"),
+    (
+        "objects",
+        "moe_rt/elastic.py",
+        py("dist.all_gather_object(x, y)"),
+        "moe_rt/elastic.py:2: uses dist.all_gather_object",
+    ),
+    (
+        "torch-load",
+        "moe_rt/elastic.py",
+        py("torch.load(f, weights_only=False)"),
+        "moe_rt/elastic.py:2: torch.load without",
+    ),
     (
         "shared-memory",
         "moe_rt/heap/shm.py",
@@ -86,28 +96,34 @@ BROKEN = [
     ),
     (
         "upwards",
-        "moe_rt/buffer.py",
-        py("from moe_rt.pool import f"),
-        "moe_rt/buffer.py:2: imports moe_rt.pool.f, which",
+        "moe_rt/comm/buffer.py",
+        py("from moe_rt.nn.layer import f"),
+        "moe_rt/comm/buffer.py:2: imports moe_rt.nn.layer.f, which",
     ),
     (
         "upwards-late",
-        "moe_rt/pool.py",
-        py("def f():\n    from . import layer"),
-        "moe_rt/pool.py:3: imports moe_rt.layer",
+        "moe_rt/comm/ops.py",
+        py("def f():\n    from ..nn import layer"),
+        "moe_rt/comm/ops.py:3: imports moe_rt.nn.layer",
     ),
     (
         "upwards-sub",
         "moe_rt/native/a/b.py",
-        py("from ...ops.shm import x"),
-        "moe_rt/native/a/b.py:2: imports moe_rt.ops",
+        py("from ...comm.shm import x"),
+        "moe_rt/native/a/b.py:2: imports moe_rt.comm",
     ),
-    ("upwards-root", "moe_rt/pool.py", py("import moe_rt"), "moe_rt/pool.py:2: imports moe_rt, which"),
+    (
+        "same-level",
+        "moe_rt/bench/a.py",
+        py("from moe_rt.gpucheck import b"),
+        "moe_rt/bench/a.py:2: imports moe_rt.gpucheck.b, which is not below moe_rt.bench",
+    ),
+    ("upwards-root", "moe_rt/elastic.py", py("import moe_rt"), "moe_rt/elastic.py:2: imports moe_rt, which"),
     (
         "upwards-else",
-        "moe_rt/pool.py",
+        "moe_rt/elastic.py",
         py("if TYPE_CHECKING:\n    pass\nelse:\n    import moe_rt.cli"),
-        "moe_rt/pool.py:5: imports moe_rt.cli",
+        "moe_rt/elastic.py:5: imports moe_rt.cli",
     ),
     ("no-level", "moe_rt/extra.py", py("x = 1"), "moe_rt/extra.py:1: moe_rt.extra has no place"),
     ("mark", "docs/a.md", "One\n\nTO" + "DO: two\n", "docs/a.md:3: `TO" + "DO` is unfinished"),
@@ -135,9 +151,9 @@ SOUND = {
     "[1](#a-b-c) [2](#a-1) [3](docs/d.md#x_y 'title') [4](docs) [5](https://example.org/x.md) `[6](x.md)`\n"
     "[^1]: note\n\n```text\n[7](x.md)\n```\n",
     "docs/d.md": "# X_y\n[root](../README.md#a) [code](../cuda/host/a.h#L1) [here](.)\n",
-    "cuda/protocol/atomics.h": cpp("std::memory_order_acquire; _mm_sfence();"),
-    "cuda/protocol/signal.h": cpp("while (load_acquire(x) < n) {}"),
-    "cuda/protocol/long.h": cpp(
+    "cuda/protocol/core/atomics.h": cpp("std::memory_order_acquire; _mm_sfence();"),
+    "cuda/protocol/core/signal.h": cpp("while (load_acquire(x) < n) {}"),
+    "cuda/protocol/flat/long.h": cpp(
         "struct A {\n"
         + FUNCTION.format(head="int f()").replace("  work();\n", "", 3)
         + "};\n#define M {\n"
@@ -151,12 +167,12 @@ SOUND = {
         "for (int i = 0; i < load(n); ++i) {} for (auto x : xs) {} while (x < y) { y = load_acquire(p); }\n"
         'asm volatile("st.global.L1::no_allocate.b32 [%0], %1;" :: "l"(p), "r"(x) : "memory"); __syncthreads();'
     ),
-    "moe_rt/__init__.py": py("from moe_rt.layer import Layer"),
+    "moe_rt/__init__.py": py("from moe_rt.nn.layer import Layer"),
     "moe_rt/cli.py": py("from . import train"),
     "moe_rt/heap/__init__.py": "",
-    "moe_rt/heap/shm.py": py("from . import rendezvous\nfrom .. import errors\nimport moe_rt.config\nimport mmap"),
-    "moe_rt/router.py": py(
-        "import typing\nfrom moe_rt.experts import f\nif typing.TYPE_CHECKING:\n    from moe_rt.layer import Layer\n"
+    "moe_rt/heap/shm.py": py("from . import rendezvous\nfrom .. import errors\nimport mmap"),
+    "moe_rt/nn/router.py": py(
+        "import typing\nfrom moe_rt.comm.ops import f\nif typing.TYPE_CHECKING:\n    from moe_rt.train import loop\n"
         "while x:\n    torch.load(f, weights_only=True)"
     ),
     "tests/wait.py": py("while True:\n    import pickle"),

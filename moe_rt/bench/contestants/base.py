@@ -16,8 +16,8 @@ from moe_rt.bench.inputs import Inputs
 from moe_rt.bench.layers import ExchangeLayer, layer_steps
 from moe_rt.bench.step import Step, Unavailable
 from moe_rt.bench.world import World
-from moe_rt.experts import SwiGLUExperts
-from moe_rt.router import Router
+from moe_rt.nn.experts import SwiGLUExperts
+from moe_rt.nn.router import Router
 
 
 class Contestant(ABC):

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants.base import Delivery, Exchange
 from moe_rt.bench.world import World
-from moe_rt.buffer import Buffer
-from moe_rt.experts import SwiGLUExperts
-from moe_rt.layer import MoEConfig, MoELayer
-from moe_rt.router import Router
+from moe_rt.comm.buffer import Buffer
+from moe_rt.nn.experts import SwiGLUExperts
+from moe_rt.nn.layer import MoEConfig, MoELayer
+from moe_rt.nn.router import Router
 
 
 class MoeRt(Exchange):

@@ -2,8 +2,8 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "../protocol/atomics.h"
-#include "../protocol/layout.h"
+#include "../protocol/core/atomics.h"
+#include "../protocol/core/layout.h"
 
 using moe_rt::nvshmem_word;
 using moe_rt::uint64_t;

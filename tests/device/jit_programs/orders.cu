@@ -1,5 +1,5 @@
 // The protocol's orders on one word.
-#include "../protocol/atomics.h"
+#include "../protocol/core/atomics.h"
 
 extern "C" __global__ void publishes(moe_rt::uint64_t* word, moe_rt::uint64_t value) {
   moe_rt::store_release(*word, value);

@@ -1,0 +1,41 @@
+// The __global__ functions, each a call of its body: the including file has chosen Links, how peers are reached.
+//
+// The just-in-time compiler defines MOE_RT_ELEM (F32, Bf16, F16 or F64), MOE_RT_HIDDEN, MOE_RT_TOPK, MOE_RT_THREADS,
+// and MOE_RT_DISPATCH_WIRE, MOE_RT_COMBINE_WIRE (kRaw, kFp8 or kInt8).
+#pragma once
+
+#include "machine.h"
+#include "ops.h"
+
+namespace moe_rt {
+
+using JitDims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Wire::MOE_RT_DISPATCH_WIRE, Wire::MOE_RT_COMBINE_WIRE>;
+using JitElem = MOE_RT_ELEM;
+
+// Runs fn(body) on this block.
+template <class Fn>
+__device__ __forceinline__ void run(const World& w, const Control& c, const Links& links, Fn&& fn) {
+  extern __shared__ int32_t scratch[];
+  __shared__ BlockShared shared;
+  const CudaMachine<Links> machine{links, shared, scratch};
+  fn(Launch<JitDims, JitElem, CudaMachine<Links>>{machine, JitDims{}, w, c});
+}
+
+}  // namespace moe_rt
+
+#define MOE_RT_KERNEL_CALLING(name, Args, call)                                                \
+  extern "C" __global__ void __launch_bounds__(MOE_RT_THREADS, 1)                              \
+      name(const __grid_constant__ moe_rt::World w, const __grid_constant__ moe_rt::Control c, \
+           const __grid_constant__ moe_rt::Links links, const __grid_constant__ Args a) {      \
+    moe_rt::run(w, c, links, [&](const auto& launch) { call; });                               \
+  }
+#define MOE_RT_KERNEL(name, Args) MOE_RT_KERNEL_CALLING(name, Args, launch.name(a))
+
+MOE_RT_KERNEL(dispatch_send, moe_rt::DispatchArgs)
+MOE_RT_KERNEL(dispatch_receive, moe_rt::DispatchArgs)
+MOE_RT_KERNEL(combine_send, moe_rt::CombineArgs)
+MOE_RT_KERNEL(combine_receive, moe_rt::CombineArgs)
+MOE_RT_KERNEL(combine_backward_send, moe_rt::CombineBackwardArgs)
+MOE_RT_KERNEL(combine_backward_receive, moe_rt::CombineBackwardArgs)
+MOE_RT_KERNEL(abort_group, moe_rt::EndArgs)
+MOE_RT_KERNEL(leave, moe_rt::EndArgs)

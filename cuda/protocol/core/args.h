@@ -1,0 +1,52 @@
+// What an op is given: the addresses of its tensors, the same for the CPU engine and for CUDA launches.
+#pragma once
+
+#include "status.h"
+
+namespace moe_rt {
+
+// Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py; rows are of the payload's type, weights
+// of the accumulator's. Every field takes eight bytes: moe_rt/native/cuda.py fills the same structs word by word.
+struct DispatchArgs {
+  const void* x;
+  const int64_t* topk_idx;
+  const void* topk_weights;
+  int64_t num_tokens;
+  void* recv_x;
+  void* recv_weights;
+  int32_t* offs;
+  int32_t* recv_plan;
+  int32_t* send_plan;
+};
+
+struct CombineArgs {
+  Op op;  // kCombine or kDispatchBackward
+  const void* y;
+  const void* recv_weights;       // combine: factors; dispatch backward: nullptr
+  const void* grad_recv_weights;  // dispatch backward: scalars sent home; combine: nullptr
+  int32_t* recv_plan;
+  const int32_t* send_plan;
+  int64_t num_tokens;
+  void* out;
+  void* grad_topk_weights;  // dispatch backward only
+};
+
+struct CombineBackwardArgs {
+  const void* grad_out;
+  int64_t num_tokens;
+  const void* y;
+  const void* recv_weights;
+  int32_t* recv_plan;
+  void* grad_y;
+  void* grad_recv_weights;
+};
+
+// A rank that ends: why, for its peers' poison words.
+struct EndArgs {
+  int64_t code;
+};
+
+static_assert(sizeof(DispatchArgs) == 9 * 8 && sizeof(CombineArgs) == 9 * 8 && sizeof(CombineBackwardArgs) == 7 * 8,
+              "eight bytes a field");
+
+}  // namespace moe_rt

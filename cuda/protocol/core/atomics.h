@@ -1,0 +1,158 @@
+// Every memory order of the project: the protocol calls these names and no other file may write an order.
+//
+// Scope is the whole system, since a peer may be another process or another GPU; where the name says `device`, one rank
+// alone. The pairs are
+//   publish a window  store_release(signal)      with  load_acquire(signal) in wait_signal          (signal.h)
+//   record an op                                 store_release with load_acquire, word by word      (host/recording.h)
+//   leave a segment header                       store_release with load_acquire of its magic       (host/recording.h)
+//   leave last words                             store_release with load_acquire of their length    (host/recording.h)
+//   the barrier of a host team                   fetch_add_acq_rel; store_release and wake_sleepers
+//                                                with load_acquire and sleep_while                  (host/team.h)
+//   exclusive use of an engine                   exchange_acquire with store_release                (host/engine.cpp)
+//   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)
+//   report a failure to the host                 store_release with the host's look at the record   (device/exchange.h)
+// Relaxed read-modify-writes collect bits and minima in scratch that a barrier publishes.
+#pragma once
+
+#include "platform.h"
+
+#if defined(__CUDACC__)
+#include <cuda/atomic>
+#else
+#include <atomic>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#endif
+
+namespace moe_rt {
+
+#if defined(__CUDACC__)
+template <class T>
+using SystemRef = cuda::atomic_ref<T, cuda::thread_scope_system>;
+template <class T>
+using DeviceRef = cuda::atomic_ref<T, cuda::thread_scope_device>;
+inline constexpr auto kRelaxed = cuda::std::memory_order_relaxed;
+inline constexpr auto kAcquire = cuda::std::memory_order_acquire;
+inline constexpr auto kRelease = cuda::std::memory_order_release;
+inline constexpr auto kAcqRel = cuda::std::memory_order_acq_rel;
+inline constexpr auto kLastBlock = cuda::std::memory_order_acq_rel;
+#else
+template <class T>
+using SystemRef = std::atomic_ref<T>;
+template <class T>
+using DeviceRef = std::atomic_ref<T>;
+static_assert(std::atomic_ref<uint64_t>::is_always_lock_free, "signals in shared memory must be address-free");
+inline constexpr auto kRelaxed = std::memory_order_relaxed;
+inline constexpr auto kAcquire = std::memory_order_acquire;
+// The race tests build once with each macro: a detector that stays silent then would prove nothing.
+#if defined(MOE_RT_WEAKEN_RELEASE)
+inline constexpr auto kRelease = std::memory_order_relaxed;
+#else
+inline constexpr auto kRelease = std::memory_order_release;
+#endif
+inline constexpr auto kAcqRel = std::memory_order_acq_rel;
+#if defined(MOE_RT_WEAKEN_LAST_BLOCK)
+inline constexpr auto kLastBlock = std::memory_order_relaxed;
+#else
+inline constexpr auto kLastBlock = std::memory_order_acq_rel;
+#endif
+#endif
+
+// atomic_ref wants a mutable object even to load from it.
+template <class T>
+MOE_RT_FN T load_acquire(const T& word) {
+  return SystemRef<T>(const_cast<T&>(word)).load(kAcquire);
+}
+
+template <class T>
+MOE_RT_FN T load_relaxed(const T& word) {
+  return SystemRef<T>(const_cast<T&>(word)).load(kRelaxed);
+}
+
+template <class T>
+MOE_RT_FN void store_release(T& word, T value) {
+  SystemRef<T>(word).store(value, kRelease);
+}
+
+template <class T>
+MOE_RT_FN void store_relaxed(T& word, T value) {
+  SystemRef<T>(word).store(value, kRelaxed);
+}
+
+template <class T>
+MOE_RT_FN T fetch_add_acq_rel(T& word, T value) {
+  return SystemRef<T>(word).fetch_add(value, kAcqRel);
+}
+
+// SYNC POINT last block: a block's lanes sync, then one of them adds. Release: what the block wrote comes before its
+// count. Acquire: the block that completes the count has every other block's writes behind it, and its signal at system
+// scope carries them along. Without either half a peer could see the signal before another block's rows.
+template <class T>
+MOE_RT_FN T fetch_add_device(T& word, T value) {
+  return DeviceRef<T>(word).fetch_add(value, kLastBlock);
+}
+
+template <class T>
+MOE_RT_FN void fetch_add_relaxed(T& word, T value) {
+  DeviceRef<T>(word).fetch_add(value, kRelaxed);
+}
+
+template <class T>
+MOE_RT_FN void fetch_or_relaxed(T& word, T bits) {
+  DeviceRef<T>(word).fetch_or(bits, kRelaxed);
+}
+
+template <class T>
+MOE_RT_FN void fetch_min_relaxed(T& word, T value) {
+#if defined(__CUDACC__)
+  DeviceRef<T>(word).fetch_min(value, kRelaxed);
+#else
+  T seen = load_relaxed(word);
+  while (value < seen && !DeviceRef<T>(word).compare_exchange_weak(seen, value, kRelaxed)) continue;
+#endif
+}
+
+template <class T>
+MOE_RT_FN T exchange_acquire(T& word, T value) {
+  return SystemRef<T>(word).exchange(value, kAcquire);
+}
+
+// Writes `value` only over `expected`; true when it did. The first writer of a poison word wins.
+template <class T>
+MOE_RT_FN bool replace_acq_rel(T& word, T expected, T value) {
+  return SystemRef<T>(word).compare_exchange_strong(expected, value, kAcqRel, kRelaxed);
+}
+
+// A network card is no party to the pairs above: it reads this rank's rows when a peer asks, and writes rows that this
+// rank has asked for. Before the one and after the other everything must be settled at system scope.
+MOE_RT_FN void network_fence() {
+#if defined(__CUDACC__)
+  cuda::atomic_thread_fence(kAcqRel, cuda::thread_scope_system);
+#endif
+}
+
+#if !defined(__CUDACC__)
+// SYNC POINT barrier, asleep. Returns once the word is not `value`; pairs with store_release, then wake_sleepers. The
+// kernel compares once more before it lets a thread sleep. Without that: 1. a lane sees the old generation, 2. the last
+// lane raises it and finds nobody asleep, 3. the lane goes to sleep for ever.
+template <class T>
+void sleep_while(const T& word, T value) {
+  SystemRef<T>(const_cast<T&>(word)).wait(value, kAcquire);
+}
+
+template <class T>
+void wake_sleepers(T& word) {
+  SystemRef<T>(word).notify_all();
+}
+#endif
+
+// Streaming (non-temporal) stores are not ordered by a release store on x86: every thread that used them calls this
+// before the barrier that precedes the signal. Without it a peer could see the signal before the rows.
+MOE_RT_FN void streaming_store_fence() {
+#if !defined(__CUDACC__) && defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,126 @@
+// Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
+//
+//   control     segment header | poison | mailboxes [kind][source rank] | members [R] | op records [64] | last words
+//   2 windows   route counts, offsets, lists and weights | tokens [T][H] | partials [T][S][H] | scalars [T][K]
+// with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
+// Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
+// per-expert and per-rank numbers grow with E and R.
+#pragma once
+
+#include "op_record.h"
+#include "signal.h"
+
+namespace moe_rt {
+
+inline constexpr int64_t kLinePair = 128;
+inline constexpr int64_t kPage = 4096;
+inline constexpr int64_t kRowAlign = 64;
+
+// One token that a destination rank pulls from this source.
+struct Pull {
+  int32_t token, slot;    // slot: which of the token's distinct ranks, in rank order, the destination is
+  int32_t first, copies;  // its entries in the copy list
+};
+
+// One (token, local expert) row at the destination: the index-th row that this source sends to that expert.
+struct Copy {
+  int32_t expert, index, k, unused;
+};
+
+struct Shape {
+  int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk;
+  int32_t elem_bytes, acc_bytes;  // payload element; accumulator and routing weight (fp32, or fp64 for fp64 payloads)
+  MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
+  MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
+};
+
+struct Layout {
+  int64_t poison, mailboxes, members, op_records, last_words;  // the segment header is at 0
+  struct Window {
+    int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars;
+  } window[2];
+  int64_t bytes;
+
+  MOE_RT_FN static Layout make(const Shape& s) {
+    Layout l{};
+    int64_t cursor = 0;
+    auto take = [&cursor](int64_t bytes, int64_t align) {
+      const int64_t at = round_up(cursor, align);
+      cursor = at + bytes;
+      return at;
+    };
+    const int64_t tokens = s.num_max_tokens;
+    take(sizeof(SegmentHeader), kLinePair);
+    l.poison = take(sizeof(uint64_t), kLinePair);
+    l.mailboxes = take(int64_t{kNumKinds} * s.num_ranks * sizeof(Mailbox), kLinePair);
+    l.members = take(int64_t{s.num_ranks} * sizeof(Member), kLinePair);
+    l.op_records = take(int64_t{kNumOpRecords} * sizeof(OpRecordSlot), kLinePair);
+    l.last_words = take(sizeof(LastWords), kLinePair);
+    for (Window& w : l.window) {
+      w.counts = take(int64_t{4} * s.num_experts, kLinePair);
+      w.pull_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
+      w.copy_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
+      w.pulls = take(tokens * s.num_slots() * int64_t{sizeof(Pull)}, kLinePair);
+      w.copies = take(tokens * s.num_topk * int64_t{sizeof(Copy)}, kLinePair);
+      w.weights = take(tokens * s.num_topk * s.acc_bytes, kLinePair);
+      w.tokens = take(tokens * s.row_bytes(), kPage);
+      w.partials = take(tokens * s.num_slots() * s.row_bytes(), kPage);
+      w.scalars = take(tokens * s.num_topk * s.acc_bytes, kLinePair);
+    }
+    l.bytes = round_up(cursor, kPage);
+    return l;
+  }
+};
+
+// Experts in placement order: by rank, then by local index. Tables are the same on every rank.
+struct Placement {
+  const int32_t* position;    // [E] expert id -> place in that order
+  const int32_t* owner;       // [E] place -> rank
+  const int32_t* rank_first;  // [R + 1] first place of each rank
+};
+
+// One rank's view of its group: everything a role function needs besides its tensors.
+struct World {
+  Shape shape;
+  Layout layout;
+  Placement placement;
+  const int64_t* capacity;  // [R] rows of recv_x on each rank
+  char* const* base;        // [R] where each rank's segment is mapped here; nullptr where it is not
+  char* const* mirror;      // nullptr, or [R] copies of the route lists of ranks that are not mapped (device/rdma.h)
+  int32_t rank;
+  uint64_t config;     // hash of shape, dtype and placement; equal on all ranks
+  uint64_t plan_mark;  // of this rank's engine alone: whose plans it follows (plan.h)
+
+  MOE_RT_FN int32_t num_local_experts() const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
+  template <class T>
+  MOE_RT_FN T* at(int peer, int64_t offset) const {
+    return reinterpret_cast<T*>(base[peer] + offset);
+  }
+  MOE_RT_FN uint64_t& poison(int peer) const { return *at<uint64_t>(peer, layout.poison); }
+  MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
+    return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
+  }
+  MOE_RT_FN OpRecordSlot& op_record(uint64_t number) const {
+    return at<OpRecordSlot>(rank, layout.op_records)[number % kNumOpRecords];
+  }
+  // Each of these takes the window that an op uses, 0 or 1 (window_selector.h). Its start is where a rank's route lists
+  // are.
+  MOE_RT_FN char* window_start(int source, int window) const {
+    return mirror && mirror[source] ? mirror[source] : base[source] + layout.window[window].counts;
+  }
+  // Offsets in a segment.
+  MOE_RT_FN int64_t token_row(int window, int64_t token) const {
+    return layout.window[window].tokens + token * shape.row_bytes();
+  }
+  // Token after token in each slot: whoever reads ahead of a row finds the next one that it wants.
+  MOE_RT_FN int64_t partial_row(int window, int64_t token, int64_t slot) const {
+    return layout.window[window].partials + (slot * shape.num_max_tokens + token) * shape.row_bytes();
+  }
+  MOE_RT_FN int64_t scalar(int window, int64_t token, int64_t k) const {
+    return layout.window[window].scalars + (token * shape.num_topk + k) * shape.acc_bytes;
+  }
+};
+// The host makes these bytes and kernels read them: two compilers must lay them out alike.
+static_assert(sizeof(World) == 296 && sizeof(Header) == 48 && sizeof(Layout) == 192, "the host's layout");
+
+}  // namespace moe_rt

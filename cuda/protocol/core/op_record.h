@@ -1,0 +1,61 @@
+// What a rank leaves in its own segment for whoever must find out why a group stands still: a segment header that says
+// what this memory is, whose processes the ranks are, a ring of the rank's last ops, and why it left.
+//
+// Only the owner writes. Whoever maps the segment may read, also when the owner hangs, is stopped or is dead. The ring
+// of a CUDA rank stays empty: its host does not see when its ops run.
+#pragma once
+
+#include "status.h"
+
+namespace moe_rt {
+
+inline constexpr uint64_t kSegmentHeaderMagic = 0x31'74'72'5f'65'6f'6d'00;  // reads "\0moe_rt1"
+inline constexpr uint32_t kSegmentHeaderVersion = 2;
+inline constexpr int kNumOpRecords = 64;
+
+// The first bytes of a segment: with it a reader needs to be told nothing else. Offsets are those of Layout.
+struct SegmentHeader {
+  uint64_t magic;  // written last
+  uint32_t version;
+  int32_t rank, pid;
+  int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes, acc_bytes;  // of Shape
+  uint64_t config;
+  int64_t poison, mailboxes, members, op_records, bytes, last_words;
+};
+static_assert(sizeof(SegmentHeader) == 104, "readers of other builds know these bytes by the version alone");
+
+// A rank's process, and the inode of its segment among the descriptors of all ranks; 0 where it is no file.
+struct Member {
+  int64_t pid;
+  uint64_t inode;
+};
+
+// One op, from its first step on. Times are nanoseconds of CLOCK_MONOTONIC, 0 until the step is over.
+struct OpRecord {
+  uint64_t number;  // counts all ops of this rank, from 1; it is in slot number % kNumOpRecords
+  uint64_t seq;     // counts the ops of its kind
+  Op op;
+  Code code;
+  uint32_t tag;
+  int32_t num_tokens;
+  int64_t start_ns, announced_ns, heard_ns, end_ns;
+  int64_t longest_ns;  // of the waits for single peers, looking at them in rank order
+  int64_t longest_peer;
+  uint64_t handle_seq;  // of the dispatch whose handle is used; 0 for a dispatch
+};
+inline constexpr int kOpRecordWords = sizeof(OpRecord) / sizeof(uint64_t);
+
+struct alignas(128) OpRecordSlot {
+  uint64_t stamp;  // odd while the words change
+  uint64_t words[kOpRecordWords];
+};
+static_assert(sizeof(OpRecord) == 88 && sizeof(OpRecordSlot) == 128, "readers of other builds know these bytes");
+
+// Why the rank left the group, in its own words: UTF-8, for people. Written once, before the poison word or the closed
+// flag that tells peers of it.
+struct alignas(128) LastWords {
+  uint64_t num_bytes;  // of `text`, written last; 0 while there are none
+  char text[504];
+};
+
+}  // namespace moe_rt

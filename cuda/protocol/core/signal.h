@@ -1,0 +1,105 @@
+// Announcing an op to a peer and waiting for a peer's announcement: mailboxes, headers and the bounded wait.
+#pragma once
+
+#include "atomics.h"
+#include "status.h"
+
+namespace moe_rt {
+
+// What a source says about its op n. A reader compares it with its own before it believes anything else.
+struct Header {
+  uint64_t seq;
+  uint64_t config;
+  uint64_t call;  // call_word: which op, on which layer, reusing which handle
+  Code status;    // kOk, or why the source refuses this op
+  int32_t num_tokens;
+  int64_t got, expected;  // of the refusal
+};
+
+// One per (owner, kind, source); written by the source only. Two headers because a source may already announce n + 1
+// while the owner still reads the header of n; it cannot be further ahead (docs/protocol.md, buffer reuse).
+struct alignas(128) Mailbox {
+  uint64_t signal;  // monotonic: the last sequence number announced; never reset
+  Header header[2];
+  uint64_t closed;  // not zero once the source has closed its buffer: it will announce nothing more
+};
+static_assert(sizeof(Mailbox) == 128, "a mailbox is one pair of cache lines");
+
+inline constexpr int kTagBits = 28;
+
+// op | layer tag | low bits of the handle's dispatch number, so that two ranks combining different handles are told.
+MOE_RT_FN constexpr uint64_t call_word(Op op, uint32_t tag, uint64_t handle_seq) {
+  return uint64_t(op) << 60 | uint64_t(tag & ((1u << kTagBits) - 1)) << 32 | (handle_seq & 0xffffffffu);
+}
+
+// A poison word says what went wrong, who found it and, if a peer is to blame, which: three 16-bit fields, the ranks
+// plus one. Zero is healthy.
+MOE_RT_FN constexpr uint64_t poison_word(Code code, int origin, int peer) {
+  return uint64_t(peer + 1) << 32 | uint64_t(origin + 1) << 16 | uint64_t(code);
+}
+MOE_RT_FN constexpr Code poison_code(uint64_t word) { return Code(word & 0xffff); }
+MOE_RT_FN constexpr int poison_origin(uint64_t word) { return int(word >> 16 & 0xffff) - 1; }
+MOE_RT_FN constexpr int poison_peer(uint64_t word) { return int(word >> 32 & 0xffff) - 1; }
+
+// Signed distance, so that the comparison survives wrap-around.
+MOE_RT_FN constexpr bool reached(uint64_t signal, uint64_t seq) {
+#if defined(MOE_RT_WEAKEN_WRAP)  // a test builds with it: chains across the wrap must fail then
+  return signal >= seq;
+#else
+  return int64_t(signal - seq) >= 0;
+#endif
+}
+
+// SYNC POINT closed, writer side. Pairs with closed_before: without the release a reader could see the flag but not
+// the last signal before it, and give up an op that is complete.
+MOE_RT_FN void post_closed(Mailbox& mailbox) { store_release(mailbox.closed, uint64_t{1}); }
+
+// SYNC POINT signal, writer side. Every write of this op's window happens before it, on every lane: callers sync first.
+// Pairs with wait_signal. Without the release: 1. source writes rows, 2. signal becomes visible, 3. reader pulls the
+// old rows. It also publishes that this rank's *reads* of the op before, of either kind, are over: peers reuse windows.
+MOE_RT_FN void post(Mailbox& mailbox, const Header& header) {
+  mailbox.header[header.seq & 1] = header;
+  store_release(mailbox.signal, header.seq);
+}
+
+// SYNC POINT closed, reader side: true when the source is gone and has not announced `seq`.
+MOE_RT_FN bool closed_before(const Mailbox& mailbox, uint64_t seq) {
+  return load_acquire(mailbox.closed) != 0 && !reached(load_acquire(mailbox.signal), seq);
+}
+
+// Given what a peer announced in the other kind: true when it has moved past the op we wait for without issuing it. We
+// issued `other_seq` ops of the other kind; all ranks issue the same ops in the same order, so a peer that is ahead
+// there must have announced ours first, and its release makes that visible to us.
+MOE_RT_FN bool out_of_order(const Mailbox& mailbox, uint64_t seq, const Mailbox& other, uint64_t other_seq) {
+  return !reached(other_seq, load_acquire(other.signal)) && !reached(load_acquire(mailbox.signal), seq);
+}
+
+// SYNC POINT signal, reader side: pairs with post. Returns kOk once the source has announced `seq`, or what `idle`
+// found: idle.pause(mailbox, seq) is called between looks; it yields, and ends the wait on expiry, poison or death.
+template <class Idle>
+MOE_RT_FN Code wait_signal(const Mailbox& mailbox, uint64_t seq, Idle& idle) {
+  while (!reached(load_acquire(mailbox.signal), seq)) {
+    const Code code = idle.pause(mailbox, seq);
+    if (code != Code::kOk) return code;
+  }
+  return Code::kOk;
+}
+
+// Judges a peer's header against ours. A refusal is believed before the call is compared: who refuses an op may not
+// know the handle it was given.
+MOE_RT_FN Status check_header(const Header& theirs, const Header& ours, int peer) {
+  Status s{Code::kOk, Op(ours.call >> 60), Phase::kWait, peer, ours.seq, 0, 0};
+  if (theirs.config != ours.config) {
+    s.code = Code::kConfigMismatch, s.got = int64_t(theirs.config), s.expected = int64_t(ours.config);
+  } else if (theirs.seq != ours.seq) {
+    s.code = Code::kCorruptPeer, s.got = int64_t(theirs.seq), s.expected = int64_t(ours.seq);
+  } else if (theirs.status != Code::kOk) {
+    s.code = is_refusal(theirs.status) ? theirs.status : Code::kCorruptPeer;
+    s.got = theirs.got, s.expected = theirs.expected;
+  } else if (theirs.call != ours.call && ours.status == Code::kOk) {
+    s.code = Code::kCallOrderMismatch, s.got = int64_t(theirs.call), s.expected = int64_t(ours.call);
+  }
+  return s;
+}
+
+}  // namespace moe_rt

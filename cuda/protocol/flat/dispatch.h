@@ -1,0 +1,117 @@
+// The roles of dispatch-type ops: publish rows into the own window, then pull what the experts here need from every
+// peer.
+//
+//   dispatch           publish_rows + routing.h | wait | index.h, gather
+//   combine backward   publish_rows             | wait | gather_grad        (reuses the handle's plan: no routing)
+// `Rows` is the row primitive of the machine, each over `hidden` elements: publish(dst, src), spread(dsts, n, src) and
+// scale_dots(dst, y, rows, weights, g, dots, n). `Link` is how a peer's segment is reached (link.h).
+#pragma once
+
+#include "../core/dims.h"
+#include "../core/link.h"
+#include "../core/plan.h"
+#include "index.h"
+
+namespace moe_rt {
+
+// Rows enter the window here and nowhere else, once per token; rows.publish codes them if they travel coded.
+template <class Coop, class Rows>
+MOE_RT_FN void publish_rows(const Coop& coop, const World& w, int window, const char* x, int64_t num_tokens,
+                            const Rows& rows) {
+  const Range tokens = coop.share(num_tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; t += tokens.step) {
+    rows.publish(w.at<char>(w.rank, w.token_row(window, t)), x + t * rows.tensor_row_bytes());
+  }
+}
+
+// Where dispatch puts what it pulls.
+template <class Weight>
+struct Received {
+  char* recv_x;
+  Weight* recv_weights;
+  RecvPlan plan;
+};
+
+// Pulls the i-th token of all: its row once from the source's window, written to each of its copies' rows. False if the
+// source's entry is out of range.
+template <class Coop, class Dims, class Weight, class Rows, class Link>
+MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, int window, int source, int64_t i,
+                            const Blocks& b, const Received<Weight>& out, const Rows& rows, const Link& link) {
+  const auto lists = RouteLists<Weight>::view(w, source, window);
+  const Pull pull = lists.pulls[b.first_pull[source] + (i - b.pull_start[source])];
+  const int32_t first_copy = b.first_copy[source], num_copies = b.copy_start[source + 1] - b.copy_start[source];
+  if (pull.token < 0 || pull.token >= w.shape.num_max_tokens || pull.slot < 0 || pull.slot >= w.shape.num_slots() ||
+      pull.copies < 1 || pull.copies > dims.num_topk() || pull.first < first_copy ||
+      pull.copies > num_copies - (pull.first - first_copy)) {
+    return false;
+  }
+  const int32_t at = b.copy_start[source] + pull.first - first_copy;
+  if (coop.leader()) out.plan.pulled[i] = {pull.token, int16_t(source), int16_t(pull.slot), at, pull.copies};
+  const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
+  char* dsts[Dims::kTopkBound];
+  bool out_of_range = false;
+  for_topk<Dims>(pull.copies, [&](int c) {
+    const Copy copy = lists.copies[pull.first + c];
+    const int64_t block = copy.expert * num_ranks + source;
+    dsts[c] = nullptr;
+    if (copy.expert < 0 || copy.expert >= num_local || copy.k < 0 || copy.k >= dims.num_topk() || copy.index < 0 ||
+        copy.index >= b.end(block, num_local * num_ranks) - b.start[block]) {
+      out_of_range = true;
+      return;
+    }
+    const int64_t row = int64_t{b.start[block]} + copy.index;
+    const bool kept = row < w.capacity[w.rank];
+    if (kept) dsts[c] = out.recv_x + row * rows.tensor_row_bytes();
+    if (!coop.leader()) return;
+    out.plan.rows[at + c] = kept ? int32_t(row) : kDropped;
+    out.plan.ks[at + c] = copy.k;
+    if (kept) out.recv_weights[row] = lists.weights[pull.first + c];
+  });
+  if (out_of_range) return false;
+  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(window, pull.token), rows.wire_bytes()));
+  return true;
+}
+
+// Returns a source with entries out of range, or -1. Ranks start at their own rows, so that peers do not all read
+// the same rank first.
+template <class Coop, class Dims, class Weight, class Rows, class Link>
+MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int window, const Blocks& b,
+                     const Received<Weight>& out, const Rows& rows, const Link& link) {
+  const int64_t total = b.pull_start[w.shape.num_ranks];
+  const Range share = coop.share(total);
+  int source = 0;
+  for (int64_t q = share.begin; q < share.end; q += share.step) {
+    int64_t i = q + b.pull_start[w.rank];
+    if (i >= total) i -= total;
+    if (i < b.pull_start[source]) source = 0;
+    while (i >= b.pull_start[source + 1]) ++source;
+    if (!gather_token(coop, dims, w, window, source, i, b, out, rows, link)) return source;
+  }
+  return -1;
+}
+
+// grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out
+// rows, each of which is read once for all rows that copy it.
+template <class Dims, class Coop, class Weight, class Rows, class Link>
+MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const RecvPlan& plan, const char* y,
+                           const Weight* recv_weights, char* grad_y, Weight* grad_recv_weights, const Rows& rows,
+                           const Link& link) {
+  const Range share = coop.share(plan.head->num_pulled);
+  for (int64_t i = share.begin; i < share.end; i += share.step) {
+    const Pulled p = plan.pulled[i];
+    int32_t at[Dims::kTopkBound];
+    Weight weights[Dims::kTopkBound], dots[Dims::kTopkBound];
+    for_topk<Dims>(p.copies, [&](int c) {
+      at[c] = plan.rows[p.first + c];
+      weights[c] = at[c] == kDropped ? Weight(0) : recv_weights[at[c]];
+    });
+    const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.wire_bytes());
+    rows.scale_dots(grad_y, y, at, weights, g, dots, p.copies);
+    if (!coop.leader()) continue;
+    for_topk<Dims>(p.copies, [&](int c) {
+      if (at[c] != kDropped) grad_recv_weights[at[c]] = dots[c];
+    });
+  }
+}
+
+}  // namespace moe_rt

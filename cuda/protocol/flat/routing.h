@@ -1,0 +1,177 @@
+// The source's half of routing for few lanes: from topk_idx to a stable list of pulls per destination rank, written
+// into its window. routing_tiles.h makes the same lists with a GPU's many lanes.
+//
+// Two passes over the tokens. The first sorts each token's experts and counts, per lane, the rows for each expert and
+// the pulls for each rank; a prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own
+// contiguous tokens, so the lists are in token order whatever the number of lanes: row order at the destination
+// (expert, source, token) is deterministic. Which experts a token chose is noise to a branch predictor, so nothing
+// branches on it but duplicates and entries of -1, which are rare.
+#pragma once
+
+#include "../core/coop.h"
+#include "../core/dims.h"
+#include "../core/plan.h"
+
+namespace moe_rt {
+
+inline constexpr int32_t kNoPlace = INT32_MAX;  // of topk_idx -1: behind all others
+
+// Sorts a token's n top-k entries by place: order[i] is the i-th one's k, ties in top-k order, so that a duplicate
+// follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each entry counts those
+// before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where the compiler knows
+// it.
+template <int kTopk>
+MOE_RT_FN bool sort_visits(const World& w, const int64_t* topk_idx, int n, int32_t* places, int32_t* order,
+                           int64_t* bad) {
+  constexpr int kBound = kTopk ? kTopk : kMaxTopk;
+  int32_t before[kBound] = {};
+  if (kTopk) n = kTopk;
+  for (int k = 0; k < n; ++k) {
+    const int64_t expert = topk_idx[k];
+    if (expert < -1 || expert >= w.shape.num_experts) {
+      *bad = expert;
+      return false;
+    }
+    places[k] = expert == -1 ? kNoPlace : w.placement.position[expert];
+  }
+  for (int k = 1; k < n; ++k) {
+    for (int j = 0; j < k; ++j) {
+      const int32_t first = places[j] <= places[k];
+      before[k] += first;
+      before[j] += 1 - first;
+    }
+  }
+  for (int k = 0; k < n; ++k) order[before[k]] = k;
+  return true;
+}
+
+// Per-lane counters, [lanes][E + R]: rows for each place, pulls for each rank. After place_lanes: where the lane
+// starts.
+struct LaneCounters {
+  int32_t* data;
+  int32_t num_places, num_ranks;
+  MOE_RT_FN int32_t* rows(int lane) const { return data + int64_t{lane} * (num_places + num_ranks); }
+  MOE_RT_FN int32_t* pulls(int lane) const { return rows(lane) + num_places; }
+  MOE_RT_FN static int64_t num_ints(const Shape& s, int lanes) {
+    return int64_t{lanes} * (s.num_experts + s.num_ranks);
+  }
+};
+
+// First pass. Leaves in each token's row of send_plan its entries in the order of their places. Returns the first bad
+// expert id of this lane's tokens in *bad and false.
+template <class Coop, class Dims>
+MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, const int64_t* topk_idx,
+                            int64_t num_tokens, const LaneCounters& counters, int32_t* send_plan, int64_t* bad) {
+  int32_t* rows = counters.rows(coop.rank());
+  int32_t* pulls = counters.pulls(coop.rank());
+  for (int i = 0; i < counters.num_places; ++i) rows[i] = 0;
+  for (int r = 0; r < counters.num_ranks; ++r) pulls[r] = 0;
+  const int topk = dims.num_topk();
+  const auto sort = topk == 2   ? sort_visits<2>
+                    : topk == 4 ? sort_visits<4>
+                    : topk == 6 ? sort_visits<6>
+                    : topk == 8 ? sort_visits<8>
+                                : sort_visits<0>;
+  int32_t places[Dims::kTopkBound];
+  const Range tokens = coop.chunk(num_tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    int32_t* order = send_plan + t * topk;
+    if (!sort(w, topk_idx + t * topk, topk, places, order, bad)) return false;
+    int32_t last_place = kNoPlace, last_owner = -1;
+    for (int i = 0; i < topk; ++i) {
+      const int32_t place = places[order[i]];
+      if (place == kNoPlace) break;
+      if (place == last_place) continue;
+      const int32_t owner = w.placement.owner[place];
+      ++rows[place];
+      pulls[owner] += owner != last_owner;
+      last_place = place, last_owner = owner;
+    }
+  }
+  return true;
+}
+
+// Turns counters into starting places and writes the totals that receivers read. One lane's work; callers sync around
+// it.
+template <class Weight>
+MOE_RT_FN void place_lanes(const World& w, const LaneCounters& counters, int lanes, const RouteLists<Weight>& lists) {
+  for (int place = 0; place < counters.num_places; ++place) {
+    int32_t total = 0;
+    for (int lane = 0; lane < lanes; ++lane) {
+      int32_t& slot = counters.rows(lane)[place];
+      const int32_t mine = slot;
+      slot = total;
+      total += mine;
+    }
+    lists.counts[place] = total;
+  }
+  int32_t pulls = 0, copies = 0;
+  for (int r = 0; r < counters.num_ranks; ++r) {
+    lists.pull_offs[r] = pulls;
+    lists.copy_offs[r] = copies;
+    for (int lane = 0; lane < lanes; ++lane) {
+      int32_t& slot = counters.pulls(lane)[r];
+      const int32_t mine = slot;
+      slot = pulls;
+      pulls += mine;
+    }
+    for (int i = w.placement.rank_first[r]; i < w.placement.rank_first[r + 1]; ++i) copies += lists.counts[i];
+  }
+  lists.pull_offs[counters.num_ranks] = pulls;
+  lists.copy_offs[counters.num_ranks] = copies;
+}
+
+// Where this lane's first copy for `rank` goes: everything that earlier lanes send to the same rank comes before it.
+MOE_RT_FN int32_t first_copy(const World& w, const LaneCounters& counters, int lane, int rank, int32_t rank_offset) {
+  for (int i = w.placement.rank_first[rank]; i < w.placement.rank_first[rank + 1]; ++i) {
+    rank_offset += counters.rows(lane)[i];
+  }
+  return rank_offset;
+}
+
+// Second pass: writes pulls, copies and weights of this lane's tokens, and send_plan. `copy_cursor` is [R] of scratch.
+template <class Coop, class Dims, class Weight>
+MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, const int64_t* topk_idx,
+                           const Weight* topk_weights, int64_t num_tokens, const LaneCounters& counters,
+                           int32_t* copy_cursor, const RouteLists<Weight>& lists, int32_t* send_plan) {
+  int32_t* rows = counters.rows(coop.rank());
+  int32_t* pulls = counters.pulls(coop.rank());
+  for (int r = 0; r < w.shape.num_ranks; ++r) {
+    copy_cursor[r] = first_copy(w, counters, coop.rank(), r, lists.copy_offs[r]);
+  }
+  int32_t order[Dims::kTopkBound];
+  const Range tokens = coop.chunk(num_tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    const int64_t base = t * dims.num_topk();
+    for (int i = 0; i < dims.num_topk(); ++i) order[i] = send_plan[base + i];
+    Pull pull{int32_t(t), -1, 0, 0};
+    int32_t last_place = kNoPlace, last_owner = -1, first_k = 0;
+    for (int i = 0; i < dims.num_topk(); ++i) {
+      const int32_t k = order[i];
+      const int64_t expert = topk_idx[base + k];
+      if (expert < 0 || expert >= w.shape.num_experts) {  // none, or changed by somebody since the first pass
+        send_plan[base + k] = kNowhere;
+        continue;
+      }
+      const Weight weight = topk_weights[base + k];
+      const int32_t place = w.placement.position[expert];
+      if (place == last_place) {  // a duplicate expert: one row, weights added
+        lists.weights[copy_cursor[last_owner] - 1] += weight;
+      } else {
+        const int32_t owner = w.placement.owner[place], at = copy_cursor[owner]++;
+        const int32_t next = owner != last_owner;  // a pull for each rank, rewritten with every copy
+        pull.slot += next;
+        pull.first = next ? at : pull.first;
+        pull.copies = next ? 1 : pull.copies + 1;
+        pulls[owner] += next;
+        lists.pulls[pulls[owner] - 1] = pull;
+        lists.copies[at] = {place - w.placement.rank_first[owner], rows[place]++, k, 0};
+        lists.weights[at] = weight;
+        last_place = place, last_owner = owner, first_k = k;
+      }
+      send_plan[base + k] = send_entry(pull.slot, first_k);
+    }
+  }
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,300 @@
+"""The buffer: one group's symmetric memory, and dispatch and combine over it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_rt import _engine
+from moe_rt.comm import ops
+from moe_rt.comm.agreement import agree
+from moe_rt.comm.handle import Handle
+from moe_rt.config.spec import BufferSpec, Overflow
+from moe_rt.diagnostics.report import Report
+from moe_rt.errors import InvalidConfig, InvalidInput, Op
+from moe_rt.faults import Point, planned, reach
+from moe_rt.heap.groups import Group, rendezvous_of
+from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.native.backend import Backend, Heap, choose_backend, make_engine
+from moe_rt.native.leaving import first_failure, leave
+
+_FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
+
+
+class Buffer:
+    """Symmetric memory of one expert-parallel group, shared by all layers whose sizes fit it.
+
+    Making a buffer is collective: every rank of the group makes it, in the same order. All ops of a buffer must be
+    issued in the same order on every rank, by ranks without tokens too.
+
+    Args:
+        group: a ProcessGroup, a one-dimensional DeviceMesh, a ThreadGroup (ranks are threads), or None for the default
+            group, or for a single rank where torch.distributed is not initialised and no launcher has started others;
+            ThreadGroup.make(1)[0] is a single rank everywhere.
+        num_max_tokens_per_rank: the most tokens a rank will dispatch at once; the same on every rank.
+        hidden: elements of a row (H).
+        num_topk: entries of topk_idx for each token (K).
+        num_experts: experts of the whole group (E); need not divide by the number of ranks.
+        dtype: payload: torch.float32, bfloat16, float16 or float64. Sums are taken in fp32 (fp64 for float64).
+        heap: "shm" (ranks are processes of one host), "threads", "nvshmem" (processes with a GPU each), "loopback"
+            (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
+        capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
+            of a perfectly balanced load.
+        overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered;
+            "drop" the last rows in the order expert, source rank, token, and count them in `handle.num_dropped`; or
+            "retry" at once with room for all, which later dispatches keep (CPU ranks, eager: shapes change).
+        dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as codes of one byte with an fp32 scale
+            for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
+        combine_dtype: the same for the sums that come home.
+        timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf for ever.
+        init_timeout_s: the same for making the buffer.
+        placement: rank of each expert, length E; None places contiguous blocks.
+        num_threads: host threads that run this rank's ops on the CPU.
+        num_sms: multiprocessors that an op's launches may fill on a GPU; None for as many as the heap allows.
+
+    Raises:
+        InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.
+        OutOfSharedMemory, SegmentPermission: on every rank, when a segment cannot be made or opened.
+        LimitReached: on every rank, when the system grants one of them too few descriptors or threads.
+        PeerTimeout, PeerDead, StoreLost: a rank did not come, or never will.
+        GroupPoisoned: another rank gave up, by KeyboardInterrupt for example.
+
+    Example:
+        >>> buffer = Buffer(None, num_max_tokens_per_rank=16, hidden=8, num_topk=2, num_experts=4, dtype=torch.float32)
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        dtype: torch.dtype,
+        heap: Heap | Literal["auto"] = "auto",
+        capacity_factor: float | None = None,
+        overflow: Overflow = "raise",
+        dispatch_dtype: torch.dtype | None = None,
+        combine_dtype: torch.dtype | None = None,
+        timeout_s: float = 120.0,
+        init_timeout_s: float = 300.0,
+        placement: Sequence[int] | None = None,
+        num_threads: int = 1,
+        num_sms: int | None = None,
+    ) -> None:
+        rendezvous = rendezvous_of(group)
+        backends: list[Backend] = []
+        faults: list[_engine.Fault] = []
+
+        def make_spec() -> BufferSpec:
+            backends.append(choose_backend(group, rendezvous, heap))
+            faults.append(planned(rendezvous.rank, rendezvous.size, backends[0].gpu is None))
+            reach(faults[0], Point.PRE_RENDEZVOUS)
+            if not (timeout_s > 0 and init_timeout_s > 0):
+                raise InvalidConfig(f"timeout_s: got {timeout_s} and {init_timeout_s}, expected positive seconds")
+            if num_threads < 1:
+                raise InvalidConfig(f"num_threads: got {num_threads}, expected at least 1")
+            return BufferSpec.make(
+                num_ranks=rendezvous.size,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                hidden=hidden,
+                num_topk=num_topk,
+                num_experts=num_experts,
+                dtype=dtype,
+                placement=placement,
+                capacity_factor=capacity_factor,
+                overflow=overflow,
+                dispatch_dtype=dispatch_dtype,
+                combine_dtype=combine_dtype,
+            )
+
+        with rendezvous:  # whichever way this rank leaves, its peers learn of it
+            self.spec = agree(rendezvous, make_spec, init_timeout_s)
+            self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, backends[0].heap
+            self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
+            self._engine = make_engine(
+                backends[0],
+                rendezvous,
+                self.spec,
+                timeout_s=min(timeout_s, _FOREVER_S),
+                init_timeout_s=init_timeout_s,
+                num_threads=num_threads,
+                num_sms=num_sms,
+                fault=faults[0],
+            )
+        self._acc_dtype = self.spec.acc_dtype
+        self._num_tags = 0
+        # When the buffer is garbage or the interpreter ends, whichever is first; close() leaves by hand.
+        self._finalizer = weakref.finalize(self, leave, self._engine)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._engine.device
+
+    @property
+    def capacity(self) -> int:
+        """Rows of recv_x on this rank; grows if overflow is "retry"."""
+        return self._engine.capacity
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on this rank (L)."""
+        return self.spec.placement.count(self.rank)
+
+    @property
+    def num_bytes(self) -> int:
+        """Symmetric memory of this rank; docs/protocol.md has the formula."""
+        return self.spec.shape().segment_bytes()
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0
+    ) -> tuple[Tensor, Tensor, Handle]:
+        """Sends every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
+
+        A token that names an expert twice visits it once, with the sum of both weights.
+
+        Args:
+            x: [T, H] of the buffer's dtype, 0 <= T <= num_max_tokens_per_rank; T may differ between ranks.
+            topk_idx: int64 or int32 [T, K]; expert ids, or -1 for none.
+            topk_weights: floating [T, K].
+            tag: names the layer, in [0, 2**28), so that ranks that run layers in different order are told.
+
+        Returns:
+            recv_x [capacity, H], rows in the order local expert, source rank, token; recv_weights [capacity], the
+            weight of each row (fp32, or fp64 for fp64); and the handle, whose `offs` delimit the experts.
+
+        Raises:
+            InvalidInput, InvalidRouting, TooManyTokens, CapacityOverflow: on every rank, in this op; the buffer can be
+                used again.
+            PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, ConfigMismatch, CallOrderMismatch: the group is over.
+            ConcurrentUse: another thread is inside an op of this buffer.
+        """
+        # What is no tensor is refused below, on every rank.
+        if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.int32:
+            topk_idx = topk_idx.to(torch.int64)
+        if (
+            isinstance(topk_weights, Tensor)
+            and topk_weights.dtype is not self._acc_dtype
+            and topk_weights.is_floating_point()
+        ):
+            topk_weights = topk_weights.to(self._acc_dtype)
+        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, topk_idx, topk_weights, self._engine, tag)
+        return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
+
+    def combine(self, y: Tensor, recv_weights: Tensor, handle: Handle) -> Tensor:
+        """Brings the experts' rows home: out[t] is the sum of recv_weights * y over the rows of token t. Collective.
+
+        Differentiable in y and recv_weights. Each rank sums its own rows of a token first and rounds the partial to
+        the payload dtype; partials are added in rank order.
+
+        Args:
+            y: [capacity, H] of the buffer's dtype; rows past handle.offs[-1] are not read.
+            recv_weights: [capacity], as dispatch returned them.
+            handle: of the dispatch that these rows come from.
+
+        Returns:
+            out [T, H], T as in that dispatch; tokens without experts are zero.
+
+        Raises: as `dispatch`.
+        """
+        return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag)
+
+    def refuse(self, error: InvalidInput, *, tag: int = 0) -> NoReturn:
+        """In place of a dispatch whose input is wrong: raises `error`, and InvalidInput on every peer. Collective."""
+        self._engine._refuse(Op.DISPATCH, tag, error, 0, 0)
+
+    def check(self) -> None:
+        """Raises what has ended the group, if anything has. Local; never blocks."""
+        self._engine.health()
+
+    def timings(self) -> dict[str, Any]:
+        """Where this rank's time went in the last op, in nanoseconds: costs nothing to keep.
+
+        Returns:
+            op; before_ns (publish or push), wait_ns, after_ns (gather or reduce); arrival_ns: for each peer, how long
+            after this rank began to wait it saw the peer's signal, looking at peers in rank order; line_latency_ns: for
+            each peer, how long a cache line takes to read that it has just written: 10 to 20 if both share a cache, 100
+            and more if not. Each dispatch looks at one peer and believes at most half as much again as before.
+        """
+        return self._engine.timings()
+
+    def waited_ns(self) -> list[int]:
+        """How long this rank has waited for each peer since the buffer was made, in nanoseconds, [R].
+
+        Peers are looked at in rank order, so a wait counts for the first one that is late. Empty on CUDA ranks, whose
+        host does not watch.
+        """
+        return self._engine.waited_ns()
+
+    def report(self) -> Report:
+        """What every rank of the group does and whom it waits for, also while this or another rank is in an op.
+
+        Local: read from the segments, so that ranks which hang or are dead are in it. CPU ranks only. Errors of a wait
+        in vain carry one as `report`; docs/diagnostics.md explains it.
+
+        Raises:
+            GroupClosed: this rank has closed the buffer, and with it its view of the others.
+            InvalidConfig: a CUDA buffer.
+        """
+        return self._engine.report()
+
+    def new_tag(self) -> int:
+        """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""
+        self._num_tags += 1
+        return self._num_tags
+
+    def reserve_tags(self, tag: int) -> None:
+        """Never gives this tag, nor a lower one, to a layer: it is that of one which did not ask here."""
+        self._num_tags = max(self._num_tags, tag)
+
+    @property
+    def closed(self) -> bool:
+        """True once this rank has left the group."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Leaves the group. Local and idempotent: peers that still wait for this rank raise GroupClosed."""
+        if self._finalizer.detach():
+            self._engine.close()
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Ends the group on every rank, for a rank that cannot go on: peers raise GroupPoisoned at once.
+
+        CPU ranks tell their peers why: `error`, or the exception that is being handled.
+        """
+        try:
+            if self._finalizer.alive:
+                self._engine.poison(error or sys.exc_info()[1])
+        finally:
+            self.close()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        first = first_failure(self._engine, error)
+        self.abort(error)
+        if first is not None:
+            raise first from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        return self  # a copied layer shares its group
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidConfig("pickle: got a Buffer, memory that a group shares; expected it to be made anew everywhere")
+
+    def __repr__(self) -> str:
+        return f"Buffer(rank {self.rank} of {self.num_ranks}, heap={self.heap}, {self.num_bytes} bytes, {self.spec})"

@@ -1,0 +1,140 @@
+"""The oracle: dispatch and combine of a whole group in plain torch, one loop per sentence of the protocol, no speed.
+
+Everything takes and returns lists over ranks. Sums are taken in the same order as the engine's, so results agree bit
+for bit (only the dot products of combine's backward are summed in another order).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_rt.config.spec import BufferSpec
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a rank's recv_x: the local expert it is for, and the source rank and token it comes from."""
+
+    expert: int
+    source: int
+    token: int
+    weight: Tensor  # sum over the token's top-k entries that name the expert
+
+
+@dataclass(frozen=True)
+class Received:
+    """What one rank receives; `rows` lists also what overflow="drop" cut off, past len(recv_x)."""
+
+    recv_x: Tensor
+    recv_weights: Tensor
+    offs: Tensor
+    rows: list[Row]
+
+
+def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor], spec: BufferSpec) -> list[Received]:
+    """Rows of every rank in the order local expert, source rank, token, cut at capacity."""
+    received = []
+    for rank in range(spec.num_ranks):
+        rows: list[Row] = []
+        ends: list[int] = []
+        for local, expert in enumerate(spec.local_experts(rank)):
+            for source, (idx, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
+                for token in range(len(idx)):
+                    hits = [k for k in range(spec.num_topk) if int(idx[token, k]) == expert]
+                    if hits:
+                        weight = sum((weights[token, k] for k in hits[1:]), start=weights[token, hits[0]])
+                        rows.append(Row(local, source, token, weight.to(spec.acc_dtype)))
+            ends.append(len(rows))
+        kept = rows[: spec.capacity(rank)]
+        sent = [over_wire(x, spec.dispatch_dtype) for x in xs]
+        received.append(
+            Received(
+                torch.stack([sent[r.source][r.token] for r in kept])
+                if kept
+                else torch.empty(0, spec.hidden, dtype=spec.dtype),
+                torch.stack([r.weight for r in kept]) if kept else torch.empty(0, dtype=spec.acc_dtype),
+                torch.tensor(ends, dtype=torch.int32).clamp(max=spec.capacity(rank)),
+                rows,
+            )
+        )
+    return received
+
+
+def over_wire(rows: Tensor, wire: torch.dtype | None) -> Tensor:
+    """Rows [N, H] as they arrive, in their own dtype: with a scale for every 128 elements (core/wire.h)."""
+    if wire is None or rows.numel() == 0:
+        return rows
+    values = rows.float()
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % 128)).view(len(values), -1, 128)
+    largest = padded.abs().amax(-1, keepdim=True)
+    # As a tensor: a number divided by a tensor is the tensor's reciprocal times the number, rounded twice.
+    most = torch.full_like(largest, 448.0 if wire is torch.float8_e4m3fn else 127.0)
+    coded = largest >= 2.0**-100
+    scaled = torch.where(coded & largest.isfinite(), padded * (most / largest), 0.0)
+    codes = (scaled.to(wire).float() if wire is torch.float8_e4m3fn else scaled.round()) + 0.0  # there is one zero
+    scale = torch.where(largest.isfinite(), torch.where(coded, largest / most, 0.0), float("nan"))
+    return (codes * scale).view(len(values), -1)[:, : rows.shape[1]].to(rows.dtype)
+
+
+def combine(
+    ys: list[Tensor],
+    recv_weights: list[Tensor],
+    received: list[Received],
+    num_tokens: list[int],
+    spec: BufferSpec,
+    wire: torch.dtype | None = None,
+) -> list[Tensor]:
+    """out[t] = sum over ranks, in rank order, of the partial sum over that rank's rows of t.
+
+    Partials are rounded to the payload's dtype, or coded from their accumulator as `wire`.
+    """
+    outs = []
+    for source in range(spec.num_ranks):
+        out = torch.zeros(num_tokens[source], spec.hidden, dtype=spec.acc_dtype)
+        for rank in range(spec.num_ranks):
+            partial = torch.zeros_like(out)
+            for i, row in enumerate(received[rank].rows[: spec.capacity(rank)]):
+                if row.source == source:
+                    partial[row.token] += recv_weights[rank][i] * ys[rank][i].to(spec.acc_dtype)
+            out += partial.to(spec.dtype).to(spec.acc_dtype) if wire is None else over_wire(partial, wire)
+        outs.append(out.to(spec.dtype))
+    return outs
+
+
+def combine_backward(
+    grad_outs: list[Tensor], ys: list[Tensor], recv_weights: list[Tensor], received: list[Received], spec: BufferSpec
+) -> list[tuple[Tensor, Tensor]]:
+    """grad_y[row] = weight[row] * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>."""
+    grads = []
+    for rank in range(spec.num_ranks):
+        rows = received[rank].rows[: spec.capacity(rank)]
+        empty = torch.empty(0, spec.hidden, dtype=spec.acc_dtype)
+        g = torch.stack([grad_outs[r.source][r.token].to(spec.acc_dtype) for r in rows]) if rows else empty
+        w, y = recv_weights[rank][: len(rows), None], ys[rank][: len(rows)].to(spec.acc_dtype)
+        grads.append(((w * g).to(spec.dtype), (g * y).sum(1)))
+    return grads
+
+
+def dispatch_backward(
+    grad_recv_x: list[Tensor],
+    grad_recv_weights: list[Tensor],
+    received: list[Received],
+    topk_idx: list[Tensor],
+    spec: BufferSpec,
+) -> list[tuple[Tensor, Tensor]]:
+    """grad_x by combine with unit weights; grad_topk_weights[t, k] is the gradient of the row that the entry named."""
+    ones = [torch.ones_like(w) for w in grad_recv_weights]
+    grad_x = combine(grad_recv_x, ones, received, [len(i) for i in topk_idx], spec)
+    grads = []
+    for source, idx in enumerate(topk_idx):
+        grad_w = torch.zeros(idx.shape, dtype=spec.acc_dtype)
+        for rank in range(spec.num_ranks):
+            experts = spec.local_experts(rank)
+            for i, row in enumerate(received[rank].rows[: spec.capacity(rank)]):
+                if row.source == source:
+                    grad_w[row.token, idx[row.token] == experts[row.expert]] = grad_recv_weights[rank][i]
+        grads.append((grad_x[source], grad_w))
+    return grads

@@ -1,0 +1,1 @@
+"""What ranks agree on before they share memory."""

@@ -1,0 +1,1 @@
+"""What experts compute, over real rows only, on each kind of device."""

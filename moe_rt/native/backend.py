@@ -1,0 +1,147 @@
+"""Which backend and heap a group runs on, and making the engine for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moe_rt import _engine
+from moe_rt.config.spec import BufferSpec
+from moe_rt.errors import InvalidConfig
+from moe_rt.faults import Point
+from moe_rt.heap import loopback, nvshmem, shm, threads
+from moe_rt.heap.rendezvous import Rendezvous, ThreadGroup
+from moe_rt.heap.segments import Segments, all_or_none
+from moe_rt.native.cpu import CpuEngine
+from moe_rt.native.cuda import CudaEngine, blocks_of_a_wait
+from moe_rt.native.engine import Engine
+from moe_rt.native.gpu import Gpu
+from moe_rt.native.launcher import network_bytes
+
+Heap = Literal["shm", "threads", "loopback", "nvshmem"]
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one."""
+
+    heap: Heap
+    gpu: Gpu | None
+
+
+def choose_backend(group: Any, rendezvous: Rendezvous, heap: Heap | Literal["auto"]) -> Backend:
+    """What this kind of group runs on.
+
+    Threads share the CPU, or the CUDA device that their group names. Processes have a GPU each where their process
+    group has an NCCL backend and torch sees a GPU; otherwise they share the memory of one host.
+
+    Raises:
+        InvalidConfig: `heap` does not fit the group, or the device does not exist.
+    """
+    cpu: Heap
+    cuda: Heap
+    if isinstance(rendezvous, ThreadGroup):
+        cpu, cuda, device = "threads", "loopback", rendezvous.device
+        on_cuda = not isinstance(device, str | torch.device) or torch.device(device).type == "cuda"
+    else:
+        cpu, cuda, device = "shm", "nvshmem", "cuda"
+        on_cuda = torch.cuda.is_available() and _has_nccl(group)
+    if heap == "auto":
+        heap = cuda if on_cuda else cpu
+    if heap not in (cpu, cuda):
+        raise InvalidConfig(f'heap: got "{heap}", expected "auto", "{cpu}" or "{cuda}" for this kind of group')
+    if heap == cpu:
+        return Backend(heap, None)
+    if on_cuda and not isinstance(device, str | torch.device):
+        return Backend(heap, device)
+    return Backend(heap, Gpu(device if on_cuda else "cuda"))
+
+
+def make_engine(
+    backend: Backend,
+    rendezvous: Rendezvous,
+    spec: BufferSpec,
+    *,
+    timeout_s: float,
+    init_timeout_s: float,
+    num_threads: int,
+    num_sms: int | None,
+    fault: _engine.Fault,
+) -> Engine:
+    """Allocates the segments and makes this rank's engine. Collective: every rank succeeds or every rank raises.
+
+    `fault` is for CPU ranks.
+    """
+    num_bytes, gpu = spec.shape().segment_bytes(), backend.gpu
+    if gpu is None:
+        allocate = threads.allocate if backend.heap == "threads" else shm.allocate
+        segments = allocate(rendezvous, num_bytes, init_timeout_s)
+        isa = os.environ.get("MOE_RT_ISA", "auto")
+
+        def make_on_cpu() -> CpuEngine:
+            return CpuEngine(
+                spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa, fault=fault
+            )
+
+        engine = _make_all_or_none(rendezvous, make_on_cpu, segments, init_timeout_s)
+        engine.reach(Point.POST_RENDEZVOUS)
+        return engine
+    allocate_on = loopback.allocate if backend.heap == "loopback" else nvshmem.allocate
+    segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
+
+    def look() -> dict[str, Any]:
+        if spec.overflow == "retry":
+            raise InvalidConfig(
+                'overflow: got "retry" on CUDA, where the host does not look; expected "raise" or "drop"'
+            )
+        shared = segments.streams is not None
+        blocks = blocks_of_a_wait(spec.num_ranks, gpu, num_sms, shared=shared)
+        return {"blocks": blocks, "unmapped": 0 in segments.addresses}
+
+    seen = all_or_none(rendezvous, look, "use its GPU", init_timeout_s)
+    max_blocks, network = seen[rendezvous.rank]["blocks"], None
+    if any(r["unmapped"] for r in seen):
+        most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
+        network = allocate_on(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)
+
+    def make_on_gpu() -> CudaEngine:
+        return CudaEngine(
+            spec, rendezvous.rank, segments, gpu, network=network, timeout_s=timeout_s, max_blocks=max_blocks
+        )
+
+    return _make_all_or_none(rendezvous, make_on_gpu, segments, init_timeout_s)
+
+
+def _make_all_or_none(
+    rendezvous: Rendezvous, make: Callable[[], AnyEngine], segments: Segments, timeout_s: float
+) -> AnyEngine:
+    """The engine that `make` gives, once every rank has one: no rank has a buffer in which a peer will never come."""
+    engines: list[AnyEngine] = []
+
+    def work() -> dict[str, Any]:
+        engines.append(make())
+        return {}
+
+    try:
+        all_or_none(rendezvous, work, "make its engine", timeout_s)
+    except BaseException:  # the error may live long, and with it what this frame holds
+        engines[0].close() if engines else segments.release()
+        raise
+    return engines[0]
+
+
+def _has_nccl(group: Any) -> bool:
+    if group is None:
+        group = dist.group.WORLD
+    elif hasattr(group, "get_group"):  # a one-dimensional mesh
+        group = group.get_group()
+    try:
+        return str(group._get_backend(torch.device("cuda")).name()) == "nccl"
+    except RuntimeError:  # no backend for CUDA
+        return False

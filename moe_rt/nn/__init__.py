@@ -1,0 +1,1 @@
+"""The layer: router, experts and what they are made of, as torch modules."""

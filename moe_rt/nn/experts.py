@@ -1,0 +1,208 @@
+"""The experts: two or three grouped linear layers and an activation, with weights as each framework keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.kernels.activations import Activation, activate, swiglu
+from moe_rt.kernels.grouped import grouped_linear
+from moe_rt.nn.spread import SpreadModule
+
+__all__ = ["Experts", "ExpertsConfig", "SwiGLUExperts", "expert_mlp", "grouped_linear", "swiglu"]
+
+Layout = Literal["hf", "transposed", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """What an expert computes, and how its weights lie; docs/howto/layer.md has the values of some models.
+
+    Attributes:
+        activation: see `moe_rt.kernels.activations.activate`. All but "relu2" have a gate.
+        layout: names and shapes of the weights, for L experts of this rank:
+            "hf" (Transformers): gate_up_proj [L, 2F, H], or up_proj [L, F, H] without a gate; down_proj [L, H, F].
+            "transposed" (GPT-OSS in Transformers): gate_up_proj [L, H, 2F] or up_proj [L, H, F]; down_proj [L, F, H].
+            "split" (torchtitan): w1 (gate) and w3 (up) [L, F, H], or w1 alone without a gate; w2 [L, H, F].
+        biases: every linear layer has one, named after its weight: `gate_up_proj_bias` [L, 2F] and so on.
+        interleaved: gate and up alternate in gate_up_proj, gate first, instead of lying one after the other (GPT-OSS).
+        swiglu_alpha, swiglu_limit: of "clamped_swiglu".
+
+    Raises:
+        InvalidConfig: naming the field, what was got and what was expected.
+    """
+
+    activation: Activation = "swiglu"
+    layout: Layout = "hf"
+    biases: bool = False
+    interleaved: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        for field, kind in (("activation", Activation), ("layout", Layout)):
+            got = getattr(self, field)
+            if got not in get_args(kind):
+                raise InvalidConfig(f'{field}: got "{got}", expected one of {", ".join(get_args(kind))}')
+        if self.interleaved and (self.layout == "split" or not self.gated):
+            why = f'layout="{self.layout}" and activation="{self.activation}", which have no gate next to up'
+            raise InvalidConfig(f"interleaved: got True, expected False with {why}")
+        if not self.swiglu_limit > 0:
+            raise InvalidConfig(f"swiglu_limit: got {self.swiglu_limit}, expected a number > 0")
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "relu2"
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether CUDA runs the activation in kernels that are compiled on first use."""
+        return self.activation == "swiglu" and self.layout != "split" and not self.interleaved
+
+    @property
+    def weight_names(self) -> tuple[list[str], str]:
+        """Names of the weights that take x, and of the one that gives y."""
+        if self.layout == "split":
+            return ["w1", "w3"] if self.gated else ["w1"], "w2"
+        return ["gate_up_proj" if self.gated else "up_proj"], "down_proj"
+
+    def shapes(self, num_local: int, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every parameter, the last layer's at the end; a bias comes after its weight."""
+        inputs, down = self.weight_names
+        width = intermediate * (2 if self.gated and self.layout != "split" else 1)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, fan_out, fan_in in (*((name, width, hidden) for name in inputs), (down, hidden, intermediate)):
+            matrix = (fan_in, fan_out) if self.layout == "transposed" else (fan_out, fan_in)
+            shapes[name] = (num_local, *matrix)
+            if self.biases:
+                shapes[f"{name}_bias"] = (num_local, fan_out)
+        return shapes
+
+
+def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: ExpertsConfig) -> Tensor:
+    """Runs every expert on its rows. Weights of another dtype are cast to x's; otherwise nothing of them is copied.
+
+    Args:
+        x: [rows, H] packed by expert.
+        offs: int32 [L], inclusive ends of each expert's rows.
+        weights: by the names of config.shapes().
+
+    Returns:
+        [rows, H] in x's dtype; rows past offs[-1] are unspecified, and none of them reaches a gradient.
+
+    Raises:
+        InvalidInput: a weight is missing or has another shape.
+    """
+    _check(x, offs, weights, config)
+
+    def linear(rows: Tensor, name: str) -> Tensor:
+        bias = weights[f"{name}_bias"].to(x.dtype) if config.biases else None
+        return grouped_linear(rows, weights[name].to(x.dtype), offs, bias, transposed=config.layout == "transposed")
+
+    inputs, down = config.weight_names
+    h = activate(
+        [linear(x, name) for name in inputs],
+        offs,
+        config.activation,
+        interleaved=config.interleaved,
+        alpha=config.swiglu_alpha,
+        limit=config.swiglu_limit,
+    )
+    return linear(h, down)
+
+
+class Experts(SpreadModule):
+    """The L experts of this rank.
+
+    Parameters are those of config.shapes(L, hidden, intermediate): slices, in local order, of the global tensors. After
+    `shard_over` they are DTensors, and `over_mesh` is True.
+    """
+
+    # Of the default layout; where another has none of that name, there is none.
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(
+        self,
+        num_local: int,
+        hidden: int,
+        intermediate: int,
+        config: ExpertsConfig | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.config = config or ExpertsConfig()
+        self._shapes = self.config.shapes(num_local, hidden, intermediate)
+        for name, shape in self._shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self.over_mesh = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        weight: Tensor = getattr(self, self.config.weight_names[1])
+        return weight.dtype
+
+    def shard_over(self, mesh: DeviceMesh) -> None:
+        """Makes every parameter a DTensor [E, ...] in equal blocks over a one-dimensional mesh. Local."""
+        from torch.distributed.tensor import DTensor, Shard  # here, since it makes `import moe_rt` a second slower
+
+        for name in self._shapes:
+            block = DTensor.from_local(getattr(self, name).detach(), mesh, [Shard(0)], run_check=False)
+            self.register_parameter(name, nn.Parameter(block))
+        self.over_mesh = True
+
+    @torch.no_grad()
+    def reset_expert(self, local: int, generator: torch.Generator | None) -> None:
+        """Draws one expert: N(0, 1 / fan-in), on the CPU whatever the device; biases are zero.
+
+        Raises:
+            InvalidConfig: FSDP has sharded the parameters further, so that this rank does not hold the whole expert.
+        """
+        weights = self._local_weights()
+        for name, shape in self._shapes.items():
+            got = tuple(weights[name].shape)
+            if got != shape:
+                raise InvalidConfig(f"experts.{name}: got {got} on this rank, expected {shape}; reset before sharding")
+            weight = weights[name][local]
+            if weight.dim() == 1:
+                weight.zero_()
+                continue
+            fan_in = weight.shape[0 if self.config.layout == "transposed" else 1]
+            drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+            weight.copy_(drawn.normal_(std=fan_in**-0.5, generator=generator))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        """x [rows, H] packed by expert -> [rows, H], in x's dtype."""
+        weights = {name: self.averaged(w) for name, w in self._local_weights().items()}
+        return expert_mlp(x, offs, weights, self.config)
+
+    def _local_weights(self) -> dict[str, Tensor]:
+        weights = {name: getattr(self, name) for name in self._shapes}
+        return {name: w.to_local() for name, w in weights.items()} if self.over_mesh else weights
+
+
+class SwiGLUExperts(Experts):
+    """down(silu(gate(x)) * up(x)) without biases: gate_up_proj [L, 2F, H] and down_proj [L, H, F]."""
+
+    def __init__(self, num_local: int, hidden: int, intermediate: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__(num_local, hidden, intermediate, ExpertsConfig(), device, dtype)
+
+
+def _check(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: ExpertsConfig) -> None:
+    inputs, down = config.weight_names
+    missing = [name for name in (*inputs, down) if name not in weights]
+    if missing:
+        raise InvalidInput(f"weights: got {sorted(weights)}, expected also {missing}")
+    intermediate = weights[down].shape[1 if config.layout == "transposed" else -1]
+    for name, expected in config.shapes(offs.shape[0], x.shape[1], intermediate).items():
+        got = weights[name].shape if name in weights else ()
+        if got != expected:
+            raise InvalidInput(f"{name}: got shape {list(got)}, expected {list(expected)}")

@@ -1,0 +1,66 @@
+"""What a layer counts on the device while it runs, and the one place where the host reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch._subclasses.fake_tensor import FakeTensor
+
+from moe_rt.comm.handle import Handle
+from moe_rt.comm.shared_buffers import LayerBuffers
+
+# Two threads may run one layer through two buffers, and an in-place sum is not atomic.
+_adding = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSnapshot:
+    """Counts of this rank since its layer was made.
+
+    Attributes:
+        tokens_per_expert: [E], top-k entries of this rank's tokens.
+        rows_dropped: rows beyond this rank's capacity (overflow="drop").
+        forwards: forwards that ran, in evaluation and in activation checkpointing's second pass too.
+        waited_ns: for each peer, see `moe_rt.Buffer.waited_ns`; of the layer's own buffers, which other
+            layers share.
+    """
+
+    tokens_per_expert: list[int]
+    rows_dropped: int
+    forwards: int
+    waited_ns: list[int]
+
+
+class LayerMetrics:
+    """Running counts of one layer, as int64 tensors on its device."""
+
+    def __init__(self, num_experts: int, buffers: LayerBuffers) -> None:
+        self._buffers, device = buffers, buffers.current.device
+        self._drops = buffers.current.spec.overflow == "drop"
+        with torch.inference_mode(False):  # what is made in that mode, nothing outside of it may change
+            self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
+            self._dropped = torch.zeros((), dtype=torch.int64, device=device)
+            self._forwards = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, tokens_per_expert: Tensor, handle: Handle) -> None:
+        """Counts a forward: what its router chose, int64 [E], and what its dispatch dropped. No host waits for it."""
+        # Traced for shapes only, there is nothing to count; what a transform of functions holds must stay inside of it.
+        if isinstance(tokens_per_expert, FakeTensor) or _are_functorch_transforms_active():
+            return
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else _adding:
+            self._tokens += tokens_per_expert
+            self._forwards += 1
+            if self._drops:
+                self._dropped += handle.num_dropped
+
+    def snapshot(self) -> MetricsSnapshot:
+        """The counts so far. The one read by the host: on a GPU it waits for the stream."""
+        *tokens, dropped, forwards = torch.cat([self._tokens, torch.stack([self._dropped, self._forwards])]).tolist()
+        return MetricsSnapshot(
+            tokens_per_expert=tokens, rows_dropped=dropped, forwards=forwards, waited_ns=self._buffers.waited_ns()
+        )

@@ -1,0 +1,258 @@
+"""The router: which experts a token visits, and with what weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.nn.router_losses import BalanceScope, RouterAux, count_tokens, load_balancing_loss, sequence_view, z_loss
+from moe_rt.nn.selection import choose_by_experts, within_best_groups
+
+__all__ = ["Router", "RouterAux", "RouterConfig", "ScoreFunc"]
+
+ScoreFunc = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How tokens choose experts; docs/howto/layer.md has the values of some models.
+
+    Attributes:
+        num_experts, num_topk: E, K.
+        score_func: "softmax", probabilities over all experts, or "sigmoid", independent scores.
+        topk_before_softmax: choose by logits, and take the softmax over the K chosen ones only (GPT-OSS).
+        norm_topk: divide the chosen scores by their sum.
+        route_scale: multiplies the weights last.
+        router_bias: the gate's linear layer has a bias.
+        num_groups, topk_groups: a token chooses within its best `topk_groups` of `num_groups` contiguous groups, ranked
+            by the sum of their two highest scores (DeepSeek-V3).
+        balance_bias: a buffer [E] is added to scores for choosing, not for weights; `Router.update_bias` moves it by
+            `balance_bias_rate` (Wang et al. 2024, Auxiliary-Loss-Free Load Balancing).
+        expert_choice: None, or the mean number of experts per token: every expert takes that share of this rank's
+            tokens of the forward, and a token keeps the K highest of those that took it, the rest of its K being -1
+            (moe_rt.nn.selection.choose_by_experts). Later tokens influence earlier ones, so it does not suit decoding.
+        jitter: in training, the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (Fedus et al.
+            2021, Switch Transformers). Experts see the input as it is.
+        aux_loss_coef, z_loss_coef: weights of the losses in `RouterAux.loss`.
+        balance_scope: the load-balancing loss is taken per "sequence" and averaged (DeepSeek-V3, eq. 17 to 20), so that
+            it does not depend on how sequences are spread over ranks, or over this rank's "batch" (Switch). An input
+            [T, H] counts as one sequence. For the global batch see `moe_rt.nn.router_losses.load_balancing_loss`.
+
+    Raises:
+        InvalidConfig: naming the field, what was got and what was expected.
+    """
+
+    num_experts: int
+    num_topk: int
+    score_func: ScoreFunc = "softmax"
+    topk_before_softmax: bool = False
+    norm_topk: bool = True
+    route_scale: float = 1.0
+    router_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
+    balance_bias: bool = False
+    balance_bias_rate: float = 1e-3
+    expert_choice: float | None = None
+    jitter: float = 0.0
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    balance_scope: BalanceScope = "sequence"
+
+    def __post_init__(self) -> None:
+        _one_of("score_func", self.score_func, ("softmax", "sigmoid"))
+        _one_of("balance_scope", self.balance_scope, ("sequence", "batch"))
+        softmax = self.score_func == "softmax"
+        _expect(softmax or not self.topk_before_softmax, "topk_before_softmax", True, 'False with score_func="sigmoid"')
+        _expect(0 <= self.jitter < 1, "jitter", self.jitter, "0 <= jitter < 1")
+        _expect(self.balance_bias_rate >= 0, "balance_bias_rate", self.balance_bias_rate, "a number >= 0")
+        self._check_groups()
+        if self.expert_choice is not None:
+            in_range = 0 < self.expert_choice <= self.num_topk
+            _expect(in_range, "expert_choice", self.expert_choice, f"above 0, at most num_topk = {self.num_topk}")
+            for name, default in (("num_groups", 1), ("balance_bias", False), ("topk_before_softmax", False)):
+                got = getattr(self, name)
+                _expect(got == default, name, got, f"{default}, for with expert_choice it is the experts that choose")
+
+    def _check_groups(self) -> None:
+        num_experts, num_groups, topk_groups = self.num_experts, self.num_groups, self.topk_groups
+        _expect(num_groups > 0, "num_groups", num_groups, "a positive integer")
+        _expect(0 < topk_groups <= num_groups, "topk_groups", topk_groups, f"1 to num_groups = {num_groups}")
+        if num_groups > 1:
+            size = num_experts // num_groups
+            fits = num_experts % num_groups == 0 and size >= 2
+            _expect(fits, "num_groups", num_groups, f"a divisor of num_experts = {num_experts}, two experts a group")
+            enough = topk_groups * size >= self.num_topk
+            _expect(enough, "topk_groups", topk_groups, f"groups of {size} for num_topk = {self.num_topk} experts")
+
+
+class Router(nn.Module):
+    """Linear gate in fp32, scores, choice, weights.
+
+    Parameters: `weight` [E, H]; with router_bias `bias` [E]. Buffer, with balance_bias: `balance_bias` fp32 [E],
+    persistent, and fp32 whatever the module is cast to, since its steps are smaller than a half's last place.
+
+    Args:
+        hidden: H.
+        num_experts, num_topk, options: the fields of RouterConfig, or `config` has them all.
+    """
+
+    bias: nn.Parameter | None
+    balance_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int = 0,
+        num_topk: int = 0,
+        *,
+        config: RouterConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.config = config or RouterConfig(num_experts=num_experts, num_topk=num_topk, **options)
+        self.weight = nn.Parameter(torch.empty(self.config.num_experts, hidden))
+        bias = nn.Parameter(torch.zeros(self.config.num_experts)) if self.config.router_bias else None
+        self.register_parameter("bias", bias)
+        steered = torch.zeros(self.config.num_experts, dtype=torch.float32) if self.config.balance_bias else None
+        self.register_buffer("balance_bias", steered)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """weight from N(0, 1 / H), drawn on the CPU whatever the device; bias and balance_bias are zero."""
+        drawn = torch.empty(self.weight.shape, dtype=self.weight.dtype, device="cpu")
+        self.weight.copy_(drawn.normal_(std=self.weight.shape[1] ** -0.5))
+        for bias in (self.bias, self.balance_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(self, x: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, Tensor, RouterAux]:
+        """Scores tokens and chooses experts.
+
+        Args:
+            x: [..., H].
+            topk_idx: integer [T, K], -1 for no expert: visit these instead of choosing, as recorded in
+                `RouterAux.topk_idx`. Weights and their gradients come from the scores of now.
+
+        Returns:
+            topk_idx int64 [T, K], topk_weights fp32 [T, K] (fp64 for fp64), zero for -1, and the losses.
+
+        Raises:
+            InvalidInput: x is not floating, has another H or is elsewhere; or topk_idx has another shape.
+        """
+        c = self.config
+        if (
+            not x.is_floating_point()
+            or x.dim() == 0
+            or x.shape[-1] != self.weight.shape[1]
+            or x.device != self.weight.device
+        ):
+            got, expected = f"{x.dtype} {list(x.shape)} on {x.device}", f"[..., {self.weight.shape[1]}]"
+            raise InvalidInput(f"x: got {got}, expected floating {expected} on {self.weight.device}")
+        acc = torch.float64 if x.dtype is torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.to(acc)
+            if self.training and c.jitter:
+                rows = rows * torch.empty_like(rows).uniform_(1 - c.jitter, 1 + c.jitter)
+            logits = F.linear(rows, self.weight.to(acc), None if self.bias is None else self.bias.to(acc))
+            scores = logits.softmax(-1) if c.score_func == "softmax" else logits.sigmoid()
+            idx = self._choose(logits, scores) if topk_idx is None else _recorded(topk_idx, logits, c.num_topk)
+            may_lack = topk_idx is not None or c.expert_choice is not None
+            weights = self._weigh(logits, scores, idx, may_lack)
+            aux = self._aux(logits, scores, idx, may_lack, replayed=topk_idx is not None)
+        return idx.reshape(-1, c.num_topk), weights.reshape(-1, c.num_topk), aux
+
+    @torch.no_grad()
+    def update_bias(self, tokens_per_expert: Tensor) -> None:
+        """balance_bias += rate * sign(mean load - load), once a step (Wang et al. 2024, algorithm 1).
+
+        Args:
+            tokens_per_expert: int64 [E], `RouterAux.tokens_per_expert` summed over the step's micro-batches and, by the
+                caller, over all ranks that hold this router. No host waits for it.
+
+        Raises:
+            InvalidConfig: the router has no balance_bias.
+            InvalidInput: another shape.
+        """
+        if self.balance_bias is None:
+            raise InvalidConfig("balance_bias: got False, expected True in the config of a router whose bias moves")
+        if tokens_per_expert.shape != self.balance_bias.shape:
+            got, expected = list(tokens_per_expert.shape), list(self.balance_bias.shape)
+            raise InvalidInput(f"tokens_per_expert: got shape {got}, expected {expected}")
+        # mean - load, times E: exact in integers.
+        lack = tokens_per_expert.sum() - tokens_per_expert * self.config.num_experts
+        self.balance_bias.add_(lack.sign().to(torch.float32), alpha=self.config.balance_bias_rate)
+
+    @torch.no_grad()
+    def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+        c = self.config
+        if c.expert_choice is not None:
+            idx = choose_by_experts(scores.flatten(0, -2), c.num_topk, c.expert_choice)
+            return idx.reshape(*scores.shape[:-1], c.num_topk)
+        by = logits if c.topk_before_softmax else scores
+        if self.balance_bias is not None:
+            by = by + self.balance_bias
+        if c.num_groups > 1:
+            by = within_best_groups(by, c.num_groups, c.topk_groups)
+        return by.topk(c.num_topk, dim=-1).indices
+
+    def _weigh(self, logits: Tensor, scores: Tensor, idx: Tensor, may_lack: bool) -> Tensor:
+        """The weights of chosen experts; `may_lack`: ids outside [0, E) are possible, and dispatch judges them."""
+        c = self.config
+        values = logits if c.topk_before_softmax else scores
+        weights = values.gather(-1, idx.clamp(0, c.num_experts - 1) if may_lack else idx)
+        if c.topk_before_softmax:
+            # Not -inf: a token without any expert would get NaN.
+            lowest = torch.finfo(weights.dtype).min
+            weights = (weights.masked_fill(idx < 0, lowest) if may_lack else weights).softmax(-1)
+        weights = weights.masked_fill(idx < 0, 0) if may_lack else weights
+        if c.norm_topk and not c.topk_before_softmax:
+            weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(weights.dtype).tiny)
+        return weights * c.route_scale
+
+    def _aux(self, logits: Tensor, scores: Tensor, idx: Tensor, may_lack: bool, replayed: bool) -> RouterAux:
+        c = self.config
+        probs = scores if c.score_func == "softmax" else scores / scores.sum(-1, keepdim=True)
+        counted = idx
+        if c.balance_scope == "sequence" and (c.balance_bias or c.num_groups > 1) and not replayed:
+            # DeepSeek-V3's f counts what scores alone would choose (eq. 18), not what bias and groups made of it.
+            counted = scores.detach().topk(c.num_topk, dim=-1).indices
+        counts = count_tokens(sequence_view(counted, c.balance_scope).flatten(1), c.num_experts, may_lack)
+        sequences = sequence_view(probs, c.balance_scope)
+        sums = sequences.sum(1)
+        balance = load_balancing_loss(sums / max(1, sequences.shape[1]), counts)
+        z = z_loss(logits)
+        loss = c.aux_loss_coef * balance + c.z_loss_coef * z
+        load = counts.sum(0) if counted is idx else count_tokens(idx.flatten(), c.num_experts, may_lack)
+        mean_prob = sums.sum(0) / max(1, logits.numel() // c.num_experts)
+        return RouterAux(loss, balance, z, load, mean_prob, idx.reshape(-1, c.num_topk))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
+        before = self.balance_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.balance_bias is not None and self.balance_bias.dtype is not torch.float32:
+            self.balance_bias = before.to(self.balance_bias.device)
+        return self
+
+
+def _recorded(topk_idx: Tensor, logits: Tensor, num_topk: int) -> Tensor:
+    expected = [logits.numel() // logits.shape[-1], num_topk]
+    if list(topk_idx.shape) != expected:
+        raise InvalidInput(f"topk_idx: got shape {list(topk_idx.shape)}, expected {expected}")
+    return topk_idx.to(torch.int64).reshape(*logits.shape[:-1], num_topk)
+
+
+def _one_of(field: str, got: str, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise InvalidConfig(f'{field}: got "{got}", expected one of {", ".join(allowed)}')
+
+
+def _expect(condition: bool, field: str, got: object, expected: str) -> None:
+    if not condition:
+        raise InvalidConfig(f"{field}: got {got}, expected {expected}")

@@ -1,0 +1,7 @@
+"""Models with MoELayers under DistributedDataParallel and FSDP2: sharding, clipping, and checking checkpoints."""
+
+from moe_rt.parallel.checkpoint import check_checkpoint
+from moe_rt.parallel.clip import clip_grad_norm_
+from moe_rt.parallel.wrapping import expert_parameters, prepare, shard_experts
+
+__all__ = ["check_checkpoint", "clip_grad_norm_", "expert_parameters", "prepare", "shard_experts"]

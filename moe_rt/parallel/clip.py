@@ -1,0 +1,79 @@
+"""Clips gradients by their global norm, whatever way parameters are spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.nn.layer import MoELayer
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients of `model` in place to a norm of at most `max_norm`. Collective; the host waits for nothing.
+
+    Every parameter counts once: the parts of a DTensor are summed over the ranks that share it, and plain experts of a
+    MoELayer over the layer's group; all other plain parameters are taken to be equal on all ranks.
+
+    Returns:
+        The norm before, a scalar in fp64, equal on all ranks.
+
+    Raises:
+        InvalidConfig: a layer's ranks are threads, which torch.distributed does not know.
+    """
+    ep_groups = {
+        id(p): _ep_group(layer)
+        for layer in model.modules()
+        if isinstance(layer, MoELayer) and not layer.experts.over_mesh
+        for p in layer.experts.parameters()
+    }
+    # By the groups to sum over. Parameters without a gradient count here too: ranks must call the same collectives.
+    spread: dict[Groups, list[Tensor]] = {}
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        groups = ep_groups.get(id(p), ())
+        if isinstance(p, DTensor):
+            groups += tuple(p.device_mesh.get_group(i) for i, at in enumerate(p.placements) if not at.is_replicate())
+        grads = spread.setdefault(groups, [])
+        if p.grad is not None:
+            grads.append(_local_part(p, p.grad))
+
+    squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for groups, grads in spread.items():
+        part = torch.zeros_like(squares)
+        if grads:
+            part = torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum()
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        squares += part
+    norm = squares.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grads in spread.values():
+        if grads:
+            torch._foreach_mul_(grads, scale)
+    return norm
+
+
+def _local_part(p: nn.Parameter, grad: Tensor) -> Tensor:
+    if not (isinstance(p, DTensor) and isinstance(grad, DTensor)):
+        return grad
+    if grad.placements != p.placements:  # autograd leaves some sums over ranks for later
+        p.grad = grad = grad.redistribute(placements=p.placements)
+    return grad.to_local()
+
+
+def _ep_group(layer: MoELayer) -> Groups:
+    buffer = layer.buffer
+    if buffer.num_ranks == 1:
+        return ()
+    if buffer.process_group is None:
+        raise InvalidConfig(
+            f"group: got {buffer.num_ranks} ranks that are threads, expected a ProcessGroup or DeviceMesh"
+        )
+    return (buffer.process_group,)

@@ -1,0 +1,167 @@
+"""Makes models with MoELayers right under data parallelism: DistributedDataParallel, or FSDP2 with experts sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import contract
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.nn.layer import MoELayer
+from moe_rt.nn.spread import Mean, SpreadModule
+
+
+def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> nn.Module:
+    """Makes `model` ready for DistributedDataParallel(model) or fully_shard(model). Collective over the group.
+
+    Both then leave the experts of every MoELayer alone, and each backward leaves in the experts' `grad` what it leaves
+    in all others': the mean over the ranks of the group of each rank's own gradient, also while micro-batches add up
+    and under `no_sync`. Experts that several expert-parallel groups hold alike start as those of the first, and their
+    gradients are averaged over these groups. Layers of a single rank are left as they are: they are like any other.
+
+    Call it with the very model that is wrapped, once all its layers are there. docs/howto/ddp.md has an example.
+
+    Args:
+        model: anything that has some MoELayers; changed in place.
+        group: the ranks that the wrapper averages over; a one-dimensional mesh, or None for the default group.
+
+    Returns:
+        model.
+
+    Raises:
+        InvalidConfig: on every rank, if the group is not made of whole expert-parallel groups of one size; if ranks are
+            threads, which torch.distributed does not know; or if experts have been sharded already.
+    """
+    layers = {path or "model": module for path, module in model.named_modules() if isinstance(module, MoELayer)}
+    for path, layer in layers.items():
+        _require_plain(path, layer)
+    if group is None and not dist.is_initialized():
+        return model  # a single rank, and no wrapper
+    ranks = _process_group(group)
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for layer in layers.values():
+        same = _copies(layer, ranks)
+        if layer.experts.num_ranks == 1:
+            continue
+        if len(same) > 1:
+            if same not in made:
+                made[same] = dist.new_group(list(same), use_local_synchronization=True)
+            _broadcast(layer.experts, made[same])
+        if layer.experts.mean is None:
+            replicate(layer.experts)
+        layer.experts.mean = Mean(ranks.size(), made[same].group_name if len(same) > 1 else None)
+    _tell_ddp(model)
+    return model
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The experts' parameters of every MoELayer of several ranks: each rank has others, and wants an optimizer of its
+    own for them where an optimizer would share its work out over ranks, as ZeroRedundancyOptimizer does."""
+    layers = [m for m in model.modules() if isinstance(m, MoELayer) and m.experts.num_ranks > 1]
+    return [p for layer in layers for p in layer.experts.parameters()]
+
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Applies `fully_shard` to the experts of every MoELayer in `model`. Collective over the mesh.
+
+    Layers are made with `mesh["ep"]` of a mesh ("efsdp", "ep"); `mesh` here is `mesh["efsdp"]`. Call this first, then
+    `fully_shard` for the blocks that hold the layers, over a mesh of all efsdp * ep ranks: the gradients of experts
+    then are, as all others, those of the loss averaged over all of these ranks.
+
+    Args:
+        model: a layer, or anything that has some.
+        mesh: the ranks that hold the same experts, one-dimensional.
+        options: other arguments of `fully_shard`, such as mp_policy.
+
+    Raises:
+        InvalidConfig: `prepare` was called before.
+    """
+    for path, layer in model.named_modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        if layer.experts.mean is not None:
+            raise InvalidConfig(f"{path or 'model'}: got experts after prepare, expected one of the two calls")
+        whole = len(layer.expert_ids) % mesh.size() == 0
+
+        def placement(weight: nn.Parameter, whole: bool = whole) -> Shard:
+            # Else a part of every expert, so that no rank holds more than another; FSDP wants these parts to be equal.
+            return Shard(0 if whole or weight.shape[1] % mesh.size() else 1)
+
+        layer.experts.sharded = True
+        # FSDP divides by the size of `mesh` alone, but the gradients are sums over the tokens of all ep ranks too.
+        if layer.buffer.num_ranks > 1:
+            layer.experts.mean = Mean(layer.buffer.num_ranks, None)
+        fully_shard(layer.experts, mesh=mesh, shard_placement_fn=placement, **options)
+
+
+@contract()
+def replicate(module: nn.Module) -> nn.Module:
+    """FSDP2 leaves modules alone to which an interface of this name has been applied, and all parts of theirs."""
+    return module
+
+
+def _require_plain(path: str, layer: MoELayer) -> None:
+    buffer = layer.buffer
+    if buffer.num_ranks > 1 and buffer.process_group is None:
+        got = f"{buffer.num_ranks} ranks that are threads"
+        raise InvalidConfig(f"{path}: got {got}, expected a ProcessGroup or DeviceMesh")
+    if layer.experts.sharded:
+        raise InvalidConfig(f"{path}: got experts after shard_experts, expected one of the two calls")
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise InvalidConfig(f"group: got a mesh of {group.ndim} dimensions, expected one")
+    return group.get_group()
+
+
+def _copies(layer: MoELayer, ranks: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks that hold the experts of this one, one of each expert-parallel group. Collective over `ranks`."""
+    everyone = dist.get_process_group_ranks(ranks)
+    ep = layer.buffer.process_group
+    mine = [dist.get_rank()] if ep is None else dist.get_process_group_ranks(ep)
+    device = "cuda" if dist.get_backend(ranks) == "nccl" else "cpu"
+    row = torch.full((dist.get_world_size(),), -1, device=device)
+    row[: len(mine)] = torch.tensor(mine, device=device)
+    rows = [torch.empty_like(row) for _ in everyone]
+    dist.all_gather(rows, row, group=ranks)
+    groups = [[r for r in other.tolist() if r >= 0] for other in rows]
+    for rank, other in zip(everyone, groups, strict=True):
+        if len(other) != len(groups[0]) or not set(other) <= set(everyone):
+            expected = f"groups of {len(groups[0])} within {everyone}"
+            raise InvalidConfig(f"group: got an expert-parallel group {other} on rank {rank}, expected {expected}")
+    place = mine.index(dist.get_rank())
+    return tuple(rank for rank, other in zip(everyone, groups, strict=True) if other.index(rank) == place)
+
+
+@torch.no_grad()
+def _broadcast(experts: nn.Module, copies: dist.ProcessGroup) -> None:
+    """As DistributedDataParallel does for all others, in case that groups were seeded differently."""
+    for p in experts.parameters():
+        part = p.to_local() if isinstance(p, DTensor) else p.detach()
+        dist.broadcast(part, group=copies, group_src=0)
+
+
+def _tell_ddp(model: nn.Module) -> None:
+    """Names the experts' parameters to DistributedDataParallel, whichever part of the model it will get."""
+    for module in model.modules():
+        names = {
+            f"{path}.{name}"
+            for path, child in module.named_modules()
+            if isinstance(child, SpreadModule) and child.num_ranks > 1
+            for name, _ in child.named_parameters(recurse=False)
+        }
+        if names:
+            told = names.union(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, told)

@@ -1,0 +1,188 @@
+"""One round, forward and backward, of every rank of a group on any device, against the reference on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rt.comm import reference
+from moe_rt.comm.buffer import Buffer
+from moe_rt.config.spec import BufferSpec
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WrongOutput(AssertionError):
+    """An output is not what the reference says."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One dispatch of a whole group, lists over ranks, on the CPU."""
+
+    xs: list[Tensor]
+    topk_idx: list[Tensor]
+    topk_weights: list[Tensor]
+
+    @property
+    def num_tokens(self) -> list[int]:
+        return [len(x) for x in self.xs]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a round must give on every rank, lists over ranks."""
+
+    received: list[reference.Received]
+    ys: list[Tensor]
+    outs: list[Tensor]
+    grad_outs: list[Tensor]
+    at_combine: list[tuple[Tensor, Tensor]]  # grad_y, grad_recv_weights
+    at_dispatch: list[tuple[Tensor, Tensor]]  # grad_x, grad_topk_weights
+
+
+def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
+    """A small spec with some fields changed."""
+    fields: dict[str, Any] = {
+        "num_max_tokens_per_rank": 12,
+        "hidden": 20,
+        "num_topk": 3,
+        "num_experts": 9,
+        "dtype": torch.float32,
+        "placement": None,
+        "capacity_factor": None,
+        "overflow": "raise",
+        **changes,
+    }
+    return BufferSpec.make(num_ranks=num_ranks, **fields)
+
+
+def buffer_kwargs(spec: BufferSpec) -> dict[str, Any]:
+    """The Buffer arguments that make this spec."""
+    names = ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype", "placement", "capacity_factor")
+    wires = {"dispatch_dtype": spec.dispatch_dtype, "combine_dtype": spec.combine_dtype}
+    return {**{n: getattr(spec, n) for n in names}, **wires, "overflow": spec.overflow}
+
+
+def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = "random") -> Inputs:
+    """kind: "random" ids with -1 and duplicates, "topk" distinct ids, "one_expert" all tokens to expert 0."""
+    g = torch.Generator().manual_seed(seed)
+    inputs = Inputs([], [], [])
+    for n in num_tokens:
+        inputs.xs.append(torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype))
+        if kind == "random":
+            idx = torch.randint(-1, spec.num_experts, (n, spec.num_topk), generator=g, device="cpu")
+        elif kind == "topk":
+            idx = torch.rand(n, spec.num_experts, generator=g, device="cpu").topk(spec.num_topk).indices
+        else:
+            idx = torch.full((n, spec.num_topk), -1, device="cpu")
+            idx[:, 0] = 0
+        inputs.topk_idx.append(idx)
+        inputs.topk_weights.append(torch.rand(n, spec.num_topk, generator=g, dtype=spec.acc_dtype, device="cpu"))
+    return inputs
+
+
+def experts(rows: Tensor, rank: int) -> Tensor:
+    """Stand-in for the experts: an elementwise function that tells ranks apart, of the same bits on every device."""
+    return (rows * (rank + 1.5) - 0.25).to(rows.dtype)
+
+
+def expect(spec: BufferSpec, inputs: Inputs, seed: int) -> Expected:
+    """The whole group's round in plain torch; the output's gradients are drawn from `seed`."""
+    received, ys, outs = expect_forward(spec, inputs)
+    weights = [r.recv_weights for r in received]
+    g = torch.Generator().manual_seed(seed + 1)
+    grad_outs = [torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype) for n in inputs.num_tokens]
+    at_combine = reference.combine_backward(grad_outs, ys, weights, received, spec)
+    grad_ys, grad_ws = [y for y, _ in at_combine], [w for _, w in at_combine]
+    at_dispatch = reference.dispatch_backward(grad_ys, grad_ws, received, inputs.topk_idx, spec)
+    return Expected(received, ys, outs, grad_outs, at_combine, at_dispatch)
+
+
+def expect_forward(spec: BufferSpec, inputs: Inputs) -> tuple[list[reference.Received], list[Tensor], list[Tensor]]:
+    """What every rank receives, what its experts make of it, and every rank's output."""
+    received = reference.dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec)
+    ys = [experts(r.recv_x, rank) for rank, r in enumerate(received)]
+    outs = reference.combine(
+        ys, [r.recv_weights for r in received], received, inputs.num_tokens, spec, spec.combine_dtype
+    )
+    return received, ys, outs
+
+
+def play(buffer: Buffer, inputs: Inputs, expected: Expected, device: torch.device, tag: int = 0) -> list[Tensor]:
+    """This rank's part of a round. Rows past the last expert's are NaN wherever they are handed back.
+
+    Returns:
+        What the ops gave: recv_x, recv_weights, offs, out, grad_y, grad_x, grad_topk_weights, real rows only.
+
+    Raises:
+        WrongOutput: naming the output that differs.
+    """
+    spec, rank = buffer.spec, buffer.rank
+    x = inputs.xs[rank].to(device, copy=True).requires_grad_()
+    weights = inputs.topk_weights[rank].to(device, copy=True).requires_grad_()
+    recv_x, recv_weights, handle = buffer.dispatch(x, inputs.topk_idx[rank].to(device), weights, tag=tag)
+
+    mine = expected.received[rank]
+    n = len(mine.recv_x)
+    check(recv_x.shape == (buffer.capacity, spec.hidden), f"recv_x: got {list(recv_x.shape)}")
+    check_bits("offs", handle.offs, mine.offs)
+    check_bits("recv_x", recv_x[:n], mine.recv_x)
+    check_bits("recv_weights", recv_weights[:n], mine.recv_weights)
+    dropped = int(handle.num_dropped)
+    check(dropped == len(mine.rows) - n, f"num_dropped: got {dropped}, expected {len(mine.rows) - n}")
+
+    y = padded(expected.ys[rank], buffer.capacity, device).requires_grad_()
+    w = padded(mine.recv_weights, buffer.capacity, device).requires_grad_()
+    out = buffer.combine(y, w, handle)
+    check_bits("out", out, expected.outs[rank])
+
+    grad_y, grad_w = torch.autograd.grad(out, [y, w], expected.grad_outs[rank].to(device))
+    check_bits("grad_y", grad_y[:n], expected.at_combine[rank][0])
+    check_close("grad_recv_weights", grad_w[:n], expected.at_combine[rank][1], spec.hidden)
+
+    given = [padded(t, buffer.capacity, device) for t in expected.at_combine[rank]]
+    grad_x, grad_topk_weights = torch.autograd.grad([recv_x, recv_weights], [x, weights], given)
+    check_bits("grad_x", grad_x, expected.at_dispatch[rank][0])
+    check_close("grad_topk_weights", grad_topk_weights, expected.at_dispatch[rank][1], spec.hidden)
+    given_back = (recv_x[:n], recv_weights[:n], handle.offs, out, grad_y[:n], grad_x, grad_topk_weights)
+    return [t.detach() for t in given_back]
+
+
+def padded(rows: Tensor, capacity: int, device: torch.device) -> Tensor:
+    """The rows on the device, with NaN up to capacity: whoever reads those, shows it."""
+    full = torch.full((capacity, *rows.shape[1:]), float("nan"), dtype=rows.dtype, device=rows.device)
+    full[: len(rows)] = rows
+    return full.to(device)
+
+
+def check(right: bool, message: str) -> None:
+    if not right:
+        raise WrongOutput(message)
+
+
+def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
+    """Equal shape, dtype and bits: NaN equals itself and -0.0 is not 0.0."""
+    got = got.detach().cpu().contiguous()
+    like = f"{got.dtype} {list(got.shape)}"
+    check(
+        like == f"{expected.dtype} {list(expected.shape)}",
+        f"{name}: got shape and dtype {like}, expected those of {expected}",
+    )
+    as_integers = _INTEGERS[got.itemsize]
+    wrong = got.view(as_integers) != expected.detach().contiguous().view(as_integers)
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+        raise WrongOutput(f"{name}: {count}, first at {at}: got {got[at].item()}, expected {expected[at].item()}")
+
+
+def check_close(name: str, got: Tensor, expected: Tensor, num_terms: int) -> None:
+    """For dot products, whose sums are taken in another order: what cancels in more terms leaves more behind."""
+    try:
+        torch.testing.assert_close(got.detach().cpu(), expected, rtol=1e-4, atol=1e-4 * max(1.0, num_terms**0.5 / 8))
+    except AssertionError as error:
+        raise WrongOutput(f"{name}: {error}") from error
