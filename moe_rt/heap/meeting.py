@@ -27,6 +27,7 @@ _PLACES_AT_ONCE = 4  # processes to learn of in one look: that many ranks do not
 _SHARED = (
     *("InvalidConfig", "SizeOverflow", "ConfigMismatch", "OutOfSharedMemory", "SegmentPermission", "CorruptPeer"),
     *("PeerDead", "PeerTimeout", "StoreLost", "CompileError", "LaunchFailed", "LimitReached"),
+    *("CorruptCheckpoint", "WriteFailed"),
 )
 
 
@@ -143,12 +144,12 @@ class Meeting:
         if name in _SHARED:
             kind: type[MoeRtError] = getattr(errors, name)
             return kind(message, rank=self._rank, peer=peer)
-        return GroupPoisoned(f"rank {peer} gave up making a buffer: {name}: {message}", rank=self._rank, peer=peer)
+        return GroupPoisoned(f"rank {peer} gave up: {name}: {message}", rank=self._rank, peer=peer)
 
     def _dead(self, peer: int) -> MoeRtError:
         if self._store.check([self._failure]):  # it said why before it ended, and after we had looked
             return self._told()
-        message = f"rank {self._rank}: the process of rank {peer} ended before the buffer was made"
+        message = f"rank {self._rank}: the process of rank {peer} ended before it came"
         return PeerDead(message, rank=self._rank, peer=peer)
 
     def _timed_out(self, missing: list[int], timeout_s: float) -> PeerTimeout:

@@ -1,44 +1,35 @@
-"""What ranks tell each other between steps: a value of each of them, or what the system refused one of them."""
+"""Work that ranks do between steps: every rank has every rank's result, or all raise what the system refused one."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from moe_rt.errors import MoeRtError
+from moe_rt.heap import segments
+from moe_rt.heap.rendezvous import StoreRendezvous
 
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank; each travels as JSON. Collective over the world."""
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([mine.numel()]))
-    longest = max(int(size) for size in sizes)
-    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, F.pad(mine, (0, longest - mine.numel())))
-    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
-
-
-def all_or_none(work: Callable[[], Any], refusal: type[MoeRtError]) -> list[Any]:
-    """Every rank's result of `work`, a value for JSON. Collective over the world.
+def all_or_none(work: Callable[[], Any], refusal: type[MoeRtError], what: str) -> list[Any]:
+    """Every rank's result of `work`, a value for JSON. Collective over the world; a rank that dies is no endless wait.
 
     Raises:
         refusal: the system refused a rank what it asked for (an OSError); on every rank alike.
+        InvalidConfig: `work` raised anything else; says on which rank, and that it could not do `what`.
+        PeerDead, StoreLost: a rank will never come.
     """
-    try:
-        outcome = {"result": work()}
-    except OSError as error:
-        outcome = {"error": in_words(error)}
-    outcomes = gather(outcome)
-    for rank, other in enumerate(outcomes):
-        if "error" in other:
-            raise refusal(f"rank {rank} got {other['error']}", rank=dist.get_rank(), peer=rank)
-    return [other["result"] for other in outcomes]
+    rendezvous = StoreRendezvous(dist.distributed_c10d._get_default_group())
+
+    def attempt() -> dict[str, Any]:
+        try:
+            return {"result": work()}
+        except OSError as error:
+            raise refusal(f"rank {rendezvous.rank} got {in_words(error)}", rank=rendezvous.rank) from None
+
+    return [record["result"] for record in segments.all_or_none(rendezvous, attempt, what, math.inf)]
 
 
 def in_words(error: BaseException) -> str:

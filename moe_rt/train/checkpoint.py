@@ -48,12 +48,12 @@ def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
     state = global_state(model, optimizer)
     state["rng"] = {"cpu": torch.get_rng_state()}
     try:
-        all_or_none(lambda: _begin(unfinished) if main else None, WriteFailed)
+        all_or_none(lambda: _begin(unfinished) if main else None, WriteFailed, digests.WRITE)
         writer = IndexedWriter(unfinished)
         state_dict_saver.save(state, storage_writer=writer)
-        all_or_none(lambda: _write_manifest(unfinished, manifest, writer) if main else None, WriteFailed)
+        all_or_none(lambda: _write_manifest(unfinished, manifest, writer) if main else None, WriteFailed, digests.WRITE)
         digests.write(unfinished)
-        all_or_none(lambda: _publish(unfinished, final) if main else None, WriteFailed)
+        all_or_none(lambda: _publish(unfinished, final) if main else None, WriteFailed, digests.WRITE)
     except (WriteFailed, CheckpointException) as error:
         if main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -70,7 +70,9 @@ def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, co
         InvalidConfig: it is of another model; names the field.
     """
     # What rank 0 sees, so that all ranks load the same one.
-    names: list[str] = all_or_none(lambda: [path.name for path in _checkpoints(directory)], CorruptCheckpoint)[0]
+    names: list[str] = all_or_none(
+        lambda: [path.name for path in _checkpoints(directory)], CorruptCheckpoint, digests.READ
+    )[0]
     damaged: dict[Path, str] = {}
     for path in (directory / name for name in reversed(names)):
         try:

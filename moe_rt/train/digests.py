@@ -13,9 +13,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_rt.errors import CorruptCheckpoint, WriteFailed
-from moe_rt.train.all_or_none import all_or_none, gather, in_words
+from moe_rt.train.all_or_none import all_or_none, in_words
 
 SUMS = "SHA256SUMS"
+READ, WRITE = "read a checkpoint", "write a checkpoint"
 CHUNK = 1 << 20  # bytes read at once
 
 
@@ -25,11 +26,11 @@ def write(directory: Path) -> None:
     Raises:
         WriteFailed: a file cannot be read or written; on every rank alike.
     """
-    (names, *_) = all_or_none(lambda: sorted(path.name for path in directory.iterdir()), WriteFailed)
-    shares = all_or_none(lambda: {name: _sha256(directory / name) for name in _share(names)}, WriteFailed)
+    (names, *_) = all_or_none(lambda: sorted(path.name for path in directory.iterdir()), WriteFailed, READ)
+    shares = all_or_none(lambda: {name: _sha256(directory / name) for name in _share(names)}, WriteFailed, READ)
     digests = {name: digest for share in shares for name, digest in share.items()}
     text = "".join(f"{digests[name]}  {name}\n" for name in names)
-    all_or_none(lambda: (directory / SUMS).write_text(text) if dist.get_rank() == 0 else None, WriteFailed)
+    all_or_none(lambda: (directory / SUMS).write_text(text) if dist.get_rank() == 0 else None, WriteFailed, WRITE)
 
 
 def check(directory: Path) -> None:
@@ -38,7 +39,8 @@ def check(directory: Path) -> None:
     Raises:
         CorruptCheckpoint: says of each file that is not as it was written what is wrong; on every rank alike.
     """
-    clauses = {clause for seen in gather(_damage_seen_here(directory)) for clause in seen}
+    seen_by_ranks = all_or_none(lambda: _damage_seen_here(directory), CorruptCheckpoint, READ)
+    clauses = {clause for seen in seen_by_ranks for clause in seen}
     if clauses:
         raise CorruptCheckpoint("; ".join(sorted(clauses)))
 

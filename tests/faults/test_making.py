@@ -73,14 +73,14 @@ def test_address_space_of_threads_ends(make_ranks: MakeRanks) -> None:
 def test_an_interrupt_while_working(make_ranks: MakeRanks, heap: str) -> None:
     outcomes = make_ranks(heap, SIZE).run(cases.interrupted)
     assert outcomes.pop(FAULTY_RANK)[0] == "KeyboardInterrupt: "
-    told(outcomes, "GroupPoisoned", "rank 1 gave up making a buffer: KeyboardInterrupt")
+    told(outcomes, "GroupPoisoned", "rank 1 gave up: KeyboardInterrupt")
 
 
 def test_an_interrupt_while_waiting(make_ranks: MakeRanks) -> None:
     outcomes = make_ranks("shm", SIZE).run(cases.interrupted_in_a_wait)
     assert outcomes[FAULTY_RANK][0] == "KeyboardInterrupt: "
     assert outcomes.pop(FAULTY_RANK)[1] < AT_ONCE_S
-    told(outcomes, "GroupPoisoned", "rank 1 gave up making a buffer: KeyboardInterrupt")
+    told(outcomes, "GroupPoisoned", "rank 1 gave up: KeyboardInterrupt")
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_rt.errors import WriteFailed
-from moe_rt.train import checkpoint
+from moe_rt.train import checkpoint, digests
 from moe_rt.train.optim import make_optimizer
 from moe_rt.train.parallel import process_group
 
@@ -80,3 +82,16 @@ def save_beyond_a_limit(group: Any, directory: Path, limited: int) -> str:
         return save_beyond_the_disk(group, directory)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def killed_while_reading(group: Any, directory: Path, killed: int) -> None:
+    """Rank `killed` is killed while digests are taken, in a save that began with all ranks."""
+    read = digests._sha256
+
+    def die(path: Path) -> str:
+        if dist.get_rank() == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(path)
+
+    digests._sha256 = die
+    _save(directory, 1, _Large())

@@ -14,9 +14,9 @@ from pathlib import Path
 import cases_damage as cases
 import cases_train
 import pytest
-from harness import Ranks
+from harness import ProcessRanks, Ranks
 
-from moe_rt.errors import CorruptCheckpoint, InvalidConfig
+from moe_rt.errors import CorruptCheckpoint, InvalidConfig, PeerDead
 from moe_rt.train import train
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -244,3 +244,14 @@ def test_a_full_disk_says_that_it_is_full(make_ranks: MakeRanks, tmp_path: Path)
             assert 'got "No space left on device"' in message
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path) -> None:
+    ranks = ProcessRanks(2)
+    try:
+        survivor, _ = ranks.outcomes(cases.killed_while_reading, tmp_path, 1)
+    finally:
+        ranks.close()
+    assert isinstance(survivor, PeerDead)
+    assert survivor.peer == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.tmp"]  # never taken for a whole one
