@@ -30,6 +30,7 @@ struct Nvshmem {
     nvshmem_uint64_atomic_compare_swap(nvshmem_word(there), expected, value, pe);
   }
   __device__ void quiet() const { nvshmem_quiet(); }
+  __device__ void fence() const { nvshmem_fence(); }
 };
 
 using Links = RdmaLinks<Nvshmem>;

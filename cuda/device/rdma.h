@@ -80,6 +80,7 @@ class RdmaSignals {
     out = header;
     network_fence();
     Mailbox& there = mailbox(w, kind);
+    net_.fence();  // after the last signal: of two that nothing orders, the older one may arrive last and stay
     net_.put_signal(&there.header[header.seq & 1], &out, &there.signal, header.seq, peer);
   }
   MOE_RT_FN void poison(const World& w, int peer, uint64_t word) const {
@@ -145,7 +146,13 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
   const char* const there = m.links.memory.segment;
   for (int source = m.block_index(); source < w.shape.num_ranks; source += m.num_blocks()) {
     if (w.base[source]) continue;
-    if (block.rank() == 0) m.shared().flag = wait_for(m, w, c, Kind::kDispatch, ours, source).ok();
+    if (block.rank() == 0) {
+      const Status s = wait_for(m, w, c, Kind::kDispatch, ours, source);
+      // The next launch judges refusals, of all peers at once. Anything else ends the group here: of a peer whose signal
+      // comes after this wait, that launch would take lists that nobody fetched.
+      if (!s.ok() && !is_refusal(s.code)) fail(w, c, s, m.link());
+      m.shared().flag = s.ok();
+    }
     block.sync();
     const bool announced = m.shared().flag != 0;
     block.sync();

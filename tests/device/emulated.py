@@ -19,49 +19,57 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread"]
+ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
 
 
 _WIRES = {"kRaw": 0, "kFp8": 1, "kInt8": 2}
 _compiling = threading.Lock()
 
 
-def library() -> ctypes.CDLL:
+def library(*defines: str) -> ctypes.CDLL:
     """The emulation; ranks that are threads ask for it at once."""
     with _compiling:
-        return _library()
+        return _library(defines)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """The emulation, compiled once per user and state of the sources."""
+def _library(defines: tuple[str, ...]) -> ctypes.CDLL:
+    """The emulation, compiled once per user, constants and state of the sources."""
     sources = [
         p for part in ("cuda", "tests/device") for p in sorted((ROOT / part).rglob("*")) if p.suffix in (".h", ".cpp")
     ]
-    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:16]
+    texts = [*(p.read_bytes() for p in sources), *(define.encode() for define in defines)]
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"moe_rt_emulation_{os.getuid()}" / f"{digest}.so"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not path.exists():
         partial = path.with_suffix(f".{os.getpid()}")
-        source = str(Path(__file__).with_name("emulation.cpp"))
+        source = str(Path(__file__).with_name("emulation_constants.cpp" if defines else "emulation.cpp"))
         compiler = os.environ.get("CXX", "g++")
-        subprocess.run([compiler, *FLAGS, "-shared", "-fPIC", source, "-o", str(partial)], check=True)
+        subprocess.run([compiler, *FLAGS, *defines, "-shared", "-fPIC", source, "-o", str(partial)], check=True)
         partial.replace(path)
-    return ctypes.CDLL(str(path))
+    loaded = ctypes.CDLL(str(path))
+    loaded.emulated_room.restype = ctypes.c_void_p
+    return loaded
 
 
 class EmulatedGpu:
     """Has what moe_rt.native.gpu.Gpu has. Launches run at once, in the calling thread's time.
 
     Args:
-        num_sms: blocks that may wait at once.
-        threads: lanes of a block, whatever the engine asks for.
+        num_sms: blocks that run at once, of all launches.
+        threads: lanes of a block, whatever the engine asks for; multiples of 32 have warps of 32 lanes.
+        constants: sizes are constants of the code, as the just-in-time compiler makes them, and rows are moved in the
+            widest vectors that divide them; a vector that is not aligned ends the process.
     """
 
     name, arch, uuid = "emulated", "none", "none"
 
-    def __init__(self, num_sms: int = 24, threads: int = 3) -> None:
+    def __init__(self, num_sms: int = 24, threads: int = 3, constants: bool = False) -> None:
         self.device = torch.device("cpu")
-        self.num_sms, self.threads = num_sms, threads
+        self.num_sms, self.threads, self.constants = num_sms, threads, constants
+        self.outlived: list[int] = []  # addresses of what was kept until the stream was done
+        self._rooms: dict[str, int] = {}
         self.launched: list[str] = []
         self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's own segment -> where the network finds everyone's
 
@@ -84,7 +92,13 @@ class EmulatedGpu:
         return False
 
     def outlive_stream(self, memory: Tensor) -> None:
-        pass
+        self.outlived.append(memory.data_ptr())
+        if self.networks:
+            library().emulated_drain()
+
+    def room(self, loaded: ctypes.CDLL) -> ctypes.c_void_p:
+        with _compiling:  # one for all ranks
+            return ctypes.c_void_p(self._rooms.setdefault(loaded._name, loaded.emulated_room(self.num_sms)))
 
     def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> EmulatedKernels:
         return EmulatedKernels(self, defines, nvshmem)
@@ -99,13 +113,16 @@ class EmulatedKernels:
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
         self.wires = [_WIRES[str(defines.get(f"MOE_RT_{op}_WIRE", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
+        constants = [f"-D{name}={value}" for name, value in defines.items()]
+        self._library = library(*ALIGNED, *constants) if gpu.constants else library()
 
     def launch(
         self, name: str, *, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
         self.gpu.launched.append(name)
         own = ctypes.cast(params[2], ctypes.POINTER(ctypes.c_uint64))[0]  # NetworkMemory.segment
-        known = library().emulated_launch(
+        known = self._library.emulated_launch(
+            self.gpu.room(self._library),
             name.encode(),
             self.elem,
             self.hidden,

@@ -38,6 +38,10 @@ class Engine {
     noise_.seed(static_cast<uint32_t>(config_.rank) + 1);
   }
 
+#if defined(MOE_RT_EMULATED_NETWORK)
+  ~Engine() { Cards::all().drain(); }
+#endif
+
   Status dispatch(const DispatchArgs& args, uint32_t tag) {
     return run("dispatch_send", "dispatch_receive", &args, tag);
   }
@@ -56,7 +60,7 @@ class Engine {
   }
   void launch_one(const char* kernel, const void* args, int blocks) {
     const int64_t bytes = scratch_bytes(world_, config_.num_lanes);
-    launch(links_, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), [&](const auto& m) {
+    launch(links_, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), nullptr, [&](const auto& m) {
       if constexpr (kNetwork) {
         if (std::strcmp(kernel, "dispatch_fetch") == 0) {
           const Launch<Dims, F32, Machine<Links>> launch{m, Dims{}, world_, control_};

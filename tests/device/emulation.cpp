@@ -32,16 +32,30 @@ void run_activation(const Machine& m, bool backward, const void* args) {
   }
 }
 
+// Blocks that whole warps of 32 lanes divide have those; others have warps of one lane.
+template <class Links, class Body>
+void launch_in_warps(const Links& links, int blocks, int threads, int64_t shared_bytes, uint32_t seed,
+                     emulation::Room* room, Body&& body) {
+  if (threads % 32 == 0) {
+    emulation::launch<32>(links, blocks, threads, shared_bytes, seed, room, body);
+  } else {
+    emulation::launch<1>(links, blocks, threads, shared_bytes, seed, room, body);
+  }
+}
+
 }  // namespace
 
+extern "C" emulation::Room* emulated_room(int blocks) { return new emulation::Room(blocks); }
+extern "C" void emulated_drain() { emulation::Cards::all().drain(); }
+
 // `params` are the addresses of a launch's arguments, as cuLaunchKernel takes them; `segments`, where the network finds
-// each rank's segment, or nullptr where all are mapped. Returns 0 for an unknown kernel.
-extern "C" int emulated_launch(const char* kernel, const char* elem, int hidden, int num_topk, int dispatch_wire,
-                               int combine_wire, int blocks, int threads, int64_t shared_bytes, void** params,
-                               char* const* segments, uint32_t seed) {
+// each rank's segment, or nullptr where all are mapped. `room` is that of the GPU. Returns 0 for an unknown kernel.
+extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char* elem, int hidden, int num_topk,
+                               int dispatch_wire, int combine_wire, int blocks, int threads, int64_t shared_bytes,
+                               void** params, char* const* segments, uint32_t seed) {
   uint32_t known = 1;
-  const RuntimeDims dims{hidden, num_topk, static_cast<Wire>(dispatch_wire), static_cast<Wire>(combine_wire)};
   const auto body = [&](const auto& m) {
+    const RuntimeDims dims{hidden, num_topk, static_cast<Wire>(dispatch_wire), static_cast<Wire>(combine_wire)};
     const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
     const bool found = is("Bf16")  ? run_kernel<Bf16>(kernel, m, dims, params)
                        : is("F16") ? run_kernel<F16>(kernel, m, dims, params)
@@ -52,9 +66,9 @@ extern "C" int emulated_launch(const char* kernel, const char* elem, int hidden,
   if (segments) {
     const NetworkMemory memory = *static_cast<const NetworkMemory*>(params[2]);
     const NetworkLinks links{memory, {segments, memory.segment}};
-    emulation::launch(links, blocks, threads, shared_bytes, seed, body);
+    launch_in_warps(links, blocks, threads, shared_bytes, seed, room, body);
   } else {
-    emulation::launch(emulation::MappedLinks{}, blocks, threads, shared_bytes, seed, body);
+    launch_in_warps(emulation::MappedLinks{}, blocks, threads, shared_bytes, seed, room, body);
   }
   return static_cast<int>(known);
 }
@@ -62,7 +76,7 @@ extern "C" int emulated_launch(const char* kernel, const char* elem, int hidden,
 // The kernels of activation.cu, whose one argument is at `args`.
 extern "C" void emulated_activation(int backward, const char* elem, int blocks, int threads, const void* args,
                                     uint32_t seed) {
-  emulation::launch(emulation::MappedLinks{}, blocks, threads, 0, seed, [&](const auto& m) {
+  launch_in_warps(emulation::MappedLinks{}, blocks, threads, 0, seed, nullptr, [&](const auto& m) {
     const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
     if (is("F32")) run_activation<F32>(m, backward, args);
     if (is("Bf16")) run_activation<Bf16>(m, backward, args);

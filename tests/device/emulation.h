@@ -2,16 +2,20 @@
 // them.
 //
 // A launch's blocks run side by side, or one after another in random order: no block may wait for another of its
-// launch, so either must do. Lanes pause at random barriers. A warp is one lane here; a block's lanes share a row.
+// launch, so either must do. Lanes pause at random barriers. A warp has 32 lanes where they divide a block, else one.
 #pragma once
 
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <deque>
+#include <memory>
 #include <numeric>
 #include <random>
+#include <semaphore>
 #include <thread>
 #include <vector>
 
@@ -35,43 +39,86 @@ struct Block {
   }
 };
 
-struct Warp {
-  static constexpr int kTeamLanes = 1;
-  int64_t index, count;
-  Range share(int64_t n) const { return {index, n, count}; }
-  bool leader() const { return true; }
-  void sync() const {}
-  int lane() const { return 0; }
-  int lanes() const { return 1; }
-  int team() const { return 0; }
-  int teams() const { return 1; }
-  int team_lane() const { return 0; }
-  uint32_t team_max(uint32_t x) const { return x; }
+// Where the lanes of one warp meet. A warp of one lane needs none.
+struct WarpState {
+  explicit WarpState(int lanes) : barrier(lanes), words(lanes) {}
+  Barrier barrier;
+  std::vector<double> words;
+};
+
+// What a lane of a warp may do with its neighbours; all of them must do it at once, as on a GPU.
+template <int kLanes>
+struct WarpLane {
+  static constexpr int kTeamLanes = kLanes;
+  int lane_ = 0;
+  WarpState* state = nullptr;
+  void sync() const {
+    if constexpr (kLanes > 1) state->barrier.wait();
+  }
+  int team_lane() const { return lane_; }
+  // The word of lane `from`, which hands over its own.
+  template <class T>
+  T exchange(T x, int from) const {
+    state->words[lane_] = static_cast<double>(x);
+    sync();
+    const auto other = static_cast<T>(state->words[from]);
+    sync();
+    return other;
+  }
+  uint32_t team_max(uint32_t x) const {
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) x = std::max(x, exchange(x, lane_ ^ mask));
+    return x;
+  }
   template <class T>
   T sum(T x) const {
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) x += exchange(x, lane_ ^ mask);
     return x;
   }
 };
 
-struct BlockGroup {
-  static constexpr int kTeamLanes = 1;
+template <int kLanes>
+struct Warp : WarpLane<kLanes> {
   int64_t index, count;
-  int lane_, lanes_;
+  Warp(int64_t i, int64_t n, WarpLane<kLanes> lane = {}) : WarpLane<kLanes>(lane), index(i), count(n) {}
   Range share(int64_t n) const { return {index, n, count}; }
-  bool leader() const { return lane_ == 0; }
-  int lane() const { return lane_; }
-  int lanes() const { return lanes_; }
-  int team() const { return lane_; }
-  int teams() const { return lanes_; }
-  int team_lane() const { return 0; }
-  uint32_t team_max(uint32_t x) const { return x; }
+  bool leader() const { return this->lane_ == 0; }
+  int lane() const { return this->lane_; }
+  static constexpr int lanes() { return kLanes; }
+  int team() const { return 0; }
+  int teams() const { return 1; }
 };
 
-template <class Links>
+template <int kLanes>
+struct BlockGroup : WarpLane<kLanes> {
+  int64_t index, count;
+  int rank, size;
+  BlockGroup(int64_t i, int64_t n, int r, int s, WarpLane<kLanes> lane)
+      : WarpLane<kLanes>(lane), index(i), count(n), rank(r), size(s) {}
+  Range share(int64_t n) const { return {index, n, count}; }
+  bool leader() const { return rank == 0; }
+  int lane() const { return rank; }
+  int lanes() const { return size; }
+  int team() const { return rank / kLanes; }
+  int teams() const { return size / kLanes; }
+};
+
+// How many blocks a GPU runs at once, of all launches together: a block that finds no room waits for one to end.
+class Room {
+ public:
+  explicit Room(int blocks) : places_(blocks) {}
+  void enter() { places_.acquire(); }
+  void leave() { places_.release(); }
+
+ private:
+  std::counting_semaphore<> places_;
+};
+
+template <class Links, int kWarpLanes = 1>
 struct Machine {
   static constexpr bool kWarpsOnly = Links::kWarpsOnly;
   const Links& links;
   Block block_;
+  WarpState* warp_;
   int index, count;
   BlockShared& shared_;
   int32_t* scratch_;
@@ -83,10 +130,14 @@ struct Machine {
   int block_index() const { return index; }
   int64_t clock_ns() const { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
   void nap() const { sched_yield(); }
-  Warp warps(int first) const {
-    return {int64_t{index - first} * block_.size_ + block_.rank_, int64_t{count - first} * block_.size_};
+  Warp<kWarpLanes> warps(int first) const {
+    const int each = block_.size_ / kWarpLanes;
+    return {int64_t{index - first} * each + block_.rank_ / kWarpLanes, int64_t{count - first} * each, warp_lane()};
   }
-  BlockGroup blocks(int first) const { return {index - first, count - first, block_.rank_, block_.size_}; }
+  BlockGroup<kWarpLanes> blocks(int first) const {
+    return {index - first, count - first, block_.rank_, block_.size_, warp_lane()};
+  }
+  WarpLane<kWarpLanes> warp_lane() const { return {block_.rank_ % kWarpLanes, warp_}; }
   auto link() const { return links.link(); }
   template <class Group>
   auto link(const Group& group) const {
@@ -103,28 +154,35 @@ struct MappedLinks {
   }
 };
 
-// Calls body(machine) on every lane of every block and returns when all are done.
-template <class Links, class Body>
-void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, uint32_t seed, Body&& body) {
+// Calls body(machine) on every lane of every block and returns when all are done. Blocks start when there is `room`.
+template <int kWarpLanes = 1, class Links, class Body>
+void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, uint32_t seed, Room* room, Body&& body) {
   std::mt19937 random(seed);
   const bool side_by_side = random() % 2 == 0;
   std::vector<int> order(blocks);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   struct State {
-    explicit State(int size, int64_t bytes) : barrier(size), scratch(bytes / 4 + 1, -1) {}
+    State(int size, int64_t bytes) : barrier(size), running(size), scratch(bytes / 4 + 1, -1) {
+      for (int i = 0; i < size / kWarpLanes; ++i) warps.emplace_back(kWarpLanes);
+    }
     Barrier barrier;
+    std::atomic_int running;
+    std::deque<WarpState> warps;
     BlockShared shared{};
     std::vector<int32_t> scratch;
   };
   std::vector<std::unique_ptr<State>> states;
   std::vector<std::thread> lanes;
   for (const int index : order) {
+    if (room) room->enter();
     State& state = *states.emplace_back(std::make_unique<State>(threads, shared_bytes));
     for (int lane = 0; lane < threads; ++lane) {
       lanes.emplace_back([&, index, lane, noise = static_cast<uint32_t>(random())]() mutable {
         const Block block{lane, threads, &state.barrier, &noise};
-        body(Machine<Links>{links, block, index, blocks, state.shared, state.scratch.data()});
+        WarpState* const warp = &state.warps[lane / kWarpLanes];
+        body(Machine<Links, kWarpLanes>{links, block, warp, index, blocks, state.shared, state.scratch.data()});
+        if (room && state.running.fetch_sub(1) == 1) room->leave();
       });
     }
     if (side_by_side) continue;
@@ -135,10 +193,10 @@ void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, u
 }
 
 // Runs the body named by a kernel.
-template <class Dims, class Elem, class Links>
-bool run_body(const char* kernel, const Machine<Links>& m, const Dims& dims, const World& w, const Control& c,
-              const void* args) {
-  const Launch<Dims, Elem, Machine<Links>> launch{m, dims, w, c};
+template <class Dims, class Elem, class Links, int kWarpLanes>
+bool run_body(const char* kernel, const Machine<Links, kWarpLanes>& m, const Dims& dims, const World& w,
+              const Control& c, const void* args) {
+  const Launch<Dims, Elem, Machine<Links, kWarpLanes>> launch{m, dims, w, c};
   const auto& dispatch = *static_cast<const DispatchArgs*>(args);
   const auto& combine = *static_cast<const CombineArgs*>(args);
   const auto& backward = *static_cast<const CombineBackwardArgs*>(args);

@@ -30,14 +30,14 @@ struct Watched {
 
 // The row is of another rank: each of its elements crosses the link once, however many rows here copy it.
 int reads_of_a_remote_row() {
-  using Rows = DeviceRows<Watched, RuntimeDims, emulation::Warp>;
+  using Rows = DeviceRows<Watched, RuntimeDims, emulation::Warp<1>>;
   static Watched g[kHidden], y[kCopies][kHidden], out[kCopies][kHidden];
   const int32_t at[kCopies] = {2, 0, 1};
   const float weights[kCopies] = {1, 2, 3};
   float dots[kCopies];
   Watched::begin = reinterpret_cast<const char*>(g);
   Watched::end = reinterpret_cast<const char*>(g + kHidden);
-  const Rows rows{RuntimeDims{kHidden, kCopies}, emulation::Warp{0, 1}, Wire::kRaw};
+  const Rows rows{RuntimeDims{kHidden, kCopies}, emulation::Warp<1>{0, 1}, Wire::kRaw};
   rows.scale_dots(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(y), at, weights, Watched::begin, dots,
                   kCopies);
   return Watched::reads;

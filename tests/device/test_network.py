@@ -1,19 +1,24 @@
-"""Peers that are not mapped: the same rounds over an emulated network, which holds puts back until they are flushed."""
+"""Peers that are not mapped: the same rounds over an emulated network, which delivers late and in any order."""
 
 from __future__ import annotations
 
 import ctypes
+import time
+from typing import Any
 
 import pytest
 import torch
 from device.emulated import EmulatedGpu
 from harness import ThreadRanks
-from rounds import chain, full_round
-from routing import make_spec
+from rounds import CPU, chain, full_round
+from routing import buffer_kwargs, make_inputs, make_spec
 
+from moe_rt import Buffer
+from moe_rt.errors import MoeRtError
 from moe_rt.heap import loopback
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import Segments
+from moe_rt.testing.rounds import check_bits, expect, padded
 
 UNREACHABLE = {
     "all": lambda rank, peer: peer != rank,
@@ -55,3 +60,63 @@ def test_overflow_is_dropped(gpu: EmulatedGpu) -> None:
 
 def test_chain(gpu: EmulatedGpu) -> None:
     assert ThreadRanks(3, gpu).run(chain, 100) == [100] * 3
+
+
+def dispatches_in_a_row(group: Any, rounds: int) -> None:
+    """Several dispatches, then their combines: nothing but the protocol orders the signals of the former."""
+    spec = make_spec(2)
+    inputs = make_inputs(spec, [12, 7], seed=6)
+    expected = expect(spec, inputs, seed=6)
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        rank = buffer.rank
+        for _ in range(rounds):
+            given = (inputs.xs[rank], inputs.topk_idx[rank], inputs.topk_weights[rank])
+            sent = [buffer.dispatch(*given) for _ in range(5)]
+            for recv_x, recv_weights, handle in sent:
+                check_bits("recv_x", recv_x[: handle.offs[-1]], expected.received[rank].recv_x)
+                y = padded(expected.ys[rank], buffer.capacity, CPU)
+                check_bits("out", buffer.combine(y, recv_weights, handle), expected.outs[rank])
+
+
+def test_signals_of_ops_in_a_row(gpu: EmulatedGpu) -> None:
+    ThreadRanks(2, gpu).run(dispatches_in_a_row, 20)
+
+
+def closes_after_its_last_op(group: Any, times: int) -> None:
+    spec = make_spec(2)
+    inputs = make_inputs(spec, [12, 7], seed=6)
+    expected = expect(spec, inputs, seed=6)
+    for _ in range(times):
+        with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+            rank = buffer.rank
+            recv_x, _, handle = buffer.dispatch(inputs.xs[rank], inputs.topk_idx[rank], inputs.topk_weights[rank])
+            buffer.check()
+            check_bits("recv_x", recv_x[: handle.offs[-1]], expected.received[rank].recv_x)
+
+
+def test_closing_does_not_overtake_the_last_signal(gpu: EmulatedGpu) -> None:
+    ThreadRanks(2, gpu).run(closes_after_its_last_op, 40)
+
+
+def late(group: Any) -> str:
+    """Rank 1 announces half a timeout after rank 0 has given up, when rank 0's next launch would still look."""
+    spec = make_spec(2)
+    inputs = make_inputs(spec, [12, 7], seed=6)
+    expected = expect(spec, inputs, seed=6)
+    with Buffer(group, timeout_s=1.0, **buffer_kwargs(spec)) as buffer:
+        rank = buffer.rank
+        if rank == 1:
+            time.sleep(1.5)
+        try:
+            recv_x, _, handle = buffer.dispatch(inputs.xs[rank], inputs.topk_idx[rank], inputs.topk_weights[rank])
+            buffer.check()
+        except MoeRtError as error:
+            return type(error).__name__
+        check_bits("recv_x", recv_x[: handle.offs[-1]], expected.received[rank].recv_x)
+        return "right rows"
+
+
+def test_a_signal_after_the_timeout_is_no_signal(gpu: EmulatedGpu) -> None:
+    """Rows by lists that were never fetched would be wrong, and nothing would say so."""
+    outcomes = ThreadRanks(2, gpu).run(late)
+    assert set(outcomes) <= {"PeerTimeout", "GroupPoisoned", "GroupClosed", "right rows"}

@@ -1,0 +1,98 @@
+"""Blocks as a GPU has them: any number of lanes, warps of 32, constant sizes with wide vectors, and little room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from device.emulated import EmulatedGpu
+from harness import ThreadRanks
+from rounds import full_round, one_round
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.native.cuda import blocks_of_a_wait
+
+# 32 and more: warps of 32 lanes, and tiles of routing whose masks have a word or more; 33 lanes are no whole warps.
+LANES = (1, 3, 32, 33, 96, 256)
+# By the widest vector that divides a row: elements alone, 2, 4, 8 and 16 bytes; the last is coded, in two blocks.
+SIZES: dict[str, dict[str, Any]] = {
+    "2 bytes": dict(dtype=torch.bfloat16, hidden=5),
+    "4 bytes": dict(dtype=torch.float16, hidden=6),
+    "8 bytes": dict(dtype=torch.float32, hidden=70),
+    "16 bytes": dict(dtype=torch.float32, hidden=20),
+    "coded": dict(
+        dtype=torch.bfloat16, hidden=136, dispatch_dtype=torch.float8_e4m3fn, combine_dtype=torch.float8_e4m3fn
+    ),
+}
+
+
+@pytest.mark.parametrize("lanes", LANES)
+class TestLanes:
+    @pytest.mark.parametrize("kind", ["random", "one_expert"])
+    def test_several_tiles(self, lanes: int, kind: str) -> None:
+        spec = make_spec(2, num_max_tokens_per_rank=2 * lanes + 5)
+        ThreadRanks(2, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [2 * lanes + 5, lanes], 1, kind)
+
+    def test_coded_rows(self, lanes: int) -> None:
+        spec = make_spec(3, hidden=150, dispatch_dtype=torch.int8, combine_dtype=torch.int8)
+        ThreadRanks(3, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [12, 0, 7], 2, "topk")
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_constant_sizes(sizes: str) -> None:
+    spec = make_spec(2, **SIZES[sizes])
+    gpu = EmulatedGpu(num_sms=6, threads=32, constants=True)
+    ThreadRanks(2, gpu).run(full_round, spec, [12, 7], 3, "random")
+    ThreadRanks(1, gpu).run(odd_places, SIZES[sizes])
+
+
+def odd_places(group: ThreadGroup, sizes: dict[str, Any]) -> None:
+    """Tensors that start in the middle of a vector; a load of a whole one there would end the process."""
+    spec = make_spec(1, **sizes)
+    inputs = make_inputs(spec, [12], 4)
+    inputs.xs[0] = torch.cat([torch.zeros(1, dtype=spec.dtype), inputs.xs[0].flatten()])[1:].view(12, spec.hidden)
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        assert inputs.xs[0].data_ptr() % 16
+        recv_x, recv_weights, handle = buffer.dispatch(inputs.xs[0], inputs.topk_idx[0], inputs.topk_weights[0])
+        shifted = torch.empty(recv_x.numel() + 1, dtype=spec.dtype)[1:].view_as(recv_x)
+        out = buffer.combine(shifted.copy_(recv_x), recv_weights, handle)
+        assert torch.equal(out, buffer.combine(recv_x, recv_weights, handle))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_little_room(num_ranks: int) -> None:
+    """Blocks that wait fill what the GPU has beside one launch that sends; one more, and no peer could ever send."""
+    gpu = EmulatedGpu(num_sms=num_ranks + 1)
+    spec = make_spec(num_ranks, num_max_tokens_per_rank=40)
+    assert blocks_of_a_wait(num_ranks, gpu, None, shared=True) == 1  # type: ignore[arg-type]
+    ThreadRanks(num_ranks, gpu).run(several_rounds, spec, [40 - 3 * r for r in range(num_ranks)])
+
+
+def several_rounds(group: ThreadGroup, spec: Any, num_tokens: list[int]) -> None:
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        for seed in range(5):
+            one_round(buffer, make_inputs(spec, num_tokens, seed), seed)
+
+
+def test_room_of_a_wait() -> None:
+    """One rank fills the GPU; virtual ranks leave an eighth, and at least one block, to launches that send."""
+
+    def blocks(num_ranks: int, num_sms: int) -> int:
+        return blocks_of_a_wait(num_ranks, EmulatedGpu(num_sms), None, shared=True)  # type: ignore[arg-type]
+
+    assert [blocks(n, 132) for n in (1, 2, 4, 116)] == [132, 58, 29, 1]
+    assert [blocks(n, 8) for n in (1, 2, 7)] == [8, 3, 1]
+
+
+def test_memory_outlives_the_last_launch() -> None:
+    """What the last kernel reads and writes is kept until the stream is done, which the host does not wait for."""
+    gpu = EmulatedGpu()
+    buffer = Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(make_spec(1)))
+    launcher = buffer._engine._launcher  # type: ignore[attr-defined]
+    expected = {memory.data_ptr() for memory in (*launcher.memory, launcher.record)}
+    expected |= {memory.data_ptr() for memory in buffer._engine._segments.mappings}  # type: ignore[attr-defined]
+    buffer.close()
+    assert gpu.launched[-1] == "leave"
+    assert expected <= set(gpu.outlived)
