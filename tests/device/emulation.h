@@ -8,7 +8,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -163,11 +162,11 @@ void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, u
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   struct State {
-    State(int size, int64_t bytes) : barrier(size), running(size), scratch(bytes / 4 + 1, -1) {
+    State(int size, int64_t bytes) : barrier(size), scratch(bytes / 4 + 1, -1) {
       for (int i = 0; i < size / kWarpLanes; ++i) warps.emplace_back(kWarpLanes);
     }
     Barrier barrier;
-    std::atomic_int running;
+    uint32_t done = 0;  // lanes
     std::deque<WarpState> warps;
     BlockShared shared{};
     std::vector<int32_t> scratch;
@@ -182,7 +181,7 @@ void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, u
         const Block block{lane, threads, &state.barrier, &noise};
         WarpState* const warp = &state.warps[lane / kWarpLanes];
         body(Machine<Links, kWarpLanes>{links, block, warp, index, blocks, state.shared, state.scratch.data()});
-        if (room && state.running.fetch_sub(1) == 1) room->leave();
+        if (fetch_add_acq_rel(state.done, 1u) + 1 == static_cast<uint32_t>(threads) && room) room->leave();
       });
     }
     if (side_by_side) continue;
