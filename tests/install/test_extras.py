@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
 import subprocess
-import venv
-from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
+import environments
 import pytest
-from packaging.requirements import Requirement
 
 import moe_rt
 from moe_rt import _engine
@@ -24,52 +20,15 @@ LEFT_OUT = {"cuda": ["gpucheck compile"], "bench": ["transformers"]}
 Results = dict[str, tuple[int, str]]
 
 
-def closure(name: str, extras: frozenset[str]) -> dict[str, Distribution]:
-    """What pip installs with `name[extras]`, by name, as far as it is installed here; MPI, say, need not be."""
-    found: dict[str, Distribution] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()
-    todo = [(name, extras)]
-    while todo:
-        name, extras = todo.pop()
-        if (name, extras) in seen:
-            continue
-        seen.add((name, extras))
-        try:
-            distribution = found.setdefault(name, importlib.metadata.distribution(name))
-        except PackageNotFoundError:
-            continue
-        for line in distribution.requires or ():
-            requirement = Requirement(line)
-            marker = requirement.marker
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
-                todo.append((requirement.name, frozenset(requirement.extras)))
-    return found
-
-
-def link(site: Path, distribution: Distribution) -> None:
-    """Puts links to a distribution's files into `site`, those that Python has compiled, too: that takes long."""
-    for file in distribution.files or ():
-        if ".." not in file.parts:
-            target = site / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
-                target.symlink_to(distribution.locate_file(file))
-
-
 def environment(path: Path, extra: str) -> Path:
     """The Python of an environment with moe_rt as a wheel lays it out, and with what it requires, and nothing else."""
-    venv.EnvBuilder(symlinks=True, with_pip=False).create(path)
-    (site,) = path.glob("lib/python*/site-packages")
-    distributions = closure("moe_rt", frozenset({extra} if extra else ()))
-    own = distributions.pop("moe_rt")
-    for distribution in distributions.values():
-        link(site, distribution)
+    site = environments.make(path, extra)
     (site / "moe_rt").mkdir()
     compiled = Path(_engine.__file__)
     for part in (*Path(moe_rt.__file__).parent.iterdir(), compiled, compiled.parent / "cuda"):
         (site / "moe_rt" / part.name).symlink_to(part)
     (site / "moe_rt-0.dist-info").mkdir()
-    (site / "moe_rt-0.dist-info" / "METADATA").write_text(f"Name: moe_rt\nVersion: {own.version}\n")
+    (site / "moe_rt-0.dist-info" / "METADATA").write_text(f"Name: moe_rt\nVersion: {moe_rt.__version__}\n")
     return path / "bin" / "python"
 
 
@@ -80,7 +39,7 @@ def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     result = subprocess.run(
         [python, "-I", Path(__file__).with_name("uses.py"), *LEFT_OUT.get(request.param, ())],
         cwd=path, capture_output=True, text=True, timeout=300, check=True,
-        env={name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))},
+        env=environments.variables(),
     )  # fmt: skip
     return request.param, json.loads(result.stdout)
 
