@@ -4,6 +4,7 @@ An HTML comment on a line of its own before a block changes how the block is che
 
     <!-- docs-test: slow -->            the block may take 600 s instead of 120 s
     <!-- docs-test: skip REASON -->     the block is not run; REASON is one of SKIP_REASONS
+    <!-- docs-test: from FILE -->       the block's lines stand in FILE, one after the other, and FILE is what runs
 """
 
 from __future__ import annotations
@@ -47,12 +48,19 @@ class Block:
     line: int  # of the opening fence, from 1
     language: str
     text: str
-    directive: str = ""  # "slow", "skip REASON" or nothing
+    directive: str = ""  # "slow", "skip REASON", "from FILE" or nothing
 
     @property
     def skip_reason(self) -> str | None:
-        word, _, reason = self.directive.partition(" ")
-        return reason.strip() if word == "skip" else None
+        return self._argument("skip")
+
+    @property
+    def quoted_file(self) -> str | None:
+        return self._argument("from")
+
+    def _argument(self, name: str) -> str | None:
+        word, _, argument = self.directive.partition(" ")
+        return argument.strip() if word == name else None
 
     def __str__(self) -> str:
         return f"{self.path.as_posix()}:{self.line}"
@@ -94,11 +102,13 @@ def check(block: Block, root: Path) -> None:
     """Checks the block, running it unless it is marked as skipped, and raises BlockError if it fails."""
     if block.skip_reason is not None and block.skip_reason not in SKIP_REASONS:
         raise BlockError(block, f"skipped because it {block.skip_reason!r}; the reasons allowed are {SKIP_REASONS}")
-    if block.skip_reason is None and block.directive not in ("", "slow"):
-        raise BlockError(block, f"`docs-test: {block.directive}` is neither `slow` nor `skip REASON`")
+    if block.skip_reason is None and block.quoted_file is None and block.directive not in ("", "slow"):
+        raise BlockError(block, f"`docs-test: {block.directive}` is none of `slow`, `skip REASON` and `from FILE`")
     if not block.text.strip():
         raise BlockError(block, "the block is empty")
-    if block.language in QUOTED:
+    if block.quoted_file is not None:
+        check_quoted_file(block, root)
+    elif block.language in QUOTED:
         check_quoted(block, root)
     elif block.language not in RUN:
         raise BlockError(block, f"{block.language!r} is none of the languages {RUN + QUOTED + READ_ONLY}")
@@ -116,6 +126,15 @@ def check_quoted(block: Block, root: Path) -> None:
     quotation = " ".join(block.text.split())
     if not any(quotation in " ".join(source.read_text(encoding="utf-8").split()) for source in sources):
         raise BlockError(block, "no file under cuda/ contains this C++")
+
+
+def check_quoted_file(block: Block, root: Path) -> None:
+    """The block's lines stand in the file word for word, together, from the start of a line to the end of one."""
+    source = root / (block.quoted_file or "")
+    if not source.is_file():
+        raise BlockError(block, f"there is no file {block.quoted_file!r} to quote")
+    if f"\n{block.text}" not in f"\n{source.read_text(encoding='utf-8')}":
+        raise BlockError(block, f"{block.quoted_file} does not contain these lines")
 
 
 def check_make_targets(block: Block, root: Path) -> None:

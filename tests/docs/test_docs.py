@@ -12,6 +12,7 @@ import pytest
 from fenced import Block, BlockError
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def docs(root: Path) -> list[Path]:
@@ -49,6 +50,13 @@ def test_block(block: Block) -> None:
     fenced.check(block, ROOT)
     if block.skip_reason is not None:
         pytest.skip(block.skip_reason)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_a_document_says_how_to_run_the_example(example: Path) -> None:
+    """That block is run, so every example is: once."""
+    commands = [block.text for block in blocks(ROOT) if block.language == "bash" and block.skip_reason is None]
+    assert sum(f"examples/{example.name}" in command for command in commands) == 1
 
 
 def test_blocks_are_found_with_their_lines_and_directives(tmp_path: Path) -> None:
@@ -103,6 +111,7 @@ SOUND = [
     "<!-- docs-test: skip needs a GPU -->\n```bash\nexit 1\n```\n",
     "<!-- docs-test: skip needs a GPU -->\n```python\nraise SystemExit(1)\n```\n",
     "<!-- docs-test: skip runs the whole test suite -->\n```bash\nmake test\n```\n",
+    "<!-- docs-test: from a.py -->\n```python\ny = 1\nraise SystemExit(y)\n```\n",
 ]
 
 # (markdown, what the failure says)
@@ -117,7 +126,10 @@ BROKEN = [
     ("```bash\nmake demo\n```\n", "`make demo` runs these tests again; mark the block"),
     ("<!-- docs-test: skip is boring -->\n```bash\ntrue\n```\n", "skipped because it 'is boring'; the reasons allowed"),
     ("<!-- docs-test: skip -->\n```bash\ntrue\n```\n", "skipped because it ''; the reasons allowed"),
-    ("<!-- docs-test: skp needs a GPU -->\n```bash\ntrue\n```\n", "is neither `slow` nor `skip REASON`"),
+    ("<!-- docs-test: skp needs a GPU -->\n```bash\ntrue\n```\n", "is none of `slow`, `skip REASON` and `from FILE`"),
+    ("<!-- docs-test: from gone.py -->\n```python\ny = 1\n```\n", "there is no file 'gone.py' to quote"),
+    ("<!-- docs-test: from a.py -->\n```python\ny = 1\nz = 2\n```\n", "a.py does not contain these lines"),
+    ("<!-- docs-test: from a.py -->\n```python\n= 1\n```\n", "a.py does not contain these lines"),
     ("```cpp\nint f() { return 2; }\n```\n", "no file under cuda/ contains this C"),
     ("```pyhton\nx\n```\n", "'pyhton' is none of the languages"),
     ("```\nx\n```\n", "'' is none of the languages"),
@@ -128,6 +140,7 @@ BROKEN = [
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "Makefile").write_text("X := 2\n.PHONY: hello world\nhello world: a\na:\n\ttrue\ndemo:\ntest: hello\n")
+    (tmp_path / "a.py").write_text("x = 1\ny = 1\nraise SystemExit(y)\nz = 2\n")
     (tmp_path / "cuda" / "host").mkdir(parents=True)
     (tmp_path / "cuda" / "host" / "f.h").write_text("// Before.\nint f() {\n  return 1;\n}\n")
     return tmp_path
