@@ -113,7 +113,7 @@ class MoeRtManager:
         """[T, H] -> [capacity, H], packed by local expert. Collective; runs on the current stream whatever the flags.
 
         Raises:
-            As `moe_rt.Buffer` and its dispatch.
+            MoeRtError: as `moe_rt.Buffer` and its dispatch.
         """
         if self.token_indices is None or self.token_probs is None:
             raise InvalidInput("routing_map: got none, expected setup_metadata before dispatch")

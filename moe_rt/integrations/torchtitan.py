@@ -117,7 +117,7 @@ class MoeRtTokenDispatcher(_Base):
             what combine needs.
 
         Raises:
-            As `moe_rt.Buffer` and its dispatch.
+            MoeRtError: as `moe_rt.Buffer` and its dispatch.
         """
         del num_local_tokens_per_expert_E
         buffer = self._buffer

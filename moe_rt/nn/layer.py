@@ -114,7 +114,7 @@ class MoELayer(nn.Module):
 
     Raises:
         InvalidConfig: over a mesh, on every rank, if the experts are not in equal contiguous blocks.
-        As moe_rt.Buffer.
+        MoeRtError: as moe_rt.Buffer.
     """
 
     def __init__(self, config: MoEConfig, group: Group = None, *, buffer: Buffer | None = None) -> None:
@@ -179,7 +179,7 @@ class MoELayer(nn.Module):
 
         Raises:
             InvalidInput: on every rank, if x is not floating or has another H, or topk_idx has another shape.
-            As moe_rt.Buffer.dispatch.
+            MoeRtError: as moe_rt.Buffer.dispatch.
         """
         buffer = self._buffer_for(x, buffer)
         try:
