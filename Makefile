@@ -25,7 +25,7 @@ $(TRAINS): $(SOURCES)
 # Trains a small mixture-of-experts language model on Python's own source files; says where the plots are.
 demo: $(TRAINS)
 	rm -rf runs/demo
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m moe_rt.train --steps 300 --out runs/demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m moe_rt.train --steps 240 --sample-bytes 200 --out runs/demo
 	@echo "Next, the same exchange next to torch's all_to_all and a plain memcpy, in half a minute:"
 	@echo "  source .venv/bin/activate"
 	@echo "  moe-rt bench --tokens 64 --hidden 256 --iters 5 --contestants moe_rt,a2a,memcpy"
