@@ -1,7 +1,8 @@
-"""A checkout whose engine nobody has built says so, and what to type, before anything else is imported."""
+"""A checkout whose engine nobody has built says so, and what to type; so does a build that finds no compiler."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,3 +23,13 @@ def test_an_unbuilt_checkout_says_what_to_do(arguments: list[str], tmp_path: Pat
     assert last.startswith("moe_rt.errors.MissingPackage: got "), run.stderr
     assert "`make install`" in last
     assert "`pip install .`" in last
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="pip brings its own cmake, which is not here")
+def test_a_build_without_a_compiler_says_what_to_do(tmp_path: Path) -> None:
+    run = subprocess.run(
+        ["cmake", "-S", PACKAGE.parent, "-B", tmp_path], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "CXX": str(tmp_path / "nowhere")},
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert "apt-get install g++" in " ".join(run.stderr.split()), run.stderr

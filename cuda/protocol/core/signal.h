@@ -17,7 +17,8 @@ struct Header {
 };
 
 // One per (owner, kind, source); written by the source only. Two headers because a source may already announce n + 1
-// while the owner still reads the header of n; it cannot be further ahead (docs/protocol.md, buffer reuse).
+// while the owner still reads the header of n; it cannot be further ahead (docs/protocol.md,
+// "Why windows need no acknowledgement").
 struct alignas(128) Mailbox {
   uint64_t signal;  // monotonic: the last sequence number announced; never reset
   Header header[2];
