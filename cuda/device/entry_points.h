@@ -1,7 +1,7 @@
 // The __global__ functions, each a call of its body: the including file has chosen Links, how peers are reached.
 //
 // The just-in-time compiler defines MOE_RT_ELEM (F32, Bf16, F16 or F64), MOE_RT_HIDDEN, MOE_RT_TOPK, MOE_RT_THREADS,
-// and MOE_RT_DISPATCH_WIRE, MOE_RT_COMBINE_WIRE (kRaw, kFp8 or kInt8).
+// and MOE_RT_DISPATCH_CODEC, MOE_RT_COMBINE_CODEC (kRaw, kFp8 or kInt8).
 #pragma once
 
 #include "machine.h"
@@ -9,7 +9,7 @@
 
 namespace moe_rt {
 
-using JitDims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Wire::MOE_RT_DISPATCH_WIRE, Wire::MOE_RT_COMBINE_WIRE>;
+using JitDims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC>;
 using JitElem = MOE_RT_ELEM;
 
 // Runs fn(body) on this block.

@@ -38,11 +38,11 @@ struct Launch {
   const Control& c;
 
   template <class Group>
-  MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group, Wire wire = Wire::kRaw) const {
-    return {dims, group, wire};
+  MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group, Codec codec = Codec::kRaw) const {
+    return {dims, group, codec};
   }
   // Gradients travel as they are.
-  MOE_RT_FN Wire combine_wire(Op op) const { return op == Op::kCombine ? dims.combine_wire() : Wire::kRaw; }
+  MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
   // The same answer on every lane. False where the handle is not of a dispatch of this engine with so many tokens: the
@@ -53,9 +53,9 @@ struct Launch {
     return false;
   }
 
-  MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, Wire wire) const {
+  MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, Codec codec) const {
     with_groups(m, first_block, num_tokens, [&](const auto& group) {
-      publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, rows(group, wire));
+      publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, rows(group, codec));
     });
   }
 
@@ -70,7 +70,7 @@ struct Launch {
     send(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](int window) {
       const int routers = num_routers(a.num_tokens);
       if (m.block_index() >= routers) {
-        publish(routers, window, a.x, a.num_tokens, dims.dispatch_wire());
+        publish(routers, window, a.x, a.num_tokens, dims.dispatch_codec());
         return;
       }
       for (int dest = m.block_index(); dest < w.shape.num_ranks; dest += routers) {
@@ -114,7 +114,7 @@ struct Launch {
       if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, blocks, a.offs, out.plan.head);
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
         const int corrupt_source =
-            gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_wire()), m.link(group));
+            gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_codec()), m.link(group));
         if (corrupt_source >= 0)
           fail(w, c, {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, corrupt_source, seq, 0, 0}, m.link());
       });
@@ -129,7 +129,7 @@ struct Launch {
       if (!followed(in.plan, a.num_tokens)) return;
       with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
-        push<LocalPushed>(group, dims, w, window, in, rows(group, combine_wire(a.op)), link);
+        push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), link);
         link.flush();
       });
     });
@@ -139,7 +139,7 @@ struct Launch {
     const auto after = [&](uint64_t, int window) {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
         reduce(group, dims, w, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_wire(a.op)), LocalPushed{});
+               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_codec(a.op)), LocalPushed{});
       });
     };
     receive(m, w, c, a.op, plan(a.recv_plan).head->seq, after, [] {});
@@ -148,7 +148,7 @@ struct Launch {
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
     send(m, w, c, Op::kCombineBackward, p.head->seq, a.num_tokens, nullptr, [&](int window) {
-      if (followed(p, a.num_tokens)) publish(0, window, a.grad_out, a.num_tokens, Wire::kRaw);
+      if (followed(p, a.num_tokens)) publish(0, window, a.grad_out, a.num_tokens, Codec::kRaw);
     });
   }
 

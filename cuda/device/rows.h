@@ -2,7 +2,7 @@
 //
 // Lanes take neighbouring vectors, several at once, so that many loads are under way before the first is used. Sums are
 // taken in the accumulator type, in the order given, and rounded once: the bits of the CPU engine. Coded rows
-// (protocol/core/wire.h) go by teams of lanes, a block of 128 elements each: coded_rows.h.
+// (protocol/core/codec.h) go by teams of lanes, a block of 128 elements each: coded_rows.h.
 #pragma once
 
 #include "../protocol/core/dims.h"
@@ -16,7 +16,7 @@ template <class Dims>
 struct VectorBytes {
   MOE_RT_FN static constexpr int of(int elem_bytes) { return elem_bytes; }
 };
-template <int kHidden, int kTopk, Wire kDispatch, Wire kCombine>
+template <int kHidden, int kTopk, Codec kDispatch, Codec kCombine>
 struct VectorBytes<FixedDims<kHidden, kTopk, kDispatch, kCombine>> {
   MOE_RT_FN static constexpr int of(int elem_bytes) {
     int bytes = 16;
@@ -37,18 +37,18 @@ struct DeviceRows {
 
   Dims dims;
   Group group;
-  Wire wire;
+  Codec codec;
 
   MOE_RT_FN int64_t tensor_row_bytes() const { return int64_t{dims.hidden()} * int64_t{sizeof(Elem)}; }
-  MOE_RT_FN int64_t wire_bytes() const { return wire_row_bytes(wire, dims.hidden(), sizeof(Elem)); }
+  MOE_RT_FN int64_t encoded_row_bytes() const { return codec_row_bytes(codec, dims.hidden(), sizeof(Elem)); }
   MOE_RT_FN int num_vectors() const { return dims.hidden() / kElems; }
   MOE_RT_FN static Acc element(const char* row, int i) { return reinterpret_cast<const Elem*>(row)[i].wide(); }
   MOE_RT_FN static const Vector* vectors(const char* row) { return reinterpret_cast<const Vector*>(row); }
   MOE_RT_FN static Vector* vectors(char* row) { return reinterpret_cast<Vector*>(row); }
 
   MOE_RT_FN void publish(char* dst, const char* src) const {
-    if (wire != Wire::kRaw) {
-      encode_row(group, wire, dims.hidden(), dst, [&](int i) { return float(element(src, i)); });
+    if (codec != Codec::kRaw) {
+      encode_row(group, codec, dims.hidden(), dst, [&](int i) { return float(element(src, i)); });
       return;
     }
     for_batches([&](const int* at, int n) {
@@ -60,8 +60,8 @@ struct DeviceRows {
 
   // One row to n places; those that are nullptr are left out. It is read once.
   MOE_RT_FN void spread(char* const* dsts, int n, const char* src) const {
-    if (wire != Wire::kRaw) {
-      decode_row(group, wire, dims.hidden(), [&](int i, auto&& decoded) {
+    if (codec != Codec::kRaw) {
+      decode_row(group, codec, dims.hidden(), [&](int i, auto&& decoded) {
         const Elem x = Elem::round(Acc(decoded(src)));
         for_topk<Dims>(n, [&](int j) {
           if (dsts[j]) reinterpret_cast<Elem*>(dsts[j])[i] = x;
@@ -78,12 +78,12 @@ struct DeviceRows {
     });
   }
 
-  MOE_RT_FN void sum_to_wire(char* dst, const char* const* srcs, const Acc* weights, int n) const {
-    if (wire == Wire::kRaw) {
+  MOE_RT_FN void encode_sum(char* dst, const char* const* srcs, const Acc* weights, int n) const {
+    if (codec == Codec::kRaw) {
       weighted_sum(dst, srcs, [&](int i) { return weights[i]; }, n);
       return;
     }
-    encode_row(group, wire, dims.hidden(), dst, [&](int at) {
+    encode_row(group, codec, dims.hidden(), dst, [&](int at) {
       Acc sum = 0;
       for_topk<Dims>(n, [&](int i) {
         if (srcs[i]) sum += weights[i] * element(srcs[i], at);
@@ -92,12 +92,12 @@ struct DeviceRows {
     });
   }
 
-  MOE_RT_FN void sum_from_wire(char* dst, const char* const* srcs, int n) const {
-    if (wire == Wire::kRaw) {
+  MOE_RT_FN void decode_sum(char* dst, const char* const* srcs, int n) const {
+    if (codec == Codec::kRaw) {
       weighted_sum(dst, srcs, [](int) { return Acc(1); }, n);
       return;
     }
-    decode_row(group, wire, dims.hidden(), [&](int at, auto&& decoded) {
+    decode_row(group, codec, dims.hidden(), [&](int at, auto&& decoded) {
       Acc sum = 0;
       for_topk<Dims>(n, [&](int i) { sum += Acc(decoded(srcs[i])); });
       reinterpret_cast<Elem*>(dst)[at] = Elem::round(sum);

@@ -143,7 +143,7 @@ NB_MODULE(_engine, m) {
           "__init__",
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
              std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
-             std::vector<int> watches, double timeout_s, int dispatch_wire, int combine_wire, bool drop_overflow,
+             std::vector<int> watches, double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow,
              int num_lanes, std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores) {
             make_engine(self, EngineConfig{shape,
                                            static_cast<rows::Elem>(elem),
@@ -154,8 +154,8 @@ NB_MODULE(_engine, m) {
                                            std::move(segments),
                                            std::move(watches),
                                            timeout_s,
-                                           static_cast<Wire>(dispatch_wire),
-                                           static_cast<Wire>(combine_wire),
+                                           static_cast<Codec>(dispatch_codec),
+                                           static_cast<Codec>(combine_codec),
                                            drop_overflow,
                                            num_lanes,
                                            std::move(isa),
@@ -168,7 +168,7 @@ NB_MODULE(_engine, m) {
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
           nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
-          nb::arg("dispatch_wire"), nb::arg("combine_wire"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
+          nb::arg("dispatch_codec"), nb::arg("combine_codec"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
           nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"))
       .def("dispatch", &dispatch)
       .def("combine", &combine)

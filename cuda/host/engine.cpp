@@ -12,7 +12,7 @@ namespace moe_rt {
 
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
-      dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_wire, config_.combine_wire},
+      dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_codec, config_.combine_codec},
       table_(rows::find_table(config_.isa.c_str())),
       cache_locality_(config_.shape.num_ranks, config_.rank, config_.near_ns) {
   if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);

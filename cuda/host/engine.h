@@ -33,8 +33,8 @@ struct EngineConfig {
   std::vector<uint64_t> segments;    // [R] addresses; each Layout::bytes long, zero-filled before first use
   std::vector<int> watches;          // [R] or empty; see HostIdle::watch
   double timeout_s;
-  Wire dispatch_wire, combine_wire;  // how rows travel forward; gradients travel as they are
-  bool drop_overflow;                // false: overflow is refused by all ranks
+  Codec dispatch_codec, combine_codec;  // how rows travel forward; gradients travel as they are
+  bool drop_overflow;                   // false: overflow is refused by all ranks
   int num_lanes;
   std::string isa;
   uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
@@ -103,7 +103,7 @@ class Engine {
   void record(int64_t OpRecord::* step, std::chrono::steady_clock::time_point when);
   // For an op that writes n rows of a kind that is streamed from so many bytes on.
   template <class Acc>
-  rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Wire wire) const;
+  rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Codec codec) const;
   char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
 
   bool may_follow(const RecvPlan& plan, const int32_t* send_plan, int64_t num_tokens) const;

@@ -13,7 +13,7 @@ constexpr int64_t kNoFault = -1, kNeverStreamed = INT64_MAX;
 }  // namespace
 
 template <class Acc>
-rows::HostRows<Acc> Engine::row_ops(int64_t n, int64_t stream_from, Wire wire) const {
+rows::HostRows<Acc> Engine::row_ops(int64_t n, int64_t stream_from, Codec codec) const {
   const rows::Functions<Acc>* fn;
   if constexpr (std::is_same_v<Acc, double>) {
     fn = &table_->f64;
@@ -23,7 +23,7 @@ rows::HostRows<Acc> Engine::row_ops(int64_t n, int64_t stream_from, Wire wire) c
                                                 : &table_->f32;
   }
   const Shape& s = world_.shape;
-  return {table_, fn, s.hidden, s.elem_bytes, n * s.hidden * s.elem_bytes >= stream_from, wire};
+  return {table_, fn, s.hidden, s.elem_bytes, n * s.hidden * s.elem_bytes >= stream_from, codec};
 }
 
 template <class Acc>
@@ -53,7 +53,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     write_lists(coop, dims_, world_, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
                 copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
     publish_rows(coop, world_, window, static_cast<const char*>(a.x), a.num_tokens,
-                 row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_wire()));
+                 row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_codec()));
   };
 
   const auto after = [&](const auto& coop, uint64_t seq, int window, Status& status) {
@@ -74,7 +74,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     write_index(coop, world_, seq, a.num_tokens, blocks, a.offs, out.plan.head);
     lane_fault_[coop.rank()] =
         gather(coop, dims_, world_, window, blocks, out,
-               row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.received, dims_.dispatch_wire()),
+               row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.received, dims_.dispatch_codec()),
                MappedLink{});
     coop.sync();
     if (coop.rank() == 0) {
@@ -96,18 +96,18 @@ template <class Acc>
 Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   if (!may_follow(plan, a.send_plan, a.num_tokens)) return refuse(a.op, Code::kInvalidInput, 0, 0, tag);
-  const Wire wire = a.op == Op::kCombine ? dims_.combine_wire() : Wire::kRaw;
+  const Codec codec = a.op == Op::kCombine ? dims_.combine_codec() : Codec::kRaw;
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = LocalPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
   const auto before = [&](const auto& coop, int window, Header&) {
     push<Own>(coop, dims_, world_, window, in,
-              row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, wire), MappedLink{});
+              row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec), MappedLink{});
   };
   const auto after = [&](const auto& coop, uint64_t, int window, Status&) {
     reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.combined, wire),
-           Own{world_, window, in, row_ops<Acc>(1, kNeverStreamed, wire), scratch_row(coop.rank())});
+           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.combined, codec),
+           Own{world_, window, in, row_ops<Acc>(1, kNeverStreamed, codec), scratch_row(coop.rank())});
   };
   return exchange({a.op, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }
@@ -118,13 +118,13 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
   if (!may_follow(plan, nullptr, a.num_tokens)) return refuse(Op::kCombineBackward, Code::kInvalidInput, 0, 0, tag);
   const auto before = [&](const auto& coop, int window, Header&) {
     publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
-                 row_ops<Acc>(a.num_tokens, stream_from_.published, Wire::kRaw));
+                 row_ops<Acc>(a.num_tokens, stream_from_.published, Codec::kRaw));
   };
   const auto after = [&](const auto& coop, uint64_t, int window, Status&) {
     gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
                              static_cast<const Acc*>(a.recv_weights), static_cast<char*>(a.grad_y),
                              static_cast<Acc*>(a.grad_recv_weights),
-                             row_ops<Acc>(plan.head->num_copies, stream_from_.received, Wire::kRaw), MappedLink{});
+                             row_ops<Acc>(plan.head->num_copies, stream_from_.received, Codec::kRaw), MappedLink{});
   };
   return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
 }

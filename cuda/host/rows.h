@@ -18,10 +18,10 @@ template <class Acc>
 struct Functions {
   void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
   Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden, bool stream);
-  // Coded rows (protocol/core/wire.h); nullptr for fp64, which is never coded. encode_sum codes the weighted sum of
+  // Coded rows (protocol/core/codec.h); nullptr for fp64, which is never coded. encode_sum codes the weighted sum of
   // rows, decode_sum rounds the sum of coded rows.
-  void (*encode_sum)(Wire wire, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
-  void (*decode_sum)(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden);
+  void (*encode_sum)(Codec codec, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
+  void (*decode_sum)(Codec codec, char* dst, const char* const* srcs, int n, int64_t hidden);
 };
 
 // Rows are streamed past the caches when those that a rank writes in an op reach this share of its part of the
@@ -52,48 +52,48 @@ struct HostRows {
   int64_t hidden, elem_bytes;
   // Streaming stores go past the caches, which wins once the rows written exceed what the caches would keep.
   bool stream;
-  Wire wire;
+  Codec codec;
 
   int64_t tensor_row_bytes() const { return hidden * elem_bytes; }
-  int64_t wire_bytes() const { return wire_row_bytes(wire, hidden, elem_bytes); }
+  int64_t encoded_row_bytes() const { return codec_row_bytes(codec, hidden, elem_bytes); }
   void publish(char* dst, const char* src) const {
     const Acc one = 1;
-    if (wire == Wire::kRaw) {
+    if (codec == Codec::kRaw) {
       table->copy(&dst, 1, src, tensor_row_bytes(), stream);
     } else {
-      fn->encode_sum(wire, dst, &src, &one, 1, hidden);
+      fn->encode_sum(codec, dst, &src, &one, 1, hidden);
     }
   }
   void spread(char* const* dsts, int n, const char* src) const {
-    if (wire == Wire::kRaw) return table->copy(dsts, n, src, tensor_row_bytes(), stream);
+    if (codec == Codec::kRaw) return table->copy(dsts, n, src, tensor_row_bytes(), stream);
     for (int i = 0; i < n; ++i) {
-      if (dsts[i]) fn->decode_sum(wire, dsts[i], &src, 1, hidden);
+      if (dsts[i]) fn->decode_sum(codec, dsts[i], &src, 1, hidden);
     }
   }
   // The arrays are the caller's scratch: sources that are nullptr are squeezed out.
-  void sum_to_wire(char* dst, const char** srcs, Acc* weights, int n) const {
+  void encode_sum(char* dst, const char** srcs, Acc* weights, int n) const {
     int kept = 0;
     for (int i = 0; i < n; ++i) {
       if (!srcs[i]) continue;
       srcs[kept] = srcs[i];
       weights[kept++] = weights[i];
     }
-    if (wire == Wire::kRaw) {
+    if (codec == Codec::kRaw) {
       fn->weighted_sum(dst, srcs, weights, kept, hidden, stream);
     } else {
-      fn->encode_sum(wire, dst, srcs, weights, kept, hidden);
+      fn->encode_sum(codec, dst, srcs, weights, kept, hidden);
     }
   }
-  void sum_from_wire(char* dst, const char* const* srcs, int n) const {
-    if (wire == Wire::kRaw) {
+  void decode_sum(char* dst, const char* const* srcs, int n) const {
+    if (codec == Codec::kRaw) {
       fn->weighted_sum(dst, srcs, ones(), n, hidden, stream);
     } else {
-      fn->decode_sum(wire, dst, srcs, n, hidden);
+      fn->decode_sum(codec, dst, srcs, n, hidden);
     }
   }
   // The lines of a row that no sum asks for in time.
   void prefetch(const char* row) const {
-    const int64_t bytes = smaller(table->prefetch_distance, wire_bytes());
+    const int64_t bytes = smaller(table->prefetch_distance, encoded_row_bytes());
     for (int64_t i = 0; i < bytes; i += kRowAlign) __builtin_prefetch(row + i);
   }
   // After the first of them, g is in the cache.

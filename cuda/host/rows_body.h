@@ -186,14 +186,14 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
 // A coded row is coded block by block: integers have no rounding, so every instruction set gives the same bits here
 // too.
 template <class E>
-void encode_sum(Wire wire, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
+void encode_sum(Codec codec, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
   using L = typename E::InOrder;
   auto* codes = reinterpret_cast<uint8_t*>(dst);
-  auto* scales = reinterpret_cast<float*>(dst + wire_scales_offset(hidden));
-  alignas(kCacheLine) float sums[kWireBlock];
+  auto* scales = reinterpret_cast<float*>(dst + codec_scales_offset(hidden));
+  alignas(kCacheLine) float sums[kCodecBlock];
   char* const block = reinterpret_cast<char*>(sums);
-  for (int64_t first = 0; first < hidden; first += kWireBlock) {
-    const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
+  for (int64_t first = 0; first < hidden; first += kCodecBlock) {
+    const int64_t count = smaller<int64_t>(kCodecBlock, hidden - first);
     for (int64_t i = 0; i < count; i += L::kLanes) {
       const int64_t bytes = smaller<int64_t>(L::kLanes, count - i) * E::kBytes;
       typename L::Block sum = {};
@@ -204,23 +204,23 @@ void encode_sum(Wire wire, char* dst, const char* const* srcs, const float* weig
     }
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; ++i) largest = std::max(largest, magnitude_bits(sums[i]));
-    const WireScale s = wire_scale(wire, largest);
-    for (int64_t i = 0; i < count; ++i) codes[first + i] = encode(wire, sums[i], s.inverse);
-    scales[first / kWireBlock] = s.scale;
+    const CodecScale s = codec_scale(codec, largest);
+    for (int64_t i = 0; i < count; ++i) codes[first + i] = encode(codec, sums[i], s.inverse);
+    scales[first / kCodecBlock] = s.scale;
   }
 }
 
 template <class E>
-void decode_sum(Wire wire, char* dst, const char* const* srcs, int n, int64_t hidden) {
+void decode_sum(Codec codec, char* dst, const char* const* srcs, int n, int64_t hidden) {
   using L = typename E::InOrder;
-  alignas(kCacheLine) float sums[kWireBlock];
-  for (int64_t first = 0; first < hidden; first += kWireBlock) {
-    const int64_t count = smaller<int64_t>(kWireBlock, hidden - first);
-    std::fill(sums, sums + kWireBlock, 0.0f);
+  alignas(kCacheLine) float sums[kCodecBlock];
+  for (int64_t first = 0; first < hidden; first += kCodecBlock) {
+    const int64_t count = smaller<int64_t>(kCodecBlock, hidden - first);
+    std::fill(sums, sums + kCodecBlock, 0.0f);
     for (int j = 0; j < n; ++j) {
       const auto* codes = reinterpret_cast<const uint8_t*>(srcs[j]) + first;
-      const float scale = reinterpret_cast<const float*>(srcs[j] + wire_scales_offset(hidden))[first / kWireBlock];
-      for (int64_t i = 0; i < count; ++i) sums[i] += decode(wire, codes[i], scale);
+      const float scale = reinterpret_cast<const float*>(srcs[j] + codec_scales_offset(hidden))[first / kCodecBlock];
+      for (int64_t i = 0; i < count; ++i) sums[i] += decode(codec, codes[i], scale);
     }
     for (int64_t i = 0; i < count; i += L::kLanes) {
       const auto sum = F32::InOrder::load(reinterpret_cast<const char*>(sums + i));

@@ -49,7 +49,7 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
                         rows.append(Row(local, source, token, weight.to(spec.acc_dtype)))
             ends.append(len(rows))
         kept = rows[: spec.capacity(rank)]
-        sent = [over_wire(x, spec.dispatch_dtype) for x in xs]
+        sent = [through_codec(x, spec.dispatch_dtype) for x in xs]
         received.append(
             Received(
                 torch.stack([sent[r.source][r.token] for r in kept])
@@ -63,18 +63,18 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
     return received
 
 
-def over_wire(rows: Tensor, wire: torch.dtype | None) -> Tensor:
-    """Rows [N, H] as they arrive, in their own dtype: with a scale for every 128 elements (core/wire.h)."""
-    if wire is None or rows.numel() == 0:
+def through_codec(rows: Tensor, codec: torch.dtype | None) -> Tensor:
+    """Rows [N, H] as they arrive, in their own dtype: with a scale for every 128 elements (core/codec.h)."""
+    if codec is None or rows.numel() == 0:
         return rows
     values = rows.float()
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % 128)).view(len(values), -1, 128)
     largest = padded.abs().amax(-1, keepdim=True)
     # As a tensor: a number divided by a tensor is the tensor's reciprocal times the number, rounded twice.
-    most = torch.full_like(largest, 448.0 if wire is torch.float8_e4m3fn else 127.0)
+    most = torch.full_like(largest, 448.0 if codec is torch.float8_e4m3fn else 127.0)
     coded = largest >= 2.0**-100
     scaled = torch.where(coded & largest.isfinite(), padded * (most / largest), 0.0)
-    codes = (scaled.to(wire).float() if wire is torch.float8_e4m3fn else scaled.round()) + 0.0  # there is one zero
+    codes = (scaled.to(codec).float() if codec is torch.float8_e4m3fn else scaled.round()) + 0.0  # there is one zero
     scale = torch.where(largest.isfinite(), torch.where(coded, largest / most, 0.0), float("nan"))
     return (codes * scale).view(len(values), -1)[:, : rows.shape[1]].to(rows.dtype)
 
@@ -85,11 +85,11 @@ def combine(
     received: list[Received],
     num_tokens: list[int],
     spec: BufferSpec,
-    wire: torch.dtype | None = None,
+    codec: torch.dtype | None = None,
 ) -> list[Tensor]:
     """out[t] = sum over ranks, in rank order, of the partial sum over that rank's rows of t.
 
-    Partials are rounded to the payload's dtype, or coded from their accumulator as `wire`.
+    Partials are rounded to the payload's dtype, or coded from their accumulator as `codec`.
     """
     outs = []
     for source in range(spec.num_ranks):
@@ -99,7 +99,7 @@ def combine(
             for i, row in enumerate(received[rank].rows[: spec.capacity(rank)]):
                 if row.source == source:
                     partial[row.token] += recv_weights[rank][i] * ys[rank][i].to(spec.acc_dtype)
-            out += partial.to(spec.dtype).to(spec.acc_dtype) if wire is None else over_wire(partial, wire)
+            out += partial.to(spec.dtype).to(spec.acc_dtype) if codec is None else through_codec(partial, codec)
         outs.append(out.to(spec.dtype))
     return outs
 

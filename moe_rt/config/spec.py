@@ -19,8 +19,8 @@ PROTOCOL_VERSION = 2
 # Payload dtypes in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# What rows may be coded as on the way, as Wire of cuda/protocol/core/wire.h; None sends them as they are.
-WIRES: dict[torch.dtype | None, int] = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
+# What rows may be coded as on the way, as Codec of cuda/protocol/core/codec.h; None sends them as they are.
+CODECS: dict[torch.dtype | None, int] = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 
 Overflow = Literal["raise", "drop", "retry"]
 
@@ -85,10 +85,10 @@ class BufferSpec:
             f"at most num_experts = {num_experts} and {_engine.MAX_TOPK}",
         )
         _expect(dtype in ELEMENTS, "dtype", dtype, f"one of {[str(d) for d in ELEMENTS]}")
-        for name, wire in (("dispatch_dtype", dispatch_dtype), ("combine_dtype", combine_dtype)):
-            expected = f"None or one of {[str(d) for d in WIRES if d]}, for rows of at most 32 bits"
-            fits = wire in WIRES and not (wire and dtype is torch.float64)
-            _expect(fits, name, f"{wire} for rows of {dtype}", expected)
+        for name, codec in (("dispatch_dtype", dispatch_dtype), ("combine_dtype", combine_dtype)):
+            expected = f"None or one of {[str(d) for d in CODECS if d]}, for rows of at most 32 bits"
+            fits = codec in CODECS and not (codec and dtype is torch.float64)
+            _expect(fits, name, f"{codec} for rows of {dtype}", expected)
         _expect(overflow in get_args(Overflow), "overflow", overflow, f"one of {get_args(Overflow)}")
         positive = capacity_factor is None or (math.isfinite(capacity_factor) and capacity_factor > 0)
         _expect(positive, "capacity_factor", capacity_factor, "None or a finite number > 0")

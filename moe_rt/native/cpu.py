@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rt import _engine
-from moe_rt.config.spec import ELEMENTS, WIRES, BufferSpec
+from moe_rt.config.spec import CODECS, ELEMENTS, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.diagnostics.last_words import cut, last_words, readable
@@ -73,8 +73,8 @@ class CpuEngine(Engine):
             segments=segments.addresses,
             watches=[-1 if w is None else w.descriptor for w in segments.watches],
             timeout_s=timeout_s,
-            dispatch_wire=WIRES[spec.dispatch_dtype],
-            combine_wire=WIRES[spec.combine_dtype],
+            dispatch_codec=CODECS[spec.dispatch_dtype],
+            combine_codec=CODECS[spec.combine_dtype],
             drop_overflow=spec.overflow == "drop",
             num_lanes=num_threads,
             isa=isa,

@@ -17,7 +17,7 @@ from moe_rt.heap.segments import Segments
 from moe_rt.native.gpu import Gpu
 
 ELEMENT_NAMES = {torch.float32: "F32", torch.bfloat16: "Bf16", torch.float16: "F16", torch.float64: "F64"}
-_WIRE_NAMES = {None: "kRaw", torch.float8_e4m3fn: "kFp8", torch.int8: "kInt8"}
+_CODEC_NAMES = {None: "kRaw", torch.float8_e4m3fn: "kFp8", torch.int8: "kInt8"}
 THREADS = 512
 NETWORK_THREADS = 256  # NVSHMEM's functions take registers of their own
 _WARP = 32
@@ -36,8 +36,8 @@ def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | 
         "MOE_RT_HIDDEN": spec.hidden,
         "MOE_RT_TOPK": spec.num_topk,
         "MOE_RT_THREADS": threads,
-        "MOE_RT_DISPATCH_WIRE": _WIRE_NAMES[spec.dispatch_dtype],
-        "MOE_RT_COMBINE_WIRE": _WIRE_NAMES[spec.combine_dtype],
+        "MOE_RT_DISPATCH_CODEC": _CODEC_NAMES[spec.dispatch_dtype],
+        "MOE_RT_COMBINE_CODEC": _CODEC_NAMES[spec.combine_dtype],
     }
 
 

@@ -63,8 +63,8 @@ def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
 def buffer_kwargs(spec: BufferSpec) -> dict[str, Any]:
     """The Buffer arguments that make this spec."""
     names = ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype", "placement", "capacity_factor")
-    wires = {"dispatch_dtype": spec.dispatch_dtype, "combine_dtype": spec.combine_dtype}
-    return {**{n: getattr(spec, n) for n in names}, **wires, "overflow": spec.overflow}
+    codecs = {"dispatch_dtype": spec.dispatch_dtype, "combine_dtype": spec.combine_dtype}
+    return {**{n: getattr(spec, n) for n in names}, **codecs, "overflow": spec.overflow}
 
 
 def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = "random") -> Inputs:

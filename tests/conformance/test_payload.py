@@ -13,7 +13,7 @@ from rounds import full_round
 from routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.comm.reference import over_wire
+from moe_rt.comm.reference import through_codec
 from moe_rt.errors import InvalidConfig
 from moe_rt.testing.rounds import check_bits
 
@@ -33,17 +33,17 @@ def test_matches_reference(make_ranks: MakeRanks, heap: str, dtype: torch.dtype,
         make_ranks(heap, size).run(full_round, spec, [12, 0, 7][:size], 3, "random")
 
 
-def through(wire: torch.dtype, rows: torch.Tensor, group: Any = None) -> torch.Tensor:
+def through(codec: torch.dtype, rows: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Rows after one dispatch of a single rank."""
     sizes = {"num_max_tokens_per_rank": len(rows), "num_topk": 1, "num_experts": 1}
-    with Buffer(group, hidden=rows.shape[1], dtype=rows.dtype, dispatch_dtype=wire, **sizes) as buffer:
+    with Buffer(group, hidden=rows.shape[1], dtype=rows.dtype, dispatch_dtype=codec, **sizes) as buffer:
         ones = torch.ones(len(rows), 1)
         recv_x, _, _ = buffer.dispatch(rows, torch.zeros(len(rows), 1, dtype=torch.int64), ones)
         return recv_x[: len(rows)].clone()
 
 
-@pytest.mark.parametrize("wire", [FP8, INT8])
-def test_every_magnitude(wire: torch.dtype) -> None:
+@pytest.mark.parametrize("codec", [FP8, INT8])
+def test_every_magnitude(codec: torch.dtype) -> None:
     """Blocks of all sizes, zeros, subnormals, what is not finite: the oracle's bits, and the error promised."""
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(400, 256, generator=g) * torch.logspace(-42, 37, 400)[:, None]
@@ -51,8 +51,8 @@ def test_every_magnitude(wire: torch.dtype) -> None:
     rows[1, 5] = float("nan")
     rows[2, 200] = float("inf")
     rows[3, :128] = torch.linspace(-1, 1, 128)
-    got = through(wire, rows)
-    check_bits("rows", got, over_wire(rows, wire))
+    got = through(codec, rows)
+    check_bits("rows", got, through_codec(rows, codec))
     for row, bad, good in ((1, slice(0, 128), slice(128, 256)), (2, slice(128, 256), slice(0, 128))):
         assert got[row, bad].isnan().all(), "a block with something that is not finite is NaN"
         assert got[row, good].isfinite().all(), "and only it"
@@ -60,36 +60,36 @@ def test_every_magnitude(wire: torch.dtype) -> None:
     largest = exact.abs().amax(1, keepdim=True)
     error = (blocks - exact).abs()
     coded = (largest > 2.0**-100).expand_as(exact)
-    worst = WORST[wire] * (exact.abs() + largest * 2**-9 if wire is FP8 else largest)
+    worst = WORST[codec] * (exact.abs() + largest * 2**-9 if codec is FP8 else largest)
     assert (error <= 1.001 * worst)[coded].all()
 
 
 @pytest.mark.parametrize("heap", HEAPS)
-@pytest.mark.parametrize("wire", [FP8, INT8])
-def test_codes_have_one_zero(make_ranks: MakeRanks, heap: str, wire: torch.dtype) -> None:
+@pytest.mark.parametrize("codec", [FP8, INT8])
+def test_codes_have_one_zero(make_ranks: MakeRanks, heap: str, codec: torch.dtype) -> None:
     """What is negative and too small for its block, and a negative zero, arrive as zero, with the oracle's sign."""
     rows = torch.zeros(1, 130)
     rows[0, :4] = torch.tensor([2.5, -3e-6, 3e-6, -0.0])
-    got = make_ranks(heap, 1).run(through_group, wire, rows)[0]
-    check_bits("rows", got, over_wire(rows, wire))
+    got = make_ranks(heap, 1).run(through_group, codec, rows)[0]
+    check_bits("rows", got, through_codec(rows, codec))
     assert not got.signbit().any()
 
 
-def through_group(group: Any, wire: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
-    return through(wire, rows, group)
+def through_group(group: Any, codec: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+    return through(codec, rows, group)
 
 
-@pytest.mark.parametrize("wire", [FP8, INT8])
-def test_round_trip_of_normal_rows(wire: torch.dtype) -> None:
+@pytest.mark.parametrize("codec", [FP8, INT8])
+def test_round_trip_of_normal_rows(codec: torch.dtype) -> None:
     """There and home again, both coded: the relative error of a row stays under 4 %."""
 
     def case(group: ThreadGroup) -> float:
         spec = make_spec(2, num_max_tokens_per_rank=64, hidden=1024, num_topk=2, num_experts=4, dtype=torch.bfloat16)
-        wires = {"dispatch_dtype": wire, "combine_dtype": wire}
+        codecs = {"dispatch_dtype": codec, "combine_dtype": codec}
         g = torch.Generator().manual_seed(group.rank)
         x = torch.randn(64, 1024, generator=g).bfloat16()
         idx = torch.rand(64, 4, generator=g).topk(2).indices
-        with Buffer(group, **{**buffer_kwargs(spec), **wires}) as buffer:
+        with Buffer(group, **{**buffer_kwargs(spec), **codecs}) as buffer:
             recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.full((64, 2), 0.5))
             out = buffer.combine(recv_x, recv_weights, handle).float()
         return float(((out - x.float()).norm(dim=1) / x.float().norm(dim=1)).max())
@@ -98,13 +98,13 @@ def test_round_trip_of_normal_rows(wire: torch.dtype) -> None:
     assert max(errors) < 0.04, errors
 
 
-@pytest.mark.parametrize("wire", [FP8, INT8])
-def test_bytes_on_the_way(wire: torch.dtype) -> None:
+@pytest.mark.parametrize("codec", [FP8, INT8])
+def test_bytes_on_the_way(codec: torch.dtype) -> None:
     """Counted in the window that peers read: what lies past a coded row stays as it was."""
     hidden, tokens = 4096, 5
     group = ThreadGroup.make(1)[0]
     sizes = {"num_max_tokens_per_rank": tokens, "num_topk": 1, "num_experts": 1, "dtype": torch.bfloat16}
-    with Buffer(group, hidden=hidden, dispatch_dtype=wire, **sizes) as buffer:
+    with Buffer(group, hidden=hidden, dispatch_dtype=codec, **sizes) as buffer:
         segment = torch.frombuffer(buffer._engine._segments.mappings[0], dtype=torch.uint8)
         segment[4096:] = 0xA5  # everything but control words
         rows = torch.rand(tokens, hidden).bfloat16() + 1

@@ -22,7 +22,7 @@ FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi",
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
 
 
-_WIRES = {"kRaw": 0, "kFp8": 1, "kInt8": 2}
+_CODECS = {"kRaw": 0, "kFp8": 1, "kInt8": 2}
 _compiling = threading.Lock()
 
 
@@ -111,7 +111,7 @@ class EmulatedKernels:
         self.gpu = gpu
         self.network = nvshmem
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
-        self.wires = [_WIRES[str(defines.get(f"MOE_RT_{op}_WIRE", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
+        self.codecs = [_CODECS[str(defines.get(f"MOE_RT_{op}_CODEC", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
         constants = [f"-D{name}={value}" for name, value in defines.items()]
         self._library = library(*ALIGNED, *constants) if gpu.constants else library()
@@ -127,7 +127,7 @@ class EmulatedKernels:
             self.elem,
             self.hidden,
             self.num_topk,
-            *self.wires,
+            *self.codecs,
             blocks,
             self.gpu.threads,
             ctypes.c_int64(shared_bytes),

@@ -51,11 +51,11 @@ extern "C" void emulated_drain() { emulation::Cards::all().drain(); }
 // `params` are the addresses of a launch's arguments, as cuLaunchKernel takes them; `segments`, where the network finds
 // each rank's segment, or nullptr where all are mapped. `room` is that of the GPU. Returns 0 for an unknown kernel.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char* elem, int hidden, int num_topk,
-                               int dispatch_wire, int combine_wire, int blocks, int threads, int64_t shared_bytes,
+                               int dispatch_codec, int combine_codec, int blocks, int threads, int64_t shared_bytes,
                                void** params, char* const* segments, uint32_t seed) {
   uint32_t known = 1;
   const auto body = [&](const auto& m) {
-    const RuntimeDims dims{hidden, num_topk, static_cast<Wire>(dispatch_wire), static_cast<Wire>(combine_wire)};
+    const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec)};
     const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
     const bool found = is("Bf16")  ? run_kernel<Bf16>(kernel, m, dims, params)
                        : is("F16") ? run_kernel<F16>(kernel, m, dims, params)

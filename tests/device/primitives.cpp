@@ -37,7 +37,7 @@ int reads_of_a_remote_row() {
   float dots[kCopies];
   Watched::begin = reinterpret_cast<const char*>(g);
   Watched::end = reinterpret_cast<const char*>(g + kHidden);
-  const Rows rows{RuntimeDims{kHidden, kCopies}, emulation::Warp<1>{0, 1}, Wire::kRaw};
+  const Rows rows{RuntimeDims{kHidden, kCopies}, emulation::Warp<1>{0, 1}, Codec::kRaw};
   rows.scale_dots(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(y), at, weights, Watched::begin, dots,
                   kCopies);
   return Watched::reads;

@@ -35,7 +35,7 @@ struct Group {
   Shape shape;
   rows::Elem elem = rows::Elem::kFloat32;
   int me;
-  Wire dispatch_wire = Wire::kRaw, combine_wire = Wire::kRaw;
+  Codec dispatch_codec = Codec::kRaw, combine_codec = Codec::kRaw;
   bool drop = false;
   std::vector<int32_t> expert_rank;
   PlacementTables placement;
@@ -53,7 +53,7 @@ struct Group {
       if (in.between(0, 3) == 0) {
         elem = rows::Elem::kFloat64, shape.elem_bytes = shape.acc_bytes = 8;
       } else {
-        dispatch_wire = Wire(in.between(0, 2)), combine_wire = Wire(in.between(0, 2));
+        dispatch_codec = Codec(in.between(0, 2)), combine_codec = Codec(in.between(0, 2));
       }
       drop = in.between(0, 1) == 0;
     }
@@ -78,8 +78,8 @@ struct Group {
     std::vector<uint64_t> addresses;
     for (char* const segment : base) addresses.push_back(reinterpret_cast<uint64_t>(segment));
     const double at_once = 0;  // peers have announced all they will
-    return {shape,   elem,          me,           kConfig, expert_rank, capacity,  addresses, {},
-            at_once, dispatch_wire, combine_wire, drop,    1,           "portable"};
+    return {shape,          elem,          me,   kConfig, expert_rank, capacity, addresses, {}, at_once,
+            dispatch_codec, combine_codec, drop, 1,       "portable"};
   }
 };
 

@@ -52,7 +52,7 @@ def pinned_python(name: str) -> Path:
 def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Variant, ...]) -> None:
     require_compiler()
     assert {v.source for v in variants} == {v.source for v in VARIANTS}
-    job = json.dumps([archs, [[v.source, v.elem, v.hidden, v.topk, v.wire] for v in variants], LIMIT_S])
+    job = json.dumps([archs, [[v.source, v.elem, v.hidden, v.topk, v.codec] for v in variants], LIMIT_S])
     command = [pinned_python(name), "-c", COMPILE, job]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1.2 * LIMIT_S)
     assert result.returncode == 0, result.stderr

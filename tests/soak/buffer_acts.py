@@ -32,7 +32,7 @@ def draw_spec(draw: random.Random, num_ranks: int) -> BufferSpec:
     num_experts = draw.randint(num_ranks, 12)
     scattered = [*range(num_ranks), *(draw.randrange(num_ranks) for _ in range(num_experts - num_ranks))]
     draw.shuffle(scattered)
-    wires = [None, None, None, torch.float8_e4m3fn, torch.int8] if dtype is not torch.float64 else [None]
+    codecs = [None, None, None, torch.float8_e4m3fn, torch.int8] if dtype is not torch.float64 else [None]
     return make_spec(
         num_ranks,
         num_max_tokens_per_rank=64 if large else draw.randint(1, 12),
@@ -43,8 +43,8 @@ def draw_spec(draw: random.Random, num_ranks: int) -> BufferSpec:
         placement=draw.choice([None, scattered]),
         capacity_factor=draw.choice([None, None, 0.4, 1.5]),
         overflow=draw.choice(["raise", "drop", "retry"]),
-        dispatch_dtype=draw.choice(wires),
-        combine_dtype=draw.choice(wires),
+        dispatch_dtype=draw.choice(codecs),
+        combine_dtype=draw.choice(codecs),
     )
 
 

@@ -1,7 +1,7 @@
 // Sizes a role body is compiled for: read at run time, or constants that a just-in-time compiler has filled in.
 #pragma once
 
-#include "wire.h"
+#include "codec.h"
 
 namespace moe_rt {
 
@@ -11,22 +11,22 @@ struct RuntimeDims {
   static constexpr int kTopkBound = kMaxTopk;
   static constexpr bool kUnrolled = false;
   int hidden_, num_topk_;
-  Wire dispatch_wire_ = Wire::kRaw, combine_wire_ = Wire::kRaw;
+  Codec dispatch_codec_ = Codec::kRaw, combine_codec_ = Codec::kRaw;
   MOE_RT_FN int hidden() const { return hidden_; }
   MOE_RT_FN int num_topk() const { return num_topk_; }
-  MOE_RT_FN Wire dispatch_wire() const { return dispatch_wire_; }
-  MOE_RT_FN Wire combine_wire() const { return combine_wire_; }
+  MOE_RT_FN Codec dispatch_codec() const { return dispatch_codec_; }
+  MOE_RT_FN Codec combine_codec() const { return combine_codec_; }
 };
 
-template <int kHidden, int kTopk, Wire kDispatch = Wire::kRaw, Wire kCombine = Wire::kRaw>
+template <int kHidden, int kTopk, Codec kDispatch = Codec::kRaw, Codec kCombine = Codec::kRaw>
 struct FixedDims {
   static_assert(kTopk > 0 && kTopk <= kMaxTopk, "num_topk outside [1, kMaxTopk]");
   static constexpr int kTopkBound = kTopk;
   static constexpr bool kUnrolled = kTopk <= 16;
   MOE_RT_FN static constexpr int hidden() { return kHidden; }
   MOE_RT_FN static constexpr int num_topk() { return kTopk; }
-  MOE_RT_FN static constexpr Wire dispatch_wire() { return kDispatch; }
-  MOE_RT_FN static constexpr Wire combine_wire() { return kCombine; }
+  MOE_RT_FN static constexpr Codec dispatch_codec() { return kDispatch; }
+  MOE_RT_FN static constexpr Codec combine_codec() { return kCombine; }
 };
 
 // fn(i) for i in [0, n), n <= num_topk. With a small constant bound the loop is unrolled, so that arrays indexed by i

@@ -3,8 +3,8 @@
 //   combine             push (weights)        | wait | reduce
 //   dispatch backward   push (unit weights)   | wait | reduce   and one scalar per (token, k): the routing-weight
 //   gradient
-// `Rows` is the row primitive: sum_to_wire(dst, srcs, weights, n) without the sources that are nullptr, and
-// sum_from_wire(dst, srcs, n), in the order given, in the accumulator type. `Link` is how a peer's segment is reached
+// `Rows` is the row primitive: encode_sum(dst, srcs, weights, n) without the sources that are nullptr, and
+// decode_sum(dst, srcs, n), in the order given, in the accumulator type. `Link` is how a peer's segment is reached
 // (link.h).
 #pragma once
 
@@ -38,7 +38,7 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, int window, const Pu
     srcs[c] = kept ? in.y + row * rows.tensor_row_bytes() : nullptr;
     factors[c] = kept && in.weights ? in.weights[row] : Weight(1);
   });
-  rows.sum_to_wire(dst, srcs, factors, p.copies);
+  rows.encode_sum(dst, srcs, factors, p.copies);
 }
 
 // Pushes the partials of all pulled tokens or, unless Own::kPushed, of those of other ranks.
@@ -52,7 +52,7 @@ MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, int window, c
     const Pulled p = in.plan.pulled[i < head.first_own ? i : i + left_out];
     const int64_t home = w.partial_row(window, p.token, p.slot);
     sum_copies<Dims>(coop, w, window, p, in, link.target_row(w, p.source, home), rows, link);
-    link.deliver(w, p.source, home, rows.wire_bytes());
+    link.deliver(w, p.source, home, rows.encoded_row_bytes());
   }
 }
 
@@ -77,7 +77,7 @@ MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, int wi
       own.put_instead(t, srcs);
       if (t + 1 < share.end) own.prefetch_next(t, n, num_partials(sent + dims.num_topk(), dims.num_topk()));
     }
-    rows.sum_from_wire(out + t * rows.tensor_row_bytes(), srcs, n);
+    rows.decode_sum(out + t * rows.tensor_row_bytes(), srcs, n);
     if (!grad_topk_weights || !coop.leader()) continue;
     for (int k = 0; k < dims.num_topk(); ++k) {
       grad_topk_weights[t * dims.num_topk() + k] =

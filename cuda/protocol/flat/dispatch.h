@@ -68,7 +68,7 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
     if (kept) out.recv_weights[row] = lists.weights[pull.first + c];
   });
   if (out_of_range) return false;
-  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(window, pull.token), rows.wire_bytes()));
+  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(window, pull.token), rows.encoded_row_bytes()));
   return true;
 }
 
@@ -105,7 +105,7 @@ MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const R
       at[c] = plan.rows[p.first + c];
       weights[c] = at[c] == kDropped ? Weight(0) : recv_weights[at[c]];
     });
-    const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.wire_bytes());
+    const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.encoded_row_bytes());
     rows.scale_dots(grad_y, y, at, weights, g, dots, p.copies);
     if (!coop.leader()) continue;
     for_topk<Dims>(p.copies, [&](int c) {

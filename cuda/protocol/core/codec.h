@@ -10,14 +10,14 @@
 namespace moe_rt {
 
 // How rows travel: as they are, or coded. Values are those of moe_rt/config/spec.py.
-enum class Wire : int32_t { kRaw = 0, kFp8 = 1, kInt8 = 2 };
+enum class Codec : int32_t { kRaw = 0, kFp8 = 1, kInt8 = 2 };
 
-inline constexpr int kWireBlock = 128;
+inline constexpr int kCodecBlock = 128;
 
-MOE_RT_FN constexpr int64_t wire_scales_offset(int64_t hidden) { return round_up(hidden, 4); }
-MOE_RT_FN constexpr int64_t wire_row_bytes(Wire wire, int64_t hidden, int64_t elem_bytes) {
-  if (wire == Wire::kRaw) return hidden * elem_bytes;
-  return wire_scales_offset(hidden) + 4 * ((hidden + kWireBlock - 1) / kWireBlock);
+MOE_RT_FN constexpr int64_t codec_scales_offset(int64_t hidden) { return round_up(hidden, 4); }
+MOE_RT_FN constexpr int64_t codec_row_bytes(Codec codec, int64_t hidden, int64_t elem_bytes) {
+  if (codec == Codec::kRaw) return hidden * elem_bytes;
+  return codec_scales_offset(hidden) + 4 * ((hidden + kCodecBlock - 1) / kCodecBlock);
 }
 
 MOE_RT_FN uint32_t float_bits(float x) {
@@ -61,30 +61,28 @@ MOE_RT_FN float decode_fp8(uint8_t code) {
 MOE_RT_FN uint8_t encode_int8(float x) { return uint8_t(int8_t(int32_t(round_even(x)))); }
 MOE_RT_FN float decode_int8(uint8_t code) { return float(int8_t(code)); }
 
-MOE_RT_FN constexpr float largest_code(Wire wire) { return wire == Wire::kFp8 ? 448.0f : 127.0f; }
-
 // What a block's largest magnitude, as bits, makes of its codes. Below 2^-100 a block counts as zero: its scale's
 // reciprocal would overflow.
-struct WireScale {
+struct CodecScale {
   float scale, inverse;
 };
-MOE_RT_FN WireScale wire_scale(Wire wire, uint32_t largest_bits) {
+MOE_RT_FN CodecScale codec_scale(Codec codec, uint32_t largest_bits) {
   constexpr uint32_t kInfinity = 0x7f800000u, kTiny = 27u << 23;
   if (largest_bits >= kInfinity) return {bits_float(0x7fc00000u), 0.0f};
   if (largest_bits < kTiny) return {0.0f, 0.0f};
-  const float largest = bits_float(largest_bits), code = wire == Wire::kFp8 ? 448.0f : 127.0f;
+  const float largest = bits_float(largest_bits), code = codec == Codec::kFp8 ? 448.0f : 127.0f;
   return {largest / code, code / largest};
 }
 
 MOE_RT_FN uint32_t magnitude_bits(float x) { return float_bits(x) & 0x7fffffffu; }
 
-MOE_RT_FN uint8_t encode(Wire wire, float x, float inverse) {
+MOE_RT_FN uint8_t encode(Codec codec, float x, float inverse) {
   const float scaled = inverse == 0.0f ? 0.0f : x * inverse;
-  return wire == Wire::kFp8 ? encode_fp8(scaled) : encode_int8(scaled);
+  return codec == Codec::kFp8 ? encode_fp8(scaled) : encode_int8(scaled);
 }
 
-MOE_RT_FN float decode(Wire wire, uint8_t code, float scale) {
-  return (wire == Wire::kFp8 ? decode_fp8(code) : decode_int8(code)) * scale;
+MOE_RT_FN float decode(Codec codec, uint8_t code, float scale) {
+  return (codec == Codec::kFp8 ? decode_fp8(code) : decode_int8(code)) * scale;
 }
 
 }  // namespace moe_rt
