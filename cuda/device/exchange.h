@@ -1,4 +1,5 @@
-// The frame around every op on a GPU: a launch that writes and announces, and a launch that waits and reads.
+// The frame around every op on a GPU, in two launches: one begins it, which writes and announces, and one finishes it,
+// which waits and reads. The halves are those of the CPU engine (host/exchange.h).
 //
 // No block waits for another block of its own launch. The sending launch never waits: its last block announces. Every
 // block of the receiving launch waits by itself for every peer, and the peers' sending launches need none of its room.
@@ -16,7 +17,7 @@ inline constexpr int64_t kNoBadEntry = 0x7fffffffffffffff;
 // One rank's private device memory; zero, except bad_entry, when the buffer is made.
 struct DeviceState {
   uint64_t seq[kNumKinds];  // last op announced, of either kind
-  int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry; see send
+  int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry; see begin
   uint32_t done;            // blocks of the running launch that have finished their share
   uint32_t failed;          // not zero once this rank has given up: later launches do nothing
   WindowSelector windows;   // of the last op announced
@@ -80,10 +81,7 @@ template <class Link>
 MOE_RT_FN void fail(const World& w, const Control& c, Status status, const Link& link) {
   if (!replace_acq_rel(c.state->failed, 0u, 1u)) return;
   if (status.code == Code::kPoisoned) {
-    const uint64_t word = load_relaxed(w.poison(w.rank));
-    status.peer = poison_origin(word);
-    status.got = int64_t(poison_code(word));
-    status.expected = poison_peer(word);
+    status = poisoned(load_relaxed(w.poison(w.rank)), status);
   } else {
     for (int r = 0; r < w.shape.num_ranks; ++r) link.poison(w, r, poison_word(status.code, w.rank, status.peer));
   }
@@ -101,25 +99,29 @@ MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
   return answer;
 }
 
-// Runs work(window) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked
+// Runs send(window) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked
 // up; nullptr in ops that follow a plan, where any stands for a plan that cannot be followed.
-template <class Machine, class Work>
-MOE_RT_FN void send(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, int64_t num_tokens,
-                    const int64_t* topk_idx, Work&& work) {
+template <class Machine, class Send>
+MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, int64_t num_tokens,
+                     const int64_t* topk_idx, Send&& send) {
   if (!healthy(m, c)) return;
   const auto block = m.block();
   const Kind kind = kind_of(op);
   const uint64_t seq = c.state->seq[int(kind)] + 1;
-  work(c.state->windows.next(kind));
+  send(c.state->windows.next(kind));
   streaming_store_fence();
   block.sync();
   if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
   block.sync();
   if (!m.shared().flag) return;
-  Header header{seq, w.config, call_word(op, c.tag, handle_seq), Code::kOk, int32_t(num_tokens), 0, 0};
+  Header header = w.header(seq, op, c.tag, handle_seq);
+  header.num_tokens = int32_t(num_tokens);
   if (const int64_t bad = load_relaxed(c.state->bad_entry); bad != kNoBadEntry) {
-    header.status = topk_idx ? Code::kInvalidRouting : Code::kInvalidInput;
-    if (topk_idx) header.got = topk_idx[bad], header.expected = w.shape.num_experts;
+    if (topk_idx) {
+      header.refuse(Code::kInvalidRouting, topk_idx[bad], w.shape.num_experts);
+    } else {
+      header.refuse(Code::kInvalidInput, 0, 0);
+    }
   }
   const auto link = m.link();
   const Range peers = strided(block, w.shape.num_ranks);
@@ -145,15 +147,20 @@ MOE_RT_FN Status wait_for(const Machine& m, const World& w, const Control& c, Ki
   const Mailbox& mailbox = w.mailbox(w.rank, kind, peer);
   const Code code = wait_signal(mailbox, ours.seq, idle);
   if (code == Code::kOk) return check_header(mailbox.header[ours.seq & 1], ours, peer);
-  const Op op = Op(ours.call >> 60);
-  return {code, op, Phase::kWait, peer, ours.seq, int64_t(load_relaxed(mailbox.signal)), int64_t(ours.seq)};
+  return {.code = code,
+          .op = op_of(ours),
+          .phase = Phase::kWait,
+          .peer = peer,
+          .seq = ours.seq,
+          .got = int64_t(load_relaxed(mailbox.signal)),
+          .expected = int64_t(ours.seq)};
 }
 
-// Waits for every peer and judges all headers, then runs after(seq, window) on every block; otherwise() where the op
+// Waits for every peer and judges all headers, then runs receive(seq, window) on every block; otherwise() where the op
 // must be given up, so that whoever reads its outputs finds them empty.
-template <class Machine, class After, class Otherwise>
-MOE_RT_FN void receive(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, After&& after,
-                       Otherwise&& otherwise) {
+template <class Machine, class Receive, class Otherwise>
+MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, Receive&& receive,
+                      Otherwise&& otherwise) {
   if (!healthy(m, c)) {
     otherwise();
     return;
@@ -161,7 +168,7 @@ MOE_RT_FN void receive(const Machine& m, const World& w, const Control& c, Op op
   const auto block = m.block();
   const Kind kind = kind_of(op);
   const uint64_t seq = c.state->seq[int(kind)];
-  const Header ours{seq, w.config, call_word(op, c.tag, handle_seq), Code::kOk, 0, 0, 0};
+  const Header ours = w.header(seq, op, c.tag, handle_seq);
   if (block.rank() == 0) m.shared().worst = ~uint64_t{0};
   block.sync();
   Status mine;
@@ -174,7 +181,7 @@ MOE_RT_FN void receive(const Machine& m, const World& w, const Control& c, Op op
   block.sync();
   const uint64_t worst = load_relaxed(m.shared().worst);
   if (worst == ~uint64_t{0}) {
-    after(seq, c.state->windows.taken(kind));
+    receive(seq, c.state->windows.taken(kind));
     return;
   }
   if (!mine.ok() && severity(mine) == worst) fail(w, c, mine, m.link());

@@ -1,4 +1,5 @@
-// The bodies of the CUDA launches, two for each op, written for any machine of blocks and lanes.
+// The bodies of the CUDA launches, two for each op, written for any machine of blocks and lanes: `*_send` begins the op,
+// `*_receive` finishes it (exchange.h).
 //
 //   dispatch            dispatch_send          publish, route    | dispatch_receive          wait, index, gather
 //   combine             combine_send           push              | combine_receive           wait, reduce
@@ -67,7 +68,7 @@ struct Launch {
   }
 
   MOE_RT_FN void dispatch_send(const DispatchArgs& a) const {
-    send(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](int window) {
+    begin(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](int window) {
       const int routers = num_routers(a.num_tokens);
       if (m.block_index() >= routers) {
         publish(routers, window, a.x, a.num_tokens, dims.dispatch_codec());
@@ -93,10 +94,10 @@ struct Launch {
 
   MOE_RT_FN void dispatch_receive(const DispatchArgs& a) const {
     const auto nothing = [&] { receive_nothing(a); };
-    const auto after = [&](uint64_t seq, int window) {
+    const auto receive = [&](uint64_t seq, int window) {
       const auto block = m.block();
       Blocks blocks = Blocks::view(m.scratch(), w.shape, w.num_local_experts());
-      Status status{Code::kOk, Op::kDispatch, Phase::kGather, -1, seq, 0, 0};
+      Status status{.op = Op::kDispatch, .phase = Phase::kGather, .seq = seq};
       status.peer = index_blocks<Acc>(block, w, window, blocks);
       if (status.peer >= 0) {
         status.code = Code::kCorruptPeer;
@@ -115,17 +116,22 @@ struct Launch {
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
         const int corrupt_source =
             gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_codec()), m.link(group));
-        if (corrupt_source >= 0)
-          fail(w, c, {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, corrupt_source, seq, 0, 0}, m.link());
+        if (corrupt_source < 0) return;
+        const Status corrupt{.code = Code::kCorruptPeer,
+                             .op = Op::kDispatch,
+                             .phase = Phase::kGather,
+                             .peer = corrupt_source,
+                             .seq = seq};
+        fail(w, c, corrupt, m.link());
       });
     };
-    receive(m, w, c, Op::kDispatch, 0, after, nothing);
+    finish(m, w, c, Op::kDispatch, 0, receive, nothing);
   }
 
   MOE_RT_FN void combine_send(const CombineArgs& a) const {
     const Returned<Acc> in{plan(a.recv_plan), static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                            static_cast<const Acc*>(a.grad_recv_weights)};
-    send(m, w, c, a.op, in.plan.head->seq, a.num_tokens, nullptr, [&](int window) {
+    begin(m, w, c, a.op, in.plan.head->seq, a.num_tokens, nullptr, [&](int window) {
       if (!followed(in.plan, a.num_tokens)) return;
       with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
@@ -136,31 +142,31 @@ struct Launch {
   }
 
   MOE_RT_FN void combine_receive(const CombineArgs& a) const {
-    const auto after = [&](uint64_t, int window) {
+    const auto receive = [&](uint64_t, int window) {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
         reduce(group, dims, w, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
                static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_codec(a.op)), LocalPushed{});
       });
     };
-    receive(m, w, c, a.op, plan(a.recv_plan).head->seq, after, [] {});
+    finish(m, w, c, a.op, plan(a.recv_plan).head->seq, receive, [] {});
   }
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
-    send(m, w, c, Op::kCombineBackward, p.head->seq, a.num_tokens, nullptr, [&](int window) {
+    begin(m, w, c, Op::kCombineBackward, p.head->seq, a.num_tokens, nullptr, [&](int window) {
       if (followed(p, a.num_tokens)) publish(0, window, a.grad_out, a.num_tokens, Codec::kRaw);
     });
   }
 
   MOE_RT_FN void combine_backward_receive(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
-    const auto after = [&](uint64_t, int window) {
+    const auto receive = [&](uint64_t, int window) {
       const auto group = m.warps(0);
       gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                         static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
                         m.link(group));
     };
-    receive(m, w, c, Op::kCombineBackward, p.head->seq, after, [] {});
+    finish(m, w, c, Op::kCombineBackward, p.head->seq, receive, [] {});
   }
 
   // This rank cannot go on, as its host knows: ends every peer's waits.

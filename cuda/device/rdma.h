@@ -140,7 +140,7 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
   if (!healthy(m, c)) return;
   const auto block = m.block();
   const uint64_t seq = c.state->seq[int(Kind::kDispatch)];
-  const Header ours{seq, w.config, call_word(Op::kDispatch, c.tag, 0), Code::kOk, 0, 0, 0};
+  const Header ours = w.header(seq, Op::kDispatch, c.tag, 0);
   const int window = c.state->windows.taken(Kind::kDispatch);
   const Layout::Window& o = w.layout.window[window];
   const char* const there = m.links.memory.segment;

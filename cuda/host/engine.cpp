@@ -24,8 +24,15 @@ Engine::Engine(EngineConfig config)
   placement_ = PlacementTables::make(config_.expert_rank, num_ranks);
   for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
 
-  world_ = {shape,   Layout::make(shape), placement_.view(),   config_.capacity.data(), base_.data(),
-            nullptr, config_.rank,        config_.config_hash, new_plan_mark()};
+  world_ = {.shape = shape,
+            .layout = Layout::make(shape),
+            .placement = placement_.view(),
+            .capacity = config_.capacity.data(),
+            .base = base_.data(),
+            .mirror = nullptr,
+            .rank = config_.rank,
+            .config = config_.config_hash,
+            .plan_mark = new_plan_mark()};
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
   copy_cursors_.resize(int64_t{lanes} * num_ranks);
@@ -48,19 +55,20 @@ Engine::~Engine() {
 }
 
 // Fails only where a fault is injected.
-Status Engine::post_all(Op op, const Header& header) {
+Status Engine::post_all(const Header& header) {
   const int num_ranks = world_.shape.num_ranks;
-  const Status injected{Code::kFaultInjected};
+  const Status injected{.code = Code::kFaultInjected};
   for (int i = 0; i < num_ranks; ++i) {
     if (i == num_ranks - 1 && fault_point_ == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
-    post(world_.mailbox((world_.rank + i) % num_ranks, kind_of(op), world_.rank), header);
+    post(world_.mailbox((world_.rank + i) % num_ranks, kind_of(op_of(header)), world_.rank), header);
   }
   return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }
 
 // Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not
 // decide which of two refusals is raised, and buffer reuse needs all of them.
-Status Engine::wait_all(Op op, const Header& ours) {
+Status Engine::wait_all(const Header& ours) {
+  const Op op = op_of(ours);
   const Kind kind = kind_of(op);
   HostIdle idle(world_, op, seq_, config_.timeout_s, oversubscribed_, config_.interrupted);
   const auto start = Clock::now();
@@ -73,11 +81,12 @@ Status Engine::wait_all(Op op, const Header& ours) {
     before = arrival;
     store_relaxed(waited_ns_[peer], waited_ns_[peer] + waited);
     if (waited > op_record_.longest_ns) op_record_.longest_ns = waited, op_record_.longest_peer = peer;
-    if (code == Code::kInterrupted) return {code, op, Phase::kWait, -1, ours.seq, 0, 0};  // no peer is to blame
+    if (code == Code::kInterrupted) return {.code = code, .phase = Phase::kWait};  // no peer is to blame
     const uint64_t announced = load_acquire(mailbox.signal);
     // What a look has found wrong with the peer does not count if it has announced meanwhile.
     if (code != Code::kOk && (code == Code::kPoisoned || !reached(announced, ours.seq))) {
-      return {code, op, Phase::kWait, peer, ours.seq, int64_t(announced), int64_t(ours.seq)};
+      return {
+          .code = code, .phase = Phase::kWait, .peer = peer, .got = int64_t(announced), .expected = int64_t(ours.seq)};
     }
     arrival_ns_[peer] = arrival;
   }
@@ -102,10 +111,8 @@ void Engine::set_stream_from() {
 Status Engine::fail(Status status) {
   if (status.ok() || is_refusal(status.code)) return status;
   if (status.code == Code::kPoisoned) {
-    const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
-    status.peer = poison_origin(word);
-    status.got = int64_t(poison_code(word));
-    status.expected = poison_peer(word);
+    // pairs with poison: last words come before it
+    status = poisoned(load_acquire(world_.poison(world_.rank)), status);
   } else {
     poison(status.code, status.peer);
   }
@@ -144,13 +151,11 @@ void Engine::poison(Code code, int peer) {
 }
 
 Status Engine::health() const {
-  if (pid_ != getpid()) return {Code::kForked, Op::kNone, Phase::kNone, -1, 0, 0, 0};
-  if (load_acquire(closed_)) return {Code::kClosed, Op::kNone, Phase::kNone, -1, 0, 0, 0};
+  if (pid_ != getpid()) return {.code = Code::kForked};
+  if (load_acquire(closed_)) return {.code = Code::kClosed};
   if (!failure_.ok()) return failure_;
   const uint64_t word = load_acquire(world_.poison(world_.rank));  // as in fail
-  if (word == 0) return {};
-  return {Code::kPoisoned,  Op::kNone, Phase::kNone, poison_origin(word), 0, int64_t(poison_code(word)),
-          poison_peer(word)};
+  return word == 0 ? Status{} : poisoned(word);
 }
 
 bool Engine::close() {
@@ -166,7 +171,8 @@ bool Engine::close() {
 
 Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {
   const auto nothing = [](const auto&, auto&&...) {};
-  return exchange({op, tag, 0, 0, {code, op, Phase::kPublish, world_.rank, 0, got, expected}}, nothing, nothing);
+  const Status refusal{.code = code, .phase = Phase::kPublish, .peer = world_.rank, .got = got, .expected = expected};
+  return run({.op = op, .tag = tag, .refusal = refusal}, nothing, nothing);
 }
 
 Status Engine::dispatch(const DispatchArgs& args, uint32_t tag) {

@@ -90,14 +90,20 @@ class Engine {
 
  private:
   struct Call;
-  template <class Before, class After>
-  Status exchange(const Call& call, Before&& before, After&& after);
+  struct Pending;
+  template <class Send, class Receive>
+  Status run(const Call& call, Send&& send, Receive&& receive);
+  Pending open(const Call& call);
   template <class Fn>
   void run_lanes(Fn&& fn);
+  template <class Coop, class Send>
+  bool begin(const Coop& coop, Pending& op, Send&& send);
+  template <class Coop, class Receive>
+  void finish(const Coop& coop, Pending& op, Receive&& receive);
   template <class Coop>
-  bool goes_on(const Coop& coop, Point point, const Call& call, Header& header, Status& status);
-  Status post_all(Op op, const Header& header);
-  Status wait_all(Op op, const Header& ours);
+  bool goes_on(const Coop& coop, Point point, Pending& op);
+  Status post_all(const Header& header);
+  Status wait_all(const Header& ours);
   Status fail(Status status);
   void set_stream_from();
   void record(int64_t OpRecord::* step, std::chrono::steady_clock::time_point when);

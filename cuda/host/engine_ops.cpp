@@ -1,4 +1,5 @@
-// The four ops of the CPU engine, each as what it does before announcing and after everyone has announced.
+// The four ops of the CPU engine, each in two halves as on a GPU (device/ops.h): what it sends before it announces, and
+// what it receives after everyone has announced.
 #include <algorithm>
 
 #include "exchange.h"
@@ -33,7 +34,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights),
                           RecvPlan::view(a.recv_plan, world_.shape, num_local)};
 
-  const auto before = [&](const auto& coop, int window, Header& header) {
+  const auto send = [&](const auto& coop, int window, Header& header) {
     const auto lists = RouteLists<Acc>::view(world_, world_.rank, window);
     int64_t bad = kNoFault;
     const bool valid = count_visits(coop, dims_, world_, a.topk_idx, a.num_tokens, counters, a.send_plan, &bad);
@@ -42,9 +43,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     if (coop.rank() == 0) {
       for (const int64_t fault : lane_fault_) {
         if (fault == kNoFault || header.status != Code::kOk) continue;
-        header.status = Code::kInvalidRouting;
-        header.got = fault;
-        header.expected = world_.shape.num_experts;
+        header.refuse(Code::kInvalidRouting, fault, world_.shape.num_experts);
       }
       if (header.status == Code::kOk) place_lanes(world_, counters, coop.size(), lists);
     }
@@ -56,7 +55,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
                  row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_codec()));
   };
 
-  const auto after = [&](const auto& coop, uint64_t seq, int window, Status& status) {
+  const auto receive = [&](const auto& coop, uint64_t seq, int window, Status& status) {
     Blocks blocks = Blocks::view(blocks_.data(), world_.shape, num_local);
     const int corrupt_source = index_blocks<Acc>(coop, world_, window, blocks);
     const int full = corrupt_source >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, window, blocks);
@@ -64,10 +63,13 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
         for (int r = 0; r < world_.shape.num_ranks; ++r) needed_rows_[r] = rows_for(world_, window, r);
-        status = {Code::kCapacityOverflow, Op::kDispatch,        Phase::kGather, full, seq,
-                  needed_rows_[full],      world_.capacity[full]};
+        status = {.code = Code::kCapacityOverflow,
+                  .phase = Phase::kGather,
+                  .peer = full,
+                  .got = needed_rows_[full],
+                  .expected = world_.capacity[full]};
       } else {
-        status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, corrupt_source, seq, 0, 0};
+        status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = corrupt_source};
       }
       return;
     }
@@ -79,10 +81,10 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     coop.sync();
     if (coop.rank() == 0) {
       const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
-      if (peer >= 0) status = {Code::kCorruptPeer, Op::kDispatch, Phase::kGather, int32_t(peer), seq, 0, 0};
+      if (peer >= 0) status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = int32_t(peer)};
     }
   };
-  return exchange({Op::kDispatch, tag, 0, a.num_tokens, {}}, before, after);
+  return run({.op = Op::kDispatch, .tag = tag, .num_tokens = a.num_tokens}, send, receive);
 }
 
 // Before anything is announced, so that every rank hears of it in this op. What is read here is in the cache when the
@@ -100,33 +102,34 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = LocalPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
-  const auto before = [&](const auto& coop, int window, Header&) {
+  const auto send = [&](const auto& coop, int window, Header&) {
     push<Own>(coop, dims_, world_, window, in,
               row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec), MappedLink{});
   };
-  const auto after = [&](const auto& coop, uint64_t, int window, Status&) {
+  const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
     reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
            static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.combined, codec),
            Own{world_, window, in, row_ops<Acc>(1, kNeverStreamed, codec), scratch_row(coop.rank())});
   };
-  return exchange({a.op, tag, plan.head->seq, a.num_tokens, {}}, before, after);
+  return run({.op = a.op, .tag = tag, .handle_seq = plan.head->seq, .num_tokens = a.num_tokens}, send, receive);
 }
 
 template <class Acc>
 Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   if (!may_follow(plan, nullptr, a.num_tokens)) return refuse(Op::kCombineBackward, Code::kInvalidInput, 0, 0, tag);
-  const auto before = [&](const auto& coop, int window, Header&) {
+  const auto send = [&](const auto& coop, int window, Header&) {
     publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, Codec::kRaw));
   };
-  const auto after = [&](const auto& coop, uint64_t, int window, Status&) {
+  const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
     gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
                              static_cast<const Acc*>(a.recv_weights), static_cast<char*>(a.grad_y),
                              static_cast<Acc*>(a.grad_recv_weights),
                              row_ops<Acc>(plan.head->num_copies, stream_from_.received, Codec::kRaw), MappedLink{});
   };
-  return exchange({Op::kCombineBackward, tag, plan.head->seq, a.num_tokens, {}}, before, after);
+  return run({.op = Op::kCombineBackward, .tag = tag, .handle_seq = plan.head->seq, .num_tokens = a.num_tokens}, send,
+             receive);
 }
 
 template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t);

@@ -1,4 +1,8 @@
-// The frame around every op: take the engine, run `before` on all lanes, announce, wait for every peer, run `after`.
+// The frame around every op, in two halves as on a GPU (device/exchange.h): `begin` runs what the op sends and announces
+// it, `finish` waits for every peer and runs what the op receives.
+//
+// A lane goes through both halves at once, as `run` does it, or with other work in between: all that the second half
+// needs of the first is in Pending.
 #pragma once
 
 #include "engine.h"
@@ -15,9 +19,17 @@ inline int64_t nanoseconds(Clock::time_point from, Clock::time_point to) {
 struct Engine::Call {
   Op op;
   uint32_t tag;
-  uint64_t handle_seq;  // of the dispatch whose handle is reused; 0 for dispatch itself
-  int64_t num_tokens;
-  Status refusal;  // ok, or why this rank refuses its own input
+  uint64_t handle_seq = 0;  // of the dispatch whose handle is reused; 0 for dispatch itself
+  int64_t num_tokens = 0;
+  Status refusal = {};  // ok, or why this rank refuses its own input
+};
+
+// An op of this rank between its first step and its last.
+struct Engine::Pending {
+  Call call;
+  int window;
+  Header header;
+  Status status;
 };
 
 template <class Fn>
@@ -31,69 +43,88 @@ void Engine::run_lanes(Fn&& fn) {
 
 // Where an armed engine's fault strikes; every lane calls it. False when the op ends here.
 template <class Coop>
-bool Engine::goes_on(const Coop& coop, Point point, const Call& call, Header& header, Status& status) {
+bool Engine::goes_on(const Coop& coop, Point point, Pending& op) {
   if (fault_point_ != point) return true;
   coop.sync();
   if (coop.rank() == 0) {
-    if (config_.fault.action == Action::kCorrupt) corrupt(world_, call.op, windows_.taken(kind_of(call.op)), header);
-    if (!config_.fault.strike()) status.code = Code::kFaultInjected;
+    if (config_.fault.action == Action::kCorrupt) corrupt(world_, op.call.op, op.window, op.header);
+    if (!config_.fault.strike()) op.status.code = Code::kFaultInjected;
   }
   coop.sync();
-  return status.ok();
+  return op.status.ok();
 }
 
-// `before(coop, window, header)` writes the window and may turn the header into a refusal; `after(coop, seq, window,
-// status)` reads peers' windows and may report a failure. Both end in step: after the last sync no lane touches a
-// window.
-template <class Before, class After>
-Status Engine::exchange(const Call& call, Before&& before, After&& after) {
+// `send(coop, window, header)` writes the window and may turn the header into a refusal. False, on every lane, when the
+// op ends without an announcement. After the sync no lane touches the window.
+template <class Coop, class Send>
+bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
+  if (!goes_on(coop, Point::kBetweenDispatchAndCombine, op) || !goes_on(coop, Point::kInBackward, op)) return false;
+  const bool refused = !op.call.refusal.ok();
+  if (fault_point_ == Point::kMidPayload && !refused) send(HalfWay(coop), op.window, op.header);
+  if (!goes_on(coop, Point::kMidPayload, op)) return false;
+  if (!refused) send(coop, op.window, op.header);
+  streaming_store_fence();
+  coop.sync();
+  if (!goes_on(coop, Point::kAfterPayload, op)) return false;
+  if (coop.rank() == 0) {
+    op.status = post_all(op.header);
+    record(&OpRecord::announced_ns, Clock::now());
+  }
+  return true;
+}
+
+// `receive(coop, seq, window, status)` reads peers' windows and may report a failure; it does not run where the wait
+// was in vain.
+template <class Coop, class Receive>
+void Engine::finish(const Coop& coop, Pending& op, Receive&& receive) {
+  if (coop.rank() == 0) {
+    if (op.status.ok()) op.status = wait_all(op.header);
+    record(&OpRecord::heard_ns, Clock::now());
+    if (op.status.ok() && op.call.op == Op::kDispatch && cache_locality_.look(world_, op.window)) set_stream_from();
+  }
+  coop.sync();
+  if (!op.status.ok()) return;
+  const uint64_t seq = op.header.seq;
+  if (fault_point_ == Point::kMidRead) receive(HalfWay(coop), seq, op.window, op.status);
+  if (!goes_on(coop, Point::kMidRead, op)) return;
+  receive(coop, seq, op.window, op.status);
+  streaming_store_fence();
+}
+
+// Numbers the op, chooses its window, and records that it starts.
+inline Engine::Pending Engine::open(const Call& call) {
+  const Kind kind = kind_of(call.op);
+  const uint64_t seq = ++seq_[static_cast<int>(kind)];
+  Header header = world_.header(seq, call.op, call.tag, call.handle_seq);
+  header.num_tokens = static_cast<int32_t>(call.num_tokens);
+  if (!call.refusal.ok()) header.refuse(call.refusal.code, call.refusal.got, call.refusal.expected);
+  op_record_ = {.number = op_record_.number + 1,
+                .seq = seq,
+                .op = call.op,
+                .tag = call.tag,
+                .num_tokens = header.num_tokens,
+                .handle_seq = call.handle_seq};
+  record(&OpRecord::start_ns, Clock::now());
+  fault_point_ = config_.fault.take(call.op, seq_[0] + seq_[1]);
+  return {call, windows_.take(kind), header, {}};
+}
+
+// Takes the engine for a whole op: both halves in one pass of the lanes.
+template <class Send, class Receive>
+Status Engine::run(const Call& call, Send&& send, Receive&& receive) {
   if (exchange_acquire(busy_, 1u)) {
     if (load_acquire(closed_)) return health();
-    return {Code::kConcurrentUse, call.op, Phase::kNone, -1, 0, 0, 0};
+    return {.code = Code::kConcurrentUse, .op = call.op};
   }
   Status status = health();
   if (status.ok()) {
-    const Kind kind = kind_of(call.op);
-    const uint64_t seq = ++seq_[static_cast<int>(kind)];
-    const int window = windows_.take(kind);
-    const auto num_tokens = static_cast<int32_t>(call.num_tokens);
-    op_record_ = {op_record_.number + 1, seq, call.op, Code::kOk, call.tag, num_tokens, 0, 0, 0, 0, 0, -1,
-                  call.handle_seq};
-    record(&OpRecord::start_ns, Clock::now());
-    Header header{seq,
-                  world_.config,
-                  call_word(call.op, call.tag, call.handle_seq),
-                  call.refusal.code,
-                  num_tokens,
-                  call.refusal.got,
-                  call.refusal.expected};
-    fault_point_ = config_.fault.take(call.op, seq_[0] + seq_[1]);
+    Pending op = open(call);
     run_lanes([&](const auto& coop) {
-      const auto reaches = [&](Point point) { return goes_on(coop, point, call, header, status); };
-      if (!reaches(Point::kBetweenDispatchAndCombine) || !reaches(Point::kInBackward)) return;
-      if (fault_point_ == Point::kMidPayload && call.refusal.ok()) before(HalfWay(coop), window, header);
-      if (!reaches(Point::kMidPayload)) return;
-      if (call.refusal.ok()) before(coop, window, header);
-      streaming_store_fence();
-      coop.sync();
-      if (!reaches(Point::kAfterPayload)) return;
-      if (coop.rank() == 0) {
-        status = post_all(call.op, header);
-        record(&OpRecord::announced_ns, Clock::now());
-        if (status.ok()) status = wait_all(call.op, header);
-        record(&OpRecord::heard_ns, Clock::now());
-        if (status.ok() && call.op == Op::kDispatch && cache_locality_.look(world_, window)) set_stream_from();
-      }
-      coop.sync();
-      if (!status.ok()) return;
-      if (fault_point_ == Point::kMidRead) after(HalfWay(coop), seq, window, status);
-      if (!reaches(Point::kMidRead)) return;
-      after(coop, seq, window, status);
-      streaming_store_fence();
+      if (begin(coop, op, send)) finish(coop, op, receive);
     });
-    status.op = call.op;
-    status.seq = seq;
-    status = fail(status);
+    op.status.op = call.op;
+    op.status.seq = op.header.seq;
+    status = fail(op.status);
     op_record_.code = status.code;
     record(&OpRecord::end_ns, Clock::now());
   }

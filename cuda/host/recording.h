@@ -46,24 +46,24 @@ inline void write_segment_header(char* segment, const Shape& s, int rank, uint64
   const Layout l = Layout::make(s);
   std::copy(members.begin(), members.end(), reinterpret_cast<Member*>(segment + l.members));
   auto& header = *reinterpret_cast<SegmentHeader*>(segment);
-  header = {0,
-            kSegmentHeaderVersion,
-            rank,
-            getpid(),
-            s.num_ranks,
-            s.num_experts,
-            s.num_max_tokens,
-            s.hidden,
-            s.num_topk,
-            s.elem_bytes,
-            s.acc_bytes,
-            config,
-            l.poison,
-            l.mailboxes,
-            l.members,
-            l.op_records,
-            l.bytes,
-            l.last_words};
+  header = {.magic = 0,
+            .version = kSegmentHeaderVersion,
+            .rank = rank,
+            .pid = getpid(),
+            .num_ranks = s.num_ranks,
+            .num_experts = s.num_experts,
+            .num_max_tokens = s.num_max_tokens,
+            .hidden = s.hidden,
+            .num_topk = s.num_topk,
+            .elem_bytes = s.elem_bytes,
+            .acc_bytes = s.acc_bytes,
+            .config = config,
+            .poison = l.poison,
+            .mailboxes = l.mailboxes,
+            .members = l.members,
+            .op_records = l.op_records,
+            .bytes = l.bytes,
+            .last_words = l.last_words};
   store_release(header.magic, kSegmentHeaderMagic);
 }
 

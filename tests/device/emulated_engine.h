@@ -29,12 +29,22 @@ class Engine {
       : config_(std::move(config)), placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
     for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
     if constexpr (kNetwork) connect();
-    world_ = {config_.shape,  Layout::make(config_.shape),         placement_.view(), config_.capacity.data(),
-              base_.data(),   kNetwork ? mirror_.data() : nullptr, config_.rank,      config_.config_hash,
-              new_plan_mark()};
+    world_ = {.shape = config_.shape,
+              .layout = Layout::make(config_.shape),
+              .placement = placement_.view(),
+              .capacity = config_.capacity.data(),
+              .base = base_.data(),
+              .mirror = kNetwork ? mirror_.data() : nullptr,
+              .rank = config_.rank,
+              .config = config_.config_hash,
+              .plan_mark = new_plan_mark()};
     state_.seq[0] = state_.seq[1] = config_.first_seq - 1;
     state_.bad_entry = kNoBadEntry;
-    control_ = {&state_, &record_, int64_t(config_.timeout_s * 1e9), 0, 1};
+    control_ = {.state = &state_,
+                .record = &record_,
+                .timeout_ns = int64_t(config_.timeout_s * 1e9),
+                .tag = 0,
+                .may_overflow = 1};
     noise_.seed(static_cast<uint32_t>(config_.rank) + 1);
   }
 

@@ -71,15 +71,34 @@ struct Group {
 
   int num_local(int rank) const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
   World world(int rank) {
-    return {shape,    Layout::make(shape), placement.view(), capacity.data(), base.data(), nullptr, rank, kConfig,
-            kPlanMark};
+    return {.shape = shape,
+            .layout = Layout::make(shape),
+            .placement = placement.view(),
+            .capacity = capacity.data(),
+            .base = base.data(),
+            .mirror = nullptr,
+            .rank = rank,
+            .config = kConfig,
+            .plan_mark = kPlanMark};
   }
   EngineConfig config() const {
     std::vector<uint64_t> addresses;
     for (char* const segment : base) addresses.push_back(reinterpret_cast<uint64_t>(segment));
     const double at_once = 0;  // peers have announced all they will
-    return {shape,          elem,          me,   kConfig, expert_rank, capacity, addresses, {}, at_once,
-            dispatch_codec, combine_codec, drop, 1,       "portable"};
+    return {.shape = shape,
+            .elem = elem,
+            .rank = me,
+            .config_hash = kConfig,
+            .expert_rank = expert_rank,
+            .capacity = capacity,
+            .segments = addresses,
+            .watches = {},
+            .timeout_s = at_once,
+            .dispatch_codec = dispatch_codec,
+            .combine_codec = combine_codec,
+            .drop_overflow = drop,
+            .num_lanes = 1,
+            .isa = "portable"};
   }
 };
 
@@ -111,8 +130,9 @@ void publish_peers(Group& group, fuzz::Bytes& in) {
     for (const Op op : kOps) {
       const uint64_t seq = op == Op::kDispatch || op == Op::kCombine ? 1 : 2;
       const uint64_t handle = op == Op::kDispatch ? 0 : 1;
-      post(w.mailbox(group.me, kind_of(op), peer),
-           {seq, kConfig, call_word(op, kTag, handle), Code::kOk, int32_t(num_tokens), 0, 0});
+      Header header = w.header(seq, op, kTag, handle);
+      header.num_tokens = int32_t(num_tokens);
+      post(w.mailbox(group.me, kind_of(op), peer), header);
     }
   }
 }

@@ -167,21 +167,21 @@ int main(int argc, char** argv) {
 
   std::vector<std::unique_ptr<Rank>> engines;
   for (int r = 0; r < num_ranks; ++r) {
-    engines.push_back(std::make_unique<Rank>(EngineConfig{shape,
-                                                          rows::Elem::kFloat32,
-                                                          r,
-                                                          7,
-                                                          expert_rank,
-                                                          capacity,
-                                                          segments,
-                                                          {},
-                                                          60.0,
-                                                          Codec::kRaw,
-                                                          Codec::kRaw,
-                                                          false,
-                                                          lanes,
-                                                          "portable",
-                                                          first_seq}));
+    engines.push_back(std::make_unique<Rank>(EngineConfig{.shape = shape,
+                                                          .elem = rows::Elem::kFloat32,
+                                                          .rank = r,
+                                                          .config_hash = 7,
+                                                          .expert_rank = expert_rank,
+                                                          .capacity = capacity,
+                                                          .segments = segments,
+                                                          .watches = {},
+                                                          .timeout_s = 60.0,
+                                                          .dispatch_codec = Codec::kRaw,
+                                                          .combine_codec = Codec::kRaw,
+                                                          .drop_overflow = false,
+                                                          .num_lanes = lanes,
+                                                          .isa = "portable",
+                                                          .first_seq = first_seq}));
   }
   std::vector<std::thread> ranks;
   for (int r = 0; r < num_ranks; ++r) {

@@ -100,6 +100,17 @@ struct World {
   MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
     return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
   }
+  // What this rank announces of its op, and compares with what peers do. Made here and nowhere else; who refuses, or has
+  // tokens to tell of, adds that.
+  MOE_RT_FN Header header(uint64_t seq, Op op, uint32_t tag, uint64_t handle_seq) const {
+    return {.seq = seq,
+            .config = config,
+            .call = call_word(op, tag, handle_seq),
+            .status = Code::kOk,
+            .num_tokens = 0,
+            .got = 0,
+            .expected = 0};
+  }
   MOE_RT_FN OpRecordSlot& op_record(uint64_t number) const {
     return at<OpRecordSlot>(rank, layout.op_records)[number % kNumOpRecords];
   }

@@ -32,16 +32,16 @@ struct Member {
 
 // One op, from its first step on. Times are nanoseconds of CLOCK_MONOTONIC, 0 until the step is over.
 struct OpRecord {
-  uint64_t number;  // counts all ops of this rank, from 1; it is in slot number % kNumOpRecords
-  uint64_t seq;     // counts the ops of its kind
-  Op op;
-  Code code;
-  uint32_t tag;
-  int32_t num_tokens;
-  int64_t start_ns, announced_ns, heard_ns, end_ns;
-  int64_t longest_ns;  // of the waits for single peers, looking at them in rank order
-  int64_t longest_peer;
-  uint64_t handle_seq;  // of the dispatch whose handle is used; 0 for a dispatch
+  uint64_t number = 0;  // counts all ops of this rank, from 1; it is in slot number % kNumOpRecords
+  uint64_t seq = 0;     // counts the ops of its kind
+  Op op = Op::kNone;
+  Code code = Code::kOk;
+  uint32_t tag = 0;
+  int32_t num_tokens = 0;
+  int64_t start_ns = 0, announced_ns = 0, heard_ns = 0, end_ns = 0;
+  int64_t longest_ns = 0;  // of the waits for single peers, looking at them in rank order
+  int64_t longest_peer = -1;
+  uint64_t handle_seq = 0;  // of the dispatch whose handle is used; 0 for a dispatch
 };
 inline constexpr int kOpRecordWords = sizeof(OpRecord) / sizeof(uint64_t);
 

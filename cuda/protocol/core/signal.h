@@ -14,6 +14,8 @@ struct Header {
   Code status;    // kOk, or why the source refuses this op
   int32_t num_tokens;
   int64_t got, expected;  // of the refusal
+
+  MOE_RT_FN void refuse(Code why, int64_t got_, int64_t expected_) { status = why, got = got_, expected = expected_; }
 };
 
 // One per (owner, kind, source); written by the source only. Two headers because a source may already announce n + 1
@@ -33,6 +35,8 @@ MOE_RT_FN constexpr uint64_t call_word(Op op, uint32_t tag, uint64_t handle_seq)
   return uint64_t(op) << 60 | uint64_t(tag & ((1u << kTagBits) - 1)) << 32 | (handle_seq & 0xffffffffu);
 }
 
+MOE_RT_FN constexpr Op op_of(const Header& header) { return Op(header.call >> 60); }
+
 // A poison word says what went wrong, who found it and, if a peer is to blame, which: three 16-bit fields, the ranks
 // plus one. Zero is healthy.
 MOE_RT_FN constexpr uint64_t poison_word(Code code, int origin, int peer) {
@@ -41,6 +45,15 @@ MOE_RT_FN constexpr uint64_t poison_word(Code code, int origin, int peer) {
 MOE_RT_FN constexpr Code poison_code(uint64_t word) { return Code(word & 0xffff); }
 MOE_RT_FN constexpr int poison_origin(uint64_t word) { return int(word >> 16 & 0xffff) - 1; }
 MOE_RT_FN constexpr int poison_peer(uint64_t word) { return int(word >> 32 & 0xffff) - 1; }
+
+// The status of whoever finds the word: whose it is, and in `got` and `expected` what that rank found with which peer.
+MOE_RT_FN Status poisoned(uint64_t word, Status where = {}) {
+  where.code = Code::kPoisoned;
+  where.peer = poison_origin(word);
+  where.got = int64_t(poison_code(word));
+  where.expected = poison_peer(word);
+  return where;
+}
 
 // Signed distance, so that the comparison survives wrap-around.
 MOE_RT_FN constexpr bool reached(uint64_t signal, uint64_t seq) {
@@ -89,7 +102,7 @@ MOE_RT_FN Code wait_signal(const Mailbox& mailbox, uint64_t seq, Idle& idle) {
 // Judges a peer's header against ours. A refusal is believed before the call is compared: who refuses an op may not
 // know the handle it was given.
 MOE_RT_FN Status check_header(const Header& theirs, const Header& ours, int peer) {
-  Status s{Code::kOk, Op(ours.call >> 60), Phase::kWait, peer, ours.seq, 0, 0};
+  Status s{.op = op_of(ours), .phase = Phase::kWait, .peer = peer, .seq = ours.seq};
   if (theirs.config != ours.config) {
     s.code = Code::kConfigMismatch, s.got = int64_t(theirs.config), s.expected = int64_t(ours.config);
   } else if (theirs.seq != ours.seq) {
