@@ -1,7 +1,6 @@
 // Coding and decoding a row by a group of lanes: a team of lanes takes a block of 128 elements, a few for each lane.
 //
-// A team is a warp, whichever group it is part of, so that its lanes can agree on a largest magnitude without a
-// barrier.
+// A team is a warp, whichever group it is part of, so that its lanes agree on a largest magnitude without a barrier.
 #pragma once
 
 #include "../protocol/core/codec.h"

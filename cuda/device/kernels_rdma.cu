@@ -6,8 +6,7 @@
 
 namespace moe_rt {
 
-// NVSHMEM's device interface, as device/rdma.h calls it: blocking gets and puts by a warp or a block, the rest by a
-// lane.
+// NVSHMEM's device interface as device/rdma.h calls it: blocking gets and puts by warps or blocks, the rest by a lane.
 struct Nvshmem {
   __device__ void get(const WarpGroup&, void* here, const void* there, int64_t bytes, int pe) const {
     nvshmemx_getmem_warp(here, there, size_t(bytes), pe);

@@ -1,5 +1,4 @@
-// How much memory launches need besides their tensors, and how many tokens a routing tile has: one answer for host and
-// device.
+// How much memory launches need besides their tensors, and the tokens of a routing tile: the same for host and device.
 #pragma once
 
 #include "../protocol/flat/index.h"

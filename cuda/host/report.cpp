@@ -1,5 +1,4 @@
-// Reading a segment that nothing is known of: the segment header is copied and judged first, then what it points at is
-// read.
+// Reading a segment that nothing is known of: its header is copied and judged first, then what it points at is read.
 #include "report.h"
 
 #include <algorithm>

@@ -183,8 +183,7 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
   return sum;
 }
 
-// A coded row is coded block by block: integers have no rounding, so every instruction set gives the same bits here
-// too.
+// A row is coded block by block: integers have no rounding, so every instruction set gives the same bits here, too.
 template <class E>
 void encode_sum(Codec codec, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
   using L = typename E::InOrder;

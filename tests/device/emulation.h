@@ -1,5 +1,4 @@
-// A GPU of host threads: runs the CUDA launch bodies, blocks and all, so that sanitizers and the whole suite can see
-// them.
+// A GPU of host threads: runs the CUDA launch bodies, blocks and all, for sanitizers and the whole suite to see them.
 //
 // A launch's blocks run side by side, or one after another in random order: no block may wait for another of its
 // launch, so either must do. Lanes pause at random barriers. A warp has 32 lanes where they divide a block, else one.

@@ -1,5 +1,4 @@
-// What row primitives read and what a flush asks of the network, counted: exits with 1 and says so where it is too
-// much.
+// What row primitives read and what a flush asks of the network, counted: exits with 1 and says where it is too much.
 #include <cstdio>
 #include <thread>
 

@@ -2,8 +2,7 @@
 // lanes, or, with MOE_RT_EMULATED_GPU, a GPU of blocks and lanes.
 //
 // Built with ThreadSanitizer by test_races.py: ranks share one mapping, so a missing order shows as a data race. Every
-// output is checked, so a window reused too early shows even where the detector is blind. Exit status 0: all as
-// expected.
+// output is checked, so a window reused too early shows even where the detector is blind. Exits with 0 if all is right.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

@@ -8,7 +8,7 @@
 //   leave last words                             store_release with load_acquire of their length    (host/recording.h)
 //   the barrier of a host team                   fetch_add_acq_rel; store_release and wake_sleepers
 //                                                with load_acquire and sleep_while                  (host/team.h)
-//   exclusive use of an engine                   exchange_acquire with store_release                (host/engine.cpp)
+//   exclusive use of an engine                   exchange_acquire with store_release                (host/exchange.h)
 //   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)
 //   report a failure to the host                 store_release with the host's look at the record   (device/exchange.h)
 // Relaxed read-modify-writes collect bits and minima in scratch that a barrier publishes.

@@ -1,7 +1,7 @@
 // Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
 //
 //   control     segment header | poison | mailboxes [kind][source rank] | members [R] | op records [64] | last words
-//   2 windows   route counts, offsets, lists and weights | tokens [T][H] | partials [T][S][H] | scalars [T][K]
+//   2 windows   route counts, offsets, lists and weights | tokens [T][H] | partials [S][T][H] | scalars [T][K]
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
 // Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
 // per-expert and per-rank numbers grow with E and R.
@@ -114,8 +114,7 @@ struct World {
   MOE_RT_FN OpRecordSlot& op_record(uint64_t number) const {
     return at<OpRecordSlot>(rank, layout.op_records)[number % kNumOpRecords];
   }
-  // Each of these takes the window that an op uses, 0 or 1 (window_selector.h). Its start is where a rank's route lists
-  // are.
+  // Each takes the window that an op uses, 0 or 1 (window_selector.h). Its start is where a rank's route lists are.
   MOE_RT_FN char* window_start(int source, int window) const {
     return mirror && mirror[source] ? mirror[source] : base[source] + layout.window[window].counts;
   }

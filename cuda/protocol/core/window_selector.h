@@ -16,8 +16,8 @@ struct WindowSelector {
 
   MOE_RT_FN int next(Kind kind) const {
     const int k = static_cast<int>(kind);
-#if defined( \
-    MOE_RT_WEAKEN_WINDOW_SELECTOR)  // a test builds with it: the second of two ops of a kind races with the first
+// A test builds with it: the second of two ops of a kind races with the first then.
+#if defined(MOE_RT_WEAKEN_WINDOW_SELECTOR)
     return window[k];
 #else
     return last == k + 1 ? 1 - window[k] : window[k];

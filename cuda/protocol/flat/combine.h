@@ -1,11 +1,9 @@
 // The roles of combine-type ops: sum a token's rows here, push the partial to its source, then add up what came home.
 //
 //   combine             push (weights)        | wait | reduce
-//   dispatch backward   push (unit weights)   | wait | reduce   and one scalar per (token, k): the routing-weight
-//   gradient
+//   dispatch backward   push (unit weights)   | wait | reduce   and the gradient of each routing weight: (token, k)
 // `Rows` is the row primitive: encode_sum(dst, srcs, weights, n) without the sources that are nullptr, and
-// decode_sum(dst, srcs, n), in the order given, in the accumulator type. `Link` is how a peer's segment is reached
-// (link.h).
+// decode_sum(dst, srcs, n), in the order given, in the accumulator type. `Link` reaches a peer's segment (link.h).
 #pragma once
 
 #include "../core/coop.h"

@@ -1,5 +1,4 @@
-// The roles of dispatch-type ops: publish rows into the own window, then pull what the experts here need from every
-// peer.
+// The roles of dispatch-type ops: publish rows into the own window, then pull what the experts here need from peers.
 //
 //   dispatch           publish_rows + routing.h | wait | index.h, gather
 //   combine backward   publish_rows             | wait | gather_grad        (reuses the handle's plan: no routing)

@@ -18,8 +18,7 @@ inline constexpr int32_t kNoPlace = INT32_MAX;  // of topk_idx -1: behind all ot
 
 // Sorts a token's n top-k entries by place: order[i] is the i-th one's k, ties in top-k order, so that a duplicate
 // follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each entry counts those
-// before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where the compiler knows
-// it.
+// before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where compilers know it.
 template <int kTopk>
 MOE_RT_FN bool sort_visits(const World& w, const int64_t* topk_idx, int n, int32_t* places, int32_t* order,
                            int64_t* bad) {
@@ -45,8 +44,7 @@ MOE_RT_FN bool sort_visits(const World& w, const int64_t* topk_idx, int n, int32
   return true;
 }
 
-// Per-lane counters, [lanes][E + R]: rows for each place, pulls for each rank. After place_lanes: where the lane
-// starts.
+// Per-lane counters, [lanes][E + R]: rows for each place, pulls for each rank. After place_lanes: where a lane starts.
 struct LaneCounters {
   int32_t* data;
   int32_t num_places, num_ranks;
@@ -91,8 +89,7 @@ MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, 
   return true;
 }
 
-// Turns counters into starting places and writes the totals that receivers read. One lane's work; callers sync around
-// it.
+// Turns counters into starting places and writes the totals that receivers read. By one lane; callers sync around it.
 template <class Weight>
 MOE_RT_FN void place_lanes(const World& w, const LaneCounters& counters, int lanes, const RouteLists<Weight>& lists) {
   for (int place = 0; place < counters.num_places; ++place) {

@@ -2,8 +2,7 @@
 //
 // A tile has one token per lane. Which tokens of the tile visit an expert is a set of bits, so a token's place among
 // them is a count of the bits before its own: stable whatever the order in which lanes set them. Destinations are
-// independent, each made by a block of its own that counts for itself what goes to the ranks before it; no block waits
-// for another.
+// independent, each made by a block of its own, which counts what goes to the ranks before it and waits for no other.
 #pragma once
 
 #include "../core/coop.h"
