@@ -4,11 +4,11 @@
     combine            saves y, weights, plans;    backward: combine_backward  (a dispatch-type op)
 
 Ops are functional and return fresh tensors of static shape, so that autograd, checkpointing and torch.compile see
-nothing unusual. A buffer is named by an integer, its engine's id. Rows past `offs[-1]` are never written nor read.
+nothing unusual. Rows past `offs[-1]` are never written nor read.
 
 torch's dispatcher, and the Python that it runs around an op for autograd, take several times as long as exchanging one
-token. They serve those who trace, transform or watch ops; where nobody does, `dispatch` and `combine` go straight to
-the engine, with the same formulas.
+token. They serve those who trace, transform or watch ops, and name a buffer by an integer, its engine's id, which a
+graph can hold; where nobody does, `dispatch` and `combine` go straight to the engine, with the same formulas.
 """
 
 from __future__ import annotations
@@ -127,14 +127,14 @@ def _unwatched(*tensors: Tensor) -> bool:
 def _backward(kind: Op, op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:
     """Runs one; through the dispatcher if somebody watches, or wants the second derivative that it refuses."""
     if not torch.is_grad_enabled() and _unwatched(*tensors):
-        return engine_op(*tensors, ctx.engine, ctx.tag)
-    engine_by_id(ctx.engine).require_call(kind, ctx.tag, grad=tensors[0])
-    return op(*tensors, ctx.engine, ctx.tag)
+        return engine_op(*tensors, ctx.tag)
+    ctx.engine.require_call(kind, ctx.tag, grad=tensors[0])
+    return op(*tensors, ctx.engine.id, ctx.tag)
 
 
-def _save_for_dispatch_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_for_dispatch_backward(ctx: Any, engine: Engine, tag: int, output: tuple[Tensor, ...]) -> None:
     recv_x, recv_weights, _, recv_plan, send_plan = output
-    ctx.engine, ctx.tag = inputs[3:]
+    ctx.engine, ctx.tag = engine, tag
     ctx.rows_shape, ctx.dtypes = recv_x.shape, (recv_x.dtype, recv_weights.dtype)
     ctx.set_materialize_grads(False)  # of five outputs only two have gradients
     ctx.save_for_backward(recv_plan, send_plan)
@@ -149,19 +149,19 @@ def _differentiate_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | N
         grad_recv_weights = recv_plan.new_zeros(ctx.rows_shape[:1], dtype=ctx.dtypes[1])
     tensors = (grad_recv_x, grad_recv_weights, recv_plan, send_plan)
     op = torch.ops.moe_rt.dispatch_backward.default
-    grad_x, grad_topk_weights = _backward(Op.DISPATCH_BACKWARD, op, _dispatch_backward, tensors, ctx)
+    grad_x, grad_topk_weights = _backward(Op.DISPATCH_BACKWARD, op, ctx.engine.dispatch_backward, tensors, ctx)
     return grad_x, None, grad_topk_weights, None, None
 
 
-def _save_for_combine_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, recv_weights, recv_plan, _, ctx.engine, ctx.tag = inputs
-    ctx.save_for_backward(y, recv_weights, recv_plan)
+def _save_for_combine_backward(ctx: Any, engine: Engine, tag: int, *tensors: Tensor) -> None:
+    ctx.engine, ctx.tag = engine, tag
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     tensors = (grad_out, *ctx.saved_tensors)
     op = torch.ops.moe_rt.combine_backward.default
-    grad_y, grad_recv_weights = _backward(Op.COMBINE_BACKWARD, op, _combine_backward, tensors, ctx)
+    grad_y, grad_recv_weights = _backward(Op.COMBINE_BACKWARD, op, ctx.engine.combine_backward, tensors, ctx)
     return grad_y, grad_recv_weights, None, None, None, None
 
 
@@ -169,12 +169,18 @@ def _differentiate_twice(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError("second derivative of moe_rt's dispatch or combine: got one, expected first ones only")
 
 
-torch.library.register_autograd(
-    "moe_rt::dispatch", _differentiate_dispatch, setup_context=_save_for_dispatch_backward, lib=_lib
-)
-torch.library.register_autograd(
-    "moe_rt::combine", _differentiate_combine, setup_context=_save_for_combine_backward, lib=_lib
-)
+def _set_up_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, _, engine, tag = inputs
+    _save_for_dispatch_backward(ctx, engine_by_id(engine), tag, output)
+
+
+def _set_up_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, recv_weights, recv_plan, _, engine, tag = inputs
+    _save_for_combine_backward(ctx, engine_by_id(engine), tag, y, recv_weights, recv_plan)
+
+
+torch.library.register_autograd("moe_rt::dispatch", _differentiate_dispatch, setup_context=_set_up_dispatch, lib=_lib)
+torch.library.register_autograd("moe_rt::combine", _differentiate_combine, setup_context=_set_up_combine, lib=_lib)
 for _name in ("dispatch_backward", "combine_backward"):
     torch.library.register_autograd(f"moe_rt::{_name}", _differentiate_twice, lib=_lib)
 
@@ -183,9 +189,11 @@ for _name in ("dispatch_backward", "combine_backward"):
 # the op.
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        output = _dispatch(*args)
-        _save_for_dispatch_backward(ctx, args, output)
+    def forward(
+        ctx: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: Engine, tag: int
+    ) -> tuple[Tensor, ...]:
+        output = engine.dispatch(x, topk_idx, topk_weights, tag)
+        _save_for_dispatch_backward(ctx, engine, tag, output)
         return output
 
     backward = staticmethod(_differentiate_dispatch)
@@ -193,9 +201,11 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        output = _combine(*args)
-        _save_for_combine_backward(ctx, args, output)
+    def forward(
+        ctx: Any, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int
+    ) -> Tensor:
+        output = engine.combine(y, recv_weights, recv_plan, send_plan, tag)
+        _save_for_combine_backward(ctx, engine, tag, y, recv_weights, recv_plan)
         return output
 
     backward = staticmethod(_differentiate_combine)
@@ -205,7 +215,7 @@ def dispatch(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: Engine, 
     """torch.ops.moe_rt.dispatch: recv_x, recv_weights, offs, recv_plan, send_plan."""
     if _unwatched(x, topk_idx, topk_weights):
         if torch.is_grad_enabled():
-            return _Dispatch.apply(x, topk_idx, topk_weights, engine.id, tag)
+            return _Dispatch.apply(x, topk_idx, topk_weights, engine, tag)
         return engine.dispatch(x, topk_idx, topk_weights, tag)
     engine.require_call(Op.DISPATCH, tag, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     return torch.ops.moe_rt.dispatch.default(x, topk_idx, topk_weights, engine.id, tag)
@@ -215,7 +225,7 @@ def combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tenso
     """torch.ops.moe_rt.combine: out."""
     if _unwatched(y, recv_weights, recv_plan, send_plan):
         if torch.is_grad_enabled():
-            return _Combine.apply(y, recv_weights, recv_plan, send_plan, engine.id, tag)
+            return _Combine.apply(y, recv_weights, recv_plan, send_plan, engine, tag)
         return engine.combine(y, recv_weights, recv_plan, send_plan, tag)
     plans = {"handle.recv_plan": recv_plan, "handle.send_plan": send_plan}
     engine.require_call(Op.COMBINE, tag, y=y, recv_weights=recv_weights, **plans)
