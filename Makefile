@@ -7,7 +7,7 @@ TRAINS := .venv/trains
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 
-.PHONY: demo test lint format install tools docs wheel clean
+.PHONY: demo test lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -55,6 +55,10 @@ wheel: install
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	MOE_RT_DIST=dist $(BIN)/python -m pytest tests/install/test_wheel.py
+
+# What Python knows of the compiled engine; a test compares.
+stubs: install
+	$(BIN)/python -m nanobind.stubgen -m moe_rt._engine -o moe_rt/_engine.pyi
 
 # The model checker and the fuzzer are no Python packages, and .venv has the newest CUDA compiler only. Where one cannot
 # be installed, its tests are skipped and say so, or fail if MOE_RT_REQUIRE_TOOLS is 1.

@@ -1,173 +1,329 @@
-"""Types of the compiled CPU engine (cuda/host/bindings.cpp). Addresses are tensor.data_ptr()."""
+from collections.abc import Sequence
 
-MAX_TOPK: int
-NEAR_NS: float
-TAG_BITS: int
-PLAN_CAPACITY: int
-PLAN_NUM_DROPPED: int
-MAX_SCRATCH_BYTES: int
-HOST_RECORD_BYTES: int
-NUM_OP_RECORDS: int
-MOST_LAST_WORDS: int
+
+MAX_TOPK: int = 128
+
+NEAR_NS: float = 60.0
+
+TAG_BITS: int = 28
 
 class Shape:
-    def __init__(
-        self, *, num_ranks: int, num_experts: int, num_max_tokens: int, hidden: int, num_topk: int, elem_bytes: int
-    ) -> None: ...
+    def __init__(self, *, num_ranks: int, num_experts: int, num_max_tokens: int, hidden: int, num_topk: int, elem_bytes: int) -> None: ...
+
+    def row_bytes(self) -> int: ...
+
     def segment_bytes(self) -> int: ...
-    def recv_plan_ints(self, num_local: int, /) -> int: ...
+
+    def recv_plan_ints(self, num_local: int) -> int: ...
 
 class Status:
-    code: int
-    op: int
-    phase: int
-    peer: int
-    seq: int
-    got: int
-    expected: int
+    @property
+    def code(self) -> int: ...
 
-class Fault:
-    at: int
-    def __init__(self, *, at: int, action: int, op: int, seconds: float) -> None: ...
-    def strike(self) -> bool: ...
+    @property
+    def op(self) -> int: ...
 
-class Engine:
-    def __init__(
-        self,
-        *,
-        shape: Shape,
-        elem: int,
-        rank: int,
-        config_hash: int,
-        expert_rank: list[int],
-        capacity: list[int],
-        segments: list[int],
-        watches: list[int],
-        timeout_s: float,
-        dispatch_codec: int,
-        combine_codec: int,
-        drop_overflow: bool,
-        num_lanes: int,
-        isa: str,
-        fault: Fault,
-        cache_bytes: int,
-        near_ns: float,
-        num_cores: int,
-    ) -> None: ...
-    def dispatch(
-        self,
-        x: int,
-        topk_idx: int,
-        topk_weights: int,
-        num_tokens: int,
-        recv_x: int,
-        recv_weights: int,
-        offs: int,
-        recv_plan: int,
-        send_plan: int,
-        tag: int,
-        /,
-    ) -> Status: ...
-    def combine(
-        self,
-        op: int,
-        y: int,
-        recv_weights: int,
-        grad_recv_weights: int,
-        recv_plan: int,
-        send_plan: int,
-        num_tokens: int,
-        out: int,
-        grad_topk_weights: int,
-        tag: int,
-        /,
-    ) -> Status: ...
-    def combine_backward(
-        self,
-        grad_out: int,
-        num_tokens: int,
-        y: int,
-        recv_weights: int,
-        recv_plan: int,
-        grad_y: int,
-        grad_recv_weights: int,
-        tag: int,
-        /,
-    ) -> Status: ...
-    def refuse(self, op: int, code: int, got: int, expected: int, tag: int, /) -> Status: ...
-    def needed_rows(self) -> list[int]: ...
-    def set_capacity(self, capacity: list[int], /) -> None: ...
-    def leave_words(self, text: bytes, /) -> None: ...
-    def poison(self, code: int, peer: int, /) -> None: ...
-    def health(self) -> Status: ...
-    def timings(self) -> tuple[int, int, int, int, list[int], list[float]]: ...
-    def waited_ns(self) -> list[int]: ...
-    def stream_from(self) -> tuple[int, int, int, int]: ...
-    def close(self) -> bool: ...
+    @property
+    def phase(self) -> int: ...
+
+    @property
+    def peer(self) -> int: ...
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def got(self) -> int: ...
+
+    @property
+    def expected(self) -> int: ...
+
+NUM_OP_RECORDS: int = 64
+
+MOST_LAST_WORDS: int = 504
 
 class SegmentHeader:
-    rank: int
-    num_ranks: int
-    num_experts: int
-    num_max_tokens: int
-    hidden: int
-    num_topk: int
-    elem_bytes: int
-    config: int
-    poison: int
-    mailboxes: int
-    members: int
-    op_records: int
-    last_words: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_max_tokens(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def num_topk(self) -> int: ...
+
+    @property
+    def elem_bytes(self) -> int: ...
+
+    @property
+    def config(self) -> int: ...
+
+    @property
+    def poison(self) -> int: ...
+
+    @property
+    def mailboxes(self) -> int: ...
+
+    @property
+    def members(self) -> int: ...
+
+    @property
+    def op_records(self) -> int: ...
+
+    @property
+    def last_words(self) -> int: ...
 
 class OpRecord:
-    number: int
-    seq: int
-    op: int
-    code: int
-    tag: int
-    num_tokens: int
-    start_ns: int
-    announced_ns: int
-    heard_ns: int
-    end_ns: int
-    longest_ns: int
-    longest_peer: int
-    handle_seq: int
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def op(self) -> int: ...
+
+    @property
+    def code(self) -> int: ...
+
+    @property
+    def tag(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def start_ns(self) -> int: ...
+
+    @property
+    def announced_ns(self) -> int: ...
+
+    @property
+    def heard_ns(self) -> int: ...
+
+    @property
+    def end_ns(self) -> int: ...
+
+    @property
+    def longest_ns(self) -> int: ...
+
+    @property
+    def longest_peer(self) -> int: ...
+
+    @property
+    def handle_seq(self) -> int: ...
 
 class SegmentReport:
-    header: SegmentHeader
-    poison: tuple[int, int, int]
-    announced: tuple[list[int], list[int]]
-    closed_to: list[bool]
-    members: list[tuple[int, int]]
-    op_records: list[OpRecord]
-    num_torn: int
-    last_words: bytes
+    @property
+    def header(self) -> SegmentHeader: ...
 
-def has_ended(descriptor: int, /) -> bool: ...
-def read_segment(holder: object, /) -> SegmentReport: ...
-def write_segment_header(
-    *, segment: int, shape: Shape, rank: int, config_hash: int, members: list[tuple[int, int]]
-) -> None: ...
-def weighted_sum(
-    isa: str, elem: int, dst: int, srcs: list[int], weights: list[float], hidden: int, stream: bool, /
-) -> None: ...
-def isas() -> list[str]: ...
-def placement_tables(expert_rank: list[int], num_ranks: int, /) -> tuple[list[int], list[int], list[int]]: ...
-def world(
-    *,
-    shape: Shape,
-    rank: int,
-    config_hash: int,
-    position: int,
-    owner: int,
-    rank_first: int,
-    capacity: int,
-    base: int,
-    mirror: int,
-) -> bytes: ...
-def scratch_bytes(shape: Shape, expert_rank: list[int], rank: int, threads: int, /) -> int: ...
-def network_layout(shape: Shape, num_warps: int, /) -> tuple[int, int, int, int, int]: ...
+    @property
+    def poison(self) -> Status: ...
+
+    @property
+    def announced(self) -> tuple[list[int], list[int]]: ...
+
+    @property
+    def closed_to(self) -> list[bool]: ...
+
+    @property
+    def members(self) -> list[tuple[int, int]]: ...
+
+    @property
+    def op_records(self) -> list[OpRecord]: ...
+
+    @property
+    def num_torn(self) -> int: ...
+
+    @property
+    def last_words(self) -> bytes: ...
+
+def read_segment(holder: object) -> SegmentReport: ...
+
+def write_segment_header(*, segment: int, shape: Shape, rank: int, config_hash: int, members: Sequence[tuple[int, int]]) -> None: ...
+
+class DispatchArgs:
+    def __init__(self, *, x: int, topk_idx: int, topk_weights: int, num_tokens: int, recv_x: int, recv_weights: int, offs: int, recv_plan: int, send_plan: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+class CombineArgs:
+    def __init__(self, *, op: int, y: int, recv_weights: int, grad_recv_weights: int, recv_plan: int, send_plan: int, num_tokens: int, out: int, grad_topk_weights: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+class CombineBackwardArgs:
+    def __init__(self, *, grad_out: int, num_tokens: int, y: int, recv_weights: int, recv_plan: int, grad_y: int, grad_recv_weights: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+class EndArgs:
+    def __init__(self, *, code: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+class SwigluArgs:
+    def __init__(self, *, gate_up: int, offs: int, num_local: int, num_rows: int, intermediate: int, out: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+class SwigluBackwardArgs:
+    def __init__(self, *, grad: int, gate_up: int, offs: int, num_local: int, num_rows: int, intermediate: int, grad_gate_up: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+class RecvPlan:
+    """Where in the int32 tensor recv_plan each of these fields is."""
+
+    num_tokens: int = 4
+
+    num_dropped: int = 7
+
+    capacity: int = 8
+
+class World:
+    def __init__(self, *, shape: Shape, rank: int, config_hash: int, position: int, owner: int, rank_first: int, capacity: int, base: int, mirror: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+class Control:
+    def __init__(self, *, state: int, record: int, timeout_ns: int, tag: int, may_overflow: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def tag(self) -> int: ...
+
+    @tag.setter
+    def tag(self, arg: int, /) -> None: ...
+
+class Links:
+    def __init__(self, *, segment: int = 0, outbox: int = 0, staging: int = 0, row_bytes: int = 0) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
+class PlacementTables:
+    def __init__(self, expert_rank: Sequence[int], num_ranks: int) -> None: ...
+
+    @property
+    def position(self) -> list[int]: ...
+
+    @property
+    def owner(self) -> list[int]: ...
+
+    @property
+    def rank_first(self) -> list[int]: ...
+
+class NetworkLayout:
+    def __init__(self, shape: Shape, num_warps: int) -> None: ...
+
+    @property
+    def staging(self) -> int: ...
+
+    @property
+    def mirrors(self) -> int: ...
+
+    @property
+    def mirror_bytes(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+MAX_SCRATCH_BYTES: int = 49088
+
+def scratch_bytes(shape: Shape, expert_rank: Sequence[int], rank: int, threads: int) -> int: ...
+
 def device_state() -> bytes: ...
-def reported(record: int, /) -> Status | None: ...
+
+HOST_RECORD_BYTES: int = 48
+
+def reported(record: int) -> Status | None: ...
+
+class Fault:
+    def __init__(self, *, at: int, action: int, op: int, seconds: float) -> None: ...
+
+    @property
+    def at(self) -> int: ...
+
+    def strike(self) -> bool: ...
+
+class StreamFrom:
+    @property
+    def published(self) -> int: ...
+
+    @property
+    def received(self) -> int: ...
+
+    @property
+    def pushed(self) -> int: ...
+
+    @property
+    def combined(self) -> int: ...
+
+class Engine:
+    def __init__(self, *, shape: Shape, elem: int, rank: int, config_hash: int, expert_rank: Sequence[int], capacity: Sequence[int], segments: Sequence[int], watches: Sequence[int], timeout_s: float, dispatch_codec: int, combine_codec: int, drop_overflow: bool, num_lanes: int, isa: str, fault: Fault, cache_bytes: int, near_ns: float, num_cores: int) -> None: ...
+
+    def dispatch(self, args: DispatchArgs, tag: int, /) -> Status: ...
+
+    def combine(self, args: CombineArgs, tag: int, /) -> Status: ...
+
+    def combine_backward(self, args: CombineBackwardArgs, tag: int, /) -> Status: ...
+
+    def refuse(self, *, op: int, code: int, got: int, expected: int, tag: int) -> Status: ...
+
+    def leave_words(self, text: bytes) -> None: ...
+
+    def poison(self, *, code: int, peer: int) -> None: ...
+
+    def needed_rows(self) -> list[int]: ...
+
+    def set_capacity(self, capacity: Sequence[int]) -> None: ...
+
+    def health(self) -> Status: ...
+
+    def op_record(self) -> OpRecord: ...
+
+    def arrival_ns(self) -> list[int]: ...
+
+    def line_latency_ns(self) -> list[float]: ...
+
+    def waited_ns(self) -> list[int]: ...
+
+    def stream_from(self) -> StreamFrom: ...
+
+    def close(self) -> bool: ...
+
+def has_ended(descriptor: int) -> bool: ...
+
+def process_state(descriptor: int) -> str: ...
+
+def weighted_sum(isa: str, elem: int, dst: int, srcs: Sequence[int], weights: Sequence[float], hidden: int, stream: bool) -> None: ...
+
+def isas() -> list[str]: ...

@@ -19,6 +19,7 @@ namespace moe_rt {
 // What a stat file says of a thread, or of a process and its first thread.
 struct ProcStat {
   long pid = 0;
+  char state = 0;     // the letter of proc_pid_stat(5); X once it is gone; 0 where it cannot be read
   bool ends = false;  // that thread runs no more code of the program
   long num_threads = 0;
 };
@@ -32,17 +33,17 @@ inline ProcStat read_stat(int descriptor) {
   const ssize_t bytes = pread(descriptor, text, sizeof(text) - 1, 0);
   if (bytes <= 0) {
     stat.ends = bytes == 0 || errno == ESRCH;
+    if (stat.ends) stat.state = 'X';
     return stat;
   }
   text[bytes] = '\0';
   stat.pid = std::strtol(text, nullptr, 10);
   const char* const name_end = std::strrchr(text, ')');  // the name may hold blanks and parentheses
-  char state = '?';
   unsigned long flags = 0;
   // After the name: state, five ids, flags, faults and times, priorities, number of threads; see proc_pid_stat(5).
   const char* const fields = " %c %*d %*d %*d %*d %*d %lu %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld";
-  if (name_end) std::sscanf(name_end + 1, fields, &state, &flags, &stat.num_threads);
-  stat.ends = (flags & kEnds) != 0 || state == 'Z' || state == 'X';
+  if (name_end) std::sscanf(name_end + 1, fields, &stat.state, &flags, &stat.num_threads);
+  stat.ends = (flags & kEnds) != 0 || stat.state == 'Z' || stat.state == 'X';
   return stat;
 }
 

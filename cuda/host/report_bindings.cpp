@@ -58,12 +58,8 @@ void bind_report(nb::module_& m) {
       .def_ro("handle_seq", &OpRecord::handle_seq);
   nb::class_<SegmentReport>(m, "SegmentReport")
       .def_ro("header", &SegmentReport::header)
-      .def_prop_ro("poison",
-                   [](const SegmentReport& r) {
-                     return nb::make_tuple(static_cast<int>(poison_code(r.poison)), poison_origin(r.poison),
-                                           poison_peer(r.poison));
-                   })
-      .def_prop_ro("announced", [](const SegmentReport& r) { return nb::make_tuple(r.announced[0], r.announced[1]); })
+      .def_prop_ro("poison", [](const SegmentReport& r) { return r.poison == 0 ? Status{} : poisoned(r.poison); })
+      .def_prop_ro("announced", [](const SegmentReport& r) { return std::make_tuple(r.announced[0], r.announced[1]); })
       .def_ro("closed_to", &SegmentReport::closed_to)
       .def_prop_ro("members",
                    [](const SegmentReport& r) {
@@ -76,7 +72,7 @@ void bind_report(nb::module_& m) {
       .def_prop_ro("last_words",
                    [](const SegmentReport& r) { return nb::bytes(r.last_words.data(), r.last_words.size()); });
 
-  m.def("read_segment", &read_buffer);
+  m.def("read_segment", &read_buffer, nb::arg("holder"));
   m.def(
       "write_segment_header",
       [](uint64_t segment, const Shape& shape, int rank, uint64_t config_hash,

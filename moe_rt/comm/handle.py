@@ -33,4 +33,4 @@ class Handle:
     @property
     def num_dropped(self) -> Tensor:
         """int32 scalar on the device: rows beyond capacity that this rank did not take (overflow="drop")."""
-        return self.recv_plan[_engine.PLAN_NUM_DROPPED]
+        return self.recv_plan[_engine.RecvPlan.num_dropped]

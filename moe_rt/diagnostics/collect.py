@@ -16,10 +16,11 @@ from moe_rt.diagnostics.calls import disagreement
 from moe_rt.diagnostics.last_words import readable
 from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report, name_ranks
 from moe_rt.errors import Code, Op
-from moe_rt.heap.processes import Watch, state_letter
+from moe_rt.heap.processes import Watch
 
 MOST_LINES = 4  # of a conclusion
-_PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}  # of /proc/<pid>/stat; others run
+# Of /proc/<pid>/stat; "" where it cannot be read; others run.
+_PROCESS_STATES = {"": "unknown", "T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, watch: Watch | N
 def _process_state(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            return _PROCESS_STATES.get(state_letter(stat.read()), "running")
+            return _PROCESS_STATES.get(_engine.process_state(stat.fileno()), "running")
     except (FileNotFoundError, ProcessLookupError):
         return "dead"
     except OSError:  # a system that hides other users' processes
@@ -111,7 +112,7 @@ def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentRepor
         problem=view.problem,
         announced={kind: max((s.announced[k][rank] for s in segments), default=0) for k, kind in enumerate(KINDS)},
         closed=closed,
-        poison="" if own is None else _poison(*own.poison),
+        poison="" if own is None else _poison(own.poison),
         last_words="" if own is None else readable(own.last_words),
         waits_for=waits_for,
         state=_state(view, closed, waits_for, ops[-1] if ops else None, now),
@@ -160,10 +161,11 @@ def _name(names: type[Op] | type[Code], value: int) -> str:
     return names(value).name.lower() if value in names._value2member_map_ else f"{names.__name__.lower()} {value}"
 
 
-def _poison(code: int, origin: int, peer: int) -> str:
-    if code == Code.OK:
+def _poison(found: _engine.Status) -> str:
+    if found.got == Code.OK:
         return ""
-    return f"{_name(Code, code)}, found by rank {origin}" + (f", concerning rank {peer}" if peer >= 0 else "")
+    concerned = f", concerning rank {found.expected}" if found.expected >= 0 else ""
+    return f"{_name(Code, found.got)}, found by rank {found.peer}{concerned}"
 
 
 def _state(view: _View, closed: bool, waits_for: list[int], last: OpRecord | None, now: int) -> str:

@@ -44,12 +44,6 @@ def watch(pid: int) -> Watch:
     return found
 
 
-def state_letter(stat: bytes) -> str:
-    """A process's state in its /proc/<pid>/stat: what follows its name, which may hold blanks and parentheses."""
-    fields = stat.rpartition(b")")[2].split()
-    return fields[0].decode() if fields else ""
-
-
 def num_cores(pids: Iterable[int]) -> int:
     """How many cores the processes may run on, taken together; all that there are where the system does not say.
 

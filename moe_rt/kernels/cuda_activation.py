@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_rt import _engine
 from moe_rt.errors import InvalidInput
 from moe_rt.native.gpu import Gpu, Kernels
 from moe_rt.native.launcher import ELEMENT_NAMES
@@ -50,8 +51,15 @@ def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
     gate_up, offs = gate_up.contiguous(), offs.contiguous()
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
-    words = (gate_up.data_ptr(), offs.data_ptr(), len(offs), rows, width // 2, out.data_ptr())
-    _launch("swiglu_forward", out, words)
+    args = _engine.SwigluArgs(
+        gate_up=gate_up.data_ptr(),
+        offs=offs.data_ptr(),
+        num_local=len(offs),
+        num_rows=rows,
+        intermediate=width // 2,
+        out=out.data_ptr(),
+    )
+    _launch("swiglu_forward", out, args)
     return out
 
 
@@ -67,8 +75,16 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
         raise InvalidInput(f"grad: got {got}, expected {expected} on {gate_up.device}")
     grad, gate_up, offs = grad.contiguous(), gate_up.contiguous(), offs.contiguous()
     out = torch.empty_like(gate_up)
-    words = (grad.data_ptr(), gate_up.data_ptr(), offs.data_ptr(), len(offs), rows, width // 2, out.data_ptr())
-    _launch("swiglu_backward", out, words)
+    args = _engine.SwigluBackwardArgs(
+        grad=grad.data_ptr(),
+        gate_up=gate_up.data_ptr(),
+        offs=offs.data_ptr(),
+        num_local=len(offs),
+        num_rows=rows,
+        intermediate=width // 2,
+        grad_gate_up=out.data_ptr(),
+    )
+    _launch("swiglu_backward", out, args)
     return out
 
 
@@ -80,14 +96,12 @@ def _check(gate_up: Tensor, offs: Tensor) -> None:
         raise InvalidInput(f"offs: got {got}, expected torch.int32 [L] on {gate_up.device}, L > 0")
 
 
-def _launch(name: str, out: Tensor, words: tuple[int, ...]) -> None:
-    """`words` are the fields of the kernel's struct in cuda/device/activation.h, in order."""
+def _launch(name: str, out: Tensor, args: _engine.SwigluArgs | _engine.SwigluBackwardArgs) -> None:
     num_vectors = -(-out.numel() * out.itemsize // _VECTOR_BYTES)
     if num_vectors == 0:
         return
     kernels = _kernels.get((out.device, out.dtype)) or prepare(out.device, out.dtype)
     gpu = _gpus[out.device]
     blocks = min(-(-num_vectors // _THREADS), gpu.num_sms * _BLOCKS_PER_SM)
-    args = (ctypes.c_uint64 * len(words))(*words)
-    params = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+    params = (ctypes.c_void_p * 1)(args.address)
     kernels.launch(name, blocks=blocks, threads=_THREADS, shared_bytes=0, stream=gpu.stream(), params=params)

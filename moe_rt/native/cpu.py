@@ -20,11 +20,11 @@ from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.diagnostics.last_words import cut, last_words, readable
 from moe_rt.diagnostics.report import Report, keep
-from moe_rt.errors import CapacityOverflow, Code, FaultInjected, GroupClosed, MoeRtError, Op
+from moe_rt.errors import Code, FaultInjected, GroupClosed, MoeRtError, Op
 from moe_rt.faults import Point, reach
 from moe_rt.heap.processes import num_cores
 from moe_rt.heap.segments import Segments
-from moe_rt.native.engine import REFUSAL_CODES, Engine
+from moe_rt.native.engine import REFUSAL_CODES, Args, Engine
 from moe_rt.native.statuses import error_from_status
 from moe_rt.native.storage import Recycler
 
@@ -91,32 +91,27 @@ class CpuEngine(Engine):
             Op.COMBINE_BACKWARD: self._engine.combine_backward,
         }
 
-    def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As Engine.dispatch. All ranks see the same overflow and the same need, so all retry alike, and once."""
-        try:
-            return super().dispatch(x, topk_idx, topk_weights, tag)
-        except CapacityOverflow:
-            if self.spec.overflow != "retry":
-                raise
+    def _rows(self, num_rows: int) -> Tensor:
+        return self._memory.empty(num_rows, self.spec.hidden, self.spec.dtype)
+
+    def _run(self, op: Op, args: Args, tag: int) -> None:
+        status = self._ops[op](args, tag)
+        if status.code:
+            raise self._error(status)
+
+    def _grow(self) -> bool:
+        if self.spec.overflow != "retry":
+            return False
         self._capacities = [max(c, n) for c, n in zip(self._capacities, self._engine.needed_rows(), strict=True)]
         self._engine.set_capacity(self._capacities)
         self.capacity = self._capacities[self.rank]
         self._rows_shape = (self.capacity, self.spec.hidden)
-        return super().dispatch(x, topk_idx, topk_weights, tag)
-
-    def _rows(self, num_rows: int) -> Tensor:
-        return self._memory.empty(num_rows, self.spec.hidden, self.spec.dtype)
-
-    def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
-        status = self._ops[op](*words, tag)
-        if status.code:
-            raise self._error(status)
+        return True
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Announces the refusal, then raises `error` here; a failed group is raised instead, caused by `error`."""
-        status = self._engine.refuse(op, REFUSAL_CODES[type(error)], got, expected, tag)
+        code = REFUSAL_CODES[type(error)]
+        status = self._engine.refuse(op=op, code=code, got=got, expected=expected, tag=tag)
         if status.code >= Code.CONFIG_MISMATCH:
             raise self._error(status) from error
         raise error
@@ -127,9 +122,15 @@ class CpuEngine(Engine):
             raise self._error(status)
 
     def timings(self) -> dict[str, Any]:
-        op, before, wait, after, arrivals, lines = self._engine.timings()
-        names = {"op": Op(op).name.lower(), "before_ns": before, "wait_ns": wait, "after_ns": after}
-        return {**names, "arrival_ns": arrivals, "line_latency_ns": lines}
+        last = self._engine.op_record()
+        return {
+            "op": Op(last.op).name.lower(),
+            "before_ns": last.announced_ns - last.start_ns,
+            "wait_ns": last.heard_ns - last.announced_ns,
+            "after_ns": last.end_ns - last.heard_ns,
+            "arrival_ns": self._engine.arrival_ns(),
+            "line_latency_ns": self._engine.line_latency_ns(),
+        }
 
     def report(self) -> Report:
         watches, mappings = list(self._segments.watches), list(self._segments.mappings)
@@ -143,7 +144,7 @@ class CpuEngine(Engine):
     def poison(self, error: BaseException | None = None) -> None:
         if error is not None:
             self._engine.leave_words(last_words(error))
-        self._engine.poison(Code.POISONED, -1)
+        self._engine.poison(code=Code.POISONED, peer=-1)
 
     def close(self, why: str = "") -> None:
         """As Engine.close; silent in a forked child.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import (
@@ -28,7 +29,7 @@ from moe_rt.errors import (
     Op,
 )
 from moe_rt.heap.segments import Segments
-from moe_rt.native.engine import REFUSAL_CODES, Engine
+from moe_rt.native.engine import REFUSAL_CODES, Args, Engine
 from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import Launcher
 from moe_rt.native.statuses import error_from_status
@@ -39,17 +40,16 @@ class _Launches(NamedTuple):
 
     send: str
     receive: str
-    num_tokens: int  # which word says how many tokens
     sends_received: bool
 
 
 _VECTOR_BYTES = 16
-_COMBINE = _Launches("combine_send", "combine_receive", 6, True)
+_COMBINE = _Launches("combine_send", "combine_receive", sends_received=True)
 _LAUNCHES = {
-    Op.DISPATCH: _Launches("dispatch_send", "dispatch_receive", 3, False),
+    Op.DISPATCH: _Launches("dispatch_send", "dispatch_receive", sends_received=False),
     Op.COMBINE: _COMBINE,
     Op.DISPATCH_BACKWARD: _COMBINE,
-    Op.COMBINE_BACKWARD: _Launches("combine_backward_send", "combine_backward_receive", 1, False),
+    Op.COMBINE_BACKWARD: _Launches("combine_backward_send", "combine_backward_receive", sends_received=False),
 }
 
 
@@ -91,9 +91,12 @@ class CudaEngine(Engine):
         # A view may start anywhere; kernels load whole vectors.
         return t if t.data_ptr() % _VECTOR_BYTES == 0 else t.clone()
 
-    def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
+    def _grow(self) -> bool:
+        return False  # the host does not look
+
+    def _run(self, op: Op, args: Args, tag: int) -> None:
         launches = _LAUNCHES[op]
-        tokens, received = words[launches.num_tokens], self.spec.num_ranks * self.spec.num_max_tokens_per_rank
+        tokens, received = args.num_tokens, self.spec.num_ranks * self.spec.num_max_tokens_per_rank
         before, after = (received, tokens) if launches.sends_received else (tokens, received)
         sending = self._blocks(before)
         if op is Op.DISPATCH:  # some blocks route; no more than the others may have, or they would start after those
@@ -102,7 +105,7 @@ class CudaEngine(Engine):
             with self._exclusive(op):
                 self.health()
                 stream = self._stream()
-                self._launcher.set_call(words, tag)
+                self._launcher.set_call(args, tag)
                 self._launcher.launch(launches.send, sending, stream)
                 if self._network is not None and op is Op.DISPATCH:
                     self._launcher.launch("dispatch_fetch", min(self.spec.num_ranks, self._launcher.max_blocks), stream)
@@ -195,7 +198,7 @@ class CudaEngine(Engine):
 
     def _tell_peers(self, kernel: str, code: int) -> None:
         with self._lock:
-            self._launcher.set_call((code,), 0)
+            self._launcher.set_call(_engine.EndArgs(code=code), 0)
             self._launcher.launch(kernel, 1, self._gpu.stream())
 
 

@@ -1,7 +1,7 @@
 """What the engines of all machines share: checking tensors, making outputs, and naming an engine by an integer.
 
-An engine runs the four ops over its heap. What differs is in three hooks: where outputs come from, how an op is run,
-and how this rank refuses one.
+An engine runs the four ops over its heap. What differs is in a few hooks, which this class calls and which call nothing
+here: where outputs come from, how an op is run, whether capacity grows, and how this rank refuses an op.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.diagnostics.report import Report
-from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
+from moe_rt.errors import CapacityOverflow, Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
 
 REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
@@ -27,6 +27,8 @@ REFUSAL_CODES: dict[type[MoeRtError], Code] = {
 }
 # A layer's tag travels in so many bits.
 NUM_TAGS = 1 << _engine.TAG_BITS
+# The op's own struct of cuda/protocol/core/args.h.
+Args: TypeAlias = _engine.DispatchArgs | _engine.CombineArgs | _engine.CombineBackwardArgs
 _STRIDED = torch.strided
 _ids = itertools.count(1)
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
@@ -52,8 +54,12 @@ class Engine(ABC):
         """An uninitialised output [num_rows, H] of the payload's dtype."""
 
     @abstractmethod
-    def _run(self, op: Op, words: tuple[int, ...], tag: int) -> None:
-        """Runs an op; `words` are the fields of its struct in cuda/protocol/core/args.h, in order."""
+    def _run(self, op: Op, args: Args, tag: int) -> None:
+        """Runs an op."""
+
+    @abstractmethod
+    def _grow(self) -> bool:
+        """After an overflow: makes room for all that the dispatch needed. False where capacity is fixed."""
 
     @abstractmethod
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
@@ -74,23 +80,33 @@ class Engine(ABC):
         self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), torch.int64)
         self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), self._acc_dtype)
         x, topk_idx, topk_weights = self._input(x), self._input(topk_idx), self._input(topk_weights)
+        try:
+            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag)
+        except CapacityOverflow:  # all ranks see the same overflow and the same need, so all retry alike, and once
+            if not self._grow():
+                raise
+        return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag)
+
+    def _dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens: int, tag: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         recv_x = self._rows(self.capacity)
         recv_weights = topk_weights.new_empty(self.capacity)
         offs = topk_idx.new_empty(self.num_local_experts, dtype=torch.int32)
         recv_plan = topk_idx.new_empty(self.plan_ints, dtype=torch.int32)
-        send_plan = topk_idx.new_empty(num_tokens, s.num_topk, dtype=torch.int32)
-        words = (
-            x.data_ptr(),
-            topk_idx.data_ptr(),
-            topk_weights.data_ptr(),
-            num_tokens,
-            recv_x.data_ptr(),
-            recv_weights.data_ptr(),
-            offs.data_ptr(),
-            recv_plan.data_ptr(),
-            send_plan.data_ptr(),
+        send_plan = topk_idx.new_empty(num_tokens, self.spec.num_topk, dtype=torch.int32)
+        args = _engine.DispatchArgs(
+            x=x.data_ptr(),
+            topk_idx=topk_idx.data_ptr(),
+            topk_weights=topk_weights.data_ptr(),
+            num_tokens=num_tokens,
+            recv_x=recv_x.data_ptr(),
+            recv_weights=recv_weights.data_ptr(),
+            offs=offs.data_ptr(),
+            recv_plan=recv_plan.data_ptr(),
+            send_plan=send_plan.data_ptr(),
         )
-        self._run(Op.DISPATCH, words, tag)
+        self._run(Op.DISPATCH, args, tag)
         return recv_x, recv_weights, offs, recv_plan, send_plan
 
     def combine(self, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int) -> Tensor:
@@ -101,18 +117,18 @@ class Engine(ABC):
         y, recv_weights = self._input(y), self._input(recv_weights)
         num_tokens = send_plan.shape[0]
         out = self._rows(num_tokens)
-        words = (
-            Op.COMBINE,
-            y.data_ptr(),
-            recv_weights.data_ptr(),
-            0,
-            recv_plan.data_ptr(),
-            send_plan.data_ptr(),
-            num_tokens,
-            out.data_ptr(),
-            0,
+        args = _engine.CombineArgs(
+            op=Op.COMBINE,
+            y=y.data_ptr(),
+            recv_weights=recv_weights.data_ptr(),
+            grad_recv_weights=0,
+            recv_plan=recv_plan.data_ptr(),
+            send_plan=send_plan.data_ptr(),
+            num_tokens=num_tokens,
+            out=out.data_ptr(),
+            grad_topk_weights=0,
         )
-        self._run(Op.COMBINE, words, tag)
+        self._run(Op.COMBINE, args, tag)
         return out
 
     def dispatch_backward(
@@ -127,18 +143,18 @@ class Engine(ABC):
         num_tokens = send_plan.shape[0]
         grad_x = self._rows(num_tokens)
         grad_topk_weights = grad_recv_weights.new_empty(num_tokens, self.spec.num_topk)
-        words = (
-            op,
-            grad_recv_x.data_ptr(),
-            0,
-            grad_recv_weights.data_ptr(),
-            recv_plan.data_ptr(),
-            send_plan.data_ptr(),
-            num_tokens,
-            grad_x.data_ptr(),
-            grad_topk_weights.data_ptr(),
+        args = _engine.CombineArgs(
+            op=op,
+            y=grad_recv_x.data_ptr(),
+            recv_weights=0,
+            grad_recv_weights=grad_recv_weights.data_ptr(),
+            recv_plan=recv_plan.data_ptr(),
+            send_plan=send_plan.data_ptr(),
+            num_tokens=num_tokens,
+            out=grad_x.data_ptr(),
+            grad_topk_weights=grad_topk_weights.data_ptr(),
         )
-        self._run(op, words, tag)
+        self._run(op, args, tag)
         return grad_x, grad_topk_weights
 
     def combine_backward(
@@ -153,16 +169,16 @@ class Engine(ABC):
         grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
         grad_y = self._rows(y.shape[0])
         grad_recv_weights = torch.empty_like(recv_weights)
-        words = (
-            grad_out.data_ptr(),
-            num_tokens,
-            y.data_ptr(),
-            recv_weights.data_ptr(),
-            recv_plan.data_ptr(),
-            grad_y.data_ptr(),
-            grad_recv_weights.data_ptr(),
+        args = _engine.CombineBackwardArgs(
+            grad_out=grad_out.data_ptr(),
+            num_tokens=num_tokens,
+            y=y.data_ptr(),
+            recv_weights=recv_weights.data_ptr(),
+            recv_plan=recv_plan.data_ptr(),
+            grad_y=grad_y.data_ptr(),
+            grad_recv_weights=grad_recv_weights.data_ptr(),
         )
-        self._run(op, words, tag)
+        self._run(op, args, tag)
         return grad_y, grad_recv_weights
 
     def require_call(self, op: Op, tag: int, **tensors: Any) -> None:
@@ -215,7 +231,7 @@ class Engine(ABC):
     ) -> None:
         shape = self._rows_shape
         if self.spec.overflow == "retry":  # the handle may be older than the present capacity; on CPU ranks alone
-            shape = (int(recv_plan[_engine.PLAN_CAPACITY]), self.spec.hidden)
+            shape = (int(recv_plan[_engine.RecvPlan.capacity]), self.spec.hidden)
         self._check(op, tag, name, rows, shape, self.spec.dtype)
         self._check(op, tag, weights_name, weights, shape[:1], self._acc_dtype)
 

@@ -1,12 +1,12 @@
 """What every launch of a CUDA rank is given, packed once: its view of the group, its state, and how peers are reached.
 
-The arguments' bytes are made by the C++ that reads them (moe_rt._engine); the fields filled in here are words.
+The structs are those of the C++ that reads them (cuda/host/launch_bindings.cpp), and are filled by name.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.segments import Segments
+from moe_rt.native.engine import Args
 from moe_rt.native.gpu import Gpu
 
 ELEMENT_NAMES = {torch.float32: "F32", torch.bfloat16: "Bf16", torch.float16: "F16", torch.float64: "F64"}
@@ -21,12 +22,6 @@ _CODEC_NAMES = {None: "kRaw", torch.float8_e4m3fn: "kFp8", torch.int8: "kInt8"}
 THREADS = 512
 NETWORK_THREADS = 256  # NVSHMEM's functions take registers of their own
 _WARP = 32
-# Control of cuda/device/exchange.h: state, record, timeout_ns, tag, may_overflow.
-_CONTROL = struct.Struct("<QQqII")
-_TAG_OFFSET = 24
-# NetworkMemory of cuda/device/rdma.h: segment, outbox, staging, row_bytes; and room for how the network is called.
-_LINKS = struct.Struct("<QQQqQ")
-_MOST_WORDS = 9
 
 
 def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | int]:
@@ -43,7 +38,7 @@ def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | 
 
 def network_bytes(spec: BufferSpec, max_blocks: int) -> int:
     """Symmetric memory that a rank with unmapped peers needs besides its segment."""
-    return _engine.network_layout(spec.shape(), max_blocks * NETWORK_THREADS // _WARP)[3]
+    return _engine.NetworkLayout(spec.shape(), max_blocks * NETWORK_THREADS // _WARP).bytes
 
 
 class Launcher:
@@ -77,52 +72,58 @@ class Launcher:
                 f"num_experts: got {spec.num_experts}, for which a block needs {self._shared_bytes} bytes of shared "
                 f"memory, expected at most {_engine.MAX_SCRATCH_BYTES}"
             )
-        links, mirror = [0] * 5, [0] * spec.num_ranks
+        links, mirror = _engine.Links(), [0] * spec.num_ranks
         if network is not None:
-            staging, mirrors, mirror_bytes, _, row_bytes = _engine.network_layout(
-                shape, max_blocks * self._threads // _WARP
+            layout = _engine.NetworkLayout(shape, max_blocks * self._threads // _WARP)
+            links = _engine.Links(
+                segment=segments.symmetric,
+                outbox=network.symmetric,
+                staging=network.symmetric + layout.staging,
+                row_bytes=shape.row_bytes(),
             )
-            links = [segments.symmetric, network.symmetric, network.symmetric + staging, row_bytes, 0]
             mirror = [
-                0 if address else network.symmetric + mirrors + peer * mirror_bytes
+                0 if address else network.symmetric + layout.mirrors + peer * layout.mirror_bytes
                 for peer, address in enumerate(segments.addresses)
             ]
-        capacity = [spec.capacity(r) for r in range(spec.num_ranks)]
-        # The caller may have set another default device, or one without memory.
-        tables = _engine.placement_tables(placement, spec.num_ranks)
-        int32 = [torch.tensor(t, dtype=torch.int32, device="cpu") for t in tables]
-        int64 = [torch.tensor(t, device="cpu") for t in (capacity, segments.addresses, mirror)]
-        self.record = gpu.host_bytes(_engine.HOST_RECORD_BYTES)
-        self._record_address = self.record.data_ptr()
-        state = torch.frombuffer(bytearray(_engine.device_state()), dtype=torch.uint8)
-        self.memory = [gpu.upload(t) for t in (state, *int32, *int64)]
-        state_at, position, owner, rank_first, capacity_at, base, mirror_at = (t.data_ptr() for t in self.memory)
-        world = _engine.world(
+        self.memory: list[torch.Tensor] = []
+
+        def upload(values: Sequence[int], dtype: torch.dtype) -> int:
+            # The caller may have set another default device, or one without memory.
+            self.memory.append(gpu.upload(torch.tensor(values, dtype=dtype, device="cpu")))
+            return self.memory[-1].data_ptr()
+
+        tables = _engine.PlacementTables(placement, spec.num_ranks)
+        world = _engine.World(
             shape=shape,
             rank=rank,
             config_hash=spec.hash(),
-            position=position,
-            owner=owner,
-            rank_first=rank_first,
-            capacity=capacity_at,
-            base=base,
-            mirror=mirror_at if network is not None else 0,
+            position=upload(tables.position, torch.int32),
+            owner=upload(tables.owner, torch.int32),
+            rank_first=upload(tables.rank_first, torch.int32),
+            capacity=upload([spec.capacity(r) for r in range(spec.num_ranks)], torch.int64),
+            base=upload(segments.addresses, torch.int64),
+            mirror=upload(mirror, torch.int64) if network is not None else 0,
         )
-        self._world = ctypes.create_string_buffer(world, len(world))
-        self._control = ctypes.create_string_buffer(_CONTROL.size)
-        may_overflow = spec.overflow == "raise" and spec.capacity_factor is not None
-        _CONTROL.pack_into(self._control, 0, state_at, self._record_address, int(timeout_s * 1e9), 0, may_overflow)
-        self._links = ctypes.create_string_buffer(_LINKS.pack(*links), _LINKS.size)
-        self._args = ctypes.create_string_buffer(8 * _MOST_WORDS)
-        arguments = (self._world, self._control, self._links, self._args)
-        self._params = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        self.record = gpu.host_bytes(_engine.HOST_RECORD_BYTES)
+        self._record_address = self.record.data_ptr()
+        self._control = _engine.Control(
+            state=upload(list(_engine.device_state()), torch.uint8),
+            record=self._record_address,
+            timeout_ns=int(timeout_s * 1e9),
+            tag=0,
+            may_overflow=spec.overflow == "raise" and spec.capacity_factor is not None,
+        )
+        # As every kernel of cuda/device/entry_points.h takes them; the op's own come last, with each call.
+        self._given = (world, self._control, links)
+        self._params = (ctypes.c_void_p * (len(self._given) + 1))(*(a.address for a in self._given))
         source = "kernels.cu" if network is None else "kernels_rdma.cu"
         self._kernels = gpu.kernels(source, kernel_defines(spec, self._threads), nvshmem=network is not None)
 
-    def set_call(self, words: tuple[int, ...], tag: int) -> None:
+    def set_call(self, args: Args | _engine.EndArgs, tag: int) -> None:
         """The op's arguments, for the launches that follow."""
-        struct.pack_into(f"<{len(words)}Q", self._args, 0, *words)
-        struct.pack_into("<I", self._control, _TAG_OFFSET, tag)
+        self._args = args  # whose bytes a launch reads
+        self._params[len(self._given)] = args.address
+        self._control.tag = tag
 
     def launch(self, name: str, blocks: int, stream: int) -> None:
         """Queues a kernel."""

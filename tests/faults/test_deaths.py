@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moe_rt.heap.processes import Watch, state_letter, watch
+from moe_rt.diagnostics.collect import _process_state
+from moe_rt.heap.processes import Watch, watch
 
 GIB = float(os.environ.get("MOE_RT_TEST_GIB", "1"))  # of a process that is killed
 KILLS = 5
@@ -49,10 +50,6 @@ def wait_for_end(watched: Watch) -> None:
         assert time.monotonic() < deadline
 
 
-def stat_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/stat").read_bytes()
-
-
 def is_readable(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
@@ -78,7 +75,7 @@ def test_death_is_noticed_before_the_memory_is_given_back() -> None:
 def test_process_lives_on_without_its_first_thread() -> None:
     with process(FIRST_THREAD_ENDS) as child:
         watched, deadline = watch(child.pid), time.monotonic() + PATIENCE_S
-        while state_letter(stat_of(child.pid)) != "Z":
+        while _process_state(child.pid) != "dead":  # as the system says of a process whose first thread is
             assert time.monotonic() < deadline
         assert not watched.has_ended()
         child.kill()
@@ -87,7 +84,8 @@ def test_process_lives_on_without_its_first_thread() -> None:
 
 def test_name_of_a_process_is_not_believed() -> None:
     with process(NAMED) as child:
-        assert b") Z 4 (x" in stat_of(child.pid)
+        assert b") Z 4 (x" in Path(f"/proc/{child.pid}/stat").read_bytes()
+        assert _process_state(child.pid) == "running"
         assert not watch(child.pid).has_ended()
 
 

@@ -5,8 +5,8 @@
 
 namespace moe_rt {
 
-// Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py; rows are of the payload's type, weights
-// of the accumulator's. Every field takes eight bytes: moe_rt/native/cuda.py fills the same structs word by word.
+// Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py; rows are of the payload's type, weights of the
+// accumulator's. Python fills the fields by name: host/launch_bindings.cpp.
 struct DispatchArgs {
   const void* x;
   const int64_t* topk_idx;
@@ -46,7 +46,8 @@ struct EndArgs {
   int64_t code;
 };
 
-static_assert(sizeof(DispatchArgs) == 9 * 8 && sizeof(CombineArgs) == 9 * 8 && sizeof(CombineBackwardArgs) == 7 * 8,
-              "eight bytes a field");
+// The host makes these bytes and kernels read them: two compilers must lay them out alike.
+static_assert(sizeof(DispatchArgs) == 72 && sizeof(CombineArgs) == 72 && sizeof(CombineBackwardArgs) == 56,
+              "the host's layout");
 
 }  // namespace moe_rt

@@ -1,0 +1,71 @@
+// Structs of arguments for Python: a class whose constructor takes every field by its name, and no other way.
+//
+// The CPU engine reads such an object, and a CUDA launch copies the struct from its address. A field without a name here
+// does not compile; one that a caller forgets, or that does not exist, is a TypeError.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace moe_rt {
+
+using Address = uint64_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// What Python gives for a field: an address for a pointer, an integer for an enumerator.
+template <class T>
+using Word = std::conditional_t<std::is_pointer_v<T>, Address, std::conditional_t<std::is_enum_v<T>, int32_t, T>>;
+
+template <class T>
+T from_word(Word<T> word) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(word);
+  } else {
+    return static_cast<T>(word);
+  }
+}
+
+template <class Args, class T>
+struct Field {
+  const char* name;
+  T Args::* member;
+};
+template <class Args, class T>
+Field(const char*, T Args::*) -> Field<Args, T>;
+
+struct Anything {
+  template <class T>
+  operator T() const;
+};
+
+template <class Args, class... Found>
+constexpr int num_fields() {
+  if constexpr (requires { Args{Found{}..., Anything{}}; }) {
+    return num_fields<Args, Found..., Anything>();
+  } else {
+    return sizeof...(Found);
+  }
+}
+
+// `address` is that of the struct, as long as the object lives.
+template <class Args, class... Ts>
+nanobind::class_<Args> bind_arguments(nanobind::module_& m, const char* name, Field<Args, Ts>... fields) {
+  static_assert(num_fields<Args>() == sizeof...(Ts), "every field has a name");
+  return nanobind::class_<Args>(m, name)
+      .def(
+          "__init__",
+          [fields...](Args* self, Word<Ts>... words) {
+            new (self) Args{};
+            ((self->*fields.member = from_word<Ts>(words)), ...);
+          },
+          nanobind::kw_only(), nanobind::arg(fields.name)...)
+      .def_prop_ro("address", [](const Args& args) { return reinterpret_cast<Address>(&args); });
+}
+
+}  // namespace moe_rt

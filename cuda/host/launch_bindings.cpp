@@ -1,0 +1,166 @@
+// The part of moe_rt._engine that ops and CUDA launches are given: structs by the names of their fields, in the bytes
+// that engine and kernels read, so that Python knows no C++ layout.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "../device/activation.h"
+#include "../device/rdma.h"
+#include "../device/sizes.h"
+#include "arguments.h"
+#include "placement.h"
+#include "plan_mark.h"
+
+namespace nb = nanobind;
+using namespace moe_rt;
+
+namespace {
+
+// RdmaLinks of the network kernels: how the network is called is an empty struct there, and takes a word.
+struct Links {
+  NetworkMemory memory;
+  uint64_t net;
+};
+
+void bind_ops(nb::module_& m) {
+  bind_arguments<DispatchArgs>(
+      m, "DispatchArgs", Field{"x", &DispatchArgs::x}, Field{"topk_idx", &DispatchArgs::topk_idx},
+      Field{"topk_weights", &DispatchArgs::topk_weights}, Field{"num_tokens", &DispatchArgs::num_tokens},
+      Field{"recv_x", &DispatchArgs::recv_x}, Field{"recv_weights", &DispatchArgs::recv_weights},
+      Field{"offs", &DispatchArgs::offs}, Field{"recv_plan", &DispatchArgs::recv_plan},
+      Field{"send_plan", &DispatchArgs::send_plan})
+      .def_ro("num_tokens", &DispatchArgs::num_tokens);
+  bind_arguments<CombineArgs>(m, "CombineArgs", Field{"op", &CombineArgs::op}, Field{"y", &CombineArgs::y},
+                              Field{"recv_weights", &CombineArgs::recv_weights},
+                              Field{"grad_recv_weights", &CombineArgs::grad_recv_weights},
+                              Field{"recv_plan", &CombineArgs::recv_plan}, Field{"send_plan", &CombineArgs::send_plan},
+                              Field{"num_tokens", &CombineArgs::num_tokens}, Field{"out", &CombineArgs::out},
+                              Field{"grad_topk_weights", &CombineArgs::grad_topk_weights})
+      .def_ro("num_tokens", &CombineArgs::num_tokens);
+  bind_arguments<CombineBackwardArgs>(
+      m, "CombineBackwardArgs", Field{"grad_out", &CombineBackwardArgs::grad_out},
+      Field{"num_tokens", &CombineBackwardArgs::num_tokens}, Field{"y", &CombineBackwardArgs::y},
+      Field{"recv_weights", &CombineBackwardArgs::recv_weights}, Field{"recv_plan", &CombineBackwardArgs::recv_plan},
+      Field{"grad_y", &CombineBackwardArgs::grad_y},
+      Field{"grad_recv_weights", &CombineBackwardArgs::grad_recv_weights})
+      .def_ro("num_tokens", &CombineBackwardArgs::num_tokens);
+  bind_arguments<EndArgs>(m, "EndArgs", Field{"code", &EndArgs::code});
+  bind_arguments<SwigluArgs>(m, "SwigluArgs", Field{"gate_up", &SwigluArgs::gate_up}, Field{"offs", &SwigluArgs::offs},
+                             Field{"num_local", &SwigluArgs::num_local}, Field{"num_rows", &SwigluArgs::num_rows},
+                             Field{"intermediate", &SwigluArgs::intermediate}, Field{"out", &SwigluArgs::out});
+  bind_arguments<SwigluBackwardArgs>(
+      m, "SwigluBackwardArgs", Field{"grad", &SwigluBackwardArgs::grad}, Field{"gate_up", &SwigluBackwardArgs::gate_up},
+      Field{"offs", &SwigluBackwardArgs::offs}, Field{"num_local", &SwigluBackwardArgs::num_local},
+      Field{"num_rows", &SwigluBackwardArgs::num_rows}, Field{"intermediate", &SwigluBackwardArgs::intermediate},
+      Field{"grad_gate_up", &SwigluBackwardArgs::grad_gate_up});
+}
+
+// The fields of a handle's receive plan that Python may look at.
+void bind_plan(nb::module_& m) {
+  nb::class_<RecvPlan> plan(m, "RecvPlan", "Where in the int32 tensor recv_plan each of these fields is.");
+  plan.attr("num_tokens") = offsetof(RecvPlan::Head, num_tokens) / sizeof(int32_t);
+  plan.attr("num_dropped") = offsetof(RecvPlan::Head, num_dropped) / sizeof(int32_t);
+  plan.attr("capacity") = offsetof(RecvPlan::Head, capacity) / sizeof(int32_t);
+}
+
+// What a launch is given besides the op's own arguments.
+void bind_group(nb::module_& m) {
+  nb::class_<World>(m, "World")
+      .def(
+          "__init__",
+          [](World* self, const Shape& shape, int rank, uint64_t config_hash, Address position, Address owner,
+             Address rank_first, Address capacity, Address base, Address mirror) {
+            new (self) World{.shape = shape,
+                             .layout = Layout::make(shape),
+                             .placement = {.position = at<int32_t>(position),
+                                           .owner = at<int32_t>(owner),
+                                           .rank_first = at<int32_t>(rank_first)},
+                             .capacity = at<int64_t>(capacity),
+                             .base = at<char*>(base),
+                             .mirror = at<char*>(mirror),
+                             .rank = rank,
+                             .config = config_hash,
+                             .plan_mark = new_plan_mark()};
+          },
+          nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("position"),
+          nb::arg("owner"), nb::arg("rank_first"), nb::arg("capacity"), nb::arg("base"), nb::arg("mirror"))
+      .def_prop_ro("address", [](const World& w) { return reinterpret_cast<Address>(&w); });
+  bind_arguments<Control>(m, "Control", Field{"state", &Control::state}, Field{"record", &Control::record},
+                          Field{"timeout_ns", &Control::timeout_ns}, Field{"tag", &Control::tag},
+                          Field{"may_overflow", &Control::may_overflow})
+      .def_rw("tag", &Control::tag);
+  nb::class_<Links>(m, "Links")
+      .def(
+          "__init__",
+          [](Links* self, Address segment, Address outbox, Address staging, int64_t row_bytes) {
+            new (self) Links{.memory = {.segment = at<char>(segment),
+                                        .outbox = at<Header>(outbox),
+                                        .staging = at<char>(staging),
+                                        .row_bytes = row_bytes},
+                             .net = 0};
+          },
+          nb::kw_only(), nb::arg("segment") = 0, nb::arg("outbox") = 0, nb::arg("staging") = 0,
+          nb::arg("row_bytes") = 0)
+      .def_prop_ro("address", [](const Links& links) { return reinterpret_cast<Address>(&links); });
+}
+
+// Sizes and tables that the host prepares.
+void bind_sizes(nb::module_& m) {
+  nb::class_<PlacementTables>(m, "PlacementTables")
+      .def(
+          "__init__",
+          [](PlacementTables* self, const std::vector<int32_t>& expert_rank, int num_ranks) {
+            new (self) PlacementTables(PlacementTables::make(expert_rank, num_ranks));
+          },
+          nb::arg("expert_rank"), nb::arg("num_ranks"))
+      .def_ro("position", &PlacementTables::position)
+      .def_ro("owner", &PlacementTables::owner)
+      .def_ro("rank_first", &PlacementTables::rank_first);
+  nb::class_<NetworkLayout>(m, "NetworkLayout")
+      .def(
+          "__init__",
+          [](NetworkLayout* self, const Shape& shape, int64_t num_warps) {
+            new (self) NetworkLayout(NetworkLayout::make(shape, num_warps));
+          },
+          nb::arg("shape"), nb::arg("num_warps"))
+      .def_ro("staging", &NetworkLayout::staging)
+      .def_ro("mirrors", &NetworkLayout::mirrors)
+      .def_ro("mirror_bytes", &NetworkLayout::mirror_bytes)
+      .def_ro("bytes", &NetworkLayout::bytes);
+  m.attr("MAX_SCRATCH_BYTES") = kScratchBytes;
+  m.def(
+      "scratch_bytes",
+      [](const Shape& shape, const std::vector<int32_t>& expert_rank, int rank, int threads) {
+        const PlacementTables t = PlacementTables::make(expert_rank, shape.num_ranks);
+        World w{};
+        w.shape = shape, w.rank = rank, w.placement = t.view();
+        return scratch_bytes(w, threads);
+      },
+      nb::arg("shape"), nb::arg("expert_rank"), nb::arg("rank"), nb::arg("threads"));
+}
+
+}  // namespace
+
+void bind_launch(nb::module_& m) {
+  bind_ops(m);
+  bind_plan(m);
+  bind_group(m);
+  bind_sizes(m);
+  m.def("device_state", [] {
+    DeviceState state{};
+    state.bad_entry = kNoBadEntry;
+    return nb::bytes(reinterpret_cast<const char*>(&state), sizeof(state));
+  });
+  // The failure that kernels have reported at this address, or None. The load pairs with the kernel's last store.
+  m.attr("HOST_RECORD_BYTES") = sizeof(HostRecord);
+  m.def(
+      "reported",
+      [](Address record) -> std::optional<Status> {
+        const HostRecord* r = at<HostRecord>(record);
+        if (load_acquire(r->reported) == 0) return std::nullopt;
+        return r->status;
+      },
+      nb::arg("record"));
+}
