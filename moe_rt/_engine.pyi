@@ -7,6 +7,8 @@ NEAR_NS: float = 60.0
 
 TAG_BITS: int = 28
 
+def elements() -> list[tuple[str, str]]: ...
+
 class Shape:
     def __init__(self, *, num_ranks: int, num_experts: int, num_max_tokens: int, hidden: int, num_topk: int, elem_bytes: int) -> None: ...
 

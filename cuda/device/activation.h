@@ -4,26 +4,12 @@
 // accumulator type and every result is rounded once.
 #pragma once
 
+#include "../protocol/core/args.h"
 #include "elements.h"
 
 namespace moe_rt {
 
 // gate_up [num_rows, 2 * intermediate] has the gate in its first columns; out [num_rows, intermediate].
-struct SwigluArgs {
-  const void* gate_up;
-  const int32_t* offs;
-  int64_t num_local, num_rows, intermediate;
-  void* out;
-};
-
-struct SwigluBackwardArgs {
-  const void* grad;
-  const void* gate_up;
-  const int32_t* offs;
-  int64_t num_local, num_rows, intermediate;
-  void* grad_gate_up;
-};
-
 template <class Elem, int kElems>
 struct alignas(sizeof(Elem) * kElems) ElemVector {
   Elem elem[kElems];

@@ -70,6 +70,17 @@ struct F16 {
   static F16 round(Acc x) { return {static_cast<_Float16>(x)}; }
 };
 
+// Calls fn(element) with one of the type that the just-in-time compiler is given by this name; false if there is none.
+template <class Fn>
+bool with_element(const char* name, Fn&& fn) {
+  const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
+  if (is("F32")) return fn(F32{}), true;
+  if (is("Bf16")) return fn(Bf16{}), true;
+  if (is("F16")) return fn(F16{}), true;
+  if (is("F64")) return fn(F64{}), true;
+  return false;
+}
+
 #endif
 
 }  // namespace moe_rt

@@ -10,15 +10,6 @@
 
 namespace moe_rt {
 
-// Symmetric memory of this rank besides its segment, and the segment as the network knows it.
-struct NetworkMemory {
-  char* segment;
-  Header* outbox;  // [kinds][R][2] headers on their way
-  char* staging;   // a row for each warp of a launch
-  int64_t row_bytes;
-};
-static_assert(sizeof(NetworkMemory) == 32, "the host's layout");
-
 template <class Net, class Group>
 class RdmaLink {
  public:

@@ -26,6 +26,15 @@ MOE_RT_FN int64_t scratch_bytes(const World& w, int32_t lanes) {
   return ints * 4;
 }
 
+// Symmetric memory of this rank besides its segment, and the segment as the network knows it.
+struct NetworkMemory {
+  char* segment;
+  Header* outbox;  // [kinds][R][2] headers on their way
+  char* staging;   // a row for each warp of a launch
+  int64_t row_bytes;
+};
+static_assert(sizeof(NetworkMemory) == 32, "the host's layout");
+
 // Symmetric memory that reaching unmapped peers takes: headers on their way, a staging row for each warp of a launch,
 // and for each peer room for what its route lists say.
 struct NetworkLayout {

@@ -62,6 +62,11 @@ NB_MODULE(_engine, m) {
   m.attr("MAX_TOPK") = kMaxTopk;
   m.attr("NEAR_NS") = kNearNs;
   m.attr("TAG_BITS") = kTagBits;
+  m.def("elements", [] {
+    std::vector<std::tuple<std::string, std::string>> names;
+    for (const rows::ElemNames& e : rows::kElemNames) names.emplace_back(e.torch, e.device);
+    return names;
+  });
 
   nb::class_<Shape>(m, "Shape")
       .def(
@@ -201,12 +206,12 @@ NB_MODULE(_engine, m) {
         std::vector<const char*> pointers;
         for (const Address src : srcs) pointers.push_back(at<char>(src));
         const int n = static_cast<int>(srcs.size());
-        if (static_cast<rows::Elem>(elem) == rows::Elem::kFloat64) {
-          return table->f64.weighted_sum(at<char>(dst), pointers.data(), weights.data(), n, hidden, stream);
+        const auto which = static_cast<rows::Elem>(elem);
+        if (const auto in_doubles = table->functions<double>(which).weighted_sum) {
+          return in_doubles(at<char>(dst), pointers.data(), weights.data(), n, hidden, stream);
         }
         const std::vector<float> factors(weights.begin(), weights.end());
-        const rows::Functions<float>* functions[] = {&table->f32, &table->bf16, &table->f16};
-        functions[elem]->weighted_sum(at<char>(dst), pointers.data(), factors.data(), n, hidden, stream);
+        table->functions<float>(which).weighted_sum(at<char>(dst), pointers.data(), factors.data(), n, hidden, stream);
       },
       nb::arg("isa"), nb::arg("elem"), nb::arg("dst"), nb::arg("srcs"), nb::arg("weights"), nb::arg("hidden"),
       nb::arg("stream"));

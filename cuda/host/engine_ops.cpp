@@ -15,16 +15,9 @@ constexpr int64_t kNoFault = -1, kNeverStreamed = INT64_MAX;
 
 template <class Acc>
 rows::HostRows<Acc> Engine::row_ops(int64_t n, int64_t stream_from, Codec codec) const {
-  const rows::Functions<Acc>* fn;
-  if constexpr (std::is_same_v<Acc, double>) {
-    fn = &table_->f64;
-  } else {
-    fn = config_.elem == rows::Elem::kBfloat16  ? &table_->bf16
-         : config_.elem == rows::Elem::kFloat16 ? &table_->f16
-                                                : &table_->f32;
-  }
   const Shape& s = world_.shape;
-  return {table_, fn, s.hidden, s.elem_bytes, n * s.hidden * s.elem_bytes >= stream_from, codec};
+  return {table_,       &table_->functions<Acc>(config_.elem),      s.hidden,
+          s.elem_bytes, n * s.hidden * s.elem_bytes >= stream_from, codec};
 }
 
 template <class Acc>

@@ -6,9 +6,9 @@
 
 #include <optional>
 
-#include "../device/activation.h"
-#include "../device/rdma.h"
+#include "../device/exchange.h"
 #include "../device/sizes.h"
+#include "../protocol/core/args.h"
 #include "arguments.h"
 #include "placement.h"
 #include "plan_mark.h"

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
+#include <type_traits>
 #include <vector>
 
 #include "../protocol/core/dims.h"
@@ -10,7 +12,13 @@
 namespace moe_rt::rows {
 
 enum class Elem : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
-inline constexpr int kNumElems = 4;
+// In the order of Elem: as torch names each, and as device/elements.h does. Python has its tables from here.
+struct ElemNames {
+  const char *torch, *device;
+};
+inline constexpr ElemNames kElemNames[] = {
+    {"float32", "F32"}, {"bfloat16", "Bf16"}, {"float16", "F16"}, {"float64", "F64"}};
+inline constexpr int kNumElems = std::size(kElemNames);
 
 // Each works on `hidden` elements. Sums are taken in fp32 (fp64 for fp64), in the order given, and rounded once, to
 // nearest even. No fused multiply-add is contracted, so every instruction set gives the same bits.
@@ -37,8 +45,18 @@ struct Table {
   int64_t prefetch_distance;  // bytes between a load and the line that is fetched for a later one
   // To each of n places that is not nullptr.
   void (*copy)(char* const* dsts, int n, const char* src, int64_t bytes, bool stream);
-  Functions<float> f32, bf16, f16;
-  Functions<double> f64;
+  // By Elem; empty where it sums in the other type.
+  Functions<float> in_floats[kNumElems];
+  Functions<double> in_doubles[kNumElems];
+
+  template <class Acc>
+  const Functions<Acc>& functions(Elem elem) const {
+    if constexpr (std::is_same_v<Acc, double>) {
+      return in_doubles[static_cast<int>(elem)];
+    } else {
+      return in_floats[static_cast<int>(elem)];
+    }
+  }
 };
 
 // `isa` is "auto", "portable", "avx2" or "avx512"; nullptr when this machine or build lacks it.

@@ -228,18 +228,26 @@ void decode_sum(Codec codec, char* dst, const char* const* srcs, int n, int64_t 
   }
 }
 
-template <class E>
-constexpr Functions<typename E::Acc> functions() {
-  if constexpr (E::kBytes == 8) {
+template <class Acc, class E>
+constexpr Functions<Acc> functions() {
+  if constexpr (!std::is_same_v<Acc, typename E::Acc>) {
+    return {};
+  } else if constexpr (E::kBytes == 8) {
     return {weighted_sum<E>, scale_dot<E>, nullptr, nullptr};
   } else {
     return {weighted_sum<E>, scale_dot<E>, encode_sum<E>, decode_sum<E>};
   }
 }
 
+// The element types in the order of Elem.
+template <class... Es>
+constexpr Table table_of(const char* name, StreamShares stream) {
+  static_assert(sizeof...(Es) == kNumElems, "one for each Elem");
+  return {name, stream, kPrefetchDistance, copy, {functions<float, Es>()...}, {functions<double, Es>()...}};
+}
+
 constexpr Table make_table(const char* name, StreamShares stream) {
-  return {
-      name, stream, kPrefetchDistance, copy, functions<F32>(), functions<Bf16>(), functions<F16>(), functions<F64>()};
+  return table_of<F32, Bf16, F16, F64>(name, stream);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ from moe_rt.errors import InvalidConfig, SizeOverflow
 PROTOCOL_VERSION = 2
 
 # Payload dtypes in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
-ELEMENTS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+ELEMENTS: dict[torch.dtype, int] = {getattr(torch, name): i for i, (name, _) in enumerate(_engine.elements())}
 
 # What rows may be coded as on the way, as Codec of cuda/protocol/core/codec.h; None sends them as they are.
 CODECS: dict[torch.dtype | None, int] = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}

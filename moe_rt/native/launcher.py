@@ -17,7 +17,7 @@ from moe_rt.heap.segments import Segments
 from moe_rt.native.engine import Args
 from moe_rt.native.gpu import Gpu
 
-ELEMENT_NAMES = {torch.float32: "F32", torch.bfloat16: "Bf16", torch.float16: "F16", torch.float64: "F64"}
+ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
 _CODEC_NAMES = {None: "kRaw", torch.float8_e4m3fn: "kFp8", torch.int8: "kInt8"}
 THREADS = 512
 NETWORK_THREADS = 256  # NVSHMEM's functions take registers of their own

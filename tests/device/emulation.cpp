@@ -56,11 +56,8 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
   uint32_t known = 1;
   const auto body = [&](const auto& m) {
     const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec)};
-    const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
-    const bool found = is("Bf16")  ? run_kernel<Bf16>(kernel, m, dims, params)
-                       : is("F16") ? run_kernel<F16>(kernel, m, dims, params)
-                       : is("F64") ? run_kernel<F64>(kernel, m, dims, params)
-                                   : run_kernel<F32>(kernel, m, dims, params);
+    bool found = false;
+    with_element(elem, [&](auto e) { found = run_kernel<decltype(e)>(kernel, m, dims, params); });
     if (!found) store_relaxed(known, 0u);
   };
   if (segments) {
@@ -77,10 +74,6 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
 extern "C" void emulated_activation(int backward, const char* elem, int blocks, int threads, const void* args,
                                     uint32_t seed) {
   launch_in_warps(emulation::MappedLinks{}, blocks, threads, 0, seed, nullptr, [&](const auto& m) {
-    const auto is = [elem](const char* name) { return std::strcmp(elem, name) == 0; };
-    if (is("F32")) run_activation<F32>(m, backward, args);
-    if (is("Bf16")) run_activation<Bf16>(m, backward, args);
-    if (is("F16")) run_activation<F16>(m, backward, args);
-    if (is("F64")) run_activation<F64>(m, backward, args);
+    with_element(elem, [&](auto e) { run_activation<decltype(e)>(m, backward, args); });
   });
 }

@@ -17,8 +17,8 @@ STRUCTS = {
     "CombineArgs": "protocol/core/args.h",
     "CombineBackwardArgs": "protocol/core/args.h",
     "EndArgs": "protocol/core/args.h",
-    "SwigluArgs": "device/activation.h",
-    "SwigluBackwardArgs": "device/activation.h",
+    "SwigluArgs": "protocol/core/args.h",
+    "SwigluBackwardArgs": "protocol/core/args.h",
     "Control": "device/exchange.h",
 }
 SIZES = {"Op": 4, "uint32_t": 4}  # others take eight bytes

@@ -1,4 +1,4 @@
-// What an op is given: the addresses of its tensors, the same for the CPU engine and for CUDA launches.
+// What an op or an activation is given: the addresses of its tensors, the same for the CPU engine and for CUDA launches.
 #pragma once
 
 #include "status.h"
@@ -46,8 +46,25 @@ struct EndArgs {
   int64_t code;
 };
 
+// Of the launches of device/activation.h.
+struct SwigluArgs {
+  const void* gate_up;
+  const int32_t* offs;
+  int64_t num_local, num_rows, intermediate;
+  void* out;
+};
+
+struct SwigluBackwardArgs {
+  const void* grad;
+  const void* gate_up;
+  const int32_t* offs;
+  int64_t num_local, num_rows, intermediate;
+  void* grad_gate_up;
+};
+
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(DispatchArgs) == 72 && sizeof(CombineArgs) == 72 && sizeof(CombineBackwardArgs) == 56,
+static_assert(sizeof(DispatchArgs) == 72 && sizeof(CombineArgs) == 72 && sizeof(CombineBackwardArgs) == 56 &&
+                  sizeof(SwigluArgs) == 48 && sizeof(SwigluBackwardArgs) == 56,
               "the host's layout");
 
 }  // namespace moe_rt
