@@ -20,12 +20,12 @@ from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.run import Settings, run, sweep_tokens
 from moe_rt.bench.table import console, show_machine, show_run
 from moe_rt.chaos.cli import chaos
+from moe_rt.config.options import HeapKind
 from moe_rt.diagnostics.attach import attach
 from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
 from moe_rt.gpucheck.cli import gpucheck
-from moe_rt.native.backend import Heap
 from moe_rt.testing.host_info import machine_card
 
 
@@ -93,11 +93,11 @@ def _size(name: str, what: str) -> Any:
 @_size("topk", "Experts of a token")
 @_size("experts", "Experts of the group")
 @_size("intermediate", "Inner size of the layer's experts")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Payload; default: the case's.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of rows; default: the case's.")
 @click.option("--routing", help=f"{ROUTING_HELP}; default: the case's.")
 @click.option(
     "--heap",
-    type=click.Choice(get_args(Heap)),
+    type=click.Choice(get_args(HeapKind)),
     help="CPU ranks: shm (processes), threads. With a GPU each: nvshmem; all on one: loopback. Default: shm.",
 )
 @click.option("--sweep", type=click.Choice(["tokens"]), help="Repeat a case at 1, 64, 128, ... tokens.")

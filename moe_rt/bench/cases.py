@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from moe_rt.config.spec import contiguous_placement
+from moe_rt.config.options import HeapKind
+from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig
-from moe_rt.native.backend import Heap
 
 Op = Literal["dispatch", "combine", "pair", "layer"]
 OPS: tuple[Op, ...] = ("dispatch", "combine", "pair", "layer")
@@ -30,7 +30,7 @@ class Case:
     intermediate: int = 512
     dtype: str = "bf16"
     routing: str = "uniform"
-    heap: Heap = "shm"
+    heap: HeapKind = "shm"
 
     def __post_init__(self) -> None:
         for field in ("ranks", "tokens", "hidden", "topk", "experts", "intermediate"):
@@ -62,8 +62,8 @@ class Case:
     @property
     def local_experts(self) -> list[int]:
         """Number of experts on each rank; experts are placed in contiguous blocks."""
-        placement = contiguous_placement(self.experts, self.ranks)
-        return [placement.count(rank) for rank in range(self.ranks)]
+        placement = Placement.contiguous(self.experts, self.ranks)
+        return [placement.num_local(rank) for rank in range(self.ranks)]
 
     @property
     def most_received_bytes(self) -> int:

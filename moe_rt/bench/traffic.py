@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.bench.cases import Case
-from moe_rt.config.spec import contiguous_placement
+from moe_rt.config.placement import Placement
 
 # How many times tokens travel in an op: there, back, or both. A layer's forward is a pair.
 TRIPS = {"dispatch": 1, "combine": 1, "pair": 2, "layer": 2}
@@ -45,7 +45,7 @@ class Traffic:
 
 def count(case: Case, topk_idx: list[Tensor]) -> list[Traffic]:
     """Traffic of every rank, from the routing of every rank."""
-    owner = torch.tensor(contiguous_placement(case.experts, case.ranks))
+    owner = torch.tensor(Placement.contiguous(case.experts, case.ranks).ranks)
     # [source rank, destination rank], in copies and in distinct tokens
     copies = torch.stack([owner[idx].view(-1).bincount(minlength=case.ranks) for idx in topk_idx])
     visits = torch.stack([_visited(owner[idx], case.ranks).sum(0) for idx in topk_idx])

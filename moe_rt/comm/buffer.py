@@ -15,16 +15,17 @@ from moe_rt import _engine
 from moe_rt.comm import ops
 from moe_rt.comm.agreement import agree
 from moe_rt.comm.handle import Handle
-from moe_rt.config.spec import BufferSpec, Overflow
+from moe_rt.config.options import BufferOptions, HeapKind, Overflow
+from moe_rt.config.placement import Placement
+from moe_rt.config.spec import BufferSpec
+from moe_rt.config.topology import Topology
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig, InvalidInput, Op
 from moe_rt.faults import Point, planned, reach
 from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.native.backend import Backend, Heap, choose_backend, make_engine
+from moe_rt.native.backend import Backend, choose_backend, make_engine
 from moe_rt.native.leaving import first_failure, leave
-
-_FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
 
 
 class Buffer:
@@ -34,14 +35,14 @@ class Buffer:
     issued in the same order on every rank, by ranks without tokens too.
 
     Args:
-        group: a ProcessGroup, a one-dimensional DeviceMesh, a ThreadGroup (ranks are threads), or None for the default
-            group, or for a single rank where torch.distributed is not initialised and no launcher has started others;
-            ThreadGroup.make(1)[0] is a single rank everywhere.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or of two, nodes and the ranks of a node, a ThreadGroup
+            (ranks are threads), or None for the default group, or for a single rank where torch.distributed is not
+            initialised and no launcher has started others; ThreadGroup.make(1)[0] is a single rank everywhere.
         num_max_tokens_per_rank: the most tokens a rank will dispatch at once; the same on every rank.
         hidden: elements of a row (H).
         num_topk: entries of topk_idx for each token (K).
         num_experts: experts of the whole group (E); need not divide by the number of ranks.
-        dtype: payload: torch.float32, bfloat16, float16 or float64. Sums are taken in fp32 (fp64 for float64).
+        dtype: of rows: torch.float32, bfloat16, float16 or float64. Sums are taken in fp32 (fp64 for float64).
         heap: "shm" (ranks are processes of one host), "threads", "nvshmem" (processes with a GPU each), "loopback"
             (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
         capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
@@ -54,7 +55,7 @@ class Buffer:
         combine_dtype: the same for the sums that come home.
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf for ever.
         init_timeout_s: the same for making the buffer.
-        placement: rank of each expert, length E; None places contiguous blocks.
+        placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
         num_threads: host threads that run this rank's ops on the CPU.
         num_sms: multiprocessors that an op's launches may fill on a GPU; None for as many as the heap allows.
 
@@ -78,57 +79,46 @@ class Buffer:
         num_topk: int,
         num_experts: int,
         dtype: torch.dtype,
-        heap: Heap | Literal["auto"] = "auto",
+        heap: HeapKind | Literal["auto"] = "auto",
         capacity_factor: float | None = None,
         overflow: Overflow = "raise",
         dispatch_dtype: torch.dtype | None = None,
         combine_dtype: torch.dtype | None = None,
         timeout_s: float = 120.0,
         init_timeout_s: float = 300.0,
-        placement: Sequence[int] | None = None,
+        placement: Placement | Sequence[int] | None = None,
         num_threads: int = 1,
         num_sms: int | None = None,
     ) -> None:
+        options = BufferOptions(
+            heap=heap, capacity_factor=capacity_factor, overflow=overflow, dispatch_dtype=dispatch_dtype,
+            combine_dtype=combine_dtype, timeout_s=timeout_s, init_timeout_s=init_timeout_s, placement=placement,
+            num_threads=num_threads, num_sms=num_sms,
+        )  # fmt: skip
         rendezvous = rendezvous_of(group)
         backends: list[Backend] = []
         faults: list[_engine.Fault] = []
 
         def make_spec() -> BufferSpec:
-            backends.append(choose_backend(group, rendezvous, heap))
+            backends.append(choose_backend(rendezvous, heap))
             faults.append(planned(rendezvous.rank, rendezvous.size, backends[0].gpu is None))
             reach(faults[0], Point.PRE_RENDEZVOUS)
-            if not (timeout_s > 0 and init_timeout_s > 0):
-                raise InvalidConfig(f"timeout_s: got {timeout_s} and {init_timeout_s}, expected positive seconds")
-            if num_threads < 1:
-                raise InvalidConfig(f"num_threads: got {num_threads}, expected at least 1")
+            options.check_own()
             return BufferSpec.make(
-                num_ranks=rendezvous.size,
+                rendezvous.topology,
+                options,
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
                 hidden=hidden,
                 num_topk=num_topk,
                 num_experts=num_experts,
                 dtype=dtype,
-                placement=placement,
-                capacity_factor=capacity_factor,
-                overflow=overflow,
-                dispatch_dtype=dispatch_dtype,
-                combine_dtype=combine_dtype,
             )
 
         with rendezvous:  # whichever way this rank leaves, its peers learn of it
             self.spec = agree(rendezvous, make_spec, init_timeout_s)
             self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, backends[0].heap
             self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
-            self._engine = make_engine(
-                backends[0],
-                rendezvous,
-                self.spec,
-                timeout_s=min(timeout_s, _FOREVER_S),
-                init_timeout_s=init_timeout_s,
-                num_threads=num_threads,
-                num_sms=num_sms,
-                fault=faults[0],
-            )
+            self._engine = make_engine(backends[0], rendezvous, self.spec, options, faults[0])
         self._acc_dtype = self.spec.acc_dtype
         self._num_tags = 0
         # When the buffer is garbage or the interpreter ends, whichever is first; close() leaves by hand.
@@ -147,7 +137,12 @@ class Buffer:
     @property
     def num_local_experts(self) -> int:
         """Experts on this rank (L)."""
-        return self.spec.placement.count(self.rank)
+        return self.spec.placement.num_local(self.rank)
+
+    @property
+    def topology(self) -> Topology:
+        """Which node each rank is on."""
+        return self.spec.topology
 
     @property
     def num_bytes(self) -> int:
@@ -193,7 +188,7 @@ class Buffer:
         """Brings the experts' rows home: out[t] is the sum of recv_weights * y over the rows of token t. Collective.
 
         Differentiable in y and recv_weights. Each rank sums its own rows of a token first and rounds the partial to
-        the payload dtype; partials are added in rank order.
+        the dtype of rows; partials are added in rank order.
 
         Args:
             y: [capacity, H] of the buffer's dtype; rows past handle.offs[-1] are not read.

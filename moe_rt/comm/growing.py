@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.handle import Handle
-from moe_rt.config.spec import Overflow
+from moe_rt.config.options import BufferOptions
 from moe_rt.errors import ConfigMismatch, InvalidConfig, TooManyTokens
+from moe_rt.heap.groups import process_group_of
 from moe_rt.heap.rendezvous import StoreRendezvous
 from moe_rt.kernels import cuda_activation
 
@@ -30,20 +31,14 @@ _GRANULE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferOptions:
+class GrowingOptions(BufferOptions):
     """What a user may choose about buffers that are made for them; the same on every rank.
 
     Attributes:
         num_max_tokens_per_rank: a fixed size; None grows as needed.
-        capacity_factor, overflow, timeout_s, init_timeout_s, num_threads: see `moe_rt.Buffer`.
     """
 
     num_max_tokens_per_rank: int | None = None
-    capacity_factor: float | None = None
-    overflow: Overflow = "raise"
-    timeout_s: float = 120.0
-    init_timeout_s: float = 300.0
-    num_threads: int = 1
 
     def __post_init__(self) -> None:
         size = self.num_max_tokens_per_rank
@@ -97,11 +92,11 @@ class GrowingBuffer:
 
     Args:
         group: the ranks.
-        options: see BufferOptions.
+        options: see GrowingOptions.
         sizes: hidden, num_topk, num_experts and dtype of `moe_rt.Buffer`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, options: BufferOptions, **sizes: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, options: GrowingOptions, **sizes: Any) -> None:
         self._group, self.options, self._sizes = group, options, sizes
         self._num_tags = 0
         self.lease: Lease | None = None
@@ -140,16 +135,7 @@ class GrowingBuffer:
         if size is None:
             before = 0 if self.lease is None else _size(self.lease.buffer)
             size = -(-max(most, before + before // 2, 1) // _GRANULE) * _GRANULE
-        buffer = Buffer(
-            self._group,
-            num_max_tokens_per_rank=size,
-            capacity_factor=o.capacity_factor,
-            overflow=o.overflow,
-            timeout_s=o.timeout_s,
-            init_timeout_s=o.init_timeout_s,
-            num_threads=o.num_threads,
-            **self._sizes,
-        )
+        buffer = Buffer(self._group, num_max_tokens_per_rank=size, **self._sizes, **o.arguments())
         if buffer.device.type == "cuda":
             self.compares_each_call = o.num_max_tokens_per_rank is None
             cuda_activation.prepare(buffer.device, self._sizes["dtype"])
@@ -186,13 +172,13 @@ class SharedBuffers:
             _open[:] = [cls(mesh)]
         return _open[0]
 
-    def get(self, options: BufferOptions, **sizes: Any) -> GrowingBuffer:
+    def get(self, options: GrowingOptions, **sizes: Any) -> GrowingBuffer:
         """The buffer for these rows: the same as before, unless the options have changed."""
         if _open and _open[0] is self:
             _open.clear()
         key = tuple(sorted(sizes.items()))
         if key not in self._buffers or self._buffers[key].options != options:
-            self._buffers[key] = GrowingBuffer(self.mesh.get_group(), options, **sizes)
+            self._buffers[key] = GrowingBuffer(process_group_of(self.mesh), options, **sizes)
         return self._buffers[key]
 
 

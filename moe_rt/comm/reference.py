@@ -40,7 +40,7 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
     for rank in range(spec.num_ranks):
         rows: list[Row] = []
         ends: list[int] = []
-        for local, expert in enumerate(spec.local_experts(rank)):
+        for local, expert in enumerate(spec.placement.local_experts(rank)):
             for source, (idx, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
                 for token in range(len(idx)):
                     hits = [k for k in range(spec.num_topk) if int(idx[token, k]) == expert]
@@ -89,7 +89,7 @@ def combine(
 ) -> list[Tensor]:
     """out[t] = sum over ranks, in rank order, of the partial sum over that rank's rows of t.
 
-    Partials are rounded to the payload's dtype, or coded from their accumulator as `codec`.
+    Partials are rounded to the dtype of rows, or coded from their accumulator as `codec`.
     """
     outs = []
     for source in range(spec.num_ranks):
@@ -132,7 +132,7 @@ def dispatch_backward(
     for source, idx in enumerate(topk_idx):
         grad_w = torch.zeros(idx.shape, dtype=spec.acc_dtype)
         for rank in range(spec.num_ranks):
-            experts = spec.local_experts(rank)
+            experts = spec.placement.local_experts(rank)
             for i, row in enumerate(received[rank].rows[: spec.capacity(rank)]):
                 if row.source == source:
                     grad_w[row.token, idx[row.token] == experts[row.expert]] = grad_recv_weights[rank][i]

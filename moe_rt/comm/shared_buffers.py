@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.comm.buffer import Buffer
+from moe_rt.config.options import BufferOptions
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.heap.rendezvous import ThreadGroup, all_gather_records
@@ -21,7 +22,6 @@ from moe_rt.kernels import cuda_activation
 # Lives as long as some layer holds the buffer; the key holds the group, so that its identity is not reused meanwhile.
 _buffers: WeakValueDictionary[tuple[Any, ...], Buffer] = WeakValueDictionary()
 _names: WeakKeyDictionary[Buffer, str] = WeakKeyDictionary()  # the same on every rank
-_INIT_TIMEOUT_S = 300.0
 
 
 def shared_buffer(group: Group, **sizes: Any) -> Buffer:
@@ -42,7 +42,7 @@ def shared_buffer(group: Group, **sizes: Any) -> Buffer:
     name = "" if found is None else _names[found]
     if rendezvous.size > 1:
         mine = {"open": name, "next": secrets.token_hex(8)}
-        everyone = all_gather_records(rendezvous, mine, sizes.get("init_timeout_s", _INIT_TIMEOUT_S))
+        everyone = all_gather_records(rendezvous, mine, sizes.get("init_timeout_s", BufferOptions.init_timeout_s))
         if {record.get("open") for record in everyone} != {name}:
             found = None
         name = str(everyone[0].get("next"))

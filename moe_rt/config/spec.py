@@ -5,63 +5,47 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from moe_rt import _engine
-from moe_rt.errors import InvalidConfig, SizeOverflow
+from moe_rt.config.expect import expect
+from moe_rt.config.options import BufferOptions, SharedOptions
+from moe_rt.config.placement import Placement
+from moe_rt.config.topology import Topology
+from moe_rt.errors import SizeOverflow
 
 PROTOCOL_VERSION = 2
 
-# Payload dtypes in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
+# Dtypes of rows in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {getattr(torch, name): i for i, (name, _) in enumerate(_engine.elements())}
-
-# What rows may be coded as on the way, as Codec of cuda/protocol/core/codec.h; None sends them as they are.
-CODECS: dict[torch.dtype | None, int] = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
-
-Overflow = Literal["raise", "drop", "retry"]
-
-
-def contiguous_placement(num_experts: int, num_ranks: int) -> tuple[int, ...]:
-    """Expert -> rank in contiguous blocks; the first num_experts % num_ranks ranks hold one expert more."""
-    each, extra = divmod(num_experts, num_ranks)
-    return tuple(r for r in range(num_ranks) for _ in range(each + (r < extra)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferSpec:
+class BufferSpec(SharedOptions):
     """The part of a buffer's configuration that every rank must share; `moe_rt.Buffer` explains each field."""
 
-    num_ranks: int
+    topology: Topology
     num_max_tokens_per_rank: int
     hidden: int
     num_topk: int
     num_experts: int
     dtype: torch.dtype
-    placement: tuple[int, ...]
-    capacity_factor: float | None
-    overflow: Overflow
-    dispatch_dtype: torch.dtype | None = None
-    combine_dtype: torch.dtype | None = None
+    placement: Placement
 
     @classmethod
     def make(
         cls,
+        topology: Topology,
+        options: BufferOptions,
         *,
-        num_ranks: int,
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int,
         num_experts: int,
         dtype: torch.dtype,
-        placement: Sequence[int] | None,
-        capacity_factor: float | None,
-        overflow: Overflow,
-        dispatch_dtype: torch.dtype | None = None,
-        combine_dtype: torch.dtype | None = None,
     ) -> BufferSpec:
         """Checks every field.
 
@@ -69,45 +53,25 @@ class BufferSpec:
             InvalidConfig: naming the field, what was got and what was expected.
             SizeOverflow: when rows or bytes do not fit the protocol's types.
         """
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
             "hidden": hidden,
             "num_topk": num_topk,
             "num_experts": num_experts,
         }
         for name, value in sizes.items():
-            _expect(isinstance(value, int) and 0 < value < 2**31, name, value, "a positive 32-bit integer")
-        _expect(num_experts >= num_ranks, "num_experts", num_experts, f"at least one for each of {num_ranks} ranks")
-        _expect(
-            num_topk <= min(num_experts, _engine.MAX_TOPK),
-            "num_topk",
-            num_topk,
-            f"at most num_experts = {num_experts} and {_engine.MAX_TOPK}",
-        )
-        _expect(dtype in ELEMENTS, "dtype", dtype, f"one of {[str(d) for d in ELEMENTS]}")
-        for name, codec in (("dispatch_dtype", dispatch_dtype), ("combine_dtype", combine_dtype)):
-            expected = f"None or one of {[str(d) for d in CODECS if d]}, for rows of at most 32 bits"
-            fits = codec in CODECS and not (codec and dtype is torch.float64)
-            _expect(fits, name, f"{codec} for rows of {dtype}", expected)
-        _expect(overflow in get_args(Overflow), "overflow", overflow, f"one of {get_args(Overflow)}")
-        positive = capacity_factor is None or (math.isfinite(capacity_factor) and capacity_factor > 0)
-        _expect(positive, "capacity_factor", capacity_factor, "None or a finite number > 0")
-        table = contiguous_placement(num_experts, num_ranks) if placement is None else tuple(int(r) for r in placement)
-        _expect(len(table) == num_experts, "placement", f"{len(table)} entries", f"num_experts = {num_experts} entries")
-        _expect(set(table) == set(range(num_ranks)), "placement", sorted(set(table)), f"every rank of {num_ranks}")
-        spec = cls(
-            num_ranks=num_ranks,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
-            num_experts=num_experts,
-            dtype=dtype,
-            placement=table,
-            capacity_factor=None if capacity_factor is None else float(capacity_factor),
-            overflow=overflow,
-            dispatch_dtype=dispatch_dtype,
-            combine_dtype=combine_dtype,
-        )
+            expect(isinstance(value, int) and 0 < value < 2**31, name, value, "a positive 32-bit integer")
+        num_ranks, most_topk = topology.num_ranks, _engine.MAX_TOPK
+        expect(num_experts >= num_ranks, "num_experts", num_experts, f"at least one for each of {num_ranks} ranks")
+        most = f"at most num_experts = {num_experts} and {most_topk}"
+        expect(num_topk <= min(num_experts, most_topk), "num_topk", num_topk, most)
+        expect(dtype in ELEMENTS, "dtype", dtype, f"one of {[str(d) for d in ELEMENTS]}")
+        options.check_shared(dtype)
+        shared = {f.name: getattr(options, f.name) for f in fields(SharedOptions)}
+        if options.capacity_factor is not None:
+            shared["capacity_factor"] = float(options.capacity_factor)
+        placement = Placement.make(options.placement, num_experts, num_ranks)
+        spec = cls(topology=topology, dtype=dtype, placement=placement, **sizes, **shared)
         rows = num_ranks * num_max_tokens_per_rank * num_topk
         if rows >= 2**31 or num_ranks >= 2**15:
             raise SizeOverflow(f"num_ranks * num_max_tokens_per_rank * num_topk: got {rows} rows, expected below 2**31")
@@ -116,17 +80,18 @@ class BufferSpec:
         return spec
 
     @property
-    def acc_dtype(self) -> torch.dtype:
-        """Accumulators and routing weights: fp32, or fp64 for an fp64 payload."""
-        return torch.float64 if self.dtype is torch.float64 else torch.float32
+    def num_ranks(self) -> int:
+        """Ranks of the group (R)."""
+        return self.topology.num_ranks
 
-    def local_experts(self, rank: int) -> list[int]:
-        """Global ids of a rank's experts, in local order."""
-        return [e for e, r in enumerate(self.placement) if r == rank]
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """Accumulators and routing weights: fp32, or fp64 for fp64 rows."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
 
     def capacity(self, rank: int) -> int:
         """Rows of recv_x on `rank`, at first: the worst case R*T*min(K, L), or capacity_factor times balance."""
-        num_local = self.placement.count(rank)
+        num_local = self.placement.num_local(rank)
         tokens = self.num_ranks * self.num_max_tokens_per_rank
         worst = tokens * min(self.num_topk, num_local)
         if self.capacity_factor is None:
@@ -145,14 +110,16 @@ class BufferSpec:
             elem_bytes=self.dtype.itemsize,
         )
 
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of a `moe_rt.Buffer` that has this spec over such a group."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "topology"}
+
     def record(self) -> dict[str, Any]:
         """Plain values for comparing ranks."""
         return {
-            **asdict(self),
-            "dtype": str(self.dtype),
-            "dispatch_dtype": str(self.dispatch_dtype),
-            "combine_dtype": str(self.combine_dtype),
-            "placement": list(self.placement),
+            **{name: str(v) if name.endswith("dtype") else v for name, v in self.arguments().items()},
+            "topology": list(self.topology.nodes),
+            "placement": list(self.placement.ranks),
             "version": PROTOCOL_VERSION,
         }
 
@@ -160,8 +127,3 @@ class BufferSpec:
         """64 bits that every header carries."""
         text = json.dumps(self.record(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-def _expect(condition: bool, field: str, got: object, expected: str) -> None:
-    if not condition:
-        raise InvalidConfig(f"{field}: got {got}, expected {expected}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from moe_rt.config.codec import Codec
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.native.gpu import Gpu
@@ -29,17 +30,18 @@ class Variant:
     elem: str
     hidden: int = 0
     topk: int = 0
-    codec: str = "kRaw"  # how rows travel, both ways
+    codec: Codec = Codec.RAW  # how rows travel, both ways
 
     def defines(self) -> dict[str, str | int]:
         sizes: dict[str, str | int] = {}
         if self.hidden:
             sizes = {"MOE_RT_HIDDEN": self.hidden, "MOE_RT_TOPK": self.topk}
-            sizes |= {"MOE_RT_DISPATCH_CODEC": self.codec, "MOE_RT_COMBINE_CODEC": self.codec}
+            sizes |= {f"MOE_RT_{way}_CODEC": self.codec.enumerator for way in ("DISPATCH", "COMBINE")}
         return {"MOE_RT_ELEM": self.elem, **sizes, "MOE_RT_THREADS": _THREADS[self.source]}
 
     def cells(self) -> list[Any]:
-        return [self.source, self.elem + self.codec.removeprefix("kRaw"), self.hidden or "any", self.topk or "any"]
+        elem = self.elem if self.codec is Codec.RAW else f"{self.elem} {self.codec.name}"
+        return [self.source, elem, self.hidden or "any", self.topk or "any"]
 
 
 LARGEST = Variant("kernels.cu", "Bf16", 7168, 8)
@@ -49,7 +51,7 @@ VARIANTS = (
     Variant("kernels.cu", "Bf16", 1000, 3),  # 125 vectors
     Variant("kernels.cu", "Bf16", 4096, 32),
     *(Variant("kernels.cu", elem, 2048, 4) for elem in ("F32", "F16", "F64")),
-    *(Variant("kernels.cu", "Bf16", 7168, 8, codec) for codec in ("kFp8", "kInt8")),
+    *(Variant("kernels.cu", "Bf16", 7168, 8, codec) for codec in (Codec.FP8, Codec.INT8)),
     Variant(NETWORK, "Bf16", 7168, 8),
     *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
 )

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from typing import Any
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_group
+
+from moe_rt.config.topology import Topology
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.launchers import one_of_several
-from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
+from moe_rt.heap.rendezvous import StoreRendezvous, ThreadGroup
 
 Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
 
+# Of the groups made for meshes of two dimensions, by their ranks. A group that is destroyed has its name no more.
+_names: dict[tuple[int, ...], Any] = {}
 
-def rendezvous_of(group: Group) -> Rendezvous:
+
+def rendezvous_of(group: Group) -> StoreRendezvous | ThreadGroup:
     """Where the ranks of a group meet; None is the default group, or a single rank where there is none.
+
+    A mesh of two dimensions is all its ranks, and says which nodes they are on: one for each index of the first.
 
     Raises:
         InvalidConfig: it is no group, this rank is not a member, or a launcher started others and there is no group.
@@ -21,11 +31,10 @@ def rendezvous_of(group: Group) -> Rendezvous:
     if isinstance(group, ThreadGroup):
         return group
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise InvalidConfig(f"group: got a mesh of {group.ndim} dimensions, expected one, as in mesh['ep']")
-        if group.get_coordinate() is None:
-            raise InvalidConfig("group: got a mesh that this rank is not a part of, expected a member")
-        group = group.get_group()
+        members = process_group_of(group)
+        if group.ndim == 1:
+            return StoreRendezvous(members)
+        return StoreRendezvous(members, Topology.from_rows(group.mesh.tolist(), dist.get_process_group_ranks(members)))
     if group is None:
         if not dist.is_initialized():
             if others := one_of_several():
@@ -38,3 +47,28 @@ def rendezvous_of(group: Group) -> Rendezvous:
             raise InvalidConfig("group: got one that this rank is not a member of, expected a member")
         raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
     return StoreRendezvous(group)
+
+
+def process_group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh, in ascending order. The first use of a mesh of two dimensions is collective
+    over its ranks, and over no others; meshes of the same ranks have the same one.
+
+    Raises:
+        InvalidConfig: this rank is not a member, or the mesh has more dimensions.
+    """
+    if mesh.ndim not in (1, 2):
+        expected = "one, as in mesh['ep'], or two: nodes, and the ranks of a node"
+        raise InvalidConfig(f"group: got a mesh of {mesh.ndim} dimensions, expected {expected}")
+    if mesh.get_coordinate() is None:
+        raise InvalidConfig("group: got a mesh that this rank is not a part of, expected a member")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    if len(ranks) == dist.get_world_size():
+        return _get_default_group()
+    try:
+        return _resolve_process_group(_names[ranks])
+    except (KeyError, RuntimeError):  # none yet, or it was destroyed
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        _names[ranks] = group.group_name
+        return group

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from moe_rt.config.topology import Topology
 from moe_rt.errors import ConcurrentUse, CorruptPeer, InvalidConfig
 from moe_rt.heap.meeting import Meeting
 
@@ -24,10 +25,14 @@ class Rendezvous:
 
     Args:
         store: where ranks meet; the same for all.
+
+    Attributes:
+        topology: which node each rank is on.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, topology: Topology | None = None) -> None:
         self.rank, self.size, self._store = rank, size, store
+        self.topology = topology or Topology.one_node(size)
         self._meeting: Meeting | None = None
         self._depth = self._thread = 0
 
@@ -100,14 +105,14 @@ def all_gather_records(rendezvous: Rendezvous, record: dict[str, Any], timeout_s
 class StoreRendezvous(Rendezvous):
     """Meets through the store of a process group, so it works for every back end and moves no tensor."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
         try:
             rank, store, size = dist.get_rank(group), _get_process_group_store(group), dist.get_world_size(group)
         except (ValueError, KeyError) as error:
             raise InvalidConfig("group: got a process group that was destroyed, expected a living one") from error
         if rank < 0:
             raise InvalidConfig("group: got a process group that this rank is not a member of, expected a member")
-        super().__init__(store, rank, size)
+        super().__init__(store, rank, size, topology)
         self.group = group
 
 

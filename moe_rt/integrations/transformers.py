@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moe_rt.comm.growing import BufferOptions, GrowingBuffer, SharedBuffers
-from moe_rt.config.spec import Overflow
+from moe_rt.comm.growing import GrowingBuffer, GrowingOptions, SharedBuffers
+from moe_rt.config.options import Overflow
 from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.extras import how_to_install
 
@@ -34,7 +34,7 @@ except ImportError as error:
         f"transformers: got {found}, expected 5.23 or later; {how_to_install('transformers')}"
     ) from error
 
-_options = BufferOptions()
+_options = GrowingOptions()
 
 
 def configure(
@@ -59,7 +59,7 @@ def configure(
         InvalidConfig: a value makes no sense.
     """
     global _options
-    _options = BufferOptions(
+    _options = GrowingOptions(
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         capacity_factor=capacity_factor,
         overflow=overflow,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from moe_rt import _engine
+from moe_rt.config.options import BufferOptions, HeapKind
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point
 from moe_rt.heap import loopback, nvshmem, shm, threads
-from moe_rt.heap.rendezvous import Rendezvous, ThreadGroup
+from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 from moe_rt.heap.segments import Segments, all_or_none
 from moe_rt.native.cpu import CpuEngine
 from moe_rt.native.cuda import CudaEngine, blocks_of_a_wait
@@ -23,7 +23,7 @@ from moe_rt.native.engine import Engine
 from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import network_bytes
 
-Heap = Literal["shm", "threads", "loopback", "nvshmem"]
+_FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
@@ -31,11 +31,11 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 class Backend:
     """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one."""
 
-    heap: Heap
+    heap: HeapKind
     gpu: Gpu | None
 
 
-def choose_backend(group: Any, rendezvous: Rendezvous, heap: Heap | Literal["auto"]) -> Backend:
+def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | Literal["auto"]) -> Backend:
     """What this kind of group runs on.
 
     Threads share the CPU, or the CUDA device that their group names. Processes have a GPU each where their process
@@ -44,14 +44,14 @@ def choose_backend(group: Any, rendezvous: Rendezvous, heap: Heap | Literal["aut
     Raises:
         InvalidConfig: `heap` does not fit the group, or the device does not exist.
     """
-    cpu: Heap
-    cuda: Heap
+    cpu: HeapKind
+    cuda: HeapKind
     if isinstance(rendezvous, ThreadGroup):
         cpu, cuda, device = "threads", "loopback", rendezvous.device
         on_cuda = not isinstance(device, str | torch.device) or torch.device(device).type == "cuda"
     else:
         cpu, cuda, device = "shm", "nvshmem", "cuda"
-        on_cuda = torch.cuda.is_available() and _has_nccl(group)
+        on_cuda = torch.cuda.is_available() and _has_nccl(rendezvous)
     if heap == "auto":
         heap = cuda if on_cuda else cpu
     if heap not in (cpu, cuda):
@@ -67,11 +67,7 @@ def make_engine(
     backend: Backend,
     rendezvous: Rendezvous,
     spec: BufferSpec,
-    *,
-    timeout_s: float,
-    init_timeout_s: float,
-    num_threads: int,
-    num_sms: int | None,
+    options: BufferOptions,
     fault: _engine.Fault,
 ) -> Engine:
     """Allocates the segments and makes this rank's engine. Collective: every rank succeeds or every rank raises.
@@ -79,12 +75,14 @@ def make_engine(
     `fault` is for CPU ranks.
     """
     num_bytes, gpu = spec.shape().segment_bytes(), backend.gpu
+    timeout_s, init_timeout_s = min(options.timeout_s, _FOREVER_S), options.init_timeout_s
     if gpu is None:
         allocate = threads.allocate if backend.heap == "threads" else shm.allocate
         segments = allocate(rendezvous, num_bytes, init_timeout_s)
         isa = os.environ.get("MOE_RT_ISA", "auto")
 
         def make_on_cpu() -> CpuEngine:
+            num_threads = options.num_threads
             return CpuEngine(
                 spec, rendezvous.rank, segments, timeout_s=timeout_s, num_threads=num_threads, isa=isa, fault=fault
             )
@@ -101,7 +99,7 @@ def make_engine(
                 'overflow: got "retry" on CUDA, where the host does not look; expected "raise" or "drop"'
             )
         shared = segments.streams is not None
-        blocks = blocks_of_a_wait(spec.num_ranks, gpu, num_sms, shared=shared)
+        blocks = blocks_of_a_wait(spec.num_ranks, gpu, options.num_sms, shared=shared)
         return {"blocks": blocks, "unmapped": 0 in segments.addresses}
 
     seen = all_or_none(rendezvous, look, "use its GPU", init_timeout_s)
@@ -136,12 +134,8 @@ def _make_all_or_none(
     return engines[0]
 
 
-def _has_nccl(group: Any) -> bool:
-    if group is None:
-        group = dist.group.WORLD
-    elif hasattr(group, "get_group"):  # a one-dimensional mesh
-        group = group.get_group()
+def _has_nccl(rendezvous: StoreRendezvous) -> bool:
     try:
-        return str(group._get_backend(torch.device("cuda")).name()) == "nccl"
+        return str(rendezvous.group._get_backend(torch.device("cuda")).name()) == "nccl"
     except RuntimeError:  # no backend for CUDA
         return False

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_rt import _engine
-from moe_rt.config.spec import CODECS, ELEMENTS, BufferSpec
+from moe_rt.config.codec import Codec
+from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.diagnostics.last_words import cut, last_words, readable
@@ -68,13 +69,13 @@ class CpuEngine(Engine):
             elem=ELEMENTS[spec.dtype],
             rank=rank,
             config_hash=spec.hash(),
-            expert_rank=list(spec.placement),
+            expert_rank=list(spec.placement.ranks),
             capacity=self._capacities,
             segments=segments.addresses,
             watches=[-1 if w is None else w.descriptor for w in segments.watches],
             timeout_s=timeout_s,
-            dispatch_codec=CODECS[spec.dispatch_dtype],
-            combine_codec=CODECS[spec.combine_dtype],
+            dispatch_codec=Codec.of(spec.dispatch_dtype),
+            combine_codec=Codec.of(spec.combine_dtype),
             drop_overflow=spec.overflow == "drop",
             num_lanes=num_threads,
             isa=isa,

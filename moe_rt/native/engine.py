@@ -39,7 +39,7 @@ class Engine(ABC):
 
     def __init__(self, spec: BufferSpec, rank: int, device: torch.device, timeout_s: float) -> None:
         self.spec, self.rank, self.device, self.timeout_s = spec, rank, device, timeout_s
-        self.num_local_experts = len(spec.local_experts(rank))
+        self.num_local_experts = spec.placement.num_local(rank)
         self.capacity = spec.capacity(rank)
         self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
         self._rows_shape = (self.capacity, spec.hidden)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_rt import _engine
+from moe_rt.config.codec import Codec
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.segments import Segments
@@ -18,7 +19,6 @@ from moe_rt.native.engine import Args
 from moe_rt.native.gpu import Gpu
 
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
-_CODEC_NAMES = {None: "kRaw", torch.float8_e4m3fn: "kFp8", torch.int8: "kInt8"}
 THREADS = 512
 NETWORK_THREADS = 256  # NVSHMEM's functions take registers of their own
 _WARP = 32
@@ -31,8 +31,8 @@ def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | 
         "MOE_RT_HIDDEN": spec.hidden,
         "MOE_RT_TOPK": spec.num_topk,
         "MOE_RT_THREADS": threads,
-        "MOE_RT_DISPATCH_CODEC": _CODEC_NAMES[spec.dispatch_dtype],
-        "MOE_RT_COMBINE_CODEC": _CODEC_NAMES[spec.combine_dtype],
+        "MOE_RT_DISPATCH_CODEC": Codec.of(spec.dispatch_dtype).enumerator,
+        "MOE_RT_COMBINE_CODEC": Codec.of(spec.combine_dtype).enumerator,
     }
 
 
@@ -64,7 +64,7 @@ class Launcher:
         timeout_s: float,
         max_blocks: int,
     ) -> None:
-        shape, placement = spec.shape(), list(spec.placement)
+        shape, placement = spec.shape(), list(spec.placement.ranks)
         self.max_blocks, self._threads = max_blocks, THREADS if network is None else NETWORK_THREADS
         self._shared_bytes = _engine.scratch_bytes(shape, placement, rank, self._threads)
         if self._shared_bytes > _engine.MAX_SCRATCH_BYTES:

@@ -151,11 +151,11 @@ class Experts(SpreadModule):
         return weight.dtype
 
     def shard_over(self, mesh: DeviceMesh) -> None:
-        """Makes every parameter a DTensor [E, ...] in equal blocks over a one-dimensional mesh. Local."""
+        """Makes every parameter a DTensor [E, ...] in equal blocks over all ranks of a mesh. Local."""
         from torch.distributed.tensor import DTensor, Shard  # here, since it makes `import moe_rt` a second slower
 
         for name in self._shapes:
-            block = DTensor.from_local(getattr(self, name).detach(), mesh, [Shard(0)], run_check=False)
+            block = DTensor.from_local(getattr(self, name).detach(), mesh, [Shard(0)] * mesh.ndim, run_check=False)
             self.register_parameter(name, nn.Parameter(block))
         self.over_mesh = True
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.shared_buffers import LayerBuffers
-from moe_rt.config.spec import BufferSpec, Overflow, contiguous_placement
+from moe_rt.config.options import BufferOptions
+from moe_rt.config.placement import Placement
+from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.heap.groups import Group
 from moe_rt.nn.experts import Experts, ExpertsConfig
@@ -23,7 +24,7 @@ from moe_rt.nn.shared_expert import SharedExpert
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(RouterConfig, ExpertsConfig):
+class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
     """Sizes and choices of a layer; the same on every rank. docs/howto/layer.md has the values of some models.
 
     Attributes:
@@ -39,7 +40,8 @@ class MoEConfig(RouterConfig, ExpertsConfig):
         shared_intermediate: width of an expert that every token visits besides, on its own rank and without biases, or
             None for none; see `moe_rt.nn.shared_expert.SharedExpert`.
         shared_gate: the shared expert's output is scaled by a sigmoid gate of its own (Qwen2-MoE).
-        dispatch_dtype, combine_dtype, capacity_factor, overflow, placement, timeout_s: see `moe_rt.Buffer`.
+        heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, placement, timeout_s, init_timeout_s,
+            num_threads, num_sms: see `moe_rt.Buffer`.
 
     Raises:
         InvalidConfig: naming the field, what was got and what was expected.
@@ -51,12 +53,6 @@ class MoEConfig(RouterConfig, ExpertsConfig):
     dtype: torch.dtype | None = None
     shared_intermediate: int | None = None
     shared_gate: bool = False
-    dispatch_dtype: torch.dtype | None = None
-    combine_dtype: torch.dtype | None = None
-    capacity_factor: float | None = None
-    overflow: Overflow = "raise"
-    placement: Sequence[int] | None = None
-    timeout_s: float = field(default=120.0, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("intermediate", "shared_intermediate"):
@@ -80,12 +76,7 @@ class MoEConfig(RouterConfig, ExpertsConfig):
             "num_topk": self.num_topk,
             "num_experts": self.num_experts,
             "dtype": self.dtype or dtype or torch.get_default_dtype(),
-            "dispatch_dtype": self.dispatch_dtype,
-            "combine_dtype": self.combine_dtype,
-            "capacity_factor": self.capacity_factor,
-            "overflow": self.overflow,
-            "timeout_s": self.timeout_s,
-            "placement": None if self.placement is None else tuple(self.placement),
+            **self.arguments(),
         }
 
 
@@ -127,7 +118,7 @@ class MoELayer(nn.Module):
         )
         if isinstance(group, DeviceMesh):
             _check_blocks(self.buffer.spec, group)
-        self.expert_ids = self.buffer.spec.local_experts(self.buffer.rank)
+        self.expert_ids = self.buffer.spec.placement.local_experts(self.buffer.rank)
         self.tag = self._shared_buffers.tag
         device = self.buffer.device
         self.metrics = LayerMetrics(config.num_experts, self._shared_buffers)
@@ -218,12 +209,16 @@ def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
         raise InvalidConfig(f"group: got a mesh of {size} ranks, expected {spec.num_ranks} as in the buffer")
     if spec.num_experts % size:
         raise InvalidConfig(f"num_experts: got {spec.num_experts}, expected a multiple of the mesh's {size} ranks")
-    if spec.placement != contiguous_placement(spec.num_experts, size):
-        raise InvalidConfig(f"placement: got {list(spec.placement)}, expected contiguous blocks, or a ProcessGroup")
+    placement = spec.placement
+    if placement != Placement.contiguous(spec.num_experts, size):
+        raise InvalidConfig(f"placement: got {list(placement.ranks)}, expected contiguous blocks, or a ProcessGroup")
+    members = mesh.mesh.flatten().tolist()
+    if members != sorted(members):  # a group's ranks ascend, whatever the mesh's order
+        raise InvalidConfig(f"group: got a mesh of ranks {members}, expected ascending ones, or a ProcessGroup")
 
 
 def _fitting(
-    buffer: Buffer, config: MoEConfig, dtype: torch.dtype | None, placement: tuple[int, ...] | None = None
+    buffer: Buffer, config: MoEConfig, dtype: torch.dtype | None, placement: Placement | None = None
 ) -> Buffer:
     """The buffer, if it is the layer's kind; None fits all."""
     fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts")}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_rt.config.expect import expect
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn.router_losses import BalanceScope, RouterAux, count_tokens, load_balancing_loss, sequence_view, z_loss
 from moe_rt.nn.selection import choose_by_experts, within_best_groups
@@ -69,27 +70,27 @@ class RouterConfig:
         _one_of("score_func", self.score_func, ("softmax", "sigmoid"))
         _one_of("balance_scope", self.balance_scope, ("sequence", "batch"))
         softmax = self.score_func == "softmax"
-        _expect(softmax or not self.topk_before_softmax, "topk_before_softmax", True, 'False with score_func="sigmoid"')
-        _expect(0 <= self.jitter < 1, "jitter", self.jitter, "0 <= jitter < 1")
-        _expect(self.balance_bias_rate >= 0, "balance_bias_rate", self.balance_bias_rate, "a number >= 0")
+        expect(softmax or not self.topk_before_softmax, "topk_before_softmax", True, 'False with score_func="sigmoid"')
+        expect(0 <= self.jitter < 1, "jitter", self.jitter, "0 <= jitter < 1")
+        expect(self.balance_bias_rate >= 0, "balance_bias_rate", self.balance_bias_rate, "a number >= 0")
         self._check_groups()
         if self.expert_choice is not None:
             in_range = 0 < self.expert_choice <= self.num_topk
-            _expect(in_range, "expert_choice", self.expert_choice, f"above 0, at most num_topk = {self.num_topk}")
+            expect(in_range, "expert_choice", self.expert_choice, f"above 0, at most num_topk = {self.num_topk}")
             for name, default in (("num_groups", 1), ("balance_bias", False), ("topk_before_softmax", False)):
                 got = getattr(self, name)
-                _expect(got == default, name, got, f"{default}, for with expert_choice it is the experts that choose")
+                expect(got == default, name, got, f"{default}, for with expert_choice it is the experts that choose")
 
     def _check_groups(self) -> None:
         num_experts, num_groups, topk_groups = self.num_experts, self.num_groups, self.topk_groups
-        _expect(num_groups > 0, "num_groups", num_groups, "a positive integer")
-        _expect(0 < topk_groups <= num_groups, "topk_groups", topk_groups, f"1 to num_groups = {num_groups}")
+        expect(num_groups > 0, "num_groups", num_groups, "a positive integer")
+        expect(0 < topk_groups <= num_groups, "topk_groups", topk_groups, f"1 to num_groups = {num_groups}")
         if num_groups > 1:
             size = num_experts // num_groups
             fits = num_experts % num_groups == 0 and size >= 2
-            _expect(fits, "num_groups", num_groups, f"a divisor of num_experts = {num_experts}, two experts a group")
+            expect(fits, "num_groups", num_groups, f"a divisor of num_experts = {num_experts}, two experts a group")
             enough = topk_groups * size >= self.num_topk
-            _expect(enough, "topk_groups", topk_groups, f"groups of {size} for num_topk = {self.num_topk} experts")
+            expect(enough, "topk_groups", topk_groups, f"groups of {size} for num_topk = {self.num_topk} experts")
 
 
 class Router(nn.Module):
@@ -251,8 +252,3 @@ def _recorded(topk_idx: Tensor, logits: Tensor, num_topk: int) -> Tensor:
 def _one_of(field: str, got: str, allowed: tuple[str, ...]) -> None:
     if got not in allowed:
         raise InvalidConfig(f'{field}: got "{got}", expected one of {", ".join(allowed)}')
-
-
-def _expect(condition: bool, field: str, got: object, expected: str) -> None:
-    if not condition:
-        raise InvalidConfig(f"{field}: got {got}, expected {expected}")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.heap.groups import process_group_of
 from moe_rt.nn.layer import MoELayer
 from moe_rt.nn.spread import Mean, SpreadModule
 
@@ -30,7 +31,7 @@ def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = Non
 
     Args:
         model: anything that has some MoELayers; changed in place.
-        group: the ranks that the wrapper averages over; a one-dimensional mesh, or None for the default group.
+        group: the ranks that the wrapper averages over; all those of a mesh, or None for the default group.
 
     Returns:
         model.
@@ -119,11 +120,7 @@ def _require_plain(path: str, layer: MoELayer) -> None:
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     if group is None:
         group = dist.distributed_c10d._get_default_group()
-    if not isinstance(group, DeviceMesh):
-        return group
-    if group.ndim != 1:
-        raise InvalidConfig(f"group: got a mesh of {group.ndim} dimensions, expected one")
-    return group.get_group()
+    return process_group_of(group) if isinstance(group, DeviceMesh) else group
 
 
 def _copies(layer: MoELayer, ranks: dist.ProcessGroup) -> tuple[int, ...]:

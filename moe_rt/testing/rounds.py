@@ -10,7 +10,9 @@ from torch import Tensor
 
 from moe_rt.comm import reference
 from moe_rt.comm.buffer import Buffer
+from moe_rt.config.options import BufferOptions
 from moe_rt.config.spec import BufferSpec
+from moe_rt.config.topology import Topology
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,26 +47,21 @@ class Expected:
 
 
 def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
-    """A small spec with some fields changed."""
+    """A small spec with some sizes or options changed."""
     fields: dict[str, Any] = {
         "num_max_tokens_per_rank": 12,
         "hidden": 20,
         "num_topk": 3,
         "num_experts": 9,
         "dtype": torch.float32,
-        "placement": None,
-        "capacity_factor": None,
-        "overflow": "raise",
-        **changes,
     }
-    return BufferSpec.make(num_ranks=num_ranks, **fields)
+    sizes = {name: changes.pop(name, default) for name, default in fields.items()}
+    return BufferSpec.make(Topology.one_node(num_ranks), BufferOptions(**changes), **sizes)
 
 
 def buffer_kwargs(spec: BufferSpec) -> dict[str, Any]:
     """The Buffer arguments that make this spec."""
-    names = ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype", "placement", "capacity_factor")
-    codecs = {"dispatch_dtype": spec.dispatch_dtype, "combine_dtype": spec.combine_dtype}
-    return {**{n: getattr(spec, n) for n in names}, **codecs, "overflow": spec.overflow}
+    return spec.arguments()
 
 
 def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = "random") -> Inputs:

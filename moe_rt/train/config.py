@@ -37,7 +37,7 @@ class TrainConfig:
     z_loss_coef: Annotated[float, "Weight of the router's z-loss."] = 0.001
     dtype: Annotated[Literal["fp32", "bf16"], "What is computed in; parameters are always fp32."] = "fp32"
 
-    payload: Annotated[Literal["same", "fp8", "int8"], "How rows travel; gradients travel as they are."] = "same"
+    codec: Annotated[Literal["raw", "fp8", "int8"], "How rows travel; gradients travel as they are."] = "raw"
     device: Annotated[Literal["cpu", "cuda"], "What ranks compute on; with cuda each has a GPU of its own."] = "cpu"
     ep: Annotated[int | None, "Ranks that share one set of experts, a divisor of the world size; default: all."] = None
     timeout_s: Annotated[float, "Seconds that a rank waits for a peer before it gives up."] = 120.0
@@ -74,7 +74,7 @@ class TrainConfig:
         self._expect(self.temperature >= 0, "temperature", "at least 0")
         self._expect(self.dtype in ("fp32", "bf16"), "dtype", '"fp32" or "bf16"')
         self._expect(self.device in ("cpu", "cuda"), "device", '"cpu" or "cuda"')
-        self._expect(self.payload in ("same", "fp8", "int8"), "payload", '"same", "fp8" or "int8"')
+        self._expect(self.codec in ("raw", "fp8", "int8"), "codec", '"raw", "fp8" or "int8"')
         self._expect(bool(self.prompt), "prompt", "at least one character")
 
     def check_world(self, world_size: int) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_rt.config.codec import Codec
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
 from moe_rt.nn.layer import MoEConfig, MoELayer
@@ -22,8 +23,6 @@ from moe_rt.train.model import Decoder, DecoderOutput, MakeMoE
 from moe_rt.train.optim import learning_rate, make_optimizer
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
 from moe_rt.train.sample import generate
-
-PAYLOADS = {"same": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
@@ -52,6 +51,7 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
 
 
 def moe_factory(config: TrainConfig, ranks: Ranks) -> MakeMoE:
+    codec = Codec[config.codec.upper()]
     moe = MoEConfig(
         hidden=config.hidden,
         intermediate=config.intermediate,
@@ -62,8 +62,8 @@ def moe_factory(config: TrainConfig, ranks: Ranks) -> MakeMoE:
         aux_loss_coef=config.aux_loss_coef,
         z_loss_coef=config.z_loss_coef,
         timeout_s=config.timeout_s,
-        dispatch_dtype=PAYLOADS[config.payload],
-        combine_dtype=PAYLOADS[config.payload],
+        dispatch_dtype=codec.dtype,
+        combine_dtype=codec.dtype,
     )
     return lambda layer: MoELayer(moe, ranks.ep_group)
 

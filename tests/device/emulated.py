@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rt.config.codec import Codec
+
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread"]
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
 
 
-_CODECS = {"kRaw": 0, "kFp8": 1, "kInt8": 2}
+_CODECS = {codec.enumerator: codec for codec in Codec}
 _compiling = threading.Lock()
 
 

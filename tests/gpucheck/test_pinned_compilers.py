@@ -19,13 +19,14 @@ EACH_SOURCE = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK o
 LIMIT_S = 400.0
 COMPILE = """
 import json, sys
+from moe_rt.config.codec import Codec
 from moe_rt.gpucheck.compiling import Variant, compile_all
 from moe_rt.gpucheck.steps import Check
 from moe_rt.native.nvrtc import find_toolkit
 
 archs, variants, seconds = json.loads(sys.argv[1])
 check = Check(None, seconds=seconds)
-compile_all(tuple(archs), tuple(Variant(*v) for v in variants), check, cache=False)
+compile_all(tuple(archs), tuple(Variant(*v[:4], Codec(v[4])) for v in variants), check, cache=False)
 compiled = sorted({tuple(row[:5]) for row in check.tables[0].rows}, key=str)
 print(json.dumps([find_toolkit(True).identity, compiled, check.failures]))
 """

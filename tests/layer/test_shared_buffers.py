@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from cases_layer import config
 from conftest import HEAPS
 from harness import Ranks
 
-from moe_rt import MoELayer
+from moe_rt import Buffer, MoEConfig, MoELayer
+from moe_rt.config.options import BufferOptions
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -40,3 +43,12 @@ def after_garbage_of_one_rank(group: Any, closes: bool) -> bool:
 @pytest.mark.parametrize("heap", HEAPS)
 def test_garbage_of_one_rank_does_not_decide(make_ranks: MakeRanks, heap: str, closes: bool) -> None:
     assert all(make_ranks(heap, 2).run(after_garbage_of_one_rank, closes))
+
+
+def test_options_are_stated_alike() -> None:
+    """A buffer's keyword arguments, a layer's config and BufferOptions have the same options and defaults."""
+    stated = {f.name: f.default for f in fields(BufferOptions)}
+    arguments = inspect.signature(Buffer).parameters
+    assert stated == {name: arguments[name].default for name in stated}
+    assert {name for name, p in arguments.items() if p.default is not p.empty} == set(stated)
+    assert stated.items() <= {f.name: f.default for f in fields(MoEConfig)}.items()

@@ -224,9 +224,8 @@ def initial(group: Any) -> dict[str, Tensor]:
     return full(layer.state_dict())
 
 
-def refused(group: Any, efsdp: int | None, changes: dict[str, Any]) -> None:
-    mesh = ep_mesh(2, 2) if efsdp is None else ep_mesh(efsdp, 4)["ep"]
-    MoELayer(moe_config(**changes), mesh)
+def refused(group: Any, ranks: Any, changes: dict[str, Any]) -> None:
+    MoELayer(moe_config(**changes), DeviceMesh("cpu", ranks))
 
 
 def refused_on_one(group: Any) -> None:

@@ -29,16 +29,23 @@ def test_initial_parameters_do_not_depend_on_ranks(make_ranks: MakeRanks) -> Non
 
 
 @pytest.mark.parametrize(
-    ("efsdp", "changes", "message"),
+    ("ranks", "changes", "message"),
     [
-        (1, {"num_experts": 7}, "num_experts: got 7, expected a multiple of the mesh's 4 ranks"),
-        (1, {"num_experts": 4, "placement": [1, 0, 2, 3]}, r"placement: got \[1, 0, 2, 3\], expected contiguous"),
-        (None, {}, "group: got a mesh of 2 dimensions"),
+        ([0, 1, 2, 3], {"num_experts": 7}, "num_experts: got 7, expected a multiple of the mesh's 4 ranks"),
+        ([[0, 1], [2, 3]], {"num_experts": 7}, "num_experts: got 7, expected a multiple of the mesh's 4 ranks"),
+        (
+            [0, 1, 2, 3],
+            {"num_experts": 4, "placement": [1, 0, 2, 3]},
+            r"placement: got \[1, 0, 2, 3\], expected contiguous",
+        ),
+        ([[[0, 1], [2, 3]]], {}, "group: got a mesh of 3 dimensions, expected one, as in"),
+        ([1, 0, 2, 3], {}, r"group: got a mesh of ranks \[1, 0, 2, 3\], expected ascending"),
+        ([[0, 2], [1, 3]], {}, r"group: got a mesh of ranks \[0, 2, 1, 3\], expected ascending"),
     ],
     ids=str,
 )
-def test_refusals(make_ranks: MakeRanks, efsdp: int | None, changes: dict[str, Any], message: str) -> None:
-    for outcome in make_ranks("shm", 4).outcomes(cases.refused, efsdp, changes):
+def test_refusals(make_ranks: MakeRanks, ranks: Any, changes: dict[str, Any], message: str) -> None:
+    for outcome in make_ranks("shm", 4).outcomes(cases.refused, ranks, changes):
         with pytest.raises(InvalidConfig, match=message):
             raise outcome
 

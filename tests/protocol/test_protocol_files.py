@@ -11,6 +11,7 @@ import torch
 from routing import make_spec
 
 from moe_rt import _engine
+from moe_rt.config.codec import Codec
 from moe_rt.config.spec import ELEMENTS
 from moe_rt.errors import Code, Op, Phase
 from moe_rt.faults import Action, Point
@@ -36,6 +37,10 @@ def test_enumerators_agree(kind: type) -> None:
 @pytest.mark.parametrize("kind", [Point, Action])
 def test_enumerators_of_faults_agree(kind: type) -> None:
     assert {e.name: e.value for e in kind} == enumerators("cuda/host/fault.h", kind.__name__)
+
+
+def test_codecs_agree() -> None:
+    assert {e.name: e.value for e in Codec} == enumerators("cuda/protocol/core/codec.h", "Codec")
 
 
 def test_every_code_has_an_error() -> None:

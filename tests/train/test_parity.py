@@ -51,12 +51,12 @@ def test_bf16_follows_fp32(make_ranks: MakeRanks, tmp_path: Path, reference: lis
     np.testing.assert_allclose(got, expected, rtol=0.02)
 
 
-@pytest.mark.parametrize("payload", ["fp8", "int8"])
-def test_coded_rows_train_as_well(make_ranks: MakeRanks, tmp_path: Path, payload: str) -> None:
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+def test_coded_rows_train_as_well(make_ranks: MakeRanks, tmp_path: Path, codec: str) -> None:
     """200 steps in bf16: the loss at the end is within 1 % of what rows that travel as bf16 give."""
     ends = []
-    for how in ("same", payload):
-        changes = {"out": tmp_path / how, "dtype": "bf16", "steps": 200, "val_every": 200, "payload": how}
+    for how in ("raw", codec):
+        changes = {"out": tmp_path / how, "dtype": "bf16", "steps": 200, "val_every": 200, "codec": how}
         make_ranks("shm", 2).run(cases.run, changes)
         rows = metrics.read(tmp_path / how / "metrics.jsonl")
         last = [row["loss"] for row in rows if "loss" in row][-20:]

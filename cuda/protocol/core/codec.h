@@ -9,7 +9,7 @@
 
 namespace moe_rt {
 
-// How rows travel: as they are, or coded. Values are those of moe_rt/config/spec.py.
+// How rows travel: as they are, or coded. Values are those of moe_rt/config/codec.py.
 enum class Codec : int32_t { kRaw = 0, kFp8 = 1, kInt8 = 2 };
 
 inline constexpr int kCodecBlock = 128;

@@ -1,0 +1,73 @@
+"""What a user may choose about a buffer besides its sizes; every name and default is stated here once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from moe_rt.config.codec import Codec
+from moe_rt.config.expect import expect
+from moe_rt.config.placement import Placement
+
+# What provides symmetric memory; docs/heap.md.
+HeapKind = Literal["shm", "threads", "loopback", "nvshmem"]
+Overflow = Literal["raise", "drop", "retry"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """The options that every rank must give alike; `moe_rt.Buffer` explains each."""
+
+    capacity_factor: float | None = None
+    overflow: Overflow = "raise"
+    dispatch_dtype: torch.dtype | None = None
+    combine_dtype: torch.dtype | None = None
+
+    def check_shared(self, dtype: torch.dtype) -> None:
+        """Whether they make sense for rows of `dtype`.
+
+        Raises:
+            InvalidConfig: naming the field, what was got and what was expected.
+        """
+        for name in ("dispatch_dtype", "combine_dtype"):
+            codes = getattr(self, name)
+            fits = codes is None or (codes in Codec.dtypes() and dtype is not torch.float64)
+            expected = f"None or one of {[str(d) for d in Codec.dtypes()]}, for rows of at most 32 bits"
+            expect(fits, name, f"{codes} for rows of {dtype}", expected)
+        expect(self.overflow in get_args(Overflow), "overflow", self.overflow, f"one of {get_args(Overflow)}")
+        factor = self.capacity_factor
+        positive = factor is None or (math.isfinite(factor) and factor > 0)
+        expect(positive, "capacity_factor", factor, "None or a finite number > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferOptions(SharedOptions):
+    """All options of a buffer; `moe_rt.Buffer` explains each. Values are checked where all ranks make the buffer."""
+
+    placement: Placement | Sequence[int] | None = None
+    heap: HeapKind | Literal["auto"] = field(default="auto", repr=False)
+    timeout_s: float = field(default=120.0, repr=False)
+    init_timeout_s: float = field(default=300.0, repr=False)
+    num_threads: int = field(default=1, repr=False)
+    num_sms: int | None = field(default=None, repr=False)
+
+    def check_own(self) -> None:
+        """Whether what concerns this rank alone makes sense.
+
+        Raises:
+            InvalidConfig: naming the field, what was got and what was expected.
+        """
+        positive = self.timeout_s > 0 and self.init_timeout_s > 0  # NaN is not
+        expect(positive, "timeout_s", f"{self.timeout_s} and {self.init_timeout_s}", "positive seconds")
+        expect(self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as keyword arguments of `moe_rt.Buffer`, hashable."""
+        values = {f.name: getattr(self, f.name) for f in fields(BufferOptions)}
+        if values["placement"] is not None and not isinstance(values["placement"], Placement):
+            values["placement"] = tuple(values["placement"])
+        return values

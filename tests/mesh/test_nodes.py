@@ -1,0 +1,69 @@
+"""A mesh of two dimensions is a group: all its ranks, as over a process group of them, and the nodes they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cases_nodes as cases
+import pytest
+import torch
+from harness import Ranks
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.config.topology import Topology
+from moe_rt.errors import ConfigMismatch, InvalidConfig
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+@pytest.mark.parametrize(
+    ("shape", "named", "nodes"),
+    [
+        ((2, 2), True, (0, 0, 1, 1)),
+        ((4, 1), False, (0, 1, 2, 3)),
+        ((1, 4), True, (0, 0, 0, 0)),
+        ((2, 2, 1), True, (0, 1)),  # a part of a larger mesh, for each half of the ranks
+    ],
+    ids=str,
+)
+def test_equals_its_process_group(
+    make_ranks: MakeRanks, shape: tuple[int, ...], named: bool, nodes: tuple[int, ...]
+) -> None:
+    for found, (on_mesh, on_group) in make_ranks("shm", 4).run(cases.over_nodes, shape, named):
+        assert found == nodes
+        torch.testing.assert_close(on_mesh, on_group, rtol=0, atol=0)
+
+
+def test_a_part_of_a_mesh_has_one_group(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 4).run(cases.again) == [[True, True, True]] * 4
+
+
+def test_ranks_that_alternate_between_nodes(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 4).run(cases.crossed) == [(0, 1, 0, 1)] * 4
+
+
+def test_ranks_that_disagree_all_raise(make_ranks: MakeRanks) -> None:
+    for outcome in make_ranks("shm", 2).outcomes(cases.disagree):
+        with pytest.raises(ConfigMismatch, match=r"topology: got \[0, 0\] on rank 1, expected \[0, 1\] as on rank 0"):
+            raise outcome
+
+
+def test_other_groups_are_one_node() -> None:
+    sizes = dict(num_max_tokens_per_rank=4, hidden=8, num_topk=1, num_experts=2)
+    with Buffer(ThreadGroup.make(1)[0], **sizes, dtype=torch.float32) as buffer:
+        assert buffer.topology == Topology.one_node(1)
+        assert "topology=Topology([[0]])" in repr(buffer)
+
+
+def test_uneven_nodes() -> None:
+    topology = Topology.from_rows([[5, 7], [2], [3, 4, 6]], [2, 3, 4, 5, 6, 7])
+    assert topology.nodes == (1, 2, 2, 0, 2, 0)
+    assert (topology.num_ranks, topology.num_nodes) == (6, 3)
+    assert [topology.ranks_of(node) for node in range(3)] == [[3, 5], [0], [1, 2, 4]]
+    assert all(rank in topology.ranks_of(topology.node_of(rank)) for rank in range(6))
+
+
+@pytest.mark.parametrize("nodes", [(), (1, 1), (0, 2)], ids=str)
+def test_empty_nodes_are_refused(nodes: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidConfig, match="topology: got"):
+        Topology(nodes)
