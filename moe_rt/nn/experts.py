@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.kernels.activations import Activation, activate, swiglu
@@ -142,22 +141,12 @@ class Experts(SpreadModule):
         self._shapes = self.config.shapes(num_local, hidden, intermediate)
         for name, shape in self._shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        self.over_mesh = False
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
         weight: Tensor = getattr(self, self.config.weight_names[1])
         return weight.dtype
-
-    def shard_over(self, mesh: DeviceMesh) -> None:
-        """Makes every parameter a DTensor [E, ...] in equal blocks over all ranks of a mesh. Local."""
-        from torch.distributed.tensor import DTensor, Shard  # here, since it makes `import moe_rt` a second slower
-
-        for name in self._shapes:
-            block = DTensor.from_local(getattr(self, name).detach(), mesh, [Shard(0)] * mesh.ndim, run_check=False)
-            self.register_parameter(name, nn.Parameter(block))
-        self.over_mesh = True
 
     @torch.no_grad()
     def reset_expert(self, local: int, generator: torch.Generator | None) -> None:
@@ -166,7 +155,7 @@ class Experts(SpreadModule):
         Raises:
             InvalidConfig: FSDP has sharded the parameters further, so that this rank does not hold the whole expert.
         """
-        weights = self._local_weights()
+        weights = {name: self._part(name) for name in self._shapes}
         for name, shape in self._shapes.items():
             got = tuple(weights[name].shape)
             if got != shape:
@@ -181,12 +170,7 @@ class Experts(SpreadModule):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """x [rows, H] packed by expert -> [rows, H], in x's dtype."""
-        weights = {name: self.averaged(w) for name, w in self._local_weights().items()}
-        return expert_mlp(x, offs, weights, self.config)
-
-    def _local_weights(self) -> dict[str, Tensor]:
-        weights = {name: getattr(self, name) for name in self._shapes}
-        return {name: w.to_local() for name, w in weights.items()} if self.over_mesh else weights
+        return expert_mlp(x, offs, self.parts(*self._shapes), self.config)
 
 
 class SwiGLUExperts(Experts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.shared_buffers import LayerBuffers
+from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.placement import Placement
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.heap.groups import Group
+from moe_rt.heap.groups import Group, rendezvous_of
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import all_or_none
 from moe_rt.nn.experts import Experts, ExpertsConfig
 from moe_rt.nn.metrics import LayerMetrics
 from moe_rt.nn.router import Router, RouterConfig
 from moe_rt.nn.router_losses import RouterAux
 from moe_rt.nn.shared_expert import SharedExpert
+from moe_rt.nn.siblings import ExpertsLike, RouterLike, check_siblings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +106,27 @@ class MoELayer(nn.Module):
         config: see MoEConfig.
         group: see moe_rt.Buffer.
         buffer: use this one instead; its sizes must be the config's.
+        router: a module that chooses in place of `moe_rt.nn.router.Router`; see `moe_rt.nn.siblings.RouterLike`.
+        experts: a module that runs `expert_ids` in place of `moe_rt.nn.experts.Experts`; see `ExpertsLike` there.
+        shared_expert: a module [T, H] -> [T, H] that every token visits besides, instead of shared_intermediate.
+            Modules that are given keep their weights and live on the group's device already.
 
     Raises:
-        InvalidConfig: over a mesh, on every rank, if the experts are not in equal contiguous blocks.
+        InvalidConfig: on every rank, if over a mesh the experts are not in equal contiguous blocks, or if a module that
+            was given does not fit on some rank; on this rank alone, if `buffer` was given too.
         MoeRtError: as moe_rt.Buffer.
     """
 
-    def __init__(self, config: MoEConfig, group: Group = None, *, buffer: Buffer | None = None) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: Group = None,
+        *,
+        buffer: Buffer | None = None,
+        router: RouterLike | None = None,
+        experts: ExpertsLike | None = None,
+        shared_expert: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         fixed = config.dtype is not None or buffer is not None
@@ -122,18 +140,47 @@ class MoELayer(nn.Module):
         self.tag = self._shared_buffers.tag
         device = self.buffer.device
         self.metrics = LayerMetrics(config.num_experts, self._shared_buffers)
+        modules = {"router": router, "experts": experts, "shared_expert": shared_expert}
+        self._given = {kind for kind, module in modules.items() if module is not None}
+        if self._given:
+            self._require_fitting(modules, rendezvous_of(group) if buffer is None else None)
         with device:
-            self.router = Router(config.hidden, config=config)
-            self.experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
+            # Typed as what they are unless they are given, which is what most users read.
+            self.router = cast(Router, Router(config.hidden, config=config) if router is None else router)
+            if experts is None:
+                experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
+            self.experts = cast(Experts, experts)
             if isinstance(group, DeviceMesh):
                 self.experts.shard_over(group)
             self.experts.spread_over(self.buffer.num_ranks, self.buffer.process_group)
-            self.shared_expert = None
-            if config.shared_intermediate is not None:
+            self.shared_expert = shared_expert
+            if config.shared_intermediate is not None and shared_expert is None:
                 self.shared_expert = SharedExpert(
                     config.hidden, config.shared_intermediate, config, gated_output=config.shared_gate
                 )
         self.reset_parameters()
+
+    def _require_fitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:
+        """Collective where there is a rendezvous: every rank raises what a module on one rank does not fit."""
+
+        def check() -> dict[str, Any]:
+            c = self.config
+            if modules["shared_expert"] is not None:
+                got = c.shared_intermediate
+                expect(got is None, "shared_intermediate", got, "None for a layer that is given a shared expert")
+            check_siblings(
+                **modules,
+                num_experts=c.num_experts,
+                num_topk=c.num_topk,
+                num_local=len(self.expert_ids),
+                device=self.buffer.device,
+            )
+            return {}
+
+        if rendezvous is None:
+            check()
+        else:
+            all_or_none(rendezvous, check, "take its layer's modules", self.config.init_timeout_s)
 
     @property
     def buffer(self) -> Buffer:
@@ -142,15 +189,16 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws N(0, 1 / fan-in), on the CPU whatever the device; biases are zero.
+        """Draws N(0, 1 / fan-in), on the CPU whatever the device; biases are zero. Modules that were given stay.
 
         Every expert has its own stream, so the draw does not depend on where it lives.
         """
-        self.router.reset_parameters()
+        if "router" not in self._given:
+            self.router.reset_parameters()
         seeds = torch.randint(2**62, (self.config.num_experts,), device="cpu").tolist()
-        for local, expert in enumerate(self.expert_ids):
+        for local, expert in enumerate(() if "experts" in self._given else self.expert_ids):
             self.experts.reset_expert(local, torch.Generator().manual_seed(seeds[expert]))
-        if self.shared_expert is not None:
+        if isinstance(self.shared_expert, SharedExpert) and "shared_expert" not in self._given:
             self.shared_expert.reset_parameters()
 
     def forward(

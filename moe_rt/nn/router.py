@@ -124,6 +124,16 @@ class Router(nn.Module):
         steered = torch.zeros(self.config.num_experts, dtype=torch.float32) if self.config.balance_bias else None
         self.register_buffer("balance_bias", steered)
 
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.config.num_experts
+
+    @property
+    def num_topk(self) -> int:
+        """K."""
+        return self.config.num_topk
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """weight from N(0, 1 / H), drawn on the CPU whatever the device; bias and balance_bias are zero."""

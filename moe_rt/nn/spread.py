@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import clip_grad
@@ -38,13 +39,14 @@ class SpreadModule(nn.Module):
         num_ranks: how many ranks hold the parts; 1 until `spread_over` says more.
         mean: what gradients are averaged over, or None where they stay sums.
         sharded: FSDP was told about the parts, by `moe_rt.parallel.shard_experts`.
+        over_mesh: the parameters are DTensors, since `shard_over`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_ranks = 1
         self.mean: Mean | None = None
-        self.sharded = False
+        self.sharded = self.over_mesh = False
         self._spread_group: str | None = None
         self._managed = False
 
@@ -53,6 +55,29 @@ class SpreadModule(nn.Module):
         self.num_ranks = num_ranks
         self._spread_group = group.group_name if group is not None and num_ranks > 1 else None
         self._mark_parameters()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return next(self.parameters()).dtype
+
+    def shard_over(self, mesh: DeviceMesh) -> None:
+        """Makes every parameter a DTensor [E, ...] in equal blocks over all ranks of a mesh. Local."""
+        from torch.distributed.tensor import DTensor, Shard  # here, since it makes `import moe_rt` a second slower
+
+        for name, p in list(self.named_parameters(recurse=False)):
+            block = DTensor.from_local(p.detach(), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+            self.register_parameter(name, nn.Parameter(block, p.requires_grad))
+        self.over_mesh = True
+
+    def parts(self, *names: str) -> dict[str, Tensor]:
+        """This rank's part of each of these parameters, for `forward`: gradients become the mean that `mean` says."""
+        return {name: self.averaged(self._part(name)) for name in names}
+
+    def _part(self, name: str) -> Tensor:
+        weight: Any = getattr(self, name)
+        part: Tensor = weight.to_local() if self.over_mesh else weight
+        return part
 
     def averaged(self, weight: Tensor) -> Tensor:
         """The weight itself; its gradient becomes the mean."""
