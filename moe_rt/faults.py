@@ -3,7 +3,7 @@
     MOE_RT_FAULT=rank=1,op=3,at=after_payload,do=kill
 
 `op` counts the ops of each buffer from 1 (default 1): dispatch, combine, combine_backward, dispatch_backward of a
-first training step are 1 to 4. At `between_dispatch_and_combine` and `in_backward` the fault strikes before the first
+first training step are 1 to 4. At `between_dispatch_and_combine` and `in_backward` the fault happens before the first
 combine, or backward op, from that number on; `pre_rendezvous`, `post_rendezvous`, `in_destroy` are outside of ops.
 """
 
@@ -56,7 +56,7 @@ def planned(rank: int, num_ranks: int, on_cpu: bool) -> _engine.Fault:
     """What MOE_RT_FAULT plans for this rank: nothing, as a rule.
 
     Raises:
-        InvalidConfig: the variable makes no sense, on whichever rank it would strike, or ranks are not on the CPU.
+        InvalidConfig: the variable makes no sense, on whichever rank it names, or ranks are not on the CPU.
     """
     text = os.environ.get(VARIABLE, "")
     if not text:
@@ -87,7 +87,7 @@ def planned(rank: int, num_ranks: int, on_cpu: bool) -> _engine.Fault:
 
 
 def reach(fault: _engine.Fault, point: Point) -> None:
-    """Strikes if `point`, which is outside of ops, is where; raises FaultInjected if that is what the fault does."""
+    """Injects the fault if `point`, which is outside of ops, is where; raises FaultInjected if it is to raise."""
     if fault.at == point and not fault.strike():
         raise FaultInjected(f"failed at {point.name.lower()} as {VARIABLE} asked")
 

@@ -1,4 +1,4 @@
-"""What every rank of a crew and the process that strikes them see at once, without asking."""
+"""What every rank of a pool and the process that injects faults into them see at once, without asking."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from moe_rt.chaos.crew import Crew
-from moe_rt.chaos.member import PATIENCE_S
 from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
+from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.steps import MODES
+from moe_rt.chaos.worker import PATIENCE_S
 
 STEPS = 24
 SIZE = {"tokens": 128, "hidden": 4096}  # 12 MiB of rows to the experts, and up to 2 MiB home
@@ -36,10 +36,10 @@ class Evaluation:
         """All of it."""
         return "evaluate " + ",".join(self.modes)
 
-    def run(self, crew: Crew) -> Outcome[Evaluation]:
+    def run(self, pool: RankPool) -> Outcome[Evaluation]:
         """The order at least twice."""
-        ranks, steps = range(crew.size), STEPS - STEPS % len(self.modes)
-        crew.session(ranks, steps, modes=self.modes, sizes=SIZE)
-        reports = crew.reports(ranks, 2 * PATIENCE_S)
+        ranks, steps = range(pool.size), STEPS - STEPS % len(self.modes)
+        pool.session(ranks, steps, modes=self.modes, sizes=SIZE)
+        reports = pool.reports(ranks, 2 * PATIENCE_S)
         complaints = not_raised(reports, ranks, {"nothing"}) + after_all(reports)
         return Outcome(self, reports, [], complaints + not_done(reports, steps))

@@ -7,9 +7,9 @@ import signal
 import time
 from dataclasses import dataclass
 
-from moe_rt.chaos.crew import ENDLESS, Crew
-from moe_rt.chaos.member import PATIENCE_S
 from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
+from moe_rt.chaos.rank_pool import ENDLESS, RankPool
+from moe_rt.chaos.worker import PATIENCE_S
 
 TIMEOUT_S = 2.0
 FROZEN_S = 1.5 * TIMEOUT_S
@@ -45,20 +45,20 @@ class Freeze:
         stopped, thawed = ("".join(map(str, order)) for order in (self.stopped, self.thawed))
         return f"freeze of {stopped} near step {self.step}, thaw of {thawed}, gaps of {self.gap_s} s"
 
-    def run(self, crew: Crew) -> Outcome[Freeze]:
+    def run(self, pool: RankPool) -> Outcome[Freeze]:
         """A session whose end is set while all ranks are stopped."""
-        ranks = range(crew.size)
-        crew.session(ranks, steps=ENDLESS, timeout_s=TIMEOUT_S)
-        crew.await_steps(ranks, self.step)
-        self._send_each(crew, self.stopped, signal.SIGSTOP)
+        ranks = range(pool.size)
+        pool.session(ranks, steps=ENDLESS, timeout_s=TIMEOUT_S)
+        pool.await_steps(ranks, self.step)
+        self._send_each(pool, self.stopped, signal.SIGSTOP)
         time.sleep(FROZEN_S)
-        last = crew.board.steps[0] = max(crew.board.step) + MORE_STEPS
-        self._send_each(crew, self.thawed, signal.SIGCONT)
-        reports = crew.reports(ranks, 2 * PATIENCE_S)
+        last = pool.board.steps[0] = max(pool.board.step) + MORE_STEPS
+        self._send_each(pool, self.thawed, signal.SIGCONT)
+        reports = pool.reports(ranks, 2 * PATIENCE_S)
         complaints = not_raised(reports, ranks, {"nothing"}) + after_all(reports)
         return Outcome(self, reports, [], complaints + not_done(reports, last))
 
-    def _send_each(self, crew: Crew, ranks: tuple[int, ...], number: int) -> None:
+    def _send_each(self, pool: RankPool, ranks: tuple[int, ...], number: int) -> None:
         for rank in ranks:
-            crew.send(rank, number)
+            pool.send(rank, number)
             time.sleep(self.gap_s)

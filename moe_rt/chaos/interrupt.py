@@ -7,9 +7,9 @@ import signal
 import time
 from dataclasses import dataclass
 
-from moe_rt.chaos.crew import ENDLESS, Crew
-from moe_rt.chaos.member import PATIENCE_S
 from moe_rt.chaos.outcome import Outcome, after_all, alive, not_raised
+from moe_rt.chaos.rank_pool import ENDLESS, RankPool
+from moe_rt.chaos.worker import PATIENCE_S
 
 AT_ONCE_S = 20.0  # a wait for a late rank is not over before PATIENCE_S
 PLACES = ("anywhere", "in_an_op", "while_making")
@@ -45,24 +45,24 @@ class Interrupt:
         late = "" if self.where == "anywhere" else f", rank {self.late} late"
         return f"interrupt of rank {self.rank} {self.where}, step {self.step} + {self.after_s} s{late}"
 
-    def run(self, crew: Crew) -> Outcome[Interrupt]:
+    def run(self, pool: RankPool) -> Outcome[Interrupt]:
         """An outcome's milliseconds run from the signal until each rank raised; of the late one there are none."""
-        ranks, making, waits = range(crew.size), self.where == "while_making", self.where != "anywhere"
+        ranks, making, waits = range(pool.size), self.where == "while_making", self.where != "anywhere"
         fault = f"rank={self.late},at=pre_rendezvous,do=stop" if making else ""
-        crew.session(ranks, steps=ENDLESS, fault=fault)
-        crew.await_steps(ranks, 0 if making else self.step)
+        pool.session(ranks, steps=ENDLESS, fault=fault)
+        pool.await_steps(ranks, 0 if making else self.step)
         if waits and not making:
-            crew.send(self.late, signal.SIGSTOP)
+            pool.send(self.late, signal.SIGSTOP)
         if waits:
-            crew.await_stop(self.late)
+            pool.await_stop(self.late)
         time.sleep(self.after_s)
         sent = time.monotonic()
-        crew.send(self.rank, signal.SIGINT)
+        pool.send(self.rank, signal.SIGINT)
         prompt = [rank for rank in ranks if not (waits and rank == self.late)]
-        reports = crew.reports(prompt, AT_ONCE_S)
+        reports = pool.reports(prompt, AT_ONCE_S)
         if waits:
-            crew.send(self.late, signal.SIGCONT)
-        reports |= crew.reports([rank for rank in ranks if rank not in prompt], 2 * PATIENCE_S)
+            pool.send(self.late, signal.SIGCONT)
+        reports |= pool.reports([rank for rank in ranks if rank not in prompt], 2 * PATIENCE_S)
         milliseconds = [1e3 * (reports[rank]["at"] - sent) for rank in prompt if "at" in reports[rank]]
         complaints = not_raised(reports, [self.rank], {"KeyboardInterrupt"}) + after_all(reports)
         others = [rank for rank in ranks if rank != self.rank]

@@ -16,64 +16,64 @@ from typing import Any
 
 import click
 
-from moe_rt.chaos.crew import Crew
+from moe_rt.chaos.injected_fault import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, InjectedFault
 from moe_rt.chaos.outcome import Outcome
-from moe_rt.chaos.strike import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, Strike
+from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.faults import POINTS
 from moe_rt.testing.host_info import machine_card
 
 RANKS, FAULTY_RANK = 3, 1  # some deadlocks show from three ranks on only
-SECOND_STEP = {"dispatch": 5, "combine": 6, "backward": 7}  # the ops struck, by number
+SECOND_STEP = {"dispatch": 5, "combine": 6, "backward": 7}  # the ops with the fault, by number
 COMMAND = "python -m moe_rt.chaos.matrix --write docs/reliability.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 
-def strikes() -> Iterator[Strike]:
-    """All of the matrix; the rank that is struck is always the same."""
+def injected_faults() -> Iterator[InjectedFault]:
+    """All of the matrix; the faulty rank is always the same."""
     for at in POINTS:
         ops = SECOND_STEP.values() if at in IN_OPS else [SECOND_STEP["dispatch"] if at in BETWEEN_OPS else 1]
         for op in ops:
             for do in SURVIVORS_RAISE:
                 if do != "corrupt" or at == "after_payload":
-                    yield Strike(FAULTY_RANK, op, at, do)
+                    yield InjectedFault(FAULTY_RANK, op, at, do)
 
 
-def measure(progress: Callable[[Strike], None]) -> list[Outcome[Strike]]:
+def measure(progress: Callable[[InjectedFault], None]) -> list[Outcome[InjectedFault]]:
     """Runs the matrix; about a minute on two cores."""
     outcomes = []
-    with Crew(RANKS) as crew:
-        for strike in strikes():
-            progress(strike)
-            outcomes.append(strike.run(crew))
+    with RankPool(RANKS) as pool:
+        for fault in injected_faults():
+            progress(fault)
+            outcomes.append(fault.run(pool))
     return outcomes
 
 
-def classes(outcomes: list[Outcome[Strike]]) -> dict[str, dict[str, str]]:
+def classes(outcomes: list[Outcome[InjectedFault]]) -> dict[str, dict[str, str]]:
     """{point: {action: what the survivors raised}}; a class that a rank has only been told of is not counted."""
     table: dict[str, dict[str, str]] = {}
     for outcome in outcomes:
-        strike, row = outcome.trial, table.setdefault(outcome.trial.at, {})
+        fault, row = outcome.trial, table.setdefault(outcome.trial.at, {})
         # Who publishes nonsense reads it too, and may be the first to notice.
-        noticing = [r for r in outcome.reports if r != strike.rank or strike.do == "corrupt"]
+        noticing = [r for r in outcome.reports if r != fault.rank or fault.do == "corrupt"]
         seen = {outcome.reports[r]["raised"] for r in noticing}
-        already = set(filter(None, row.get(strike.do, "").split(" or ")))
-        row[strike.do] = " or ".join(sorted(already | (seen - {"GroupPoisoned"} or seen)))
+        already = set(filter(None, row.get(fault.do, "").split(" or ")))
+        row[fault.do] = " or ".join(sorted(already | (seen - {"GroupPoisoned"} or seen)))
     return table
 
 
-def times(outcomes: list[Outcome[Strike]], do: str, at: str | None = None) -> list[float]:
+def times(outcomes: list[Outcome[InjectedFault]], do: str, at: str | None = None) -> list[float]:
     """Milliseconds until survivors raised, of one action, at one point or all."""
     chosen = (o for o in outcomes if o.trial.do == do and at in (None, o.trial.at))
     return [ms for outcome in chosen for ms in outcome.milliseconds]
 
 
-def markdown(outcomes: list[Outcome[Strike]]) -> str:
+def markdown(outcomes: list[Outcome[InjectedFault]]) -> str:
     """The table, and how it came about."""
     card = machine_card()
     lines = [
         f"{RANKS} processes on {card['cores']} cores of {card['cpu']}, load average {card['load_average']:.1f}, "
         f"{date.today().isoformat()}, `{COMMAND}`.",
-        "Times run from when the struck rank began its op until a survivor had raised, median / worst; after a kill",
+        "Times run from when the faulty rank began its op until a survivor had raised, median / worst; after a kill",
         "the kernel first takes the process apart, and `post_rendezvous` includes making the buffer.",
         "",
         "| Point | " + " | ".join(f"`{do}`" for do in SURVIVORS_RAISE) + " | ms after kill | ms after raise |",
@@ -89,7 +89,7 @@ def markdown(outcomes: list[Outcome[Strike]]) -> str:
 _TIMED = ("kill", "raise")
 
 
-def _span(outcomes: list[Outcome[Strike]], do: str, at: str | None = None) -> str:
+def _span(outcomes: list[Outcome[InjectedFault]], do: str, at: str | None = None) -> str:
     found = times(outcomes, do, at)
     return f"{median(found):.1f} / {max(found):.1f}" if found else ""
 
@@ -109,7 +109,7 @@ def committed(text: str) -> dict[str, dict[str, str]]:
 @click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
 def main(write: Path | None) -> None:
     """Injects every fault of the matrix into groups of three ranks, and prints what the survivors raised."""
-    outcomes = measure(lambda strike: click.echo(strike.spec, err=True))
+    outcomes = measure(lambda fault: click.echo(fault.spec, err=True))
     table, wrong = markdown(outcomes), [o for o in outcomes if o.complaints]
     click.echo(table)
     if write is not None and not wrong:

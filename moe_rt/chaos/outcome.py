@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from moe_rt.chaos.crew import Crew
+from moe_rt.chaos.rank_pool import RankPool
 
 
 class Trial(Protocol):
@@ -22,8 +22,8 @@ class Trial(Protocol):
         """All of it, in a line."""
         ...
 
-    def run(self, crew: Crew) -> Outcome[Any]:
-        """The crew is complete again in its next session."""
+    def run(self, pool: RankPool) -> Outcome[Any]:
+        """The pool is complete again in its next session."""
         ...
 
 
@@ -32,7 +32,7 @@ T = TypeVar("T", bound=Trial)
 
 @dataclass
 class Outcome(Generic[T]):
-    """Of a trial: every rank's report (see `member.serve`), by rank, and what is wrong with them.
+    """Of a trial: every rank's report (see `worker.serve`), by rank, and what is wrong with them.
 
     Attributes:
         milliseconds: how long each rank that had to notice something took; empty where nobody had to.
@@ -87,8 +87,8 @@ def not_done(reports: dict[int, dict[str, Any]], steps: int) -> list[str]:
     return [f"rank {rank} completed {done} steps, expected {steps}" for rank, done in short.items()]
 
 
-def steps_of_all(crew: Crew, ranks: Sequence[int], steps: int, timeout_s: float) -> list[str]:
+def steps_of_all(pool: RankPool, ranks: Sequence[int], steps: int, timeout_s: float) -> list[str]:
     """The ranks make a newer group and work; a complaint for each that did not get through."""
-    crew.session(ranks, steps)
-    reports = crew.reports(ranks, timeout_s)
+    pool.session(ranks, steps)
+    reports = pool.reports(ranks, timeout_s)
     return [f"in a newer group {text}" for text in not_raised(reports, ranks, {"nothing"})]

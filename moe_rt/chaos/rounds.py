@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from moe_rt.chaos.crew import Crew
 from moe_rt.chaos.evaluation import Evaluation
 from moe_rt.chaos.freeze import Freeze
+from moe_rt.chaos.injected_fault import STEPS, SURVIVORS_RAISE, InjectedFault
 from moe_rt.chaos.interrupt import Interrupt
 from moe_rt.chaos.outcome import Outcome, Trial
+from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.scarcity import Scarcity
 from moe_rt.chaos.steps import OPS_OF_A_STEP
-from moe_rt.chaos.strike import STEPS, SURVIVORS_RAISE, Strike
 from moe_rt.faults import POINTS
 
 # There must be a later op in which survivors notice.
@@ -37,7 +37,7 @@ def draw(pace: random.Random, ranks: int, actions: Sequence[str], stop_timeout_s
     if action in ACTIONS:
         return ACTIONS[action](pace, ranks)
     at = "after_payload" if action == "corrupt" else pace.choice(list(POINTS))
-    return Strike(
+    return InjectedFault(
         pace.randrange(ranks),
         pace.randint(1, LAST_OP),
         at,
@@ -59,9 +59,9 @@ def chaos(
     """Runs the rounds and returns a document; its `complaints` are empty if nothing hung, leaked or went wrong."""
     pace, before, start = random.Random(seed), _held(), time.monotonic()
     outcomes: list[Outcome[Any]] = []
-    with Crew(ranks) as crew:
+    with RankPool(ranks) as pool:
         for i in range(rounds):
-            outcomes.append(draw(pace, ranks, actions, stop_timeout_s).run(crew))
+            outcomes.append(draw(pace, ranks, actions, stop_timeout_s).run(pool))
             progress(i, outcomes[-1])
     seconds = time.monotonic() - start
     left = {name: now - before[name] for name, now in _held().items()}

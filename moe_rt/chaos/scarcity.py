@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from moe_rt.chaos.crew import Crew
 from moe_rt.chaos.limits import KINDS
-from moe_rt.chaos.member import PATIENCE_S
 from moe_rt.chaos.outcome import Outcome, after_all, alive, not_raised, steps_of_all
+from moe_rt.chaos.rank_pool import RankPool
+from moe_rt.chaos.worker import PATIENCE_S
 
 STEPS = 2
 AT_ONCE_S = 20.0  # who does not learn of it waits for PATIENCE_S
@@ -45,17 +45,17 @@ class Scarcity:
         """All of it."""
         return f"limit of rank {self.rank}: {self.kind}, room for {self.room}"
 
-    def run(self, crew: Crew) -> Outcome[Scarcity]:
+    def run(self, pool: RankPool) -> Outcome[Scarcity]:
         """An outcome's milliseconds run from when the rank began to make the buffer until each rank raised."""
-        ranks = range(crew.size)
-        crew.session(ranks, STEPS, {self.rank: {"limit": [self.kind, self.room]}}, sizes=SIZES[self.kind])
-        reports = crew.reports(ranks, AT_ONCE_S)
-        began = crew.board.began[self.rank]
+        ranks = range(pool.size)
+        pool.session(ranks, STEPS, {self.rank: {"limit": [self.kind, self.room]}}, sizes=SIZES[self.kind])
+        reports = pool.reports(ranks, AT_ONCE_S)
+        began = pool.board.began[self.rank]
         milliseconds = [1e3 * (report["at"] - began) for report in reports.values() if "at" in report]
         complaints = after_all(reports)
         if not all(report["raised"] == "nothing" for report in reports.values()):
             typed = {report["raised"] for report in reports.values() if report.get("typed")}
             complaints += not_raised(reports, ranks, typed - {"PeerTimeout"} or {"a typed error"})
             complaints += [f"rank {rank} has made a buffer" for rank, r in alive(reports).items() if r["made"]]
-        complaints += steps_of_all(crew, ranks, STEPS, 2 * PATIENCE_S)
+        complaints += steps_of_all(pool, ranks, STEPS, 2 * PATIENCE_S)
         return Outcome(self, reports, milliseconds, complaints)

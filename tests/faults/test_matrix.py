@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_rt.chaos.matrix import committed, strikes
+from moe_rt.chaos.matrix import committed, injected_faults
 from moe_rt.faults import POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def matrix() -> dict[str, Any]:
 
 def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:
     assert [outcome for outcome in matrix["outcomes"] if outcome["complaints"]] == []
-    assert len(matrix["outcomes"]) == len(list(strikes())) >= 3 * 3 * 5 + 3 * 5  # kill, stop, raise
+    assert len(matrix["outcomes"]) == len(list(injected_faults())) >= 3 * 3 * 5 + 3 * 5  # kill, stop, raise
     assert set(matrix["classes"]) == set(POINTS)
 
 

@@ -39,8 +39,9 @@ def serve(board: Board, place: int, orders: int, reports: int) -> None:
     threads left behind.
     """
     torch.set_num_threads(1)
-    os.environ[faults.VARIABLE] = ""  # only sessions are struck
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who struck us, and for a rank that is interrupted
+    os.environ[faults.VARIABLE] = ""  # a fault is for sessions only
+    # Ctrl-C is for the process that injects faults, and for a rank that is interrupted.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
     with os.fdopen(orders) as lines:
         for line in lines:
@@ -65,7 +66,7 @@ def _join(order: dict[str, Any]) -> None:
     rank, size = order["rank"], order["size"]
     store = PrefixStore(order["session"], TCPStore("127.0.0.1", order["port"]))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    # A rank that is struck at once must not cut off one that is still connecting to it.
+    # A rank that fails at once must not cut off one that is still connecting to it.
     store.set(f"connected/{rank}", "1")
     store.wait([f"connected/{r}" for r in range(size)])
 

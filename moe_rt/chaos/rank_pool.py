@@ -16,14 +16,14 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from moe_rt.chaos import member
+from moe_rt.chaos import worker
 from moe_rt.chaos.board import Board
 
 ENDLESS = 2**62  # steps, until something else ends a session
 _STORE = -1  # among ranks
 
 
-class Crew:
+class RankPool:
     """Ranks 0 to size - 1, each forked from this process, which must have imported torch but never used it.
 
     Every session is one life of a group: ranks meet anew, work, report, and leave. Those that died are replaced.
@@ -42,17 +42,17 @@ class Crew:
     def session(
         self, ranks: Sequence[int], steps: int, only: Mapping[int, dict[str, Any]] | None = None, **orders: Any
     ) -> None:
-        """Starts who is missing of `ranks` and gives them the same orders, see `member.serve`; `only` has a rank's own.
+        """Starts who is missing of `ranks` and gives them the same orders, see `worker.serve`; `only` has a rank's own.
 
-        `timeout_s` and `init_timeout_s` are `member.PATIENCE_S` if they are not given.
+        `timeout_s` and `init_timeout_s` are `worker.PATIENCE_S` if they are not given.
         """
         self._sessions += 1
         self.board.steps[0] = steps
-        common = {"timeout_s": member.PATIENCE_S, "init_timeout_s": member.PATIENCE_S, **orders}
+        common = {"timeout_s": worker.PATIENCE_S, "init_timeout_s": worker.PATIENCE_S, **orders}
         common |= {"port": self._port, "session": str(self._sessions), "size": len(ranks)}
         for new_rank, rank in enumerate(ranks):
             if rank not in self._pids:
-                self._start(rank, partial(member.serve, self.board, rank))
+                self._start(rank, partial(worker.serve, self.board, rank))
             self.board.began[rank], self.board.step[rank] = 0.0, -1
             line = json.dumps({**common, "rank": new_rank, **(only or {}).get(rank, {})})
             os.write(self._tell[rank], line.encode() + b"\n")
@@ -100,7 +100,7 @@ class Crew:
         os.close(self._tell.pop(rank))
         os.close(self._hear.pop(rank))
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankPool:
         return self
 
     def __exit__(

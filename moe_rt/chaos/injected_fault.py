@@ -6,10 +6,10 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from moe_rt.chaos.crew import Crew
-from moe_rt.chaos.member import PATIENCE_S
 from moe_rt.chaos.outcome import Outcome, after_all, not_raised
+from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.steps import OPS_OF_A_STEP
+from moe_rt.chaos.worker import PATIENCE_S
 
 STEPS = 3
 STOP_TIMEOUT_S = 0.5
@@ -29,12 +29,12 @@ SURVIVORS_RAISE = {
 
 
 @dataclass(frozen=True)
-class Strike:
+class InjectedFault:
     """A fault: `do` is an action of SURVIVORS_RAISE.
 
     Attributes:
         seconds: for how long a sleep lasts.
-        ballast_mib: memory that the struck rank holds, and that the kernel takes apart when it is killed.
+        ballast_mib: memory that the faulty rank holds, and that the kernel takes apart when it is killed.
         stop_timeout_s: timeout_s of the group of a rank that stops.
     """
 
@@ -69,24 +69,24 @@ class Strike:
         """All of it."""
         return f"{self.spec} with {self.ballast_mib} MiB" if self.ballast_mib else self.spec
 
-    def run(self, crew: Crew) -> Outcome[Strike]:
+    def run(self, pool: RankPool) -> Outcome[InjectedFault]:
         """A session of all ranks with the fault in it.
 
-        An outcome's milliseconds run from when the faulty rank began the op in which it was struck until each survivor
-        raised; of a stop, less timeout_s. There are none where the faulty rank never comes to make a buffer.
+        Milliseconds of the outcome run from when the faulty rank began its op until each survivor raised; of a stop,
+        less timeout_s. There are none where the faulty rank never comes to make a buffer.
         """
-        stops, away, ranks = self.do == "stop", self.at == "pre_rendezvous", range(crew.size)
+        stops, away, ranks = self.do == "stop", self.at == "pre_rendezvous", range(pool.size)
         timeout_s = self.stop_timeout_s if stops else PATIENCE_S
         init_timeout_s = INIT_TIMEOUT_S if away and stops else PATIENCE_S
         ballast = {self.rank: {"ballast_mib": self.ballast_mib}}
-        crew.session(ranks, STEPS, ballast, fault=self.spec, timeout_s=timeout_s, init_timeout_s=init_timeout_s)
+        pool.session(ranks, STEPS, ballast, fault=self.spec, timeout_s=timeout_s, init_timeout_s=init_timeout_s)
         survivors = [rank for rank in ranks if rank != self.rank]
-        reports = crew.reports(survivors, 2 * PATIENCE_S)
-        began = crew.board.began[self.rank]
+        reports = pool.reports(survivors, 2 * PATIENCE_S)
+        began = pool.board.began[self.rank]
         outcome = Outcome(self, reports)
         if stops:
-            outcome.complaints += _afterlife(crew, survivors, self.rank)
-        reports[self.rank] = crew.report(self.rank, 2 * PATIENCE_S)
+            outcome.complaints += _afterlife(pool, survivors, self.rank)
+        reports[self.rank] = pool.report(self.rank, 2 * PATIENCE_S)
         if not away:
             late = began + (timeout_s if stops else 0.0)
             outcome.milliseconds = [1e3 * (reports[r]["at"] - late) for r in survivors if "at" in reports[r]]
@@ -94,21 +94,21 @@ class Strike:
         return outcome
 
 
-def _afterlife(crew: Crew, survivors: list[int], stopped: int) -> list[str]:
+def _afterlife(pool: RankPool, survivors: list[int], stopped: int) -> list[str]:
     """The survivors make a newer group, and the stopped rank of the old one wakes up while that works."""
-    crew.session(survivors, AFTERLIFE_STEPS)
-    crew.send(stopped, signal.SIGCONT)
-    reports = crew.reports(survivors, 2 * PATIENCE_S)
+    pool.session(survivors, AFTERLIFE_STEPS)
+    pool.send(stopped, signal.SIGCONT)
+    reports = pool.reports(survivors, 2 * PATIENCE_S)
     return [f"in a newer group {text}" for text in not_raised(reports, survivors, {"nothing"})]
 
 
-def _judge(strike: Strike, reports: dict[int, dict[str, Any]], survivors: list[int]) -> list[str]:
-    told = {"GroupPoisoned"} if strike.raised in ("PeerTimeout", "CorruptPeer", "GroupClosed") else set()
-    complaints = not_raised(reports, survivors, {strike.raised} | told)
-    complaints += not_raised(reports, [strike.rank], _of_faulty_rank(strike))
-    if strike.raised not in {report["raised"] for report in reports.values()}:
-        complaints.append(f"no rank raised {strike.raised}")
-    first, last = _steps_done(strike)
+def _judge(fault: InjectedFault, reports: dict[int, dict[str, Any]], survivors: list[int]) -> list[str]:
+    told = {"GroupPoisoned"} if fault.raised in ("PeerTimeout", "CorruptPeer", "GroupClosed") else set()
+    complaints = not_raised(reports, survivors, {fault.raised} | told)
+    complaints += not_raised(reports, [fault.rank], _of_faulty_rank(fault))
+    if fault.raised not in {report["raised"] for report in reports.values()}:
+        complaints.append(f"no rank raised {fault.raised}")
+    first, last = _steps_done(fault)
     for rank in survivors:
         steps = reports[rank].get("steps", first)
         if not first <= steps <= last:
@@ -116,24 +116,24 @@ def _judge(strike: Strike, reports: dict[int, dict[str, Any]], survivors: list[i
     return complaints + after_all(reports)
 
 
-def _of_faulty_rank(strike: Strike) -> set[str]:
-    """What the struck rank itself may report."""
-    if strike.do == "stop":  # it wakes up after the group has ended
-        return {{"pre_rendezvous": "PeerTimeout", "in_destroy": "nothing"}.get(strike.at, "GroupPoisoned")}
-    if strike.do == "corrupt":  # it checks itself like any other rank
+def _of_faulty_rank(fault: InjectedFault) -> set[str]:
+    """What the faulty rank itself may report."""
+    if fault.do == "stop":  # it wakes up after the group has ended
+        return {{"pre_rendezvous": "PeerTimeout", "in_destroy": "nothing"}.get(fault.at, "GroupPoisoned")}
+    if fault.do == "corrupt":  # it checks itself like any other rank
         return {"CorruptPeer", "GroupPoisoned"}
-    return {"kill": {"killed"}, "raise": {"FaultInjected"}, "sleep": {"nothing"}}[strike.do]
+    return {"kill": {"killed"}, "raise": {"FaultInjected"}, "sleep": {"nothing"}}[fault.do]
 
 
-def _steps_done(strike: Strike) -> tuple[int, int]:
-    """Fewest and most steps that a survivor completes: the op of the strike may still succeed, no later one."""
-    if strike.at == "in_destroy":
+def _steps_done(fault: InjectedFault) -> tuple[int, int]:
+    """Fewest and most steps that a survivor completes: the op of the fault may still succeed, no later one."""
+    if fault.at == "in_destroy":
         return STEPS - 1, STEPS - 1
-    if strike.do == "sleep":
+    if fault.do == "sleep":
         return STEPS, STEPS
-    if strike.at in OUTSIDE:
+    if fault.at in OUTSIDE:
         return 0, 0
-    step, op = divmod(strike.op - 1, OPS_OF_A_STEP)
-    if strike.at == "between_dispatch_and_combine" and op > 1:
+    step, op = divmod(fault.op - 1, OPS_OF_A_STEP)
+    if fault.at == "between_dispatch_and_combine" and op > 1:
         step += 1
-    return step, step + (op == OPS_OF_A_STEP - 1 and strike.at in IN_OPS)
+    return step, step + (op == OPS_OF_A_STEP - 1 and fault.at in IN_OPS)
