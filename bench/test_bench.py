@@ -24,6 +24,7 @@ from moe_rt.bench.contestants import NAMES
 from moe_rt.bench.rank import Job
 from moe_rt.bench.results import slopes
 from moe_rt.cli import main
+from moe_rt.testing import programs
 from moe_rt.testing.host_info import machine_card
 
 HERE = Path(__file__).parent
@@ -140,13 +141,13 @@ def test_sigterm_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> Non
     job = Job([CASES["pair-2x512x2048"]], ["moe_rt"], [0], iters=1, warmup=0, seed=0, cold=False)
     started = []
 
-    def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    def start(program: programs.Program) -> subprocess.Popen[str]:
         process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
         os.kill(os.getpid(), signal.SIGTERM)
         started.append(process)
         return process
 
-    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(programs, "start", start)
     with pytest.raises(SystemExit):
         launch.launch(job, None, recycle=False, progress=lambda part: None)
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2

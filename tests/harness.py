@@ -1,25 +1,28 @@
-"""Runs a function on every rank of a group, for ranks that are threads and ranks that are processes.
+"""Runs a case on every rank of a group, for ranks that are threads and ranks that are processes.
 
 A case is a module-level function `case(group, *args)`; what it returns or raises comes back per rank. Process ranks are
-kept alive between cases, since starting one costs seconds.
+kept alive between cases, since joining a group takes longer than most cases.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import threading
+import pickle
+import signal
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_rt import ThreadGroup
+from moe_rt.testing import process_ranks, thread_ranks
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.forking import ForkServer
 
 CASE_TIMEOUT_S = 120.0
+END_S = 10.0
 
 
 class Ranks:
@@ -43,81 +46,85 @@ class ThreadRanks(Ranks):
     """On the CPU, or as virtual ranks of one GPU or what stands in for it."""
 
     def __init__(self, size: int, device: Any = "cpu") -> None:
-        self.size, self.device = size, device
-        self.heap = "threads" if device == "cpu" else "loopback"
+        self.size, self.heap = size, "threads" if device == "cpu" else "loopback"
+        self._ranks = thread_ranks.ThreadRanks(size, device)
 
     def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
-        results: list[Any] = [TimeoutError("rank did not finish")] * self.size
-        groups = ThreadGroup.make(self.size, self.device)
-
-        def work(rank: int) -> None:
-            try:
-                results[rank] = case(groups[rank], *args)
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(self.size)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(CASE_TIMEOUT_S)
-        return results
+        return self._ranks.outcomes(case, *args, seconds=CASE_TIMEOUT_S)
 
 
 class ProcessRanks(Ranks):
+    """Cases, arguments and outcomes travel pickled: both ends are tests."""
+
     heap = "shm"
 
     def __init__(self, size: int) -> None:
         self.size = size
         # A port, not a file: a rank may have given up the rights to a directory.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "moe_rt"])
-        self.processes, self._pipes = [], []
+        self._ranks = process_ranks.ProcessRanks(_fork_server())
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, self._store.port), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self._pipes.append(ours)
+            self._ranks.start(rank, _serve, rank, size, self._store.port)
+        self.pids = [self._ranks.pid(rank) for rank in range(size)]
 
     def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((case, args))
-        return [self._receive(rank) for rank in range(self.size)]
+        message = pickle.dumps((case, args))
+        for rank in range(self.size):
+            self._ranks.tell(rank, message)
+        return [self._outcome(rank) for rank in range(self.size)]
 
-    def _receive(self, rank: int) -> Any:
-        if not self._pipes[rank].poll(CASE_TIMEOUT_S):
-            return TimeoutError(f"rank {rank} did not finish")
+    def _outcome(self, rank: int) -> Any:
         try:
-            return self._pipes[rank].recv()
+            return pickle.loads(self._ranks.hear(rank, CASE_TIMEOUT_S))
+        except TimeoutError:
+            return TimeoutError(f"rank {rank} did not finish")
         except EOFError:
             return ChildProcessError(f"rank {rank} died")
 
+    def kill(self, rank: int) -> None:
+        """Returns when the process has ended."""
+        self._ranks.send_signal(rank, signal.SIGKILL)
+        assert self._ranks.await_end(rank, END_S)
+
     def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(10)
-            process.kill()
+        """Lets each rank leave its group, and ends those that do not."""
+        for rank in range(self.size):
+            self._ranks.hang_up(rank)
+        for rank in range(self.size):
+            self._ranks.await_end(rank, END_S)
+        self._ranks.close()
         del self._store
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+@cache
+def _fork_server() -> ForkServer:
+    """One for the whole session: it takes seconds to import torch."""
+    return ForkServer()
+
+
+def _serve(channel: Channel, rank: int, size: int, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
-    while pipe.poll(None):
-        try:
-            case, args = pipe.recv()
-        except EOFError:
-            break
-        try:
-            result = case(dist.group.WORLD, *args)
-        except Exception as error:
-            error.__notes__ = [traceback.format_exc()]  # add_note, which Python 3.10 lacks
-            result = error
-        pipe.send(result)
+    message = _next(channel)
+    while message:
+        channel.send(pickle.dumps(_outcome(*pickle.loads(message))))
+        message = _next(channel)
     if dist.is_initialized():  # a case may have left the group
         dist.destroy_process_group()
+
+
+def _next(channel: Channel) -> bytes:
+    """Nothing at the end."""
+    try:
+        return channel.receive()
+    except EOFError:
+        return b""
+
+
+def _outcome(case: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return case(dist.group.WORLD, *args)
+    except Exception as error:
+        error.__notes__ = [traceback.format_exc()]  # add_note, which Python 3.10 lacks
+        return error

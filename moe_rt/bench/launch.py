@@ -8,17 +8,19 @@ import json
 import os
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from moe_rt.bench.cases import Case
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
-from moe_rt.testing.ranks import ENVIRONMENT as SHARED_GPU
+from moe_rt.testing.endings import Signals
+from moe_rt.testing.programs import ONE_HOST, Program, running
+from moe_rt.testing.thread_ranks import ENVIRONMENT as SHARED_GPU
 
 # glibc then keeps freed memory, in huge pages where it may. By default it returns every large tensor to the kernel, and
 # all that allocate per call spend most of their time on page faults; on a GPU torch's caching allocator sees to this.
@@ -58,29 +60,23 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
     """
     case = job.cases[0]
     with (
-        _Sigterm() as sigterm,
+        Signals(),
         tempfile.TemporaryDirectory(prefix="moe_rt_bench_", dir=_shared_directory()) as directory,
     ):
         (Path(directory) / "job.json").write_text(job.to_json())
         (Path(directory) / "barrier").write_bytes(bytes(barrier_bytes(case.ranks)))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(RECYCLE if recycle else {})}
-        environment |= SHARED_GPU if case.heap == "loopback" else {}
-        program = [sys.executable, "-m", "moe_rt.bench.rank", directory]
-        if not case.as_processes:
-            starts = [(program, environment)]
-        elif mpirun is not None:
-            starts = [([mpirun, *MPIRUN_FLAGS, "-n", str(case.ranks), *program], environment)]
-        else:
-            starts = [(program, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]
-        processes: list[subprocess.Popen[str]] = []
-        with _ended(processes):
-            with sigterm.held():
-                processes.extend(_start(*start) for start in starts)
+        with running(_programs(case, directory, mpirun, recycle)) as processes:
             return _listen(processes, progress)
 
 
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+def _programs(case: Case, directory: str, mpirun: str | None, recycle: bool) -> list[Program]:
+    environment = {**ONE_HOST, **(RECYCLE if recycle else {}), **(SHARED_GPU if case.heap == "loopback" else {})}
+    command = [sys.executable, "-m", "moe_rt.bench.rank", directory]
+    if not case.as_processes:
+        return [Program(command, environment)]
+    if mpirun is not None:
+        return [Program([mpirun, *MPIRUN_FLAGS, "-n", str(case.ranks), *command], environment)]
+    return [Program(command, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]
 
 
 def _listen(processes: list[subprocess.Popen[str]], progress: Callable[[float], None]) -> list[dict[str, Any]]:
@@ -112,55 +108,6 @@ def _hear(line: str, records: list[dict[str, Any]], progress: Callable[[float], 
         progress(advanced)
     if record is not None:
         records.append(record)
-
-
-@contextlib.contextmanager
-def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """On the way out no process is left: those of a failed run would wait for the one that failed."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.terminate()  # mpirun passes it on to its ranks
-        for process in processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-class _Sigterm:
-    """SIGTERM, as `timeout` sends it, would end Python at once, and leave ranks running and files in memory.
-
-    It raises SystemExit instead; while `held`, only afterwards: a process that is being started could not be ended yet.
-    """
-
-    def __enter__(self) -> _Sigterm:
-        self._holding, self._arrived = False, False
-        self._before = signal.signal(signal.SIGTERM, self._arrive)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
-        if self._arrived:
-            self._leave()
-
-    def _arrive(self, number: int, frame: object) -> None:
-        self._arrived = True
-        if not self._holding:
-            self._leave()
-
-    def _leave(self) -> NoReturn:
-        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _shared_directory() -> str | None:

@@ -26,6 +26,7 @@ from moe_rt.bench.observe import observe_layer, observe_pair
 from moe_rt.bench.step import Step, Unavailable
 from moe_rt.bench.traffic import bytes_moved
 from moe_rt.bench.world import World, join_processes, run_threads
+from moe_rt.testing.programs import end_with_starter
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def run_job(world: World, job: Job) -> None:
 
 
 def main() -> None:
+    end_with_starter()
     directory = Path(sys.argv[1])
     job = Job.from_json((directory / "job.json").read_text())
     first = job.cases[0]

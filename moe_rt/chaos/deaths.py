@@ -10,13 +10,10 @@ from __future__ import annotations
 import gc
 import json
 import mmap
-import os
 import random
-import select
 import signal
 import tempfile
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -29,7 +26,9 @@ import torch.distributed as dist
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
+from moe_rt.testing.channel import Channel
 from moe_rt.testing.host_info import machine_card
+from moe_rt.testing.process_ranks import ProcessRanks
 
 VICTIM = 1  # of the ranks 0 and 1
 TOKENS, HIDDEN = 8, 32
@@ -50,42 +49,21 @@ class Death:
 
 def kill_one(gib: float, pace: random.Random) -> Death:
     """Two ranks; one holds so much memory and is killed while the other waits for it."""
-    heard, tell = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="moe_rt_deaths_") as directory:
-        pids = [_start(rank, f"{directory}/store", gib if rank == VICTIM else 0.0, tell) for rank in range(2)]
-        os.close(tell)
-        gone = os.pidfd_open(pids[VICTIM])
-        try:
-            for _ in pids:
-                _line(heard)  # it is ready
-            time.sleep(pace.uniform(*WAITED_S))
-            start = time.monotonic()
-            os.kill(pids[VICTIM], signal.SIGKILL)
-            select.select([gone], [], [], PATIENCE_S)
-            end = time.monotonic()
-            report = json.loads(_line(heard))
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            os.close(gone)
-            os.close(heard)
+    with tempfile.TemporaryDirectory(prefix="moe_rt_deaths_") as directory, ProcessRanks() as pool:
+        for rank in range(2):
+            pool.start(rank, _live, rank, f"{directory}/store", gib if rank == VICTIM else 0.0)
+        for rank in range(2):
+            _hear(pool, rank)  # it is ready
+        time.sleep(pace.uniform(*WAITED_S))
+        start = time.monotonic()
+        pool.send_signal(VICTIM, signal.SIGKILL)
+        pool.await_end(VICTIM, PATIENCE_S)
+        end = time.monotonic()
+        report = json.loads(_hear(pool, 1 - VICTIM))
     return Death(gib, report["raised"], 1e3 * (report["at"] - start), 1e3 * (end - start))
 
 
-def _start(rank: int, store: str, gib: float, tell: int) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _live(rank, store, gib, tell)
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(1)  # the parent's frames and exit handlers are not ours to run
-    return pid
-
-
-def _live(rank: int, store: str, gib: float, tell: int) -> None:
+def _live(channel: Channel, rank: int, store: str, gib: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -94,7 +72,7 @@ def _live(rank: int, store: str, gib: float, tell: int) -> None:
     buffer = Buffer(None, **sizes, dtype=torch.float32, timeout_s=PATIENCE_S)
     tokens = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 1, dtype=torch.int64), torch.ones(TOKENS, 1)
     buffer.combine(*buffer.dispatch(*tokens))
-    os.write(tell, b"ready\n")
+    channel.send(b"ready")
     if rank == VICTIM:
         time.sleep(2 * PATIENCE_S)
         memory.close()
@@ -103,21 +81,16 @@ def _live(rank: int, store: str, gib: float, tell: int) -> None:
         buffer.dispatch(*tokens)
     except MoeRtError as error:
         raised = type(error).__name__
-    os.write(tell, json.dumps({"raised": raised, "at": time.monotonic()}).encode() + b"\n")
+    channel.send(json.dumps({"raised": raised, "at": time.monotonic()}).encode())
     time.sleep(PATIENCE_S)  # until it is killed
 
 
-def _line(pipe: int) -> str:
-    """The next line; ranks write a whole one at a time."""
-    text = b""
-    while not text.endswith(b"\n"):
-        if not select.select([pipe], [], [], 2 * PATIENCE_S)[0]:
-            raise click.ClickException(f"got nothing from the ranks for {2 * PATIENCE_S:g} s, expected a line")
-        part = os.read(pipe, 1)
-        if not part:
-            raise click.ClickException("got the end of both ranks, expected a line of one")
-        text += part
-    return text.decode()
+def _hear(pool: ProcessRanks, rank: int) -> bytes:
+    try:
+        return pool.hear(rank, 2 * PATIENCE_S)
+    except (EOFError, TimeoutError) as error:
+        why = "its end" if isinstance(error, EOFError) else f"nothing for {2 * PATIENCE_S:g} s"
+        raise click.ClickException(f"rank {rank}: got {why}, expected a message") from error
 
 
 def markdown(deaths: list[Death], command: str) -> str:

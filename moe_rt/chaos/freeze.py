@@ -60,5 +60,5 @@ class Freeze:
 
     def _send_each(self, pool: RankPool, ranks: tuple[int, ...], number: int) -> None:
         for rank in ranks:
-            pool.send(rank, number)
+            pool.send_signal(rank, number)
             time.sleep(self.gap_s)

@@ -97,7 +97,7 @@ class InjectedFault:
 def _afterlife(pool: RankPool, survivors: list[int], stopped: int) -> list[str]:
     """The survivors make a newer group, and the stopped rank of the old one wakes up while that works."""
     pool.session(survivors, AFTERLIFE_STEPS)
-    pool.send(stopped, signal.SIGCONT)
+    pool.send_signal(stopped, signal.SIGCONT)
     reports = pool.reports(survivors, 2 * PATIENCE_S)
     return [f"in a newer group {text}" for text in not_raised(reports, survivors, {"nothing"})]
 

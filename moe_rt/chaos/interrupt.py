@@ -52,16 +52,16 @@ class Interrupt:
         pool.session(ranks, steps=ENDLESS, fault=fault)
         pool.await_steps(ranks, 0 if making else self.step)
         if waits and not making:
-            pool.send(self.late, signal.SIGSTOP)
+            pool.send_signal(self.late, signal.SIGSTOP)
         if waits:
             pool.await_stop(self.late)
         time.sleep(self.after_s)
         sent = time.monotonic()
-        pool.send(self.rank, signal.SIGINT)
+        pool.send_signal(self.rank, signal.SIGINT)
         prompt = [rank for rank in ranks if not (waits and rank == self.late)]
         reports = pool.reports(prompt, AT_ONCE_S)
         if waits:
-            pool.send(self.late, signal.SIGCONT)
+            pool.send_signal(self.late, signal.SIGCONT)
         reports |= pool.reports([rank for rank in ranks if rank not in prompt], 2 * PATIENCE_S)
         milliseconds = [1e3 * (reports[rank]["at"] - sent) for rank in prompt if "at" in reports[rank]]
         complaints = not_raised(reports, [self.rank], {"KeyboardInterrupt"}) + after_all(reports)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from moe_rt.chaos.limits import KINDS
 from moe_rt.chaos.outcome import Outcome, after_all, alive, not_raised, steps_of_all
 from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.worker import PATIENCE_S
+from moe_rt.testing.limits import KINDS
 
 STEPS = 2
 AT_ONCE_S = 20.0  # who does not learn of it waits for PATIENCE_S

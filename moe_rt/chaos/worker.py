@@ -8,7 +8,7 @@ import mmap
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moe_rt import faults
 from moe_rt.chaos.board import Board
-from moe_rt.chaos.limits import MIB, limited
 from moe_rt.chaos.steps import Size, Steps, WrongData, make_buffer
 from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.limits import MIB, limited
 
 PATIENCE_S = 60.0
 _POPULATED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
 
-def serve(board: Board, place: int, orders: int, reports: int) -> None:
-    """Runs sessions until the other end of `orders` is closed. One line in, one line out; `place` is on the board.
+def serve(channel: Channel, board: Board, place: int) -> None:
+    """Runs sessions for orders from the channel, and sends a report of each; `place` is on the board.
 
     Orders: port (of the store), session (its name there), rank, size (of the process group), timeout_s and
     init_timeout_s; and if there are any: fault (for MOE_RT_FAULT), sizes (fields of Size), modes (of the steps, in
@@ -43,17 +44,21 @@ def serve(board: Board, place: int, orders: int, reports: int) -> None:
     # Ctrl-C is for the process that injects faults, and for a rank that is interrupted.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up()
-    with os.fdopen(orders) as lines:
-        for line in lines:
-            order, before = json.loads(line), _held()
-            ballast = mmap.mmap(-1, max(1, order.get("ballast_mib", 0) * MIB), flags=_POPULATED)
-            _join(order)
-            report = _session(order, board, place)
-            dist.destroy_process_group()
-            gc.collect()
-            ballast.close()
-            report |= {name: now - before[name] for name, now in _held().items()}
-            os.write(reports, json.dumps(report).encode() + b"\n")
+    with suppress(EOFError):
+        for orders in iter(channel.receive, None):  # which it never is: the end is an error
+            channel.send(json.dumps(_life(json.loads(orders), board, place)).encode())
+
+
+def _life(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
+    """One session, and what it left behind."""
+    before = _held()
+    ballast = mmap.mmap(-1, max(1, order.get("ballast_mib", 0) * MIB), flags=_POPULATED)
+    _join(order)
+    report = _session(order, board, place)
+    dist.destroy_process_group()
+    gc.collect()
+    ballast.close()
+    return report | {name: now - before[name] for name, now in _held().items()}
 
 
 def _warm_up() -> None:

@@ -11,8 +11,8 @@ import torch
 from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.ranks import run_ranks, torch_device
 from moe_rt.testing.rounds import Inputs, buffer_kwargs, check_bits, expect_forward, experts, make_inputs, make_spec
+from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 SIZE, PAIRS, QUICK_PAIRS = 3, 2000, 200
 CHECK_EVERY = 50  # and no more launches are ever queued than a stream takes without making the host wait
@@ -49,7 +49,7 @@ def run_chain(device: Any, pairs: int, *, seconds: float = 60.0) -> None:
                     time.sleep(pace.random() * 0.01)
             buffer.check()
 
-    run_ranks(device, SIZE, work, seconds=seconds)
+    ThreadRanks(SIZE, device).run(work, seconds=seconds)
 
 
 def _cut(inputs: Inputs, num_tokens: list[int]) -> Inputs:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_rt.gpucheck.steps import STEPS, Check, Step, perform
-from moe_rt.testing.ranks import ENVIRONMENT
+from moe_rt.testing.programs import Program, end_with_starter, running
+from moe_rt.testing.thread_ranks import ENVIRONMENT
 
 # So long before its end a process that still runs tells where its threads are, and after its end it is waited for.
 _LAST_WORDS_S, _LOG_CHARS = 3.0, 6000
@@ -50,23 +49,12 @@ def run_command(command: list[str], seconds: float, environment: Mapping[str, st
         Whether it ended by itself, and what it wrote.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        try:
-            process.wait(seconds)
-            ended = True
-        except subprocess.TimeoutExpired:
-            ended = False
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with running([Program(command, environment, log, subprocess.STDOUT)]) as (process,):
+            try:
+                process.wait(seconds)
+                ended = True
+            except subprocess.TimeoutExpired:
+                ended = False
         log.seek(0)
         return ended, log.read()
 
@@ -74,6 +62,7 @@ def run_command(command: list[str], seconds: float, environment: Mapping[str, st
 def main(job: dict[str, Any]) -> None:
     import torch
 
+    end_with_starter()
     result, step = Path(job["result"]), STEPS[job["step"]]
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, job["seconds"] - _LAST_WORDS_S))

@@ -10,8 +10,8 @@ import torch
 from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.ranks import run_ranks, torch_device
 from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
+from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -88,7 +88,7 @@ def run_case(device: Any, size: int, case: Case, rounds: int = ROUNDS, *, second
                 play(buffer, inputs[turn], expected[turn], torch_device(device), tag=turn)
             buffer.check()
 
-    run_ranks(device, size, work, seconds=seconds)
+    ThreadRanks(size, device).run(work, seconds=seconds)
 
 
 def _short(dtype: torch.dtype) -> str:

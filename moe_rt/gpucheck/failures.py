@@ -14,8 +14,8 @@ from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import CapacityOverflow, InvalidConfig, InvalidRouting, MoeRtError, PeerTimeout
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.ranks import num_sms, on_gpu, run_ranks, streams_of, torch_device
 from moe_rt.testing.rounds import WrongOutput, buffer_kwargs, make_spec
+from moe_rt.testing.thread_ranks import ThreadRanks, num_sms, on_gpu, streams_of, torch_device
 
 TIMEOUT_S, SLACK_S = 2.0, 3.0
 TOKENS = 8
@@ -56,7 +56,7 @@ def late_peer(device: Any) -> str:
                 over.set()
             return error, time.monotonic() - begin
 
-    (error, seconds), (late, _) = run_ranks(device, 2, work)
+    (error, seconds), (late, _) = ThreadRanks(2, device).run(work)
     _expect(error, PeerTimeout)
     if not 0.9 * TIMEOUT_S < seconds < TIMEOUT_S + SLACK_S:
         raise WrongOutput(f"PeerTimeout: got it after {seconds:.2f} s, expected it after {TIMEOUT_S:g} s")
@@ -71,7 +71,7 @@ def bad_expert(device: Any) -> str:
             _dispatch(buffer, device, expert=99 if buffer.rank == 0 else 0)
             return _next_error(buffer, TIMEOUT_S + SLACK_S)
 
-    for error in run_ranks(device, 2, work):
+    for error in ThreadRanks(2, device).run(work):
         _expect(error, InvalidRouting)
     return "InvalidRouting on both ranks"
 
@@ -84,7 +84,7 @@ def overflow(device: Any) -> str:
             _dispatch(buffer, device)
             return _next_error(buffer, TIMEOUT_S + SLACK_S)
 
-    for error in run_ranks(device, 2, work):
+    for error in ThreadRanks(2, device).run(work):
         _expect(error, CapacityOverflow)
     return "CapacityOverflow on both ranks"
 
@@ -109,7 +109,7 @@ def shared_stream(device: Any) -> str:
             return None
 
     (stream,) = streams_of(device, 1)
-    _expect(run_ranks(device, 2, work, streams=[stream, stream])[1], InvalidConfig)
+    _expect(ThreadRanks(2, device, streams=[stream, stream]).run(work)[1], InvalidConfig)
     return "InvalidConfig on the second rank"
 
 
@@ -125,7 +125,7 @@ def too_many_ranks(device: Any) -> str:
         return None
 
     (stream,) = streams_of(device, 1)  # no op is run
-    for error in run_ranks(device, size, work, streams=[stream] * size, reserve_bytes=0):
+    for error in ThreadRanks(size, device, streams=[stream] * size, reserve_bytes=0).run(work):
         _expect(error, InvalidConfig)
     return f"InvalidConfig on all {size} ranks"
 

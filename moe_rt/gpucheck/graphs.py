@@ -12,7 +12,6 @@ from torch import Tensor
 from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.ranks import run_ranks, torch_device
 from moe_rt.testing.rounds import (
     WrongOutput,
     buffer_kwargs,
@@ -22,6 +21,7 @@ from moe_rt.testing.rounds import (
     make_inputs,
     make_spec,
 )
+from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 REPLAYS, QUICK_REPLAYS, WARM_UP = 20, 5, 3
 TIMEOUT_S = 20.0
@@ -72,7 +72,7 @@ def run_graph(device: Any, size: int, replays: int, *, seconds: float = 60.0) ->
             graph.reset()
 
     try:
-        run_ranks(device, size, work, seconds=seconds)
+        ThreadRanks(size, device).run(work, seconds=seconds)
     except BrokenBarrierError as error:
         raise WrongOutput("a rank did not come to capture or to replay") from error
 

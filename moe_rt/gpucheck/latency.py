@@ -13,7 +13,7 @@ from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.bandwidth import Flush, Timer
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.ranks import run_ranks, torch_device
+from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 TOKENS = (1, 8, 64, 512, 1024, 4096, 8192)
 HIDDEN, TOPK, EXPERTS = 7168, 8, 64
@@ -58,7 +58,7 @@ def on_one_rank(check: Check, tokens: int, measure: Any) -> Any:
             buffer.check()
             return result
 
-    (result,) = run_ranks(check.device, 1, work, seconds=check.seconds / 2)
+    (result,) = ThreadRanks(1, check.device).run(work, seconds=check.seconds / 2)
     return result
 
 

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,13 @@ from moe_rt.gpucheck.steps import Check, Skipped
 from moe_rt.heap import nvshmem
 from moe_rt.heap.nvshmem_start import mps_is_running
 from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.testing.ranks import torch_device
+from moe_rt.testing.programs import ONE_HOST, Program, end_with_starter, running
 from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
+from moe_rt.testing.thread_ranks import torch_device
 
 PACKAGE = "nvshmem4py-cu13"
 ROUNDS, PROCESS_S = 3, 60.0
-ONE_HOST = {"NVSHMEM_REMOTE_TRANSPORT": "none", "GLOO_SOCKET_IFNAME": "lo"}
+NO_NETWORK = {**ONE_HOST, "NVSHMEM_REMOTE_TRANSPORT": "none"}
 NO_MPS = "skipped: MPS is not running, and NVSHMEM needs it for two PEs on one GPU"
 
 
@@ -51,32 +53,33 @@ def run_processes(device: str, size: int, heap: str, seconds: float) -> None:
     Raises:
         RuntimeError: a process failed or took too long, with what it wrote.
     """
-    with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder:
-        processes, logs = [], []
-        for rank in range(size):
-            job = {"device": device, "rank": rank, "size": size, "store": f"{folder}/store", "heap": heap}
-            logs.append(open(f"{folder}/{rank}.log", "w+"))  # noqa: SIM115  closed below
-            command = [sys.executable, "-m", "moe_rt.gpucheck.network", json.dumps({**job, "seconds": seconds})]
-            environment = {**ONE_HOST, **os.environ}
-            processes.append(subprocess.Popen(command, stdout=logs[-1], stderr=subprocess.STDOUT, env=environment))
-        deadline, failed = time.monotonic() + seconds, []
-        for rank, process in enumerate(processes):
-            try:
-                code: Any = process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                code = f"no end within {seconds:.0f} s"
-            if code != 0:
-                failed.append((rank, code))
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.seek(0)
-        texts = [log.read()[-4000:] for log in logs]
-        for log in logs:
-            log.close()
+    with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder, ExitStack() as stack:
+        logs = [stack.enter_context(open(f"{folder}/{rank}.log", "w+")) for rank in range(size)]
+        job = {"device": device, "size": size, "store": f"{folder}/store", "heap": heap, "seconds": seconds}
+        command = [sys.executable, "-m", "moe_rt.gpucheck.network"]
+        programs = [
+            Program([*command, json.dumps({**job, "rank": rank})], {**NO_NETWORK, **os.environ}, log, subprocess.STDOUT)
+            for rank, log in enumerate(logs)
+        ]
+        failed: list[tuple[int, Any]] = []
+        deadline = time.monotonic() + seconds
+        with running(programs) as processes:
+            for rank, process in enumerate(processes):
+                try:
+                    code: Any = process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    code = f"no end within {seconds:.0f} s"
+                if code != 0:
+                    failed.append((rank, code))
+        texts = [_last_words(log) for log in logs]
     if failed:
         rank, code = failed[0]
         raise RuntimeError(f"rank {rank} of {size}: got exit status {code}, expected 0; it wrote\n{texts[rank]}")
+
+
+def _last_words(log: IO[str]) -> str:
+    log.seek(0)
+    return log.read()[-4000:]
 
 
 def run_rank(device: str, rank: int, size: int, store: str, heap: Any, seconds: float) -> None:
@@ -101,4 +104,5 @@ def run_rank(device: str, rank: int, size: int, store: str, heap: Any, seconds: 
 
 
 if __name__ == "__main__":
+    end_with_starter()
     run_rank(**json.loads(sys.argv[1]))

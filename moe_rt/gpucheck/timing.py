@@ -15,8 +15,8 @@ from moe_rt.gpucheck.latency import add_latency
 from moe_rt.gpucheck.profiles import kernels
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.ranks import run_ranks, torch_device
 from moe_rt.testing.rounds import WrongOutput
+from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 WARM_UP, RUNS, QUICK_RUNS = 5, 20, 5
 TIMEOUT_S = 20.0
@@ -111,7 +111,7 @@ def run_pairs(device: Any, load: Load, runs: int, seconds: float) -> tuple[dict[
             return points[WARM_UP - 1 :], count_pulled(idx, load.experts, size), int(handle.offs[-1])
 
     # Room for inputs and for the outputs of two ops.
-    results = run_ranks(device, size, work, seconds=seconds, reserve_bytes=5 * load.capacity_bytes())
+    results = ThreadRanks(size, device, reserve_bytes=5 * load.capacity_bytes()).run(work, seconds=seconds)
     spans: dict[str, list[float]] = {"dispatch": [], "combine": []}
     origin = results[0][0][0][0]  # of the last turn to warm up, so before all that counts
     for turn in range(1, 1 + runs):

@@ -30,7 +30,9 @@ from moe_rt.cli import main
 from moe_rt.comm.buffer import Buffer
 from moe_rt.heap.rendezvous import StoreRendezvous
 from moe_rt.kernels import cuda_activation
+from moe_rt.testing import programs
 from moe_rt.testing.host_info import cores
+from moe_rt.testing.programs import Program
 
 OPS = ("dispatch", "combine", "pair", "layer")
 SIZES: dict[str, Any] = dict(tokens=12, hidden=32, experts=5, intermediate=16)
@@ -161,18 +163,18 @@ def test_mpirun_is_not_asked_to_start_ranks_with_gpus(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(("heap", "processes"), [("nvshmem", 3), ("loopback", 1)])
 def test_how_ranks_are_started(heap: Any, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual ranks in one process, whose environment lets them wait for each other on one GPU."""
-    started: list[tuple[list[str], dict[str, str]]] = []
+    started: list[Program] = []
 
-    def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        started.append((command, environment))
+    def start(program: Program) -> subprocess.Popen[str]:
+        started.append(program)
         return subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True)
 
-    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(programs, "start", start)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     case = Case(ranks=3, heap=heap)
     assert launch.launch(job_of(case, ["moe_rt"]), None, recycle=False, progress=print) == []
     assert len(started) == processes
-    for rank, (command, environment) in enumerate(started):
-        assert command[1:3] == ["-m", "moe_rt.bench.rank"]
-        assert environment.get("RANK", "0") == str(rank)
-        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environment) == (heap == "loopback")
+    for rank, program in enumerate(started):
+        assert list(program.command[1:3]) == ["-m", "moe_rt.bench.rank"]
+        assert program.environment.get("RANK", "0") == str(rank)
+        assert ("CUDA_DEVICE_MAX_CONNECTIONS" in program.environment) == (heap == "loopback")

@@ -37,7 +37,7 @@ def ranks() -> Iterator[ProcessRanks]:
 @contextmanager
 def late_rank(ranks: ProcessRanks, folder: Path) -> Iterator[list[int]]:
     """The pids of the ranks, of which all others wait for the faulty rank while the body runs."""
-    pids, come = [process.pid or 0 for process in ranks.processes], folder / "come"
+    pids, come = ranks.pids, folder / "come"
     work = threading.Thread(target=ranks.outcomes, args=(cases.late_until, FAULTY_RANK, str(come)))
     work.start()
     try:
@@ -100,8 +100,7 @@ def test_attach_to_the_survivor_of_a_dead_rank(tmp_path: Path) -> None:
     ranks = ProcessRanks(SIZE)
     with late_rank(ranks, tmp_path) as pids:
         os.kill(pids[2], signal.SIGSTOP)  # before it can notice
-        ranks.processes[FAULTY_RANK].kill()
-        ranks.processes[FAULTY_RANK].join()
+        ranks.kill(FAULTY_RANK)
         (report,) = attach(pids[2])
         os.kill(pids[2], signal.SIGCONT)
     ranks.close()

@@ -75,7 +75,7 @@ def test_report_while_ranks_wait(make_ranks: MakeRanks, heap: str) -> None:
 def test_last_ops_of_a_dead_rank() -> None:
     ranks = ProcessRanks(SIZE)
     outcomes = ranks.outcomes(cases.killed_rank, FAULTY_RANK)
-    pid = ranks.processes[FAULTY_RANK].pid
+    pid = ranks.pids[FAULTY_RANK]
     ranks.close()
     for rank in (0, 2):
         dead = outcomes[rank].ranks[FAULTY_RANK]

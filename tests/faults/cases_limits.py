@@ -4,49 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from cases_faults import good_round, open_buffer
 
 from moe_rt import Buffer
-
-
-@contextlib.contextmanager
-def limit(which: int, value: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (value, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(which, (soft, hard))
-
-
-@contextlib.contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """The process can open `count` more and then none."""
-    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(count + 1)]
-    with limit(resource.RLIMIT_NOFILE, max(map(int, os.listdir("/proc/self/fd"))) + 1):
-        with contextlib.suppress(OSError):
-            while len(taken) < 4096:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
-        for fd in taken[:count]:
-            os.close(fd)
-        try:
-            yield
-        finally:
-            for fd in taken[count:]:
-                os.close(fd)
+from moe_rt.testing.limits import limited
 
 
 def at_the_descriptor_limit(group: Any, most: int) -> list[str]:
     """Rank 1 may open none, one, two, ... more, until a buffer is made; then it dies. What the rank saw each time."""
     seen = []
     for left in range(most):
-        with descriptors_left(left) if group.rank() == 1 else contextlib.nullcontext():
+        with limited("descriptors", left) if group.rank() == 1 else contextlib.nullcontext():
             try:
                 buffer = open_buffer(group)
             except RuntimeError as error:
@@ -85,9 +56,8 @@ def without_address_space(group: Any) -> tuple[str, int]:
     """Rank 1 has no room for the stacks of all its lanes; without the limit the same group works."""
     open_buffer(group).close()
     threads = len(os.listdir("/proc/self/task"))
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     try:
-        with limit(resource.RLIMIT_AS, used + (64 << 20)) if group.rank() == 1 else contextlib.nullcontext():
+        with limited("memory", 64) if group.rank() == 1 else contextlib.nullcontext():
             open_buffer(group, num_threads=64).close()
         text = "no error"
     except RuntimeError as error:

@@ -72,9 +72,8 @@ def test_killed_group_leaves_no_segment() -> None:
     shm_before = names_in_dev_shm()
     ranks = ProcessRanks(2)
     ranks.run(cases.open_close_many, 1)
-    for process in ranks.processes:
-        process.kill()
-        process.join()
+    for rank in range(2):
+        ranks.kill(rank)
     ranks.close()
     assert names_in_dev_shm() == shm_before
 

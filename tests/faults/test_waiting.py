@@ -99,11 +99,11 @@ def test_job_that_was_frozen_goes_on(tmp_path: Path) -> None:
     for rank in range(3):
         cases.wait_for(str(tmp_path / str(rank)))
     time.sleep(0.5)  # until they wait
-    for process in ranks.processes:
-        os.kill(process.pid, signal.SIGSTOP)
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGSTOP)
     time.sleep(timeout_s + 2.0)
-    for process in ranks.processes:
-        os.kill(process.pid, signal.SIGCONT)
+    for pid in ranks.pids:
+        os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
     (tmp_path / "thawed").touch()
     test.join()

@@ -14,8 +14,8 @@ from moe_rt import Buffer
 from moe_rt.gpucheck import chains, correctness, failures, layers
 from moe_rt.gpucheck.layers import LayerSizes
 from moe_rt.gpucheck.steps import STEPS, Check, perform
-from moe_rt.testing.ranks import run_ranks
 from moe_rt.testing.rounds import WrongOutput, check_bits, check_close
+from moe_rt.testing.thread_ranks import ThreadRanks
 
 
 class OneStream(EmulatedGpu):
@@ -86,7 +86,7 @@ def test_first_error_of_ranks_is_raised() -> None:
         raise ValueError("second")
 
     with pytest.raises(KeyError, match="first"):
-        run_ranks("cpu", 2, work)
+        ThreadRanks(2, "cpu").run(work)
 
 
 def test_rank_that_does_not_end_is_located() -> None:
@@ -98,7 +98,7 @@ def test_rank_that_does_not_end_is_located() -> None:
         return group.rank
 
     with pytest.raises(TimeoutError, match=r"(?s)rank 1 within 0\.5 s.*sleeps_here"):
-        run_ranks("cpu", 2, sleeps_here, seconds=0.5)
+        ThreadRanks(2, "cpu").run(sleeps_here, seconds=0.5)
     over.set()
 
 

@@ -1,4 +1,4 @@
-"""Limits that the system sets a process, for as long as one rank makes a buffer."""
+"""Limits that the system sets a process, for a while: few descriptors, little memory, no threads."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""Nothing that was started stays behind: not at SIGTERM, not at Ctrl-C, and not when the starter itself is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from moe_rt.heap.processes import watch
+
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Until it is left, SIGTERM and SIGINT raise SystemExit and KeyboardInterrupt, so that every `finally` is run.
+
+    SIGTERM, as `timeout` sends it, would end Python at once. While `held` they raise only afterwards: a process that
+    is being started could not be ended yet. Does nothing in another thread than the main one, which gets no signals;
+    a SIGINT that is ignored, as in a background job of a shell, stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._held, self._arrived = 0, 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._arrive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is raised in here because of a signal, but at its end."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+        if self._arrived and not self._held:
+            self._raise(self._arrived)
+
+    def _arrive(self, number: int, frame: object) -> None:
+        self._arrived = number
+        if not self._held:
+            self._raise(number)
+
+    def _raise(self, number: int) -> None:
+        self._arrived = 0
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+
+def end_with(starter: int) -> None:
+    """From now on this process ends when `starter` does, the process that has started it or what started this.
+
+    The kernel kills it, stopped or not, when the thread that forked it ends. That may have happened before this call.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if watch(starter).has_ended():
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,116 @@
+"""Whoever starts ranks or steps as processes leaves none behind: at SIGTERM, and when it is killed itself."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_rt.heap.processes import state_letter
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.forking import ForkServer
+from moe_rt.testing.process_ranks import ProcessRanks
+
+PATIENCE_S = 120.0
+SLEEP = "from moe_rt.testing.programs import end_with_starter; end_with_starter(); import time; time.sleep(600)"
+STEP = [sys.executable, "-c", SLEEP]
+# What starts processes; an argument of theirs; and how many there are when all have been started.
+STARTERS = {
+    "chaos": (["-m", "moe_rt", "chaos", "--action", "stop", "--timeout", "60", "--rounds", "9"], "chaos", 4),
+    "step": (["-c", f"from moe_rt.gpucheck.child import run_command; run_command({STEP}, 600, {{}})"], SLEEP, 1),
+    "network": (
+        ["-c", "from moe_rt.gpucheck import network; network.run_processes('cpu', 2, 'shm', 600)"],
+        "moe_rt.gpucheck.network",
+        2,
+    ),
+    "bench": (
+        ["-m", "moe_rt", "bench", "--contestants", "moe_rt", "--iters", str(10**6)],
+        "moe_rt.bench.rank",
+        2,
+    ),
+}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return state_letter(Path(f"/proc/{pid}/stat").read_bytes()) not in ("Z", "X", "")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def programs_of(pid: int, argument: str) -> list[int]:
+    """Its children with this argument: a library may start other programs for a moment."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if argument in arguments_of(child)]
+
+
+def arguments_of(pid: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("starter", STARTERS)
+def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -> None:
+    """At SIGKILL the kernel ends them, or they themselves if they had not come so far as to ask it for that."""
+    arguments, argument, count = STARTERS[starter]
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children: list[int] = []
+    try:
+        wait_until(lambda: len(programs_of(process.pid, argument)) >= count)
+        children = programs_of(process.pid, argument)
+        process.send_signal(number)
+        status = process.wait(PATIENCE_S)
+        assert status == (128 + number if number == signal.SIGTERM else -number)
+        wait_until(lambda: not any(map(is_alive, children)))
+    finally:
+        process.kill()
+        process.wait()
+    assert len(children) == count
+
+
+def echo(channel: Channel, prefix: str) -> None:
+    channel.send(prefix.encode() + channel.receive())
+
+
+def test_messages_and_ends_of_ranks() -> None:
+    server = ForkServer()
+    with ProcessRanks(server) as pool:
+        for rank in range(3):
+            pool.start(rank, echo, f"rank {rank} got ")
+        pids = [pool.pid(rank) for rank in range(3)]
+        large = b"x" * (3 << 20)
+        pool.tell(0, large)
+        assert pool.hear(0, PATIENCE_S) == b"rank 0 got " + large
+        with pytest.raises(EOFError):
+            pool.hear(0, PATIENCE_S)
+        assert pool.await_end(0, PATIENCE_S)
+        with pytest.raises(TimeoutError):
+            pool.hear(1, 0.01)
+        pool.send_signal(1, signal.SIGSTOP)
+        pool.kill(1)
+        assert 1 not in pool
+        pool.start(1, echo, "again ")
+        pool.tell(1, b"x")
+        assert pool.hear(1, PATIENCE_S) == b"again x"
+        with pytest.raises(ValueError, match="expected a function of a module"):
+            pool.start(3, lambda channel: None)
+        pids.append(pool.pid(1))
+    server.close()
+    wait_until(lambda: not any(map(is_alive, pids)))
+    with pytest.raises(RuntimeError, match="fork server: got its end"):
+        ProcessRanks(server).start(0, echo, "")
