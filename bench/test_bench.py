@@ -153,16 +153,6 @@ def test_sigterm_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
 
 
-def test_the_report_holds_its_figures(tmp_path: Path) -> None:
-    sweep = ("--sweep", "tokens", "--max-tokens", "64", "--hidden", "64", "--routing", "lognormal:1.5", "--iters", "3")
-    done = passed(bench(*sweep, "--contestants", "moe_rt,memcpy", "--report", str(tmp_path)))
-    assert [run["case"]["tokens"] for run in done["runs"]] == [1, 64]
-    page = (tmp_path / "index.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
-    assert "http" not in page
-    assert json.loads((tmp_path / "results.json").read_text()) == done
-
-
 def test_the_slope_is_that_of_the_time_above_the_floor() -> None:
     def sweep(time: Callable[[int], float]) -> list[dict[str, Any]]:
         return [
@@ -176,7 +166,7 @@ def test_the_slope_is_that_of_the_time_above_the_floor() -> None:
 
 
 def test_no_gross_regression(capsys: pytest.CaptureFixture[str]) -> None:
-    """Time of others over time of moe_rt: its speed-up over a2a, its share of the memcpy limit. More is better."""
+    """Time of others over time of moe_rt: its speed-up over a2a, and over the memcpy reference. More is better."""
     isa = machine_card()["isa"]
     baseline: dict[str, dict[str, float]] = json.loads(BASELINE.read_text()).get(isa)
     if baseline is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +17,7 @@ from moe_rt.bench.contestants import NAMES
 from moe_rt.bench.inputs import ROUTING_HELP
 from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.run import Settings, run, sweep_tokens
-from moe_rt.bench.table import console, show_machine, show_run
+from moe_rt.bench.table import show_machine, show_run
 from moe_rt.chaos.cli import chaos
 from moe_rt.config.options import HeapKind
 from moe_rt.diagnostics.attach import attach
@@ -27,6 +26,7 @@ from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
 from moe_rt.gpucheck.cli import gpucheck
 from moe_rt.testing.host_info import machine_card
+from moe_rt.testing.output import console, make_directory
 
 
 @click.group()
@@ -148,7 +148,9 @@ def bench(
     try:
         if report is not None:
             require("matplotlib", "bench", "--report draws plots")
-        cases = [replace(CASES[name], **changed, name=f"{name}*" if changed else name) for name in names]
+            make_directory(report)
+            from moe_rt.bench.report import write_report  # takes a second, and fails where matplotlib is broken
+        cases = [CASES[name].changed(**changed) for name in names]
         if sweep is not None:
             cases = [point for case in cases for point in sweep_tokens(case, max_tokens)]
         document = _run_with_progress(cases, settings, sweep is not None)
@@ -161,8 +163,6 @@ def bench(
     for name, slope in document.get("slopes", {}).items():
         out.print(f"{name}: time grows with tokens to the power {slope:.2f}")
     if report is not None:
-        from moe_rt.bench.report import write_report  # matplotlib takes a second to import
-
         out.print(f"report: {write_report(document, report)}")
     click.echo(json.dumps(document, separators=(",", ":")))
     if any(result["errors"] for measured in document["runs"] for result in measured["results"]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig
 
 Op = Literal["dispatch", "combine", "pair", "layer"]
+CHANGED = "*"
 OPS: tuple[Op, ...] = ("dispatch", "combine", "pair", "layer")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -70,10 +71,24 @@ class Case:
         """Of the rows of a dispatch that brings every token of the group to as many experts of one rank as it can."""
         return self.ranks * self.tokens * min(self.topk, max(self.local_experts)) * self.row_bytes
 
+    def changed(self, **sizes: Any) -> Case:
+        """With these fields instead; the name then has a star, since its sizes are no longer this case's."""
+        return replace(self, **sizes, name=f"{self.name}{CHANGED}") if sizes else self
+
     def title(self) -> str:
+        """The name, unless it is that of a case with other sizes, and all sizes."""
+        name = "" if CHANGED in self.name else f"{self.name}: "
+        return f"{name}{self.op}, {self.sizes()}, {self.dtype}, {self.routing} routing, {self.heap} heap"
+
+    def sizes(self) -> str:
         sizes = f"R={self.ranks} T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
-        inner = f" F={self.intermediate}" if self.op == "layer" else ""
-        return f"{self.name}: {self.op}, {sizes}{inner}, {self.dtype}, {self.routing} routing, {self.heap} heap"
+        return sizes + (f" F={self.intermediate}" if self.op == "layer" else "")
+
+    def in_words(self) -> str:
+        """For who knows neither the names of cases nor the letters."""
+        what = {"pair": "dispatch and combine", "layer": "a mixture-of-experts layer"}.get(self.op, self.op)
+        tokens = "1 token" if self.tokens == 1 else f"{self.tokens} tokens"
+        return f"{what} of {tokens} on each of {self.ranks} ranks, {self.hidden} {self.dtype} elements a token,"
 
 
 DEEPSEEK_V3: dict[str, Any] = dict(hidden=7168, topk=8, experts=256, intermediate=2048)

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_rt.bench.cases import Case
 from moe_rt.bench.dense import dense, make_grad_out
 from moe_rt.bench.inputs import Inputs, make_inputs, route
-from moe_rt.bench.step import WrongOutput
 from moe_rt.bench.traffic import Traffic, count
+from moe_rt.testing.rounds import WrongOutput
 
 # Largest error of an element, relative to the sum of its absolute terms. A contestant may round weights, products and
 # partial sums to the payload.

@@ -11,8 +11,9 @@ from time import perf_counter_ns
 
 import torch
 
-from moe_rt.bench.step import Step, WrongOutput
+from moe_rt.bench.step import Step
 from moe_rt.bench.world import World
+from moe_rt.testing.rounds import WrongOutput
 
 ROUNDS = 5
 

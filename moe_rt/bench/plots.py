@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from moe_rt.bench.cases import CASES, Case
 from moe_rt.bench.table import time
 
 matplotlib.use("agg")
@@ -24,7 +25,7 @@ def _name(result: dict[str, Any]) -> str:
 
 
 def over_tokens(runs: list[dict[str, Any]], slopes: dict[str, float]) -> Figure:
-    """Isolated median over tokens, log-log, p50 to p90 shaded; the limit is dashed."""
+    """Isolated median over tokens, log-log, p50 to p90 shaded; the copy that serves as reference is dashed."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     tokens = [run["case"]["tokens"] for run in runs]
@@ -32,22 +33,22 @@ def over_tokens(runs: list[dict[str, Any]], slopes: dict[str, float]) -> Figure:
         series = [run["results"][index]["isolated_us"] for run in runs]
         style = _style(first["contestant"], index)
         slope = slopes.get(_name(first))
-        label = _name(first) + (" (limit)" if first["contestant"] == "memcpy" else "")
-        label += "" if slope is None else f", slope {slope:.2f}"
-        axes.plot(tokens, [p["p50"] for p in series], label=label, **style)
+        text = _name(first) + (" (reference)" if first["contestant"] == "memcpy" else "")
+        text += "" if slope is None else f", slope {slope:.2f}"
+        axes.plot(tokens, [p["p50"] for p in series], label=text, **style)
         axes.fill_between(tokens, [p["p50"] for p in series], [p["p90"] for p in series], alpha=0.15, **_fill(style))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(tokens, [str(t) for t in tokens])
     axes.set_xlabel("tokens per rank")
-    axes.set_ylabel(f"{runs[0]['case']['op']}, isolated, microseconds")
+    axes.set_ylabel(f"{runs[0]['case']['op']}, isolated: microseconds, lower is better")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
 
 
 def medians(runs: list[dict[str, Any]]) -> Figure:
-    """One panel per case: isolated and free-running medians of every contestant, the limit as a line."""
+    """One panel per case: isolated and free-running medians of every contestant, as bars from zero."""
     heights = [max(1.6, 0.45 + 0.42 * len(run["results"])) for run in runs]
     figure = Figure(figsize=(8, sum(heights)), layout="constrained")
     panels = figure.subplots(len(runs), squeeze=False, height_ratios=heights)[:, 0]
@@ -65,15 +66,19 @@ def _median_bars(axes: Axes, run: dict[str, Any]) -> None:
         axes.barh(places + offset, values, height=0.36, color=colors, alpha=alpha)
         for place, value in zip(places + offset, values, strict=True):
             axes.annotate(f" {time(value)}", (value, place), va="center", fontsize=8, bbox=BEHIND_TEXT)
-    for result in results:
-        if result["contestant"] == "memcpy":
-            axes.axvline(result["isolated_us"]["p50"], color="black", linestyle="--", linewidth=1, zorder=0)
     axes.set_yticks(places, [_name(result) for result in results])
     axes.invert_yaxis()
-    axes.set_xscale("log")
     axes.margins(x=0.15)
-    axes.set_xlabel("microseconds; solid: isolated, pale: free-running, dashed: the memcpy limit")
-    axes.set_title(run["case"]["name"], loc="left")
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda us, _: time(us) if us else "0")
+    axes.set_xlabel("median time, lower is better; solid: isolated, pale: free-running")
+    axes.set_title(label(run), loc="left")
+
+
+def label(run: dict[str, Any]) -> str:
+    """The name and sizes of a case; of one that was changed, or is a point of a sweep, the sizes alone."""
+    case = Case(**run["case"])
+    return f"{case.name}: {case.sizes()}" if CASES.get(case.name) == case else f"{case.op}, {case.sizes()}"
 
 
 def breakdown(runs: list[dict[str, Any]]) -> Figure:
@@ -90,7 +95,7 @@ def breakdown(runs: list[dict[str, Any]]) -> Figure:
                 text = time(shares[place][phase])
                 axes.annotate(text, (start + width / 2, place), ha="center", va="center", fontsize=7)
         left += widths
-    axes.set_yticks(range(len(runs)), [run["case"]["name"] for run in runs])
+    axes.set_yticks(range(len(runs)), [label(run) for run in runs])
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("percent of the engine's time")

@@ -5,28 +5,43 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import RenderableType
-from rich.text import Text
 
 from moe_rt.bench import plots
-from moe_rt.bench.table import console, show_machine, show_run
+from moe_rt.bench.cases import Case
+from moe_rt.bench.headline import headline
+from moe_rt.bench.table import COLUMNS, cells, notes
+from moe_rt.testing.output import make_directory, write_document
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-pre { font-size: 12px; line-height: 1.3; overflow-x: auto; background: #f6f6f6; padding: .8rem }
+.headline { font-size: 1.25rem }
+table { border-collapse: collapse; font-size: 13px; margin: .5rem 0 1rem }
+th, td { padding: .2rem .9rem .2rem 0; text-align: right; border-bottom: 1px solid #ddd }
+th:first-child, td:first-child, .facts td { text-align: left }
+.wrong { color: #b00; font-weight: bold }
+.notes { font-size: 13px; color: #555 }
 img { max-width: 100% }
 """
+# What the page calls the fields of run.Settings, and who started the ranks.
+SETTINGS = {
+    "contestants": "contestants",
+    "iters": "iterations",
+    "warmup": "untimed iterations first",
+    "seed": "seed of inputs and routing",
+    "malloc": "freed memory",
+    "cold": "caches filled with other data before each isolated iteration",
+    "started_by": "ranks started by",
+}
 
 
 def write_report(document: dict[str, Any], directory: Path) -> Path:
-    """Writes index.html and results.json, and returns the page's path."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    """Writes results.json and then, made from it, index.html; returns the page's path."""
+    make_directory(directory)
+    write_document(document, directory / "results.json")
     page = directory / "index.html"
     page.write_text(_page(document), encoding="utf-8")
     return page
@@ -34,18 +49,21 @@ def write_report(document: dict[str, Any], directory: Path) -> Path:
 
 def _page(document: dict[str, Any]) -> str:
     runs = document["runs"]
-    parts = [_text(show_machine(document["machine"])), _text(Text(str(document["settings"])))]
+    parts = [f'<p class="headline">{html.escape(text)}</p>' for text in headline(document)]
     if "slopes" in document:
         parts.append(_section("Time over tokens", plots.over_tokens(runs, document["slopes"])))
     else:
         parts.append(_section("Medians", plots.medians(runs)))
+    parts.append("<h2>All figures</h2>")
+    parts.extend(_run(run) for run in runs)
     observed = [run for run in runs if "breakdown" in run.get("moe_rt", {})]
     if observed:
         parts.append(_section("Where moe_rt's time goes", plots.breakdown(observed)))
         shown = observed[-1:] if "slopes" in document else observed
-        parts.extend(_section(f"Who waits for whom: {run['case']['name']}", plots.waits(run)) for run in shown)
-    parts.append("<h2>Tables</h2>")
-    parts.extend(_text(show_run(run)) for run in runs)
+        parts.extend(_section(f"Who waits for whom: {plots.label(run)}", plots.waits(run)) for run in shown)
+    parts.append("<h2>How it was measured</h2>")
+    parts.append(_facts({SETTINGS[name]: _in_words(value) for name, value in document["settings"].items()}))
+    parts.append(_facts(document["machine"]))
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>moe_rt benchmark</title>'
@@ -61,7 +79,30 @@ def _section(title: str, figure: Figure) -> str:
     return f'<h2>{name}</h2>\n<img alt="{name}" src="data:image/png;base64,{data}">'
 
 
-def _text(renderable: RenderableType) -> str:
-    out = io.StringIO()
-    console(file=out).print(renderable)
-    return f"<pre>{html.escape(out.getvalue())}</pre>"
+def _run(run: dict[str, Any]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("contestant", *COLUMNS, "output"))
+    rows = "\n".join(f"<tr>{_row(cells(run, result))}{_verdict(result)}</tr>" for result in run["results"])
+    said = "<br>".join(html.escape(text) for text in notes(run))
+    title = html.escape(Case(**run["case"]).title())
+    return f'<h3>{title}</h3>\n<table><tr>{head}</tr>\n{rows}</table>\n<p class="notes">{said}</p>'
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    return '<td class="wrong">WRONG</td>' if result["errors"] else "<td>ok</td>"
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    rows = "\n".join(f"<tr>{_row([name, str(value)])}</tr>" for name, value in facts.items())
+    return f'<table class="facts">{rows}</table>'
+
+
+def _row(texts: list[str]) -> str:
+    return "".join(f"<td>{html.escape(text)}</td>" for text in texts)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "200 of small ops, 20 of large ones"
+    return ", ".join(value) if isinstance(value, (list, tuple)) else str(value)

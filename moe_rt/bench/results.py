@@ -40,8 +40,8 @@ def percentiles(times: Sequence[float]) -> dict[str, float]:
 
 
 def _ratios(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """phase -> contestant -> its median time over moe_rt's: above one where moe_rt is faster, and for memcpy the share
-    of the limit that moe_rt reaches."""
+    """phase -> contestant -> its median time over moe_rt's: above one where moe_rt is faster. memcpy is a reference,
+    which moe_rt may beat."""
     own = {result["phase"]: result for result in results if result["contestant"] == "moe_rt"}
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     for result in results:

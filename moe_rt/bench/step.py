@@ -11,10 +11,6 @@ class Unavailable(Exception):
     """This contestant cannot take part here; the message says why, and what to install if that helps."""
 
 
-class WrongOutput(Exception):
-    """A contestant did not compute what was asked for; its times mean nothing."""
-
-
 @dataclass(frozen=True)
 class Step:
     """One op of one contestant. It runs without gradients unless it turns them on itself.

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from moe_rt.bench.cases import Case
 
-
-def console(**options: Any) -> Console:
-    """As wide as the terminal, or wide enough for a table where there is none."""
-    probe = Console(**options)
-    return probe if probe.is_terminal else Console(**options, width=140)
+COLUMNS = ("isolated p50", "p90", "p99", "free-running p50", "GB/s logical", "GB/s physical", "time / moe_rt")
 
 
 def show_machine(card: dict[str, Any]) -> RenderableType:
@@ -23,43 +19,43 @@ def show_machine(card: dict[str, Any]) -> RenderableType:
 
 def show_run(run: dict[str, Any]) -> RenderableType:
     """One case: who took how long, what moe_rt says about itself, who is absent and why."""
-    parts: list[RenderableType] = [_times(run)]
-    own = run.get("moe_rt")
-    if own is not None:
-        parts.append(Text(f"moe_rt: {own['heap_bytes'] / 1e6:.4g} MB of symmetric memory per rank"))
-        parts.extend(Text(line) for line in _own_lines(own))
-    parts.extend(Text(f"{name} is absent: {why}", style="yellow") for name, why in run["absent"].items())
-    parts.extend(
-        Text(f"{result['contestant']}: {error}", style="bold red")
-        for result in run["results"]
-        for error in result["errors"]
-    )
-    return Group(*parts, Text())
-
-
-def _times(run: dict[str, Any]) -> Table:
-    moved = ", ".join(f"{name} {number / 1e6:.4g} MB" for name, number in run["bytes"].items())
-    table = Table(
-        title=Case(**run["case"]).title(), caption=f"{run['device']}; per rank: {moved}", title_justify="left"
-    )
+    table = Table(title=Case(**run["case"]).title(), title_justify="left")
     table.add_column("contestant", no_wrap=True)
-    columns = ("isolated p50", "p90", "p99", "free-running p50", "GB/s logical", "GB/s physical", "time / moe_rt")
-    for column in columns:
+    for column in COLUMNS:
         table.add_column(column, justify="right")
     table.add_column("output")
     for result in run["results"]:
-        isolated, free = result["isolated_us"], result["free_running_us"]
-        ratio = run["ratios"].get(result["phase"], {}).get(result["contestant"])
-        table.add_row(
-            f"{result['contestant']} {result['phase']}".rstrip(),
-            *(time(isolated[p]) for p in ("p50", "p90", "p99")),
-            time(free["p50"]),
-            f"{result['logical_gbps']:.2f}",
-            f"{result['physical_gbps']:.2f}",
-            "" if ratio is None else f"{ratio['isolated']:.2f}",
-            "[bold red]WRONG" if result["errors"] else "ok",
-        )
-    return table
+        table.add_row(*cells(run, result), "[bold red]WRONG" if result["errors"] else "ok")
+    return Group(table, *(Text(line) for line in notes(run)), Text())
+
+
+def cells(run: dict[str, Any], result: dict[str, Any]) -> list[str]:
+    """A contestant's name and COLUMNS."""
+    isolated, free = result["isolated_us"], result["free_running_us"]
+    ratio = run["ratios"].get(result["phase"], {}).get(result["contestant"])
+    return [
+        f"{result['contestant']} {result['phase']}".rstrip(),
+        *(time(isolated[p]) for p in ("p50", "p90", "p99")),
+        time(free["p50"]),
+        f"{result['logical_gbps']:.2f}",
+        f"{result['physical_gbps']:.2f}",
+        "" if ratio is None else f"{ratio['isolated']:.2f}",
+    ]
+
+
+def notes(run: dict[str, Any]) -> list[str]:
+    """What there is to say below a case's table."""
+    moved = ", ".join(f"{name} {number / 1e6:.4g} MB" for name, number in run["bytes"].items())
+    lines = [f"{run['device']}; per rank: {moved}"]
+    if any(result["contestant"] == "memcpy" for result in run["results"]):
+        lines.append("memcpy is a reference and no contestant: each rank copies as many bytes within its own memory")
+    own = run.get("moe_rt")
+    if own is not None:
+        lines.append(f"moe_rt: {own['heap_bytes'] / 1e6:.4g} MB of symmetric memory per rank")
+        lines.extend(_own_lines(own))
+    lines.extend(f"{name} is absent: {why}" for name, why in run["absent"].items())
+    lines.extend(f"{result['contestant']}: {error}" for result in run["results"] for error in result["errors"])
+    return lines
 
 
 def _own_lines(own: dict[str, Any]) -> list[str]:

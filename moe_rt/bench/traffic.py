@@ -31,7 +31,7 @@ class Traffic:
     guests: int
     away: int
 
-    def limit(self, op: str) -> float:
+    def copied_rows(self, op: str) -> float:
         """Rows that a copy of the same traffic copies: half of the rows read plus the rows written.
 
         It is the least possible where each token crosses the link once per rank. dispatch writes N rows, each a copy

@@ -15,26 +15,24 @@ import signal
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 
+from moe_rt.chaos.table import origin, span
 from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.testing.channel import Channel
-from moe_rt.testing.host_info import machine_card
+from moe_rt.testing.output import replace_section
 from moe_rt.testing.process_ranks import ProcessRanks
 
 VICTIM = 1  # of the ranks 0 and 1
 TOKENS, HIDDEN = 8, 32
 PATIENCE_S = 60.0
 WAITED_S = (0.05, 0.15)  # how long the survivor has waited when its peer is killed
-BEGIN, END = "<!-- deaths:begin -->", "<!-- deaths:end -->"
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,8 @@ def _hear(pool: ProcessRanks, rank: int) -> bytes:
 
 def markdown(deaths: list[Death], command: str) -> str:
     """The table, and how it came about."""
-    card = machine_card()
     lines = [
-        f"2 processes on {card['cores']} cores of {card['cpu']}, load average {card['load_average']:.1f}, "
-        f"{date.today().isoformat()}, `{command}`.",
+        origin(2, command),
         "Milliseconds from the kill, median / worst.",
         "",
         "| GiB of the process killed | Kills | until its peer raised `PeerDead` | until nothing was left of it |",
@@ -106,13 +102,9 @@ def markdown(deaths: list[Death], command: str) -> str:
     ]
     for gib in dict.fromkeys(death.gib for death in deaths):
         same = [death for death in deaths if death.gib == gib]
-        spans = [_span([d.noticed_ms for d in same]), _span([d.gone_ms for d in same])]
+        spans = [span([d.noticed_ms for d in same]), span([d.gone_ms for d in same])]
         lines.append(f"| {gib:g} | {len(same)} | {spans[0]} | {spans[1]} |")
     return "\n".join(lines)
-
-
-def _span(milliseconds: list[float]) -> str:
-    return f"{median(milliseconds):.1f} / {max(milliseconds):.1f}"
 
 
 @click.command()
@@ -131,8 +123,7 @@ def main(sizes: tuple[float, ...], kills: int, seed: int, write: Path | None) ->
     table = markdown(deaths, f"python -m moe_rt.chaos.deaths{options} --kills {kills}")
     click.echo(table)
     if write is not None:
-        head, _, rest = write.read_text().partition(BEGIN)
-        write.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+        replace_section(write, "deaths", table)
     click.echo(json.dumps([asdict(death) for death in deaths], separators=(",", ":")))
     wrong = sorted({death.raised for death in deaths} - {"PeerDead"})
     if wrong:

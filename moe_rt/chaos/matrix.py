@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,13 +18,13 @@ import click
 from moe_rt.chaos.injected_fault import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, InjectedFault
 from moe_rt.chaos.outcome import Outcome
 from moe_rt.chaos.rank_pool import RankPool
+from moe_rt.chaos.table import origin, span
 from moe_rt.faults import POINTS
-from moe_rt.testing.host_info import machine_card
+from moe_rt.testing.output import replace_section, section_marks
 
 RANKS, FAULTY_RANK = 3, 1  # some deadlocks show from three ranks on only
 SECOND_STEP = {"dispatch": 5, "combine": 6, "backward": 7}  # the ops with the fault, by number
 COMMAND = "python -m moe_rt.chaos.matrix --write docs/reliability.md"
-BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 
 def injected_faults() -> Iterator[InjectedFault]:
@@ -69,10 +68,8 @@ def times(outcomes: list[Outcome[InjectedFault]], do: str, at: str | None = None
 
 def markdown(outcomes: list[Outcome[InjectedFault]]) -> str:
     """The table, and how it came about."""
-    card = machine_card()
     lines = [
-        f"{RANKS} processes on {card['cores']} cores of {card['cpu']}, load average {card['load_average']:.1f}, "
-        f"{date.today().isoformat()}, `{COMMAND}`.",
+        origin(RANKS, COMMAND),
         "Times run from when the faulty rank began its op until a survivor had raised, median / worst; after a kill",
         "the kernel first takes the process apart, and `post_rendezvous` includes making the buffer.",
         "",
@@ -81,22 +78,19 @@ def markdown(outcomes: list[Outcome[InjectedFault]]) -> str:
     ]
     for at, row in classes(outcomes).items():
         raised = " | ".join(row.get(do, "") for do in SURVIVORS_RAISE)
-        lines.append(f"| `{at}` | {raised} | " + " | ".join(_span(outcomes, d, at) for d in _TIMED) + " |")
-    lines.append("| all | " + "| " * len(SURVIVORS_RAISE) + "| ".join(_span(outcomes, d) + " " for d in _TIMED) + "|")
+        lines.append(f"| `{at}` | {raised} | " + " | ".join(span(times(outcomes, d, at)) for d in _TIMED) + " |")
+    of_all = "| ".join(span(times(outcomes, do)) + " " for do in _TIMED)
+    lines.append("| all | " + "| " * len(SURVIVORS_RAISE) + of_all + "|")
     return "\n".join(lines)
 
 
 _TIMED = ("kill", "raise")
 
 
-def _span(outcomes: list[Outcome[InjectedFault]], do: str, at: str | None = None) -> str:
-    found = times(outcomes, do, at)
-    return f"{median(found):.1f} / {max(found):.1f}" if found else ""
-
-
 def committed(text: str) -> dict[str, dict[str, str]]:
     """`classes` as a document states them."""
-    table = text.partition(BEGIN)[2].partition(END)[0]
+    begin, end = section_marks("matrix")
+    table = text.partition(begin)[2].partition(end)[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
     names = list(SURVIVORS_RAISE)
     return {
@@ -113,8 +107,7 @@ def main(write: Path | None) -> None:
     table, wrong = markdown(outcomes), [o for o in outcomes if o.complaints]
     click.echo(table)
     if write is not None and not wrong:
-        head, _, rest = write.read_text().partition(BEGIN)
-        write.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+        replace_section(write, "matrix", table)
     document: dict[str, Any] = {"outcomes": [o.describe() for o in outcomes], "classes": classes(outcomes)}
     document["kill_ms"] = {"median": median(times(outcomes, "kill")), "worst": max(times(outcomes, "kill"))}
     click.echo(json.dumps(document, separators=(",", ":")))

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_rt.chaos.board import Board
 from moe_rt.comm.buffer import Buffer
 from moe_rt.heap.groups import Group
+from moe_rt.testing.rounds import WrongOutput
 
 TOPK, EXPERTS_PER_RANK = 2, 2
 OPS_OF_A_STEP = 4  # dispatch, combine, combine_backward, dispatch_backward
@@ -23,10 +24,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
 }
-
-
-class WrongData(Exception):
-    """An op returned without an error, but not what it should."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Steps:
         """Step number i.
 
         Raises:
-            WrongData: naming what is not as it should be.
+            WrongOutput: naming what is not as it should be.
         """
         self._board.step[self._place] = i + 1
         with MODES[self._modes[i % len(self._modes)]]():
@@ -116,4 +113,4 @@ def _inputs(buffer: Buffer, i: int) -> tuple[Tensor, Tensor]:
 
 def _expect(name: str, got: Tensor | None, expected: Tensor) -> None:
     if got is None or not torch.equal(got, expected):
-        raise WrongData(name)
+        raise WrongOutput(name)

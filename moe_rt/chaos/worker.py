@@ -18,12 +18,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moe_rt import faults
 from moe_rt.chaos.board import Board
-from moe_rt.chaos.steps import Size, Steps, WrongData, make_buffer
+from moe_rt.chaos.steps import Size, Steps, make_buffer
 from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.limits import MIB, limited
+from moe_rt.testing.rounds import WrongOutput
 
 PATIENCE_S = 60.0
 _POPULATED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -102,7 +103,7 @@ def _session(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
             buffer.abort()  # as leaving its `with` block by an exception would
         try:
             Steps(buffer, Board(1), 0).run(0)
-        except (MoeRtError, WrongData) as error:
+        except (MoeRtError, WrongOutput) as error:
             report["then"] = type(error).__name__
         buffer.abort()
     report["made"] = buffer is not None
@@ -111,7 +112,7 @@ def _session(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
 
 def _raised(error: BaseException) -> dict[str, Any]:
     return {
-        "raised": "wrong data" if isinstance(error, WrongData) else type(error).__name__,
+        "raised": "wrong data" if isinstance(error, WrongOutput) else type(error).__name__,
         "typed": isinstance(error, MoeRtError),
         "message": str(error),
         "peer": getattr(error, "peer", -1),

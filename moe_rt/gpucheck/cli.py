@@ -32,14 +32,17 @@ def gpucheck(
     1 if a step failed; a missed target of speed is no failure.
     """
     from moe_rt.gpucheck import child, run
-    from moe_rt.gpucheck.report import show, wide_console, write_report
+    from moe_rt.gpucheck.report import show, write_report
     from moe_rt.native.nvrtc import find_toolkit
+    from moe_rt.testing.output import console, make_directory
 
     if compile_only != bool(archs):
         raise click.UsageError("--compile-only and --arch need each other")
     if compile_only and only:
         raise click.UsageError("--compile-only is a step by itself; leave out --only")
     try:
+        if report is not None:
+            make_directory(report)
         if compile_only:
             find_toolkit(nvshmem=True)  # one sentence, not one for each kernel
         gpu = {} if compile_only else run.gpu_card(device)
@@ -52,7 +55,7 @@ def gpucheck(
             only or tuple(STEPS), device, quick, child.run_in_child, lambda t: click.echo(t, err=True)
         )
     document = run.document(records, gpu)
-    out = wide_console()
+    out = console()
     out.print(show(document))
     if report is not None:
         out.print(f"report: {write_report(document, report)}")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from moe_rt.testing.output import write_document
+
 _STYLES = {"ok": "green", "skipped": "yellow", "failed": "bold red"}
-
-
-def wide_console() -> Console:
-    """As wide as the terminal, or wide enough for a table where there is none."""
-    probe = Console()
-    return probe if probe.is_terminal else Console(width=160)
 
 
 def show(document: dict[str, Any]) -> RenderableType:
@@ -45,8 +40,7 @@ def _table(found: dict[str, Any]) -> RenderableType:
 
 def write_report(document: dict[str, Any], directory: Path) -> Path:
     """Returns the page."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_document(document, directory / "report.json")
     page = directory / "report.md"
     page.write_text(markdown(document))
     return page

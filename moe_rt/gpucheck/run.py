@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from moe_rt.errors import InvalidConfig
 from moe_rt.gpucheck.steps import STEPS, Check, Step
 from moe_rt.testing.host_info import machine_card
 
 BUDGET_S, LEAST_S = 470.0, 10.0
+_INSTEAD = "without a GPU the kernels can be compiled: moe-rt gpucheck --compile-only --arch sm_90a"
 _PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nvshmem-cu13", "nvshmem4py-cu13", "triton")
 _QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
 
@@ -55,10 +57,17 @@ def gpu_card(device: str) -> dict[str, Any]:
     """What the GPU is.
 
     Raises:
-        InvalidConfig: torch cannot use the device.
+        InvalidConfig: torch cannot use the device, or any.
     """
     from moe_rt.native.gpu import Gpu
 
+    count = torch.cuda.device_count()
+    if torch.version.cuda is None:
+        raise InvalidConfig(f"torch: got {torch.__version__}, a build without CUDA, expected one with it; {_INSTEAD}")
+    if not count:
+        raise InvalidConfig(f"device: got {device}, but torch finds no GPU here; {_INSTEAD}")
+    if device not in ("cuda", *(f"cuda:{index}" for index in range(count))):
+        raise InvalidConfig(f"device: got {device}, expected cuda:0 to cuda:{count - 1}")
     gpu = Gpu(device)
     properties = torch.cuda.get_device_properties(gpu.device)
     card = {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.num_sms, "gpu_gib": round(properties.total_memory / 2**30, 1)}

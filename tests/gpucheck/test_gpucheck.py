@@ -69,11 +69,38 @@ def test_usage(arguments: list[str]) -> None:
     assert call(*arguments).exit_code == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    result = call()
+INSTEAD = "without a GPU the kernels can be compiled: moe-rt gpucheck --compile-only --arch sm_90a"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "count", "device", "said"),
+    [
+        (None, 0, "cuda:0", f"torch: got {torch.__version__}, a build without CUDA, expected one with it; {INSTEAD}"),
+        ("13.0", 0, "cuda:0", f"device: got cuda:0, but torch finds no GPU here; {INSTEAD}"),
+        ("13.0", 2, "cuda:2", "device: got cuda:2, expected cuda:0 to cuda:1"),
+        ("13.0", 1, "cpu", "device: got cpu, expected cuda:0 to cuda:0"),
+        ("13.0", 1, "the second", "device: got the second, expected cuda:0 to cuda:0"),
+    ],
+)
+def test_without_the_gpu_it_says_so(
+    cuda: str | None, count: int, device: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence, and before any step."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    result = call("--device", device)
     assert result.exit_code == 1
-    assert "InvalidConfig: device: got cuda:0, expected a CUDA device" in result.output
+    assert result.output.startswith(f"Error: InvalidConfig: {said}")
+    assert result.output.count("\n") == 1
+
+
+def test_report_that_cannot_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run, "run_steps", lambda *arguments: pytest.fail("a step was run"))
+    monkeypatch.setattr(run, "gpu_card", lambda device: {})
+    result = call("--report", str(tmp_path / "file" / "report"))
+    assert result.exit_code == 1
+    assert "InvalidConfig: report: got" in result.output
 
 
 def test_failing_step_ends_only_itself(fake_steps: None, tmp_path: Path) -> None:

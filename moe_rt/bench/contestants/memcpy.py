@@ -1,4 +1,4 @@
-"""The limit: copying as many bytes as the op has to move, on the same processor, with nothing to find out first."""
+"""The reference: copying as many bytes as the op has to move, on the same processor, with nothing to find out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants.base import Contestant
 from moe_rt.bench.expect import Expectation
 from moe_rt.bench.inputs import Inputs
-from moe_rt.bench.step import Step, Unavailable, WrongOutput
+from moe_rt.bench.step import Step, Unavailable
 from moe_rt.bench.world import World
+from moe_rt.testing.rounds import WrongOutput
 
 
 class Memcpy(Contestant):
-    """dispatch: N rows, each copied from one of this rank's T. combine, pair: one copy, sized by `Traffic.limit`.
+    """dispatch: N rows, each copied from one of this rank's T. combine, pair: one copy, sized by `Traffic.copied_rows`.
 
     On a GPU these are torch's copies within its memory; on a CPU they are memmoves, by way of numpy and ctypes, and
     pages are present and huge where allowed. The destination is as warm as the last iteration left it.
@@ -35,7 +36,7 @@ class Memcpy(Contestant):
 
     def steps(self, inputs: Sequence[Inputs], expect: Expectation) -> list[Step]:
         device = self.world.processor.device
-        rows = expect.traffic()[self.world.rank].limit(self.case.op)
+        rows = expect.traffic()[self.world.rank].copied_rows(self.case.op)
         num_bytes = round(rows * self.case.row_bytes)  # none where routing leaves this rank out
         target = _present(num_bytes, device)
         if self.case.op == "dispatch":
