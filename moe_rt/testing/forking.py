@@ -62,6 +62,8 @@ class Closes(Protocol):
 
 def fork(work: Work, arguments: Iterable[Any], end: Channel, others: Iterable[Closes]) -> Forked:
     """Forks this process; the new one runs work(end, *arguments) without `others`, which it would hold open."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the new process would write it, too
     starter, pid = os.getpid(), os.fork()
     if pid == 0:
         status = 1
@@ -89,7 +91,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "moe_rt.testing.forking", str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-m", "moe_rt.testing.forking", str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -123,7 +125,7 @@ class ForkServer:
 
 
 def _serve(link: socket.socket) -> None:
-    """Forks on request and collects who has ended, until the other end is closed."""
+    """Forks on request and collects who has ended, until the other end is closed, by whatever end of its process."""
     children: dict[int, Forked] = {}
     while (request := _next_request(link, children)) is not None:
         order, end = request
@@ -161,7 +163,6 @@ def _run(end: Channel, order: dict[str, Any], siblings: dict[int, Forked]) -> No
 
 
 if __name__ == "__main__":
-    end_with(int(sys.argv[2]))
     for preloaded in _PRELOAD:
         importlib.import_module(preloaded)
     gc.freeze()  # a process that collects garbage would otherwise touch, and so copy, all that was imported
