@@ -90,14 +90,17 @@ class ThreadRanks:
         ready, left = threading.Barrier(self.size), threading.Semaphore(0)
 
         def live(rank: int) -> None:
+            begun = False
             try:
                 with _on_stream(self.device, streams[rank], self._reserve_bytes):
                     ready.wait(seconds)
+                    begun = True
                     outcomes[rank] = work(groups[rank], *arguments)
             except BaseException as error:
                 outcomes[rank] = error
                 errors.append(error)
-                ready.abort()
+                if not begun:  # otherwise some may still be leaving the barrier, and would fail there instead
+                    ready.abort()
             finally:
                 left.release()
 

@@ -89,6 +89,20 @@ def test_first_error_of_ranks_is_raised() -> None:
         ThreadRanks(2, "cpu").run(work)
 
 
+def test_rank_that_fails_at_once_does_not_fail_the_others() -> None:
+    """They may not have left the barrier at which all begin."""
+
+    def work(group: Any) -> int:
+        if group.rank == 0:
+            raise KeyError("at once")
+        return group.rank
+
+    for _ in range(200):
+        first, *others = ThreadRanks(4).outcomes(work)
+        assert isinstance(first, KeyError)
+        assert others == [1, 2, 3]
+
+
 def test_rank_that_does_not_end_is_located() -> None:
     over = threading.Event()
 
