@@ -68,6 +68,7 @@ tools: install
 	@command -v spin >/dev/null || { $(APT_INSTALL) spin; } || echo "spin is not here: no model tests"
 	@command -v clang++-16 >/dev/null || { $(APT_INSTALL) clang-16 libclang-rt-16-dev; } || { $(APT_INSTALL) clang; } || \
 	  echo "clang++-16 is not here: fuzz tests need another clang++ from 15 on, or run the kept inputs only"
+	@$(BIN)/python tools/install_third_party.py || echo "torchtitan, Megatron-Core or MPI are not here: no tests with them"
 	@$(BIN)/python tools/install_toolkits.py || echo "the compilers of torch's CUDA builds are not here: no tests with them"
 
 clean:

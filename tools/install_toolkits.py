@@ -22,14 +22,14 @@ def main() -> None:
         install(constraints, Path(sys.prefix) / "toolkits" / constraints.stem.removeprefix("constraints-cuda-"))
 
 
-def install(constraints: Path, home: Path) -> None:
-    """`home` is complete once it holds a copy of the constraints."""
+def install(constraints: Path, home: Path, *flags: str) -> None:
+    """Makes the environment `home`, which is complete once it holds a copy of the constraints; flags are pip's."""
     done, wanted = home / constraints.name, constraints.read_text()
     if done.is_file() and done.read_text() == wanted:
         return
     venv.create(home, clear=True, symlinks=True)
     python = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", *flags]
     subprocess.run([*pip, "--requirement", str(constraints)], check=True)
     query = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.strip()

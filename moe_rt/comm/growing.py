@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.handle import Handle
 from moe_rt.config.options import BufferOptions
 from moe_rt.errors import ConfigMismatch, InvalidConfig, TooManyTokens
-from moe_rt.heap.groups import process_group_of
-from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.kernels import cuda_activation
 
 # Sizes are rounded up to this many tokens, so that batches which differ by a few make no new buffer.
@@ -96,7 +95,7 @@ class GrowingBuffer:
         sizes: hidden, num_topk, num_experts and dtype of `moe_rt.Buffer`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, options: GrowingOptions, **sizes: Any) -> None:
+    def __init__(self, group: Group, options: GrowingOptions, **sizes: Any) -> None:
         self._group, self.options, self._sizes = group, options, sizes
         self._num_tags = 0
         self.lease: Lease | None = None
@@ -124,8 +123,10 @@ class GrowingBuffer:
 
     def _most(self, num_tokens: int, buffer: Buffer) -> int:
         """The largest batch of any rank, where a refusal is no way to find out."""
+        if buffer.process_group is None:  # threads, which meet without it
+            return self._agree(num_tokens)
         most = torch.tensor(num_tokens, device=buffer.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, buffer.process_group)
         return int(most)
 
     def _grow(self, num_tokens: int) -> Lease:
@@ -144,7 +145,7 @@ class GrowingBuffer:
 
     def _agree(self, num_tokens: int) -> int:
         """The most tokens of any rank; ranks that were configured differently all raise ConfigMismatch."""
-        rendezvous = StoreRendezvous(self._group)
+        rendezvous = rendezvous_of(self._group)
         mine = json.dumps([self.options.num_max_tokens_per_rank, num_tokens])
         sizes = [json.loads(text) for text in rendezvous.all_gather(mine, self.options.init_timeout_s)]
         for peer, (size, _) in enumerate(sizes):
@@ -157,32 +158,39 @@ class GrowingBuffer:
 class SharedBuffers:
     """The buffers of layers that were made together, one for each kind of rows.
 
-    Layers that are made on one mesh before any of them runs belong together. What they share is thereby a matter of the
-    program, the same on every rank, and not of when a rank's garbage is collected; it goes when the last layer does.
+    Layers that are made on one group before any of them runs belong together. What they share is thereby a matter of
+    the program, the same on every rank, and not of when a rank's garbage is collected; it goes when the last layer
+    does.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self._buffers: dict[tuple[Any, ...], GrowingBuffer] = {}
 
     @classmethod
-    def join(cls, mesh: DeviceMesh) -> SharedBuffers:
+    def join(cls, group: Group) -> SharedBuffers:
         """For a layer that is being made."""
-        if not _open or _open[0].mesh is not mesh:
-            _open[:] = [cls(mesh)]
-        return _open[0]
+        if _making.buffers is None or _making.buffers.group is not group:
+            _making.buffers = cls(group)
+        return _making.buffers
 
     def get(self, options: GrowingOptions, **sizes: Any) -> GrowingBuffer:
         """The buffer for these rows: the same as before, unless the options have changed."""
-        if _open and _open[0] is self:
-            _open.clear()
+        if _making.buffers is self:
+            _making.buffers = None
         key = tuple(sorted(sizes.items()))
         if key not in self._buffers or self._buffers[key].options != options:
-            self._buffers[key] = GrowingBuffer(process_group_of(self.mesh), options, **sizes)
+            self._buffers[key] = GrowingBuffer(self.group, options, **sizes)
         return self._buffers[key]
 
 
-_open: list[SharedBuffers] = []  # whose layers are still being made: one at most
+class _Making(threading.local):
+    """Whose layers are still being made: one at most, of each rank, which may be a thread."""
+
+    buffers: SharedBuffers | None = None
+
+
+_making = _Making()
 
 
 def _size(buffer: Buffer) -> int:

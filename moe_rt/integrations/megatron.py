@@ -1,20 +1,24 @@
-"""A communication manager for the flexible token dispatcher of Megatron-Core, put in place by `install`.
+"""A communication manager for the flexible token dispatcher of Megatron-Core, put in place before models are built.
+
+    from moe_rt.integrations import megatron
+    megatron.replace_deepep()
 
 Importable without Megatron-Core. docs/howto/adapters.md is the guide.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.handle import Handle
-from moe_rt.comm.shared_buffers import shared_buffer
-from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.comm.growing import GrowingOptions
+from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage
 from moe_rt.heap.groups import Group
+from moe_rt.integrations.exchange import Exchanged, LayerExchange
 
 # Each makes experts count on rows that are padded to a multiple, and these are packed.
 _WANT_ALIGNED_ROWS = (
@@ -24,6 +28,11 @@ _WANT_ALIGNED_ROWS = (
     "use_transformer_engine_op_fuser",
     "moe_router_padding_for_quantization",
     "moe_pad_expert_input_to_capacity",
+    "moe_ncclep_zero_copy",
+)
+_HOW_TO_BUILD = (
+    "moe_rt.integrations.megatron.replace_deepep() before the model is built, with --moe-token-dispatcher-type flex "
+    "--moe-flex-dispatcher-backend deepep"
 )
 
 
@@ -39,8 +48,8 @@ class MoeRtManager:
         router_topk: the most experts of a token (K), tensor-parallel copies included.
         num_experts: experts of the group.
         config: a TransformerConfig to check, or None.
-        num_max_tokens_per_rank: the most tokens a rank dispatches at once; the same on every rank. None takes the T of
-            the first dispatch, which must then be the same on every rank, and the largest there will be.
+        num_max_tokens_per_rank: the most tokens a rank dispatches at once; the same on every rank. None makes room for
+            the largest batch of any rank, and more when a larger one comes; CUDA ranks then compare sizes each time.
         capacity_factor: None makes room for the worst case; otherwise for this multiple of a balanced load, beyond
             which CapacityOverflow is raised on every rank: no token is ever dropped.
         static_shapes: False hands experts the real rows only, and waits once a layer for the device to say how many
@@ -48,13 +57,22 @@ class MoeRtManager:
             nothing; experts must then go by the counts, which stay on the device, and leave the other rows alone.
         timeout_s: seconds to wait for a peer.
 
+    Of `config`, moe_flex_dispatcher_num_sms limits what an op fills of a GPU, and moe_expert_rank_capacity_factor is a
+    budget as Megatron knows it: rows beyond it are dropped and `over_budget` says so, after which Megatron's
+    PagedStashRunner sets the factor of this manager to None and runs the step again, with room for all.
+
     Raises:
         InvalidConfig: sizes do not fit, or the config asks for what packed rows cannot give.
 
     Attributes:
         token_probs, token_indices: [T, K] of the next dispatch; an index of -1 is none.
         dispatched_probs: [capacity] of the last dispatch.
+        moe_expert_rank_capacity_factor: of the next dispatch; the config's, or None.
+        over_budget: bool [1] on the device: whether this rank has dropped rows since Megatron last cleared it. Only
+            there if the config has a moe_expert_rank_capacity_factor.
     """
+
+    over_budget: Tensor
 
     def __init__(
         self,
@@ -78,11 +96,21 @@ class MoeRtManager:
         self.token_indices: Tensor | None = None
         self.dispatched_probs: Tensor | None = None
         self.tokens_per_expert: Tensor | None = None
-        self.handle: Handle | None = None
-        self._options = dict(capacity_factor=capacity_factor, timeout_s=timeout_s)
-        self._num_max_tokens = num_max_tokens_per_rank
-        self._buffer: Buffer | None = None
-        self._tag = 0
+        self._received: Exchanged | None = None
+        budget = self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
+        if budget is not None and capacity_factor is not None:
+            expected = f"None beside moe_expert_rank_capacity_factor = {budget}"
+            raise InvalidConfig(f"capacity_factor: got {capacity_factor}, expected {expected}")
+        options = GrowingOptions(
+            num_max_tokens_per_rank=num_max_tokens_per_rank, capacity_factor=capacity_factor, timeout_s=timeout_s
+        )
+        num_sms = getattr(config, "moe_flex_dispatcher_num_sms", None)
+        sizes: dict[str, Any] = dict(num_experts=num_experts, num_topk=router_topk, num_sms=num_sms)
+        self._exchange = LayerExchange(group, options=options, **sizes)
+        self._budgeted: LayerExchange | None = None
+        if budget is not None:
+            dropping = replace(options, capacity_factor=budget, overflow="drop")
+            self._budgeted = LayerExchange(group, options=dropping, **sizes)
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """Makes top-k entries of a map, without waiting for the device.
@@ -117,21 +145,34 @@ class MoeRtManager:
         """
         if self.token_indices is None or self.token_probs is None:
             raise InvalidInput("routing_map: got none, expected setup_metadata before dispatch")
-        buffer = self._buffer or self._open(hidden_states)
-        rows, self.dispatched_probs, self.handle = buffer.dispatch(
-            hidden_states, self.token_indices, self.token_probs, tag=self._tag
-        )
-        self.tokens_per_expert = self.handle.num_recv_tokens_per_expert.to(torch.int64)
-        return rows
+        num_ranks = self._exchange.num_ranks
+        if self.num_local_experts * num_ranks != self.num_experts:
+            expected = f"{self.num_experts} experts divided by {num_ranks} ranks"
+            raise InvalidConfig(f"num_local_experts: got {self.num_local_experts}, expected {expected}")
+        budgeted = self._budgeted if self.moe_expert_rank_capacity_factor is not None else None
+        received = (budgeted or self._exchange).dispatch(hidden_states, self.token_indices, self.token_probs)
+        if budgeted is not None:
+            self._count_dropped(received.handle.num_dropped)
+        self._received, self.dispatched_probs = received, received.weights
+        self.tokens_per_expert = received.handle.num_recv_tokens_per_expert.to(torch.int64)
+        return received.rows
+
+    def _count_dropped(self, num_dropped: Tensor) -> None:
+        """In place once it is there: Megatron clears it, and graphs write to it."""
+        dropped = (num_dropped > 0).view(1)
+        if hasattr(self, "over_budget"):
+            self.over_budget |= dropped
+        else:
+            self.over_budget = dropped
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """What dispatch returned -> the rows for the experts, and the probability of each, still to be applied."""
-        probs, handle = self.dispatched_probs, self.handle
-        if probs is None or handle is None:
+        probs, received = self.dispatched_probs, self._received
+        if probs is None or received is None:
             raise InvalidInput("hidden_states: got none dispatched, expected dispatch before")
         if self.static_shapes:
             return hidden_states, probs
-        count = int(handle.offs[-1])
+        count = int(received.handle.offs[-1])
         return _RealRows.apply(hidden_states, count), _RealRows.apply(probs, count)
 
     def get_number_of_tokens_per_expert(self) -> Tensor | None:
@@ -140,49 +181,63 @@ class MoeRtManager:
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
         """The experts' rows -> [capacity, H], which combine takes."""
-        if self.static_shapes or self._buffer is None:
+        if self.static_shapes or self._received is None:
             return hidden_states
-        return _AllRows.apply(hidden_states, self._buffer.capacity)
+        return _AllRows.apply(hidden_states, self._received.rows.shape[0])
 
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
         """[capacity, H] -> [T, H], the sum of each token's rows. Collective; runs on the current stream."""
-        if self._buffer is None or self.handle is None or self.dispatched_probs is None:
+        if self._received is None:
             raise InvalidInput("hidden_states: got none dispatched, expected dispatch before combine")
-        ones = torch.ones_like(self.dispatched_probs, requires_grad=False)
-        out = self._buffer.combine(hidden_states, ones, self.handle)
+        ones = torch.ones_like(self._received.weights, requires_grad=False)  # experts have applied the probabilities
+        out = replace(self._received, weights=ones).combine(hidden_states)
         # Held on by the graph as far as backward needs them, and by nothing else.
-        self.handle = self.dispatched_probs = self.tokens_per_expert = None
+        self._received = self.dispatched_probs = self.tokens_per_expert = None
         return out
 
-    def _open(self, x: Tensor) -> Buffer:
-        buffer = shared_buffer(
-            self.group,
-            num_max_tokens_per_rank=x.shape[0] if self._num_max_tokens is None else self._num_max_tokens,
-            hidden=x.shape[1],
-            num_topk=self.router_topk,
-            num_experts=self.num_experts,
-            dtype=x.dtype,
-            **self._options,
-        )
-        if self.num_local_experts * buffer.num_ranks != self.num_experts:
-            expected = f"{self.num_experts} experts divided by {buffer.num_ranks} ranks"
-            raise InvalidConfig(f"num_local_experts: got {self.num_local_experts}, expected {expected}")
-        self._buffer, self._tag = buffer, buffer.new_tag()
-        return buffer
+
+def replace_deepep(**options: Any) -> None:
+    """Makes every dispatcher that is built for DeepEP from now on communicate through moe_rt; DeepEP need not be there.
+
+    Call it on every rank alike, before the model is built; again, to build with other options.
+
+    Args:
+        options: num_max_tokens_per_rank, capacity_factor, static_shapes and timeout_s of MoeRtManager.
+
+    Raises:
+        MissingPackage: no Megatron-Core, or one without a flexible dispatcher for DeepEP.
+    """
+    try:
+        from megatron.core.transformer.moe import token_dispatcher
+    except ImportError as error:
+        expected = "expected Megatron-Core; pip install megatron-core"
+        raise MissingPackage(f"megatron.core: got {type(error).__name__}: {error}, {expected}") from error
+    if not hasattr(token_dispatcher, "_DeepepManager"):
+        raise MissingPackage("megatron.core: got none with a _DeepepManager, expected 0.11 or later")
+    token_dispatcher._DeepepManager = partial(MoeRtManager, **options)
 
 
 def install(dispatcher: Any, **options: Any) -> MoeRtManager:
     """Makes a MoEFlexTokenDispatcher communicate through moe_rt; call it alike on every rank, before the first forward.
 
+    For layers that exist, with a back end of Megatron's that is installed; `replace_deepep` needs none.
+
     Args:
         dispatcher: the `token_dispatcher` of a Megatron MoELayer.
-        options: num_max_tokens_per_rank, capacity_factor, static_shapes and timeout_s of MoeRtManager.
+        options: as of `replace_deepep`.
 
     Returns:
         The manager, now the dispatcher's `_comm_manager`.
+
+    Raises:
+        InvalidConfig: it is another dispatcher, or as MoeRtManager.
     """
+    if not hasattr(dispatcher, "_comm_manager"):
+        raise InvalidConfig(
+            f"dispatcher: got {type(dispatcher).__name__}, expected MoEFlexTokenDispatcher: {_HOW_TO_BUILD}"
+        )
     config, copies = dispatcher.config, dispatcher.tp_size
     manager = MoeRtManager(
         dispatcher.tp_ep_group,

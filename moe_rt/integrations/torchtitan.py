@@ -1,6 +1,6 @@
 """A token dispatcher for torchtitan, switched on by one line of its command line.
 
-    --override.imports 'moe_rt.integrations.torchtitan.token_dispatcher={"num_max_tokens_per_rank": 8192}'
+    --override.imports moe_rt.integrations.torchtitan.token_dispatcher
 
 Importable without torchtitan: the class then stands alone, with the same methods. docs/howto/adapters.md is the guide.
 """
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.handle import Handle
-from moe_rt.comm.shared_buffers import shared_buffer
-from moe_rt.errors import InvalidConfig
+from moe_rt.comm.growing import GrowingOptions
+from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.heap.groups import Group
+from moe_rt.integrations.exchange import Exchanged, LayerExchange
 
 _HAVE_TORCHTITAN = importlib.util.find_spec("torchtitan") is not None
 
@@ -49,15 +48,13 @@ class StandaloneBase:
 if TYPE_CHECKING or not _HAVE_TORCHTITAN:
     _Base = StandaloneBase
 else:
-    from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher as _Base
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dispatched:
-    """What combine needs of a dispatch."""
-
-    handle: Handle
-    recv_weights: Tensor
+    try:
+        from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher as _Base
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("torchtitan"):  # torchtitan itself lacks something
+            raise
+        message = f"torchtitan: got one without {error.name}, expected 0.3 or later; pip install 'torchtitan>=0.3'"
+        raise MissingPackage(message) from error
 
 
 class MoeRtTokenDispatcher(_Base):
@@ -70,7 +67,7 @@ class MoeRtTokenDispatcher(_Base):
 
     @dataclass(kw_only=True, slots=True)
     class Config(_Base.Config):
-        """Where None, a size is taken from the first dispatch; see `token_dispatcher` for the fields."""
+        """Where None, a size is taken from what is dispatched; see `token_dispatcher` for the fields."""
 
         num_max_tokens_per_rank: int | None = None
         hidden_dim: int | None = None
@@ -82,8 +79,7 @@ class MoeRtTokenDispatcher(_Base):
         super().__init__(config)
         self._config = config
         self._dtype = _dtype_from(config.dtype)
-        self._buffer: Buffer | None = None
-        self._tag = 0
+        self._exchange: LayerExchange | None = None
 
     def init_buffer(self) -> None:
         """Makes the buffer, if the configuration says all sizes; otherwise the first dispatch does. Collective.
@@ -94,8 +90,16 @@ class MoeRtTokenDispatcher(_Base):
         c = self._config
         if self.ep_mesh is None:
             raise InvalidConfig("ep_mesh: got None, expected a mesh: expert_parallel_degree must be above 1")
+        options = GrowingOptions(
+            num_max_tokens_per_rank=c.num_max_tokens_per_rank, capacity_factor=c.capacity_factor, timeout_s=c.timeout_s
+        )
+        exchange = LayerExchange(self.ep_mesh, num_experts=self.num_experts, num_topk=self.top_k, options=options)
+        if self.num_experts % exchange.num_ranks:  # DTensor would not place the rest as the buffer does
+            expected = f"a multiple of the {exchange.num_ranks} ranks"
+            raise InvalidConfig(f"num_experts: got {self.num_experts}, expected {expected}")
         if c.num_max_tokens_per_rank is not None and c.hidden_dim is not None and self._dtype is not None:
-            self._open(c.num_max_tokens_per_rank, c.hidden_dim, self._dtype)
+            exchange.open(c.hidden_dim, self._dtype)
+        self._exchange = exchange
 
     def dispatch(
         self,
@@ -103,7 +107,7 @@ class MoeRtTokenDispatcher(_Base):
         topk_scores_TK: Tensor,
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
-    ) -> tuple[Tensor, Tensor, Dispatched]:
+    ) -> tuple[Tensor, Tensor, Exchanged]:
         """Sends tokens to the ranks of their experts. Differentiable in x_TD and topk_scores_TK. Collective.
 
         Args:
@@ -120,19 +124,12 @@ class MoeRtTokenDispatcher(_Base):
             MoeRtError: as `moe_rt.Buffer` and its dispatch.
         """
         del num_local_tokens_per_expert_E
-        buffer = self._buffer
-        if buffer is None:
-            c = self._config
-            buffer = self._open(
-                x_TD.shape[0] if c.num_max_tokens_per_rank is None else c.num_max_tokens_per_rank,
-                x_TD.shape[1] if c.hidden_dim is None else c.hidden_dim,
-                self._dtype or x_TD.dtype,
-            )
-        rows, weights, handle = buffer.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, tag=self._tag)
-        counts = handle.num_recv_tokens_per_expert.to(torch.int64)
-        return rows, counts, Dispatched(handle=handle, recv_weights=weights)
+        if self._exchange is None:
+            raise InvalidConfig("ep_mesh: got None, expected wire_meshes(ep_mesh=...) before the first dispatch")
+        received = self._exchange.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)
+        return received.rows, received.handle.num_recv_tokens_per_expert.to(torch.int64), received
 
-    def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
+    def combine(self, routed_output_RD: Tensor, metadata: Exchanged, x_TD: Tensor) -> Tensor:
         """Brings rows home, each times its score, and adds those of a token. Collective.
 
         Args:
@@ -144,28 +141,7 @@ class MoeRtTokenDispatcher(_Base):
             [T, D].
         """
         del x_TD
-        if self._buffer is None:
-            raise InvalidConfig("combine: got no buffer, expected a dispatch before")
-        return self._buffer.combine(routed_output_RD, metadata.recv_weights, metadata.handle)
-
-    def _open(self, num_max_tokens: int, hidden: int, dtype: torch.dtype) -> Buffer:
-        if self.ep_mesh is None:
-            raise InvalidConfig("ep_mesh: got None, expected wire_meshes(ep_mesh=...) before the first dispatch")
-        buffer = shared_buffer(
-            self.ep_mesh,
-            num_max_tokens_per_rank=num_max_tokens,
-            hidden=hidden,
-            num_topk=self.top_k,
-            num_experts=self.num_experts,
-            dtype=dtype,
-            capacity_factor=self._config.capacity_factor,
-            timeout_s=self._config.timeout_s,
-        )
-        if self.num_experts % buffer.num_ranks:  # DTensor would not place the rest as the buffer does
-            expected = f"a multiple of the {buffer.num_ranks} ranks"
-            raise InvalidConfig(f"num_experts: got {self.num_experts}, expected {expected}")
-        self._buffer, self._tag = buffer, buffer.new_tag()
-        return buffer
+        return metadata.combine(routed_output_RD)
 
 
 def token_dispatcher(
@@ -179,12 +155,12 @@ def token_dispatcher(
 ) -> MoeRtTokenDispatcher.Config:
     """Takes the place of an all-to-all dispatcher's Config; torchtitan calls it when the command line names it.
 
-    With the first three given, the buffer is made before training starts, as torch.compile needs it.
+    With the first three given, the buffer is made before training starts; torch.compile needs the first.
 
     Args:
         cfg: the Config that torchtitan made.
-        num_max_tokens_per_rank: the most tokens a rank dispatches at once; the same on every rank. None takes the T of
-            the first dispatch, which must then be the same on every rank, and the largest there will be.
+        num_max_tokens_per_rank: the most tokens a rank dispatches at once; the same on every rank. None makes room for
+            the largest batch of any rank, and more when a larger one comes; CUDA ranks then compare sizes each time.
         hidden_dim: D.
         dtype: of x_TD, such as "bfloat16".
         capacity_factor: None makes room for the worst case; otherwise for this multiple of a balanced load, beyond

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,7 @@ from moe_rt.integrations.megatron import MoeRtManager, install
 class FlexDispatcher:
     """The six steps of MoEFlexTokenDispatcher in their order, as far as they concern the manager."""
 
-    _comm_manager: Any
+    _comm_manager: Any = None
 
     def __init__(self, group: Any, tp_size: int) -> None:
         _, size = rank_and_size(group)
@@ -63,30 +62,6 @@ class FlexDispatcher:
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
         return hidden.view(self.hidden_shape)
-
-
-def real_dispatcher(group: Any) -> Any:
-    """Megatron's own, made with the manager in the place of the one for DeepEP, which need not be installed."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe import token_dispatcher
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=1,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_token_dispatcher_type="flex",
-        moe_flex_dispatcher_backend="deepep",
-        add_bias_linear=False,
-    )
-    groups = ProcessGroupCollection()
-    groups.ep, groups.expt_tp, groups.tp_ep = group, None, group
-    rank, size = rank_and_size(group)
-    local = list(range(EXPERTS))[rank * EXPERTS // size : (rank + 1) * EXPERTS // size]
-    with mock.patch.object(token_dispatcher, "_DeepepManager", MoeRtManager):
-        return token_dispatcher.MoEFlexTokenDispatcher(len(local), local, config, groups)
 
 
 def make_weights() -> dict[str, Tensor]:
@@ -138,12 +113,11 @@ def own_experts(w: dict[str, Tensor], rank: int, size: int, tp_size: int) -> dic
 
 
 def equal_dense(
-    group: Any, tokens: list[int], options: dict[str, Any], tp_size: int = 1, real: bool = False
+    group: Any, tokens: list[int], options: dict[str, Any], tp_size: int = 1, dispatcher: Any = None
 ) -> dict[str, float]:
     """Differences of output and all gradients between the six steps and a dense layer."""
     rank, size = rank_and_size(group)
-    dispatcher = real_dispatcher(group) if real else FlexDispatcher(group, tp_size)
-    assert not real or isinstance(dispatcher._comm_manager, MoeRtManager)
+    dispatcher = dispatcher or FlexDispatcher(group, tp_size)
     manager = install(dispatcher, **options)
     assert dispatcher._comm_manager is manager
     shares = own_experts(make_weights(), rank, size, tp_size)
@@ -195,3 +169,20 @@ def too_many_experts(group: Any) -> list[str]:
         except RuntimeError as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors
+
+
+def installed_twice(group: Any) -> bool:
+    dispatcher = FlexDispatcher(group, 1)
+    install(dispatcher, num_max_tokens_per_rank=4)
+    x = inputs_of(rank_and_size(group)[0], 3)
+    routing_map = torch.zeros(3, EXPERTS, dtype=torch.bool)
+    routing_map[:, 1] = True
+    for options in ({"num_max_tokens_per_rank": 4}, {}):
+        manager = install(dispatcher, **options)
+        hidden, probs = dispatcher.dispatch_preprocess(x, routing_map, routing_map.float())
+        rows, probs = dispatcher.token_dispatch(hidden, probs)
+        rows, _, _ = dispatcher.dispatch_postprocess(rows, probs)
+        out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
+        if dispatcher._comm_manager is not manager or not torch.equal(out, x):
+            return False
+    return True

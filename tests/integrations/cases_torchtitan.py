@@ -143,7 +143,10 @@ def compiled(group: Any, tokens: int) -> dict[str, float]:
 
 def layers_share_a_buffer(group: Any) -> tuple[bool, bool]:
     one, two = (make_dispatcher(group, num_max_tokens_per_rank=8, hidden_dim=HIDDEN, dtype="float32") for _ in "ab")
-    return one._buffer is two._buffer and one._buffer is not None, one._tag != two._tag
+    first, second = one._exchange, two._exchange
+    assert first is not None
+    assert second is not None
+    return first._place is second._place and first._place is not None, first._tag != second._tag
 
 
 def refused(group: Any, tokens: list[list[int]], config: dict[str, Any]) -> list[str]:
@@ -162,29 +165,20 @@ def refused(group: Any, tokens: list[list[int]], config: dict[str, Any]) -> list
     return errors
 
 
-def equal_local_dispatch(group: Any, arguments: list[str]) -> dict[str, float]:
-    """torchtitan's RoutedExperts, overridden from the command line, next to the same with its local dispatcher."""
-    from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
-    from torchtitan.models.common import moe, token_dispatcher
-
-    def config(kind: Any) -> Any:
-        experts = moe.GroupedExperts.Config(dim=HIDDEN, hidden_dim=INTERMEDIATE, num_experts=EXPERTS)
-        chosen = kind.Config(num_experts=EXPERTS, top_k=TOPK)
-        return moe.RoutedExperts.Config(inner_experts=experts, token_dispatcher=chosen)
-
-    overridden = config(token_dispatcher.AllToAllTokenDispatcher)
-    apply_overrides(OverrideConfig(imports=parse_cli_imports(arguments)), overridden)
-    w, results = make_weights(), []
-    for routed in (overridden.build(), config(token_dispatcher.LocalTokenDispatcher).build()):
-        routed.token_dispatcher.wire_meshes(ep_mesh=group)
-        with torch.no_grad():
-            for p, name in zip(routed.parameters(), ("w1", "w2", "w3"), strict=True):
-                p.copy_(w[name])
-        x = inputs_of(0, 9).bfloat16().requires_grad_()
-        scores, ids = route(x.detach().float(), w["router"].detach())
-        scores.requires_grad_()
-        out = routed(x, scores, ids, F.one_hot(ids, EXPERTS).sum((0, 1)))
-        weighted_sum(out).backward()
-        weights = dict(zip(("w1", "w2", "w3"), (p.grad for p in routed.parameters()), strict=True))
-        results.append({"out": out.detach(), "x": x.grad, "scores": scores.grad, **weights})
-    return differences(results[0], results[1])
+def outgrown(group: Any, batches: list[list[int]]) -> tuple[float, bool]:
+    """The largest error of identity experts over two layers, and whether both send through the same memory."""
+    rank, _ = rank_and_size(group)
+    dispatchers = [make_dispatcher(group) for _ in "ab"]
+    router, largest = make_weights()["router"].detach(), 0.0
+    for tokens in batches:
+        x = inputs_of(rank, tokens[rank])
+        scores, ids = route(x, router)
+        expected = x * scores.sum(-1, keepdim=True)
+        for dispatcher in dispatchers:
+            rows, _, metadata = dispatcher.dispatch(x, scores, ids, torch.zeros(EXPERTS, dtype=torch.int64))
+            out = dispatcher.combine(rows, metadata, x)
+            largest = max(largest, float((out - expected).abs().max()) if len(x) else 0.0)
+    first, second = (d._exchange for d in dispatchers)
+    assert first is not None
+    assert second is not None
+    return largest, first._place is second._place

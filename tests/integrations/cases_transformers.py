@@ -18,6 +18,7 @@ from transformers_models import VOCABULARY
 
 import moe_rt.integrations.transformers as integration
 from moe_rt.comm import growing
+from moe_rt.heap.rendezvous import StoreRendezvous
 from moe_rt.integrations.transformers import MoeRtEP
 
 
@@ -148,8 +149,8 @@ def fixed_size(group: Any, path: str) -> dict[str, Any]:
         model = load(path, fsdp_size=world, ep_size=world)
         model(tokens_of(rank, (1, 8)))
         calls: list[str] = []
-        gather, reduce = growing.StoreRendezvous.all_gather, growing.dist.all_reduce
-        growing.StoreRendezvous.all_gather = lambda *a: calls.append("all_gather") or gather(*a)
+        gather, reduce = StoreRendezvous.all_gather, growing.dist.all_reduce
+        StoreRendezvous.all_gather = lambda *a: calls.append("all_gather") or gather(*a)
         growing.dist.all_reduce = lambda *a: calls.append("all_reduce") or reduce(*a)
         try:
             model(tokens_of(rank, (1, 5 + rank)))
@@ -160,7 +161,7 @@ def fixed_size(group: Any, path: str) -> dict[str, Any]:
                 except Exception as error:
                     raised = f"{type(error).__name__}: {error}"
         finally:
-            growing.StoreRendezvous.all_gather, growing.dist.all_reduce = gather, reduce
+            StoreRendezvous.all_gather, growing.dist.all_reduce = gather, reduce
     return {"calls": calls, "raised": raised}
 
 
