@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ThreadRanks
+from instruction_sets import INSTRUCTION_SETS
 from routing import buffer_kwargs, make_spec
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def ops_of_all_ranks(dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("isa", cpu._engine.isas())
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_streamed_rows_have_the_same_bits(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_RT_ISA", isa)
     monkeypatch.setattr(cpu, "NEAR_NS", 1e9)
@@ -56,7 +57,7 @@ def test_streamed_rows_have_the_same_bits(isa: str, dtype: torch.dtype, monkeypa
 
 
 @pytest.mark.parametrize("near", [True, False])
-@pytest.mark.parametrize("isa", cpu._engine.isas())
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_starts_at_a_share_of_the_last_level_cache(isa: str, near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the one that `cache_bytes` finds. Ranks that are near share it; what is written for others is all streamed."""
     monkeypatch.setenv("MOE_RT_ISA", isa)

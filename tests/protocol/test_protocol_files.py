@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from instruction_sets import INSTRUCTION_SETS
 from routing import make_spec
 
 from moe_rt import _engine
@@ -81,7 +82,7 @@ def test_windows_do_not_grow_with_ranks_beyond_topk() -> None:
     assert 0 <= sizes[1] - sizes[0] <= 56 * per_rank + 4096
 
 
-@pytest.mark.parametrize("isa", _engine.isas())
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
 @pytest.mark.parametrize("hidden", [1, 15, 16, 33, 64, 200])
 @pytest.mark.parametrize("stream", [False, True])
@@ -102,7 +103,7 @@ def test_row_sums_have_the_same_bits_everywhere(isa: str, dtype: torch.dtype, hi
             expected += weights[n] * srcs[n].to(acc)
 
 
-@pytest.mark.parametrize("isa", _engine.isas())
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
 def test_rows_with_a_nan_for_a_weight_are_nan(isa: str, dtype: torch.dtype) -> None:
     """One with all bits set, which rounding to bf16 would carry into a zero."""
@@ -113,7 +114,7 @@ def test_rows_with_a_nan_for_a_weight_are_nan(isa: str, dtype: torch.dtype) -> N
     assert bool(out.isnan().all())
 
 
-@pytest.mark.parametrize("isa", _engine.isas())
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_conversions_are_torchs(isa: str, dtype: torch.dtype) -> None:
     """Every 16-bit pattern survives a copy; NaN stays NaN; fp32 values round like torch, at every edge."""

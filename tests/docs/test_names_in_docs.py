@@ -1,0 +1,111 @@
+"""Every error, option and keyword that a document names is one of the code, and every error has its section."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from moe_rt import Buffer, MoEConfig, errors
+from moe_rt.chaos.deaths import main as deaths
+from moe_rt.chaos.matrix import main as matrix
+from moe_rt.cli import main as moe_rt_command
+from moe_rt.integrations.megatron import MoeRtManager
+from moe_rt.integrations.torchtitan import token_dispatcher
+from moe_rt.train.cli import main as train
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CALL = re.compile(r"(?:moe-rt (?P<command>[a-z]+)|-m moe_rt\.(?P<module>[\w.]+))(?P<rest>[^`|;&#]*)")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+SPAN = re.compile(r"`(--[a-z][\w.-]*)[^`]*`")
+MODULES: dict[str, click.Command] = {"train": train, "chaos.deaths": deaths, "chaos.matrix": matrix}
+# Options of torchrun and torchtitan, which documents tell of beside ours.
+OF_OTHERS = {
+    "--max-restarts": "torchrun",
+    "--training.disable_cuda_graphs": "torchtitan",
+    "--compile.enable": "torchtitan",
+}
+KEYWORD = re.compile(r"`([a-z_]+)(?:=[^`]*)?`")
+# Tables that say what a keyword does, by document and first words of their head, and whose keywords they are.
+TABLES = {
+    ("docs/howto/capacity.md", "| `capacity_factor`, `overflow` |"): (Buffer, MoEConfig),
+    ("docs/howto/adapters.md", "| Field |"): (token_dispatcher,),
+    ("docs/howto/adapters.md", "| `static_shapes` |"): (MoeRtManager,),
+}
+
+
+def options_of(command: click.Command) -> set[str]:
+    return {"--help", *(name for parameter in command.params for name in parameter.opts + parameter.secondary_opts)}
+
+
+def commands() -> dict[str, click.Command]:
+    assert isinstance(moe_rt_command, click.Group)
+    return dict(moe_rt_command.commands)
+
+
+def text_of(document: Path) -> str:
+    return re.sub(r"\\\n\s*", " ", document.read_text())
+
+
+def keywords_of(*owners: object) -> set[str]:
+    names: set[str] = set()
+    for owner in owners:
+        is_fields = dataclasses.is_dataclass(owner)
+        names |= {f.name for f in dataclasses.fields(owner)} if is_fields else set(inspect.signature(owner).parameters)
+    return names
+
+
+def test_every_error_has_a_section_and_every_section_an_error() -> None:
+    headings = set(re.findall(r"^## ([A-Z]\w*[a-z][A-Z]\w*)$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE))
+    family = {n for n, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.MoeRtError)}
+    assert headings == family
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda d: d.relative_to(ROOT).as_posix())
+def test_errors_that_documents_link_to(document: Path) -> None:
+    for name, section in re.findall(r"\[`?(\w+)`?\]\((?:[\w./]*errors\.md)?#(\w+)\)", document.read_text()):
+        if name.lower() == section and name != section:
+            assert hasattr(errors, name), f"{document.name} names {name}"
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda d: d.relative_to(ROOT).as_posix())
+def test_options_exist(document: Path) -> None:
+    text, known = text_of(document), commands()
+    for call in CALL.finditer(text):
+        name, module = call["command"], call["module"]
+        command = known.get(name) if name else MODULES.get(module)
+        line = call["rest"].split("\n")[0]
+        assert command is not None or not OPTION.findall(line), f"{document.name}: no options of {call[0]} are known"
+        for option in OPTION.findall(line):
+            assert command is not None
+            assert option in options_of(command), f"{document.name}: {name or module} has no {option}"
+    ours = set().union(*map(options_of, [*known.values(), *MODULES.values()]))
+    for option in SPAN.findall(text):
+        assert option in ours or option in OF_OTHERS, f"{document.name}: no command has {option}"
+
+
+@pytest.mark.parametrize(("document", "head"), TABLES)
+def test_keywords_of_tables_exist(document: str, head: str) -> None:
+    known = keywords_of(*TABLES[document, head])
+    lines = (ROOT / document).read_text().splitlines()
+    (first,) = (i for i, line in enumerate(lines) if line.startswith(head))
+    rows = [first]
+    while lines[rows[-1] + 1].startswith("|"):
+        rows.append(rows[-1] + 1)
+    named = {name for row in rows for name in KEYWORD.findall(lines[row].split("|")[1])}
+    assert named
+    assert named <= known, named - known
+
+
+def test_keywords_of_models_exist() -> None:
+    """The rows of docs/howto/layer.md that say how a model's layer is configured."""
+    fields = keywords_of(MoEConfig)
+    for line in (ROOT / "docs/howto/layer.md").read_text().splitlines():
+        if line.startswith("|"):
+            for name in re.findall(r"`([a-z_]+)=[^`]*`", line):
+                assert name in fields, f"{name} in {line}"

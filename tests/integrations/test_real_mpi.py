@@ -1,0 +1,23 @@
+"""The MPI contestant of the benchmark runs, with the right outputs, as every contestant's are checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from third_party import third_party_python
+
+
+def test_real_mpi(tmp_path: Path) -> None:
+    sizes = ["--op", "pair", "--ranks", "2", "--tokens", "4", "--hidden", "64", "--iters", "3"]
+    python = third_party_python("mpi")
+    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [python, "-m", "moe_rt", "bench", *sizes, "--contestants", "moe_rt,mpi"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    (run,) = results["runs"]
+    assert run["absent"] == {}
+    assert {result["contestant"]: result["errors"] for result in run["results"]} == {"moe_rt": [], "mpi": []}
