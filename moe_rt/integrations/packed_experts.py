@@ -65,17 +65,17 @@ class PackedExperts:
     def _run_grouped(self, rows: Tensor, offs: Tensor) -> Tensor:
         m = self._module
         up = m.gate_up_proj if m.has_gate else m.up_proj
-        rows = _linear(rows, up, offs, m.is_transposed)
+        up_bias, down_bias = None, None
         if m.has_bias:
-            rows = _AddBias.apply(rows, m.gate_up_proj_bias if m.has_gate else m.up_proj_bias, offs)
+            up_bias, down_bias = m.gate_up_proj_bias if m.has_gate else m.up_proj_bias, m.down_proj_bias
+        rows = grouped_linear(rows, up, offs, up_bias, transposed=m.is_transposed)
         if not m.has_gate:
             rows = _Gate.apply(rows, offs, m.act_fn)
         elif type(m)._apply_gate is _default_apply_gate and isinstance(m.act_fn, (nn.SiLU, SiLUActivation)):
             rows = swiglu(rows, offs)
         else:
             rows = _Gate.apply(rows, offs, m._apply_gate)
-        rows = _linear(rows, m.down_proj, offs, m.is_transposed)
-        return _AddBias.apply(rows, m.down_proj_bias, offs) if m.has_bias else rows
+        return grouped_linear(rows, m.down_proj, offs, down_bias, transposed=m.is_transposed)
 
     def _run_own_forward(self, rows: Tensor, offs: Tensor) -> Tensor:
         """At least one row, even if nobody's: FSDP and the backward of the exchange need the experts in the graph."""
@@ -88,12 +88,6 @@ class PackedExperts:
         x = rows[:count].masked_fill(nobodys, 0)
         y = self._forward(x, ids[:, None], (~nobodys).to(x.dtype)).masked_fill(nobodys, 0)
         return pad(y.to(rows.dtype), (0, 0, 0, rows.shape[0] - count))
-
-
-def _linear(rows: Tensor, weight: Tensor, offs: Tensor, is_transposed: bool) -> Tensor:
-    if is_transposed:  # weight [L, in, out]
-        return torch.ops.moe_rt.grouped_mm(rows, weight, offs)
-    return grouped_linear(rows, weight, offs)
 
 
 def _count(rows: Tensor, offs: Tensor) -> int:
@@ -135,26 +129,3 @@ def _in_place_of(rows: Tensor, y: Tensor, count: int) -> Tensor:
     out = y.new_empty(rows.shape[0], y.shape[1])
     out[:count] = y
     return out
-
-
-class _AddBias(torch.autograd.Function):
-    """Adds each expert's bias to its rows, in place."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-        ctx.mark_dirty(rows)
-        ctx.save_for_backward(offs)
-        count = _count(rows, offs)
-        # One row more, for rows past the last expert's.
-        rows[:count] += pad(bias, (0, 0, 0, 1))[_experts_of(count, offs)]
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (offs,) = ctx.saved_tensors
-        grad = grads[0]
-        count = _count(grad, offs)
-        dtype = torch.promote_types(grad.dtype, torch.float32)  # long sums in bf16 would stop growing
-        total = torch.zeros(len(offs) + 1, grad.shape[1], dtype=dtype, device=grad.device)
-        total.index_add_(0, _experts_of(count, offs), grad[:count].to(dtype))
-        return grad, total[:-1].to(grad.dtype), None
