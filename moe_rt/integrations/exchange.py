@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.growing import GrowingOptions, GrowingBuffer, Received, SharedBuffers
+from moe_rt.comm.growing import GrowingBuffer, GrowingOptions, Received, SharedBuffers
 from moe_rt.comm.handle import Handle
 from moe_rt.comm.shared_buffers import shared_buffer
-from moe_rt.heap.groups import Group, rendezvous_of
+from moe_rt.heap.groups import Group, process_group_of, rendezvous_of
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,17 @@ class LayerExchange:
         group: the ranks.
         num_experts: experts of the group.
         num_topk: the most experts of a token (K).
-        num_sms: see `moe_rt.Buffer`.
         options: the same on every rank.
 
     Attributes:
         num_ranks: of the group.
     """
 
-    def __init__(
-        self, group: Group, *, num_experts: int, num_topk: int, options: GrowingOptions, num_sms: int | None = None
-    ) -> None:
+    def __init__(self, group: Group, *, num_experts: int, num_topk: int, options: GrowingOptions) -> None:
         # Frameworks make meshes anew for each layer; the group of all of them is one.
-        self._group = group.get_group() if isinstance(group, DeviceMesh) else group
+        self._group = process_group_of(group) if isinstance(group, DeviceMesh) else group
         self.num_ranks = rendezvous_of(group).size
-        self._sizes = dict(num_experts=num_experts, num_topk=num_topk, num_sms=num_sms)
+        self._sizes = dict(num_experts=num_experts, num_topk=num_topk)
         self._options = options
         self._shared = SharedBuffers.join(self._group) if options.num_max_tokens_per_rank is None else None
         self._kind: tuple[int, torch.dtype] | None = None
@@ -82,7 +79,8 @@ class LayerExchange:
         if self._shared is not None:
             self._place = self._shared.get(self._options, **sizes)
         else:
-            self._place = shared_buffer(self._group, **sizes, **vars(self._options))
+            most = self._options.num_max_tokens_per_rank
+            self._place = shared_buffer(self._group, num_max_tokens_per_rank=most, **sizes, **self._options.arguments())
         self._kind, self._tag = (hidden, dtype), self._place.new_tag()
 
     # What torch.compiler.assume_constant_result does, after it has imported the compiler, which takes seconds: a buffer

@@ -102,10 +102,12 @@ class MoeRtManager:
             expected = f"None beside moe_expert_rank_capacity_factor = {budget}"
             raise InvalidConfig(f"capacity_factor: got {capacity_factor}, expected {expected}")
         options = GrowingOptions(
-            num_max_tokens_per_rank=num_max_tokens_per_rank, capacity_factor=capacity_factor, timeout_s=timeout_s
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            capacity_factor=capacity_factor,
+            timeout_s=timeout_s,
+            num_sms=getattr(config, "moe_flex_dispatcher_num_sms", None),
         )
-        num_sms = getattr(config, "moe_flex_dispatcher_num_sms", None)
-        sizes: dict[str, Any] = dict(num_experts=num_experts, num_topk=router_topk, num_sms=num_sms)
+        sizes: dict[str, Any] = dict(num_experts=num_experts, num_topk=router_topk)
         self._exchange = LayerExchange(group, options=options, **sizes)
         self._budgeted: LayerExchange | None = None
         if budget is not None:
