@@ -4,53 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import itertools
-import os
-import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiled import compile_program
 from torch import Tensor
 
 from moe_rt.config.codec import Codec
 
-ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread"]
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
-
-
 _CODECS = {codec.enumerator: codec for codec in Codec}
-_compiling = threading.Lock()
-
-
-def library(*defines: str) -> ctypes.CDLL:
-    """The emulation; ranks that are threads ask for it at once."""
-    with _compiling:
-        return _library(defines)
 
 
 @functools.cache
-def _library(defines: tuple[str, ...]) -> ctypes.CDLL:
-    """The emulation, compiled once per user, constants and state of the sources."""
-    sources = [
-        p for part in ("cuda", "tests/device") for p in sorted((ROOT / part).rglob("*")) if p.suffix in (".h", ".cpp")
-    ]
-    texts = [*(p.read_bytes() for p in sources), *(define.encode() for define in defines)]
-    digest = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"moe_rt_emulation_{os.getuid()}" / f"{digest}.so"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    if not path.exists():
-        partial = path.with_suffix(f".{os.getpid()}")
-        source = str(Path(__file__).with_name("emulation_constants.cpp" if defines else "emulation.cpp"))
-        compiler = os.environ.get("CXX", "g++")
-        subprocess.run([compiler, *FLAGS, *defines, "-shared", "-fPIC", source, "-o", str(partial)], check=True)
-        partial.replace(path)
-    loaded = ctypes.CDLL(str(path))
+def library(*defines: str) -> ctypes.CDLL:
+    """The emulation; ranks that are threads ask for it at once, and get the same."""
+    source = Path(__file__).with_name("emulation_constants.cpp" if defines else "emulation.cpp")
+    loaded = ctypes.CDLL(str(compile_program(source, "-O1", "-shared", "-fPIC", *defines)))
     loaded.emulated_room.restype = ctypes.c_void_p
     return loaded
 
@@ -72,6 +46,7 @@ class EmulatedGpu:
         self.num_sms, self.threads, self.constants = num_sms, threads, constants
         self.outlived: list[int] = []  # addresses of what was kept until the stream was done
         self._rooms: dict[str, int] = {}
+        self._lock = threading.Lock()
         self.launched: list[str] = []
         self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's own segment -> where the network finds everyone's
 
@@ -99,7 +74,7 @@ class EmulatedGpu:
             library().emulated_drain()
 
     def room(self, loaded: ctypes.CDLL) -> ctypes.c_void_p:
-        with _compiling:  # one for all ranks
+        with self._lock:  # one for all ranks
             return ctypes.c_void_p(self._rooms.setdefault(loaded._name, loaded.emulated_room(self.num_sms)))
 
     def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> EmulatedKernels:

@@ -7,11 +7,11 @@ this is for what runs forward.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiled import compile_program
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -20,13 +20,11 @@ DEVICE = torch.device("cuda", 0)
 BETWEEN_DEVICES = ("aten._to_copy", "aten.copy_")
 
 
-def build_guard(directory: Path) -> Path:
+def build_guard() -> Path:
     """The library made of noop_guard.cpp."""
-    library, torch_files = directory / "guard.so", Path(torch.__file__).parent
-    paths = [f"-I{torch_files}/include", f"-L{torch_files}/lib", "-lc10"]
-    source = str(Path(__file__).with_name("noop_guard.cpp"))
-    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, *paths, "-o", str(library)], check=True)
-    return library
+    torch_files = Path(torch.__file__).parent
+    paths = [f"-isystem{torch_files}/include", f"-L{torch_files}/lib", "-lc10", f'-DTORCH="{torch.__version__}"']
+    return compile_program(Path(__file__).with_name("noop_guard.cpp"), "-shared", "-fPIC", *paths)
 
 
 class OnDevice(Tensor):

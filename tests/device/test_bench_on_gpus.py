@@ -63,8 +63,8 @@ def test_virtual_ranks(op: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def pretenders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ProcessRanks, Path]]:
-    guard = build_guard(tmp_path_factory.mktemp("guard"))
+def pretenders() -> Iterator[tuple[ProcessRanks, Path]]:
+    guard = build_guard()
     ranks = ProcessRanks(2)
     yield ranks, guard
     ranks.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from device.emulated import FLAGS, EmulatedGpu
+from compiled import compile_program
+from device.emulated import EmulatedGpu
 from harness import ThreadRanks
 from rounds import one_round
 from routing import buffer_kwargs, make_inputs, make_spec
@@ -17,9 +17,8 @@ from moe_rt import Buffer
 from moe_rt.native.launcher import Launcher
 
 
-def test_reads_and_quiets(tmp_path: Path) -> None:
-    program, source = tmp_path / "primitives", Path(__file__).with_name("primitives.cpp")
-    subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, str(source), "-o", str(program)], check=True)
+def test_reads_and_quiets() -> None:
+    program = compile_program(Path(__file__).with_name("primitives.cpp"), "-O1")
     result = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout
 

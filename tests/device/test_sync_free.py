@@ -21,8 +21,8 @@ SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_in
 
 
 @pytest.fixture(scope="module")
-def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_guard(tmp_path_factory.mktemp("guard"))
+def guard() -> Path:
+    return build_guard()
 
 
 def trace(guard: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -25,8 +25,8 @@ MEMORY_LIMIT = ["-rss_limit_mb=0", "-malloc_limit_mb=1024"]
 CLANGS = ["clang++", *(f"clang++-{version}" for version in range(21, 14, -1))]
 
 
-def run(program: Path, *args: str | Path) -> None:
-    done = subprocess.run([program, *args], cwd=program.parent, capture_output=True, text=True, timeout=240)
+def run(program: Path, directory: Path, *args: str | Path) -> None:
+    done = subprocess.run([program, *args], cwd=directory, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-8000:]
 
 
@@ -37,19 +37,18 @@ def test_kept_inputs(tmp_path: Path, name: str) -> None:
     source, corpus, defines, _ = TARGETS[name]
     inputs = sorted((HERE / "corpus" / corpus).iterdir())
     assert len(inputs) > 20
-    driver = str(HERE / "replay.cpp")
-    program = compile_program(str(HERE / source), tmp_path / "replay", *SANITIZERS, *defines, driver)
-    run(program, *inputs)
+    program = compile_program(HERE / source, *SANITIZERS, *defines, more=(HERE / "replay.cpp",))
+    run(program, tmp_path, *inputs)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_new_inputs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, corpus, defines, seconds = TARGETS[name]
     monkeypatch.setenv("CXX", require_clang(tmp_path))
-    program = compile_program(str(HERE / source), tmp_path / "fuzz", "-fsanitize=fuzzer", *SANITIZERS, *defines)
+    program = compile_program(HERE / source, "-fsanitize=fuzzer", *SANITIZERS, *defines)
     (tmp_path / "found").mkdir()
     options = [f"-max_total_time={seconds}", "-seed=1", "-max_len=400", "-use_value_profile=1", *MEMORY_LIMIT]
-    run(program, *options, tmp_path / "found", HERE / "corpus" / corpus)
+    run(program, tmp_path, *options, tmp_path / "found", HERE / "corpus" / corpus)
 
 
 def find_clang(directory: Path) -> str | None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compile_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing import make_spec
 
-from build import FLAGS
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, SizeOverflow
 from moe_rt.faults import planned
@@ -59,10 +59,9 @@ sizes = st.tuples(
 )
 
 
-def test_layout_equals_integers_without_bounds(tmp_path: Path) -> None:
+def test_layout_equals_integers_without_bounds() -> None:
     """For every shape that making a buffer accepts, and the largest of them."""
-    source, program = Path(__file__).with_name("layout.cpp"), tmp_path / "layout"
-    subprocess.run(["g++", *FLAGS, "-fsanitize=undefined", str(source), "-o", str(program)], check=True)
+    program = compile_program(Path(__file__).with_name("layout.cpp"), "-fsanitize=undefined")
     shapes = []
 
     @settings(max_examples=400, deadline=None, derandomize=True)

@@ -27,9 +27,9 @@ def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("machine", "rounds"), [([], ROUNDS), ([GPU], FEW_ROUNDS), (NETWORK, FEW_ROUNDS)], ids=["cpu", "gpu", "network"]
 )
-def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: str) -> None:
+def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
-    program = compile_program("stress.cpp", tmp_path / "stress", *flags)
+    program = compile_program("stress.cpp", *flags)
     if sanitizer != "thread":  # a race needs many rounds to show, an access astray few
         rounds = str(int(rounds) // 4)
     for ranks, lanes in ((RANKS, LANES), ("2", "1"), ("4", "2")):
@@ -42,9 +42,9 @@ def test_no_report(tmp_path: Path, machine: list[str], rounds: str, sanitizer: s
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_sequence_numbers_compared_plainly_fail(tmp_path: Path) -> None:
+def test_sequence_numbers_compared_plainly_fail() -> None:
     """The chain across 2**64 is not blind to signals compared with >=, which hold until there."""
-    program = compile_program("stress.cpp", tmp_path / "stress", "-DMOE_RT_WEAKEN_WRAP")
+    program = compile_program("stress.cpp", "-DMOE_RT_WEAKEN_WRAP")
     assert [run(program, RANKS, LANES, "8", first).returncode == 0 for first in NEAR_A_WRAP] == [True, False]
 
 
@@ -58,9 +58,9 @@ def test_sequence_numbers_compared_plainly_fail(tmp_path: Path) -> None:
         ([GPU], "MOE_RT_WEAKEN_WINDOW_SELECTOR"),
     ],
 )
-def test_weakened_order_is_reported(tmp_path: Path, machine: list[str], weakened: str) -> None:
+def test_weakened_order_is_reported(machine: list[str], weakened: str) -> None:
     """The detector sees relaxed signals, blocks that do not hand their writes over, and windows reused at once."""
-    program = compile_program("stress.cpp", tmp_path / "weak", "-fsanitize=thread", f"-D{weakened}", *machine)
+    program = compile_program("stress.cpp", "-fsanitize=thread", f"-D{weakened}", *machine)
     for _ in range(5):  # an op may stumble over what it reads, and end the run, before the detector speaks up
         result = run(program, RANKS, LANES, FEW_ROUNDS)
         assert result.returncode != 0

@@ -1,0 +1,74 @@
+"""C++ test programs, compiled once for all tests, workers and runs: build/tests keeps each for what it was made of.
+
+A program is linked of objects, so that one that does not depend on a test's macros is compiled for all tests at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "build/tests"
+# Lines are enough debug information for reports.
+FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread")
+
+
+def compile_program(source: Path, *flags: str) -> Path:
+    """A program of one source, or with -shared a library, compiled with $CXX."""
+    return link([compile_object(source, *flags)], *flags)
+
+
+def compile_object(source: Path, *flags: str) -> Path:
+    """One source; the headers of cuda/ and tests/ are taken to be part of it."""
+    name = f"{source.stem}-{_digest(*flags, str(source))}"
+    return _kept(name, _digest(_headers(), source.read_text()), *flags, "-c", str(source))
+
+
+def link(objects: Sequence[Path], *flags: str) -> Path:
+    """A program of objects that compile_object made."""
+    stem = objects[0].name.split("-")[0]
+    name = f"{stem}-{_digest(*flags, *(path.stem for path in objects))}"
+    libraries = [flag for flag in flags if flag.startswith("-l")]  # searched by the linker for what it has met
+    made_of = _digest(*(path.name for path in objects))
+    return _kept(f"{name}-linked", made_of, *flags, *map(str, objects), *libraries)
+
+
+def _kept(name: str, made_of: str, *arguments: str) -> Path:
+    """Runs the compiler, unless its output for these sources is there; that for older ones is removed.
+
+    Workers that want the same one at the same time wait for each other.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    name = f"{name}-{_digest(_version(compiler), *FLAGS)}"
+    path = KEPT / f"{name}.{made_of}"
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with open(KEPT / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            partial = KEPT / f"{name}.partial"
+            subprocess.run([compiler, *FLAGS, *arguments, "-o", str(partial)], check=True)
+            for old in set(KEPT.glob(f"{name}.*")) - {partial, KEPT / f"{name}.lock"}:
+                old.unlink()
+            partial.replace(path)
+    return path
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _headers() -> str:
+    files = sorted(path for part in ("cuda", "tests") for path in (ROOT / part).rglob("*.h"))
+    return "".join(path.read_text() for path in files)
