@@ -14,6 +14,19 @@ CPU_HEAPS = ("threads", "shm")
 HEAPS = (*CPU_HEAPS, "loopback")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sweep", action="store_true", help="also run what is marked as sweep: every combination")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --sweep, combinations whose parts other tests prove are left out."""
+    if config.getoption("--sweep"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("sweep")]
+    items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(scope="module")
 def make_ranks() -> Iterator[Callable[[str, int], Ranks]]:
     """make_ranks(heap, size): ranks to run cases on; a module's cases share its processes.

@@ -1,10 +1,10 @@
-"""Every kernel compiles and links without spills, by the command of docs/cuda.md, and some for more architectures."""
+"""Every kernel compiles and links without spills, by the command of docs/cuda.md; some do for more architectures."""
 
 from __future__ import annotations
 
 import json
-import time
 
+import pytest
 from click.testing import CliRunner
 from device.jit_tools import require_compiler
 
@@ -12,31 +12,37 @@ from moe_rt.cli import main
 from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, compile_all
 from moe_rt.gpucheck.steps import Check
 
-ARCHS, MORE_ARCHS = ("sm_90a", "sm_120a"), ("sm_80", "sm_100a")
-LIMIT_S = 240.0
+LIMIT_S = 1800.0  # ends a compiler that hangs
 
 
-def test_compile_only() -> None:
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    "archs",
+    [("sm_90a",), pytest.param(("sm_80", "sm_100a", "sm_120a"), marks=pytest.mark.sweep)],
+    ids="-".join,
+)
+def test_compile_only(archs: tuple[str, ...]) -> None:
     require_compiler()
-    begin = time.monotonic()
-    archs = [argument for arch in ARCHS for argument in ("--arch", arch)]
-    result = CliRunner().invoke(main, ["gpucheck", "--compile-only", *archs])
+    result = CliRunner().invoke(main, ["gpucheck", "--compile-only", *(a for arch in archs for a in ("--arch", arch))])
     assert result.exit_code == 0, result.output[-3000:]
-    assert time.monotonic() - begin < LIMIT_S
     document = json.loads(result.output.splitlines()[-1])
     kernels, orders = document["steps"][0]["tables"]
     compiled = {(row[0], row[1], row[2], row[3], row[4]) for row in kernels["rows"]}
-    assert len(compiled) == len(VARIANTS) * len(ARCHS)
-    assert {row[4] for row in orders["rows"]} == set(ARCHS)
+    assert len(compiled) == len(VARIANTS) * len(archs)
+    assert {row[4] for row in orders["rows"]} == set(archs)
 
 
-def test_more_architectures() -> None:
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    "archs", [("sm_80", "sm_120a"), pytest.param(("sm_100a",), marks=pytest.mark.sweep)], ids="-".join
+)
+def test_more_architectures(archs: tuple[str, ...]) -> None:
     """The text is the same on each; registers, and so spills, are not: long rows, the network's, and fp64."""
     require_compiler()
     some = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK or v.elem == "F64")
     assert {v.source for v in some} == {v.source for v in VARIANTS}
     check = Check(None, seconds=LIMIT_S)
-    compile_all(MORE_ARCHS, some, check, cache=False)
+    compile_all(archs, some, check, cache=False)
     assert check.failures == []
     kernels, orders = check.tables
-    assert {row[4] for row in kernels.rows} == {row[4] for row in orders.rows} == set(MORE_ARCHS)
+    assert {row[4] for row in kernels.rows} == {row[4] for row in orders.rows} == set(archs)

@@ -16,7 +16,9 @@ from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, Variant
 OLDEST, NEWEST = "torch-2.11", "torch-2.15"
 ONE_ARCH, MORE_ARCHS = ("sm_90a",), ("sm_80", "sm_100a")
 EACH_SOURCE = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK or (v.hidden == 0 and v.elem == "Bf16"))
-LIMIT_S = 400.0
+# Each dtype, each code of rows, and each source once: what the sources ask of a compiler.
+EACH_PART = tuple(v for v in VARIANTS if v == LARGEST or v.wire != "kRaw" or v.source == NETWORK or v.elem != "Bf16")
+LIMIT_S = 1800.0  # ends a compiler that hangs
 COMPILE = """
 import json, sys
 from moe_rt.config.codec import Codec
@@ -44,18 +46,23 @@ def pinned_python(name: str) -> Path:
     return home / "bin" / "python"
 
 
-@pytest.mark.timeout(1.5 * LIMIT_S)
+@pytest.mark.timeout(1.2 * LIMIT_S)
 @pytest.mark.parametrize(
     ("name", "archs", "variants"),
-    [(OLDEST, ONE_ARCH, VARIANTS), (OLDEST, MORE_ARCHS, EACH_SOURCE), (NEWEST, ONE_ARCH, EACH_SOURCE)],
-    ids=["oldest-all-variants", "oldest-more-architectures", "newest"],
+    [
+        (OLDEST, ONE_ARCH, EACH_PART),
+        pytest.param(OLDEST, ONE_ARCH, VARIANTS, marks=pytest.mark.sweep),
+        pytest.param(OLDEST, MORE_ARCHS, EACH_SOURCE, marks=pytest.mark.sweep),
+        (NEWEST, ONE_ARCH, EACH_SOURCE),
+    ],
+    ids=["oldest", "oldest-all-variants", "oldest-more-architectures", "newest"],
 )
 def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Variant, ...]) -> None:
     require_compiler()
     assert {v.source for v in variants} == {v.source for v in VARIANTS}
     job = json.dumps([archs, [[v.source, v.elem, v.hidden, v.topk, v.codec] for v in variants], LIMIT_S])
     command = [pinned_python(name), "-c", COMPILE, job]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1.2 * LIMIT_S)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
     identity, compiled, failures = json.loads(result.stdout.splitlines()[-1])
     assert failures == []
