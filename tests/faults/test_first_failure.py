@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import subprocess
 import sys
@@ -71,24 +72,23 @@ end_program(dist.group.WORLD, 1, sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("started", ["as a command", "as a file", "as a module"])
+STARTED = ("as a command", "as a file", "as a module")
+ENDS = {
+    "error": ("GroupPoisoned", "rank 1 failed first: ValueError: bad batch; the group is over"),
+    "interrupt": ("GroupPoisoned", "rank 1 failed first: KeyboardInterrupt; the group is over"),
+    "exit": ("GroupClosed", "rank 1 closed its buffer (its program ended): it announced op 1"),
+}
+TOGETHER = tuple(zip(STARTED, ENDS, strict=True))  # each once; the other pairs are a sweep
+
+
 @pytest.mark.parametrize(
-    ("how", "kind", "said"),
+    ("started", "how"),
     [
-        (
-            "error",
-            "GroupPoisoned",
-            "rank 1 failed first: ValueError: bad batch; the group is over",
-        ),
-        (
-            "interrupt",
-            "GroupPoisoned",
-            "rank 1 failed first: KeyboardInterrupt; the group is over",
-        ),
-        ("exit", "GroupClosed", "rank 1 closed its buffer (its program ended): it announced op 1"),
+        pytest.param(*pair, marks=() if pair in TOGETHER else pytest.mark.sweep)
+        for pair in itertools.product(STARTED, ENDS)
     ],
 )
-def test_a_program_that_ends(tmp_path: Path, started: str, how: str, kind: str, said: str) -> None:
+def test_a_program_that_ends(tmp_path: Path, started: str, how: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = {"as a command": ["-c", SCRIPT], "as a file": ["script.py"], "as a module": ["-m", "script"]}[started]
     ranks = [
@@ -104,6 +104,7 @@ def test_a_program_that_ends(tmp_path: Path, started: str, how: str, kind: str, 
     ]
     seen, _ = ranks[0].communicate(timeout=120)
     assert (ranks[1].wait(60) == 0) == (how == "exit")
+    kind, said = ENDS[how]
     assert seen.startswith(kind), seen
     assert said in seen
 
