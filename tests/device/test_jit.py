@@ -290,5 +290,5 @@ def test_waiting_for_another_process_ends(small: Path, directory: Path, monkeypa
         fcntl.flock(held, fcntl.LOCK_EX)
         begin = time.monotonic()
         assert not compile_small(small).from_cache
-        assert 0.3 <= time.monotonic() - begin < 30
+        assert time.monotonic() - begin >= 0.3
     assert lock.exists(), "the lock was another's"

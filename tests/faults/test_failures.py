@@ -23,11 +23,10 @@ def test_killed_peer_is_noticed(at: str) -> None:
     ranks.close()
     assert isinstance(outcomes[FAULTY_RANK], ChildProcessError)
     for rank in (0, 2):
-        text, start, end = outcomes[rank]
+        text = outcomes[rank]
         assert text.startswith("PeerDead:"), outcomes
         assert "rank 1" in text
         assert text.endswith("then PeerDead") or text.endswith("then GroupPoisoned"), text
-        assert end - start < 5.0, "noticing took longer than a loaded machine explains"
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
@@ -36,7 +35,6 @@ def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
     for rank in (0, 2):
         text, seconds = outcomes[rank]
         assert text.startswith(("PeerTimeout: dispatch #2", "GroupPoisoned: dispatch #2"))
-        assert seconds < 10 * SILENCE_S
         assert seconds > 0.9 * SILENCE_S or text.startswith("GroupPoisoned"), (
             "only who came later waits for less than the timeout"
         )

@@ -44,9 +44,7 @@ def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
     ]
     said, _ = ranks[0].communicate(timeout=120)
     assert ranks[1].wait(60) == 1
-    error, _, seconds = said.partition(" after ")
-    assert error in ("GroupPoisoned", "PeerDead"), said
-    assert float(seconds.split()[0]) < 10.0, "timeout_s is 20"
+    assert said.split()[0] in ("GroupPoisoned", "PeerDead"), "not PeerTimeout: " + said
 
 
 def test_a_thread_that_ends_by_an_exception(capfd: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +61,4 @@ def test_a_thread_that_ends_by_an_exception(capfd: pytest.CaptureFixture[str]) -
     said = capfd.readouterr().out.splitlines()
     assert len(said) == 2
     for line in said:
-        error, _, seconds = line.partition(" after ")
-        assert error in ("GroupClosed", "GroupPoisoned"), said
-        assert float(seconds.split()[0]) < 10.0, "timeout_s is 20"
+        assert line.split()[0] in ("GroupClosed", "GroupPoisoned"), "not PeerTimeout: " + line
