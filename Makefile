@@ -1,4 +1,5 @@
-# make demo: train on two ranks.  make test: everything that must hold.  make docs, make wheel: the site, the packages.
+# make demo: train on two ranks.  make quick: what a change needs before it is committed, in two minutes.  make test:
+# everything that must hold.  make sweep: every combination as well.  make docs, make wheel: the site, the packages.
 # Each sets up the environment .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +8,17 @@ TRAINS := .venv/trains
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 
-.PHONY: demo test lint format stubs install tools docs wheel clean
+# A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One file or two of every promise: bits, gradients, ops, refusals, faults, layers, training, checkpoints, adapters, docs.
+QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_capacity.py ops/test_ops.py \
+  ops/test_dispatcher.py faults/test_bad_input.py faults/test_odd_input.py faults/test_injected.py \
+  faults/test_hostile_peer.py diagnostics/test_messages.py heap/test_meeting.py layer/test_layer.py \
+  layer/test_router_family.py layer/test_metrics.py train/test_checkpoint.py train/test_data.py mesh/test_clip.py \
+  integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
+  protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
+
+.PHONY: demo quick test sweep lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -30,9 +41,15 @@ demo: $(TRAINS)
 	@echo "  source .venv/bin/activate"
 	@echo "  moe-rt bench --tokens 64 --hidden 256 --iters 5 --contestants moe_rt,a2a,memcpy"
 
+quick: install lint
+	$(PYTEST) $(QUICK)
+
 test: install tools lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 	$(BIN)/python -m pytest bench -k "not regression"
+
+sweep: install tools
+	$(PYTEST) --sweep
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,24 @@ from harness import ProcessRanks, Ranks, ThreadRanks
 CPU_HEAPS = ("threads", "shm")
 # "loopback" is the CUDA engine with its kernels on an emulated GPU.
 HEAPS = (*CPU_HEAPS, "loopback")
+# Files that a worker takes a minute for, first, so that none is left with one of them when the others are done.
+LONGEST = (
+    "test_races.py",
+    "test_every_kernel.py",
+    "test_docs.py",
+    "test_fuzz.py",
+    "test_first_failure.py",
+    "test_parity.py",
+    "test_run.py",
+    "test_pinned_compilers.py",
+    "test_data_parallel.py",
+    "test_extras.py",
+    "test_survivors.py",
+    "test_soak.py",
+    "test_free_running.py",
+)
+# Programs that tests start would take a thread for each core, and spin while they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,12 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --sweep, combinations whose parts other tests prove are left out."""
-    if config.getoption("--sweep"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("sweep")]
-    items[:] = [item for item in items if not item.get_closest_marker("sweep")]
-    config.hook.pytest_deselected(items=left_out)
+    """Without --sweep, combinations whose parts other tests prove are left out; the longest files come first."""
+    if not config.getoption("--sweep"):
+        left_out = [item for item in items if item.get_closest_marker("sweep")]
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ SKIP_REASONS = (
     "needs a GPU",
 )
 LIMIT_S, SLOW_LIMIT_S = 120.0, 600.0
-WOULD_RECURSE = ("test", "demo")
+WOULD_RECURSE = ("test", "quick", "sweep", "demo")
 INSIDE_A_BLOCK = "MOE_RT_DOCS_TEST"  # set while a block runs, so that it cannot start these tests again
 
 FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^`]*$")
