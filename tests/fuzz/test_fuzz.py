@@ -15,10 +15,10 @@ from protocol.build import compile_program
 
 HERE = Path(__file__).parent
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-TARGETS = {  # name: source, corpus, defines, seconds of fuzzing
-    "routing": ("routing.cpp", "routing", [], 8),
-    "peers": ("peers.cpp", "peers", [], 12),
-    "peers-gpu": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU"], 8),
+TARGETS = {  # name: source, corpus, defines, seconds of fuzzing, ten times as many in the sweep
+    "routing": ("routing.cpp", "routing", [], 3),
+    "peers": ("peers.cpp", "peers", [], 5),
+    "peers-gpu": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU"], 4),
 }
 # libFuzzer's own limit looks at ru_maxrss, which a process inherits over exec: the peak of the test process.
 MEMORY_LIMIT = ["-rss_limit_mb=0", "-malloc_limit_mb=1024"]
@@ -42,8 +42,9 @@ def test_kept_inputs(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_new_inputs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_inputs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
     source, corpus, defines, seconds = TARGETS[name]
+    seconds *= 10 if pytestconfig.getoption("--sweep") else 1
     monkeypatch.setenv("CXX", require_clang(tmp_path))
     program = compile_program(HERE / source, "-fsanitize=fuzzer", *SANITIZERS, *defines)
     (tmp_path / "found").mkdir()

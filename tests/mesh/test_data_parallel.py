@@ -50,7 +50,7 @@ def test_ddp_trains_as_one_process(make_ranks: MakeRanks, world: int, ep: int, h
     check(make_ranks("shm", world).run(cases.ddp_steps, ep, how, {}), how)
 
 
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_ddp_compiled(make_ranks: MakeRanks, ep: int) -> None:
     how = {"compile": True, "clip": "torch"}
     check(make_ranks("shm", 4).run(cases.ddp_steps, ep, how, {}), how)

@@ -116,7 +116,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        ("before the forward", "rank 1 failed first: OSError: rank 1 gives up"),
+        pytest.param("before the forward", "rank 1 failed first: OSError: rank 1 gives up", marks=pytest.mark.sweep),
         ("before the all-reduce", "rank 1 failed first: OSError: rank 1 gives up"),
         ("killed", "PeerDead"),
     ],
