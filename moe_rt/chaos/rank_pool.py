@@ -6,7 +6,6 @@ import gc
 import json
 import signal
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -71,8 +70,7 @@ class RankPool(ProcessRanks):
 
     def await_stop(self, rank: int) -> None:
         """Returns when the rank is stopped, or has ended its session."""
-        stat = Path(f"/proc/{self.pid(rank)}/stat")
-        while state_letter(stat.read_bytes()) != "T" and not self.has_news([rank], 0.001):
+        while state_letter(self.pid(rank)) != "T" and not self.has_news([rank], 0.001):
             pass
 
 

@@ -16,7 +16,7 @@ from moe_rt.diagnostics.calls import disagreement
 from moe_rt.diagnostics.last_words import readable
 from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report, name_ranks
 from moe_rt.errors import Code, Op
-from moe_rt.heap.processes import Watch
+from moe_rt.heap.processes import Watch, state_letter
 
 MOST_LINES = 4  # of a conclusion
 # Of /proc/<pid>/stat; "" where it cannot be read; others run.
@@ -83,8 +83,7 @@ def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, watch: Watch | N
 
 def _process_state(pid: int) -> str:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return _PROCESS_STATES.get(_engine.process_state(stat.fileno()), "running")
+        return _PROCESS_STATES.get(state_letter(pid), "running")
     except (FileNotFoundError, ProcessLookupError):
         return "dead"
     except OSError:  # a system that hides other users' processes

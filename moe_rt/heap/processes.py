@@ -29,6 +29,16 @@ class Watch:
         return _engine.has_ended(self.descriptor)
 
 
+def state_letter(pid: int) -> str:
+    """What a process does, as the system calls it: R runs, S sleeps, T is stopped, Z and X have ended.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: there is no such process.
+    """
+    with Path(f"/proc/{pid}/stat").open("rb") as stat:
+        return _engine.process_state(stat.fileno())
+
+
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
 

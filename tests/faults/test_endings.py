@@ -38,7 +38,7 @@ STARTERS = {
 
 def is_alive(pid: int) -> bool:
     try:
-        return state_letter(Path(f"/proc/{pid}/stat").read_bytes()) not in ("Z", "X", "")
+        return state_letter(pid) not in ("Z", "X", "")
     except (FileNotFoundError, ProcessLookupError):
         return False
 
