@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from moe_rt.config.options import HeapKind
+from moe_rt.config.options import GPU_HEAPS, HeapKind
 from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig
 
@@ -44,7 +44,7 @@ class Case:
     @property
     def on_gpu(self) -> bool:
         """Whether ranks have a GPU, each its own ("nvshmem") or all the same ("loopback")."""
-        return self.heap in ("nvshmem", "loopback")
+        return self.heap in GPU_HEAPS
 
     @property
     def as_processes(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.handle import Handle
-from moe_rt.config.options import BufferOptions
+from moe_rt.config.options import GPU_HEAPS, BufferOptions
 from moe_rt.errors import ConfigMismatch, InvalidConfig, TooManyTokens
 from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.kernels import cuda_activation
@@ -137,8 +137,9 @@ class GrowingBuffer:
             before = 0 if self.lease is None else _size(self.lease.buffer)
             size = -(-max(most, before + before // 2, 1) // _GRANULE) * _GRANULE
         buffer = Buffer(self._group, num_max_tokens_per_rank=size, **self._sizes, **o.arguments())
-        if buffer.device.type == "cuda":
+        if buffer.heap in GPU_HEAPS:  # there a batch that is refused ends the group
             self.compares_each_call = o.num_max_tokens_per_rank is None
+        if buffer.device.type == "cuda":
             cuda_activation.prepare(buffer.device, self._sizes["dtype"])
         self.lease = Lease(buffer)
         return self.lease

@@ -15,6 +15,7 @@ from moe_rt.config.placement import Placement
 
 # What provides symmetric memory; docs/heap.md.
 HeapKind = Literal["shm", "threads", "loopback", "nvshmem"]
+GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem")
 Overflow = Literal["raise", "drop", "retry"]
 
 

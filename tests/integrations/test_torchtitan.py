@@ -12,7 +12,7 @@ from typing import Any
 
 import cases_torchtitan as cases
 import pytest
-from conftest import CPU_HEAPS
+from conftest import HEAPS
 from harness import Ranks, ThreadRanks
 
 from moe_rt.errors import InvalidConfig
@@ -144,7 +144,7 @@ def test_more_tokens_than_the_size_that_was_given(make_ranks: MakeRanks) -> None
         assert "num_max_tokens_per_rank = 4" in second
 
 
-@pytest.mark.parametrize("heap", CPU_HEAPS)
+@pytest.mark.parametrize("heap", HEAPS)
 def test_batches_that_outgrow_the_first(make_ranks: MakeRanks, heap: str) -> None:
     """Evaluation before training, say, and ranks without tokens; two layers keep sharing what they grow into."""
     batches = [[0, 3], [4, 5], [70, 0], [0, 0], [300, 2]]
