@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <new>
 #include <stdexcept>
 
 #include "../../cuda/host/engine.h"
@@ -84,8 +85,9 @@ class Engine {
   void connect() {
     const Shape& shape = config_.shape;
     const NetworkLayout n = NetworkLayout::make(shape, int64_t{kBlocks} * config_.num_lanes);
-    network_.resize(n.bytes + kPage);
-    char* const memory = reinterpret_cast<char*>(round_up(reinterpret_cast<int64_t>(network_.data()), kPage));
+    // Exactly as much as there must be, so that a sanitizer sees one step too far.
+    char* const memory = new (std::align_val_t{kPage}) char[n.bytes]();
+    network_.reset(memory);
     segments_ = base_;
     mirror_.resize(shape.num_ranks);
     for (int r = 0; r < shape.num_ranks; ++r) {
@@ -101,7 +103,10 @@ class Engine {
   }
 
   EngineConfig config_;
-  std::vector<char> network_;
+  struct Aligned {
+    void operator()(char* memory) const { operator delete[](memory, std::align_val_t{kPage}); }
+  };
+  std::unique_ptr<char[], Aligned> network_;
   std::vector<char*> segments_, mirror_;
   Links links_{};
   PlacementTables placement_;

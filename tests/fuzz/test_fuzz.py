@@ -19,6 +19,7 @@ TARGETS = {  # name: source, corpus, defines, seconds of fuzzing, ten times as m
     "routing": ("routing.cpp", "routing", [], 3),
     "peers": ("peers.cpp", "peers", [], 5),
     "peers-gpu": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU"], 4),
+    "peers-network": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU", "-DMOE_RT_EMULATED_NETWORK"], 4),
 }
 # libFuzzer's own limit looks at ru_maxrss, which a process inherits over exec: the peak of the test process.
 MEMORY_LIMIT = ["-rss_limit_mb=0", "-malloc_limit_mb=1024"]

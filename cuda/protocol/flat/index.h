@@ -41,20 +41,19 @@ struct Blocks {
 // `start` still holds counts and `pull_start`, `copy_start` the ends of the source's lists.
 MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
   const int64_t tokens = w.shape.num_max_tokens, num_ranks = w.shape.num_ranks;
-  const int64_t most = tokens * smaller(w.shape.num_topk, w.num_local_experts());
   const int64_t first_pull = b.first_pull[source], end_pull = b.pull_start[source + 1];
   const int64_t first_copy = b.first_copy[source], end_copy = b.copy_start[source + 1];
   const int64_t pulls = end_pull - first_pull, copies = end_copy - first_copy;
   if (first_pull < 0 || end_pull > tokens * w.shape.num_slots()) return false;
   if (first_copy < 0 || end_copy > tokens * w.shape.num_topk) return false;
-  if (pulls < 0 || pulls > tokens || copies < pulls || copies > most) return false;
+  if (pulls < 0 || pulls > tokens || copies < pulls) return false;
   int64_t sum = 0;
   for (int e = 0; e < w.num_local_experts(); ++e) {
     const int32_t count = b.start[e * num_ranks + source];
     if (count < 0 || count > tokens) return false;
     sum += count;
   }
-  return sum == copies;
+  return sum == copies;  // so at most T * min(K, L), for which a plan has room
 }
 
 // Reads every source's counts and list ends and turns them into starts. Returns the first source whose lists are not

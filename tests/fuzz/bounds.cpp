@@ -1,0 +1,200 @@
+// Every bound of what a peer lists, one step inside and one outside: lists that are right but for one number. What lies
+// outside must not be believed, whatever else the peer has arranged to fit it.
+//
+// test_bounds.py takes each check out of the protocol in turn: this program must then fail. Exit status 0: all as it
+// must be; else it names the cases that were not.
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "../../cuda/device/rdma.h"
+#include "../../cuda/host/placement.h"
+#include "../../cuda/protocol/flat/dispatch.h"
+#include "../../cuda/protocol/flat/routing.h"
+
+using namespace moe_rt;
+
+namespace {
+
+// Rank 2 receives from rank 0 and judges what it listed. The first of rank 2's experts gets no token, the second three
+// of four, the third all; one token goes to rank 1, so that the lists for rank 2 begin after others.
+constexpr int kMe = 2, kPeer = 0, kTokens = 4, kTopk = 2, kWindow = 0;
+constexpr int64_t kIdx[kTokens * kTopk] = {3, 4, 3, 4, 3, 4, 1, 4};
+
+struct Lists : RouteLists<float> {
+  int32_t &first_pull, &end_pull, &first_copy, &end_copy;
+  int32_t* counts_here;
+  explicit Lists(const RouteLists<float>& all, int first_expert)
+      : RouteLists(all),
+        first_pull(pull_offs[kMe]),
+        end_pull(pull_offs[kMe + 1]),
+        first_copy(copy_offs[kMe]),
+        end_copy(copy_offs[kMe + 1]),
+        counts_here(counts + first_expert) {}
+  Pull& pull() const { return pulls[first_pull]; }
+  Copy& copy() const { return copies[first_copy]; }
+  // The same lists, so many entries further on; `others` are moved along where they name entries of each other.
+  void shift_pulls(int by) {
+    std::vector<Pull> kept(pulls + first_pull, pulls + end_pull);
+    first_pull += by, end_pull += by;
+    std::copy(kept.begin(), kept.end(), pulls + first_pull);
+  }
+  void shift_copies(int by) {
+    std::vector<Copy> kept(copies + first_copy, copies + end_copy);
+    for (int i = first_pull; i < end_pull; ++i) pulls[i].first += by;
+    first_copy += by, end_copy += by;
+    std::copy(kept.begin(), kept.end(), copies + first_copy);
+  }
+  // Every token has one copy, the first one's, and there is one token more than copies.
+  void share_copies() {
+    end_copy = first_copy + (end_pull - first_pull) - 1;
+    counts_here[0] = counts_here[1] = 0, counts_here[2] = end_copy - first_copy;
+    copy() = {2, 0, 0, 0};
+    for (int i = first_pull; i < end_pull; ++i) pulls[i].first = first_copy, pulls[i].copies = 1;
+  }
+  // So many tokens more, each the first one again; their copies are shared.
+  void repeat_pull(int times) {
+    for (int i = 0; i < times; ++i) pulls[end_pull++] = pull();
+  }
+};
+
+struct NoRows {
+  int64_t tensor_row_bytes() const { return 4; }
+  int64_t encoded_row_bytes() const { return 4; }
+  void spread(char* const*, int, const char*) const {}
+};
+
+// Whether rank 2 believes the lists after `bend` has changed them.
+bool believed(const std::function<void(Lists&)>& bend) {
+  const Shape shape{3, 5, kTokens, 1, kTopk, 4, 4};
+  const Layout layout = Layout::make(shape);
+  const PlacementTables tables = PlacementTables::make({0, 1, 2, 2, 2}, shape.num_ranks);
+  std::vector<std::unique_ptr<char[]>> segments;
+  std::vector<char*> base;
+  for (int r = 0; r < shape.num_ranks; ++r) {
+    base.push_back(segments.emplace_back(new char[layout.bytes + kPage]()).get());
+    base.back() += kPage - reinterpret_cast<uintptr_t>(base.back()) % kPage;
+  }
+  const std::vector<int64_t> capacity(shape.num_ranks, 100);
+  const auto world = [&](int rank) {
+    return World{shape, layout, tables.view(), capacity.data(), base.data(), nullptr, rank, 1, 1};
+  };
+  const RuntimeDims dims{shape.hidden, shape.num_topk};
+  for (int source = 0; source < shape.num_ranks; ++source) {  // all but the peer have no tokens
+    const int64_t num_tokens = source == kPeer ? kTokens : 0;
+    const World w = world(source);
+    std::vector<int32_t> ints(LaneCounters::num_ints(shape, 1)), cursor(shape.num_ranks), plan(kTokens * kTopk);
+    const LaneCounters counters{ints.data(), shape.num_experts, shape.num_ranks};
+    const std::vector<float> weights(kTokens * kTopk, 1.0f);
+    int64_t bad;
+    count_visits(Solo{}, dims, w, kIdx, num_tokens, counters, plan.data(), &bad);
+    place_lanes(w, counters, 1, RouteLists<float>::view(w, source, kWindow));
+    write_lists(Solo{}, dims, w, kIdx, weights.data(), num_tokens, counters, cursor.data(),
+                RouteLists<float>::view(w, source, kWindow), plan.data());
+  }
+  const World w = world(kMe);
+  Lists lists(RouteLists<float>::view(w, kPeer, kWindow), w.placement.rank_first[kMe]);
+  bend(lists);
+  const int num_local = w.num_local_experts();
+  std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local)), plan_ints(1 << 12);
+  std::vector<float> recv_x(1000), recv_weights(1000);
+  Blocks blocks = Blocks::view(blocks_ints.data(), shape, num_local);
+  if (index_blocks<float>(Solo{}, w, kWindow, blocks) >= 0) return false;
+  if (blocks.pull_start[shape.num_ranks] < 0) return true;  // a negative number of tokens was
+  const Received<float> out{reinterpret_cast<char*>(recv_x.data()), recv_weights.data(),
+                            RecvPlan::view(plan_ints.data(), shape, num_local)};
+  return gather(Solo{}, dims, w, kWindow, blocks, out, NoRows{}, MappedLink{}) < 0;
+}
+
+struct Case {
+  const char* name;
+  bool expected;
+  std::function<void(Lists&)> bend;
+};
+
+const Case kCases[] = {
+    {"nothing", true, [](Lists&) {}},
+    {"token: the last", true, [](Lists& l) { l.pull().token = kTokens - 1; }},
+    {"token: T", false, [](Lists& l) { l.pull().token = kTokens; }},
+    {"token: -1", false, [](Lists& l) { l.pull().token = -1; }},
+    {"slot: the last", true, [](Lists& l) { l.pull().slot = kTopk - 1; }},
+    {"slot: as many as there are", false, [](Lists& l) { l.pull().slot = kTopk; }},
+    {"slot: -1", false, [](Lists& l) { l.pull().slot = -1; }},
+    {"copies: none", false, [](Lists& l) { l.pull().copies = 0; }},
+    {"copies: K + 1", false, [](Lists& l) { l.pull().copies = kTopk + 1; }},
+    {"first: the one before ours", false,
+     [](Lists& l) {
+       l.copies[l.first_copy - 1] = l.copy();
+       l.pull().first = l.first_copy - 1;
+     }},
+    {"first: the last two of ours", true, [](Lists& l) { l.pull().first = l.end_copy - 2; }},
+    {"first: the last of ours and one after", false,
+     [](Lists& l) {
+       l.copies[l.end_copy] = l.copy();
+       l.pull().first = l.end_copy - 1;
+     }},
+    {"expert: L", false, [](Lists& l) { l.copy().expert = 3; }},
+    {"expert: -1", false, [](Lists& l) { l.copy().expert = -1; }},
+    {"k: K", false, [](Lists& l) { l.copy().k = kTopk; }},
+    {"k: -1", false, [](Lists& l) { l.copy().k = -1; }},
+    {"index: the last of its block", true, [](Lists& l) { l.copy().index = 2; }},
+    {"index: as many as the block has", false, [](Lists& l) { l.copy().index = 3; }},
+    {"index: -1", false, [](Lists& l) { l.copy().index = -1; }},
+    {"count: T + 1", false,
+     [](Lists& l) {
+       l.counts_here[2] = kTokens + 1, l.counts_here[1] = 2;
+       for (int i = l.first_copy; i < l.end_copy; ++i) l.copies[i].index = 0;
+     }},
+    {"count: -1", false, [](Lists& l) { l.counts_here[0] = -1, l.counts_here[1] = kTokens; }},
+    {"counts: one more than copies", false, [](Lists& l) { l.counts_here[0] = 1; }},
+    {"pulls: shifted", true, [](Lists& l) { l.shift_pulls(-1); }},
+    {"pulls: begin before the list", false, [](Lists& l) { l.shift_pulls(-l.first_pull - 1); }},
+    {"pulls: end after the list", false, [](Lists& l) { l.shift_pulls(kTokens * kTopk + 1 - l.end_pull); }},
+    {"pulls: fewer than none", false, [](Lists& l) { l.end_pull = l.first_pull - 1; }},
+    {"pulls: T + 1", false, [](Lists& l) { l.shift_pulls(-l.first_pull), l.repeat_pull(1); }},
+    {"pulls: more than copies", false, [](Lists& l) { l.share_copies(); }},
+    {"copies: shifted", true, [](Lists& l) { l.shift_copies(-1); }},
+    {"copies: begin before the list", false, [](Lists& l) { l.shift_copies(-l.first_copy - 1); }},
+    {"copies: end after the list", false, [](Lists& l) { l.shift_copies(kTokens * kTopk + 1 - l.end_copy); }},
+};
+
+// What a launch fetches of a list on an unmapped peer: [first, end) of so many entries, or nothing.
+struct Fetched {
+  struct Net {
+    int64_t* bytes;
+    void get(const Solo&, void*, const char*, int64_t n, int) const { *bytes += n; }
+  };
+  struct {
+    Net net;
+  } links;
+  Solo block() const { return {}; }
+};
+
+int64_t fetched(int64_t first, int64_t end, int64_t size) {
+  int64_t bytes = 0;
+  const Fetched machine{{{&bytes}}};
+  static Pull list[16];
+  fetch_entries(machine, list + 4, nullptr, first, end, size, kPeer);
+  return bytes / int64_t{sizeof(Pull)};
+}
+
+}  // namespace
+
+int main() {
+  int wrong = 0;
+  constexpr int64_t kFetches[][4] = {{0, 8, 8, 8}, {7, 8, 8, 1}, {-1, 8, 8, 0},
+                                     {0, 9, 8, 0}, {3, 3, 8, 0}, {4, 3, 8, 0}};
+  for (const auto& [first, end, size, expected] : kFetches) {
+    if (fetched(first, end, size) == expected) continue;
+    std::printf("entries %ld to %ld of %ld were fetched\n", long(first), long(end), long(size));
+    ++wrong;
+  }
+  for (const Case& c : kCases) {
+    if (believed(c.bend) == c.expected) continue;
+    std::printf("%s: got %s\n", c.name, c.expected ? "refused" : "believed");
+    ++wrong;
+  }
+  std::printf("%zu cases, %d wrong\n", std::size(kCases), wrong);
+  return wrong != 0;
+}
