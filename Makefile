@@ -18,7 +18,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test sweep lint format stubs install tools docs wheel clean
+.PHONY: demo quick test sweep coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -50,6 +50,11 @@ test: install tools lint
 
 sweep: install tools
 	$(PYTEST) --sweep
+
+# Of Python, what the tests of `make quick` run in their own process; of cuda/protocol, what C++ programs run.
+coverage: install
+	$(PYTEST) --cov=moe_rt --cov-report=term:skip-covered $(QUICK)
+	$(BIN)/python tools/protocol_coverage.py
 
 lint: install
 	$(BIN)/ruff check .
