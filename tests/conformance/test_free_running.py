@@ -12,5 +12,5 @@ from rounds import chain
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_chain(make_ranks: Callable[[str, int], Ranks], heap: str) -> None:
-    pairs = 2000 if heap in CPU_HEAPS else 100  # an emulated launch starts threads
+    pairs = 2000 if heap in CPU_HEAPS else 40  # an emulated launch starts threads
     assert make_ranks(heap, 3).run(chain, pairs) == [pairs] * 3

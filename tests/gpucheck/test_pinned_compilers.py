@@ -17,7 +17,7 @@ OLDEST, NEWEST = "torch-2.11", "torch-2.15"
 ONE_ARCH, MORE_ARCHS = ("sm_90a",), ("sm_80", "sm_100a")
 EACH_SOURCE = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK or (v.hidden == 0 and v.elem == "Bf16"))
 # Each dtype, each code of rows, and each source once: what the sources ask of a compiler.
-EACH_PART = tuple(v for v in VARIANTS if v == LARGEST or v.wire != "kRaw" or v.source == NETWORK or v.elem != "Bf16")
+EACH_PART = tuple(v for v in VARIANTS if v == LARGEST or v.codec or v.source == NETWORK or v.elem != "Bf16")
 LIMIT_S = 1800.0  # ends a compiler that hangs
 COMPILE = """
 import json, sys

@@ -13,7 +13,9 @@ def test_real_signatures() -> None:
     run_real("megatron-core", "megatron_signatures", PARAMETERS, DISPATCHER_ATTRIBUTES)
 
 
-@pytest.mark.parametrize("options", [{"num_max_tokens_per_rank": 9}, {}], ids=["size", "no size"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"num_max_tokens_per_rank": 9}, marks=pytest.mark.sweep), {}], ids=["size", "no size"]
+)
 def test_real_dispatcher(options: dict[str, int]) -> None:
     """Megatron's own six steps, with the manager from its constructor and from `install`."""
     for differences in run_real("megatron-core", "megatron_dispatcher", [9, 4], options):

@@ -18,6 +18,12 @@ from moe_rt.nn.router import RouterConfig
 from moe_rt.nn.selection import choose_by_experts
 
 family = pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY.keys())
+# To compile one takes five seconds; layers that compile (test_models_as_layers.py) have routers of the other kinds.
+COMPILED = ("mixtral", "softmax groups", "jittered")
+compiled = pytest.mark.parametrize(
+    "options",
+    [pytest.param(o, id=name, marks=[] if name in COMPILED else pytest.mark.sweep) for name, o in FAMILY.items()],
+)
 
 
 def by_id(idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +219,7 @@ def test_nothing_is_read_on_the_host(options: dict[str, Any]) -> None:
         assert (fake[0].shape, fake[1].shape) == (idx.shape, weights.shape)
 
 
-@family
+@compiled
 def test_compiles_as_one_graph(options: dict[str, Any]) -> None:
     router = make_router(**{**options, "jitter": 0.0})
     torch.compiler.reset()

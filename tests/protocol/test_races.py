@@ -11,7 +11,7 @@ from build import compile_program
 
 RANKS, LANES = "3", "3"
 # A round is one to three dispatches, as many combines, and backwards. Few are enough to see the order weakened.
-ROUNDS, FEW_ROUNDS = "400", "10"
+ROUNDS, FEW_ROUNDS = "150", "10"
 RACE = "WARNING: ThreadSanitizer: data race"
 NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that 8 rounds take past 32 and 64 bits
 

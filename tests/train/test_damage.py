@@ -42,6 +42,11 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
+def another_digit(path: Path, at: int) -> None:
+    text = path.read_text()
+    path.write_text(text[:at] + ("1" if text[at] == "0" else "0") + text[at + 1 :])
+
+
 def replace_by_directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -73,7 +78,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit of data": (lambda newest: flip(newest / DATA, 8 * 4000), f"{DATA}: got digest"),
     "bit of metadata": (lambda newest: flip(newest / INDEX, 8 * 100), f"{INDEX}: got digest"),
     "bit of manifest": (lambda newest: flip(newest / MANIFEST, 8 * 9), f"{MANIFEST}: got digest"),
-    "bit of digests": (lambda newest: flip(newest / SUMS, 8 * 9), f"{INDEX}: got digest"),
+    "digit of digests": (lambda newest: another_digit(newest / SUMS, 9), f"{INDEX}: got digest"),
     "empty manifest": (lambda newest: os.truncate(newest / MANIFEST, 0), f"{MANIFEST}: got digest e3b0c44"),
     "empty digests": (lambda newest: os.truncate(newest / SUMS, 0), f"{SUMS} does not name it"),
     "line of digests lost": (lambda newest: os.truncate(newest / SUMS, 76), f"{DATA}: got a file, expected none"),
