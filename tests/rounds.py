@@ -25,6 +25,13 @@ def full_round(
         return one_round(buffer, inputs, seed)
 
 
+def rounds_in_a_row(group: Any, spec: BufferSpec, num_tokens: list[int], seeds: list[int], kind: str) -> None:
+    """On one buffer, a round of other inputs for each seed."""
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        for seed in seeds:
+            one_round(buffer, make_inputs(spec, num_tokens, seed, kind), seed)
+
+
 def one_round(buffer: Buffer, inputs: Inputs, seed: int, tag: int = 0) -> list[bytes]:
     outputs = play(buffer, inputs, expect(buffer.spec, inputs, seed), CPU, tag)
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in outputs]

@@ -73,7 +73,9 @@ class BufferSpec(SharedOptions):
         placement = Placement.make(options.placement, num_experts, num_ranks)
         spec = cls(topology=topology, dtype=dtype, placement=placement, **sizes, **shared)
         rows = num_ranks * num_max_tokens_per_rank * num_topk
-        if rows >= 2**31 or num_ranks >= 2**15:
+        if num_ranks >= 2**15:
+            raise SizeOverflow(f"group: got {num_ranks} ranks, expected below 2**15")
+        if rows >= 2**31:
             raise SizeOverflow(f"num_ranks * num_max_tokens_per_rank * num_topk: got {rows} rows, expected below 2**31")
         if num_max_tokens_per_rank * (hidden + 64) * dtype.itemsize * (2 + 2 * num_topk) >= 2**47:
             raise SizeOverflow(f"segment: got about 2**47 bytes or more for hidden = {hidden}, expected less")

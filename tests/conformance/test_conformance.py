@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import HEAPS
 from harness import Ranks
-from rounds import full_round
+from rounds import full_round, rounds_in_a_row
 from routing import make_spec
 
 SIZES = (1, 2, 3, 4, 7)
@@ -45,6 +45,11 @@ class TestHeap:
     def test_drop_beyond_capacity(self, make_ranks: MakeRanks, heap: str, size: int) -> None:
         spec = make_spec(size, capacity_factor=0.4, overflow="drop")
         make_ranks(heap, size).run(full_round, spec, [12] * size, 6, "topk")
+
+    def test_drops_on_a_used_buffer(self, make_ranks: MakeRanks, heap: str, size: int) -> None:
+        """Nothing that an earlier round left in the windows comes home for a row that is dropped now."""
+        spec = make_spec(size, capacity_factor=0.4, overflow="drop")
+        make_ranks(heap, size).run(rounds_in_a_row, spec, [12] * size, [6, 7, 8], "topk")
 
     def test_two_runs_are_bitwise_equal(self, make_ranks: MakeRanks, heap: str, size: int) -> None:
         args = (make_spec(size, dtype=torch.bfloat16, hidden=136), tokens_for(size), 7, "random")

@@ -94,9 +94,9 @@ def open_close_many(group: Any, times: int) -> tuple[int, int]:
     return before, len(os.listdir("/proc/self/fd"))
 
 
-def use_in_child(group: Any) -> str:
+def use_in_child(group: Any, num_threads: int) -> str:
     """A forked child must not speak for the rank; the parent goes on after the child is gone."""
-    with open_buffer(group) as buffer:
+    with open_buffer(group, num_threads=num_threads) as buffer:
         read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.config.spec import BufferSpec
 
 TIMEOUT_S = 20.0
@@ -111,6 +111,21 @@ def swapped_layers(group: Any, faulty_rank: int) -> str:
             buffer.dispatch(x, idx, torch.ones(4, buffer.spec.num_topk), tag=tag)
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def swapped_moe_layers(group: Any, faulty_rank: int) -> str:
+    """Two layers alike share a buffer; the faulty rank runs the second one first."""
+    config = MoEConfig(hidden=8, intermediate=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=4)
+    first, second = MoELayer(config, group), MoELayer(config, group)
+    try:
+        layer = second if first.buffer.rank == faulty_rank else first
+        assert first.buffer is second.buffer
+        layer(torch.randn(4, 8))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        first.buffer.close()
     return "no error"
 
 

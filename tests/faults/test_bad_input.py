@@ -116,6 +116,7 @@ def test_ranks_that_disagree_are_told(make_ranks: MakeRanks, heap: str, changes:
         {"capacity_factor": 0.0},
         {"capacity_factor": float("nan")},
         {"overflow": "maybe"},
+        {"timeout_s": 60.0, "init_timeout_s": 0.0},
     ],
     ids=str,
 )
@@ -134,7 +135,7 @@ def test_overflow_is_raised_everywhere_before_any_row(make_ranks: MakeRanks, hea
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
-@pytest.mark.parametrize("case", [cases.swapped_layers, cases.skipped_op, cases.other_handle])
+@pytest.mark.parametrize("case", [cases.swapped_layers, cases.swapped_moe_layers, cases.skipped_op, cases.other_handle])
 def test_order_of_calls(make_ranks: MakeRanks, heap: str, case: Callable[..., str]) -> None:
     texts = make_ranks(heap, SIZE).run(case, FAULTY_RANK)
     assert any(text.startswith("CallOrderMismatch:") for text in texts), texts

@@ -76,8 +76,10 @@ def test_killed_group_leaves_no_segment() -> None:
     assert names_in_dev_shm() == shm_before
 
 
-def test_forked_child_is_refused(make_ranks: MakeRanks) -> None:
-    for text in make_ranks("shm", 2).run(cases.use_in_child):
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_forked_child_is_refused(make_ranks: MakeRanks, num_threads: int) -> None:
+    """Lanes besides the first are threads, which a child does not have."""
+    for text in make_ranks("shm", 2).run(cases.use_in_child, num_threads):
         assert text.startswith("GroupClosed:")
         assert "after fork" in text
 

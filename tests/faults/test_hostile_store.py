@@ -15,7 +15,7 @@ from conftest import CPU_HEAPS
 from routing import make_spec
 
 from moe_rt.comm.agreement import agree
-from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, PeerTimeout, SegmentPermission
+from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, InvalidConfig, PeerTimeout, SegmentPermission
 from moe_rt.heap import shm
 from moe_rt.heap.processes import place
 from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
@@ -83,10 +83,25 @@ def test_the_process_of_a_place_is_a_number(pid: Any) -> None:
         all_gather_records(Rendezvous(store, 0, 2), {}, 0.1)
 
 
-@pytest.mark.parametrize("field", make_spec(2).record())
+FIELDS = (
+    *("topology", "placement", "num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype", "version"),
+    *("capacity_factor", "overflow", "dispatch_dtype", "combine_dtype"),
+)
+
+
+@pytest.mark.parametrize("field", FIELDS)
 def test_every_field_of_the_configuration_is_compared(field: str) -> None:
     with pytest.raises(ConfigMismatch, match=f"^{field}: got other on rank 1"):
         agree(Scripted(changed(**{field: "other"})), lambda: make_spec(2), 1.0)
+
+
+def test_no_field_of_the_configuration_is_new() -> None:
+    assert sorted(make_spec(2).record()) == sorted(FIELDS), "and compared above"
+
+
+def test_ranks_on_another_host_are_told_apart() -> None:
+    with pytest.raises(InvalidConfig, match="got rank 1 on another host than rank 0, expected one host"):
+        shm.allocate(Scripted(honest, changed(host="x"), honest), NUM_BYTES, 1.0)
 
 
 def test_a_configuration_without_fields_is_a_mismatch() -> None:

@@ -112,6 +112,22 @@ def test_buffer_of_other_sizes_is_refused() -> None:
         MoELayer(cases.config(), buffer=buffer)
 
 
+def test_buffer_of_another_placement_is_refused(make_ranks: MakeRanks) -> None:
+    """Rows would go to ranks that hold other experts."""
+
+    def case(group: Any) -> None:
+        layer = MoELayer(cases.config(), group)
+        swapped = [1 - rank for rank in layer.buffer.spec.placement.ranks]
+        with (
+            Buffer(group, **{**layer.config.buffer_sizes(), "placement": swapped}) as buffer,
+            pytest.raises(InvalidConfig, match=r"buffer\.placement: got"),
+        ):
+            layer(torch.randn(2, cases.HIDDEN), buffer=buffer)
+        layer.buffer.close()
+
+    make_ranks("threads", 2).run(case)
+
+
 def test_balanced_routing_has_unit_loss() -> None:
     """Load-balancing loss is 1 when every expert gets the same share, E / K times the hottest share at worst."""
     layer = MoELayer(cases.config(num_topk=1))

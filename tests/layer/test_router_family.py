@@ -154,7 +154,9 @@ def test_replay_of_no_expert(options: dict[str, Any], poison: bool) -> None:
 
 def test_replay_leaves_wrong_ids_to_dispatch() -> None:
     idx = torch.full((3, K), E)
-    assert torch.equal(make_router()(tokens(3), topk_idx=idx)[0], idx)
+    replayed, _, aux = make_router()(tokens(3), topk_idx=idx)
+    assert torch.equal(replayed, idx)
+    assert aux.tokens_per_expert.tolist() == [0] * E  # they count for nobody
     with pytest.raises(InvalidInput, match=r"topk_idx: got shape \[3, 2\], expected \[3, 4\]"):
         make_router()(tokens(3), topk_idx=idx[:, :2])
 

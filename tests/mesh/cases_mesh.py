@@ -174,6 +174,12 @@ def clipped(group: Any, kind: str) -> tuple[float, float]:
     loss_of(model, 0, rank, world).backward()
     if not kind.startswith("fsdp"):
         average(model, world)
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    clip_grad_norm_(model, 1e3)  # far above the norm: nothing changes, to the bit
+    kept = [p.grad for p in model.parameters() if p.grad is not None]
+    for grad, was in zip(kept, grads, strict=True):
+        local = (t.to_local() if isinstance(t, DTensor) else t for t in (grad, was))
+        assert torch.equal(*local)
     before, after = clip_grad_norm_(model, 0.1), clip_grad_norm_(model, 0.1)
     close(model)
     return before.item(), after.item()

@@ -99,6 +99,13 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int]) -> None:
         make_spec(2, **changes)
 
 
+def test_more_ranks_than_a_poison_word_names_are_refused() -> None:
+    fields = dict(num_max_tokens_per_rank=1, hidden=1, num_topk=1)
+    assert make_spec(2**15 - 1, num_experts=2**15 - 1, **fields).num_ranks == 2**15 - 1
+    with pytest.raises(SizeOverflow, match=f"group: got {2**15} ranks, expected below 2\\*\\*15"):
+        make_spec(2**15, num_experts=2**15, **fields)
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
