@@ -94,4 +94,4 @@ tools: install
 	@$(BIN)/python tools/install_toolkits.py || echo "the compilers of torch's CUDA builds are not here: no tests with them"
 
 clean:
-	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -38,11 +38,23 @@ def write_document(document: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def replace_section(path: Path, name: str, text: str) -> None:
-    """Puts text where a Markdown file has a section between the comments `name:begin` and `name:end`."""
+def with_section(document: str, name: str, text: str) -> str:
+    """A Markdown document with text in the section between the comments `name:begin` and `name:end`.
+
+    Raises:
+        ValueError: it has no such section.
+    """
     begin, end = section_marks(name)
-    head, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    path.write_text(f"{head}{begin}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    head, found, rest = document.partition(begin)
+    _, ended, tail = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"got no section {begin} to {end}")
+    return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
+
+
+def replace_section(path: Path, name: str, text: str) -> None:
+    """The same in a file."""
+    path.write_text(with_section(path.read_text(encoding="utf-8"), name, text), encoding="utf-8")
 
 
 def section_marks(name: str) -> tuple[str, str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from device.jit_tools import ROOT, require_compiler
+from device.jit_tools import require_compiler
+from tool_environments import ROOT, python_of
 
 from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, Variant
 
@@ -35,15 +34,8 @@ print(json.dumps([find_toolkit(True).identity, compiled, check.failures]))
 
 
 def pinned_python(name: str) -> Path:
-    """The environment of the pins, as tools/install_toolkits.py makes it; skips where there is none, or fails."""
-    home, constraints = Path(sys.prefix) / "toolkits" / name, ROOT / f"constraints-cuda-{name}.txt"
-    there = home / constraints.name
-    if not there.is_file() or there.read_text() != constraints.read_text():
-        reason = f"got no environment of {constraints.name}, expected one made by tools/install_toolkits.py"
-        if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return home / "bin" / "python"
+    """The environment of the pins."""
+    return python_of("toolkits", name, ROOT / f"constraints-cuda-{name}.txt", "tools/install_toolkits.py")
 
 
 @pytest.mark.timeout(1.2 * LIMIT_S)

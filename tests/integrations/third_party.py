@@ -5,26 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tool_environments import ROOT, python_of
 
 TIMEOUT_S = 850
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def third_party_python(name: str) -> Path:
-    """The environment of tools/third_party/<name>.txt; skips where there is none, or fails if tools are required."""
-    home, pins = Path(sys.prefix) / "third_party" / name, ROOT / "tools" / "third_party" / f"{name}.txt"
-    there = home / pins.name
-    if not there.is_file() or there.read_text() != pins.read_text():
-        reason = f"got no environment of {pins.name}, expected one made by tools/install_third_party.py"
-        if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return home / "bin" / "python"
+    """The environment of tools/third_party/<name>.txt."""
+    pins = ROOT / "tools" / "third_party" / f"{name}.txt"
+    return python_of("third_party", name, pins, "tools/install_third_party.py")
 
 
 def run_real(name: str, case: str, *arguments: Any) -> Any:
