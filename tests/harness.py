@@ -11,7 +11,6 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import torch.distributed as dist
 
 from moe_rt.testing import process_ranks, thread_ranks
 from moe_rt.testing.channel import Channel
-from moe_rt.testing.forking import ForkServer
 
 CASE_TIMEOUT_S = 120.0
 END_S = 10.0
@@ -62,7 +60,7 @@ class ProcessRanks(Ranks):
         self.size = size
         # A port, not a file: a rank may have given up the rights to a directory.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks = process_ranks.ProcessRanks(_fork_server())
+        self._ranks = process_ranks.ProcessRanks(in_server=True)
         for rank in range(size):
             self._ranks.start(rank, _serve, rank, size, self._store.port)
         self.pids = [self._ranks.pid(rank) for rank in range(size)]
@@ -94,12 +92,6 @@ class ProcessRanks(Ranks):
             self._ranks.await_end(rank, END_S)
         self._ranks.close()
         del self._store
-
-
-@cache
-def _fork_server() -> ForkServer:
-    """One for the whole session: it takes seconds to import torch."""
-    return ForkServer()
 
 
 def _serve(channel: Channel, rank: int, size: int, port: int) -> None:

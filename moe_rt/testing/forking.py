@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
-import json
+import multiprocessing
 import os
 import select
 import signal
-import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,8 +17,7 @@ from moe_rt.testing.channel import Channel
 from moe_rt.testing.endings import end_with
 
 Work = Callable[..., object]
-_PRELOAD = ("torch", "torch.distributed", "moe_rt")
-_MOST_REQUEST = 1 << 16  # bytes
+_PRELOAD = ["torch", "torch.distributed", "moe_rt"]
 
 
 @dataclass(frozen=True)
@@ -85,85 +80,21 @@ def fork(work: Work, arguments: Iterable[Any], end: Channel, others: Iterable[Cl
     return Forked(pid, os.pidfd_open(pid), own=True)
 
 
-class ForkServer:
-    """A process that forks others for this one, which may have threads and have used torch; they end with it."""
+def fork_in_server(work: Work, arguments: Iterable[Any], end: Channel) -> Forked:
+    """A process that runs work(end, *arguments), of Python's fork server, for one that has threads or has used torch.
 
-    def __init__(self) -> None:
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-m", "moe_rt.testing.forking", str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-
-    def fork(self, work: Work, arguments: Iterable[Any], end: Channel) -> Forked:
-        """A process that runs work(end, *arguments); `work` is found by its name, arguments are what JSON can say.
-
-        Raises:
-            ValueError: `work` is no function of a module.
-            RuntimeError: the server has ended; what it said is on stderr.
-        """
-        if "<" in work.__qualname__:
-            raise ValueError(f"work: got {work.__qualname__}, expected a function of a module")
-        request = {
-            "work": [work.__module__, work.__qualname__],
-            "arguments": list(arguments),
-            "path": sys.path,
-            "directory": os.getcwd(),
-        }
-        try:
-            socket.send_fds(self._link, [json.dumps(request).encode()], [end.fileno()])
-            pid, (pidfd,), _, _ = socket.recv_fds(self._link, 64, 1)
-        except (OSError, ValueError) as error:
-            raise RuntimeError("the fork server: got its end, expected a process") from error
-        return Forked(int(pid), pidfd, own=False)
-
-    def close(self) -> None:
-        """Ends the server, and whom it has forked."""
-        self._link.close()
-        self._process.wait()
+    It ends with this process. `work` is a function of a module; it and the arguments travel as multiprocessing sends
+    them, so this is for programs that trust themselves: tests.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    process = context.Process(target=_enter, args=(os.getpid(), end, work, tuple(arguments)), daemon=True)
+    process.start()
+    pid = int(process.pid or 0)
+    return Forked(pid, os.pidfd_open(pid), own=False)
 
 
-def _serve(link: socket.socket) -> None:
-    """Forks on request and collects who has ended, until the other end is closed, by whatever end of its process."""
-    children: dict[int, Forked] = {}
-    while (request := _next_request(link, children)) is not None:
-        order, end = request
-        child = fork(_run, [order, children], end, [link])
-        end.close()
-        children[child.pidfd] = child
-        socket.send_fds(link, [str(child.pid).encode()], [child.pidfd])
-
-
-def _next_request(link: socket.socket, children: dict[int, Forked]) -> tuple[dict[str, Any], Channel] | None:
-    poll = select.poll()
-    for descriptor in (link.fileno(), *children):
-        poll.register(descriptor, select.POLLIN)
-    ready: list[int] = []
-    while link.fileno() not in ready:
-        ready = [descriptor for descriptor, _ in poll.poll()]
-        for pidfd in ready:
-            if pidfd in children:
-                poll.unregister(pidfd)
-                children.pop(pidfd).kill()
-    text, descriptors, _, _ = socket.recv_fds(link, _MOST_REQUEST, 1)
-    return (json.loads(text), Channel.of(descriptors[0])) if text else None
-
-
-def _run(end: Channel, order: dict[str, Any], siblings: dict[int, Forked]) -> None:
-    for pidfd in siblings:
-        os.close(pidfd)
-    sys.path[:] = order["path"]
-    os.chdir(order["directory"])
-    module, name = order["work"]
-    work: Any = importlib.import_module(module)
-    for part in name.split("."):
-        work = getattr(work, part)
-    work(end, *order["arguments"])
-
-
-if __name__ == "__main__":
-    for preloaded in _PRELOAD:
-        importlib.import_module(preloaded)
-    gc.freeze()  # a process that collects garbage would otherwise touch, and so copy, all that was imported
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+def _enter(starter: int, end: Channel, work: Work, arguments: tuple[Any, ...]) -> None:
+    os.setsid()  # Ctrl-C reaches the starter alone
+    end_with(starter)  # the server forked this; it ends with the starter
+    work(end, *arguments)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.endings import Signals
-from moe_rt.testing.forking import Forked, ForkServer, Work, fork
+from moe_rt.testing.forking import Forked, Work, fork, fork_in_server
 
 Pool = TypeVar("Pool", bound="ProcessRanks")
 
@@ -20,11 +20,12 @@ class ProcessRanks:
     Leaving the pool ends all of them, SIGTERM and Ctrl-C lead there, and the death of this process ends them, too.
 
     Args:
-        server: forks the ranks; None: this process does, which must have imported torch but never used it.
+        in_server: Python's fork server forks the ranks, see `forking.fork_in_server`; otherwise this process does,
+            which must have imported torch but never used it.
     """
 
-    def __init__(self, server: ForkServer | None = None) -> None:
-        self._server = server
+    def __init__(self, in_server: bool = False) -> None:
+        self._in_server = in_server
         self._processes: dict[int, Forked] = {}
         self._channels: dict[int, Channel] = {}
         self._signals = Signals()
@@ -34,13 +35,13 @@ class ProcessRanks:
         return rank in self._processes
 
     def start(self, rank: int, work: Work, *arguments: Any) -> None:
-        """Starts a rank that there is not; see `forking.ForkServer.fork` for what a server takes."""
+        """Starts a rank that there is not."""
         with self._signals.held():
             ours, theirs = Channel.pair()
-            if self._server is None:
-                self._processes[rank] = fork(work, arguments, theirs, [ours, *self._channels.values()])
+            if self._in_server:
+                self._processes[rank] = fork_in_server(work, arguments, theirs)
             else:
-                self._processes[rank] = self._server.fork(work, arguments, theirs)
+                self._processes[rank] = fork(work, arguments, theirs, [ours, *self._channels.values()])
             self._channels[rank] = ours
             theirs.close()
 

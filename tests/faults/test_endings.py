@@ -13,7 +13,6 @@ import pytest
 
 from moe_rt.heap.processes import state_letter
 from moe_rt.testing.channel import Channel
-from moe_rt.testing.forking import ForkServer
 from moe_rt.testing.process_ranks import ProcessRanks
 
 PATIENCE_S = 120.0
@@ -93,8 +92,7 @@ def echo(channel: Channel, prefix: str) -> None:
 
 
 def test_messages_and_ends_of_ranks() -> None:
-    server = ForkServer()
-    with ProcessRanks(server) as pool:
+    with ProcessRanks(in_server=True) as pool:
         for rank in range(3):
             pool.start(rank, echo, f"rank {rank} got ")
         pids = [pool.pid(rank) for rank in range(3)]
@@ -112,10 +110,5 @@ def test_messages_and_ends_of_ranks() -> None:
         pool.start(1, echo, "again ")
         pool.tell(1, b"x")
         assert pool.hear(1, PATIENCE_S) == b"again x"
-        with pytest.raises(ValueError, match="expected a function of a module"):
-            pool.start(3, lambda channel: None)
         pids.append(pool.pid(1))
-    server.close()
     wait_until(lambda: not any(map(is_alive, pids)))
-    with pytest.raises(RuntimeError, match="fork server: got its end"):
-        ProcessRanks(server).start(0, echo, "")
