@@ -47,5 +47,4 @@ for step in range(1 if resumed else 0, 2):
     if step == 0:
         dcp.save(state(), checkpoint_id=path)
 layer.buffer.close()
-dist.barrier()  # a gloo thread that still holds a tensor when Python ends aborts the process
 dist.destroy_process_group()

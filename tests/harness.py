@@ -6,9 +6,11 @@ kept alive between cases, since joining a group takes longer than most cases.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from moe_rt.testing.channel import Channel
 
 CASE_TIMEOUT_S = 120.0
 END_S = 10.0
+TELL_STACKS = signal.SIGUSR1
 
 
 class Ranks:
@@ -69,13 +72,15 @@ class ProcessRanks(Ranks):
         message = pickle.dumps((case, args))
         for rank in range(self.size):
             self._ranks.tell(rank, message)
-        return [self._outcome(rank) for rank in range(self.size)]
+        deadline = time.monotonic() + CASE_TIMEOUT_S  # one for all: the last to hang must not hide why the first failed
+        return [self._outcome(rank, deadline) for rank in range(self.size)]
 
-    def _outcome(self, rank: int) -> Any:
+    def _outcome(self, rank: int, deadline: float) -> Any:
         try:
-            return pickle.loads(self._ranks.hear(rank, CASE_TIMEOUT_S))
+            return pickle.loads(self._ranks.hear(rank, max(0.0, deadline - time.monotonic())))
         except TimeoutError:
-            return TimeoutError(f"rank {rank} did not finish")
+            self._ranks.send_signal(rank, TELL_STACKS)
+            return TimeoutError(f"rank {rank} did not finish; where its threads are stands on stderr")
         except EOFError:
             return ChildProcessError(f"rank {rank} died")
 
@@ -97,6 +102,7 @@ class ProcessRanks(Ranks):
 def _serve(channel: Channel, rank: int, size: int, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    faulthandler.register(TELL_STACKS, all_threads=True)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
     message = _next(channel)
     while message:

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from moe_rt.config.topology import Topology
 from moe_rt.errors import InvalidConfig
+from moe_rt.heap.gloo_end import rest_at_exit
 from moe_rt.heap.launchers import one_of_several
 from moe_rt.heap.rendezvous import StoreRendezvous, ThreadGroup
 
@@ -31,6 +32,7 @@ def rendezvous_of(group: Group) -> StoreRendezvous | ThreadGroup:
     if isinstance(group, ThreadGroup):
         return group
     if isinstance(group, DeviceMesh):
+        rest_at_exit()
         members = process_group_of(group)
         if group.ndim == 1:
             return StoreRendezvous(members)
@@ -46,6 +48,7 @@ def rendezvous_of(group: Group) -> StoreRendezvous | ThreadGroup:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those that it leaves out
             raise InvalidConfig("group: got one that this rank is not a member of, expected a member")
         raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
+    rest_at_exit()
     return StoreRendezvous(group)
 
 

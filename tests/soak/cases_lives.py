@@ -73,8 +73,7 @@ class Life:
             gone = self.groups.pop(draw.randrange(1, MOST_GROUPS))
             for owned in [o for o in self.owned if o.home is gone]:
                 self.leave(owned)
-            if gone.group is not None:
-                dist.destroy_process_group(gone.group)
+            _destroy(gone)
         ranks = tuple(sorted(draw.sample(range(self.size), draw.randint(1, self.size))))
         made = dist.new_group(list(ranks))
         self.groups.append(Group(ranks, made if self.rank in ranks else None))
@@ -167,9 +166,7 @@ class Life:
         for owned in list(self.owned):
             self.leave(owned)
         while len(self.groups) > 1:
-            gone = self.groups.pop()
-            if gone.group is not None:
-                dist.destroy_process_group(gone.group)
+            _destroy(self.groups.pop())
         self._reap(0)
 
     def _room(self, draw: random.Random) -> Group:
@@ -199,6 +196,12 @@ class Life:
                 self.children.remove(child)
                 code = os.waitstatus_to_exitcode(status)
                 assert code == 0, f"a forked child ended with {code}"
+
+
+def _destroy(gone: Group) -> None:
+    if gone.group is not None:
+        dist.barrier(gone.group)  # new_group does not wait: a slow member may still be connecting to this one
+        dist.destroy_process_group(gone.group)
 
 
 # How often each act comes.
