@@ -8,8 +8,10 @@ TRAINS := .venv/trains
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 
-# A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes. Many tests wait,
+# for peers that do not come: four workers keep two cores busy.
+WORKERS ?= 4
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One file or two of every promise: bits, gradients, ops, refusals, faults, layers, training, checkpoints, adapters, docs.
 QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_capacity.py ops/test_ops.py \
   ops/test_dispatcher.py faults/test_bad_input.py faults/test_injected.py \

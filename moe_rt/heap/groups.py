@@ -31,8 +31,8 @@ def rendezvous_of(group: Group) -> StoreRendezvous | ThreadGroup:
     """
     if isinstance(group, ThreadGroup):
         return group
+    rest_at_exit()
     if isinstance(group, DeviceMesh):
-        rest_at_exit()
         members = process_group_of(group)
         if group.ndim == 1:
             return StoreRendezvous(members)
@@ -48,7 +48,6 @@ def rendezvous_of(group: Group) -> StoreRendezvous | ThreadGroup:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those that it leaves out
             raise InvalidConfig("group: got one that this rank is not a member of, expected a member")
         raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
-    rest_at_exit()
     return StoreRendezvous(group)
 
 

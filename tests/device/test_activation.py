@@ -253,7 +253,9 @@ def test_experts_trace_forward_and_backward(dtype: torch.dtype) -> None:
             assert (t.grad.shape, t.grad.device) == (t.shape, t.device)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.sweep) for arch in ("sm_80", "sm_100a", "sm_120a"))]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     require_compiler()

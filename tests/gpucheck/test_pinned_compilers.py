@@ -42,12 +42,13 @@ def pinned_python(name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "archs", "variants"),
     [
-        (OLDEST, ONE_ARCH, EACH_PART),
+        (OLDEST, ONE_ARCH, EACH_SOURCE),
+        pytest.param(OLDEST, ONE_ARCH, EACH_PART, marks=pytest.mark.sweep),
         pytest.param(OLDEST, ONE_ARCH, VARIANTS, marks=pytest.mark.sweep),
         pytest.param(OLDEST, MORE_ARCHS, EACH_SOURCE, marks=pytest.mark.sweep),
         (NEWEST, ONE_ARCH, EACH_SOURCE),
     ],
-    ids=["oldest", "oldest-all-variants", "oldest-more-architectures", "newest"],
+    ids=["oldest", "oldest-each-part", "oldest-all-variants", "oldest-more-architectures", "newest"],
 )
 def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Variant, ...]) -> None:
     require_compiler()

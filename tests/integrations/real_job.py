@@ -1,9 +1,10 @@
-"""Runs one case with real packages, in an environment of their own: real_job.py <case> <arguments as JSON>."""
+"""Runs cases with real packages, in an environment of their own: real_job.py <list of [case, arguments] as JSON>."""
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 import warnings
 from typing import Any
 
@@ -56,5 +57,10 @@ def megatron_signatures(parameters: dict[str, list[str]], attributes: list[str])
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    case, arguments = sys.argv[1:]
-    print(json.dumps(globals()[case](*json.loads(arguments))), flush=True)
+    outcomes = []
+    for case, arguments in json.loads(sys.argv[1]):
+        try:
+            outcomes.append([globals()[case](*arguments), None])
+        except Exception:
+            outcomes.append([None, traceback.format_exc()])
+    print(json.dumps(outcomes), flush=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from test_torchtitan import PARAMETERS
 from third_party import TIMEOUT_S, run_real
@@ -11,17 +14,28 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 50)
 LINE = "moe_rt.integrations.torchtitan.token_dispatcher"
 
 
-def test_real_signatures() -> None:
-    run_real("torchtitan-0.3", "torchtitan_signatures", PARAMETERS)
+@pytest.fixture(scope="module")
+def real() -> Callable[[str], Any]:
+    return run_real(
+        "torchtitan-0.3",
+        signatures=("torchtitan_signatures", PARAMETERS),
+        no_size=("torchtitan_experts", [LINE]),
+        size=("torchtitan_experts", [LINE + '={"num_max_tokens_per_rank": 9}']),
+        over_ranks=("torchtitan_parallelized", [9, 4]),
+    )
 
 
-@pytest.mark.parametrize("line", [LINE, LINE + '={"num_max_tokens_per_rank": 9}'], ids=["no size", "size"])
-def test_real_experts(line: str) -> None:
-    [differences] = run_real("torchtitan-0.3", "torchtitan_experts", [line])
+def test_real_signatures(real: Callable[[str], Any]) -> None:
+    real("signatures")
+
+
+@pytest.mark.parametrize("line", ["no_size", "size"])
+def test_real_experts(real: Callable[[str], Any], line: str) -> None:
+    [differences] = real(line)
     assert max(differences.values()) < 1e-2, differences
 
 
-def test_real_experts_over_ranks() -> None:
+def test_real_experts_over_ranks(real: Callable[[str], Any]) -> None:
     """Next to torchtitan's own all-to-all, on as many tokens as each rank has, none included."""
-    for differences in run_real("torchtitan-0.3", "torchtitan_parallelized", [9, 4]):
+    for differences in real("over_ranks"):
         assert max(differences.values()) < 1e-2, differences

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,21 @@ def third_party_python(name: str) -> Path:
     return python_of("third_party", name, pins, "tools/install_third_party.py")
 
 
-def run_real(name: str, case: str, *arguments: Any) -> Any:
-    """What `case` of real_job.py returns there."""
-    job = [third_party_python(name), Path(__file__).with_name("real_job.py"), case, json.dumps(arguments)]
+def run_real(name: str, **cases: tuple[Any, ...]) -> Callable[[str], Any]:
+    """Runs cases of real_job.py there, each given as (case, *arguments), in one process: it imports the packages once.
+
+    What is returned gives the result of each by its name, or fails with what it raised.
+    """
+    job = json.dumps([(case, arguments) for case, *arguments in cases.values()])
+    command = [third_party_python(name), Path(__file__).with_name("real_job.py"), job]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run(job, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    outcomes = dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+    def result(of: str) -> Any:
+        value, error = outcomes[of]
+        assert error is None, error
+        return value
+
+    return result

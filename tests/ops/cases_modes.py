@@ -98,6 +98,10 @@ TRANSFORMS: dict[str, Callable[[Model, Tensor], Any]] = {
 SLOW = ("export", "compile")
 
 
+# Those that a program goes through most, and after which most could be remembered.
+USUAL = ("plain", "no_grad", "inference_mode", "autocast", "compile")
+
+
 def modes(heap: str) -> list[str]:
     """Those to try on a heap."""
     return [mode for mode in (*CONTEXTS, *TRANSFORMS) if heap == "threads" or mode not in SLOW]
@@ -130,7 +134,7 @@ def input_of(group: Any, heap: str) -> Tensor:
     return torch.randn(SIZES[heap], generator=torch.Generator().manual_seed(rank_of(group)))
 
 
-def buffer_case(group: Any, heap: str, first: str) -> None:
+def buffer_case(group: Any, heap: str, first: str, seconds: list[str]) -> None:
     tokens, hidden = SIZES[heap]
     sizes = dict(num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=K, num_experts=E, dtype=torch.float32)
     x = input_of(group, heap)
@@ -148,14 +152,14 @@ def buffer_case(group: Any, heap: str, first: str) -> None:
     buffer, model, leaves = open_one()
     with buffer:
         expected = train(model, x, leaves)
-    for second in modes(heap):
+    for second in seconds:
         buffer, model, leaves = open_one()
         with buffer:
             evaluate(first, model, x), evaluate(second, model, x)
             torch.testing.assert_close(train(model, x, leaves), expected, **BITWISE, msg=f"{first}, {second}")
 
 
-def layer_case(group: Any, heap: str, first: str) -> None:
+def layer_case(group: Any, heap: str, first: str, seconds: list[str]) -> None:
     tokens, hidden = SIZES[heap]
     config = MoEConfig(
         hidden=hidden, intermediate=16, num_experts=E, num_topk=K, num_max_tokens_per_rank=tokens, aux_loss_coef=0.01
@@ -178,7 +182,7 @@ def layer_case(group: Any, heap: str, first: str) -> None:
     layer, model, leaves = make()
     with layer.buffer:
         expected = train(model, x, leaves)
-    for second in modes(heap):
+    for second in seconds:
         layer, model, leaves = make()
         with layer.buffer:
             evaluate(first, model, x), evaluate(second, model, x)

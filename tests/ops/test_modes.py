@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import cases_modes as cases
 import pytest
@@ -12,15 +13,29 @@ from harness import Ranks
 MakeRanks = Callable[[str, int], Ranks]
 
 
-@pytest.mark.parametrize(("heap", "first"), [(heap, first) for heap in HEAPS for first in cases.modes(heap)])
-def test_a_buffer_trains_after_any_two_modes(make_ranks: MakeRanks, heap: str, first: str) -> None:
+def any_two(heap: str, all_by_default: bool) -> list[Any]:
+    """Each mode before the usual ones; before all others, too, in a sweep or by default."""
+    usual = [mode for mode in cases.modes(heap) if mode in cases.USUAL]
+    others = [mode for mode in cases.modes(heap) if mode not in cases.USUAL]
+    marks = [] if all_by_default else [pytest.mark.sweep]
+    found = []
+    for first in cases.modes(heap):
+        found.append(pytest.param(heap, first, usual, id=f"{heap}-{first}"))
+        found.append(pytest.param(heap, first, others, id=f"{heap}-{first}-others", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heap", "first", "seconds"), [two for heap in HEAPS for two in any_two(heap, all_by_default=heap == "threads")]
+)
+def test_a_buffer_trains_after_any_two_modes(make_ranks: MakeRanks, heap: str, first: str, seconds: list[str]) -> None:
     """Gradients bit for bit as in a run that never evaluated. Modes are a thread's or a process's: one rank of each."""
-    make_ranks(heap, 2 if heap == "shm" else 1).run(cases.buffer_case, heap, first)
+    make_ranks(heap, 2 if heap == "shm" else 1).run(cases.buffer_case, heap, first, seconds)
 
 
-@pytest.mark.parametrize("first", cases.modes("threads"))
-def test_a_layer_trains_after_any_two_modes(make_ranks: MakeRanks, first: str) -> None:
-    make_ranks("threads", 1).run(cases.layer_case, "threads", first)
+@pytest.mark.parametrize(("heap", "first", "seconds"), any_two("threads", all_by_default=False))
+def test_a_layer_trains_after_any_two_modes(make_ranks: MakeRanks, heap: str, first: str, seconds: list[str]) -> None:
+    make_ranks(heap, 1).run(cases.layer_case, heap, first, seconds)
 
 
 @pytest.mark.parametrize("make_in", ["no_grad", "inference_mode", "meta as device", "default device"])
