@@ -22,6 +22,8 @@ from moe_rt.errors import MoeRtError
 from moe_rt.train import train
 from moe_rt.train.data import Corpus
 
+LONG_S = 600.0  # longer than a case may take: who is known to be dead is not waited for
+
 
 def good_rounds() -> None:
     """Two rounds in full on the default group; seven experts fit neither three ranks nor two evenly."""
@@ -51,23 +53,22 @@ def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, in
     for victim in victims:
         error = failing_round(victim)
         start = time.monotonic()
-        members.survivors()
+        members.survivors(timeout_s=LONG_S)
         took = time.monotonic() - start
         good_rounds()
         seen.append((error, took, dist.get_world_size()))
     return seen
 
 
-def two_die_at_once(group: Any) -> tuple[float, int]:
+def two_die_at_once(group: Any) -> int:
     """Rank 2 is alive when rank 1 dies, but ends before it has left its mark."""
     members = ElasticGroup()
     failing_round(1)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    members.survivors()
+    members.survivors(timeout_s=LONG_S)
     good_rounds()
-    return time.monotonic() - start, dist.get_world_size()
+    return dist.get_world_size()
 
 
 def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
@@ -99,7 +100,7 @@ def slow_rank_is_waited_for(group: Any) -> int:
     """Rank 1 is late by less than the others wait for it."""
     members = ElasticGroup()
     time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
-    members.survivors(timeout_s=30.0)
+    members.survivors(timeout_s=LONG_S)
     good_rounds()
     return dist.get_world_size()
 
@@ -111,7 +112,7 @@ def stopped_rank_wakes_up_late(group: Any) -> tuple[str, str, int]:
     dist.barrier()
     seen = failing_round(1, signal.SIGSTOP, timeout_s=2.0)
     try:
-        members.survivors(timeout_s=5.0)
+        members.survivors(timeout_s=10.0)
     except MoeRtError as error:
         return seen, str(error), 0
     if dist.get_rank() == 0:

@@ -12,7 +12,7 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.config.spec import BufferSpec
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 
 
 def open_buffer(group: Any, spec: BufferSpec | None = None, **more: Any) -> Buffer:

@@ -151,7 +151,7 @@ def buffers(size: int) -> list[Any]:
     spec = make_spec(size)
 
     def make(group: ThreadGroup) -> None:
-        made[group.rank] = Buffer(group, timeout_s=20.0, **buffer_kwargs(spec))
+        made[group.rank] = Buffer(group, timeout_s=100.0, **buffer_kwargs(spec))
 
     threads = [threading.Thread(target=make, args=(group,)) for group in ThreadGroup.make(size)]
     for thread in threads:

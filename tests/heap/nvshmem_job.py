@@ -12,7 +12,7 @@ from moe_rt.errors import MoeRtError
 from moe_rt.heap import nvshmem
 from moe_rt.heap.segments import Segments
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 100.0
 
 
 class Job:

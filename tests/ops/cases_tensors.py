@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from moe_rt import Buffer
 
 T, H, K, E = 5, 8, 2, 4
-SIZES = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float32, timeout_s=20.0)
+SIZES = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float32, timeout_s=100.0)
 
 
 def inputs(rank: int) -> dict[str, Tensor]:

@@ -142,7 +142,7 @@ def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) ->
         for r in range(3)
     ]
     try:
-        errors = [process.communicate(timeout=45)[1] for process in ranks]  # shorter than the run's timeout_s
+        errors = [process.communicate(timeout=250)[1] for process in ranks]  # shorter than their timeout_s
     finally:
         for process in ranks:
             process.kill()
