@@ -13,21 +13,29 @@ from harness import ProcessRanks, Ranks, ThreadRanks
 CPU_HEAPS = ("threads", "shm")
 # "loopback" is the CUDA engine with its kernels on an emulated GPU.
 HEAPS = (*CPU_HEAPS, "loopback")
-# Files that a worker takes a minute for, first, so that none is left with one of them when the others are done.
+# Files that a worker takes half a minute for, first, so that none is left with one of them when the others are done.
 LONGEST = (
     "test_races.py",
-    "test_every_kernel.py",
     "test_docs.py",
-    "test_fuzz.py",
-    "test_first_failure.py",
-    "test_parity.py",
-    "test_run.py",
-    "test_pinned_compilers.py",
-    "test_data_parallel.py",
-    "test_extras.py",
-    "test_survivors.py",
+    "test_model.py",
+    "test_matrix.py",
     "test_soak.py",
+    "test_run.py",
+    "test_every_kernel.py",
+    "test_parity.py",
+    "test_survivors.py",
+    "test_modes.py",
+    "test_lanes.py",
+    "test_transformers.py",
+    "test_fuzz.py",
+    "test_data_parallel.py",
+    "test_pinned_compilers.py",
+    "test_jit.py",
+    "test_first_failure.py",
+    "test_extras.py",
     "test_free_running.py",
+    "test_real_torchtitan.py",
+    "test_real_megatron.py",
 )
 # Programs that tests start would take a thread for each core, and spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
