@@ -46,11 +46,15 @@ struct BlockShared {
   uint32_t flag, unused;
 };
 
+// How a lane waits for its peers, one after the other, with one deadline for all: each with its own would make a launch
+// wait as many timeouts as a lane has silent peers.
 template <class Machine>
 class DeviceIdle {
  public:
-  MOE_RT_FN DeviceIdle(const Machine& m, const World& w, const Control& c, Kind kind, int peer)
-      : machine_(m), world_(w), control_(c), kind_(kind), peer_(peer), deadline_(m.clock_ns() + c.timeout_ns) {}
+  MOE_RT_FN DeviceIdle(const Machine& m, const World& w, const Control& c, Kind kind)
+      : machine_(m), world_(w), control_(c), kind_(kind), deadline_(m.clock_ns() + c.timeout_ns) {}
+
+  MOE_RT_FN void watch(int peer) { peer_ = peer; }
 
   MOE_RT_FN Code pause(const Mailbox& mailbox, uint64_t seq) {
     if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
@@ -71,7 +75,7 @@ class DeviceIdle {
   const World& world_;
   const Control& control_;
   Kind kind_;
-  int peer_;
+  int peer_ = -1;
   int64_t deadline_;
   uint32_t looks_ = 0;
 };
@@ -142,8 +146,8 @@ MOE_RT_FN uint64_t severity(const Status& s) {
 }
 
 template <class Machine>
-MOE_RT_FN Status wait_for(const Machine& m, const World& w, const Control& c, Kind kind, const Header& ours, int peer) {
-  DeviceIdle<Machine> idle(m, w, c, kind, peer);
+MOE_RT_FN Status wait_for(DeviceIdle<Machine>& idle, const World& w, Kind kind, const Header& ours, int peer) {
+  idle.watch(peer);
   const Mailbox& mailbox = w.mailbox(w.rank, kind, peer);
   const Code code = wait_signal(mailbox, ours.seq, idle);
   if (code == Code::kOk) return check_header(mailbox.header[ours.seq & 1], ours, peer);
@@ -172,9 +176,10 @@ MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, Op op,
   if (block.rank() == 0) m.shared().worst = ~uint64_t{0};
   block.sync();
   Status mine;
+  DeviceIdle<Machine> idle(m, w, c, kind);
   const Range peers = strided(block, w.shape.num_ranks);
   for (int64_t peer = peers.begin; peer < peers.end; peer += peers.step) {
-    const Status s = wait_for(m, w, c, kind, ours, int(peer));
+    const Status s = wait_for(idle, w, kind, ours, int(peer));
     if (severity(s) < severity(mine)) mine = s;
   }
   if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine));

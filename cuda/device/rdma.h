@@ -135,10 +135,11 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
   const int window = c.state->windows.taken(Kind::kDispatch);
   const Layout::Window& o = w.layout.window[window];
   const char* const there = m.links.memory.segment;
+  DeviceIdle<Machine> idle(m, w, c, Kind::kDispatch);
   for (int source = m.block_index(); source < w.shape.num_ranks; source += m.num_blocks()) {
     if (w.base[source]) continue;
     if (block.rank() == 0) {
-      const Status s = wait_for(m, w, c, Kind::kDispatch, ours, source);
+      const Status s = wait_for(idle, w, Kind::kDispatch, ours, source);
       // The next launch judges refusals, of all peers at once. Anything else ends the group here: of a peer whose signal
       // comes after this wait, that launch would take lists that nobody fetched.
       if (!s.ok() && !is_refusal(s.code)) fail(w, c, s, m.link());

@@ -1,0 +1,60 @@
+"""How long a wait lasts, and how much of it leaves the core to others, in a clock that only the wait itself moves."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import NamedTuple
+
+import pytest
+
+from build import compile_program
+from moe_rt.errors import Code
+
+MACHINES = ("cpu", "gpu")
+
+
+class Wait(NamedTuple):
+    code: int
+    peer: int
+    seconds: float
+    seconds_in_naps: float
+
+
+def wait(machine: str, timeout_s: float, num_ranks: int, *late_s: float) -> Wait:
+    """Of rank 0: rank 1 announces after late_s[0], rank 2 after late_s[1] and so on; those without a time never do."""
+    arguments = [machine, str(timeout_s), str(num_ranks), *map(str, late_s)]
+    done = subprocess.run(
+        [compile_program("waiting.cpp"), *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    code, peer, seconds, napped = done.stdout.split()
+    return Wait(int(code), int(peer), float(seconds), float(napped))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("timeout_s", [0.02, 2.0])
+def test_a_wait_lasts_for_its_timeout(machine: str, timeout_s: float) -> None:
+    found = wait(machine, timeout_s, 2)
+    assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 1)
+    assert timeout_s < found.seconds < 1.1 * timeout_s
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_one_timeout_for_all_peers(machine: str) -> None:
+    """Peers that are late one after the other, and then one that never comes: on a GPU each had a time of its own."""
+    found = wait(machine, 1.0, 4, 0.5, 0.9)
+    assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 3)
+    assert 1.0 < found.seconds < 1.1
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_long_wait_naps(machine: str) -> None:
+    """All but the first milliseconds, which are for peers that are nearly there."""
+    found = wait(machine, 2.0, 2)
+    assert found.seconds_in_naps > (0.95 if machine == "cpu" else 0.7) * found.seconds
+
+
+def test_a_short_wait_of_a_cpu_rank_does_not_nap() -> None:
+    """Who comes within the first milliseconds is not kept waiting by the end of a nap."""
+    found = wait("cpu", 2.0, 2, 0.002)
+    assert found.seconds < 0.0021
+    assert found.seconds_in_naps == 0.0

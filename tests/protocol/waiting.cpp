@@ -1,0 +1,129 @@
+// Waits of a rank in a clock that moves by what they do: look, yield and nap. So it is by counting that a test learns
+// how long a wait lasts and for how much of it the core is left to others, and no machine is too slow for it.
+//
+// Usage: waiting cpu|gpu TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others never.
+// Prints the code that ends the op, the peer that it is for, how long the op took, and how much of that were naps.
+#include <sched.h>
+#include <time.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "../../cuda/device/exchange.h"
+#include "../../cuda/host/engine.h"
+
+using namespace moe_rt;
+
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000, kLookNs = 50, kYieldNs = 500, kGpuNapNs = 200;
+
+struct Arrival {
+  int64_t when;
+  uint64_t* signal;
+};
+
+std::vector<Arrival> arrivals;
+int64_t now_ns = kSecond, napped_ns = 0;
+
+void advance(int64_t ns) {
+  now_ns += ns;
+  for (const Arrival& a : arrivals) {
+    if (now_ns >= a.when) *a.signal = 1;
+  }
+}
+
+}  // namespace
+
+// In place of the C library's, for the standard library too.
+extern "C" int clock_gettime(clockid_t, timespec* when) noexcept {
+  advance(kLookNs);
+  *when = {now_ns / kSecond, now_ns % kSecond};
+  return 0;
+}
+
+extern "C" int sched_yield() noexcept {
+  advance(kYieldNs);
+  return 0;
+}
+
+extern "C" int nanosleep(const timespec* nap, timespec*) {
+  const int64_t ns = nap->tv_sec * kSecond + nap->tv_nsec;
+  advance(ns), napped_ns += ns;
+  return 0;
+}
+
+namespace {
+
+// A GPU of one lane.
+struct Gpu {
+  BlockShared& shared_;
+  Solo block() const { return {}; }
+  BlockShared& shared() const { return shared_; }
+  MappedLink link() const { return {}; }
+  int64_t clock_ns() const {
+    advance(kLookNs);
+    return now_ns;
+  }
+  void nap() const { advance(kGpuNapNs), napped_ns += kGpuNapNs; }
+};
+
+Status wait_on_cpu(const EngineConfig& config) {
+  Engine engine(config);
+  return engine.refuse(Op::kDispatch, Code::kInvalidInput, 0, 0, 0);
+}
+
+Status wait_on_gpu(const World& world, double timeout_s) {
+  DeviceState state{};
+  state.seq[static_cast<int>(Kind::kDispatch)] = 1;
+  HostRecord record{};
+  BlockShared shared{};
+  const Control control{&state, &record, static_cast<int64_t>(timeout_s * kSecond), 0, 0};
+  finish(Gpu{shared}, world, control, Op::kDispatch, 0, [](uint64_t, int) {}, [] {});
+  return record.status;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 4) return 2;
+  const bool on_cpu = std::strcmp(argv[1], "cpu") == 0;
+  const double timeout_s = std::atof(argv[2]);
+  const int num_ranks = std::atoi(argv[3]);
+  const Shape shape{num_ranks, num_ranks, 1, 1, 1, 4, 4};
+  const Layout layout = Layout::make(shape);
+  // One segment for all: what rank 0 sends to its peers lies in mailboxes that it does not read.
+  const std::unique_ptr<char[]> memory(new char[layout.bytes + kPage]());
+  char* const segment = memory.get() + kPage - reinterpret_cast<uintptr_t>(memory.get()) % kPage;
+  const std::vector<char*> base(num_ranks, segment);
+  const World world{shape, layout, {}, nullptr, base.data(), nullptr, 0, 1, 1};
+  world.mailbox(0, Kind::kDispatch, 0).signal = 1;
+  for (int i = 4; i < argc; ++i) {
+    const auto late_ns = static_cast<int64_t>(std::atof(argv[i]) * kSecond);
+    arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, i - 3).signal});
+  }
+  std::vector<int32_t> expert_rank(num_ranks);
+  for (int r = 0; r < num_ranks; ++r) expert_rank[r] = r;
+  const int64_t start_ns = now_ns;
+  const Status status = on_cpu ? wait_on_cpu({.shape = shape,
+                                              .elem = rows::Elem::kFloat32,
+                                              .rank = 0,
+                                              .config_hash = 1,
+                                              .expert_rank = expert_rank,
+                                              .capacity = std::vector<int64_t>(num_ranks, 1),
+                                              .segments = std::vector<uint64_t>(num_ranks, uint64_t(segment)),
+                                              .watches = {},
+                                              .timeout_s = timeout_s,
+                                              .dispatch_codec = Codec::kRaw,
+                                              .combine_codec = Codec::kRaw,
+                                              .drop_overflow = false,
+                                              .num_lanes = 1,
+                                              .isa = "portable"})
+                               : wait_on_gpu(world, timeout_s);
+  const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kSecond; };
+  std::printf("%d %d %.9g %.9g\n", static_cast<int>(status.code), status.peer, seconds(now_ns - start_ns),
+              seconds(napped_ns));
+}
