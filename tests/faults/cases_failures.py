@@ -116,6 +116,22 @@ def use_in_child(group: Any, num_threads: int) -> str:
         return text
 
 
+def let_go_in_child(group: Any, num_threads: int) -> int:
+    """A forked child's copy of the buffer becomes garbage there; returns how the child ended."""
+    buffer = open_buffer(group, num_threads=num_threads)
+    good_round(buffer)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends it if it waits for what it does not have
+        del buffer
+        gc.collect()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    good_round(buffer)
+    buffer.close()
+    return status
+
+
 def too_large(group: Any) -> str:
     """A segment no machine has room for is an error at creation."""
     spec = make_spec(group.size(), num_max_tokens_per_rank=2**20, hidden=2**20, num_topk=1, num_experts=3)

@@ -46,7 +46,8 @@ def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
 def test_peer_that_closed_first(make_ranks: MakeRanks, heap: str) -> None:
     texts = make_ranks(heap, SIZE).run(cases.peer_closes_first, FAULTY_RANK)
     assert texts[FAULTY_RANK] == "closed"
-    assert any(text.startswith("GroupClosed: dispatch #2 on rank") for text in texts)
+    told = "rank 1 closed its buffer: it announced op 1, expected 2; a rank without tokens must call, too"
+    assert any(text.startswith("GroupClosed: dispatch #2 on rank") and told in text for text in texts), texts
     assert all(text.startswith(("GroupClosed", "GroupPoisoned", "closed")) for text in texts), texts
 
 
@@ -82,6 +83,12 @@ def test_forked_child_is_refused(make_ranks: MakeRanks, num_threads: int) -> Non
     for text in make_ranks("shm", 2).run(cases.use_in_child, num_threads):
         assert text.startswith("GroupClosed:")
         assert "after fork" in text
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_forked_child_lets_go(make_ranks: MakeRanks, num_threads: int) -> None:
+    """Its copy of the engine waits for no thread of the parent's, and says no goodbye for it."""
+    assert make_ranks("shm", 2).run(cases.let_go_in_child, num_threads) == [0, 0]
 
 
 def test_segment_that_does_not_fit(make_ranks: MakeRanks) -> None:

@@ -179,6 +179,17 @@ def test_who_passes_a_failure_on_is_not_taken_for_the_first() -> None:
         buffer.close()
 
 
+def test_an_abort_blames_nobody() -> None:
+    made = buffers(2)
+    made[1].abort()
+    with pytest.raises(GroupPoisoned, match="rank 1 failed first: its own exception, or abort") as raised:
+        made[0].check()
+    assert raised.value.peer == 1
+    assert [rank.poison for rank in made[0].report().ranks] == ["poisoned, found by rank 1"] * 2
+    for buffer in made:
+        buffer.close()
+
+
 @pytest.mark.parametrize("num_bytes", [1, 504, 505, 2**63, 2**64 - 1])
 def test_hostile_last_words(num_bytes: int) -> None:
     made = buffers(2)

@@ -28,7 +28,7 @@ def header(**changes: int) -> bytes:
     return struct.pack("<QQQiiqq", *{**fields, **changes}.values())
 
 
-def what_rank_0_sees(announced: bytes, poison: int = 0) -> Any:
+def what_rank_0_sees(announced: bytes, poison: int = 0, columns: int = SPEC.hidden) -> Any:
     """Rank 0 dispatches; in place of rank 1's first dispatch there are only these bytes in rank 0's segment."""
     buffers: list[Any] = [None, None]
     group = ThreadGroup.make(2)
@@ -47,9 +47,10 @@ def what_rank_0_sees(announced: bytes, poison: int = 0) -> Any:
     ctypes.c_uint64.from_address(mailbox).value = 1
     ctypes.c_uint64.from_address(segment + POISON).value = poison
     try:
-        buffers[0].dispatch(torch.zeros(0, SPEC.hidden), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3))
+        buffers[0].dispatch(torch.zeros(0, columns), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 3))
     except MoeRtError as error:
-        return f"{type(error).__name__}: {error}"
+        because = f" <- {type(error.__cause__).__name__}" if error.__cause__ else ""
+        return f"{type(error).__name__}: {error}{because}"
     finally:
         for buffer in buffers:
             buffer.close()
@@ -75,6 +76,14 @@ def test_an_honest_header_is_believed() -> None:
 )
 def test_header(changes: dict[str, int], message: str) -> None:
     assert what_rank_0_sees(header(**changes)).startswith(message)
+
+
+def test_a_failure_counts_for_more_than_a_refusal() -> None:
+    """Also than this rank's own, which comes first: after a refusal it would go on with a group that has ended."""
+    assert what_rank_0_sees(header(), columns=SPEC.hidden - 1).startswith("InvalidInput: x: got")
+    seen = what_rank_0_sees(header(config=CONFIG ^ 1), columns=SPEC.hidden - 1)
+    assert seen.startswith("ConfigMismatch: dispatch #1 on rank 0: rank 1 published"), seen
+    assert seen.endswith(" <- InvalidInput"), seen
 
 
 @pytest.mark.parametrize("word", [2**64 - 1, 22 << 48, 1, 0x7FFF])
