@@ -155,6 +155,26 @@ def test_different_layers() -> None:
     assert kinds(errors) <= {CallOrderMismatch, GroupPoisoned}
 
 
+def test_the_worst_of_what_peers_announce_counts() -> None:
+    """Each lane judges another peer's header: rank 1's entry is refused, and rank 2 runs another layer."""
+    announced = threading.Barrier(SIZE)
+
+    def act(buffer: Buffer, mine: Any) -> None:
+        launch = buffer._engine._launcher.launch
+
+        def when_all_have_announced(name: str, blocks: int, stream: int) -> None:
+            if name == "dispatch_receive":
+                announced.wait(60.0)  # or a rank would be told of a failure before it sees one
+            launch(name, blocks, stream)
+
+        buffer._engine._launcher.launch = when_all_have_announced
+        if buffer.rank == 1:
+            mine[1][0, 0] = 99
+        buffer.dispatch(*mine, tag=5 + (buffer.rank == 2))
+
+    assert kinds(outcomes(act)) == {CallOrderMismatch}
+
+
 def test_different_ops() -> None:
     def act(buffer: Buffer, mine: Any) -> None:
         recv_x, recv_weights, handle = buffer.dispatch(*mine)

@@ -13,6 +13,7 @@ from faults.cases_faults import good_round, open_buffer
 
 from moe_rt import ThreadGroup
 from moe_rt.diagnostics import Report
+from moe_rt.diagnostics.collect import report_on
 from moe_rt.errors import MoeRtError
 
 WAIT_S = 100.0
@@ -50,6 +51,14 @@ def waiting_times(group: Any, faulty_rank: int, seconds: float) -> tuple[list[in
             time.sleep(seconds)
         good_round(buffer)
         return buffer.waited_ns(), buffer.report()
+
+
+def swapped_segments(group: Any) -> Report:
+    """A report in which each rank's segment stands in the place of the other's."""
+    with open_buffer(group) as buffer:
+        good_round(buffer)
+        segments = buffer._engine._segments  # type: ignore[attr-defined]
+        return report_on(segments.members, segments.mappings[::-1], segments.watches)
 
 
 def watched_from_a_thread(group: Any, faulty_rank: int) -> Report | None:

@@ -92,6 +92,14 @@ def test_closed_rank_is_told(make_ranks: MakeRanks, heap: str) -> None:
     assert states[0].startswith("has closed its buffer, last finished combine #1")
 
 
+def test_a_segment_that_names_another_rank_is_not_believed(make_ranks: MakeRanks) -> None:
+    """As if rank 0's own mapping were that of rank 1, and the other way round."""
+    for report in make_ranks("threads", 2).run(cases.swapped_segments):
+        said = [f"rank: got {1 - rank} of 2, expected {rank} of 2" for rank in range(2)]
+        assert [rank.problem for rank in report.ranks] == said
+        assert [rank.last_ops for rank in report.ranks] == [[], []]
+
+
 def test_ring_keeps_the_last_ops() -> None:
     ops = cases.good_rounds(ThreadGroup.make(1)[0], 50).ranks[0].last_ops
     assert [(op.op, op.seq) for op in ops] == [(kind, n) for n in range(19, 51) for kind in ("dispatch", "combine")]

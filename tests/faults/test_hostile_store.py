@@ -129,6 +129,13 @@ def test_another_descriptor_is_refused(fields: dict[str, Any]) -> None:
         shm.allocate(Scripted(honest, changed(**fields), honest), NUM_BYTES, 1.0)
 
 
+def test_a_segment_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root could open it. Here this rank takes itself for somebody else, and so its own segment for a stranger's."""
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(SegmentPermission, match=f"segment of rank 0: got .*, {os.getuid()}, .*, expected "):
+        shm.allocate(Scripted(honest, honest, honest), NUM_BYTES, 1.0)
+
+
 def test_a_file_that_could_shrink_is_refused(tmp_path: Path) -> None:
     """The user's own file, of the right size and truly described: whoever can truncate it could end us with SIGBUS."""
     path = tmp_path / "file"

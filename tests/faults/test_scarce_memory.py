@@ -53,6 +53,8 @@ def test_limit_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OutOfSharedMemory, match=r"got segments of 200000 bytes .*, expected at most 100000"):
         shm.allocate(ThreadGroup.make(1)[0], 200_000, 1.0)
     shm.allocate(ThreadGroup.make(1)[0], 65_536, 1.0).release()
+    with pytest.raises(OutOfSharedMemory, match=r"got segments of 131072 bytes for all ranks .*, expected at most"):
+        shm.allocate(ThreadGroup.make(2)[0], 65_536, 1.0)
 
 
 @needs_root
