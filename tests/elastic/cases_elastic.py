@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -47,8 +48,16 @@ def failing_round(victim: int, send: signal.Signals = signal.SIGKILL, timeout_s:
     return "no error"
 
 
-def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, int]]:
-    """Victims, by their rank at that time, die one after another: error, seconds to regroup, new size."""
+def num_watched() -> int:
+    """Processes that this one has a descriptor of."""
+    gc.collect()
+    open_here = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(path.startswith("/proc/") and path.endswith("/stat") for path in open_here)
+
+
+def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, int, int]]:
+    """Victims, by their rank at that time, die one after another: error, seconds to regroup, new size, processes
+    that are still watched."""
     members, seen = ElasticGroup(), []
     for victim in victims:
         error = failing_round(victim)
@@ -56,7 +65,7 @@ def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, float, in
         members.survivors(timeout_s=LONG_S)
         took = time.monotonic() - start
         good_rounds()
-        seen.append((error, took, dist.get_world_size()))
+        seen.append((error, took, dist.get_world_size(), num_watched()))
     return seen
 
 

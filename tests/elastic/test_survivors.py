@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import ProcessRanks
 
 from moe_rt.elastic import ElasticGroup
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded
 
 SIZE = 3
 
@@ -26,8 +26,9 @@ def outcomes(case: object, *args: object) -> list[object]:
 def test_one_after_another(victims: list[int]) -> None:
     seen = outcomes(cases.fewer_and_fewer, victims)
     (last,) = (rank for rank, outcome in enumerate(seen) if not isinstance(outcome, ChildProcessError))
-    assert [(error, size) for error, _, size in seen[last]] == [("PeerDead", 2), ("PeerDead", 1)]
-    for _, took, _ in seen[last]:
+    found = [(error, size, watched) for error, _, size, watched in seen[last]]
+    assert found == [("PeerDead", 2, 2), ("PeerDead", 1, 1)], "and nobody keeps a descriptor of the dead"
+    for _, took, *_ in seen[last]:
         print(f"regrouped in {took * 1000:.0f} ms")
 
 
@@ -74,3 +75,24 @@ def test_only_gloo_goes_on() -> None:
             ElasticGroup()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_the_first_word_on_whether_the_group_was_made_counts(monkeypatch: pytest.MonkeyPatch, formed: bool) -> None:
+    """Another rank has said it, and this one sees the contrary: going by its own it would be in a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    members = ElasticGroup()
+    dist.PrefixStore("moe_rt/survivors/1", members._store).set("formed", str(formed))
+    try:
+        with monkeypatch.context() as patch:
+            if formed:
+                patch.setattr(dist, "init_process_group", failing)
+            with pytest.raises(RankExcluded if formed else PeerTimeout):
+                members.survivors()
+        assert members.survivors() == [0], "asked once more, it decides anew"
+    finally:
+        dist.destroy_process_group()
+
+
+def failing(*args: object, **kwargs: object) -> None:
+    raise RuntimeError("Connection closed by peer")
