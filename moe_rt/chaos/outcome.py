@@ -75,7 +75,7 @@ def after_all(reports: dict[int, dict[str, Any]]) -> list[str]:
     for rank, report in alive(reports).items():
         if report["raised"] != "nothing" and report["then"] == "nothing" and report["made"]:
             complaints.append(f"rank {rank} completed a step after {report['raised']}")
-        kept = {name: report[name] for name in ("fds", "threads", "segments") if report[name] > 0}
+        kept = {name: report[name] for name in ("descriptors", "threads", "segments") if report[name] > 0}
         if kept:
             complaints.append(f"rank {rank} kept {', '.join(f'{count} {name}' for name, count in kept.items())}")
     return complaints

@@ -19,6 +19,7 @@ from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.scarcity import Scarcity
 from moe_rt.chaos.steps import OPS_OF_A_STEP
 from moe_rt.faults import POINTS
+from moe_rt.testing.held import held
 
 # There must be a later op in which survivors notice.
 LAST_OP = OPS_OF_A_STEP * (STEPS - 1)
@@ -85,15 +86,6 @@ def _summary(outcomes: list[Outcome[Any]]) -> dict[str, float]:
     return {"rounds": len(outcomes), **noticed}
 
 
-def names_in_dev_shm() -> set[str]:
-    """Where a segment that was left behind would be, without what benchmarks and semaphores put there for a while."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("moe_rt_bench_", "sem."))}
-
-
 def _held() -> dict[str, int]:
-    """What could leak, here; every rank counts its own descriptors and segments."""
-    return {
-        "entries in /dev/shm": len(names_in_dev_shm()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
-    }
+    """What could leak, here; every rank counts its own."""
+    return held() | {"processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())}

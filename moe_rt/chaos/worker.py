@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import os
 import signal
 import time
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.testing.channel import Channel
+from moe_rt.testing.held import held
 from moe_rt.testing.limits import MIB, limited
 from moe_rt.testing.rounds import WrongOutput
 
@@ -37,8 +36,8 @@ def serve(channel: Channel, board: Board, place: int) -> None:
     init_timeout_s; and if there are any: fault (for MOE_RT_FAULT), sizes (fields of Size), modes (of the steps, in
     turn), ballast_mib (memory to hold), limit ([kind, room], see `limited`). The report: raised (the error's class,
     "nothing" or "wrong data"), typed (whether it is one of ours), message, peer, at (when it was raised,
-    monotonic), made (whether there was a buffer), steps done, then (what the next step raises), segments, fds and
-    threads left behind.
+    monotonic), made (whether there was a buffer), steps done, then (what the next step raises), segments,
+    descriptors and threads left behind.
     """
     torch.set_num_threads(1)
     os.environ[faults.VARIABLE] = ""  # a fault is for sessions only
@@ -52,14 +51,13 @@ def serve(channel: Channel, board: Board, place: int) -> None:
 
 def _life(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
     """One session, and what it left behind."""
-    before = _held()
+    before = held()
     ballast = mmap.mmap(-1, max(1, order.get("ballast_mib", 0) * MIB), flags=_POPULATED)
     _join(order)
     report = _session(order, board, place)
     dist.destroy_process_group()
-    gc.collect()
     ballast.close()
-    return report | {name: now - before[name] for name, now in _held().items()}
+    return report | {name: now - before[name] for name, now in held().items()}
 
 
 def _warm_up() -> None:
@@ -117,13 +115,4 @@ def _raised(error: BaseException) -> dict[str, Any]:
         "message": str(error),
         "peer": getattr(error, "peer", -1),
         "at": time.monotonic(),
-    }
-
-
-def _held() -> dict[str, int]:
-    """What could leak."""
-    return {
-        "fds": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "segments": Path("/proc/self/maps").read_text().count("memfd:moe_rt"),
     }

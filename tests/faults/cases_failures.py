@@ -6,11 +6,17 @@ import gc
 import os
 import signal
 import time
+import weakref
 from typing import Any
 
 import torch
 from cases_faults import good_round, open_buffer
 from routing import make_spec
+
+from moe_rt import Buffer
+from moe_rt.testing.held import held
+
+kept: list[Buffer] = []
 
 
 def peer_closes_first(group: Any, faulty_rank: int) -> str:
@@ -80,18 +86,30 @@ def die_at(group: Any, faulty_rank: int, at: str) -> str:
     return "no error"
 
 
-def open_close_many(group: Any, times: int) -> tuple[int, int]:
-    """File descriptors before and after making and closing buffers; garbage left to the collector included."""
-    open_buffer(group).close()
-    gc.collect()  # buffers of earlier cases, kept by their errors' tracebacks
-    before = len(os.listdir("/proc/self/fd"))
+def open_close_many(group: Any, times: int) -> tuple[dict[str, int], dict[str, int], int]:
+    """What this process holds before and after making buffers, closed or left to the collector, and how many of the
+    segments that this rank had mapped are still in memory."""
+    mapped: list[weakref.ref[Any]] = []
+    with open_buffer(group) as buffer:  # what every first buffer makes for good; all ranks are here
+        good_round(buffer)
+        before = held()
     for i in range(times):
         buffer = open_buffer(group)
         good_round(buffer)
+        mapped += [weakref.ref(mapping) for mapping in buffer._engine._segments.mappings]
         if i % 2:
             buffer.close()
         del buffer
-    return before, len(os.listdir("/proc/self/fd"))
+    with open_buffer(group) as buffer:  # and here have let go of theirs
+        good_round(buffer)
+        return before, held(), sum(mapping() is not None for mapping in mapped)
+
+
+def keep_open(group: Any) -> list[int]:
+    """The inodes of all segments of a buffer that is never closed."""
+    kept.append(open_buffer(group))
+    good_round(kept[0])
+    return [inode for _, inode in kept[0]._engine._segments.members]
 
 
 def use_in_child(group: Any, num_threads: int) -> str:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import resource
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from moe_rt.chaos.rounds import names_in_dev_shm
+from moe_rt.testing.held import held as held_by_process
 
 # Caches of torch and of the allocator grow for a while, and do not shrink.
-MARGINS = {"descriptors": 0, "threads": 0, "segments": 0, "names in /dev/shm": 0, "store keys": 0, "resident MiB": 150}
+MARGINS = {"descriptors": 0, "threads": 0, "segments": 0, "store keys": 0, "resident MiB": 150}
 
 
 def held(group: dist.ProcessGroup) -> dict[str, int]:
-    """Counts, of this process but for the store's keys and names in /dev/shm."""
-    gc.collect()
+    """Counts, of this process but for the store's keys."""
+    counts = held_by_process()
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     keys = _get_process_group_store(group).list_keys()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "segments": Path("/proc/self/maps").read_text().count("memfd:moe_rt"),
-        "names in /dev/shm": len(names_in_dev_shm()),
+    return counts | {
         "store keys": sum("moe_rt" in key and not _of_group(key) for key in keys),
         "resident MiB": resident_pages * resource.getpagesize() >> 20,
     }
