@@ -214,6 +214,21 @@ def test_steps_of_nine_digits(tmp_path: Path) -> None:
     assert cases.load(None, tmp_path) == 100_000_008
 
 
+def test_a_crash_while_an_old_one_is_removed(copy: Path) -> None:
+    """What is left of it does not carry the name of a checkpoint: it would be called damaged."""
+
+    def cut_short(directory: Path, **_: object) -> None:
+        (directory / MANIFEST).unlink()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            cases.save(None, copy, 3)
+    assert sorted(path.name for path in copy.iterdir()) == ["step-00000001.old.tmp", "step-00000002", "step-00000003"]
+    assert cases.load(None, copy) == 3
+
+
 def test_a_start_from_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cases.load(None, tmp_path / "none") == 0
     assert capsys.readouterr().out == f"resume: {tmp_path}/none has no checkpoint, so this starts from step 0\n"

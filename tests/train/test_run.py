@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -13,8 +14,11 @@ import cases_train as cases
 import matplotlib.image
 import pytest
 from click.testing import CliRunner
+from torch import Tensor, nn
 
-from moe_rt.train import cli
+from moe_rt.errors import MoeRtError
+from moe_rt.parallel.clip import clip_grad_norm_
+from moe_rt.train import cli, loop, train
 from moe_rt.train.optim import learning_rate
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -106,6 +110,19 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.main, arguments(out=tmp_path / "file" / "run"))
     assert result.exit_code == 1
     assert result.output.startswith("Error: NotADirectoryError: [Errno 20] Not a directory: ")
+
+
+def test_an_infinite_gradient_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is still finite, and no checkpoint keeps what the step has made of the weights."""
+
+    def overflow_then_clip(model: nn.Module, max_norm: float) -> Tensor:
+        next(model.parameters()).grad.fill_(math.inf)
+        return clip_grad_norm_(model, max_norm)
+
+    monkeypatch.setattr(loop, "clip_grad_norm_", overflow_then_clip)
+    with pytest.raises(MoeRtError, match=r"step 1: got loss \d\S* and gradient norm inf, expected finite numbers"):
+        train(cases.tiny(out=tmp_path / "run", steps=1))
+    assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
