@@ -54,7 +54,7 @@ class Buffer:
             for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
         combine_dtype: the same for the sums that come home.
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf for ever.
-        init_timeout_s: the same for making the buffer.
+        init_timeout_s: the same for making the buffer, in all its waits together.
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
         num_threads: host threads that run this rank's ops on the CPU.
         num_sms: multiprocessors that an op's launches may fill on a GPU; None for as many as the heap allows.

@@ -40,6 +40,7 @@ class Meeting:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size, self._round = store, rank, size, 0
+        self._waited_s = 0.0  # in all rounds together: each with a time of its own would add up to many timeouts
         self._watches: dict[int, Watch | None] = {}
         self._here = place()
         with reaching_store(rank):
@@ -50,7 +51,10 @@ class Meeting:
         self._failure, self._left = f"{self._name}/failure", f"{self._name}/left"
 
     def gather(self, payload: str, timeout_s: float) -> list[str]:
-        """Every rank's payload in rank order; raises what the first rank to fail raised, PeerDead or PeerTimeout."""
+        """Every rank's payload in rank order; raises what the first rank to fail raised, PeerDead or PeerTimeout.
+
+        The time is that of this meeting's waits so far, this one included.
+        """
         keys = self._keys(self._round)
         with reaching_store(self._rank):
             self._store.set(keys[self._rank], payload)
@@ -98,12 +102,13 @@ class Meeting:
             while missing and self._store.check([keys[missing[0]]]):
                 missing.pop(0)
             if not missing:
+                self._waited_s += time.monotonic() - start
                 return
             if failed:
                 raise self._told()
             self._look_for_the_dead(missing, keys)
             waited = time.monotonic() - start
-            if waited > timeout_s:
+            if self._waited_s + waited > timeout_s:
                 raise self._timed_out([r for r in missing if not self._store.check([keys[r]])], timeout_s)
             time.sleep(min(_SHORTEST_PAUSE_S + waited / 8, _LONGEST_PAUSE_S))
 

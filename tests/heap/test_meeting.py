@@ -15,7 +15,8 @@ from routing import buffer_kwargs, make_spec
 from torch._C._distributed_c10d import Store
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
-from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead
+from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead, PeerTimeout
+from moe_rt.heap import meeting
 from moe_rt.heap.processes import watch
 
 SIZE = 3
@@ -118,6 +119,37 @@ def test_a_rank_that_ended_long_ago_is_not_waited_for() -> None:
     store.set("moe_rt/places/1", place)
     with pytest.raises(PeerDead, match="the process of rank 1 ended"):
         Buffer(ThreadGroup(store, 0, 2, "cpu"), **buffer_kwargs(make_spec(2)))
+
+
+class Clock:
+    """It moves by the pauses of a wait alone, and lets rank 1 come to rounds of the first meeting in `store`."""
+
+    def __init__(self, store: Store, *comes: float) -> None:
+        self.now, self._store = 0.0, store
+        self._comes = [(when, f"moe_rt/1/{number}/1") for number, when in enumerate(comes)]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self._comes and self.now >= self._comes[0][0]:
+            self._store.set(self._comes.pop(0)[1], "{}")
+
+
+@pytest.mark.parametrize("comes", [(), (9.0,), (5.0, 9.0)], ids=str)
+def test_one_timeout_for_all_rounds_of_a_meeting(monkeypatch: pytest.MonkeyPatch, comes: tuple[float, ...]) -> None:
+    """Rank 1 is late again and again, and then stays away."""
+    store = dist.HashStore()
+    clock = Clock(store, *comes)
+    monkeypatch.setattr(meeting, "time", clock)
+    group = ThreadGroup(store, 0, 2, "cpu")
+    with group:
+        for _ in comes:
+            group.all_gather("{}", 10.0)
+        with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not come to make a buffer within 10 s"):
+            group.all_gather("{}", 10.0)
+    assert 10.0 < clock.now < 10.2
 
 
 SINGLE = dict(num_max_tokens_per_rank=4, hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
