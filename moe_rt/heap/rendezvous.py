@@ -110,8 +110,6 @@ class StoreRendezvous(Rendezvous):
             rank, store, size = dist.get_rank(group), _get_process_group_store(group), dist.get_world_size(group)
         except (ValueError, KeyError) as error:
             raise InvalidConfig("group: got a process group that was destroyed, expected a living one") from error
-        if rank < 0:
-            raise InvalidConfig("group: got a process group that this rank is not a member of, expected a member")
         super().__init__(store, rank, size, topology)
         self.group = group
 
