@@ -119,7 +119,7 @@ def stopped_rank_wakes_up_late(group: Any) -> tuple[str, str, int]:
     dist.barrier()
     seen = failing_round(1, signal.SIGSTOP, timeout_s=2.0)
     try:
-        members.survivors(timeout_s=5.0)
+        members.survivors(timeout_s=10.0)
     except MoeRtError as error:
         return seen, str(error), 0
     if dist.get_rank() == 0:
