@@ -55,7 +55,9 @@ def measure(
 
     Every round runs each step for its share of `iters` isolated iterations and then as long a chain. The order within
     a round rotates, so that nobody always follows the same neighbour; the first iteration after a change of step is
-    not timed, as it finds the caches full of another's data. With `cold`, every isolated iteration does.
+    not timed, as it finds the caches full of another's data. With `cold`, every isolated iteration does. A chain takes
+    its inputs backwards and so ends on the neighbour of the last isolated iteration's: however many inputs take turns,
+    no output is right for both, which an output of long ago would be if both checks were of its input.
     `progress` hears what part is done, turn by turn.
     """
     clocks = [Clock() for _ in steps]
@@ -89,13 +91,13 @@ def _one_turn(world: World, step: Step, clock: Clock, share: int, cold: bool, ch
     output = None
     world.meet()
     start = perf_counter_ns()
-    for i in range(first + 1 + share, first + 2 * share):
+    for i in range(first + 2 * share, first + 1 + share, -1):
         step.run(i)
-    output = step.run(first + 2 * share)
+    output = step.run(first + 1 + share)
     world.processor.finish()
     clock.chains.append((start, perf_counter_ns()))
     if check:
-        _check(step, first + 2 * share, output, clock)
+        _check(step, first + 1 + share, output, clock)
 
 
 def _check(step: Step, i: int, output: object, clock: Clock) -> None:
