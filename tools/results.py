@@ -47,7 +47,8 @@ def speedup(times: Times) -> float:
 
 
 def ms(us: float) -> str:
-    value = us / 1000
+    """Three digits, more where there are more before the point."""
+    value = float(f"{us / 1000:.3g}") if us < 1e5 else us / 1000
     return f"{value:,.0f}" if value >= 100 else f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 

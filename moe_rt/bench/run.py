@@ -66,23 +66,23 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
     with_mpi = "mpi" in settings.contestants and any(case.heap == "shm" for case in cases)
     mpirun = find_mpirun() if with_mpi else None
     card = machine_card()
-    groups: dict[tuple[object, ...], list[Case]] = {}
-    for case in cases:
-        groups.setdefault((case.ranks, case.heap, _iters(case, settings)), []).append(case)
-    measured: dict[Case, dict[str, Any]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for place, case in enumerate(cases):
+        groups.setdefault((case.ranks, case.heap, _iters(case, settings)), []).append(place)
+    measured: dict[int, dict[str, Any]] = {}  # by place, as the same case may be asked for twice
     for group in groups.values():  # ranks are started once for all cases that they can run
         job = Job(
-            cases=group,
+            cases=[cases[place] for place in group],
             contestants=list(settings.contestants),
             cores=cores(),
-            iters=_iters(group[0], settings),
+            iters=_iters(cases[group[0]], settings),
             warmup=settings.warmup,
             seed=settings.seed,
             cold=settings.cold,
         )
         records = launch(job, mpirun, settings.malloc == "recycle", progress)
         measured.update(zip(group, map(summarise, records), strict=True))
-    runs = [measured[case] for case in cases]
+    runs = [measured[place] for place in range(len(cases))]
     started_by = "python" if mpirun is None else "mpirun"
     document = {"machine": card, "settings": {**vars(settings), "started_by": started_by}, "runs": runs}
     if sweep:

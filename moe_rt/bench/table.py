@@ -73,7 +73,7 @@ def _own_lines(own: dict[str, Any]) -> list[str]:
 
 def time(us: float) -> str:
     """Three digits and a unit."""
-    for limit, divisor, unit in ((1e3, 1, "us"), (1e6, 1e3, "ms")):
+    for limit, divisor, unit in ((999.5, 1, "us"), (999.5e3, 1e3, "ms")):  # what three digits round up to 1000
         if us < limit:
             return f"{us / divisor:.3g} {unit}"
     return f"{us / 1e6:.3g} s"
