@@ -1,0 +1,174 @@
+"""What moe_rt says about itself, on a clock that its ops wind: phases, waits for each peer, Python's part, shares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from moe_rt.bench.inputs import Inputs
+from moe_rt.bench.observe import observe_layer, observe_pair
+from moe_rt.bench.step import Step
+from moe_rt.bench.world import World
+
+# Nanoseconds before announcing, waiting and after, of each op; and when each of three peers was seen, itself included.
+SPANS = {
+    "dispatch": (1_000, 2_000, 4_000),
+    "combine": (8_000, 16_000, 32_000),
+    "dispatch_backward": (100, 200, 400),
+    "combine_backward": (10, 20, 40),
+}
+SEEN = {"dispatch": [500, 500, 2_000], "combine": [0, 9_000, 16_000]}
+AROUND = {"dispatch": 300, "combine": 500, "dispatch_backward": 70, "combine_backward": 30}  # Python's part
+
+
+class Machine:
+    """A clock, and a buffer whose ops take SPANS of it, and AROUND."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._last = "combine"
+
+    def clock(self) -> int:
+        return self.now
+
+    def op(self, name: str) -> None:
+        self._last = name
+        self.now += sum(SPANS[name]) + AROUND[name]
+
+    def timings(self) -> dict[str, Any]:
+        before, wait, after = SPANS[self._last]
+        spans = {"before_ns": before, "wait_ns": wait, "after_ns": after}
+        return {**spans, "arrival_ns": SEEN.get(self._last, []), "line_latency_ns": [0.0, 40.0, 20.0]}
+
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_Op.apply(self, "dispatch", x, topk_weights), None
+
+    def combine(self, rows: Tensor, weights: Tensor, handle: None) -> Tensor:
+        out, _ = _Op.apply(self, "combine", rows, weights)
+        return out
+
+
+class _Op(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, machine: Machine, name: str, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.op = lambda: machine.op(f"{name}_backward")
+        machine.op(name)
+        return rows.clone(), weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, Tensor]:
+        ctx.op()
+        return None, None, *grads
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr("moe_rt.bench.observe.perf_counter_ns", machine.clock)
+    return machine
+
+
+def world_of(*others: Callable[[Any], Any]) -> World:
+    """Rank 0, whose notes the others' are made of."""
+    board: Any = SimpleNamespace(
+        all_gather=lambda text, timeout_s: [text, *(json.dumps(other(json.loads(text))) for other in others)]
+    )
+    processor: Any = SimpleNamespace(finish=int, cool=int)
+    group: Any = None
+    return World(0, 1 + len(others), group, board, SimpleNamespace(wait=int), processor, mpi=False)  # type: ignore[arg-type]
+
+
+def times(factor: int) -> Callable[[Any], Any]:
+    """A rank for which everything takes `factor` times as long."""
+
+    def multiplied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: multiplied(item) for key, item in value.items()}
+        return [multiplied(item) for item in value] if isinstance(value, list) else value * factor
+
+    return multiplied
+
+
+def test_a_pair(machine: Machine) -> None:
+    """Rank 1 takes three times as long as rank 0, so means over ranks are twice rank 0's. All but lines are in us."""
+    inputs = Inputs(torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    buffer: Any = machine
+    seen = observe_pair(world_of(times(3)), buffer, [inputs], cold=False)
+    assert seen["breakdown"] == pytest.approx(
+        {"publish": 2, "wait for rows": 4, "gather": 8, "push": 16, "wait for partials": 32, "reduce": 64}
+    )
+    # What a peer adds to the time of the peers before it: 500, 0 and 1500 ns; 0, 9000 and 7000 ns.
+    assert seen["waits"] == {
+        "dispatch": [pytest.approx([0.5, 0, 1.5]), pytest.approx([1.5, 0, 4.5])],
+        "combine": [pytest.approx([0, 9, 7]), pytest.approx([0, 27, 21])],
+    }
+    assert seen["line_latency_ns"] == [[0, 40, 20], [0, 120, 60]]
+    # Two backwards in one walk: half of what it takes beyond the engine, (70 + 30) / 2, for each.
+    assert seen["overhead"] == pytest.approx(
+        {
+            "dispatch no_grad": 0.6,
+            "combine no_grad": 1.0,
+            "dispatch grad": 0.6,
+            "combine grad": 1.0,
+            "each backward grad": 0.1,
+        }
+    )
+
+
+def test_a_pair_is_told_by_its_median(machine: Machine) -> None:
+    """One iteration that took ten times as long changes no phase; a wait is a mean, which it does change."""
+    inputs = Inputs(torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    calls = 0
+    timings = machine.timings
+
+    def slow_once() -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        found = timings()
+        return times(10)(found) if calls <= 2 else found  # the first op asks twice: for spans, for arrivals
+
+    buffer: Any = SimpleNamespace(dispatch=machine.dispatch, combine=machine.combine, timings=slow_once)
+    seen = observe_pair(world_of(), buffer, [inputs], cold=False)
+    assert list(seen["breakdown"].values()) == [1, 2, 4, 8, 16, 32]
+    often = (14 * 1 + 1 * 10) / 15
+    assert seen["waits"]["dispatch"][0] == pytest.approx([0.5 * often, 0, 1.5 * often])
+
+
+class Named:
+    """An op as torch's dispatcher hands it to a mode; one that is none of the four takes 1 us."""
+
+    def __init__(self, machine: Machine, name: str, namespace: str = "moe_rt") -> None:
+        self.namespace, self._opname, self._machine = namespace, name, machine
+
+    def __call__(self) -> None:
+        if self.namespace == "moe_rt" and self._opname in SPANS:
+            self._machine.op(self._opname)
+        else:
+            self._machine.now += 1_000
+
+
+def test_the_share_of_a_layer(machine: Machine) -> None:
+    """Of 100 us, dispatch takes 7.3 and waits 2, combine takes 56.5 and waits 16. Nothing else counts.
+
+    Rank 1 has half the share, so the mean is three quarters of rank 0's.
+    """
+
+    def run(i: int) -> None:
+        mode: Any = _get_current_dispatch_mode()
+        end = machine.now + 100_000
+        for op in ("dispatch", "moe_rt::agree", "aten::dispatch", "combine"):
+            namespace, _, name = op.rpartition("::")
+            mode.__torch_dispatch__(Named(machine, name, namespace or "moe_rt"), ())
+        machine.now = end
+
+    world = world_of(lambda shares: [share / 2 for share in shares])
+    buffer: Any = machine
+    seen = observe_layer(world, buffer, [Step(run, lambda i, output: None, "forward")], cold=False)
+    assert seen == {"share": {"forward": pytest.approx({"in_ops": 63.8 * 0.75, "of_it_waiting": 18 * 0.75})}}
