@@ -72,6 +72,49 @@ class Unweighted(MoeRt):
         return self.buffer.combine(y, weights, handle)
 
 
+class OnOneRank(MoeRt):
+    """Gets the last token wrong, on rank 1 only, whatever the op but dispatch."""
+
+    def combine(self, y: Tensor, delivery: Delivery) -> Tensor:
+        out = super().combine(y, delivery)
+        if self.world.rank != 1:
+            return out
+        return torch.cat((out[:-1], self.wrong(out)))
+
+    def wrong(self, out: Tensor) -> Tensor:
+        """[1, H], instead of the last row."""
+        return out[:1]
+
+    def layer(self, router: Router, experts: SwiGLUExperts) -> nn.Module:
+        return ExchangeLayer(self, router, experts)  # moe_rt's own layer would not call the combine above
+
+
+class OneWrongToken(OnOneRank):
+    """Returns another token's output."""
+
+    name = "one wrong token"
+
+
+class Nan(OnOneRank):
+    """Divides by zero."""
+
+    name = "nan"
+
+    def wrong(self, out: Tensor) -> Tensor:
+        return out[-1:] * torch.nan
+
+
+class Late(OnOneRank):
+    """Returns what was right an iteration before."""
+
+    name = "late"
+    before: Tensor | None = None
+
+    def wrong(self, out: Tensor) -> Tensor:
+        late, self.before = self.before, out[-1:].detach().clone()
+        return out[-1:] if late is None else late
+
+
 class Honest(MoeRt):
     """Not a cheat: what the class path of a contestant of one's own looks like."""
 

@@ -93,18 +93,19 @@ def test_a_trace_of_routing_on_thread_ranks_with_another_payload(tmp_path: Path)
 
 
 def test_wrong_outputs_fail_the_benchmark() -> None:
-    """Whatever the op, and even where one contestant alone is wrong, and by one bit."""
+    """Whatever the op, and even where one contestant alone is wrong, by one bit, or in one token of one rank."""
     cases = ("--case", "pair-2x512x2048", "--case", "combine-2x2048x7168", "--case", "layer-qwen3-small")
     sizes = ("--tokens", "32", "--hidden", "64", "--topk", "4", "--experts", "16", "--intermediate", "32")
-    cheats = ("Honest", "Zeros", "Stale", "Misrouted", "Unweighted", "OneWrongBit")
+    cheats = ("Honest", "Zeros", "Stale", "Misrouted", "Unweighted", "OneWrongBit", "OneWrongToken", "Nan", "Late")
     names = ",".join(["moe_rt", *(f"cheats:{name}" for name in cheats)])
     done = bench(*cases, *sizes, *QUICK, "--contestants", names)
     assert done.exit_code == 1
     assert "an output was wrong" in done.stderr
     pair, combine, layer = ({r["contestant"] for r in run["results"] if r["errors"]} for run in document(done)["runs"])
-    assert pair == {"zeros", "stale", "misrouted", "unweighted", "one wrong bit"}
-    assert "unweighted" in combine
-    assert "misrouted" in layer
+    on_one_rank = {"one wrong token", "nan", "late"}
+    assert pair == {"zeros", "stale", "misrouted", "unweighted", "one wrong bit"} | on_one_rank
+    assert {"unweighted"} | on_one_rank <= combine
+    assert {"misrouted"} | on_one_rank <= layer
     assert not {"moe_rt", "honest"} & (combine | layer)
 
 
