@@ -58,8 +58,11 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
         InvalidConfig: before any rank is started, for what can be seen here.
         RankFailed: when a rank ends early.
     """
-    for name in settings.contestants:
-        find(name)
+    names = [find(name).name for name in settings.contestants]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidConfig(
+            f"contestants: got {', '.join(repeated)} more than once, expected names that tell them apart"
+        )
     for case in cases:
         route(replace(case, tokens=1), settings.seed, 0, 0)
         _require_gpus(case)

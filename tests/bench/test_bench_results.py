@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from moe_rt.bench.rank import Job
 from moe_rt.bench.results import percentiles, rounded, slopes, summarise
 from moe_rt.bench.run import Settings, run, sweep_tokens
 from moe_rt.bench.table import COLUMNS, cells, notes, time
+from moe_rt.errors import InvalidConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from ratios import GROSS, Change, changes
@@ -112,6 +113,7 @@ def test_slopes() -> None:
     """
     assert slopes(sweep_of({1: 10, 32: 30, 64: 40, 128: 130, 256: 490})) == {"it": pytest.approx(2)}
     assert slopes(sweep_of({1: 10, 32: 39.9, 64: 40, 128: 70, 256: 130}, "forward")) == {"it forward": pytest.approx(1)}
+    assert slopes(sweep_of({1: 10, 64: 40, 128: 70})) == {"it": pytest.approx(1)}
     assert slopes(sweep_of({1: 10, 64: 39, 128: 40})) == {}, "one point has no slope"
 
 
@@ -204,6 +206,18 @@ def test_each_run_gets_the_record_of_its_case(monkeypatch: pytest.MonkeyPatch) -
     assert "slopes" not in document
 
 
+def test_two_contestants_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One's ratio would stand for both, or ratios be to another's time. So is one without a name."""
+    monkeypatch.setattr("moe_rt.bench.run.launch", lambda *arguments: pytest.fail("something was measured"))
+    for names, said in {
+        ("moe_rt", "a2a", "a2a"): "got a2a more than once",
+        ("moe_rt", "moe_rt.bench.contestants.moe:MoeRt"): "got moe_rt more than once",
+        ("moe_rt.bench.contestants.base:Exchange",): "has a name",
+    }.items():
+        with pytest.raises(InvalidConfig, match=said):
+            run([Case()], replace(SETTINGS, contestants=names), sweep=False, progress=print)
+
+
 def test_small_ops_have_more_iterations() -> None:
     """Small: less than 2**20 bytes of rows. 512 tokens of 4 experts in rows of 256 bf16 elements are just that many."""
     iterations = []
@@ -216,7 +230,7 @@ def test_small_ops_have_more_iterations() -> None:
         ({"hidden": 256}, SETTINGS),
         ({"hidden": 255}, SETTINGS),
         ({"hidden": 255, "dtype": "fp32"}, SETTINGS),
-        ({"hidden": 255}, Settings(**{**vars(SETTINGS), "iters": 7})),
+        ({"hidden": 255}, replace(SETTINGS, iters=7)),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("moe_rt.bench.run.launch", launched)

@@ -25,6 +25,7 @@ def find(name: str) -> type[Contestant]:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise InvalidConfig(f"contestants: cannot import {name!r}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Contestant)):
-        raise InvalidConfig(f"contestants: got {name!r}, which is no moe_rt.bench.contestants.base.Contestant")
+    if not (isinstance(found, type) and issubclass(found, Contestant) and hasattr(found, "name")):
+        expected = "expected a moe_rt.bench.contestants.base.Contestant that has a name"
+        raise InvalidConfig(f"contestants: got {name!r}, {expected}")
     return found
