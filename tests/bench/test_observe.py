@@ -155,7 +155,8 @@ class Named:
 
 
 def test_the_share_of_a_layer(machine: Machine) -> None:
-    """Of 100 us, dispatch takes 7.3 and waits 2, combine takes 56.5 and waits 16. Nothing else counts.
+    """Of 100 us, dispatch takes 7.3 and waits 2, combine takes 56.5 and waits 16; their backwards take 0.77 and 0.1 and
+    wait 0.2 and 0.02. Nothing else counts.
 
     Rank 1 has half the share, so the mean is three quarters of rank 0's.
     """
@@ -163,7 +164,7 @@ def test_the_share_of_a_layer(machine: Machine) -> None:
     def run(i: int) -> None:
         mode: Any = _get_current_dispatch_mode()
         end = machine.now + 100_000
-        for op in ("dispatch", "moe_rt::agree", "aten::dispatch", "combine"):
+        for op in ("agree", "aten::dispatch", *SPANS):
             namespace, _, name = op.rpartition("::")
             mode.__torch_dispatch__(Named(machine, name, namespace or "moe_rt"), ())
         machine.now = end
@@ -171,4 +172,4 @@ def test_the_share_of_a_layer(machine: Machine) -> None:
     world = world_of(lambda shares: [share / 2 for share in shares])
     buffer: Any = machine
     seen = observe_layer(world, buffer, [Step(run, lambda i, output: None, "forward")], cold=False)
-    assert seen == {"share": {"forward": pytest.approx({"in_ops": 63.8 * 0.75, "of_it_waiting": 18 * 0.75})}}
+    assert seen == {"share": {"forward": pytest.approx({"in_ops": 64.67 * 0.75, "of_it_waiting": 18.22 * 0.75})}}
