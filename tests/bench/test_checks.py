@@ -134,3 +134,12 @@ def test_a_token_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ([[106, 0], [1, 0], [0, 0]], [[100, 0], [1, 0.06], [0, 0]], [[100, 0], [1, 0], [0.007, 0]]):
         with pytest.raises(WrongOutput):
             expect.layer(NUMBER, {"out": torch.tensor(wrong)})
+
+
+def test_the_router_s_gradient_is_measured_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of some experts nearly cancel."""
+    monkeypatch.setattr("moe_rt.bench.expect.dense", lambda *arguments: {"router.grad": torch.tensor([[100.0], [0.2]])})
+    expect = Expectation(case_of(1, "bf16", op="layer"), 0, 0, ROTATIONS)
+    expect.layer(NUMBER, {"router.grad": torch.tensor([[100.0], [4.0]])})
+    with pytest.raises(WrongOutput):
+        expect.layer(NUMBER, {"router.grad": torch.tensor([[100.0], [6.0]])})
