@@ -56,9 +56,8 @@ def measure(
     Every round runs each step for its share of `iters` isolated iterations and then as long a chain. The order within
     a round rotates, so that nobody always follows the same neighbour; the first iteration after a change of step is
     not timed, as it finds the caches full of another's data. With `cold`, every isolated iteration does. A chain takes
-    its inputs backwards and so ends on the neighbour of the last isolated iteration's: however many inputs take turns,
-    no output is right for both, which an output of long ago would be if both checks were of its input.
-    `progress` hears what part is done, turn by turn.
+    its inputs backwards, so that it ends on the one next to that of the last isolated iteration: however many inputs
+    take turns, no output of long ago is right in both checks. `progress` hears what part is done, turn by turn.
     """
     clocks = [Clock() for _ in steps]
     rounds = min(ROUNDS, iters)
