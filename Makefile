@@ -1,6 +1,6 @@
 # make demo: train on two ranks.  make quick: what a change needs before it is committed, in two minutes.  make test:
-# everything that must hold.  make sweep: every combination as well.  make docs, make wheel: the site, the packages.
-# Each sets up the environment .venv first.
+# everything that must hold.  make sweep: every combination as well.  make mutants: what no test would notice.
+# make docs, make wheel: the site, the packages.  Each sets up the environment .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -20,7 +20,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test sweep coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -52,6 +52,10 @@ test: install tools lint
 
 sweep: install tools
 	$(PYTEST) --sweep
+
+# Small wrong changes, one at a time, each of which some test must notice; half an hour.
+mutants: install
+	$(BIN)/python tools/mutants.py
 
 # Of Python, what the tests of `make quick` run in their own process; of cuda/protocol, what C++ programs run.
 coverage: install

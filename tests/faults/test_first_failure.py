@@ -205,6 +205,14 @@ def test_hostile_last_words(num_bytes: int) -> None:
     made[0].close()
 
 
+def test_the_first_of_last_words_stay() -> None:
+    (made,) = buffers(1)
+    for words in (b"first", b"second"):
+        made._engine._engine.leave_words(words)  # type: ignore[attr-defined]
+    assert made.report().ranks[0].last_words == "first"
+    made.close()
+
+
 def test_a_poison_word_that_names_nobody() -> None:
     made = buffers(2)
     address, header = segment_of(made[0], 0)

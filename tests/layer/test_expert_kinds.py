@@ -133,6 +133,14 @@ def test_bf16_rounds_little(config: ExpertsConfig) -> None:
     assert error < 2e-2
 
 
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh", "relu2", "clamped_swiglu"])
+def test_activations_round_once(kind: Any) -> None:
+    generator = torch.Generator().manual_seed(7)
+    h = [4 * torch.randn(6, 16, generator=generator).bfloat16() for _ in range(1 if kind == "relu2" else 2)]
+    gate, up = h[0].float(), h[1].float() if len(h) == 2 else None
+    assert torch.equal(activations.activate(h, offs_of([6]), kind), activations.apply(kind, gate, up).bfloat16())
+
+
 @pytest.mark.parametrize(
     ("kind", "interleaved", "num_inputs"),
     [

@@ -50,7 +50,8 @@ def test_a_block_serves_every_shape_that_fits() -> None:
     """In a tensor of its own: no view, and what was done to the one before does not show."""
     memory = Recycler()
     addresses = set()
-    for num_rows, dtype in ((300, torch.bfloat16), (301, torch.bfloat16), (150, torch.float32), (150, torch.float32)):
+    half, single = torch.bfloat16, torch.float32
+    for num_rows, dtype in ((300, half), (301, half), (150, single), (150, single), (256, single), (256, half)):
         t = memory.empty(num_rows, 2048, dtype)
         assert (t.shape, t.dtype, t.requires_grad, t.grad_fn, t._base) == ((num_rows, 2048), dtype, False, None, None)
         addresses.add(t.data_ptr())

@@ -1,0 +1,149 @@
+"""Every mutant fits the sources and names tests that exist; tools/mutants.py tells kills, survivors and the rest."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from docs.test_named_tests import find_tests
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+import mutants as tool  # noqa: E402
+
+MUTANTS = tool.read(ROOT)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_it_fits_the_sources(mutant: tool.Mutant) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.name)
+    assert mutant.says.endswith(".")
+    assert mutant.find != mutant.replace
+    assert (ROOT / mutant.file).read_text().count(mutant.find) == 1, f"in {mutant.file}"
+    for test in mutant.tests:
+        file, *name = test.split("::")
+        assert (ROOT / file).is_file(), file
+        if name:
+            assert "::".join(name).split("[")[0] in find_tests(ROOT / file), test
+
+
+def test_each_is_another_change() -> None:
+    changes = Counter((m.file, m.find, m.replace) for m in MUTANTS)
+    assert [change for change, count in changes.items() if count > 1] == []
+
+
+def test_switches_of_the_engine_fit_together() -> None:
+    """All of them are in one build."""
+    switched = [m for m in MUTANTS if m.kind]
+    for file in {m.file for m in switched}:
+        assert file.startswith(("cuda/host/", "cuda/protocol/")), file
+        here = [m for m in switched if m.file == file]
+        text = tool.with_replaced((ROOT / file).read_text(), here)
+        assert all(f'moe_rt_mutant("{m.name}")' in text for m in here)
+
+
+def test_a_switch_keeps_both() -> None:
+    fields = dict(area="Engine", says="It adds.", file="a.h", find="a - b", replace="a + b", tests=["tests/test_a.py"])
+    expression = tool.as_mutant("adds", {**fields, "kind": "expression"})
+    assert tool.with_replaced("f(a - b);", [expression]) == 'f((moe_rt_mutant("adds") ? (a + b) : (a - b)));'
+    statement = tool.as_mutant("runs", {**fields, "find": "g();", "replace": "h();", "kind": "statement"})
+    assert tool.with_replaced("g();", [statement]) == 'if (moe_rt_mutant("runs")) { h(); } else { g(); }'
+    with pytest.raises(SystemExit):
+        tool.with_replaced("a - b; a - b;", [expression])
+    overlapping = tool.as_mutant("overlaps", {**fields, "find": "- b", "kind": "expression"})
+    with pytest.raises(SystemExit):
+        tool.with_replaced("f(a - b);", [expression, overlapping])
+
+
+SOURCE = "def double(x: int) -> int:\n    unused = 1\n    return 2 * x\n"
+TESTS = "from moe_rt.sums import double\n\n\ndef test_double() -> None:\n    assert double(2) == 4\n"
+TEXTS = {
+    "killed": ("2 * x", "3 * x", 'tests = ["tests/test_sums.py::test_double"]'),
+    "survivor": ("unused = 1", "unused = 2", 'tests = ["tests/test_sums.py"]'),
+    "not-collected": ("def double", "def half", 'tests = ["tests/test_sums.py"]'),
+    "invisible": ("unused = 1", "unused = 3", 'survives = "Nobody reads it."'),
+}
+
+
+def toml(find: str, replace: str, rest: str) -> str:
+    fields = dict(area="Python", says="Something.", file="moe_rt/sums.py", find=find, replace=replace)
+    return "".join(f'{name} = "{value}"\n' for name, value in fields.items()) + rest
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small tree with a module, its test and four mutants."""
+    files = {"moe_rt/__init__.py": "", "moe_rt/sums.py": SOURCE, "tests/test_sums.py": TESTS}
+    files |= {f"tests/mutants/{name}.toml": toml(*texts) for name, texts in TEXTS.items()}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git(tmp_path, "init", "-q")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(tree: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, *arguments], cwd=tree, check=True)
+
+
+def commit(tree: Path) -> None:
+    git(tree, "add", "--all")
+    git(tree, "commit", "-q", "-m", "a")
+
+
+def run(tree: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, str(ROOT / "tools/mutants.py"), "--root", str(tree), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_kills_survivors_and_what_is_no_verdict(tree: Path) -> None:
+    status, said = run(tree)
+    assert status == 2, said
+    assert re.search(r"^ +\d+ s  killed: killed  FAILED tests/test_sums.py::test_double", said, re.MULTILINE)
+    assert "survivor (moe_rt/sums.py) SURVIVED: Something." in said
+    assert "not-collected (moe_rt/sums.py) no verdict: pytest ended with 2: Something." in said
+    assert "invisible (moe_rt/sums.py) is not visible: Something. Nobody reads it." in said
+    assert re.search(r"^all +4 +1 +1 +1 +33%$", said, re.MULTILINE)
+    assert (tree / "moe_rt/sums.py").read_text() == SOURCE, "it is the copy that is changed"
+
+
+def test_the_exit_status(tree: Path) -> None:
+    assert run(tree, "--only", "killed", "invisible")[0] == 0
+    assert run(tree, "--only", "killed", "survivor")[0] == 1
+    assert run(tree, "--only", "nobody")[0] == 2
+
+
+def test_tests_that_fail_anyway_prove_nothing(tree: Path) -> None:
+    (tree / "tests/test_sums.py").write_text(TESTS.replace("== 4", "== 5"))
+    status, said = run(tree, "--only", "killed")
+    assert status == 2
+    assert "the tests do not pass without a mutant: pytest ended with 1" in said
+
+
+def test_those_of_changed_files_and_a_share(tree: Path) -> None:
+    parts = [{m.name for m in MUTANTS if tool.in_share(m.name, f"{i}/10")} for i in range(10)]
+    assert set().union(*parts) == {m.name for m in MUTANTS}
+    assert sum(map(len, parts)) == len(MUTANTS)
+    status, said = run(tree, "--changed", "HEAD")
+    assert (status, "all " in said) == (0, False), "nothing has changed"
+    (tree / "tests/mutants/killed.toml").write_text(toml(*TEXTS["killed"]).replace("3 * x", "4 * x"))
+    status, said = run(tree, "--changed", "HEAD")
+    assert status == 0
+    assert re.search(r"^all +1 +1 +0", said, re.MULTILINE)
+    status, said = run(tree, "--changed", "HEAD^")
+    assert status == 0, said
+    assert "there is no HEAD^ here" in said
+
+
+def test_the_time_is_up(tree: Path) -> None:
+    status, said = run(tree, "--only", "killed", "--minutes", "0")
+    assert status == 0
+    assert "1 were not run: the time was up" in said
