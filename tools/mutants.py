@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -169,8 +170,11 @@ def make_engine(tree: ScratchTree, mutants: list[Mutant]) -> None:
 
 def pass_without(tree: ScratchTree, mutants: list[Mutant], end: float) -> bool:
     """Whether there was time to see that the tests of these mutants pass, for one that fails anyway proves nothing."""
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        return False
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    status, output = tree.run_tests(tests, max(0.0, end - time.monotonic()))
+    status, output = tree.run_tests(tests, seconds)
     if status:
         refuse(f"{output}\nthe tests do not pass without a mutant: pytest ended with {status}")
     return status is not None
@@ -180,8 +184,10 @@ def run(mutants: list[Mutant], root: Path, minutes: float) -> dict[str, str]:
     """What became of each that was run, by name."""
     end = time.monotonic() + 60 * minutes
     results: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="moe_rt_mutants_") as scratch:
-        tree = ScratchTree(root, Path(scratch))
+    with (
+        tempfile.TemporaryDirectory(prefix="moe_rt_mutants_") as scratch,
+        closing(ScratchTree(root, Path(scratch))) as tree,
+    ):
         make_engine(tree, mutants)
         for first in range(0, len(mutants), AT_ONCE):
             some = mutants[first : first + AT_ONCE]

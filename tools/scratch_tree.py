@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,24 @@ from pathlib import Path
 
 # What site-packages imports at start to find an editable install; an empty module of that name leaves it unfound.
 EDITABLE_FINDER = "_editable_skbc_moe_rt"
-PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider")
+# Importing torch takes longer than most tests: a process that has done it forks another one for each run of pytest.
+RUNNER = """
+import json, os, sys
+import pytest, torch
+for line in sys.stdin:
+    arguments, environment, output = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        for source, mode, targets in ((os.devnull, os.O_RDONLY, (0,)), (output, os.O_WRONLY, (1, 2))):
+            for target in targets:
+                os.dup2(os.open(source, mode), target)
+        os.environ.update(environment)
+        sys.exit(pytest.main(arguments))
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
 class ScratchTree:
@@ -31,6 +50,7 @@ class ScratchTree:
         self._beside.mkdir(parents=True)
         (self._beside / f"{EDITABLE_FINDER}.py").touch()
         self._newest = 0.0
+        self._runner: subprocess.Popen[str] | None = None
 
     def take_engine(self) -> None:
         """The compiled engine of the running environment's moe_rt, which was built from sources without a change."""
@@ -59,24 +79,27 @@ class ScratchTree:
 
     def run_tests(self, tests: list[str], seconds: float, **environment: str) -> tuple[int | None, str]:
         """pytest's exit status, or None if it took longer than that, and what it printed."""
-        env = self._environment() | environment
-        process = subprocess.Popen(
-            [*PYTEST, *tests],
-            cwd=self.root,
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return None, ""
-        finally:
-            end_session(process.pid)
-            process.wait()
-        return process.returncode, output
+        if self._runner is None:
+            command, pipe = [sys.executable, "-c", RUNNER], subprocess.PIPE
+            env = self._environment()
+            self._runner = subprocess.Popen(command, cwd=self.root, env=env, text=True, stdin=pipe, stdout=pipe)
+        asked, told = self._runner.stdin, self._runner.stdout
+        assert asked is not None
+        assert told is not None
+        output = self._beside / "output"
+        output.write_text("")
+        print(json.dumps([[*PYTEST, *tests], environment, str(output)]), file=asked, flush=True)
+        leader = int(told.readline())
+        in_time = bool(select.select([told], [], [], seconds)[0])
+        with suppress(ProcessLookupError):  # what tests that were cut off left running, or all of it
+            os.killpg(leader, signal.SIGKILL)
+        status = int(told.readline())
+        return (status, output.read_text(errors="replace")) if in_time else (None, "")
+
+    def close(self) -> None:
+        """Ends the process that starts runs."""
+        if self._runner is not None:
+            self._runner.communicate("")
 
     def _write(self, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
@@ -99,9 +122,3 @@ class ScratchTree:
         for file in map(Path, done.stdout.split()):
             if not file.resolve().is_relative_to(self.root.resolve()):
                 raise RuntimeError(f"Python imports {file}, expected a file under {self.root}")
-
-
-def end_session(leader: int) -> None:
-    """Ends what tests that were cut off left running."""
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)

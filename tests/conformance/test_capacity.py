@@ -92,6 +92,11 @@ def test_cost_of_a_retry(make_ranks: MakeRanks) -> None:
         assert capacity == (36 if rank == 0 else make_spec(3, capacity_factor=0.2).capacity(rank))
 
 
+def test_no_more_room_than_the_worst_case() -> None:
+    bounded, unbounded = make_spec(3, capacity_factor=100.0), make_spec(3)
+    assert [bounded.capacity(rank) for rank in range(3)] == [unbounded.capacity(rank) for rank in range(3)]
+
+
 def test_not_on_cuda() -> None:
     spec = make_spec(1, capacity_factor=0.2, overflow="retry")
     with pytest.raises(InvalidConfig, match=r'overflow: got "retry" on CUDA'):

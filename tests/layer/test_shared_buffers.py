@@ -1,4 +1,4 @@
-"""Layers of one group and size share a buffer, and all ranks agree on whether there is one to share."""
+"""Layers of one group and size share a buffer, ranks agree on whether there is one to share, and it grows in steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cases_layer import config
 from conftest import HEAPS
 from harness import Ranks
 
-from moe_rt import Buffer, MoEConfig, MoELayer
+from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
+from moe_rt.comm.growing import GrowingBuffer, GrowingOptions
 from moe_rt.config.options import BufferOptions
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -43,6 +44,18 @@ def after_garbage_of_one_rank(group: Any, closes: bool) -> bool:
 @pytest.mark.parametrize("heap", HEAPS)
 def test_garbage_of_one_rank_does_not_decide(make_ranks: MakeRanks, heap: str, closes: bool) -> None:
     assert all(make_ranks(heap, 2).run(after_garbage_of_one_rank, closes))
+
+
+def test_a_buffer_that_is_outgrown_gets_half_as_much_room_again() -> None:
+    """So that batches which grow a little each time make few buffers."""
+    sizes = dict(hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
+    growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(), **sizes)
+    made = []
+    for num_tokens in (256, 257, 100):
+        idx = torch.zeros(num_tokens, 1, dtype=torch.int64)
+        lease = growing.dispatch(torch.ones(num_tokens, 8), idx, torch.ones(num_tokens, 1), tag=1).lease
+        made.append(lease.buffer.spec.num_max_tokens_per_rank)
+    assert made == [256, 384, 384]
 
 
 def test_options_are_stated_alike() -> None:
