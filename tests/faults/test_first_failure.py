@@ -173,7 +173,7 @@ def test_who_passes_a_failure_on_is_not_taken_for_the_first() -> None:
     ctypes.c_uint64.from_address(address + header.poison).value = (FAULTY_RANK + 1) << 16 | Code.POISONED
     with pytest.raises(GroupPoisoned, match="rank 1 failed first"), made[0]:
         made[0].check()
-    with pytest.raises(GroupPoisoned, match="^rank 2: rank 1 failed first") as raised:
+    with pytest.raises(GroupPoisoned, match=r"^rank 2: rank 1 failed first") as raised:
         made[2].check()
     assert raised.value.peer == FAULTY_RANK
     for buffer in made:

@@ -80,6 +80,13 @@ def test_what_is_no_row_is_refused_on_every_rank(make_ranks: MakeRanks, heap: st
             raise theirs
 
 
+def test_autocast_leaves_fp64_alone() -> None:
+    layer = MoELayer(config()).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = layer(inputs_for(0, 6).double())
+    assert (layer.buffer.spec.dtype, out.dtype) == (torch.float64, torch.float64)
+
+
 def test_a_layer_made_alone_stays_alone() -> None:
     """Another dtype's buffer is not made over a process group that came after the layer."""
     layer = MoELayer(config())

@@ -141,6 +141,17 @@ def test_activations_round_once(kind: Any) -> None:
     assert torch.equal(activations.activate(h, offs_of([6]), kind), activations.apply(kind, gate, up).bfloat16())
 
 
+@pytest.mark.parametrize("kind", ["geglu", "relu2", "clamped_swiglu"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_activations_write_no_row_past_the_end(kind: Any) -> None:
+    h, offs = [torch.ones(9, 16) for _ in range(1 if kind == "relu2" else 2)], offs_of([3, 1])
+    out = activations.activate(h, offs, kind)
+    grads = torch.ops.moe_rt.activate_backward(torch.ones(9, 16), h, offs, kind, False, 1.702, 7.0)
+    for t in (out, *grads):
+        assert t[:4].isfinite().all()
+        assert t[4:].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("kind", "interleaved", "num_inputs"),
     [

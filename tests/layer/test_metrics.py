@@ -6,7 +6,11 @@ from collections.abc import Callable
 
 import cases_metrics as cases
 import pytest
+import torch
+from cases_layer import config, inputs_for
 from harness import Ranks
+
+from moe_rt import MoELayer
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -21,6 +25,15 @@ def test_counts_add_up(make_ranks: MakeRanks) -> None:
 def test_dropped_rows_are_counted(make_ranks: MakeRanks) -> None:
     """All tokens of both ranks go to rank 0, which has room for a part."""
     assert make_ranks("shm", 2).run(cases.dropped) == [(2 * cases.LOST, 2), (0, 2)]
+
+
+def test_counts_of_a_layer_that_was_made_in_inference_mode() -> None:
+    """Outside of that mode nothing may change what was made in it."""
+    with torch.inference_mode():
+        layer = MoELayer(config())
+    with torch.no_grad():
+        layer(inputs_for(0, 4))
+    assert layer.metrics.snapshot().forwards == 1
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -58,6 +58,24 @@ def test_a_buffer_that_is_outgrown_gets_half_as_much_room_again() -> None:
     assert made == [256, 384, 384]
 
 
+def test_a_graph_keeps_its_buffer_when_a_larger_one_takes_its_place() -> None:
+    sizes = dict(hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
+    growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(), **sizes)
+    x = torch.ones(64, 8, requires_grad=True)
+
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        idx = torch.zeros(len(x), 1, dtype=torch.int64)
+        received = growing.dispatch(x, idx, torch.ones(len(x), 1), tag=1)
+        return received.combine(received.rows)
+
+    out = pair(x)
+    pair(torch.ones(65, 8))
+    gc.collect()
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(64, 8))
+
+
 def test_options_are_stated_alike() -> None:
     """A buffer's keyword arguments, a layer's config and BufferOptions have the same options and defaults."""
     stated = {f.name: f.default for f in fields(BufferOptions)}

@@ -84,6 +84,13 @@ def test_a_dead_tensors_block_is_used_again() -> None:
     assert len(addresses) == 1
 
 
+def test_tensors_are_of_the_mode_that_is_on() -> None:
+    memory = Recycler()
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            assert memory.empty(*SHAPE, torch.float32).is_inference() is inference
+
+
 def test_autograd_keeps_what_it_saved() -> None:
     """combine saves y for its backward; later dispatches must not get y's memory."""
     hidden, tokens = 2048, 300
