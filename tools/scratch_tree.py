@@ -26,9 +26,9 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.setsid()
-        for source, mode, targets in ((os.devnull, os.O_RDONLY, (0,)), (output, os.O_WRONLY, (1, 2))):
-            for target in targets:
-                os.dup2(os.open(source, mode), target)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for target in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), target)
         os.environ.update(environment)
         sys.exit(pytest.main(arguments))
     print(child, flush=True)
@@ -50,7 +50,7 @@ class ScratchTree:
         self._beside.mkdir(parents=True)
         (self._beside / f"{EDITABLE_FINDER}.py").touch()
         self._newest = 0.0
-        self._runner: subprocess.Popen[str] | None = None
+        self._runner: subprocess.Popen[bytes] | None = None
 
     def take_engine(self) -> None:
         """The compiled engine of the running environment's moe_rt, which was built from sources without a change."""
@@ -82,13 +82,14 @@ class ScratchTree:
         if self._runner is None:
             command, pipe = [sys.executable, "-c", RUNNER], subprocess.PIPE
             env = self._environment()
-            self._runner = subprocess.Popen(command, cwd=self.root, env=env, text=True, stdin=pipe, stdout=pipe)
+            # Without buffers, which select would not look into.
+            self._runner = subprocess.Popen(command, cwd=self.root, env=env, bufsize=0, stdin=pipe, stdout=pipe)
         asked, told = self._runner.stdin, self._runner.stdout
         assert asked is not None
         assert told is not None
         output = self._beside / "output"
         output.write_text("")
-        print(json.dumps([[*PYTEST, *tests], environment, str(output)]), file=asked, flush=True)
+        asked.write(json.dumps([[*PYTEST, *tests], environment, str(output)]).encode() + b"\n")
         leader = int(told.readline())
         in_time = bool(select.select([told], [], [], seconds)[0])
         with suppress(ProcessLookupError):  # what tests that were cut off left running, or all of it
@@ -99,7 +100,7 @@ class ScratchTree:
     def close(self) -> None:
         """Ends the process that starts runs."""
         if self._runner is not None:
-            self._runner.communicate("")
+            self._runner.communicate()
 
     def _write(self, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():

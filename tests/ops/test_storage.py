@@ -84,6 +84,14 @@ def test_a_dead_tensors_block_is_used_again() -> None:
     assert len(addresses) == 1
 
 
+def test_what_nobody_wrote_is_nan_where_torch_is_told_to_be_deterministic() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert Recycler().empty(*SHAPE, torch.float32).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_tensors_are_of_the_mode_that_is_on() -> None:
     memory = Recycler()
     for inference in (True, False, True):
