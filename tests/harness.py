@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_rt.testing import process_ranks, thread_ranks
 from moe_rt.testing.channel import Channel
 
-CASE_TIMEOUT_S = 120.0
+CASE_TIMEOUT_S = 600.0  # of hangs alone: a cold compiler on a busy machine takes minutes
 END_S = 10.0
 TELL_STACKS = signal.SIGUSR1
 
@@ -64,11 +64,21 @@ class ProcessRanks(Ranks):
         # A port, not a file: a rank may have given up the rights to a directory.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks = process_ranks.ProcessRanks(in_server=True)
-        for rank in range(size):
-            self._ranks.start(rank, _serve, rank, size, self._store.port)
-        self.pids = [self._ranks.pid(rank) for rank in range(size)]
+        self._hang = False
+        self._lives = 0
+        self._start()
+
+    def _start(self) -> None:
+        for rank in range(self.size):
+            self._ranks.start(rank, _serve, rank, self.size, self._store.port, str(self._lives))
+        self.pids = [self._ranks.pid(rank) for rank in range(self.size)]
+        self._lives += 1
 
     def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        if self._hang:  # what those ranks say when they are done would be taken for an answer to this case
+            self._hang = False
+            self._ranks.close()
+            self._start()
         message = pickle.dumps((case, args))
         for rank in range(self.size):
             self._ranks.tell(rank, message)
@@ -80,6 +90,7 @@ class ProcessRanks(Ranks):
             return pickle.loads(self._ranks.hear(rank, max(0.0, deadline - time.monotonic())))
         except TimeoutError:
             self._ranks.send_signal(rank, TELL_STACKS)
+            self._hang = True
             return TimeoutError(f"rank {rank} did not finish; where its threads are stands on stderr")
         except EOFError:
             return ChildProcessError(f"rank {rank} died")
@@ -99,11 +110,12 @@ class ProcessRanks(Ranks):
         del self._store
 
 
-def _serve(channel: Channel, rank: int, size: int, port: int) -> None:
+def _serve(channel: Channel, rank: int, size: int, port: int, life: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     faulthandler.register(TELL_STACKS, all_threads=True)
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
+    store = dist.PrefixStore(life, dist.TCPStore("127.0.0.1", port))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     message = _next(channel)
     while message:
         channel.send(pickle.dumps(_outcome(*pickle.loads(message))))

@@ -75,13 +75,26 @@ class InjectedFault:
         Milliseconds of the outcome run from when the faulty rank began its op until each survivor raised; of a stop,
         less timeout_s. There are none where the faulty rank never comes to make a buffer.
         """
+        timeout_s = self.stop_timeout_s if self.do == "stop" else PATIENCE_S
+        outcome = self._session(pool, timeout_s)
+        while outcome is None:  # on a busy machine a wait may expire before anybody has stopped
+            timeout_s = min(10 * timeout_s, PATIENCE_S)
+            outcome = self._session(pool, timeout_s)
+        return outcome
+
+    def _session(self, pool: RankPool, timeout_s: float) -> Outcome[InjectedFault] | None:
+        """`run`, or None if a shorter timeout_s than PATIENCE_S ended the group before the rank was stopped."""
         stops, away, ranks = self.do == "stop", self.at == "pre_rendezvous", range(pool.size)
-        timeout_s = self.stop_timeout_s if stops else PATIENCE_S
         init_timeout_s = INIT_TIMEOUT_S if away and stops else PATIENCE_S
         ballast = {self.rank: {"ballast_mib": self.ballast_mib}}
         pool.session(ranks, STEPS, ballast, fault=self.spec, timeout_s=timeout_s, init_timeout_s=init_timeout_s)
         survivors = [rank for rank in ranks if rank != self.rank]
         reports = pool.reports(survivors, 2 * PATIENCE_S)
+        if timeout_s < PATIENCE_S:
+            pool.await_stop(self.rank)
+            if not pool.stopped(self.rank):
+                pool.report(self.rank, 2 * PATIENCE_S)
+                return None
         began = pool.board.began[self.rank]
         outcome = Outcome(self, reports)
         if stops:

@@ -70,8 +70,12 @@ class RankPool(ProcessRanks):
 
     def await_stop(self, rank: int) -> None:
         """Returns when the rank is stopped, or has ended its session."""
-        while state_letter(self.pid(rank)) != "T" and not self.has_news([rank], 0.001):
+        while not self.stopped(rank) and not self.has_news([rank], 0.001):
             pass
+
+    def stopped(self, rank: int) -> bool:
+        """Whether a signal has stopped the rank."""
+        return state_letter(self.pid(rank)) == "T"
 
 
 def _serve_store(channel: Channel) -> None:

@@ -19,7 +19,7 @@ from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.scarcity import Scarcity
 from moe_rt.chaos.steps import OPS_OF_A_STEP
 from moe_rt.faults import POINTS
-from moe_rt.testing.held import held
+from moe_rt.testing.held import held, left_of
 
 # There must be a later op in which survivors notice.
 LAST_OP = OPS_OF_A_STEP * (STEPS - 1)
@@ -65,7 +65,7 @@ def chaos(
             outcomes.append(draw(pace, ranks, actions, stop_timeout_s).run(pool))
             progress(i, outcomes[-1])
     seconds = time.monotonic() - start
-    left = {name: now - before[name] for name, now in _held().items()}
+    left = left_of(before, _held)
     complaints = [f"round {i}, {o.trial.text}: {text}" for i, o in enumerate(outcomes) for text in o.complaints]
     complaints += [f"{count} {name} left behind" for name, count in left.items() if count > 0]
     return {

@@ -21,7 +21,7 @@ from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.testing.channel import Channel
-from moe_rt.testing.held import held
+from moe_rt.testing.held import held, left_of
 from moe_rt.testing.limits import MIB, limited
 from moe_rt.testing.rounds import WrongOutput
 
@@ -57,7 +57,7 @@ def _life(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
     report = _session(order, board, place)
     dist.destroy_process_group()
     ballast.close()
-    return report | {name: now - before[name] for name, now in held().items()}
+    return report | left_of(before)
 
 
 def _warm_up() -> None:

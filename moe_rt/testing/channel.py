@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -54,6 +55,12 @@ class Channel:
 
     def close(self) -> None:
         self._end.close()
+
+    def hang_up(self) -> None:
+        """Ends the channel, also where other processes hold copies of this end."""
+        with contextlib.suppress(OSError):  # the other end has gone
+            self._end.shutdown(socket.SHUT_RDWR)
+        self.close()
 
     def _exactly(self, count: int, deadline: float | None) -> bytes:
         data = bytearray()

@@ -76,7 +76,7 @@ class ProcessRanks:
 
     def hang_up(self, rank: int) -> None:
         """The rank's channel comes to its end; what it does then is its own affair, until it is killed."""
-        self._channels[rank].close()
+        self._channels[rank].hang_up()
 
     def await_end(self, rank: int, timeout_s: float) -> bool:
         """Returns when nothing of the rank runs or holds memory any more, or so much later; whether it has ended."""

@@ -14,7 +14,7 @@ from cases_faults import good_round, open_buffer
 from routing import make_spec
 
 from moe_rt import Buffer
-from moe_rt.testing.held import held
+from moe_rt.testing.held import held, left_of
 
 kept: list[Buffer] = []
 
@@ -86,9 +86,9 @@ def die_at(group: Any, faulty_rank: int, at: str) -> str:
     return "no error"
 
 
-def open_close_many(group: Any, times: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """What this process holds before and after making buffers, closed or left to the collector, and how many of the
-    segments that this rank had mapped are still in memory."""
+def open_close_many(group: Any, times: int) -> tuple[dict[str, int], int]:
+    """What this process holds beyond what it held before making buffers, closed or left to the collector, and how many
+    of the segments that this rank had mapped are still in memory."""
     mapped: list[weakref.ref[Any]] = []
     with open_buffer(group) as buffer:  # what every first buffer makes for good; all ranks are here
         good_round(buffer)
@@ -102,7 +102,7 @@ def open_close_many(group: Any, times: int) -> tuple[dict[str, int], dict[str, i
         del buffer
     with open_buffer(group) as buffer:  # and here have let go of theirs
         good_round(buffer)
-        return before, held(), sum(mapping() is not None for mapping in mapped)
+        return left_of(before), sum(mapping() is not None for mapping in mapped)
 
 
 def keep_open(group: Any) -> list[int]:

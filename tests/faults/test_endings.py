@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -112,3 +113,16 @@ def test_messages_and_ends_of_ranks() -> None:
         assert pool.hear(1, PATIENCE_S) == b"again x"
         pids.append(pool.pid(1))
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def until_hung_up(channel: Channel) -> None:
+    with contextlib.suppress(EOFError):
+        channel.receive()
+
+
+def test_hanging_up_reaches_a_rank_although_later_ones_hold_copies() -> None:
+    with ProcessRanks() as earlier, ProcessRanks() as later:
+        earlier.start(0, until_hung_up)
+        later.start(0, until_hung_up)
+        earlier.hang_up(0)
+        assert earlier.await_end(0, PATIENCE_S)

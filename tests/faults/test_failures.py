@@ -11,7 +11,7 @@ import pytest
 from conftest import CPU_HEAPS, HEAPS
 from harness import ProcessRanks, Ranks
 
-from moe_rt.testing.held import held
+from moe_rt.testing.held import held, left_of
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 3  # some deadlocks show from three ranks on only
@@ -69,10 +69,10 @@ def test_nothing_leaks(make_ranks: MakeRanks, heap: str) -> None:
     ranks.run(cases.open_close_many, 1)
     here = held()
     outcomes = ranks.run(cases.open_close_many, 6)
-    assert held() == here
-    for before, after, num_mapped in outcomes:
+    assert max(left_of(here).values()) <= 0
+    for left, num_mapped in outcomes:
         assert num_mapped == 0
-        assert after == before or heap != "shm"
+        assert max(left.values()) <= 0 or heap != "shm"
 
 
 def test_killed_group_leaves_no_segment() -> None:

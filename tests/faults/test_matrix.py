@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from moe_rt.chaos.injected_fault import InjectedFault
 from moe_rt.chaos.matrix import committed, injected_faults
+from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.faults import POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def last_line(*command: str) -> dict[str, Any]:
     """The document that a command of ours prints last."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -60,3 +63,41 @@ def test_chaos_of_one_action(action: str, rounds: int) -> None:
     assert document["complaints"] == []
     assert document["actions"][action]["rounds"] == rounds
     assert list(document["actions"]) == [action]
+
+
+class BusyMachine:
+    """Ranks whose first wait expires before rank 1 has stopped, unless timeout_s is a second or more."""
+
+    size = 3
+
+    def __init__(self) -> None:
+        self.board = SimpleNamespace(began=[0.0] * 3)
+        self.timeouts: list[float] = []
+
+    def session(self, ranks: Any, steps: int, only: Any = None, *, timeout_s: float = 60.0, **orders: Any) -> None:
+        self.timeouts.append(timeout_s)
+        self.early, self.afterlife = timeout_s < 1.0, len(ranks) < 3
+
+    def report(self, rank: int, timeout_s: float) -> dict[str, Any]:
+        raised = "nothing" if self.afterlife and rank != 1 else "GroupPoisoned" if rank == 1 else "PeerTimeout"
+        done = {"raised": raised, "steps": 0 if self.early else 1, "then": raised, "made": True, "at": 1.0}
+        return done | dict.fromkeys(("descriptors", "threads", "segments"), 0)
+
+    def reports(self, ranks: Any, timeout_s: float) -> dict[int, dict[str, Any]]:
+        return {rank: self.report(rank, timeout_s) for rank in ranks}
+
+    def await_stop(self, rank: int) -> None:
+        pass
+
+    def stopped(self, rank: int) -> bool:
+        return not self.early
+
+    def send_signal(self, rank: int, number: int) -> None:
+        pass
+
+
+def test_a_wait_that_expires_before_its_rank_stops_is_no_trial() -> None:
+    machine = BusyMachine()
+    outcome = InjectedFault(1, 5, "mid_payload", "stop", stop_timeout_s=0.01).run(cast(RankPool, machine))
+    assert outcome.complaints == []
+    assert machine.timeouts == [0.01, 0.1, 1.0, 60.0]  # the last is the group of those that are left

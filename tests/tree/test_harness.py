@@ -1,0 +1,27 @@
+"""The harness that runs cases on ranks: what one case leaves undone is not taken for the next one's answer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import harness
+import pytest
+
+
+def answer_after(group: Any, seconds: float, answer: str) -> str:
+    time.sleep(seconds)
+    return answer
+
+
+def test_a_case_that_hangs_answers_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = harness.ProcessRanks(2)
+    try:
+        assert ranks.run(answer_after, 0.0, "first") == ["first"] * 2
+        with monkeypatch.context() as patch:
+            patch.setattr(harness, "CASE_TIMEOUT_S", 0.1)
+            with pytest.raises(TimeoutError, match="rank 0 did not finish"):
+                ranks.run(answer_after, 1.0, "late")
+        assert ranks.run(answer_after, 0.0, "next") == ["next"] * 2
+    finally:
+        ranks.close()
