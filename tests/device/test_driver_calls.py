@@ -22,7 +22,7 @@ def stub(tmp_path: Path) -> dict[str, str]:
 
 def test_loading_and_launching(stub: dict[str, str]) -> None:
     command = [sys.executable, str(HERE / "launch_on_stub.py")]
-    result = subprocess.run(command, env=stub, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=stub, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     told = [line for line in lines if line.startswith(("function", "load", "launch", "context"))]

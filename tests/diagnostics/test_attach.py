@@ -68,7 +68,7 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def run_info(*args: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=800)
 
 
 def test_attach_says_who_is_late(ranks: ProcessRanks, tmp_path: Path) -> None:

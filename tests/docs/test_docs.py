@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import fenced
 import pytest
@@ -38,13 +37,7 @@ def test_the_readme_exists() -> None:
     assert (ROOT / "README.md").is_file()
 
 
-def as_parameter(block: Block) -> Any:
-    """A slow block may take longer than any other test, and its own limit is to end it, not pytest's."""
-    slow = [pytest.mark.timeout(fenced.SLOW_LIMIT_S + 60)] if block.directive == "slow" else []
-    return pytest.param(block, id=str(block), marks=slow)
-
-
-@pytest.mark.parametrize("block", [as_parameter(block) for block in blocks(ROOT)])
+@pytest.mark.parametrize("block", blocks(ROOT), ids=str)
 def test_block(block: Block) -> None:
     assert fenced.INSIDE_A_BLOCK not in os.environ, "a block of the docs runs the tests of the docs: mark it as skipped"
     fenced.check(block, ROOT)
@@ -55,7 +48,8 @@ def test_block(block: Block) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_a_document_says_how_to_run_the_example(example: Path) -> None:
     """That block is run, so every example is: once."""
-    commands = [block.text for block in blocks(ROOT) if block.language == "bash" and block.skip_reason is None]
+    run = (None, "is run by make serve-test")
+    commands = [block.text for block in blocks(ROOT) if block.language == "bash" and block.skip_reason in run]
     assert sum(f"examples/{example.name}" in command for command in commands) == 1
 
 
@@ -64,7 +58,7 @@ def test_blocks_are_found_with_their_lines_and_directives(tmp_path: Path) -> Non
 ```python
 x = 1
 ```
-<!-- docs-test: slow -->
+<!-- docs-test: skip REASON -->
 
 ~~~bash title="x"
 echo '
@@ -82,7 +76,7 @@ A sentence.
     path = Path("a.md")
     assert list(fenced.find_blocks(markdown, path)) == [
         Block(path, 2, "python", "x = 1\n"),
-        Block(path, 7, "bash", "echo '\n```\n'\n", "slow"),
+        Block(path, 7, "bash", "echo '\n```\n'\n", "skip REASON"),
         Block(path, 15, "text", "```\n  two\n"),
     ]
     (tmp_path / "README.md").write_text(markdown)
@@ -93,9 +87,10 @@ A sentence.
 
 def test_a_directive_holds_for_the_next_block_only() -> None:
     markdown = (
-        "<!-- docs-test: slow -->\n```bash\na\n```\n```bash\nb\n```\n<!-- docs-test: slow -->\nProse\n```bash\nc\n```\n"
+        "<!-- docs-test: skip A -->\n```bash\na\n```\n```bash\nb\n```\n"
+        "<!-- docs-test: skip B -->\nProse\n```bash\nc\n```\n"
     )
-    assert [block.directive for block in fenced.find_blocks(markdown, Path("a.md"))] == ["slow", "", ""]
+    assert [block.directive for block in fenced.find_blocks(markdown, Path("a.md"))] == ["skip A", "", ""]
 
 
 def test_an_open_block_is_refused() -> None:
@@ -126,7 +121,7 @@ BROKEN = [
     ("```bash\nmake demo\n```\n", "`make demo` runs these tests again; mark the block"),
     ("<!-- docs-test: skip is boring -->\n```bash\ntrue\n```\n", "skipped because it 'is boring'; the reasons allowed"),
     ("<!-- docs-test: skip -->\n```bash\ntrue\n```\n", "skipped because it ''; the reasons allowed"),
-    ("<!-- docs-test: skp needs a GPU -->\n```bash\ntrue\n```\n", "is none of `slow`, `skip REASON` and `from FILE`"),
+    ("<!-- docs-test: skp needs a GPU -->\n```bash\ntrue\n```\n", "is neither `skip REASON` nor `from FILE`"),
     ("<!-- docs-test: from gone.py -->\n```python\ny = 1\n```\n", "there is no file 'gone.py' to quote"),
     ("<!-- docs-test: from a.py -->\n```python\ny = 1\nz = 2\n```\n", "a.py does not contain these lines"),
     ("<!-- docs-test: from a.py -->\n```python\n= 1\n```\n", "a.py does not contain these lines"),

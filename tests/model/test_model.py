@@ -100,7 +100,7 @@ def tools() -> None:
 
 
 def run(directory: Path, *command: str) -> str:
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=800)
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)} exited with {done.returncode}:\n{output}"
     return output

@@ -32,7 +32,7 @@ def arguments(**changes: object) -> list[str]:
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+        [sys.executable, *command], capture_output=True, text=True, timeout=800, env=ENVIRONMENT, check=False
     )
 
 
