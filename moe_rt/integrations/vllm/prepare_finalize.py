@@ -1,0 +1,111 @@
+"""vLLM's contract before and after experts, kept by one dispatch and one combine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.modular_kernel import (
+    FusedMoEActivationFormat,
+    FusedMoEExperts,
+    FusedMoEPrepareAndFinalizeModular,
+    PrepareResultType,
+    TopKWeightAndReduce,
+)
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceDelegate,
+)
+
+from moe_rt.comm.buffer import Buffer
+from moe_rt.comm.handle import Handle
+from moe_rt.errors import InvalidConfig
+
+
+class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+    """Tokens to the ranks of their experts, and the experts' rows back, weighted and summed.
+
+    Experts get one row for each (token, expert) of theirs, in the order expert, source rank, token, with K = 1, the
+    expert's number on this rank and weight 1; combine applies the router's weights in fp32.
+
+    Args:
+        buffer: of the ranks that share the experts.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        super().__init__()
+        self._buffer, self._tag = buffer, buffer.new_tag()
+        self._sent: tuple[Tensor, Handle] | None = None  # between prepare and finalize
+
+    @property
+    def activation_format(self) -> FusedMoEActivationFormat:
+        """Rows of all experts one after the other."""
+        return FusedMoEActivationFormat.Standard
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """None: rows are not batched by expert."""
+        return None
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """Of what the router gives."""
+        return torch.int64
+
+    def num_dispatchers(self) -> int:
+        """Ranks that send."""
+        return self._buffer.num_ranks
+
+    def output_is_reduced(self) -> bool:
+        """True: what combine brings home is the sum over all ranks."""
+        return True
+
+    def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:
+        """Raises InvalidConfig if the experts want tokens that were quantised before they travel."""
+        quantised = fused_experts.quant_config.quant_dtype
+        if quantised is not None and not fused_experts.expects_unquantized_inputs:
+            raise InvalidConfig(
+                f"vllm: got experts {type(fused_experts).__name__} whose tokens travel as {quantised}, expected "
+                "experts that take them as they are; or unset MOE_RT_VLLM"
+            )
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> PrepareResultType:
+        """a1 [T, H], topk_weights and topk_ids [T, K] -> rows [N, H], ids int32 [N, 1] of this rank, ones [N, 1]."""
+        if apply_router_weight_on_input:  # of models with K = 1
+            a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
+        recv_x, recv_weights, handle = self._buffer.dispatch(a1, topk_ids, topk_weights, tag=self._tag)
+        self._sent = recv_weights, handle
+        num_rows = int(handle.offs[-1])  # CPU ranks have waited for the rows anyway
+        experts = torch.arange(len(handle.offs), dtype=torch.int32)
+        experts = experts.repeat_interleave(handle.num_recv_tokens_per_expert, output_size=num_rows)[:, None]
+        return recv_x[:num_rows], None, None, experts, torch.ones(num_rows, 1)
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: TopKWeightAndReduce,
+    ) -> None:
+        """fused_expert_output [N, H] or [N, 1, H] -> output [T, H], in place."""
+        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+        y = weight_and_reduce_impl.apply(
+            None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
+        )
+        assert self._sent is not None
+        (recv_weights, handle), self._sent = self._sent, None
+        rows = y.new_empty(len(recv_weights), y.shape[1])
+        rows[: len(y)] = y
+        output.copy_(self._buffer.combine(rows, recv_weights, handle))

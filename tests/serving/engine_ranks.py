@@ -1,0 +1,134 @@
+"""vLLM engines as data-parallel ranks, forked from a process that has imported vLLM: they start in seconds.
+
+A rank gets orders as JSON, one at a time: {"prompts": [[id]], "lengths": [int], "more": arguments of SamplingParams}.
+For each request it answers its tokens and, if asked, log-probabilities: of the likeliest at each step, of the prompt's.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.process_ranks import ProcessRanks
+
+START_S = 600.0  # an engine starts within ten seconds on an idle core
+ANSWER_S = 600.0
+ENGINE = dict(
+    enforce_eager=True, max_model_len=1024, max_num_seqs=16, seed=0, disable_log_stats=True, skip_tokenizer_init=True,
+    kv_cache_memory_bytes=64 << 20, distributed_executor_backend="uni",
+)  # fmt: skip
+
+
+class Failed(Exception):
+    """What a rank raised, with its traceback."""
+
+
+class EngineRanks:
+    """Engines of one model, each a rank.
+
+    Args:
+        model: where it is saved.
+        size: ranks; one is vLLM as it is.
+        engine: arguments of vllm.LLM besides or instead of ENGINE.
+        environment: of the ranks, as pairs; MOE_RT_VLLM=1 unless there is one rank.
+    """
+
+    def __init__(self, model: Path, size: int, environment: Sequence[tuple[str, str]] = (), **engine: Any) -> None:
+        self.size = size
+        self._ranks = ProcessRanks()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        variables = {"MOE_RT_VLLM": str(int(size > 1)), **dict(environment)}
+        if size > 1:
+            engine = {"enable_expert_parallel": True, **engine}
+        for rank in range(size):
+            place = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": size, "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
+            places = {f"VLLM_DP_{name}": str(value) for name, value in place.items()} if size > 1 else {}
+            self._ranks.start(rank, _serve, str(model), {**variables, **places}, {**ENGINE, **engine})
+
+    def started(self) -> list[Any]:
+        """What each rank says once its engine is made: nothing, or a Failed."""
+        return [self._hear(rank, START_S) for rank in range(self.size)]
+
+    def generate(
+        self, prompts: Sequence[Sequence[list[int]]], lengths: Sequence[Sequence[int]], **more: Any
+    ) -> list[Any]:
+        """Per rank its prompts' answers, or a Failed."""
+        self.ask(prompts, lengths, **more)
+        return [self.answer(rank) for rank in range(self.size)]
+
+    def ask(self, prompts: Sequence[Sequence[list[int]]], lengths: Sequence[Sequence[int]], **more: Any) -> None:
+        for rank in range(self.size):
+            order = {"prompts": prompts[rank], "lengths": lengths[rank], "more": more}
+            self._ranks.tell(rank, json.dumps(order).encode())
+
+    def answer(self, rank: int) -> Any:
+        return self._hear(rank, ANSWER_S)
+
+    def send_signal(self, rank: int, number: int) -> None:
+        self._ranks.send_signal(rank, number)
+
+    def close(self) -> None:
+        for rank in range(self.size):
+            self._ranks.hang_up(rank)
+        for rank in range(self.size):
+            self._ranks.await_end(rank, 30.0)
+        self._ranks.close()
+
+    def _hear(self, rank: int, timeout_s: float) -> Any:
+        try:
+            answer = json.loads(self._ranks.hear(rank, timeout_s))
+        except (EOFError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                self._ranks.send_signal(rank, signal.SIGUSR1)
+            return Failed(f"rank {rank}: {type(error).__name__}")
+        return Failed(answer["failed"]) if "failed" in answer else answer["answer"]
+
+
+def _serve(channel: Channel, model: str, variables: dict[str, str], engine: dict[str, Any]) -> None:
+    os.environ.update(variables)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        from vllm import LLM
+
+        from moe_rt.integrations.vllm import register
+
+        register()
+        llm = LLM(model, **engine)
+        channel.send(b'{"answer": null}')
+        while True:
+            channel.send(json.dumps({"answer": _generate(llm, json.loads(channel.receive()))}).encode())
+    except EOFError:
+        return
+    except BaseException:
+        channel.send(json.dumps({"failed": traceback.format_exc()}).encode())
+        raise
+
+
+def _generate(llm: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    wanted = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False, **order["more"])
+        for n in order["lengths"]
+    ]
+    prompts = [{"prompt_token_ids": ids} for ids in order["prompts"]]
+    return [_answer(done) for done in llm.generate(prompts, wanted, use_tqdm=False)]
+
+
+def _answer(done: Any) -> dict[str, Any]:
+    made, read = done.outputs[0], done.prompt_logprobs or []
+    return {
+        "tokens": list(made.token_ids),
+        "logprobs": [{str(token): p.logprob for token, p in step.items()} for step in made.logprobs or []],
+        "of_prompt": [step[token].logprob for token, step in zip(done.prompt_token_ids, read, strict=False) if step],
+    }

@@ -1,0 +1,19 @@
+"""The example of docs/howto/serving.md, as it is typed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_answers_as_one_rank_does() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "serve_vllm.py"], env={**os.environ, "MOE_RT_VLLM": "1"},
+        capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks answer as one does: True" in done.stdout

@@ -1,0 +1,69 @@
+"""The OpenAI server on two ranks: answers, streams, clients that go away, a worker that is killed, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asked import LENGTHS, PROMPTS, gathered, tokens
+from server import Server
+
+
+@pytest.fixture(scope="module")
+def expected(engines: Callable[..., Any]) -> list[list[int]]:
+    return tokens(gathered(engines("qwen3_moe", 1, dtype="float32").generate([PROMPTS], [LENGTHS])))
+
+
+@pytest.fixture
+def server(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
+    running = Server(model("qwen3_moe"), tmp_path / "log")
+    try:
+        running.await_ready()
+        yield running
+    finally:
+        running.close()
+
+
+def all_at_once(server: Server, ask: Callable[[list[int], int], Any], lengths: list[int] = LENGTHS) -> list[Any]:
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        return list(clients.map(ask, PROMPTS, lengths))
+
+
+def test_answers_then_a_killed_worker(server: Server, expected: list[list[int]]) -> None:
+    assert "MoeRtPrepareAndFinalize" in server.log
+    assert all_at_once(server, server.complete) == [(200, answer) for answer in expected]
+    streamed = all_at_once(server, lambda *request: list(server.streamed(*request)))
+    assert [list(chain.from_iterable(parts)) for parts in streamed] == expected
+
+    all_at_once(server, lambda prompt, length: list(islice(server.streamed(prompt, 500), 3)))  # clients that hang up
+    assert all_at_once(server, server.complete) == [(200, answer) for answer in expected]
+
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        asked = [clients.submit(server.complete, prompt, 900) for prompt in PROMPTS]
+        stream = server.streamed(PROMPTS[0], 900)
+        next(stream)
+        os.kill(server.workers()[-1], signal.SIGKILL)
+        start = time.monotonic()
+        statuses = {one.result()[0] for one in asked}
+        print(f"all requests had ended {1e3 * (time.monotonic() - start):.0f} ms after the kill")
+    assert statuses == {500}
+    assert re.search(r"PeerDead: \w+ #\d+ on rank \d: the process of rank \d ended", server.log)
+    assert server.await_end()
+
+
+def test_ctrl_c_amid_requests(server: Server) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        asked = [clients.submit(server.complete, prompt, 900) for prompt in PROMPTS]
+        next(server.streamed(PROMPTS[0], 900))
+        os.killpg(server.process.pid, signal.SIGINT)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert server.await_end()
+        assert all(one.exception() or one.result()[0] != 200 for one in asked)
