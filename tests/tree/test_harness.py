@@ -8,6 +8,8 @@ from typing import Any
 import harness
 import pytest
 
+from moe_rt.testing.held import left_of
+
 
 def answer_after(group: Any, seconds: float, answer: str) -> str:
     time.sleep(seconds)
@@ -25,3 +27,8 @@ def test_a_case_that_hangs_answers_no_later_one(monkeypatch: pytest.MonkeyPatch)
         assert ranks.run(answer_after, 0.0, "next") == ["next"] * 2
     finally:
         ranks.close()
+
+
+def test_what_is_on_its_way_out_is_not_left_behind() -> None:
+    counts = iter([3, 3, 2])
+    assert left_of({"threads": 2}, lambda: {"threads": next(counts)}) == {"threads": 0}

