@@ -55,7 +55,10 @@ def test_answers_then_a_killed_worker(server: Server, expected: list[list[int]])
         statuses = {one.result()[0] for one in asked}
         print(f"all requests had ended {1e3 * (time.monotonic() - start):.0f} ms after the kill")
     assert statuses == {500}
-    assert re.search(r"PeerDead: \w+ #\d+ on rank \d: the process of rank \d ended", server.log)
+    # The survivor was in an op of ours, or in vLLM's own all-reduce between two steps.
+    assert re.search(
+        r"PeerDead: \w+ #\d+ on rank \d: the process of rank \d ended|Worker.* died unexpectedly", server.log
+    )
     assert server.await_end()
 
 
