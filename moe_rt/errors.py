@@ -31,6 +31,7 @@ class Code(IntEnum):
     POISONED = 22
     FAULT_INJECTED = 23
     INTERRUPTED = 24
+    BOUND_MISMATCH = 25
     CLOSED = 32
     CONCURRENT_USE = 33
     FORKED = 34

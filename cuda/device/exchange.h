@@ -103,14 +103,14 @@ MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
   return answer;
 }
 
-// Runs send(window) on every block; the last block announces to every peer. `topk_idx` is where a bad entry is looked
-// up; nullptr in ops that follow a plan, where any stands for a plan that cannot be followed.
-template <class Machine, class Send>
-MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, int64_t num_tokens,
-                     const int64_t* topk_idx, Send&& send) {
+// Runs send(window) on every block; the last block announces to every peer. Where an entry was found bad, it announces
+// what refuse(header, entry) makes of the header.
+template <class Machine, class Send, class Refuse>
+MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send,
+                     Refuse&& refuse) {
   if (!healthy(m, c)) return;
   const auto block = m.block();
-  const Kind kind = kind_of(op);
+  const Kind kind = kind_of(call.op);
   const uint64_t seq = c.state->seq[int(kind)] + 1;
   send(c.state->windows.next(kind));
   streaming_store_fence();
@@ -118,15 +118,8 @@ MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, Op op, 
   if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
   block.sync();
   if (!m.shared().flag) return;
-  Header header = w.header(seq, op, c.tag, handle_seq);
-  header.num_tokens = int32_t(num_tokens);
-  if (const int64_t bad = load_relaxed(c.state->bad_entry); bad != kNoBadEntry) {
-    if (topk_idx) {
-      header.refuse(Code::kInvalidRouting, topk_idx[bad], w.shape.num_experts);
-    } else {
-      header.refuse(Code::kInvalidInput, 0, 0);
-    }
-  }
+  Header header = w.header(seq, call);
+  if (const int64_t bad = load_relaxed(c.state->bad_entry); bad != kNoBadEntry) refuse(header, bad);
   const auto link = m.link();
   const Range peers = strided(block, w.shape.num_ranks);
   for (int64_t i = peers.begin; i < peers.end; i += peers.step) {
@@ -163,16 +156,16 @@ MOE_RT_FN Status wait_for(DeviceIdle<Machine>& idle, const World& w, Kind kind, 
 // Waits for every peer and judges all headers, then runs receive(seq, window) on every block; otherwise() where the op
 // must be given up, so that whoever reads its outputs finds them empty.
 template <class Machine, class Receive, class Otherwise>
-MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, Op op, uint64_t handle_seq, Receive&& receive,
+MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, const Call& call, Receive&& receive,
                       Otherwise&& otherwise) {
   if (!healthy(m, c)) {
     otherwise();
     return;
   }
   const auto block = m.block();
-  const Kind kind = kind_of(op);
+  const Kind kind = kind_of(call.op);
   const uint64_t seq = c.state->seq[int(kind)];
-  const Header ours = w.header(seq, op, c.tag, handle_seq);
+  const Header ours = w.header(seq, call);
   if (block.rank() == 0) m.shared().worst = ~uint64_t{0};
   block.sync();
   Status mine;

@@ -9,7 +9,7 @@
 // lanes that move rows: warps(first) and blocks(first), over the launch's blocks from `first` on.
 #pragma once
 
-#include "../protocol/core/args.h"
+#include "../protocol/core/calls.h"
 #include "../protocol/flat/combine.h"
 #include "../protocol/flat/dispatch.h"
 #include "exchange.h"
@@ -46,12 +46,18 @@ struct Launch {
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
-  // The same answer on every lane. False where the handle is not of a dispatch of this engine with so many tokens: the
-  // op is then announced as refused.
-  MOE_RT_FN bool followed(const RecvPlan& p, int64_t num_tokens) const {
-    if (p.fits(w, num_tokens)) return true;
+  // The same answer on every lane. False where the handle is not of a dispatch of this engine with so many tokens, or
+  // rows are missing: the op is then announced as refused.
+  template <class Args>
+  MOE_RT_FN bool followed(const RecvPlan& p, const Args& a) const {
+    if (p.fits(w, a.num_tokens, a.capacity) && p.head->num_rows <= a.num_rows) return true;
     fetch_min_relaxed(c.state->bad_entry, int64_t{0});
     return false;
+  }
+  template <class Args>
+  MOE_RT_FN void refuse(Header& header, const RecvPlan& p, const Args& a) const {
+    const bool fits = p.fits(w, a.num_tokens, a.capacity);
+    header.refuse(Code::kInvalidInput, fits ? a.num_rows : 0, fits ? p.head->num_rows : 0);
   }
 
   MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, Codec codec) const {
@@ -68,7 +74,8 @@ struct Launch {
   }
 
   MOE_RT_FN void dispatch_send(const DispatchArgs& a) const {
-    begin(m, w, c, Op::kDispatch, 0, a.num_tokens, a.topk_idx, [&](int window) {
+    const ExpertIds ids = ids_of(a);
+    const auto send = [&](int window) {
       const int routers = num_routers(a.num_tokens);
       if (m.block_index() >= routers) {
         publish(routers, window, a.x, a.num_tokens, dims.dispatch_codec());
@@ -77,11 +84,13 @@ struct Launch {
       for (int dest = m.block_index(); dest < w.shape.num_ranks; dest += routers) {
         const int num_local = w.placement.rank_first[dest + 1] - w.placement.rank_first[dest];
         const Tiles tiles = Tiles::view(m.scratch(), tile_for(m.block().size(), num_local), num_local);
-        route_to(m.block(), dims, w, dest, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, tiles,
+        route_to(m.block(), dims, w, dest, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, tiles,
                  RouteLists<Acc>::view(w, w.rank, window), a.send_plan, c.state->bad_entry);
         m.block().sync();  // the next destination lays its tiles over these
       }
-    });
+    };
+    begin(m, w, c, call_of(a, c.tag), send,
+          [&](Header& header, int64_t bad) { header.refuse(Code::kInvalidRouting, ids[bad], w.shape.num_experts); });
   }
 
   // No rows: later launches that are handed these outputs read and write nothing through them.
@@ -101,18 +110,19 @@ struct Launch {
       status.peer = index_blocks<Acc>(block, w, window, blocks);
       if (status.peer >= 0) {
         status.code = Code::kCorruptPeer;
-      } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, window, blocks)) >= 0) {
+      } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, window, blocks)) >= 0) {
         status.code = Code::kCapacityOverflow;
         status.got = rows_for(w, window, status.peer);
-        status.expected = w.capacity[status.peer];
+        status.expected = announced_capacity(w, seq, status.peer);
       }
       if (!status.ok()) {
         if (block.rank() == 0) fail(w, c, status, m.link());
         nothing();
         return;
       }
-      const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), plan(a.recv_plan)};
-      if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, blocks, a.offs, out.plan.head);
+      const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
+                              plan(a.recv_plan)};
+      if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan.head);
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
         const int corrupt_source =
             gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_codec()), m.link(group));
@@ -125,20 +135,21 @@ struct Launch {
         fail(w, c, corrupt, m.link());
       });
     };
-    finish(m, w, c, Op::kDispatch, 0, receive, nothing);
+    finish(m, w, c, call_of(a, c.tag), receive, nothing);
   }
 
   MOE_RT_FN void combine_send(const CombineArgs& a) const {
     const Returned<Acc> in{plan(a.recv_plan), static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                            static_cast<const Acc*>(a.grad_recv_weights)};
-    begin(m, w, c, a.op, in.plan.head->seq, a.num_tokens, nullptr, [&](int window) {
-      if (!followed(in.plan, a.num_tokens)) return;
+    const auto send = [&](int window) {
+      if (!followed(in.plan, a)) return;
       with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
         const auto link = m.link(group);
         push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), link);
         link.flush();
       });
-    });
+    };
+    begin(m, w, c, call_of(a, c.tag, in.plan), send, [&](Header& header, int64_t) { refuse(header, in.plan, a); });
   }
 
   MOE_RT_FN void combine_receive(const CombineArgs& a) const {
@@ -148,14 +159,15 @@ struct Launch {
                static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_codec(a.op)), LocalPushed{});
       });
     };
-    finish(m, w, c, a.op, plan(a.recv_plan).head->seq, receive, [] {});
+    finish(m, w, c, call_of(a, c.tag, plan(a.recv_plan)), receive, [] {});
   }
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
-    begin(m, w, c, Op::kCombineBackward, p.head->seq, a.num_tokens, nullptr, [&](int window) {
-      if (followed(p, a.num_tokens)) publish(0, window, a.grad_out, a.num_tokens, Codec::kRaw);
-    });
+    const auto send = [&](int window) {
+      if (followed(p, a)) publish(0, window, a.grad_out, a.num_tokens, Codec::kRaw);
+    };
+    begin(m, w, c, call_of(a, c.tag, p), send, [&](Header& header, int64_t) { refuse(header, p, a); });
   }
 
   MOE_RT_FN void combine_backward_receive(const CombineBackwardArgs& a) const {
@@ -166,7 +178,7 @@ struct Launch {
                         static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
                         m.link(group));
     };
-    finish(m, w, c, Op::kCombineBackward, p.head->seq, receive, [] {});
+    finish(m, w, c, call_of(a, c.tag, p), receive, [] {});
   }
 
   // This rank cannot go on, as its host knows: ends every peer's waits.

@@ -125,13 +125,13 @@ MOE_RT_FN void fetch_entries(const Machine& m, const T* list, const char* there,
 // Copies what unmapped sources list for this rank, a block for each source: before dispatch_receive, which looks at the
 // signals again and judges.
 template <class Dims, class Elem, class Machine>
-MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const DispatchArgs&) {
+MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const DispatchArgs& a) {
   using Acc = typename Elem::Acc;
   const auto& [m, dims, w, c] = launch;
   if (!healthy(m, c)) return;
   const auto block = m.block();
   const uint64_t seq = c.state->seq[int(Kind::kDispatch)];
-  const Header ours = w.header(seq, Op::kDispatch, c.tag, 0);
+  const Header ours = w.header(seq, call_of(a, c.tag));
   const int window = c.state->windows.taken(Kind::kDispatch);
   const Layout::Window& o = w.layout.window[window];
   const char* const there = m.links.memory.segment;

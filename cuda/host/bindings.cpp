@@ -123,15 +123,14 @@ NB_MODULE(_engine, m) {
       .def(
           "__init__",
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
-             std::vector<int32_t> expert_rank, std::vector<int64_t> capacity, std::vector<uint64_t> segments,
-             std::vector<int> watches, double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow,
-             int num_lanes, std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores) {
+             std::vector<int32_t> expert_rank, std::vector<uint64_t> segments, std::vector<int> watches,
+             double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow, int num_lanes,
+             std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores) {
             make_engine(self, EngineConfig{.shape = shape,
                                            .elem = static_cast<rows::Elem>(elem),
                                            .rank = rank,
                                            .config_hash = config_hash,
                                            .expert_rank = std::move(expert_rank),
-                                           .capacity = std::move(capacity),
                                            .segments = std::move(segments),
                                            .watches = std::move(watches),
                                            .timeout_s = timeout_s,
@@ -147,7 +146,7 @@ NB_MODULE(_engine, m) {
                                            .interrupted = interrupted});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
-          nb::arg("expert_rank"), nb::arg("capacity"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
+          nb::arg("expert_rank"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
           nb::arg("dispatch_codec"), nb::arg("combine_codec"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
           nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"))
       // By position, as nanobind finds these fastest: what has many fields is in the arguments.
@@ -178,7 +177,6 @@ NB_MODULE(_engine, m) {
           "poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); }, nb::kw_only(),
           nb::arg("code"), nb::arg("peer"))
       .def("needed_rows", &Engine::needed_rows)
-      .def("set_capacity", &Engine::set_capacity, nb::arg("capacity"))
       .def("health", &Engine::health)
       .def("op_record", [](const Engine& e) { return OpRecord(e.op_record()); })
       .def("arrival_ns", &Engine::arrival_ns)

@@ -1,7 +1,6 @@
 // What every op of the engine shares: exclusive use, announcing, waiting, judging headers, and failing for good.
 #include "engine.h"
 
-#include <algorithm>
 #include <stdexcept>
 
 #include "exchange.h"
@@ -27,7 +26,6 @@ Engine::Engine(EngineConfig config)
   world_ = {.shape = shape,
             .layout = Layout::make(shape),
             .placement = placement_.view(),
-            .capacity = config_.capacity.data(),
             .base = base_.data(),
             .mirror = nullptr,
             .rank = config_.rank,
@@ -131,10 +129,6 @@ std::vector<int64_t> Engine::waited_ns() const {
   return waited;
 }
 
-void Engine::set_capacity(const std::vector<int64_t>& capacity) {
-  std::copy(capacity.begin(), capacity.end(), config_.capacity.begin());  // in place: the World points at it
-}
-
 void Engine::leave_words(std::string_view text) {
   if (pid_ == getpid()) write_last_words(*world_.at<LastWords>(world_.rank, world_.layout.last_words), text);
 }
@@ -172,7 +166,7 @@ bool Engine::close() {
 Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {
   const auto nothing = [](const auto&, auto&&...) {};
   const Status refusal{.code = code, .phase = Phase::kPublish, .peer = world_.rank, .got = got, .expected = expected};
-  return run({.op = op, .tag = tag, .refusal = refusal}, nothing, nothing);
+  return run({.op = op, .tag = tag}, nothing, nothing, refusal);
 }
 
 Status Engine::dispatch(const DispatchArgs& args, uint32_t tag) {

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "../protocol/core/args.h"
+#include "../protocol/core/calls.h"
 #include "../protocol/core/window_selector.h"
 #include "../protocol/flat/combine.h"
 #include "../protocol/flat/dispatch.h"
@@ -29,7 +29,6 @@ struct EngineConfig {
   int rank;
   uint64_t config_hash;
   std::vector<int32_t> expert_rank;  // [E]
-  std::vector<int64_t> capacity;     // [R]
   std::vector<uint64_t> segments;    // [R] addresses; each Layout::bytes long, zero-filled before first use
   std::vector<int> watches;          // [R] or empty; see HostIdle::watch
   double timeout_s;
@@ -62,8 +61,6 @@ class Engine {
 
   // After kCapacityOverflow: the rows that every rank would have received. Equal on all ranks.
   const std::vector<int64_t>& needed_rows() const { return needed_rows_; }
-  // Of later dispatches; all ranks set the same.
-  void set_capacity(const std::vector<int64_t>& capacity);
 
   // Says why this rank is about to leave, for peers that learn of it. Idempotent: the first words stay.
   void leave_words(std::string_view text);
@@ -89,11 +86,10 @@ class Engine {
   const std::vector<double>& line_latency_ns() const { return cache_locality_.line_latency_ns(); }
 
  private:
-  struct Call;
   struct Pending;
   template <class Send, class Receive>
-  Status run(const Call& call, Send&& send, Receive&& receive);
-  Pending open(const Call& call);
+  Status run(const Call& call, Send&& send, Receive&& receive, const Status& refusal = {});
+  Pending open(const Call& call, const Status& refusal);
   template <class Fn>
   void run_lanes(Fn&& fn);
   template <class Coop, class Send>
@@ -112,7 +108,9 @@ class Engine {
   rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Codec codec) const;
   char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
 
-  bool may_follow(const RecvPlan& plan, const int32_t* send_plan, int64_t num_tokens) const;
+  template <class Args>
+  Status judge(Op op, const RecvPlan& plan, const int32_t* send_plan, const Args& args) const;
+  bool out_overlaps_rows(const CombineArgs& args) const;
   template <class Acc>
   Status typed_dispatch(const DispatchArgs& args, uint32_t tag);
   template <class Acc>

@@ -24,13 +24,14 @@ template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const LaneCounters counters{lane_counters_.data(), world_.shape.num_experts, world_.shape.num_ranks};
   const int num_local = world_.num_local_experts();
-  const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights),
+  const ExpertIds ids = ids_of(a);
+  const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
                           RecvPlan::view(a.recv_plan, world_.shape, num_local)};
 
   const auto send = [&](const auto& coop, int window, Header& header) {
     const auto lists = RouteLists<Acc>::view(world_, world_.rank, window);
     int64_t bad = kNoFault;
-    const bool valid = count_visits(coop, dims_, world_, a.topk_idx, a.num_tokens, counters, a.send_plan, &bad);
+    const bool valid = count_visits(coop, dims_, world_, ids, a.num_tokens, counters, a.send_plan, &bad);
     lane_fault_[coop.rank()] = valid ? kNoFault : bad;
     coop.sync();
     if (coop.rank() == 0) {
@@ -42,7 +43,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     }
     coop.sync();
     if (header.status != Code::kOk) return;
-    write_lists(coop, dims_, world_, a.topk_idx, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
+    write_lists(coop, dims_, world_, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
                 copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
     publish_rows(coop, world_, window, static_cast<const char*>(a.x), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_codec()));
@@ -51,7 +52,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const auto receive = [&](const auto& coop, uint64_t seq, int window, Status& status) {
     Blocks blocks = Blocks::view(blocks_.data(), world_.shape, num_local);
     const int corrupt_source = index_blocks<Acc>(coop, world_, window, blocks);
-    const int full = corrupt_source >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, window, blocks);
+    const int full =
+        corrupt_source >= 0 || config_.drop_overflow ? -1 : overflowing_rank(coop, world_, seq, window, blocks);
     if (corrupt_source >= 0 || full >= 0) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
@@ -60,13 +62,13 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
                   .phase = Phase::kGather,
                   .peer = full,
                   .got = needed_rows_[full],
-                  .expected = world_.capacity[full]};
+                  .expected = announced_capacity(world_, seq, full)};
       } else {
         status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = corrupt_source};
       }
       return;
     }
-    write_index(coop, world_, seq, a.num_tokens, blocks, a.offs, out.plan.head);
+    write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan.head);
     lane_fault_[coop.rank()] =
         gather(coop, dims_, world_, window, blocks, out,
                row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.received, dims_.dispatch_codec()),
@@ -77,40 +79,70 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       if (peer >= 0) status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = int32_t(peer)};
     }
   };
-  return run({.op = Op::kDispatch, .tag = tag, .num_tokens = a.num_tokens}, send, receive);
+  return run(call_of(a, tag), send, receive);
 }
 
-// Before anything is announced, so that every rank hears of it in this op. What is read here is in the cache when the
-// op follows it.
-bool Engine::may_follow(const RecvPlan& plan, const int32_t* send_plan, int64_t num_tokens) const {
-  return plan.head && plan.fits(world_, num_tokens) && plan.leads_inside(world_.shape) &&
-         (!send_plan || send_plan_leads_inside(send_plan, num_tokens, world_.shape));
+// Whether an op may follow its plans, and its rows are all there. Before anything is announced, so that every rank hears
+// of it in this op. What is read here is in the cache when the op follows it.
+template <class Args>
+Status Engine::judge(Op op, const RecvPlan& plan, const int32_t* send_plan, const Args& a) const {
+  Status status{.op = op, .phase = Phase::kPublish, .peer = world_.rank};
+  if (!plan.head || !plan.fits(world_, a.num_tokens, a.capacity) || !plan.leads_inside(world_.shape) ||
+      (send_plan && !send_plan_leads_inside(send_plan, a.num_tokens, world_.shape))) {
+    status.code = Code::kInvalidInput;
+  } else if (a.num_rows < plan.head->num_rows) {
+    status.code = Code::kInvalidInput, status.got = a.num_rows, status.expected = plan.head->num_rows;
+  }
+  return status;
+}
+
+// Whether `out` shares memory with what goes into local partials: those must then be made before any of it is written.
+bool Engine::out_overlaps_rows(const CombineArgs& a) const {
+  const int64_t row_bytes = int64_t{world_.shape.hidden} * world_.shape.elem_bytes;
+  const auto overlaps = [&](const void* memory, int64_t bytes) {
+    const auto at = reinterpret_cast<uintptr_t>(memory), out = reinterpret_cast<uintptr_t>(a.out);
+    return at < out + a.num_tokens * row_bytes && out < at + bytes;
+  };
+  return overlaps(a.y, a.num_rows * row_bytes) || overlaps(a.recv_weights, a.capacity * world_.shape.acc_bytes);
 }
 
 template <class Acc>
 Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
-  if (!may_follow(plan, a.send_plan, a.num_tokens)) return refuse(a.op, Code::kInvalidInput, 0, 0, tag);
+  const Status judged = judge(a.op, plan, a.send_plan, a);
+  if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   const Codec codec = a.op == Op::kCombine ? dims_.combine_codec() : Codec::kRaw;
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = LocalPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
+  const bool all_pushed = out_overlaps_rows(a);
   const auto send = [&](const auto& coop, int window, Header&) {
-    push<Own>(coop, dims_, world_, window, in,
-              row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec), MappedLink{});
+    const auto rows = row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec);
+    if (all_pushed) {
+      push<LocalPushed>(coop, dims_, world_, window, in, rows, MappedLink{});
+    } else {
+      push<Own>(coop, dims_, world_, window, in, rows, MappedLink{});
+    }
   };
   const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
-    reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-           static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.combined, codec),
-           Own{world_, window, in, row_ops<Acc>(1, kNeverStreamed, codec), scratch_row(coop.rank())});
+    const auto reduce_with = [&](auto own) {
+      reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
+             static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.combined, codec), own);
+    };
+    if (all_pushed) {
+      reduce_with(LocalPushed{});
+    } else {
+      reduce_with(Own{world_, window, in, row_ops<Acc>(1, kNeverStreamed, codec), scratch_row(coop.rank())});
+    }
   };
-  return run({.op = a.op, .tag = tag, .handle_seq = plan.head->seq, .num_tokens = a.num_tokens}, send, receive);
+  return run(call_of(a, tag, plan), send, receive);
 }
 
 template <class Acc>
 Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
   const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
-  if (!may_follow(plan, nullptr, a.num_tokens)) return refuse(Op::kCombineBackward, Code::kInvalidInput, 0, 0, tag);
+  const Status judged = judge(Op::kCombineBackward, plan, nullptr, a);
+  if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   const auto send = [&](const auto& coop, int window, Header&) {
     publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, Codec::kRaw));
@@ -121,8 +153,7 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
                              static_cast<Acc*>(a.grad_recv_weights),
                              row_ops<Acc>(plan.head->num_copies, stream_from_.received, Codec::kRaw), MappedLink{});
   };
-  return run({.op = Op::kCombineBackward, .tag = tag, .handle_seq = plan.head->seq, .num_tokens = a.num_tokens}, send,
-             receive);
+  return run(call_of(a, tag, plan), send, receive);
 }
 
 template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t);

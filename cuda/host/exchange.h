@@ -16,17 +16,10 @@ inline int64_t nanoseconds(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(to - from).count();
 }
 
-struct Engine::Call {
-  Op op;
-  uint32_t tag;
-  uint64_t handle_seq = 0;  // of the dispatch whose handle is reused; 0 for dispatch itself
-  int64_t num_tokens = 0;
-  Status refusal = {};  // ok, or why this rank refuses its own input
-};
-
 // An op of this rank between its first step and its last.
 struct Engine::Pending {
   Call call;
+  Status refusal;  // ok, or why this rank refuses its own input
   int window;
   Header header;
   Status status;
@@ -59,7 +52,7 @@ bool Engine::goes_on(const Coop& coop, Point point, Pending& op) {
 template <class Coop, class Send>
 bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
   if (!goes_on(coop, Point::kBetweenDispatchAndCombine, op) || !goes_on(coop, Point::kInBackward, op)) return false;
-  const bool refused = !op.call.refusal.ok();
+  const bool refused = !op.refusal.ok();
   if (fault_point_ == Point::kMidPayload && !refused) send(HalfWay(coop), op.window, op.header);
   if (!goes_on(coop, Point::kMidPayload, op)) return false;
   if (!refused) send(coop, op.window, op.header);
@@ -92,33 +85,32 @@ void Engine::finish(const Coop& coop, Pending& op, Receive&& receive) {
 }
 
 // Numbers the op, chooses its window, and records that it starts.
-inline Engine::Pending Engine::open(const Call& call) {
+inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
   const Kind kind = kind_of(call.op);
   const uint64_t seq = ++seq_[static_cast<int>(kind)];
-  Header header = world_.header(seq, call.op, call.tag, call.handle_seq);
-  header.num_tokens = static_cast<int32_t>(call.num_tokens);
-  if (!call.refusal.ok()) header.refuse(call.refusal.code, call.refusal.got, call.refusal.expected);
+  Header header = world_.header(seq, call);
+  if (!refusal.ok()) header.refuse(refusal.code, refusal.got, refusal.expected);
   op_record_ = {.number = op_record_.number + 1,
                 .seq = seq,
                 .op = call.op,
                 .tag = call.tag,
-                .num_tokens = header.num_tokens,
+                .num_tokens = call.num_tokens,
                 .handle_seq = call.handle_seq};
   record(&OpRecord::start_ns, Clock::now());
   fault_point_ = config_.fault.take(call.op, seq_[0] + seq_[1]);
-  return {call, windows_.take(kind), header, {}};
+  return {call, refusal, windows_.take(kind), header, {}};
 }
 
 // Takes the engine for a whole op: both halves in one pass of the lanes.
 template <class Send, class Receive>
-Status Engine::run(const Call& call, Send&& send, Receive&& receive) {
+Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal) {
   if (exchange_acquire(busy_, 1u)) {
     if (load_acquire(closed_)) return health();
     return {.code = Code::kConcurrentUse, .op = call.op};
   }
   Status status = health();
   if (status.ok()) {
-    Pending op = open(call);
+    Pending op = open(call, refusal);
     run_lanes([&](const auto& coop) {
       if (begin(coop, op, send)) finish(coop, op, receive);
     });

@@ -27,14 +27,16 @@ struct Links {
 void bind_ops(nb::module_& m) {
   bind_arguments<DispatchArgs>(
       m, "DispatchArgs", Field{"x", &DispatchArgs::x}, Field{"topk_idx", &DispatchArgs::topk_idx},
-      Field{"topk_weights", &DispatchArgs::topk_weights}, Field{"num_tokens", &DispatchArgs::num_tokens},
-      Field{"recv_x", &DispatchArgs::recv_x}, Field{"recv_weights", &DispatchArgs::recv_weights},
-      Field{"offs", &DispatchArgs::offs}, Field{"recv_plan", &DispatchArgs::recv_plan},
-      Field{"send_plan", &DispatchArgs::send_plan})
+      Field{"idx_bytes", &DispatchArgs::idx_bytes}, Field{"topk_weights", &DispatchArgs::topk_weights},
+      Field{"num_tokens", &DispatchArgs::num_tokens}, Field{"max_tokens", &DispatchArgs::max_tokens},
+      Field{"capacity", &DispatchArgs::capacity}, Field{"recv_x", &DispatchArgs::recv_x},
+      Field{"recv_weights", &DispatchArgs::recv_weights}, Field{"offs", &DispatchArgs::offs},
+      Field{"recv_plan", &DispatchArgs::recv_plan}, Field{"send_plan", &DispatchArgs::send_plan})
       .def_ro("num_tokens", &DispatchArgs::num_tokens);
   bind_arguments<CombineArgs>(m, "CombineArgs", Field{"op", &CombineArgs::op}, Field{"y", &CombineArgs::y},
                               Field{"recv_weights", &CombineArgs::recv_weights},
                               Field{"grad_recv_weights", &CombineArgs::grad_recv_weights},
+                              Field{"num_rows", &CombineArgs::num_rows}, Field{"capacity", &CombineArgs::capacity},
                               Field{"recv_plan", &CombineArgs::recv_plan}, Field{"send_plan", &CombineArgs::send_plan},
                               Field{"num_tokens", &CombineArgs::num_tokens}, Field{"out", &CombineArgs::out},
                               Field{"grad_topk_weights", &CombineArgs::grad_topk_weights})
@@ -42,7 +44,8 @@ void bind_ops(nb::module_& m) {
   bind_arguments<CombineBackwardArgs>(
       m, "CombineBackwardArgs", Field{"grad_out", &CombineBackwardArgs::grad_out},
       Field{"num_tokens", &CombineBackwardArgs::num_tokens}, Field{"y", &CombineBackwardArgs::y},
-      Field{"recv_weights", &CombineBackwardArgs::recv_weights}, Field{"recv_plan", &CombineBackwardArgs::recv_plan},
+      Field{"recv_weights", &CombineBackwardArgs::recv_weights}, Field{"num_rows", &CombineBackwardArgs::num_rows},
+      Field{"capacity", &CombineBackwardArgs::capacity}, Field{"recv_plan", &CombineBackwardArgs::recv_plan},
       Field{"grad_y", &CombineBackwardArgs::grad_y},
       Field{"grad_recv_weights", &CombineBackwardArgs::grad_recv_weights})
       .def_ro("num_tokens", &CombineBackwardArgs::num_tokens);
@@ -62,7 +65,6 @@ void bind_plan(nb::module_& m) {
   nb::class_<RecvPlan> plan(m, "RecvPlan", "Where in the int32 tensor recv_plan each of these fields is.");
   plan.attr("num_tokens") = offsetof(RecvPlan::Head, num_tokens) / sizeof(int32_t);
   plan.attr("num_dropped") = offsetof(RecvPlan::Head, num_dropped) / sizeof(int32_t);
-  plan.attr("capacity") = offsetof(RecvPlan::Head, capacity) / sizeof(int32_t);
 }
 
 // What a launch is given besides the op's own arguments.
@@ -71,13 +73,12 @@ void bind_group(nb::module_& m) {
       .def(
           "__init__",
           [](World* self, const Shape& shape, int rank, uint64_t config_hash, Address position, Address owner,
-             Address rank_first, Address capacity, Address base, Address mirror) {
+             Address rank_first, Address base, Address mirror) {
             new (self) World{.shape = shape,
                              .layout = Layout::make(shape),
                              .placement = {.position = at<int32_t>(position),
                                            .owner = at<int32_t>(owner),
                                            .rank_first = at<int32_t>(rank_first)},
-                             .capacity = at<int64_t>(capacity),
                              .base = at<char*>(base),
                              .mirror = at<char*>(mirror),
                              .rank = rank,
@@ -85,7 +86,7 @@ void bind_group(nb::module_& m) {
                              .plan_mark = new_plan_mark()};
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("position"),
-          nb::arg("owner"), nb::arg("rank_first"), nb::arg("capacity"), nb::arg("base"), nb::arg("mirror"))
+          nb::arg("owner"), nb::arg("rank_first"), nb::arg("base"), nb::arg("mirror"))
       .def_prop_ro("address", [](const World& w) { return reinterpret_cast<Address>(&w); });
   bind_arguments<Control>(m, "Control", Field{"state", &Control::state}, Field{"record", &Control::record},
                           Field{"timeout_ns", &Control::timeout_ns}, Field{"tag", &Control::tag},

@@ -15,11 +15,10 @@ from moe_rt import _engine
 from moe_rt.comm import ops
 from moe_rt.comm.agreement import agree
 from moe_rt.comm.handle import Handle
+from moe_rt.comm.observed import Observed
 from moe_rt.config.options import BufferOptions, HeapKind, Overflow
 from moe_rt.config.placement import Placement
 from moe_rt.config.spec import BufferSpec
-from moe_rt.config.topology import Topology
-from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig, InvalidInput, Op
 from moe_rt.faults import Point, planned, reach
 from moe_rt.heap.groups import Group, rendezvous_of
@@ -28,7 +27,7 @@ from moe_rt.native.backend import Backend, choose_backend, make_engine
 from moe_rt.native.leaving import first_failure, leave
 
 
-class Buffer:
+class Buffer(Observed):
     """Symmetric memory of one expert-parallel group, shared by all layers whose sizes fit it.
 
     Making a buffer is collective: every rank of the group makes it, in the same order. All ops of a buffer must be
@@ -124,33 +123,8 @@ class Buffer:
         # When the buffer is garbage or the interpreter ends, whichever is first; close() leaves by hand.
         self._finalizer = weakref.finalize(self, leave, self._engine)
 
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors live."""
-        return self._engine.device
-
-    @property
-    def capacity(self) -> int:
-        """Rows of recv_x on this rank; grows if overflow is "retry"."""
-        return self._engine.capacity
-
-    @property
-    def num_local_experts(self) -> int:
-        """Experts on this rank (L)."""
-        return self.spec.placement.num_local(self.rank)
-
-    @property
-    def topology(self) -> Topology:
-        """Which node each rank is on."""
-        return self.spec.topology
-
-    @property
-    def num_bytes(self) -> int:
-        """Symmetric memory of this rank; docs/protocol.md has the formula."""
-        return self.spec.shape().segment_bytes()
-
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0, max_tokens: int | None = None
     ) -> tuple[Tensor, Tensor, Handle]:
         """Sends every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
 
@@ -161,85 +135,57 @@ class Buffer:
             topk_idx: int64 or int32 [T, K]; expert ids, or -1 for none.
             topk_weights: floating [T, K].
             tag: names the layer, in [0, 2**28), so that ranks that run layers in different order are told.
+            max_tokens: the most tokens that any rank dispatches in this call, the same on every rank, in
+                [1, num_max_tokens_per_rank]: what is received has rows for so many. None for num_max_tokens_per_rank.
 
         Returns:
             recv_x [capacity, H], rows in the order local expert, source rank, token; recv_weights [capacity], the
-            weight of each row (fp32, or fp64 for fp64); and the handle, whose `offs` delimit the experts.
+            weight of each row (fp32, or fp64 for fp64); and the handle, whose `offs` delimit the experts. With
+            max_tokens, capacity is that of a buffer made for so many tokens a rank.
 
         Raises:
             InvalidInput, InvalidRouting, TooManyTokens, CapacityOverflow: on every rank, in this op; the buffer can be
                 used again.
-            PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, ConfigMismatch, CallOrderMismatch: the group is over.
+            ConfigMismatch: ranks gave different max_tokens; the group is over.
+            PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, CallOrderMismatch: the group is over.
             ConcurrentUse: another thread is inside an op of this buffer.
         """
-        # What is no tensor is refused below, on every rank.
-        if isinstance(topk_idx, Tensor) and topk_idx.dtype is torch.int32:
-            topk_idx = topk_idx.to(torch.int64)
-        if (
+        if (  # what is no tensor is refused below, on every rank
             isinstance(topk_weights, Tensor)
             and topk_weights.dtype is not self._acc_dtype
             and topk_weights.is_floating_point()
         ):
             topk_weights = topk_weights.to(self._acc_dtype)
-        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, topk_idx, topk_weights, self._engine, tag)
+        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(
+            x, topk_idx, topk_weights, self._engine, tag, max_tokens
+        )
         return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
 
-    def combine(self, y: Tensor, recv_weights: Tensor, handle: Handle) -> Tensor:
+    def combine(self, y: Tensor, recv_weights: Tensor, handle: Handle, *, out: Tensor | None = None) -> Tensor:
         """Brings the experts' rows home: out[t] is the sum of recv_weights * y over the rows of token t. Collective.
 
         Differentiable in y and recv_weights. Each rank sums its own rows of a token first and rounds the partial to
         the dtype of rows; partials are added in rank order.
 
         Args:
-            y: [capacity, H] of the buffer's dtype; rows past handle.offs[-1] are not read.
+            y: [N, H] of the buffer's dtype, handle.offs[-1] <= N <= capacity; rows past handle.offs[-1] are not read.
             recv_weights: [capacity], as dispatch returned them.
             handle: of the dispatch that these rows come from.
+            out: contiguous [T, H] of the buffer's dtype, to be written and returned; it may share memory with y. Only
+                where no gradients are recorded.
 
         Returns:
             out [T, H], T as in that dispatch; tokens without experts are zero.
 
-        Raises: as `dispatch`.
+        Raises: as `dispatch`; InvalidInput on this rank alone, before the op, if `out` would need gradients.
         """
+        if out is not None:
+            return ops.combine_out(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag, out)
         return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag)
 
     def refuse(self, error: InvalidInput, *, tag: int = 0) -> NoReturn:
         """In place of a dispatch whose input is wrong: raises `error`, and InvalidInput on every peer. Collective."""
         self._engine._refuse(Op.DISPATCH, tag, error, 0, 0)
-
-    def check(self) -> None:
-        """Raises what has ended the group, if anything has. Local; never blocks."""
-        self._engine.health()
-
-    def timings(self) -> dict[str, Any]:
-        """Where this rank's time went in the last op, in nanoseconds: costs nothing to keep.
-
-        Returns:
-            op; before_ns (publish or push), wait_ns, after_ns (gather or reduce); arrival_ns: for each peer, how long
-            after this rank began to wait it saw the peer's signal, looking at peers in rank order; line_latency_ns: for
-            each peer, how long a cache line takes to read that it has just written: 10 to 20 if both share a cache, 100
-            and more if not. Each dispatch looks at one peer and believes at most half as much again as before.
-        """
-        return self._engine.timings()
-
-    def waited_ns(self) -> list[int]:
-        """How long this rank has waited for each peer since the buffer was made, in nanoseconds, [R].
-
-        Peers are looked at in rank order, so a wait counts for the first one that is late. Empty on CUDA ranks, whose
-        host does not watch.
-        """
-        return self._engine.waited_ns()
-
-    def report(self) -> Report:
-        """What every rank of the group does and whom it waits for, also while this or another rank is in an op.
-
-        Local: read from the segments, so that ranks which hang or are dead are in it. CPU ranks only. Errors of a wait
-        in vain carry one as `report`; docs/diagnostics.md explains it.
-
-        Raises:
-            GroupClosed: this rank has closed the buffer, and with it its view of the others.
-            InvalidConfig: a CUDA buffer.
-        """
-        return self._engine.report()
 
     def new_tag(self) -> int:
         """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""

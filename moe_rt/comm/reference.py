@@ -26,16 +26,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Received:
-    """What one rank receives; `rows` lists also what overflow="drop" cut off, past len(recv_x)."""
+    """What one rank receives; `rows` lists also what overflow="drop" cut off."""
 
     recv_x: Tensor
     recv_weights: Tensor
     offs: Tensor
     rows: list[Row]
 
+    @property
+    def kept(self) -> list[Row]:
+        """Those of recv_x."""
+        return self.rows[: len(self.recv_x)]
 
-def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor], spec: BufferSpec) -> list[Received]:
-    """Rows of every rank in the order local expert, source rank, token, cut at capacity."""
+
+def dispatch(
+    xs: list[Tensor],
+    topk_idx: list[Tensor],
+    topk_weights: list[Tensor],
+    spec: BufferSpec,
+    max_tokens: int | None = None,
+) -> list[Received]:
+    """Rows of every rank in the order local expert, source rank, token, cut at the capacity for max_tokens."""
     received = []
     for rank in range(spec.num_ranks):
         rows: list[Row] = []
@@ -48,7 +59,8 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
                         weight = sum((weights[token, k] for k in hits[1:]), start=weights[token, hits[0]])
                         rows.append(Row(local, source, token, weight.to(spec.acc_dtype)))
             ends.append(len(rows))
-        kept = rows[: spec.capacity(rank)]
+        capacity = spec.capacity(rank, max_tokens)
+        kept = rows[:capacity]
         sent = [through_codec(x, spec.dispatch_dtype) for x in xs]
         received.append(
             Received(
@@ -56,7 +68,7 @@ def dispatch(xs: list[Tensor], topk_idx: list[Tensor], topk_weights: list[Tensor
                 if kept
                 else torch.empty(0, spec.hidden, dtype=spec.dtype),
                 torch.stack([r.weight for r in kept]) if kept else torch.empty(0, dtype=spec.acc_dtype),
-                torch.tensor(ends, dtype=torch.int32).clamp(max=spec.capacity(rank)),
+                torch.tensor(ends, dtype=torch.int32).clamp(max=capacity),
                 rows,
             )
         )
@@ -96,7 +108,7 @@ def combine(
         out = torch.zeros(num_tokens[source], spec.hidden, dtype=spec.acc_dtype)
         for rank in range(spec.num_ranks):
             partial = torch.zeros_like(out)
-            for i, row in enumerate(received[rank].rows[: spec.capacity(rank)]):
+            for i, row in enumerate(received[rank].kept):
                 if row.source == source:
                     partial[row.token] += recv_weights[rank][i] * ys[rank][i].to(spec.acc_dtype)
             out += partial.to(spec.dtype).to(spec.acc_dtype) if codec is None else through_codec(partial, codec)
@@ -110,7 +122,7 @@ def combine_backward(
     """grad_y[row] = weight[row] * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>."""
     grads = []
     for rank in range(spec.num_ranks):
-        rows = received[rank].rows[: spec.capacity(rank)]
+        rows = received[rank].kept
         empty = torch.empty(0, spec.hidden, dtype=spec.acc_dtype)
         g = torch.stack([grad_outs[r.source][r.token].to(spec.acc_dtype) for r in rows]) if rows else empty
         w, y = recv_weights[rank][: len(rows), None], ys[rank][: len(rows)].to(spec.acc_dtype)
@@ -133,7 +145,7 @@ def dispatch_backward(
         grad_w = torch.zeros(idx.shape, dtype=spec.acc_dtype)
         for rank in range(spec.num_ranks):
             experts = spec.placement.local_experts(rank)
-            for i, row in enumerate(received[rank].rows[: spec.capacity(rank)]):
+            for i, row in enumerate(received[rank].kept):
                 if row.source == source:
                     grad_w[row.token, idx[row.token] == experts[row.expert]] = grad_recv_weights[rank][i]
         grads.append((grad_x[source], grad_w))

@@ -17,7 +17,7 @@ from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # Dtypes of rows in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {getattr(torch, name): i for i, (name, _) in enumerate(_engine.elements())}
@@ -91,10 +91,13 @@ class BufferSpec(SharedOptions):
         """Accumulators and routing weights: fp32, or fp64 for fp64 rows."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
-    def capacity(self, rank: int) -> int:
-        """Rows of recv_x on `rank`, at first: the worst case R*T*min(K, L), or capacity_factor times balance."""
+    def capacity(self, rank: int, max_tokens: int | None = None) -> int:
+        """Rows of recv_x on `rank`, at first: the worst case R*T*min(K, L), or capacity_factor times balance.
+
+        T is max_tokens, or else num_max_tokens_per_rank.
+        """
         num_local = self.placement.num_local(rank)
-        tokens = self.num_ranks * self.num_max_tokens_per_rank
+        tokens = self.num_ranks * (max_tokens or self.num_max_tokens_per_rank)
         worst = tokens * min(self.num_topk, num_local)
         if self.capacity_factor is None:
             return worst

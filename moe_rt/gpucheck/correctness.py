@@ -28,6 +28,8 @@ class Case:
     most: int = 12
     idle: bool = True
     changes: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    idx_dtype: torch.dtype = torch.int64
 
     def num_tokens(self, size: int, turn: int) -> list[int]:
         if size == 1 or not self.idle:
@@ -48,6 +50,7 @@ def cases(size: int, quick: bool) -> list[Case]:
         Case("odd rows", changes={"hidden": 17}),
         Case("odd rows bf16", changes={"hidden": 17, "dtype": torch.bfloat16}),
         Case("dropped", "topk", idle=False, changes=drop),
+        Case("a bound of the call", most=7, max_tokens=7, idx_dtype=torch.int32),
     ]
     if set(scattered) == set(range(size)):
         found.append(Case("scattered placement", changes={"placement": scattered}))
@@ -80,12 +83,15 @@ def run_case(device: Any, size: int, case: Case, rounds: int = ROUNDS, *, second
     spec = make_spec(size, **case.changes)
     seeds = [1000 * size + 10 * turn + len(case.name) for turn in range(rounds)]
     inputs = [make_inputs(spec, case.num_tokens(size, turn), seed, case.kind) for turn, seed in enumerate(seeds)]
-    expected = [expect(spec, given, seed) for given, seed in zip(inputs, seeds, strict=True)]
+    for given in inputs:
+        given.topk_idx[:] = [idx.to(case.idx_dtype) for idx in given.topk_idx]
+    expected = [expect(spec, given, seed, case.max_tokens) for given, seed in zip(inputs, seeds, strict=True)]
 
     def work(group: ThreadGroup) -> None:
         with Buffer(group, timeout_s=TIMEOUT_S, **buffer_kwargs(spec)) as buffer:
             for turn in range(rounds):
-                play(buffer, inputs[turn], expected[turn], torch_device(device), tag=turn)
+                where = torch_device(device)
+                play(buffer, inputs[turn], expected[turn], where, turn, max_tokens=case.max_tokens, rows_to_spare=turn)
             buffer.check()
 
     ThreadRanks(size, device).run(work, seconds=seconds)

@@ -56,7 +56,6 @@ class CpuEngine(Engine):
         self._segments = segments
         self._memory = Recycler()
         self._report: Report | None = None  # of the moment when the group failed
-        self._capacities = [spec.capacity(r) for r in range(spec.num_ranks)]
         _engine.write_segment_header(
             segment=segments.addresses[rank],
             shape=spec.shape(),
@@ -70,7 +69,6 @@ class CpuEngine(Engine):
             rank=rank,
             config_hash=spec.hash(),
             expert_rank=list(spec.placement.ranks),
-            capacity=self._capacities,
             segments=segments.addresses,
             watches=[-1 if w is None else w.descriptor for w in segments.watches],
             timeout_s=timeout_s,
@@ -100,13 +98,10 @@ class CpuEngine(Engine):
         if status.code:
             raise self._error(status)
 
-    def _grow(self) -> bool:
+    def _grow(self, max_tokens: int) -> bool:
         if self.spec.overflow != "retry":
             return False
-        self._capacities = [max(c, n) for c, n in zip(self._capacities, self._engine.needed_rows(), strict=True)]
-        self._engine.set_capacity(self._capacities)
-        self.capacity = self._capacities[self.rank]
-        self._rows_shape = (self.capacity, self.spec.hidden)
+        self._capacities[max_tokens] = max(self.capacity_for(max_tokens), self._engine.needed_rows()[self.rank])
         return True
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:

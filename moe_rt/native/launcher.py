@@ -100,7 +100,6 @@ class Launcher:
             position=upload(tables.position, torch.int32),
             owner=upload(tables.owner, torch.int32),
             rank_first=upload(tables.rank_first, torch.int32),
-            capacity=upload([spec.capacity(r) for r in range(spec.num_ranks)], torch.int64),
             base=upload(segments.addresses, torch.int64),
             mirror=upload(mirror, torch.int64) if network is not None else 0,
         )

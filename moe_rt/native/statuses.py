@@ -42,6 +42,7 @@ CLASSES: dict[Code, type[MoeRtError]] = {
     Code.POISONED: GroupPoisoned,
     Code.FAULT_INJECTED: FaultInjected,
     Code.INTERRUPTED: GroupPoisoned,
+    Code.BOUND_MISMATCH: ConfigMismatch,
     Code.CLOSED: GroupClosed,
     Code.CONCURRENT_USE: ConcurrentUse,
     Code.FORKED: GroupClosed,
@@ -75,10 +76,12 @@ def _first_cause(code: int, concerned: int, found: str) -> str:
 def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str) -> str:
     peer, got, expected = f"rank {status.peer}", status.got, status.expected
     match code:
-        case Code.INVALID_INPUT if status.peer == rank:  # what Python cannot see
+        case Code.INVALID_INPUT if status.peer == rank and got != expected:  # what Python cannot see
+            return f"y: got {got} rows, expected at least the {expected} that were received, handle.offs[-1]"
+        case Code.INVALID_INPUT if status.peer == rank:
             return (
-                "handle: got plans that no dispatch of this buffer with as many tokens has written (another buffer's, "
-                "or overwritten), expected the handle as dispatch returned it"
+                "handle: got plans that no dispatch of this buffer with as many tokens, and as many recv_weights, has "
+                "written (another buffer's, or overwritten), expected both as dispatch returned them"
             )
         case Code.INVALID_INPUT:
             sizes = f": got {got}, expected {expected}" if got != expected else ""
@@ -86,7 +89,7 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str
         case Code.INVALID_ROUTING:
             return f"{peer} got expert id {got} in topk_idx, expected -1 or [0, {expected})"
         case Code.TOO_MANY_TOKENS:
-            return f"{peer} got {got} tokens, expected at most num_max_tokens_per_rank = {expected}"
+            return f"{peer} got {got} tokens, expected at most {expected}"
         case Code.CAPACITY_OVERFLOW:
             return (
                 f"{peer} would receive {got} rows, expected at most its capacity of {expected}; "
@@ -94,6 +97,8 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str
             )
         case Code.CONFIG_MISMATCH:
             return f"{peer} published configuration {got & (1 << 64) - 1:#x}, expected {expected & (1 << 64) - 1:#x}"
+        case Code.BOUND_MISMATCH:
+            return f"max_tokens: got {got} on {peer}, expected {expected} as on rank {rank}"
         case Code.CALL_ORDER_MISMATCH if status.phase == Phase.WAIT and got >= 0 and (got >> 60) == 0:
             return f"{found or f'{peer} announced another op, expected this one'}; {_SAME_ORDER}"
         case Code.CALL_ORDER_MISMATCH:
@@ -136,6 +141,8 @@ def error_from_status(
     kind = CLASSES[code]
     if code is Code.POISONED and status.got == Code.PEER_DEAD:
         kind, peer = PeerDead, status.expected
+    if code is Code.POISONED and status.got == Code.BOUND_MISMATCH:  # every rank has one, whoever saw it first
+        kind, peer = ConfigMismatch, status.expected
     if code is Code.CALL_ORDER_MISMATCH:  # of two ranks nobody knows who is right
         outvoted = report.disagreement.outvoted if report and report.disagreement else []
         peer = outvoted[0] if len(outvoted) == 1 else -1

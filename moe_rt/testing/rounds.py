@@ -87,9 +87,9 @@ def experts(rows: Tensor, rank: int) -> Tensor:
     return (rows * (rank + 1.5) - 0.25).to(rows.dtype)
 
 
-def expect(spec: BufferSpec, inputs: Inputs, seed: int) -> Expected:
+def expect(spec: BufferSpec, inputs: Inputs, seed: int, max_tokens: int | None = None) -> Expected:
     """The whole group's round in plain torch; the output's gradients are drawn from `seed`."""
-    received, ys, outs = expect_forward(spec, inputs)
+    received, ys, outs = expect_forward(spec, inputs, max_tokens)
     weights = [r.recv_weights for r in received]
     g = torch.Generator().manual_seed(seed + 1)
     grad_outs = [torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype) for n in inputs.num_tokens]
@@ -99,9 +99,11 @@ def expect(spec: BufferSpec, inputs: Inputs, seed: int) -> Expected:
     return Expected(received, ys, outs, grad_outs, at_combine, at_dispatch)
 
 
-def expect_forward(spec: BufferSpec, inputs: Inputs) -> tuple[list[reference.Received], list[Tensor], list[Tensor]]:
+def expect_forward(
+    spec: BufferSpec, inputs: Inputs, max_tokens: int | None = None
+) -> tuple[list[reference.Received], list[Tensor], list[Tensor]]:
     """What every rank receives, what its experts make of it, and every rank's output."""
-    received = reference.dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec)
+    received = reference.dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec, max_tokens)
     ys = [experts(r.recv_x, rank) for rank, r in enumerate(received)]
     outs = reference.combine(
         ys, [r.recv_weights for r in received], received, inputs.num_tokens, spec, spec.combine_dtype
@@ -109,8 +111,20 @@ def expect_forward(spec: BufferSpec, inputs: Inputs) -> tuple[list[reference.Rec
     return received, ys, outs
 
 
-def play(buffer: Buffer, inputs: Inputs, expected: Expected, device: torch.device, tag: int = 0) -> list[Tensor]:
+def play(
+    buffer: Buffer,
+    inputs: Inputs,
+    expected: Expected,
+    device: torch.device,
+    tag: int = 0,
+    *,
+    max_tokens: int | None = None,
+    rows_to_spare: int | None = None,
+) -> list[Tensor]:
     """This rank's part of a round. Rows past the last expert's are NaN wherever they are handed back.
+
+    Args:
+        rows_to_spare: how many of those combine gets; None for all up to capacity.
 
     Returns:
         What the ops gave: recv_x, recv_weights, offs, out, grad_y, grad_x, grad_topk_weights, real rows only.
@@ -121,32 +135,42 @@ def play(buffer: Buffer, inputs: Inputs, expected: Expected, device: torch.devic
     spec, rank = buffer.spec, buffer.rank
     x = inputs.xs[rank].to(device, copy=True).requires_grad_()
     weights = inputs.topk_weights[rank].to(device, copy=True).requires_grad_()
-    recv_x, recv_weights, handle = buffer.dispatch(x, inputs.topk_idx[rank].to(device), weights, tag=tag)
+    idx = inputs.topk_idx[rank].to(device)
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights, tag=tag, max_tokens=max_tokens)
 
     mine = expected.received[rank]
-    n = len(mine.recv_x)
-    check(recv_x.shape == (buffer.capacity, spec.hidden), f"recv_x: got {list(recv_x.shape)}")
+    n, capacity = len(mine.recv_x), spec.capacity(rank, max_tokens)
+    check(recv_x.shape == (capacity, spec.hidden), f"recv_x: got {list(recv_x.shape)}")
+    check(recv_weights.shape == (capacity,), f"recv_weights: got {list(recv_weights.shape)}")
     check_bits("offs", handle.offs, mine.offs)
     check_bits("recv_x", recv_x[:n], mine.recv_x)
     check_bits("recv_weights", recv_weights[:n], mine.recv_weights)
     dropped = int(handle.num_dropped)
     check(dropped == len(mine.rows) - n, f"num_dropped: got {dropped}, expected {len(mine.rows) - n}")
 
-    y = padded(expected.ys[rank], buffer.capacity, device).requires_grad_()
-    w = padded(mine.recv_weights, buffer.capacity, device).requires_grad_()
+    num_rows = capacity if rows_to_spare is None else min(n + rows_to_spare, capacity)
+    y = padded(expected.ys[rank], num_rows, device).requires_grad_()
+    w = padded(mine.recv_weights, capacity, device).requires_grad_()
     out = buffer.combine(y, w, handle)
     check_bits("out", out, expected.outs[rank])
+
+    with torch.no_grad():  # once more, into the rows that it reads
+        memory = torch.cat([y.flatten(), y.new_empty(out.numel())])
+        over = memory[: out.numel()].view_as(out)
+        given_back = buffer.combine(memory[: y.numel()].view_as(y), w, handle, out=over)
+    check(given_back is over, "out: got another tensor")
+    check_bits("out=", over, expected.outs[rank])
 
     grad_y, grad_w = torch.autograd.grad(out, [y, w], expected.grad_outs[rank].to(device))
     check_bits("grad_y", grad_y[:n], expected.at_combine[rank][0])
     check_close("grad_recv_weights", grad_w[:n], expected.at_combine[rank][1], spec.hidden)
 
-    given = [padded(t, buffer.capacity, device) for t in expected.at_combine[rank]]
+    given = [padded(t, capacity, device) for t in expected.at_combine[rank]]
     grad_x, grad_topk_weights = torch.autograd.grad([recv_x, recv_weights], [x, weights], given)
     check_bits("grad_x", grad_x, expected.at_dispatch[rank][0])
     check_close("grad_topk_weights", grad_topk_weights, expected.at_dispatch[rank][1], spec.hidden)
-    given_back = (recv_x[:n], recv_weights[:n], handle.offs, out, grad_y[:n], grad_x, grad_topk_weights)
-    return [t.detach() for t in given_back]
+    outputs = (recv_x[:n], recv_weights[:n], handle.offs, out, grad_y[:n], grad_x, grad_topk_weights)
+    return [t.detach() for t in outputs]
 
 
 def padded(rows: Tensor, capacity: int, device: torch.device) -> Tensor:

@@ -33,7 +33,6 @@ class Engine {
     world_ = {.shape = config_.shape,
               .layout = Layout::make(config_.shape),
               .placement = placement_.view(),
-              .capacity = config_.capacity.data(),
               .base = base_.data(),
               .mirror = kNetwork ? mirror_.data() : nullptr,
               .rank = config_.rank,

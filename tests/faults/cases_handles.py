@@ -68,8 +68,8 @@ def places(buffer: Buffer) -> dict[str, tuple[str, int]]:
     spec, head = buffer.spec, 12
     rows = head + 4 * spec.num_ranks * spec.num_max_tokens_per_rank
     ks = rows + (buffer._engine.plan_ints - rows) // 2
-    names = ["mark", "num_tokens", "num_pulled", "num_copies", "capacity", "first_own", "num_own"]
-    at = dict(zip(names, [0, 4, 5, 6, 8, 9, 10], strict=True))
+    names = ["mark", "num_tokens", "num_pulled", "num_copies", "capacity", "first_own", "num_own", "num_rows"]
+    at = dict(zip(names, [0, 4, 5, 6, 8, 9, 10, 11], strict=True))
     at |= {"token": head, "source and slot": head + 1, "first": head + 2, "copies": head + 3, "row": rows, "k": ks}
     return {name: ("recv_plan", where) for name, where in at.items()} | {"sent": ("send_plan", 1)}
 
@@ -85,14 +85,15 @@ def first_refused(buffer: Buffer, handle: Handle) -> dict[str, tuple[str, int]]:
         "slot": ("source and slot", num_slots << 16),
         "copies": ("copies", num_topk + 1),
         "first": ("first", copies - head[copies_at] + 1),
-        "row": ("row", head[8]),
+        "row": ("row", head[11]),
         "k": ("k", num_topk),
         "sent slot": ("sent", num_slots),
         "sent k": ("sent", num_topk << 16),
         "num_tokens": ("num_tokens", head[4] + 1),
         "num_pulled": ("num_pulled", pulled + 1),
         "num_copies": ("num_copies", pulled * min(num_topk, buffer.num_local_experts) + 1),
-        "capacity": ("capacity", buffer.capacity + 1),
+        "capacity": ("capacity", head[8] + 1),
+        "num_rows": ("num_rows", head[8] + 1),
         "first_own": ("first_own", head[5] + 1),
         "num_own": ("num_own", head[5] - head[9] + 1),
     }

@@ -51,7 +51,7 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"x": t(13, 20), "topk_idx": t(13, 3, dtype=torch.int64), "topk_weights": t(13, 3)},
         "TooManyTokens",
         "got 13 tokens, expected at most num_max_tokens_per_rank = 12",
-        "rank 1 got 13 tokens, expected at most num_max_tokens_per_rank = 12",
+        "rank 1 got 13 tokens, expected at most 12",
     ),
 }
 
@@ -69,7 +69,19 @@ def test_dispatch_is_refused_everywhere(make_ranks: MakeRanks, heap: str, name: 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize(
     ("name", "value", "here"),
-    [("y", t(5, 20), "y: got torch.float32 [5, 20]"), ("recv_weights", t(7), "recv_weights: got torch.float32 [7]")],
+    [
+        ("y", t(5, 21), "y: got torch.float32 [5, 21]"),
+        ("y", t(200, 20), "y: got 200 rows, expected at most those of recv_weights, 108"),
+        ("recv_weights", t(7), "y: got 108 rows, expected at most those of recv_weights, 7"),
+        ("recv_weights", t(200), "handle: got plans that no dispatch of this buffer with as many tokens, and as many "),
+        ("recv_weights", t(108, 1), "recv_weights: got torch.float32 [108, 1]"),
+        ("out", t(5, 20), "out: got torch.float32 [5, 20] on cpu, expected torch.float32 [4, 20]"),
+        ("out", t(4, 20, dtype=torch.float64), "out: got torch.float64 [4, 20]"),
+        ("out", t(20, 4).t(), "out: got a view that is not contiguous"),
+        ("out", torch.imag(torch.zeros(4, 20, dtype=torch.complex64).conj()), "out: got a view that is not"),
+        ("out", torch.zeros(4, 20, device="meta"), "out: got torch.float32 [4, 20] on meta"),
+        ("out", [0.0], "out: got a list, expected a torch.Tensor"),
+    ],
 )
 def test_combine_is_refused_everywhere(
     make_ranks: MakeRanks, heap: str, name: str, value: torch.Tensor, here: str

@@ -11,7 +11,7 @@ from harness import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 3
-HEAD = ("mark", "num_tokens", "num_pulled", "num_copies", "capacity", "first_own", "num_own")
+HEAD = ("mark", "num_tokens", "num_pulled", "num_copies", "capacity", "first_own", "num_own", "num_rows")
 ENTRIES = ("token", "source and slot", "first", "copies", "row", "k", "sent")
 
 

@@ -16,7 +16,7 @@ from routing import buffer_kwargs, make_spec
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import Code, MoeRtError
 
-POISON, MAILBOXES, MAILBOX_BYTES, HEADER_BYTES = 128, 256, 128, 48  # cuda/protocol/core/layout.h and signal.h
+POISON, MAILBOXES, MAILBOX_BYTES, HEADER_BYTES = 128, 256, 128, 56  # cuda/protocol/core/layout.h and signal.h
 DISPATCH_CALL = 1 << 60
 SPEC = make_spec(2)
 CONFIG = SPEC.hash()
@@ -25,7 +25,8 @@ CONFIG = SPEC.hash()
 def header(**changes: int) -> bytes:
     """What rank 1 would announce of its first dispatch, without tokens."""
     fields = {"seq": 1, "config": CONFIG, "call": DISPATCH_CALL, "status": 0, "tokens": 0, "got": 0, "expected": 0}
-    return struct.pack("<QQQiiqq", *{**fields, **changes}.values())
+    fields |= {"max_tokens": SPEC.num_max_tokens_per_rank, "capacity": SPEC.capacity(1)}
+    return struct.pack("<QQQiiqqii", *{**fields, **changes}.values())
 
 
 def what_rank_0_sees(announced: bytes, poison: int = 0, columns: int = SPEC.hidden) -> Any:
@@ -69,6 +70,7 @@ def test_an_honest_header_is_believed() -> None:
         ({"status": -1}, "CorruptPeer: dispatch #1 on rank 0: control data of rank 1"),
         ({"seq": 2**64 - 1}, "CorruptPeer: dispatch #1 on rank 0: control data of rank 1"),
         ({"config": CONFIG ^ 1}, "ConfigMismatch: dispatch #1 on rank 0: rank 1 published"),
+        ({"max_tokens": 7}, "ConfigMismatch: dispatch #1 on rank 0: max_tokens: got 7 on rank 1, expected 12"),
         ({"call": 9 << 60 | 5 << 32}, "CallOrderMismatch: dispatch #1 on rank 0: rank 1 called op 9 of layer tag 5;"),
         ({"status": Code.INVALID_ROUTING, "got": -(2**63)}, "InvalidRouting: dispatch #1 on rank 0: rank 1 got"),
     ],

@@ -76,10 +76,7 @@ bool believed(const std::function<void(Lists&)>& bend) {
     base.push_back(segments.emplace_back(new char[layout.bytes + kPage]()).get());
     base.back() += kPage - reinterpret_cast<uintptr_t>(base.back()) % kPage;
   }
-  const std::vector<int64_t> capacity(shape.num_ranks, 100);
-  const auto world = [&](int rank) {
-    return World{shape, layout, tables.view(), capacity.data(), base.data(), nullptr, rank, 1, 1};
-  };
+  const auto world = [&](int rank) { return World{shape, layout, tables.view(), base.data(), nullptr, rank, 1, 1}; };
   const RuntimeDims dims{shape.hidden, shape.num_topk};
   for (int source = 0; source < shape.num_ranks; ++source) {  // all but the peer have no tokens
     const int64_t num_tokens = source == kPeer ? kTokens : 0;
@@ -88,9 +85,9 @@ bool believed(const std::function<void(Lists&)>& bend) {
     const LaneCounters counters{ints.data(), shape.num_experts, shape.num_ranks};
     const std::vector<float> weights(kTokens * kTopk, 1.0f);
     int64_t bad;
-    count_visits(Solo{}, dims, w, kIdx, num_tokens, counters, plan.data(), &bad);
+    count_visits(Solo{}, dims, w, {kIdx, false}, num_tokens, counters, plan.data(), &bad);
     place_lanes(w, counters, 1, RouteLists<float>::view(w, source, kWindow));
-    write_lists(Solo{}, dims, w, kIdx, weights.data(), num_tokens, counters, cursor.data(),
+    write_lists(Solo{}, dims, w, {kIdx, false}, weights.data(), num_tokens, counters, cursor.data(),
                 RouteLists<float>::view(w, source, kWindow), plan.data());
   }
   const World w = world(kMe);
@@ -102,7 +99,7 @@ bool believed(const std::function<void(Lists&)>& bend) {
   Blocks blocks = Blocks::view(blocks_ints.data(), shape, num_local);
   if (index_blocks<float>(Solo{}, w, kWindow, blocks) >= 0) return false;
   if (blocks.pull_start[shape.num_ranks] < 0) return true;  // a negative number of tokens was
-  const Received<float> out{reinterpret_cast<char*>(recv_x.data()), recv_weights.data(),
+  const Received<float> out{reinterpret_cast<char*>(recv_x.data()), recv_weights.data(), 100,
                             RecvPlan::view(plan_ints.data(), shape, num_local)};
   return gather(Solo{}, dims, w, kWindow, blocks, out, NoRows{}, MappedLink{}) < 0;
 }

@@ -74,7 +74,6 @@ struct Group {
     return {.shape = shape,
             .layout = Layout::make(shape),
             .placement = placement.view(),
-            .capacity = capacity.data(),
             .base = base.data(),
             .mirror = nullptr,
             .rank = rank,
@@ -90,7 +89,6 @@ struct Group {
             .rank = me,
             .config_hash = kConfig,
             .expert_rank = expert_rank,
-            .capacity = capacity,
             .segments = addresses,
             .watches = {},
             .timeout_s = at_once,
@@ -123,16 +121,16 @@ void publish_peers(Group& group, fuzz::Bytes& in) {
     const LaneCounters counters{ints.data(), shape.num_experts, shape.num_ranks};
     const auto lists = RouteLists<Acc>::view(w, peer, 1);
     int64_t bad;
-    count_visits(Solo{}, dims, w, idx.data(), num_tokens, counters, send_plan.data(), &bad);
+    count_visits(Solo{}, dims, w, {idx.data(), false}, num_tokens, counters, send_plan.data(), &bad);
     place_lanes(w, counters, 1, lists);
-    write_lists(Solo{}, dims, w, idx.data(), weights.data(), num_tokens, counters, cursor.data(), lists,
+    write_lists(Solo{}, dims, w, {idx.data(), false}, weights.data(), num_tokens, counters, cursor.data(), lists,
                 send_plan.data());
     for (const Op op : kOps) {
       const uint64_t seq = op == Op::kDispatch || op == Op::kCombine ? 1 : 2;
-      const uint64_t handle = op == Op::kDispatch ? 0 : 1;
-      Header header = w.header(seq, op, kTag, handle);
-      header.num_tokens = int32_t(num_tokens);
-      post(w.mailbox(group.me, kind_of(op), peer), header);
+      Call call{.op = op, .tag = kTag, .handle_seq = op == Op::kDispatch ? uint64_t{0} : uint64_t{1}};
+      call.num_tokens = int32_t(num_tokens);
+      if (op == Op::kDispatch) call.max_tokens = shape.num_max_tokens, call.capacity = int32_t(group.capacity[peer]);
+      post(w.mailbox(group.me, kind_of(op), peer), w.header(seq, call));
     }
   }
 }
@@ -165,7 +163,7 @@ bool scribble(Group& group, fuzz::Bytes& in) {
 
 template <class Acc>
 struct Tensors {
-  int64_t num_tokens;
+  int64_t num_tokens, max_tokens;
   std::vector<int64_t> idx;
   std::vector<Acc> x, weights, recv_x, recv_weights, out, grad_y, grad_recv_weights, grad_weights;
   std::vector<int32_t> offs, recv_plan, send_plan;
@@ -174,7 +172,7 @@ struct Tensors {
     constexpr int32_t kWild = 0x7f7f7f7f;  // what was never written leads far away
     const Shape& s = group.shape;
     const int64_t rows = group.capacity[group.me], num_local = group.num_local(group.me);
-    num_tokens = in.between(0, s.num_max_tokens);
+    num_tokens = in.between(0, s.num_max_tokens), max_tokens = s.num_max_tokens;
     idx = random_idx(in, s, num_tokens);
     x.resize(num_tokens * s.hidden, Acc(1)), weights.resize(idx.size(), Acc(1)), grad_weights.resize(idx.size());
     out.resize(x.size()), recv_x.resize(rows * s.hidden), grad_y.resize(rows * s.hidden);
@@ -182,6 +180,7 @@ struct Tensors {
     offs.resize(num_local, kWild), send_plan.resize(idx.size(), kWild);
     recv_plan.resize(RecvPlan::num_ints(s, static_cast<int>(num_local)), kWild);
   }
+  int64_t capacity() const { return static_cast<int64_t>(recv_weights.size()); }
 };
 
 // A dispatch that was believed: everything later ops index by is in range.
@@ -215,18 +214,19 @@ template <class Acc>
 Status run(Rank& rank, Op op, Tensors<Acc>& t) {
   switch (op) {
     case Op::kDispatch:
-      return rank.dispatch({t.x.data(), t.idx.data(), t.weights.data(), t.num_tokens, t.recv_x.data(),
-                            t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
-                           kTag);
+      return rank.dispatch(
+          {t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), t.num_tokens, t.max_tokens, t.capacity(),
+           t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
+          kTag);
     case Op::kCombineBackward:
-      return rank.combine_backward({t.x.data(), t.num_tokens, t.recv_x.data(), t.recv_weights.data(),
-                                    t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
+      return rank.combine_backward({t.x.data(), t.num_tokens, t.recv_x.data(), t.recv_weights.data(), t.capacity(),
+                                    t.capacity(), t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
                                    kTag);
     default:
       return rank.combine(
           {op, t.recv_x.data(), op == Op::kCombine ? t.recv_weights.data() : nullptr,
-           op == Op::kCombine ? nullptr : t.grad_recv_weights.data(), t.recv_plan.data(), t.send_plan.data(),
-           t.num_tokens, t.out.data(), op == Op::kCombine ? nullptr : t.grad_weights.data()},
+           op == Op::kCombine ? nullptr : t.grad_recv_weights.data(), t.capacity(), t.capacity(), t.recv_plan.data(),
+           t.send_plan.data(), t.num_tokens, t.out.data(), op == Op::kCombine ? nullptr : t.grad_weights.data()},
           kTag);
   }
 }

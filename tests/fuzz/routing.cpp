@@ -26,8 +26,11 @@ struct Input {
   PlacementTables placement;
   int64_t num_tokens;
   std::vector<int64_t> idx;
+  std::vector<int32_t> narrow;  // the same, where every id fits
   std::vector<float> weights;
   int lanes;
+  bool use_narrow = false;
+  ExpertIds ids() const { return use_narrow ? ExpertIds{narrow.data(), true} : ExpertIds{idx.data(), false}; }
 };
 
 Input read_input(fuzz::Bytes& in) {
@@ -44,6 +47,7 @@ Input read_input(fuzz::Bytes& in) {
     const auto byte = in.take<uint8_t>();
     input.idx.push_back(byte >= kAnyInteger ? in.take<int64_t>() : byte % (num_experts + 1) - 1);
     input.weights.push_back(float(i % 16 + 1));
+    if (const auto id = int32_t(input.idx.back()); id == input.idx.back()) input.narrow.push_back(id);
   }
   return input;
 }
@@ -127,15 +131,14 @@ int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
   const LaneCounters counters{ints.data(), in.shape.num_experts, in.shape.num_ranks};
   for (int lane = 0; lane < in.lanes; ++lane) {
     int64_t bad;
-    if (!count_visits(Lane{lane, in.lanes}, dims, w, in.idx.data(), in.num_tokens, counters, out.send_plan.data(),
-                      &bad)) {
+    if (!count_visits(Lane{lane, in.lanes}, dims, w, in.ids(), in.num_tokens, counters, out.send_plan.data(), &bad)) {
       return bad;
     }
   }
   place_lanes(w, counters, in.lanes, out.view());
   for (int lane = 0; lane < in.lanes; ++lane) {
     std::vector<int32_t> cursor(in.shape.num_ranks);
-    write_lists(Lane{lane, in.lanes}, dims, w, in.idx.data(), in.weights.data(), in.num_tokens, counters, cursor.data(),
+    write_lists(Lane{lane, in.lanes}, dims, w, in.ids(), in.weights.data(), in.num_tokens, counters, cursor.data(),
                 out.view(), out.send_plan.data());
   }
   return -1;
@@ -152,7 +155,7 @@ int64_t route_many_lanes(const Input& in, const World& w, Lists& out) {
     Barrier barrier(in.lanes);
     const auto work = [&](int lane) {
       uint32_t noise = lane;
-      route_to(emulation::Block{lane, in.lanes, &barrier, &noise}, dims, w, dest, in.idx.data(), in.weights.data(),
+      route_to(emulation::Block{lane, in.lanes, &barrier, &noise}, dims, w, dest, in.ids(), in.weights.data(),
                in.num_tokens, Tiles::view(ints.data(), tile, num_local), out.view(), out.send_plan.data(), bad_entry);
     };
     std::vector<std::thread> others;
@@ -167,7 +170,7 @@ int64_t route_many_lanes(const Input& in, const World& w, Lists& out) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz::Bytes bytes(data, size);
-  const Input in = read_input(bytes);
+  Input in = read_input(bytes);
   World w{};
   w.shape = in.shape, w.placement = in.placement.view();
   int64_t lowest_bad = -1;
@@ -175,10 +178,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (lowest_bad == -1 && (id < -1 || id >= in.shape.num_experts)) lowest_bad = id;
   }
   const Lists expected = reference(in);
-  Lists few(in), many(in);
-  expect(route_few_lanes(in, w, few) == lowest_bad, "few lanes named another bad entry");
-  if (lowest_bad == -1) compare(few, expected);
-  expect(route_many_lanes(in, w, many) == lowest_bad, "many lanes named another bad entry");
-  compare(many, expected);
+  for (const bool narrow : {false, true}) {
+    if (narrow && in.narrow.size() != in.idx.size()) continue;
+    in.use_narrow = narrow;
+    Lists few(in), many(in);
+    expect(route_few_lanes(in, w, few) == lowest_bad, "few lanes named another bad entry");
+    if (lowest_bad == -1) compare(few, expected);
+    expect(route_many_lanes(in, w, many) == lowest_bad, "many lanes named another bad entry");
+    compare(many, expected);
+  }
   return 0;
 }

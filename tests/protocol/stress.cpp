@@ -63,6 +63,8 @@ struct Microbatch {
   Tensors t;
   int rank, round, num_tokens;
 
+  int64_t capacity() const { return static_cast<int64_t>(t.recv_weights.size()); }
+
   void fill(std::mt19937& random) {
     num_tokens = static_cast<int>(random() % (kTokens + 1));
     for (int token = 0; token < num_tokens; ++token) {
@@ -71,31 +73,32 @@ struct Microbatch {
     }
   }
   void dispatch(Rank& engine) {
-    expect_ok(engine.dispatch({t.x.data(), t.idx.data(), t.weights.data(), num_tokens, t.recv_x.data(),
-                               t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
-                              1),
-              "dispatch", rank, round);
+    expect_ok(
+        engine.dispatch({t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, kTokens, capacity(),
+                         t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
+                        1),
+        "dispatch", rank, round);
     // A row's weight is 1 for each entry that named it; undo that, so that each distinct expert counts once.
     for (int i = 0; i < t.offs.back(); ++i) t.recv_weights[i] = 1.0f;
   }
   void combine(Rank& engine) {
-    expect_ok(engine.combine({Op::kCombine, t.recv_x.data(), t.recv_weights.data(), nullptr, t.recv_plan.data(),
-                              t.send_plan.data(), num_tokens, t.out.data(), nullptr},
+    expect_ok(engine.combine({Op::kCombine, t.recv_x.data(), t.recv_weights.data(), nullptr, capacity(), capacity(),
+                              t.recv_plan.data(), t.send_plan.data(), num_tokens, t.out.data(), nullptr},
                              1),
               "combine", rank, round);
   }
   void combine_backward(Rank& engine) {
-    expect_ok(engine.combine_backward({t.x.data(), num_tokens, t.recv_x.data(), t.recv_weights.data(),
-                                       t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
+    expect_ok(engine.combine_backward({t.x.data(), num_tokens, t.recv_x.data(), t.recv_weights.data(), capacity(),
+                                       capacity(), t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
                                       1),
               "combine backward", rank, round);
   }
   void dispatch_backward(Rank& engine) {
-    expect_ok(
-        engine.combine({Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(), t.recv_plan.data(),
-                        t.send_plan.data(), num_tokens, t.grad_x.data(), t.grad_weights.data()},
-                       1),
-        "dispatch backward", rank, round);
+    expect_ok(engine.combine(
+                  {Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(), capacity(), capacity(),
+                   t.recv_plan.data(), t.send_plan.data(), num_tokens, t.grad_x.data(), t.grad_weights.data()},
+                  1),
+              "dispatch backward", rank, round);
   }
   void check() const {
     for (int token = 0; token < num_tokens; ++token) {
@@ -171,7 +174,6 @@ int main(int argc, char** argv) {
                                                           .rank = r,
                                                           .config_hash = 7,
                                                           .expert_rank = expert_rank,
-                                                          .capacity = capacity,
                                                           .segments = segments,
                                                           .watches = {},
                                                           .timeout_s = 60.0,

@@ -99,7 +99,7 @@ int main(int argc, char** argv) {
   const std::unique_ptr<char[]> memory(new char[layout.bytes + kPage]());
   char* const segment = memory.get() + kPage - reinterpret_cast<uintptr_t>(memory.get()) % kPage;
   const std::vector<char*> base(num_ranks, segment);
-  const World world{shape, layout, {}, nullptr, base.data(), nullptr, 0, 1, 1};
+  const World world{shape, layout, {}, base.data(), nullptr, 0, 1, 1};
   world.mailbox(0, Kind::kDispatch, 0).signal = 1;
   for (int i = 4; i < argc; ++i) {
     const auto late_ns = static_cast<int64_t>(std::atof(argv[i]) * kSecond);
@@ -113,7 +113,6 @@ int main(int argc, char** argv) {
                                               .rank = 0,
                                               .config_hash = 1,
                                               .expert_rank = expert_rank,
-                                              .capacity = std::vector<int64_t>(num_ranks, 1),
                                               .segments = std::vector<uint64_t>(num_ranks, uint64_t(segment)),
                                               .watches = {},
                                               .timeout_s = timeout_s,

@@ -9,9 +9,11 @@ namespace moe_rt {
 // accumulator's. Python fills the fields by name: host/launch_bindings.cpp.
 struct DispatchArgs {
   const void* x;
-  const int64_t* topk_idx;
+  const void* topk_idx;
+  int64_t idx_bytes;  // of an entry: 8, or 4
   const void* topk_weights;
   int64_t num_tokens;
+  int64_t max_tokens, capacity;  // the most tokens of any rank; rows of recv_x and recv_weights
   void* recv_x;
   void* recv_weights;
   int32_t* offs;
@@ -24,6 +26,7 @@ struct CombineArgs {
   const void* y;
   const void* recv_weights;       // combine: factors; dispatch backward: nullptr
   const void* grad_recv_weights;  // dispatch backward: scalars sent home; combine: nullptr
+  int64_t num_rows, capacity;     // of y; of recv_weights or grad_recv_weights
   int32_t* recv_plan;
   const int32_t* send_plan;
   int64_t num_tokens;
@@ -36,6 +39,7 @@ struct CombineBackwardArgs {
   int64_t num_tokens;
   const void* y;
   const void* recv_weights;
+  int64_t num_rows, capacity;  // of y and grad_y; of recv_weights and grad_recv_weights
   int32_t* recv_plan;
   void* grad_y;
   void* grad_recv_weights;
@@ -63,7 +67,7 @@ struct SwigluBackwardArgs {
 };
 
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(DispatchArgs) == 72 && sizeof(CombineArgs) == 72 && sizeof(CombineBackwardArgs) == 56 &&
+static_assert(sizeof(DispatchArgs) == 96 && sizeof(CombineArgs) == 88 && sizeof(CombineBackwardArgs) == 72 &&
                   sizeof(SwigluArgs) == 48 && sizeof(SwigluBackwardArgs) == 56,
               "the host's layout");
 

@@ -84,9 +84,8 @@ struct World {
   Shape shape;
   Layout layout;
   Placement placement;
-  const int64_t* capacity;  // [R] rows of recv_x on each rank
-  char* const* base;        // [R] where each rank's segment is mapped here; nullptr where it is not
-  char* const* mirror;      // nullptr, or [R] copies of the route lists of ranks that are not mapped (device/rdma.h)
+  char* const* base;    // [R] where each rank's segment is mapped here; nullptr where it is not
+  char* const* mirror;  // nullptr, or [R] copies of the route lists of ranks that are not mapped (device/rdma.h)
   int32_t rank;
   uint64_t config;     // hash of shape, dtype and placement; equal on all ranks
   uint64_t plan_mark;  // of this rank's engine alone: whose plans it follows (plan.h)
@@ -100,16 +99,18 @@ struct World {
   MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
     return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
   }
-  // What this rank announces of its op, and compares with what peers do. Made here and nowhere else; who refuses, or has
-  // tokens to tell of, adds that.
-  MOE_RT_FN Header header(uint64_t seq, Op op, uint32_t tag, uint64_t handle_seq) const {
+  // What this rank announces of its op, and compares with what peers do. Made here and nowhere else; who refuses adds
+  // that.
+  MOE_RT_FN Header header(uint64_t seq, const Call& call) const {
     return {.seq = seq,
             .config = config,
-            .call = call_word(op, tag, handle_seq),
+            .call = call_word(call.op, call.tag, call.handle_seq),
             .status = Code::kOk,
-            .num_tokens = 0,
+            .num_tokens = call.num_tokens,
             .got = 0,
-            .expected = 0};
+            .expected = 0,
+            .max_tokens = call.max_tokens,
+            .capacity = call.capacity};
   }
   MOE_RT_FN OpRecordSlot& op_record(uint64_t number) const {
     return at<OpRecordSlot>(rank, layout.op_records)[number % kNumOpRecords];
@@ -131,6 +132,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 296 && sizeof(Header) == 48 && sizeof(Layout) == 192, "the host's layout");
+static_assert(sizeof(World) == 288 && sizeof(Header) == 56 && sizeof(Layout) == 192, "the host's layout");
 
 }  // namespace moe_rt

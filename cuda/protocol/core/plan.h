@@ -24,6 +24,7 @@ struct RecvPlan {
     int32_t num_pulled, num_copies, num_dropped;
     int32_t capacity;            // rows of recv_x in that dispatch
     int32_t first_own, num_own;  // the pulled tokens that are this rank's, in token order
+    int32_t num_rows;            // that were delivered, dropped ones not counted
   };
   Head* head;
   Pulled* pulled;
@@ -46,13 +47,13 @@ struct RecvPlan {
     return p;
   }
 
-  // Whether a dispatch of this very engine, with so many tokens, wrote the head, and its sizes can be true. A handle
-  // comes back through a user's hands: it may be another buffer's, or overwritten.
-  MOE_RT_FN bool fits(const World& w, int64_t tokens) const {
+  // Whether a dispatch of this very engine, with so many tokens and into so many rows, wrote the head, and its sizes can
+  // be true. A handle comes back through a user's hands: it may be another buffer's, or overwritten.
+  MOE_RT_FN bool fits(const World& w, int64_t tokens, int64_t capacity) const {
     const Head& h = *head;
     return h.mark == w.plan_mark && h.num_tokens == tokens && below(h.num_pulled, max_pulled(w.shape) + 1) &&
-           below(h.num_copies, max_copies(w.shape, w.num_local_experts()) + 1) &&
-           below(h.capacity, w.capacity[w.rank] + 1) && below(h.first_own, int64_t{h.num_pulled} + 1) &&
+           below(h.num_copies, max_copies(w.shape, w.num_local_experts()) + 1) && h.capacity == capacity &&
+           below(h.num_rows, capacity + 1) && below(h.first_own, int64_t{h.num_pulled} + 1) &&
            below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
   }
 
@@ -66,10 +67,19 @@ struct RecvPlan {
                below(int64_t{p.copies} - 1, s.num_topk) && below(p.first, int64_t{head->num_copies} - p.copies + 1));
     }
     const auto num_copies = head->num_copies;
-    const auto end_row = uint32_t(head->capacity) + 1, end_k = uint32_t(s.num_topk);  // dropped rows wrap around to 0
+    const auto end_row = uint32_t(head->num_rows) + 1, end_k = uint32_t(s.num_topk);  // dropped rows wrap around to 0
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(rows[c]) - uint32_t(kDropped) >= end_row);
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(ks[c]) >= end_k);
     return !bad;
+  }
+};
+
+// topk_idx [T][K], of entries of 8 bytes or of 4.
+struct ExpertIds {
+  const void* entries;
+  bool narrow;
+  MOE_RT_FN int64_t operator[](int64_t i) const {
+    return narrow ? static_cast<const int32_t*>(entries)[i] : static_cast<const int64_t*>(entries)[i];
   }
 };
 

@@ -13,7 +13,8 @@ struct Header {
   uint64_t call;  // call_word: which op, on which layer, reusing which handle
   Code status;    // kOk, or why the source refuses this op
   int32_t num_tokens;
-  int64_t got, expected;  // of the refusal
+  int64_t got, expected;         // of the refusal
+  int32_t max_tokens, capacity;  // of a dispatch: the most tokens that a rank may send, and rows of the source's recv_x
 
   MOE_RT_FN void refuse(Code why, int64_t got_, int64_t expected_) { status = why, got = got_, expected = expected_; }
 };
@@ -29,6 +30,15 @@ struct alignas(128) Mailbox {
 static_assert(sizeof(Mailbox) == 128, "a mailbox is one pair of cache lines");
 
 inline constexpr int kTagBits = 28;
+
+// An op as this rank issues it.
+struct Call {
+  Op op;
+  uint32_t tag;
+  uint64_t handle_seq = 0;  // of the dispatch whose handle is reused; 0 for dispatch itself
+  int32_t num_tokens = 0;
+  int32_t max_tokens = 0, capacity = 0;  // of a dispatch
+};
 
 // op | layer tag | low bits of the handle's dispatch number, so that two ranks combining different handles are told.
 MOE_RT_FN constexpr uint64_t call_word(Op op, uint32_t tag, uint64_t handle_seq) {
@@ -112,6 +122,8 @@ MOE_RT_FN Status check_header(const Header& theirs, const Header& ours, int peer
     s.got = theirs.got, s.expected = theirs.expected;
   } else if (theirs.call != ours.call && ours.status == Code::kOk) {
     s.code = Code::kCallOrderMismatch, s.got = int64_t(theirs.call), s.expected = int64_t(ours.call);
+  } else if (theirs.max_tokens != ours.max_tokens && ours.status == Code::kOk) {
+    s.code = Code::kBoundMismatch, s.got = theirs.max_tokens, s.expected = ours.max_tokens;
   }
   return s;
 }

@@ -23,6 +23,7 @@ enum class Code : int32_t {
   kPoisoned = 22,
   kFaultInjected = 23,  // on purpose: host/fault.h
   kInterrupted = 24,    // by an exception of a signal handler, in this rank's own process
+  kBoundMismatch = 25,  // ranks gave a dispatch different max_tokens
   // This rank alone: nothing was announced.
   kClosed = 32,
   kConcurrentUse = 33,
@@ -44,8 +45,9 @@ MOE_RT_FN constexpr Kind kind_of(Op op) {
 
 enum class Phase : int32_t { kNone = 0, kPublish = 1, kWait = 2, kGather = 3, kPush = 4, kReduce = 5 };
 
-// `got` and `expected` are what the code is about: an expert id and E, tokens and their maximum, two sequence numbers,
-// two config hashes, two call words (see call_word in signal.h).
+// `got` and `expected` are what the code is about: an expert id and E, tokens and their maximum, two of those maxima,
+// rows and the least or most there may be, two sequence numbers, two config hashes, two call words (see call_word in
+// signal.h).
 struct Status {
   Code code = Code::kOk;
   Op op = Op::kNone;

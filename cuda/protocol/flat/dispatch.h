@@ -28,6 +28,7 @@ template <class Weight>
 struct Received {
   char* recv_x;
   Weight* recv_weights;
+  int64_t capacity;  // rows of either
   RecvPlan plan;
 };
 
@@ -59,7 +60,7 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
       return;
     }
     const int64_t row = int64_t{b.start[block]} + copy.index;
-    const bool kept = row < w.capacity[w.rank];
+    const bool kept = row < out.capacity;
     if (kept) dsts[c] = out.recv_x + row * rows.tensor_row_bytes();
     if (!coop.leader()) return;
     out.plan.rows[at + c] = kept ? int32_t(row) : kDropped;

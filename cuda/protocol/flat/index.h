@@ -100,13 +100,18 @@ MOE_RT_FN int64_t rows_for(const World& w, int window, int rank) {
   return rows;
 }
 
+// Rows of a rank's recv_x, as it has announced with dispatch `seq`: each knows its own alone.
+MOE_RT_FN int64_t announced_capacity(const World& w, uint64_t seq, int rank) {
+  return w.mailbox(w.rank, Kind::kDispatch, rank).header[seq & 1].capacity;
+}
+
 // The lowest rank whose recv_x would overflow, or -1: every rank computes the same from what all sources published.
 // After index_blocks; the same on every lane.
 template <class Coop>
-MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, int window, const Blocks& b) {
+MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, int window, const Blocks& b) {
   const Range ranks = strided(coop, w.shape.num_ranks);
   for (int64_t r = ranks.begin; r < ranks.end; r += ranks.step) {
-    if (rows_for(w, window, int(r)) > w.capacity[r]) fetch_min_relaxed(*b.full, int32_t(r));
+    if (rows_for(w, window, int(r)) > announced_capacity(w, seq, int(r))) fetch_min_relaxed(*b.full, int32_t(r));
   }
   coop.sync();
   const int full = load_relaxed(*b.full);
@@ -115,9 +120,9 @@ MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, int window, con
 
 // offs, clipped to capacity, and the plan's head. Rows beyond capacity are dropped in row order.
 template <class Coop>
-MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64_t num_tokens, const Blocks& b,
-                           int32_t* offs, RecvPlan::Head* head) {
-  const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts(), capacity = w.capacity[w.rank];
+MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64_t num_tokens, int64_t capacity,
+                           const Blocks& b, int32_t* offs, RecvPlan::Head* head) {
+  const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
   const Range experts = strided(coop, num_local);
   for (int64_t e = experts.begin; e < experts.end; e += experts.step) {
     offs[e] = int32_t(smaller<int64_t>(b.end((e + 1) * num_ranks - 1, num_local * num_ranks), capacity));
@@ -133,7 +138,8 @@ MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64
              int32_t(b.num_rows - kept),
              int32_t(capacity),
              first_own,
-             b.pull_start[w.rank + 1] - first_own};
+             b.pull_start[w.rank + 1] - first_own,
+             int32_t(kept)};
   }
 }
 

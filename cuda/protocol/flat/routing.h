@@ -16,17 +16,17 @@ namespace moe_rt {
 
 inline constexpr int32_t kNoPlace = INT32_MAX;  // of topk_idx -1: behind all others
 
-// Sorts a token's n top-k entries by place: order[i] is the i-th one's k, ties in top-k order, so that a duplicate
+// Sorts a token's n top-k entries, from `first` on, by place: order[i] is the i-th one's k, ties in top-k order, so that a duplicate
 // follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each entry counts those
 // before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where compilers know it.
 template <int kTopk>
-MOE_RT_FN bool sort_visits(const World& w, const int64_t* topk_idx, int n, int32_t* places, int32_t* order,
-                           int64_t* bad) {
+MOE_RT_FN bool sort_visits(const World& w, const ExpertIds& topk_idx, int64_t first, int n, int32_t* places,
+                           int32_t* order, int64_t* bad) {
   constexpr int kBound = kTopk ? kTopk : kMaxTopk;
   int32_t before[kBound] = {};
   if (kTopk) n = kTopk;
   for (int k = 0; k < n; ++k) {
-    const int64_t expert = topk_idx[k];
+    const int64_t expert = topk_idx[first + k];
     if (expert < -1 || expert >= w.shape.num_experts) {
       *bad = expert;
       return false;
@@ -58,7 +58,7 @@ struct LaneCounters {
 // First pass. Leaves in each token's row of send_plan its entries in the order of their places. Returns the first bad
 // expert id of this lane's tokens in *bad and false.
 template <class Coop, class Dims>
-MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, const int64_t* topk_idx,
+MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, const ExpertIds& topk_idx,
                             int64_t num_tokens, const LaneCounters& counters, int32_t* send_plan, int64_t* bad) {
   int32_t* rows = counters.rows(coop.rank());
   int32_t* pulls = counters.pulls(coop.rank());
@@ -74,7 +74,7 @@ MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, 
   const Range tokens = coop.chunk(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     int32_t* order = send_plan + t * topk;
-    if (!sort(w, topk_idx + t * topk, topk, places, order, bad)) return false;
+    if (!sort(w, topk_idx, t * topk, topk, places, order, bad)) return false;
     int32_t last_place = kNoPlace, last_owner = -1;
     for (int i = 0; i < topk; ++i) {
       const int32_t place = places[order[i]];
@@ -128,7 +128,7 @@ MOE_RT_FN int32_t first_copy(const World& w, const LaneCounters& counters, int l
 
 // Second pass: writes pulls, copies and weights of this lane's tokens, and send_plan. `copy_cursor` is [R] of scratch.
 template <class Coop, class Dims, class Weight>
-MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, const int64_t* topk_idx,
+MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, const ExpertIds& topk_idx,
                            const Weight* topk_weights, int64_t num_tokens, const LaneCounters& counters,
                            int32_t* copy_cursor, const RouteLists<Weight>& lists, int32_t* send_plan) {
   int32_t* rows = counters.rows(coop.rank());

@@ -39,7 +39,7 @@ struct Entries {
 
 // A bad expert id counts as none; the lowest of all is left in bad_entry, as an index into topk_idx.
 template <class Dims>
-MOE_RT_FN void decode(const Dims& dims, const World& w, const int64_t* topk_idx, int64_t token, Entries<Dims>& out,
+MOE_RT_FN void decode(const Dims& dims, const World& w, const ExpertIds& topk_idx, int64_t token, Entries<Dims>& out,
                       int64_t& bad_entry) {
   for_topk<Dims>(dims.num_topk(), [&](int k) {
     const int64_t at = token * dims.num_topk() + k, expert = topk_idx[at];
@@ -73,7 +73,7 @@ MOE_RT_FN int ranks_below(const Dims& dims, const Entries<Dims>& e, int rank) {
 
 // Leaves in tiles.before how many pulls and copies all tokens send to the ranks before `dest`.
 template <class Coop, class Dims>
-MOE_RT_FN void count_before(const Coop& coop, const Dims& dims, const World& w, int dest, const int64_t* topk_idx,
+MOE_RT_FN void count_before(const Coop& coop, const Dims& dims, const World& w, int dest, const ExpertIds& topk_idx,
                             int64_t num_tokens, const Tiles& tiles, int64_t& bad_entry) {
   int32_t pulls = 0, copies = 0;
   Entries<Dims> e;
@@ -121,7 +121,7 @@ MOE_RT_FN void write_token(const Dims& dims, const World& w, int dest, int64_t t
 // All of one destination's lists, and its entries of send_plan; destination 0 also marks those that go nowhere. Ends
 // out of step: callers sync before they announce.
 template <class Coop, class Dims, class Weight>
-MOE_RT_FN void route_to(const Coop& coop, const Dims& dims, const World& w, int dest, const int64_t* topk_idx,
+MOE_RT_FN void route_to(const Coop& coop, const Dims& dims, const World& w, int dest, const ExpertIds& topk_idx,
                         const Weight* topk_weights, int64_t num_tokens, const Tiles& tiles,
                         const RouteLists<Weight>& lists, int32_t* send_plan, int64_t& bad_entry) {
   constexpr int kPullShift = 20;  // a tile has at most 2^10 tokens of at most 2^7 copies

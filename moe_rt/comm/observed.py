@@ -1,0 +1,80 @@
+"""What a buffer tells of itself: its sizes, how its group fares, and where time goes. Nothing here is collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_rt.config.spec import BufferSpec
+from moe_rt.config.topology import Topology
+from moe_rt.diagnostics.report import Report
+from moe_rt.native.engine import Engine
+
+
+class Observed:
+    """The part of `moe_rt.Buffer` that moves nothing."""
+
+    spec: BufferSpec
+    rank: int
+    _engine: Engine
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        return self._engine.device
+
+    @property
+    def capacity(self) -> int:
+        """Rows of recv_x on this rank; grows if overflow is "retry"."""
+        return self._engine.capacity
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on this rank (L)."""
+        return self.spec.placement.num_local(self.rank)
+
+    @property
+    def topology(self) -> Topology:
+        """Which node each rank is on."""
+        return self.spec.topology
+
+    @property
+    def num_bytes(self) -> int:
+        """Symmetric memory of this rank; docs/protocol.md has the formula."""
+        return self.spec.shape().segment_bytes()
+
+    def check(self) -> None:
+        """Raises what has ended the group, if anything has. Local; never blocks."""
+        self._engine.health()
+
+    def timings(self) -> dict[str, Any]:
+        """Where this rank's time went in the last op, in nanoseconds: costs nothing to keep.
+
+        Returns:
+            op; before_ns (publish or push), wait_ns, after_ns (gather or reduce); arrival_ns: for each peer, how long
+            after this rank began to wait it saw the peer's signal, looking at peers in rank order; line_latency_ns: for
+            each peer, how long a cache line takes to read that it has just written: 10 to 20 if both share a cache, 100
+            and more if not. Each dispatch looks at one peer and believes at most half as much again as before.
+        """
+        return self._engine.timings()
+
+    def waited_ns(self) -> list[int]:
+        """How long this rank has waited for each peer since the buffer was made, in nanoseconds, [R].
+
+        Peers are looked at in rank order, so a wait counts for the first one that is late. Empty on CUDA ranks, whose
+        host does not watch.
+        """
+        return self._engine.waited_ns()
+
+    def report(self) -> Report:
+        """What every rank of the group does and whom it waits for, also while this or another rank is in an op.
+
+        Local: read from the segments, so that ranks which hang or are dead are in it. CPU ranks only. Errors of a wait
+        in vain carry one as `report`; docs/diagnostics.md explains it.
+
+        Raises:
+            GroupClosed: this rank has closed the buffer, and with it its view of the others.
+            InvalidConfig: a CUDA buffer.
+        """
+        return self._engine.report()

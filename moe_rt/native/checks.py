@@ -1,0 +1,103 @@
+"""What an op asks of its arguments before it announces anything: what is wrong is refused, and every rank raises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from moe_rt import _engine
+from moe_rt.config.spec import BufferSpec
+from moe_rt.errors import InvalidInput, MoeRtError, Op
+
+# A layer's tag travels in so many bits.
+NUM_TAGS = 1 << _engine.TAG_BITS
+_STRIDED = torch.strided
+
+
+class Checks(ABC):
+    """One rank's, of the sizes that its group agreed on."""
+
+    spec: BufferSpec
+    rank: int
+    device: torch.device
+    plan_ints: int
+    _acc_dtype: torch.dtype
+
+    @abstractmethod
+    def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
+        """Tells the peers that this rank will not take part in the op with its input, and raises `error`."""
+
+    def require_call(self, op: Op, tag: int, max_tokens: Any = None, **tensors: Any) -> None:
+        """Refuses what torch's dispatcher would not bring to this engine: it would raise here, and peers would wait."""
+        if not isinstance(tag, int | torch.SymInt) or not 0 <= tag < NUM_TAGS:
+            self._refuse_tag(op, tag)
+        if max_tokens is not None and not isinstance(max_tokens, int | torch.SymInt):
+            self._refuse_bound(tag, max_tokens)
+        for name, t in tensors.items():
+            got, expected = _odd_kind(t), "a torch.Tensor" if not isinstance(t, Tensor) else "a dense one"
+            if not got and t.device != self.device:
+                got, expected = f"a tensor on {t.device}", f"one on {self.device}"
+            if got:
+                error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
+                self._refuse(op, tag, error, 0, 0)
+
+    def _check_rows(self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor) -> None:
+        """No more rows than weights. Whether both are as many as that dispatch delivered is for whoever reads plans."""
+        num_rows, capacity = rows.size(0) if rows.dim() else 0, weights.size(0) if weights.dim() else 0
+        self._check(op, tag, name, rows, (num_rows, self.spec.hidden), self.spec.dtype)
+        self._check(op, tag, weights_name, weights, (capacity,), self._acc_dtype)
+        if num_rows > capacity:
+            message = f"{name}: got {num_rows} rows, expected at most those of {weights_name}, {capacity}"
+            self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), num_rows, capacity)
+
+    def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
+        if type(tag) is not int or not 0 <= tag < NUM_TAGS:
+            self._refuse_tag(op, tag)
+        self._check(op, tag, "handle.recv_plan", recv_plan, (self.plan_ints,), torch.int32)
+        if send_plan is not None:
+            num_tokens = send_plan.size(0) if send_plan.dim() else 0  # len() would take longer than the other checks
+            self._check(op, tag, "handle.send_plan", send_plan, (num_tokens, self.spec.num_topk), torch.int32)
+
+    def _check_out(self, op: Op, tag: int, out: Tensor, num_tokens: int) -> None:
+        """Memory that an op may write as it lies."""
+        self._check(op, tag, "out", out, (num_tokens, self.spec.hidden), self.spec.dtype)
+        if not out.is_contiguous() or out.is_neg() or out._is_zerotensor():
+            message = (
+                "out: got a view that is not contiguous, or that torch negates at reading, expected contiguous memory"
+            )
+            self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), 0, 0)
+
+    def _refuse_tag(self, op: Op, tag: Any) -> NoReturn:
+        error = InvalidInput(
+            f"tag: got {tag!r}, expected an integer in [0, 2**{_engine.TAG_BITS})", rank=self.rank, op=op
+        )
+        self._refuse(op, 0, error, 0, 0)
+
+    def _refuse_bound(self, tag: int, max_tokens: Any) -> NoReturn:
+        most = self.spec.num_max_tokens_per_rank
+        message = f"max_tokens: got {max_tokens!r}, expected an integer in [1, num_max_tokens_per_rank = {most}]"
+        self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
+
+    def _check(self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        try:
+            if t.shape == shape and t.dtype is dtype and t.device == self.device and t.layout is _STRIDED:
+                return
+            got, last = f"{t.dtype} {list(t.shape)} on {t.device}", t.shape[-1] if t.dim() else 0
+        except RuntimeError:  # a nested tensor has no shape
+            got, last = "", shape[-1]
+        got, expected = _odd_kind(t) or got, f"{dtype} {list(shape)} on {self.device}"
+        error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
+        self._refuse(op, tag, error, last, shape[-1])
+
+
+def _odd_kind(t: Any) -> str:
+    """What this is, where it is no dense tensor with memory of its own; else nothing."""
+    if not isinstance(t, Tensor) or is_traceable_wrapper_subclass(t):
+        return f"a {type(t).__module__}.{type(t).__qualname__}".replace("builtins.", "")
+    if t.is_nested:
+        return "a nested tensor"
+    return "" if t.layout is _STRIDED else f"a tensor of layout {t.layout}"

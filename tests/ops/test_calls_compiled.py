@@ -1,0 +1,140 @@
+"""What a single call may choose, under torch's dispatcher: schemas, fakes, torch.compile, and gradients of out=."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_rt import Buffer
+from moe_rt.errors import InvalidInput
+
+T, MOST, H, K, E = 5, 9, 6, 2, 4
+
+
+@pytest.fixture
+def buffer() -> Iterator[Buffer]:
+    with Buffer(None, num_max_tokens_per_rank=MOST, hidden=H, num_topk=K, num_experts=E, dtype=torch.float64) as b:
+        yield b
+
+
+def inputs(requires_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Every token visits K experts, so that with T as the bound no row is unspecified."""
+    torch.manual_seed(0)
+    x = torch.randn(T, H, dtype=torch.float64, requires_grad=requires_grad)
+    idx = torch.tensor([[t % E, (t + 1) % E] for t in range(T)], dtype=torch.int32)
+    return x, idx, torch.rand(T, K, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def test_opcheck(buffer: Buffer) -> None:
+    x, idx, w = inputs(requires_grad=True)
+    engine = buffer._engine.id
+    structure = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.moe_rt.dispatch, (x, idx, w, engine, 0, T), test_utils=structure)
+    recv_x, recv_weights, _, *plans = torch.ops.moe_rt.dispatch(x, idx, w, engine, 0, T)
+    assert recv_x.shape == (T * K, H)
+    args = (recv_x.detach(), recv_weights.detach(), *plans, engine, 0)
+    torch.library.opcheck(torch.ops.moe_rt.combine, args)
+    torch.library.opcheck(torch.ops.moe_rt.combine_out, args, {"out": torch.zeros(T, H, dtype=torch.float64)})
+    fewer, _, offs, *plans = torch.ops.moe_rt.dispatch(x, idx, w, engine, 0)
+    n = int(offs[-1])
+    assert n < len(fewer)
+    y, weights = fewer[:n].detach().requires_grad_(), torch.rand(len(fewer), dtype=torch.float64)
+    torch.library.opcheck(torch.ops.moe_rt.combine, (y, weights, *plans, engine, 0))
+
+
+def test_fakes_have_the_shapes_of_the_bound(buffer: Buffer) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fakes = [mode.from_tensor(t) for t in inputs()]
+        for bound in (1, T, None):
+            recv_x, recv_weights, handle = buffer.dispatch(*fakes, max_tokens=bound)
+            assert recv_x.shape == (K * (bound or MOST), H)
+            assert recv_weights.shape == (K * (bound or MOST),)
+            out = fakes[0].new_empty(T, H)
+            assert buffer.combine(recv_x, recv_weights, handle, out=out) is out
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiled_calls_of_several_bounds(buffer: Buffer, grad: bool) -> None:
+    x, idx, w = inputs(requires_grad=grad)
+
+    def pair(x: Tensor, w: Tensor, bound: int | None) -> Tensor:
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, w, max_tokens=bound)
+        return buffer.combine(recv_x * 2, recv_weights, handle) + len(recv_x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(pair, fullgraph=True)
+    for bound in (T, None, 7, MOST):
+        got, want = compiled(x, w, bound), pair(x, w, bound)
+        torch.testing.assert_close(got, want)
+        if grad:
+            ones = torch.ones_like(got)
+            for a, b in zip(
+                torch.autograd.grad(got, [x, w], ones), torch.autograd.grad(want, [x, w], ones), strict=True
+            ):
+                torch.testing.assert_close(a, b)
+
+
+def test_compiled_out(buffer: Buffer) -> None:
+    """Functionalised and back: the caller's tensor is written, a view of it too, and what is read later sees it."""
+    x, idx, w = inputs()
+
+    def pair(x: Tensor, memory: Tensor) -> Tensor:
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, w, max_tokens=T)
+        before = memory.sum()
+        buffer.combine(recv_x * 2, recv_weights, handle, out=memory[1 : T + 1])
+        return before + memory
+
+    torch._dynamo.reset()
+    memory, expected = (torch.ones(T + 2, H, dtype=torch.float64) for _ in range(2))
+    want = pair(x, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(pair, fullgraph=True)(x, memory), want)
+    assert torch.equal(memory, expected)
+    torch.testing.assert_close(memory[1:-1], 2 * w.sum(1, keepdim=True) * x)
+
+
+@pytest.mark.parametrize("which", ["y", "recv_weights", "out"])
+@pytest.mark.parametrize("through", ["buffer", "dispatcher"])
+def test_out_has_no_gradients(buffer: Buffer, which: str, through: str) -> None:
+    """Refused before the op, which is not numbered then."""
+    recv_x, recv_weights, handle = buffer.dispatch(*inputs())
+    args: dict[str, Any] = {"y": recv_x, "recv_weights": recv_weights, "out": torch.zeros(T, H, dtype=torch.float64)}
+    args[which] = args[which].detach().requires_grad_()
+    plans = (handle.recv_plan, handle.send_plan, buffer._engine.id, 0)
+
+    def call() -> None:
+        if through == "buffer":
+            buffer.combine(args["y"], args["recv_weights"], handle, out=args["out"])
+        else:
+            torch.ops.moe_rt.combine_out(args["y"], args["recv_weights"], *plans, out=args["out"])
+
+    with pytest.raises(InvalidInput, match="out: got a combine that gradients are recorded of"):
+        call()
+    assert buffer.timings()["op"] == "dispatch"
+    with torch.no_grad():
+        call()
+    assert buffer.timings()["op"] == "combine"
+    assert args["out"].any()
+
+
+def test_what_was_saved_for_a_gradient_is_not_overwritten_unseen(buffer: Buffer) -> None:
+    recv_x, recv_weights, handle = buffer.dispatch(*inputs())
+    out, factor = torch.zeros(T, H, dtype=torch.float64), torch.ones(T, H, dtype=torch.float64, requires_grad=True)
+    product = factor * out
+    with torch.no_grad():
+        buffer.combine(recv_x, recv_weights, handle, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_dispatcher_refuses_a_bound_that_is_no_integer(buffer: Buffer) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fakes = [mode.from_tensor(t) for t in inputs()]
+        wrong: Any = "5"
+        with pytest.raises(InvalidInput, match="max_tokens: got '5', expected an integer"):
+            buffer.dispatch(*fakes, max_tokens=wrong)
