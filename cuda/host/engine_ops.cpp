@@ -24,14 +24,19 @@ template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const LaneCounters counters{lane_counters_.data(), world_.shape.num_experts, world_.shape.num_ranks};
   const int num_local = world_.num_local_experts();
-  const ExpertIds ids = ids_of(a);
+  // Which width ids have is asked once, not for each of them.
+  const auto with_ids = [&](auto&& fn) {
+    return a.idx_bytes == 4 ? fn(static_cast<const int32_t*>(a.topk_idx)) : fn(static_cast<const int64_t*>(a.topk_idx));
+  };
   const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
                           RecvPlan::view(a.recv_plan, world_.shape, num_local)};
 
   const auto send = [&](const auto& coop, int window, Header& header) {
     const auto lists = RouteLists<Acc>::view(world_, world_.rank, window);
     int64_t bad = kNoFault;
-    const bool valid = count_visits(coop, dims_, world_, ids, a.num_tokens, counters, a.send_plan, &bad);
+    const bool valid = with_ids([&](const auto* ids) {
+      return count_visits(coop, dims_, world_, ids, a.num_tokens, counters, a.send_plan, &bad);
+    });
     lane_fault_[coop.rank()] = valid ? kNoFault : bad;
     coop.sync();
     if (coop.rank() == 0) {
@@ -43,8 +48,10 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     }
     coop.sync();
     if (header.status != Code::kOk) return;
-    write_lists(coop, dims_, world_, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
-                copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
+    with_ids([&](const auto* ids) {
+      write_lists(coop, dims_, world_, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
+                  copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
+    });
     publish_rows(coop, world_, window, static_cast<const char*>(a.x), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_codec()));
   };

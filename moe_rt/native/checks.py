@@ -45,14 +45,17 @@ class Checks(ABC):
                 error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
                 self._refuse(op, tag, error, 0, 0)
 
-    def _check_rows(self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor) -> None:
-        """No more rows than weights. Whether both are as many as that dispatch delivered is for whoever reads plans."""
+    def _check_rows(
+        self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor
+    ) -> tuple[int, int]:
+        """How many rows and weights: no more of those. Whether that dispatch delivered so many, its plan knows."""
         num_rows, capacity = rows.size(0) if rows.dim() else 0, weights.size(0) if weights.dim() else 0
         self._check(op, tag, name, rows, (num_rows, self.spec.hidden), self.spec.dtype)
         self._check(op, tag, weights_name, weights, (capacity,), self._acc_dtype)
         if num_rows > capacity:
             message = f"{name}: got {num_rows} rows, expected at most those of {weights_name}, {capacity}"
             self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), num_rows, capacity)
+        return num_rows, capacity
 
     def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
         if type(tag) is not int or not 0 <= tag < NUM_TAGS:

@@ -91,9 +91,8 @@ class CudaEngine(Engine):
         # A view may start anywhere; kernels load whole vectors.
         return t if t.data_ptr() % _VECTOR_BYTES == 0 else t.clone()
 
-    def _output(self, num_tokens: int, out: Tensor | None) -> Tensor:
-        aligned = out is None or out.data_ptr() % _VECTOR_BYTES == 0  # as of inputs
-        return super()._output(num_tokens, out if aligned else None)
+    def _writable(self, out: Tensor) -> Tensor:
+        return out if out.data_ptr() % _VECTOR_BYTES == 0 else self._rows(out.shape[0])  # as of inputs
 
     def _grow(self, max_tokens: int) -> bool:
         return False  # the host does not look

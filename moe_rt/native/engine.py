@@ -136,19 +136,21 @@ class Engine(Checks):
         """y [N, H], recv_weights [capacity] -> out [T, H]; N may be less than capacity."""
         self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
         recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
-        self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights)
+        num_rows, capacity = self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights)
         y, recv_weights = self._input(y), self._input(recv_weights)
         num_tokens = send_plan.shape[0]
-        if out is not None:
+        if out is None:
+            written = self._rows(num_tokens)
+        else:
             self._check_out(Op.COMBINE, tag, out, num_tokens)
-        written = self._output(num_tokens, out)
+            written = self._writable(out)
         args = _engine.CombineArgs(
             op=Op.COMBINE,
             y=y.data_ptr(),
             recv_weights=recv_weights.data_ptr(),
             grad_recv_weights=0,
-            num_rows=y.shape[0],
-            capacity=recv_weights.shape[0],
+            num_rows=num_rows,
+            capacity=capacity,
             recv_plan=recv_plan.data_ptr(),
             send_plan=send_plan.data_ptr(),
             num_tokens=num_tokens,
@@ -171,7 +173,9 @@ class Engine(Checks):
         op = Op.DISPATCH_BACKWARD
         self._check_plans(op, tag, recv_plan, send_plan)
         recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
-        self._check_rows(op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights)
+        num_rows, capacity = self._check_rows(
+            op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights
+        )
         grad_recv_x, grad_recv_weights = self._input(grad_recv_x), self._input(grad_recv_weights)
         num_tokens = send_plan.shape[0]
         grad_x = self._rows(num_tokens)
@@ -181,8 +185,8 @@ class Engine(Checks):
             y=grad_recv_x.data_ptr(),
             recv_weights=0,
             grad_recv_weights=grad_recv_weights.data_ptr(),
-            num_rows=grad_recv_x.shape[0],
-            capacity=grad_recv_weights.shape[0],
+            num_rows=num_rows,
+            capacity=capacity,
             recv_plan=recv_plan.data_ptr(),
             send_plan=send_plan.data_ptr(),
             num_tokens=num_tokens,
@@ -200,17 +204,17 @@ class Engine(Checks):
         self._check_plans(op, tag, recv_plan, None)
         self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
         recv_plan = recv_plan.contiguous()
-        self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
+        num_rows, capacity = self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
         grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
-        grad_y = self._rows(y.shape[0])
+        grad_y = self._rows(num_rows)
         grad_recv_weights = torch.empty_like(recv_weights)
         args = _engine.CombineBackwardArgs(
             grad_out=grad_out.data_ptr(),
             num_tokens=num_tokens,
             y=y.data_ptr(),
             recv_weights=recv_weights.data_ptr(),
-            num_rows=y.shape[0],
-            capacity=recv_weights.shape[0],
+            num_rows=num_rows,
+            capacity=capacity,
             recv_plan=recv_plan.data_ptr(),
             grad_y=grad_y.data_ptr(),
             grad_recv_weights=grad_recv_weights.data_ptr(),
@@ -245,9 +249,9 @@ class Engine(Checks):
         `why` is what CPU ranks tell peers that still wait for this one, if it did not close its buffer by hand.
         """
 
-    def _output(self, num_tokens: int, out: Tensor | None) -> Tensor:
-        """Where an op writes its rows: the caller's tensor, or a fresh one."""
-        return self._rows(num_tokens) if out is None else out
+    def _writable(self, out: Tensor) -> Tensor:
+        """Where C++ writes what is to be in the caller's tensor: there, or in a fresh one to be copied."""
+        return out
 
     def _input(self, t: Tensor) -> Tensor:
         """The same values as C++ reads them: torch may owe a sign to what is in memory, or have no memory at all."""

@@ -85,9 +85,9 @@ bool believed(const std::function<void(Lists&)>& bend) {
     const LaneCounters counters{ints.data(), shape.num_experts, shape.num_ranks};
     const std::vector<float> weights(kTokens * kTopk, 1.0f);
     int64_t bad;
-    count_visits(Solo{}, dims, w, {kIdx, false}, num_tokens, counters, plan.data(), &bad);
+    count_visits(Solo{}, dims, w, kIdx, num_tokens, counters, plan.data(), &bad);
     place_lanes(w, counters, 1, RouteLists<float>::view(w, source, kWindow));
-    write_lists(Solo{}, dims, w, {kIdx, false}, weights.data(), num_tokens, counters, cursor.data(),
+    write_lists(Solo{}, dims, w, kIdx, weights.data(), num_tokens, counters, cursor.data(),
                 RouteLists<float>::view(w, source, kWindow), plan.data());
   }
   const World w = world(kMe);

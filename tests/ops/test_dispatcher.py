@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
-from moe_rt.comm import ops
+from moe_rt.comm import gradients
 from moe_rt.errors import InvalidInput
 
 T, H, K, E = 3, 4, 2, 4
@@ -150,8 +150,8 @@ def test_second_derivatives_are_refused(buffer: Buffer, op: int) -> None:
 
 
 def test_unwatched_is_asked_of_every_argument() -> None:
-    assert ops._unwatched(torch.ones(1), torch.ones(1))
-    assert not ops._unwatched(torch.ones(1), torch.nn.Parameter(torch.ones(1)))
+    assert gradients.unwatched(torch.ones(1), torch.ones(1))
+    assert not gradients.unwatched(torch.ones(1), torch.nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize("watch", [nullcontext, Seen], ids=["past", "through"])

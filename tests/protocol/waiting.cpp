@@ -82,7 +82,7 @@ Status wait_on_gpu(const World& world, double timeout_s) {
   HostRecord record{};
   BlockShared shared{};
   const Control control{&state, &record, static_cast<int64_t>(timeout_s * kSecond), 0, 0};
-  finish(Gpu{shared}, world, control, Op::kDispatch, 0, [](uint64_t, int) {}, [] {});
+  finish(Gpu{shared}, world, control, {.op = Op::kDispatch, .tag = 0}, [](uint64_t, int) {}, [] {});
   return record.status;
 }
 

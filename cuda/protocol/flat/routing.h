@@ -5,7 +5,7 @@
 // the pulls for each rank; a prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own
 // contiguous tokens, so the lists are in token order whatever the number of lanes: row order at the destination
 // (expert, source, token) is deterministic. Which experts a token chose is noise to a branch predictor, so nothing
-// branches on it but duplicates and entries of -1, which are rare.
+// branches on it but duplicates and entries of -1, which are rare. `Ids` is ExpertIds, or a pointer to ids of one width.
 #pragma once
 
 #include "../core/coop.h"
@@ -19,9 +19,9 @@ inline constexpr int32_t kNoPlace = INT32_MAX;  // of topk_idx -1: behind all ot
 // Sorts a token's n top-k entries, from `first` on, by place: order[i] is the i-th one's k, ties in top-k order, so that a duplicate
 // follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each entry counts those
 // before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where compilers know it.
-template <int kTopk>
-MOE_RT_FN bool sort_visits(const World& w, const ExpertIds& topk_idx, int64_t first, int n, int32_t* places,
-                           int32_t* order, int64_t* bad) {
+template <int kTopk, class Ids>
+MOE_RT_FN bool sort_visits(const World& w, const Ids& topk_idx, int64_t first, int n, int32_t* places, int32_t* order,
+                           int64_t* bad) {
   constexpr int kBound = kTopk ? kTopk : kMaxTopk;
   int32_t before[kBound] = {};
   if (kTopk) n = kTopk;
@@ -57,19 +57,19 @@ struct LaneCounters {
 
 // First pass. Leaves in each token's row of send_plan its entries in the order of their places. Returns the first bad
 // expert id of this lane's tokens in *bad and false.
-template <class Coop, class Dims>
-MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, const ExpertIds& topk_idx,
-                            int64_t num_tokens, const LaneCounters& counters, int32_t* send_plan, int64_t* bad) {
+template <class Coop, class Dims, class Ids>
+MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, const Ids& topk_idx, int64_t num_tokens,
+                            const LaneCounters& counters, int32_t* send_plan, int64_t* bad) {
   int32_t* rows = counters.rows(coop.rank());
   int32_t* pulls = counters.pulls(coop.rank());
   for (int i = 0; i < counters.num_places; ++i) rows[i] = 0;
   for (int r = 0; r < counters.num_ranks; ++r) pulls[r] = 0;
   const int topk = dims.num_topk();
-  const auto sort = topk == 2   ? sort_visits<2>
-                    : topk == 4 ? sort_visits<4>
-                    : topk == 6 ? sort_visits<6>
-                    : topk == 8 ? sort_visits<8>
-                                : sort_visits<0>;
+  const auto sort = topk == 2   ? sort_visits<2, Ids>
+                    : topk == 4 ? sort_visits<4, Ids>
+                    : topk == 6 ? sort_visits<6, Ids>
+                    : topk == 8 ? sort_visits<8, Ids>
+                                : sort_visits<0, Ids>;
   int32_t places[Dims::kTopkBound];
   const Range tokens = coop.chunk(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
@@ -127,8 +127,8 @@ MOE_RT_FN int32_t first_copy(const World& w, const LaneCounters& counters, int l
 }
 
 // Second pass: writes pulls, copies and weights of this lane's tokens, and send_plan. `copy_cursor` is [R] of scratch.
-template <class Coop, class Dims, class Weight>
-MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, const ExpertIds& topk_idx,
+template <class Coop, class Dims, class Ids, class Weight>
+MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, const Ids& topk_idx,
                            const Weight* topk_weights, int64_t num_tokens, const LaneCounters& counters,
                            int32_t* copy_cursor, const RouteLists<Weight>& lists, int32_t* send_plan) {
   int32_t* rows = counters.rows(coop.rank());
