@@ -37,7 +37,6 @@ Engine::Engine(EngineConfig config)
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
   scratch_rows_.resize(lanes * shape.row_bytes() / kRowAlign);
-  needed_rows_.resize(num_ranks);
   arrival_ns_.resize(num_ranks);
   waited_ns_.resize(num_ranks);
   seq_[0] = seq_[1] = config_.first_seq - 1;

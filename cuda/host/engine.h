@@ -59,8 +59,8 @@ class Engine {
   // Takes part in an op only to say that this rank refuses it, so that every rank raises and none waits.
   Status refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag);
 
-  // After kCapacityOverflow: the rows that every rank would have received. Equal on all ranks.
-  const std::vector<int64_t>& needed_rows() const { return needed_rows_; }
+  // After kCapacityOverflow: the rows that this rank would have received.
+  int64_t needed_rows() const { return needed_rows_; }
 
   // Says why this rank is about to leave, for peers that learn of it. Idempotent: the first words stay.
   void leave_words(std::string_view text);
@@ -125,7 +125,8 @@ class Engine {
   PlacementTables placement_;
   std::vector<char*> base_;
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
-  std::vector<int64_t> lane_fault_, needed_rows_;
+  std::vector<int64_t> lane_fault_;
+  int64_t needed_rows_ = 0;
   struct alignas(kRowAlign) Line {
     char bytes[kRowAlign];
   };

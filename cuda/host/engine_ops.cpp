@@ -64,11 +64,11 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     if (corrupt_source >= 0 || full >= 0) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
-        for (int r = 0; r < world_.shape.num_ranks; ++r) needed_rows_[r] = rows_for(world_, window, r);
+        needed_rows_ = rows_for(world_, window, world_.rank);
         status = {.code = Code::kCapacityOverflow,
                   .phase = Phase::kGather,
                   .peer = full,
-                  .got = needed_rows_[full],
+                  .got = rows_for(world_, window, full),
                   .expected = announced_capacity(world_, seq, full)};
       } else {
         status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = corrupt_source};

@@ -101,7 +101,7 @@ class CpuEngine(Engine):
     def _grow(self, max_tokens: int) -> bool:
         if self.spec.overflow != "retry":
             return False
-        self._capacities[max_tokens] = max(self.capacity_for(max_tokens), self._engine.needed_rows()[self.rank])
+        self._capacities[max_tokens] = max(self.capacity_for(max_tokens), self._engine.needed_rows())
         return True
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
