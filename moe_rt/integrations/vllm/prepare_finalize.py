@@ -106,6 +106,4 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         )
         assert self._sent is not None
         (recv_weights, handle), self._sent = self._sent, None
-        rows = y.new_empty(len(recv_weights), y.shape[1])
-        rows[: len(y)] = y
-        output.copy_(self._buffer.combine(rows, recv_weights, handle))
+        self._buffer.combine(y, recv_weights, handle, out=output)
