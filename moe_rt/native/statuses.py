@@ -89,7 +89,8 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str
         case Code.INVALID_ROUTING:
             return f"{peer} got expert id {got} in topk_idx, expected -1 or [0, {expected})"
         case Code.TOO_MANY_TOKENS:
-            return f"{peer} got {got} tokens, expected at most {expected}"
+            bounds = "num_max_tokens_per_rank or this call's max_tokens"
+            return f"{peer} got {got} tokens, expected at most {expected}, {bounds}"
         case Code.CAPACITY_OVERFLOW:
             return (
                 f"{peer} would receive {got} rows, expected at most its capacity of {expected}; "

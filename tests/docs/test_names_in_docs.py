@@ -24,12 +24,19 @@ CALL = re.compile(r"(?:moe-rt (?P<command>[a-z]+)|-m moe_rt\.(?P<module>[\w.]+))
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 SPAN = re.compile(r"`(--[a-z][\w.-]*)[^`]*`")
 MODULES: dict[str, click.Command] = {"train": train, "chaos.deaths": deaths, "chaos.matrix": matrix}
-# Options of torchrun and torchtitan, which documents tell of beside ours.
+# Options of others, which documents tell of beside ours.
 OF_OTHERS = {
     "--max-restarts": "torchrun",
     "--training.disable_cuda_graphs": "torchtitan",
     "--compile.enable": "torchtitan",
-}
+} | dict.fromkeys(
+    (
+        *("--additional-config", "--all2all-backend", "--data-parallel-size", "--enable-dbo", "--enable-eplb"),
+        *("--enable-expert-parallel", "--enable-lora", "--enforce-eager", "--gpu-memory-utilization", "--model"),
+        *("--tensor-parallel-size", "--ubatch-size"),
+    ),
+    "vllm",
+)
 KEYWORD = re.compile(r"`([a-z_]+)(?:=[^`]*)?`")
 # Tables that say what a keyword does, by document and first words of their head, and whose keywords they are.
 TABLES = {

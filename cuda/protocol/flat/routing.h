@@ -16,9 +16,10 @@ namespace moe_rt {
 
 inline constexpr int32_t kNoPlace = INT32_MAX;  // of topk_idx -1: behind all others
 
-// Sorts a token's n top-k entries, from `first` on, by place: order[i] is the i-th one's k, ties in top-k order, so that a duplicate
-// follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each entry counts those
-// before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where compilers know it.
+// Sorts a token's n top-k entries, which begin at `first`, by place: order[i] is the i-th one's k, ties in top-k order,
+// so that a duplicate follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each
+// entry counts those before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where
+// compilers know it.
 template <int kTopk, class Ids>
 MOE_RT_FN bool sort_visits(const World& w, const Ids& topk_idx, int64_t first, int n, int32_t* places, int32_t* order,
                            int64_t* bad) {

@@ -1,8 +1,7 @@
-"""Runs where vLLM is installed: `make serve-test`. Elsewhere nothing here is collected."""
+"""Fixtures of `make serve-test`, a plug-in of pytest: models, and engines that run them."""
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -11,23 +10,19 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py"]
-else:
-    # Before vLLM is imported, which is once, by the process that all engines are forked from.
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    import vllm
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-    from engine_ranks import EngineRanks
-    from models import save
+# Before vLLM is imported, which is once, by the process that all engines are forked from.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+import vllm.v1.engine.llm_engine
+import vllm.v1.worker.cpu_worker  # noqa: F401
+from engine_ranks import EngineRanks
+from models import save
 
 
 @pytest.fixture(scope="session")
