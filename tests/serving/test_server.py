@@ -66,7 +66,6 @@ def test_ctrl_c_amid_requests(server: Server) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         asked = [clients.submit(server.complete, prompt, 900) for prompt in PROMPTS]
         next(server.streamed(PROMPTS[0], 900))
-        os.killpg(server.process.pid, signal.SIGINT)
-        os.killpg(server.process.pid, signal.SIGINT)
+        server.interrupt()
         assert server.await_end()
         assert all(one.exception() or one.result()[0] != 200 for one in asked)
