@@ -1,6 +1,6 @@
 """Serves a small mixture-of-experts model with vLLM on two CPU ranks, and compares with one rank that has all experts.
 
-    MOE_RT_VLLM=1 python examples/serve_vllm.py
+    python examples/serve_vllm.py
 
 Each engine is a process. The model has random weights, so its answers mean nothing; that they are the same does.
 """
@@ -13,7 +13,8 @@ import socket
 import sys
 import tempfile
 
-SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SETTINGS = {"MOE_RT_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SETTINGS |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 PROMPTS = [[5, 80, 41], [17, 230, 99, 3, 64], [301], [12, 12, 12, 12]]
 RANKS = 2
 

@@ -177,7 +177,7 @@ class Buffer(Observed):
         Returns:
             out [T, H], T as in that dispatch; tokens without experts are zero.
 
-        Raises: as `dispatch`; InvalidInput on this rank alone, before the op, if `out` would need gradients.
+        Raises: as `dispatch`.
         """
         if out is not None:
             return ops.combine_out(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag, out)

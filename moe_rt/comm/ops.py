@@ -26,7 +26,7 @@ from moe_rt.comm.gradients import (
     save_for_dispatch_backward,
     unwatched,
 )
-from moe_rt.errors import InvalidInput, Op
+from moe_rt.errors import Op
 from moe_rt.native.engine import Engine, engine_by_id
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
@@ -140,16 +140,12 @@ def _set_up_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     save_for_combine_backward(ctx, engine_by_id(engine), tag, y, recv_weights, recv_plan)
 
 
-def _require_no_grad(*tensors: Any) -> None:
-    """As torch does for out=. Raised here alone: it is a matter of the program, and so the same on all ranks."""
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
-        raise InvalidInput("out: got a combine that gradients are recorded of, expected torch.no_grad(), or no out")
-
-
-def _combine_out_below_autograd(y: Tensor, recv_weights: Tensor, *args: Any, out: Tensor) -> None:
-    _require_no_grad(y, recv_weights, out)
+def _combine_out_below_autograd(
+    y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
+) -> None:
+    engine_by_id(engine).require_no_grad(tag, y, recv_weights, out)
     with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.moe_rt.combine_out.default(y, recv_weights, *args, out=out)
+        torch.ops.moe_rt.combine_out.default(y, recv_weights, recv_plan, send_plan, engine, tag, out=out)
 
 
 torch.library.register_autograd("moe_rt::dispatch", differentiate_dispatch, setup_context=_set_up_dispatch, lib=_lib)
@@ -186,7 +182,7 @@ def combine_out(
     y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int, out: Tensor
 ) -> Tensor:
     """torch.ops.moe_rt.combine_out, and its `out`."""
-    _require_no_grad(y, recv_weights, out)
+    engine.require_no_grad(tag, y, recv_weights, out)
     if unwatched(y, recv_weights, recv_plan, send_plan, out):
         return engine.combine(y, recv_weights, recv_plan, send_plan, tag, out)
     plans = {"handle.recv_plan": recv_plan, "handle.send_plan": send_plan}

@@ -45,6 +45,12 @@ class Checks(ABC):
                 error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
                 self._refuse(op, tag, error, 0, 0)
 
+    def require_no_grad(self, tag: int, *tensors: Any) -> None:
+        """Refuses a combine with out= where a gradient would be lost, as torch does; other ranks may record none."""
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+            message = "out: got a combine that gradients are recorded of, expected torch.no_grad(), or no out"
+            self._refuse(Op.COMBINE, tag, InvalidInput(message, rank=self.rank, op=Op.COMBINE), 0, 0)
+
     def _check_rows(
         self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor
     ) -> tuple[int, int]:

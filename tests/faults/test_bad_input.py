@@ -80,6 +80,7 @@ def test_dispatch_is_refused_everywhere(make_ranks: MakeRanks, heap: str, name: 
         ("out", t(20, 4).t(), "out: got a view that is not contiguous"),
         ("out", torch.imag(torch.zeros(4, 20, dtype=torch.complex64).conj()), "out: got a view that is not"),
         ("out", torch.zeros(4, 20, device="meta"), "out: got torch.float32 [4, 20] on meta"),
+        ("out", torch.zeros(4, 20, requires_grad=True), "out: got a combine that gradients are recorded of"),
         ("out", [0.0], "out: got a list, expected a torch.Tensor"),
     ],
 )

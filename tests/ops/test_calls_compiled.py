@@ -115,10 +115,9 @@ def test_out_has_no_gradients(buffer: Buffer, which: str, through: str) -> None:
 
     with pytest.raises(InvalidInput, match="out: got a combine that gradients are recorded of"):
         call()
-    assert buffer.timings()["op"] == "dispatch"
+    assert not args["out"].any()
     with torch.no_grad():
         call()
-    assert buffer.timings()["op"] == "combine"
     assert args["out"].any()
 
 

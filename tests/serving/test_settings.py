@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_ranks import EngineRanks
+from engine_ranks import EngineRanks, Failed
 from vllm.model_executor.layers.fused_moe import all2all_utils
 
 from moe_rt.errors import InvalidConfig
@@ -161,7 +160,10 @@ def test_vllm_loads_it_where_it_is_chosen_and_is_untouched_elsewhere() -> None:
     assert not is_ours("0")
 
 
-def test_tensor_parallel_ranks_are_refused_before_they_crash(model: Callable[[str], Path]) -> None:
+def test_tensor_parallel_ranks_are_refused_before_they_crash(
+    model: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By their workers, whose errors vLLM writes to the log."""
     ranks = EngineRanks(
         model("qwen3_moe"), 1, [("MOE_RT_VLLM", "1")], dtype="float32", tensor_parallel_size=2,
         enable_expert_parallel=True, distributed_executor_backend="mp",
@@ -170,5 +172,20 @@ def test_tensor_parallel_ranks_are_refused_before_they_crash(model: Callable[[st
         (said,) = ranks.started()
     finally:
         ranks.close()
-    assert isinstance(said, Exception)
-    assert inspect.cleandoc(str(said))
+    assert isinstance(said, Failed)
+    log = "".join(capfd.readouterr())
+    assert "InvalidConfig: vllm: got --tensor-parallel-size 2 --enable-expert-parallel, expected" in log
+
+
+def test_a_second_call_wraps_nothing() -> None:
+    before = all2all_utils.maybe_make_prepare_finalize, factory.MoERunner._select_forward
+    try:
+        factory.install()
+        once = all2all_utils.maybe_make_prepare_finalize, factory.MoERunner._select_forward
+        factory.install()
+        assert (all2all_utils.maybe_make_prepare_finalize, factory.MoERunner._select_forward) == once != before
+    finally:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("vllm.") and getattr(module, "maybe_make_prepare_finalize", None) is once[0]:
+                module.maybe_make_prepare_finalize = before[0]  # type: ignore[attr-defined]
+        factory.MoERunner._select_forward = before[1]

@@ -13,10 +13,6 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
     PrepareResultType,
     TopKWeightAndReduce,
 )
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-)
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.handle import Handle
@@ -98,12 +94,11 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        """fused_expert_output [N, H] or [N, 1, H] -> output [T, H], in place."""
-        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-        y = weight_and_reduce_impl.apply(
-            None, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        )
+        """fused_expert_output [N, H], or [N, 1, H] where experts leave the sum over K = 1 to us -> output [T, H]."""
+        y = fused_expert_output.flatten(0, -2)
         assert self._sent is not None
         (recv_weights, handle), self._sent = self._sent, None
-        self._buffer.combine(y, recv_weights, handle, out=output)
+        if output.is_contiguous():
+            self._buffer.combine(y, recv_weights, handle, out=output)
+        else:  # it lies as the layer's input does
+            output.copy_(self._buffer.combine(y, recv_weights, handle))
