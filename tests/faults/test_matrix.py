@@ -73,12 +73,16 @@ class BusyMachine:
     def __init__(self) -> None:
         self.board = SimpleNamespace(began=[0.0] * 3)
         self.timeouts: list[float] = []
+        self.unheard: set[int] = set()
 
     def session(self, ranks: Any, steps: int, only: Any = None, *, timeout_s: float = 60.0, **orders: Any) -> None:
+        assert self.unheard.isdisjoint(ranks), "what is not heard would be taken for a report of this session"
+        self.unheard |= set(ranks)
         self.timeouts.append(timeout_s)
         self.early, self.afterlife = timeout_s < 1.0, len(ranks) < 3
 
     def report(self, rank: int, timeout_s: float) -> dict[str, Any]:
+        self.unheard.remove(rank)
         raised = "nothing" if self.afterlife and rank != 1 else "GroupPoisoned" if rank == 1 else "PeerTimeout"
         done = {"raised": raised, "steps": 0 if self.early else 1, "then": raised, "made": True, "at": 1.0}
         return done | dict.fromkeys(("descriptors", "threads", "segments"), 0)

@@ -67,6 +67,7 @@ def test_sums_are_those_of_all_experts(
         assert out.is_contiguous() != transposed
         reduce = TopKWeightAndReduceNoOP()
         layer.finalize(out, y if reduced else y[:, None], ones, row_ids, on_input, reduce)
+    assert layer._sent is None, "the handle has gone"
     torch.testing.assert_close(out, expected(x, weights, ids, on_input))
 
 

@@ -39,6 +39,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, of_layer: dict[str, Any], parallel:
 
 def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(monkeypatch, {}, {}) == ""
+    assert refused(monkeypatch, {"ep_size": 8}, {}, num_experts=8) == ""
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ubatch-size", {}, {"use_ubatching": True}, {}),
         ("do their own routing", {}, {}, {"monolithic": True}),
         ("do their own routing", {}, {}, {"modular": False}),
-        ("1 experts on 2 ranks", {}, {}, {"num_experts": 1}),
+        ("7 experts on 8 ranks", {"ep_size": 8}, {}, {"num_experts": 7}),
     ],
 )
 def test_what_is_refused(
