@@ -42,6 +42,8 @@ LONGEST = (
 )
 # Programs that tests start would take a thread for each core, and spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's compiler would start a process for each core in every program that compiles, each of which imports torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

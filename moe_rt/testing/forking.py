@@ -17,7 +17,9 @@ from moe_rt.testing.channel import Channel
 from moe_rt.testing.endings import end_with
 
 Work = Callable[..., object]
-_PRELOAD = ["torch", "torch.distributed", "moe_rt"]
+# With what torch imports at the first gradient, comparison and optimiser step: each rank would take two seconds for that.
+_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "moe_rt"]
+_PRELOAD += ["torch._dynamo", "torch.testing"]
 
 
 @dataclass(frozen=True)
