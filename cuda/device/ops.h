@@ -96,8 +96,8 @@ struct Launch {
   // No rows: later launches that are handed these outputs read and write nothing through them.
   MOE_RT_FN void receive_nothing(const DispatchArgs& a) const {
     if (m.block_index() != 0) return;
-    const Range experts = strided(m.block(), w.num_local_experts());
-    for (int64_t e = experts.begin; e < experts.end; e += experts.step) a.offs[e] = 0;
+    const Range parts = strided(m.block(), w.num_parts());
+    for (int64_t i = parts.begin; i < parts.end; i += parts.step) a.offs[i] = 0;
     if (m.block().rank() == 0) *plan(a.recv_plan).head = {};
   }
 

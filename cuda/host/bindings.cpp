@@ -71,22 +71,26 @@ NB_MODULE(_engine, m) {
   nb::class_<Shape>(m, "Shape")
       .def(
           "__init__",
-          [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk,
-             int elem_bytes) {
+          [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes,
+             bool by_token) {
             new (self) Shape{.num_ranks = num_ranks,
                              .num_experts = num_experts,
                              .num_max_tokens = num_max_tokens,
                              .hidden = hidden,
                              .num_topk = num_topk,
                              .elem_bytes = elem_bytes,
-                             .acc_bytes = elem_bytes == 8 ? 8 : 4};
+                             .acc_bytes = elem_bytes == 8 ? 8 : 4,
+                             .recv_layout = by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
-          nb::arg("num_topk"), nb::arg("elem_bytes"))
+          nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"))
       .def("row_bytes", &Shape::row_bytes)
       .def("segment_bytes", [](const Shape& s) { return Layout::make(s).bytes; })
       .def(
           "recv_plan_ints", [](const Shape& s, int num_local) { return RecvPlan::num_ints(s, num_local); },
+          nb::arg("num_local"))
+      .def(
+          "recv_ids_at", [](const Shape& s, int num_local) { return RecvPlan::ids_at(s, num_local); },
           nb::arg("num_local"));
 
   // Enumerators travel as integers; moe_rt/errors.py names them and a test compares the two.

@@ -64,7 +64,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     if (corrupt_source >= 0 || full >= 0) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
-        needed_rows_ = rows_for(world_, window, world_.rank);
+        needed_rows_ = blocks.part_end(world_, world_.num_parts() - 1);
         status = {.code = Code::kCapacityOverflow,
                   .phase = Phase::kGather,
                   .peer = full,
@@ -78,7 +78,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan.head);
     lane_fault_[coop.rank()] =
         gather(coop, dims_, world_, window, blocks, out,
-               row_ops<Acc>(blocks.copy_start[world_.shape.num_ranks], stream_from_.received, dims_.dispatch_codec()),
+               row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received,
+                            dims_.dispatch_codec()),
                MappedLink{});
     coop.sync();
     if (coop.rank() == 0) {
@@ -108,7 +109,7 @@ bool Engine::out_overlaps_rows(const CombineArgs& a) const {
   const int64_t row_bytes = int64_t{world_.shape.hidden} * world_.shape.elem_bytes;
   const auto overlaps = [&](const void* memory, int64_t bytes) {
     const auto at = reinterpret_cast<uintptr_t>(memory), out = reinterpret_cast<uintptr_t>(a.out);
-    return at < out + a.num_tokens * row_bytes && out < at + bytes;
+    return memory && at < out + a.num_tokens * row_bytes && out < at + bytes;
   };
   return overlaps(a.y, a.num_rows * row_bytes) || overlaps(a.recv_weights, a.capacity * world_.shape.acc_bytes);
 }
@@ -158,7 +159,7 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
     gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
                              static_cast<const Acc*>(a.recv_weights), static_cast<char*>(a.grad_y),
                              static_cast<Acc*>(a.grad_recv_weights),
-                             row_ops<Acc>(plan.head->num_copies, stream_from_.received, Codec::kRaw), MappedLink{});
+                             row_ops<Acc>(plan.head->num_rows, stream_from_.received, Codec::kRaw), MappedLink{});
   };
   return run(call_of(a, tag, plan), send, receive);
 }

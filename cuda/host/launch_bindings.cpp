@@ -25,6 +25,7 @@ struct Links {
 };
 
 void bind_ops(nb::module_& m) {
+  m.attr("ANY_CAPACITY") = kAnyCapacity;
   bind_arguments<DispatchArgs>(
       m, "DispatchArgs", Field{"x", &DispatchArgs::x}, Field{"topk_idx", &DispatchArgs::topk_idx},
       Field{"idx_bytes", &DispatchArgs::idx_bytes}, Field{"topk_weights", &DispatchArgs::topk_weights},

@@ -16,7 +16,7 @@ from moe_rt.comm import ops
 from moe_rt.comm.agreement import agree
 from moe_rt.comm.handle import Handle
 from moe_rt.comm.observed import Observed
-from moe_rt.config.options import BufferOptions, HeapKind, Overflow
+from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout
 from moe_rt.config.placement import Placement
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, InvalidInput, Op
@@ -42,6 +42,9 @@ class Buffer(Observed):
         num_topk: entries of topk_idx for each token (K).
         num_experts: experts of the whole group (E); need not divide by the number of ranks.
         dtype: of rows: torch.float32, bfloat16, float16 or float64. Sums are taken in fp32 (fp64 for float64).
+        layout: of what a rank receives. "experts": a row for each (token, local expert), and combine weighs and adds
+            them. "tokens": a row for each token, however many of the rank's experts it visits; they weigh and add what
+            they make of it, and combine adds the ranks' sums.
         heap: "shm" (ranks are processes of one host), "threads", "nvshmem" (processes with a GPU each), "loopback"
             (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
         capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
@@ -78,6 +81,7 @@ class Buffer(Observed):
         num_topk: int,
         num_experts: int,
         dtype: torch.dtype,
+        layout: RecvLayout = "experts",
         heap: HeapKind | Literal["auto"] = "auto",
         capacity_factor: float | None = None,
         overflow: Overflow = "raise",
@@ -111,6 +115,7 @@ class Buffer(Observed):
                 num_topk=num_topk,
                 num_experts=num_experts,
                 dtype=dtype,
+                layout=layout,
             )
 
         with rendezvous:  # whichever way this rank leaves, its peers learn of it
@@ -141,7 +146,9 @@ class Buffer(Observed):
         Returns:
             recv_x [capacity, H], rows in the order local expert, source rank, token; recv_weights [capacity], the
             weight of each row (fp32, or fp64 for fp64); and the handle, whose `offs` delimit the experts. With
-            max_tokens, capacity is that of a buffer made for so many tokens a rank.
+            layout="tokens", rows in the order source rank, token; recv_weights [capacity, K], zero where the handle's
+            `recv_topk_idx` is -1; and `offs` delimit the source ranks. With max_tokens, capacity is that of a buffer
+            made for so many tokens a rank.
 
         Raises:
             InvalidInput, InvalidRouting, TooManyTokens, CapacityOverflow: on every rank, in this op; the buffer can be
@@ -159,17 +166,22 @@ class Buffer(Observed):
         recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(
             x, topk_idx, topk_weights, self._engine, tag, max_tokens
         )
-        return recv_x, recv_weights, Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
+        handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
+        if self.spec.by_token:
+            rows, num_topk = recv_weights.shape
+            handle.recv_topk_idx = recv_plan.narrow(0, self._engine.ids_at, rows * num_topk).view(rows, num_topk)
+        return recv_x, recv_weights, handle
 
-    def combine(self, y: Tensor, recv_weights: Tensor, handle: Handle, *, out: Tensor | None = None) -> Tensor:
+    def combine(self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None) -> Tensor:
         """Brings the experts' rows home: out[t] is the sum of recv_weights * y over the rows of token t. Collective.
 
         Differentiable in y and recv_weights. Each rank sums its own rows of a token first and rounds the partial to
-        the dtype of rows; partials are added in rank order.
+        the dtype of rows; partials are added in rank order. With layout="tokens" each row is a partial, and is added as
+        it is.
 
         Args:
             y: [N, H] of the buffer's dtype, handle.offs[-1] <= N <= capacity; rows past handle.offs[-1] are not read.
-            recv_weights: [capacity], as dispatch returned them.
+            recv_weights: [capacity], as dispatch returned them; None with layout="tokens".
             handle: of the dispatch that these rows come from.
             out: contiguous [T, H] of the buffer's dtype, to be written and returned; it may share memory with y. Only
                 where no gradients are recorded.

@@ -2,6 +2,7 @@
 
 dispatch           saves its plans;            backward: dispatch_backward (a combine-type op)
 combine            saves y, weights, plans;    backward: combine_backward  (a dispatch-type op)
+                   where rows are of tokens it saves the plan alone: combine_tokens_backward
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _backward(kind: Op, op: OpOverload, engine_op: Callable[..., Any], tensors: 
 def save_for_dispatch_backward(ctx: Any, engine: Engine, tag: int, output: tuple[Tensor, ...]) -> None:
     recv_x, recv_weights, _, recv_plan, send_plan = output
     ctx.engine, ctx.tag = engine, tag
-    ctx.rows_shape, ctx.dtypes = recv_x.shape, (recv_x.dtype, recv_weights.dtype)
+    ctx.shapes, ctx.dtypes = (recv_x.shape, recv_weights.shape), (recv_x.dtype, recv_weights.dtype)
     ctx.set_materialize_grads(False)  # of five outputs only two have gradients
     ctx.save_for_backward(recv_plan, send_plan)
 
@@ -56,25 +57,41 @@ def differentiate_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | No
     grad_recv_x, grad_recv_weights = grads[:2]
     recv_plan, send_plan = ctx.saved_tensors
     if grad_recv_x is None:
-        grad_recv_x = recv_plan.new_zeros(ctx.rows_shape, dtype=ctx.dtypes[0])
+        grad_recv_x = recv_plan.new_zeros(ctx.shapes[0], dtype=ctx.dtypes[0])
     if grad_recv_weights is None:
-        grad_recv_weights = recv_plan.new_zeros(ctx.rows_shape[:1], dtype=ctx.dtypes[1])
+        grad_recv_weights = recv_plan.new_zeros(ctx.shapes[1], dtype=ctx.dtypes[1])
     tensors = (grad_recv_x, grad_recv_weights, recv_plan, send_plan)
     op = torch.ops.moe_rt.dispatch_backward.default
     grad_x, grad_topk_weights = _backward(Op.DISPATCH_BACKWARD, op, ctx.engine.dispatch_backward, tensors, ctx)
     return grad_x, None, grad_topk_weights, None, None, None
 
 
-def save_for_combine_backward(ctx: Any, engine: Engine, tag: int, *tensors: Tensor) -> None:
+def save_for_combine_backward(
+    ctx: Any, engine: Engine, tag: int, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor
+) -> None:
     ctx.engine, ctx.tag = engine, tag
-    ctx.save_for_backward(*tensors)
+    if recv_weights is None:
+        ctx.num_rows = y.shape[0]
+        ctx.save_for_backward(recv_plan)
+    else:
+        ctx.save_for_backward(y, recv_weights, recv_plan)
 
 
 def differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     tensors = (grad_out, *ctx.saved_tensors)
+    if len(tensors) == 2:
+        return _differentiate_combine_of_tokens(ctx, *tensors), None, None, None, None, None
     op = torch.ops.moe_rt.combine_backward.default
     grad_y, grad_recv_weights = _backward(Op.COMBINE_BACKWARD, op, ctx.engine.combine_backward, tensors, ctx)
     return grad_y, grad_recv_weights, None, None, None, None
+
+
+def _differentiate_combine_of_tokens(ctx: Any, grad_out: Tensor, recv_plan: Tensor) -> Tensor:
+    if not torch.is_grad_enabled() and unwatched(grad_out, recv_plan):
+        return ctx.engine.combine_tokens_backward(grad_out, recv_plan, ctx.num_rows, ctx.tag)
+    ctx.engine.require_call(Op.COMBINE_BACKWARD, ctx.tag, grad=grad_out)
+    op = torch.ops.moe_rt.combine_tokens_backward.default
+    return op(grad_out, recv_plan, ctx.num_rows, ctx.engine.id, ctx.tag)
 
 
 def differentiate_twice(ctx: Any, *grads: Tensor) -> None:
@@ -104,7 +121,7 @@ class DispatchFunction(torch.autograd.Function):
 class CombineFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int
+        ctx: Any, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int
     ) -> Tensor:
         output = engine.combine(y, recv_weights, recv_plan, send_plan, tag)
         save_for_combine_backward(ctx, engine, tag, y, recv_weights, recv_plan)

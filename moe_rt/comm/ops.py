@@ -35,9 +35,9 @@ _lib.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, int engine, int tag, int? max_tokens=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_lib.define("combine(Tensor y, Tensor recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag) -> Tensor")
+_lib.define("combine(Tensor y, Tensor? recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag) -> Tensor")
 _lib.define(
-    "combine_out(Tensor y, Tensor recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag, *, "
+    "combine_out(Tensor y, Tensor? recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag, *, "
     "Tensor(a!) out) -> ()"
 )
 _lib.define(
@@ -48,6 +48,9 @@ _lib.define(
     "combine_backward(Tensor grad_out, Tensor y, Tensor recv_weights, Tensor recv_plan, int engine, int tag) -> "
     "(Tensor, Tensor)"
 )
+_lib.define(
+    "combine_tokens_backward(Tensor grad_out, Tensor recv_plan, SymInt num_rows, int engine, int tag) -> Tensor"
+)
 
 
 def _dispatch(
@@ -56,12 +59,12 @@ def _dispatch(
     return engine_by_id(engine).dispatch(x, topk_idx, topk_weights, tag, max_tokens)
 
 
-def _combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Tensor:
+def _combine(y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Tensor:
     return engine_by_id(engine).combine(y, recv_weights, recv_plan, send_plan, tag)
 
 
 def _combine_out(
-    y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
+    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
 ) -> None:
     engine_by_id(engine).combine(y, recv_weights, recv_plan, send_plan, tag, out)
 
@@ -78,12 +81,17 @@ def _combine_backward(
     return engine_by_id(engine).combine_backward(grad_out, y, recv_weights, recv_plan, tag)
 
 
+def _combine_tokens_backward(grad_out: Tensor, recv_plan: Tensor, num_rows: int, engine: int, tag: int) -> Tensor:
+    return engine_by_id(engine).combine_tokens_backward(grad_out, recv_plan, num_rows, tag)
+
+
 for _name, _impl in {
     "dispatch": _dispatch,
     "combine": _combine,
     "combine_out": _combine_out,
     "dispatch_backward": _dispatch_backward,
     "combine_backward": _combine_backward,
+    "combine_tokens_backward": _combine_tokens_backward,
 }.items():
     for _key in ("CPU", "CUDA"):  # the engine knows which machine it is
         _lib.impl(_name, _impl, _key)
@@ -97,21 +105,21 @@ def _(
     capacity = e.capacity_for(None if max_tokens is None else int(max_tokens))  # a graph is made for this bound
     return (
         x.new_empty(capacity, e.spec.hidden),
-        topk_weights.new_empty(capacity),
-        x.new_empty(e.num_local_experts, dtype=torch.int32),
+        topk_weights.new_empty(e.weights_shape(capacity)),
+        x.new_empty(e.num_parts, dtype=torch.int32),
         x.new_empty(e.plan_ints, dtype=torch.int32),
         x.new_empty(x.shape[0], e.spec.num_topk, dtype=torch.int32),
     )
 
 
 @torch.library.register_fake("moe_rt::combine", lib=_lib)
-def _(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Tensor:
+def _(y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Tensor:
     return y.new_empty(send_plan.shape[0], y.shape[1])
 
 
 @torch.library.register_fake("moe_rt::combine_out", lib=_lib)
 def _(
-    y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
+    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
 ) -> None:
     return None
 
@@ -130,6 +138,11 @@ def _(
     return torch.empty_like(y), torch.empty_like(recv_weights)
 
 
+@torch.library.register_fake("moe_rt::combine_tokens_backward", lib=_lib)
+def _(grad_out: Tensor, recv_plan: Tensor, num_rows: int, engine: int, tag: int) -> Tensor:
+    return grad_out.new_empty(num_rows, grad_out.shape[1])
+
+
 def _set_up_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, _, engine, tag, _ = inputs
     save_for_dispatch_backward(ctx, engine_by_id(engine), tag, output)
@@ -141,7 +154,7 @@ def _set_up_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _combine_out_below_autograd(
-    y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
+    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
 ) -> None:
     engine_by_id(engine).require_no_grad(tag, y, recv_weights, out)
     with torch._C._AutoDispatchBelowAutograd():
@@ -151,8 +164,12 @@ def _combine_out_below_autograd(
 torch.library.register_autograd("moe_rt::dispatch", differentiate_dispatch, setup_context=_set_up_dispatch, lib=_lib)
 torch.library.register_autograd("moe_rt::combine", differentiate_combine, setup_context=_set_up_combine, lib=_lib)
 _lib.impl("combine_out", _combine_out_below_autograd, "Autograd")
-for _name in ("dispatch_backward", "combine_backward"):
+for _name in ("dispatch_backward", "combine_backward", "combine_tokens_backward"):
     torch.library.register_autograd(f"moe_rt::{_name}", differentiate_twice, lib=_lib)
+
+
+def _weights(recv_weights: Tensor | None) -> dict[str, Tensor]:
+    return {} if recv_weights is None else {"recv_weights": recv_weights}
 
 
 def dispatch(
@@ -167,25 +184,27 @@ def dispatch(
     return torch.ops.moe_rt.dispatch.default(x, topk_idx, topk_weights, engine.id, tag, max_tokens)
 
 
-def combine(y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int) -> Tensor:
+def combine(
+    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int
+) -> Tensor:
     """torch.ops.moe_rt.combine: out."""
-    if unwatched(y, recv_weights, recv_plan, send_plan):
+    if unwatched(y, y if recv_weights is None else recv_weights, recv_plan, send_plan):
         if torch.is_grad_enabled():
             return CombineFunction.apply(y, recv_weights, recv_plan, send_plan, engine, tag)
         return engine.combine(y, recv_weights, recv_plan, send_plan, tag)
     plans = {"handle.recv_plan": recv_plan, "handle.send_plan": send_plan}
-    engine.require_call(Op.COMBINE, tag, y=y, recv_weights=recv_weights, **plans)
+    engine.require_call(Op.COMBINE, tag, y=y, **_weights(recv_weights), **plans)
     return torch.ops.moe_rt.combine.default(y, recv_weights, recv_plan, send_plan, engine.id, tag)
 
 
 def combine_out(
-    y: Tensor, recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int, out: Tensor
+    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int, out: Tensor
 ) -> Tensor:
     """torch.ops.moe_rt.combine_out, and its `out`."""
     engine.require_no_grad(tag, y, recv_weights, out)
-    if unwatched(y, recv_weights, recv_plan, send_plan, out):
+    if unwatched(y, y if recv_weights is None else recv_weights, recv_plan, send_plan, out):
         return engine.combine(y, recv_weights, recv_plan, send_plan, tag, out)
     plans = {"handle.recv_plan": recv_plan, "handle.send_plan": send_plan}
-    engine.require_call(Op.COMBINE, tag, y=y, recv_weights=recv_weights, **plans, out=out)
+    engine.require_call(Op.COMBINE, tag, y=y, **_weights(recv_weights), **plans, out=out)
     torch.ops.moe_rt.combine_out.default(y, recv_weights, recv_plan, send_plan, engine.id, tag, out=out)
     return out

@@ -6,7 +6,9 @@ for bit (only the dot products of combine's backward are summed in another order
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +28,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Received:
-    """What one rank receives; `rows` lists also what overflow="drop" cut off."""
+    """What one rank receives; `rows` lists also what overflow="drop" cut off, as Row or reference_tokens.TokenRow."""
 
     recv_x: Tensor
     recv_weights: Tensor
     offs: Tensor
-    rows: list[Row]
+    rows: Sequence[Any]
+    recv_topk_idx: Tensor | None = None
 
     @property
-    def kept(self) -> list[Row]:
+    def kept(self) -> Sequence[Any]:
         """Those of recv_x."""
         return self.rows[: len(self.recv_x)]
 

@@ -17,6 +17,8 @@ from moe_rt.config.placement import Placement
 HeapKind = Literal["shm", "threads", "loopback", "nvshmem"]
 GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem")
 Overflow = Literal["raise", "drop", "retry"]
+# What a row of recv_x is; moe_rt.Buffer explains both.
+RecvLayout = Literal["experts", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)

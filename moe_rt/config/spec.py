@@ -6,13 +6,13 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from moe_rt import _engine
 from moe_rt.config.expect import expect
-from moe_rt.config.options import BufferOptions, SharedOptions
+from moe_rt.config.options import BufferOptions, RecvLayout, SharedOptions
 from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
@@ -34,6 +34,7 @@ class BufferSpec(SharedOptions):
     num_experts: int
     dtype: torch.dtype
     placement: Placement
+    layout: RecvLayout = "experts"
 
     @classmethod
     def make(
@@ -46,6 +47,7 @@ class BufferSpec(SharedOptions):
         num_topk: int,
         num_experts: int,
         dtype: torch.dtype,
+        layout: RecvLayout = "experts",
     ) -> BufferSpec:
         """Checks every field.
 
@@ -66,12 +68,13 @@ class BufferSpec(SharedOptions):
         most = f"at most num_experts = {num_experts} and {most_topk}"
         expect(num_topk <= min(num_experts, most_topk), "num_topk", num_topk, most)
         expect(dtype in ELEMENTS, "dtype", dtype, f"one of {[str(d) for d in ELEMENTS]}")
+        expect(layout in get_args(RecvLayout), "layout", layout, f"one of {get_args(RecvLayout)}")
         options.check_shared(dtype)
         shared = {f.name: getattr(options, f.name) for f in fields(SharedOptions)}
         if options.capacity_factor is not None:
             shared["capacity_factor"] = float(options.capacity_factor)
         placement = Placement.make(options.placement, num_experts, num_ranks)
-        spec = cls(topology=topology, dtype=dtype, placement=placement, **sizes, **shared)
+        spec = cls(topology=topology, dtype=dtype, placement=placement, layout=layout, **sizes, **shared)
         rows = num_ranks * num_max_tokens_per_rank * num_topk
         if num_ranks >= 2**15:
             raise SizeOverflow(f"group: got {num_ranks} ranks, expected below 2**15")
@@ -91,14 +94,20 @@ class BufferSpec(SharedOptions):
         """Accumulators and routing weights: fp32, or fp64 for fp64 rows."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
-    def capacity(self, rank: int, max_tokens: int | None = None) -> int:
-        """Rows of recv_x on `rank`, at first: the worst case R*T*min(K, L), or capacity_factor times balance.
+    @property
+    def by_token(self) -> bool:
+        """Whether a token has one row on each rank that it visits, instead of one for each of its experts there."""
+        return self.layout == "tokens"
 
-        T is max_tokens, or else num_max_tokens_per_rank.
+    def capacity(self, rank: int, max_tokens: int | None = None) -> int:
+        """Rows of recv_x on `rank`, at first: the worst case, or capacity_factor times balance.
+
+        The worst case is R*T*min(K, L), or R*T where rows are of tokens; T is max_tokens, or else
+        num_max_tokens_per_rank.
         """
         num_local = self.placement.num_local(rank)
         tokens = self.num_ranks * (max_tokens or self.num_max_tokens_per_rank)
-        worst = tokens * min(self.num_topk, num_local)
+        worst = tokens if self.by_token else tokens * min(self.num_topk, num_local)
         if self.capacity_factor is None:
             return worst
         balanced = tokens * self.num_topk * num_local / self.num_experts
@@ -113,6 +122,7 @@ class BufferSpec(SharedOptions):
             hidden=self.hidden,
             num_topk=self.num_topk,
             elem_bytes=self.dtype.itemsize,
+            by_token=self.by_token,
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -25,7 +25,12 @@ class Checks(ABC):
     rank: int
     device: torch.device
     plan_ints: int
+    by_token: bool
     _acc_dtype: torch.dtype
+
+    @abstractmethod
+    def weights_shape(self, capacity: int) -> tuple[int, ...]:
+        """Of recv_weights."""
 
     @abstractmethod
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
@@ -52,16 +57,26 @@ class Checks(ABC):
             self._refuse(Op.COMBINE, tag, InvalidInput(message, rank=self.rank, op=Op.COMBINE), 0, 0)
 
     def _check_rows(
-        self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor
+        self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor | None
     ) -> tuple[int, int]:
         """How many rows and weights: no more of those. Whether that dispatch delivered so many, its plan knows."""
-        num_rows, capacity = rows.size(0) if rows.dim() else 0, weights.size(0) if weights.dim() else 0
+        num_rows = rows.size(0) if rows.dim() else 0
         self._check(op, tag, name, rows, (num_rows, self.spec.hidden), self.spec.dtype)
-        self._check(op, tag, weights_name, weights, (capacity,), self._acc_dtype)
+        if weights is None:
+            return num_rows, _engine.ANY_CAPACITY
+        capacity = weights.size(0) if weights.dim() else 0
+        self._check(op, tag, weights_name, weights, self.weights_shape(capacity), self._acc_dtype)
         if num_rows > capacity:
             message = f"{name}: got {num_rows} rows, expected at most those of {weights_name}, {capacity}"
             self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), num_rows, capacity)
         return num_rows, capacity
+
+    def _refuse_weights(self, op: Op, tag: int) -> NoReturn:
+        """For rows of tokens, whose experts have applied them; and their absence for others."""
+        got = 'weights with layout="tokens", expected None: experts weigh what they add up'
+        if not self.by_token:
+            got = 'None with layout="experts", expected those that dispatch returned'
+        self._refuse(op, tag, InvalidInput(f"recv_weights: got {got}", rank=self.rank, op=op), 0, 0)
 
     def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
         if type(tag) is not int or not 0 <= tag < NUM_TAGS:

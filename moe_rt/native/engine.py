@@ -40,6 +40,9 @@ class Engine(Checks):
         self.num_local_experts = spec.placement.num_local(rank)
         self._capacities = {spec.num_max_tokens_per_rank: spec.capacity(rank)}  # of each bound that was used
         self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
+        self.ids_at = spec.shape().recv_ids_at(self.num_local_experts)
+        self.by_token = spec.by_token
+        self.num_parts = spec.num_ranks if spec.by_token else self.num_local_experts  # of recv_x, between offs
         self._acc_dtype = spec.acc_dtype
         # Compilers keep graphs on disk by their text, in which this number is all that tells what shapes an op returns.
         shapes = repr((spec.hash(), rank, self.capacity, self.plan_ints)).encode()
@@ -70,6 +73,10 @@ class Engine(Checks):
         if max_tokens not in self._capacities:
             self._capacities[max_tokens] = self.spec.capacity(self.rank, max_tokens)
         return self._capacities[max_tokens]
+
+    def weights_shape(self, capacity: int) -> tuple[int, ...]:
+        """Of recv_weights: one for each row or, where rows are of tokens, for each of its K entries."""
+        return (capacity, self.spec.num_topk) if self.by_token else (capacity,)
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None = None
@@ -103,8 +110,8 @@ class Engine(Checks):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         capacity = self.capacity_for(max_tokens)
         recv_x = self._rows(capacity)
-        recv_weights = topk_weights.new_empty(capacity)
-        offs = topk_idx.new_empty(self.num_local_experts, dtype=torch.int32)
+        recv_weights = topk_weights.new_empty(self.weights_shape(capacity))
+        offs = topk_idx.new_empty(self.num_parts, dtype=torch.int32)
         recv_plan = topk_idx.new_empty(self.plan_ints, dtype=torch.int32)
         send_plan = topk_idx.new_empty(num_tokens, self.spec.num_topk, dtype=torch.int32)
         args = _engine.DispatchArgs(
@@ -127,17 +134,21 @@ class Engine(Checks):
     def combine(
         self,
         y: Tensor,
-        recv_weights: Tensor,
+        recv_weights: Tensor | None,
         recv_plan: Tensor,
         send_plan: Tensor,
         tag: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """y [N, H], recv_weights [capacity] -> out [T, H]; N may be less than capacity."""
+        """y [N, H], recv_weights [capacity] or None -> out [T, H]; N may be less than capacity."""
         self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
         recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
+        if (recv_weights is None) is not self.by_token:
+            self._refuse_weights(Op.COMBINE, tag)
         num_rows, capacity = self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights)
-        y, recv_weights = self._input(y), self._input(recv_weights)
+        y = self._input(y)
+        if recv_weights is not None:
+            recv_weights = self._input(recv_weights)
         num_tokens = send_plan.shape[0]
         if out is None:
             written = self._rows(num_tokens)
@@ -147,7 +158,7 @@ class Engine(Checks):
         args = _engine.CombineArgs(
             op=Op.COMBINE,
             y=y.data_ptr(),
-            recv_weights=recv_weights.data_ptr(),
+            recv_weights=0 if recv_weights is None else recv_weights.data_ptr(),
             grad_recv_weights=0,
             num_rows=num_rows,
             capacity=capacity,
@@ -169,7 +180,7 @@ class Engine(Checks):
     def dispatch_backward(
         self, grad_recv_x: Tensor, grad_recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int
     ) -> tuple[Tensor, Tensor]:
-        """grad_recv_x [capacity, H], grad_recv_weights [capacity] -> grad_x [T, H], grad_topk_weights [T, K]."""
+        """Gradients of recv_x [capacity, H] and recv_weights -> grad_x [T, H], grad_topk_weights [T, K]."""
         op = Op.DISPATCH_BACKWARD
         self._check_plans(op, tag, recv_plan, send_plan)
         recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
@@ -200,12 +211,12 @@ class Engine(Checks):
         self, grad_out: Tensor, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, tag: int
     ) -> tuple[Tensor, Tensor]:
         """grad_out [T, H], y [N, H], recv_weights [capacity] -> grad_y [N, H], grad_recv_weights [capacity]."""
-        op, num_tokens = Op.COMBINE_BACKWARD, grad_out.size(0) if grad_out.dim() else 0
-        self._check_plans(op, tag, recv_plan, None)
-        self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
-        recv_plan = recv_plan.contiguous()
+        op = Op.COMBINE_BACKWARD
+        grad_out, recv_plan, num_tokens = self._check_grad_out(op, tag, grad_out, recv_plan)
+        if self.by_token:
+            self._refuse_weights(op, tag)
         num_rows, capacity = self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
-        grad_out, y, recv_weights = self._input(grad_out), self._input(y), self._input(recv_weights)
+        y, recv_weights = self._input(y), self._input(recv_weights)
         grad_y = self._rows(num_rows)
         grad_recv_weights = torch.empty_like(recv_weights)
         args = _engine.CombineBackwardArgs(
@@ -221,6 +232,33 @@ class Engine(Checks):
         )
         self._run(op, args, tag)
         return grad_y, grad_recv_weights
+
+    def combine_tokens_backward(self, grad_out: Tensor, recv_plan: Tensor, num_rows: int, tag: int) -> Tensor:
+        """grad_out [T, H] -> grad_y [num_rows, H], where rows are of tokens: each is its token's row of grad_out."""
+        op = Op.COMBINE_BACKWARD
+        grad_out, recv_plan, num_tokens = self._check_grad_out(op, tag, grad_out, recv_plan)
+        if not self.by_token:
+            self._refuse_weights(op, tag)
+        grad_y = self._rows(num_rows)
+        args = _engine.CombineBackwardArgs(
+            grad_out=grad_out.data_ptr(),
+            num_tokens=num_tokens,
+            y=0,
+            recv_weights=0,
+            num_rows=num_rows,
+            capacity=_engine.ANY_CAPACITY,
+            recv_plan=recv_plan.data_ptr(),
+            grad_y=grad_y.data_ptr(),
+            grad_recv_weights=0,
+        )
+        self._run(op, args, tag)
+        return grad_y
+
+    def _check_grad_out(self, op: Op, tag: int, grad_out: Tensor, recv_plan: Tensor) -> tuple[Tensor, Tensor, int]:
+        num_tokens = grad_out.size(0) if grad_out.dim() else 0
+        self._check_plans(op, tag, recv_plan, None)
+        self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
+        return self._input(grad_out), recv_plan.contiguous(), num_tokens
 
     @abstractmethod
     def health(self) -> None:

@@ -270,7 +270,7 @@ def _fitting(
 ) -> Buffer:
     """The buffer, if it is the layer's kind; None fits all."""
     fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts")}
-    for name, expected in {**fields, "dtype": dtype, "placement": placement}.items():
+    for name, expected in {**fields, "dtype": dtype, "placement": placement, "layout": "experts"}.items():
         got = getattr(buffer.spec, name)
         if expected is not None and got != expected:
             raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.comm import reference
+from moe_rt.comm import reference, reference_tokens
 from moe_rt.comm.buffer import Buffer
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.spec import BufferSpec
@@ -42,7 +42,7 @@ class Expected:
     ys: list[Tensor]
     outs: list[Tensor]
     grad_outs: list[Tensor]
-    at_combine: list[tuple[Tensor, Tensor]]  # grad_y, grad_recv_weights
+    at_combine: list[tuple[Tensor, Tensor]]  # grad_y, grad_recv_weights (which rows of tokens get from their experts)
     at_dispatch: list[tuple[Tensor, Tensor]]  # grad_x, grad_topk_weights
 
 
@@ -56,6 +56,7 @@ def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
         "dtype": torch.float32,
     }
     sizes = {name: changes.pop(name, default) for name, default in fields.items()}
+    sizes["layout"] = changes.pop("layout", "experts")
     return BufferSpec.make(Topology.one_node(num_ranks), BufferOptions(**changes), **sizes)
 
 
@@ -90,12 +91,15 @@ def experts(rows: Tensor, rank: int) -> Tensor:
 def expect(spec: BufferSpec, inputs: Inputs, seed: int, max_tokens: int | None = None) -> Expected:
     """The whole group's round in plain torch; the output's gradients are drawn from `seed`."""
     received, ys, outs = expect_forward(spec, inputs, max_tokens)
-    weights = [r.recv_weights for r in received]
     g = torch.Generator().manual_seed(seed + 1)
     grad_outs = [torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype) for n in inputs.num_tokens]
-    at_combine = reference.combine_backward(grad_outs, ys, weights, received, spec)
+    at_combine = reference.combine_backward(grad_outs, ys, _factors(received, spec), received, spec)
+    if spec.by_token:
+        drawn = [torch.randn(r.recv_weights.shape, generator=g, dtype=spec.acc_dtype) for r in received]
+        at_combine = [(y, w) for (y, _), w in zip(at_combine, drawn, strict=True)]
     grad_ys, grad_ws = [y for y, _ in at_combine], [w for _, w in at_combine]
-    at_dispatch = reference.dispatch_backward(grad_ys, grad_ws, received, inputs.topk_idx, spec)
+    backward = reference_tokens.dispatch_backward if spec.by_token else reference.dispatch_backward
+    at_dispatch = backward(grad_ys, grad_ws, received, inputs.topk_idx, spec)
     return Expected(received, ys, outs, grad_outs, at_combine, at_dispatch)
 
 
@@ -103,12 +107,17 @@ def expect_forward(
     spec: BufferSpec, inputs: Inputs, max_tokens: int | None = None
 ) -> tuple[list[reference.Received], list[Tensor], list[Tensor]]:
     """What every rank receives, what its experts make of it, and every rank's output."""
-    received = reference.dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec, max_tokens)
+    dispatch = reference_tokens.dispatch if spec.by_token else reference.dispatch
+    received = dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec, max_tokens)
     ys = [experts(r.recv_x, rank) for rank, r in enumerate(received)]
-    outs = reference.combine(
-        ys, [r.recv_weights for r in received], received, inputs.num_tokens, spec, spec.combine_dtype
-    )
+    factors = _factors(received, spec)
+    outs = reference.combine(ys, factors, received, inputs.num_tokens, spec, spec.combine_dtype)
     return received, ys, outs
+
+
+def _factors(received: list[reference.Received], spec: BufferSpec) -> list[Tensor]:
+    """What combine multiplies rows by."""
+    return reference_tokens.ones(received, spec) if spec.by_token else [r.recv_weights for r in received]
 
 
 def play(
@@ -142,16 +151,21 @@ def play(
     n = len(mine.recv_x)
     capacity = buffer.capacity if max_tokens is None else spec.capacity(rank, max_tokens)  # the first grows by "retry"
     check(recv_x.shape == (capacity, spec.hidden), f"recv_x: got {list(recv_x.shape)}")
-    check(recv_weights.shape == (capacity,), f"recv_weights: got {list(recv_weights.shape)}")
+    each = mine.recv_weights.shape[1:]
+    check(recv_weights.shape == (capacity, *each), f"recv_weights: got {list(recv_weights.shape)}")
     check_bits("offs", handle.offs, mine.offs)
     check_bits("recv_x", recv_x[:n], mine.recv_x)
     check_bits("recv_weights", recv_weights[:n], mine.recv_weights)
+    check((handle.recv_topk_idx is None) is (mine.recv_topk_idx is None), f"recv_topk_idx: got {handle.recv_topk_idx}")
+    if handle.recv_topk_idx is not None and mine.recv_topk_idx is not None:
+        check(handle.recv_topk_idx.shape == recv_weights.shape, f"recv_topk_idx: got {handle.recv_topk_idx.shape}")
+        check_bits("recv_topk_idx", handle.recv_topk_idx[:n], mine.recv_topk_idx)
     dropped = int(handle.num_dropped)
     check(dropped == len(mine.rows) - n, f"num_dropped: got {dropped}, expected {len(mine.rows) - n}")
 
     num_rows = capacity if rows_to_spare is None else min(n + rows_to_spare, capacity)
     y = padded(expected.ys[rank], num_rows, device).requires_grad_()
-    w = padded(mine.recv_weights, capacity, device).requires_grad_()
+    w = None if spec.by_token else padded(mine.recv_weights, capacity, device).requires_grad_()
     out = buffer.combine(y, w, handle)
     check_bits("out", out, expected.outs[rank])
 
@@ -162,9 +176,11 @@ def play(
     check(given_back is over, "out: got another tensor")
     check_bits("out=", over, expected.outs[rank])
 
-    grad_y, grad_w = torch.autograd.grad(out, [y, w], expected.grad_outs[rank].to(device))
+    leaves = [y] if w is None else [y, w]
+    grad_y, *grad_w = torch.autograd.grad(out, leaves, expected.grad_outs[rank].to(device))
     check_bits("grad_y", grad_y[:n], expected.at_combine[rank][0])
-    check_close("grad_recv_weights", grad_w[:n], expected.at_combine[rank][1], spec.hidden)
+    if grad_w:
+        check_close("grad_recv_weights", grad_w[0][:n], expected.at_combine[rank][1], spec.hidden)
 
     given = [padded(t, capacity, device) for t in expected.at_combine[rank]]
     grad_x, grad_topk_weights = torch.autograd.grad([recv_x, recv_weights], [x, weights], given)

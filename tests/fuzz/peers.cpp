@@ -55,13 +55,16 @@ struct Group {
       } else {
         dispatch_codec = Codec(in.between(0, 2)), combine_codec = Codec(in.between(0, 2));
       }
-      drop = in.between(0, 1) == 0;
+      const int choices = in.between(0, 3);
+      drop = choices % 2 == 0;
+      shape.recv_layout = choices / 2 == 0 ? RecvLayout::kExperts : RecvLayout::kTokens;
     }
     for (int e = 0; e < num_experts; ++e) expert_rank.push_back(e < num_ranks ? e : in.between(0, num_ranks - 1));
     placement = PlacementTables::make(expert_rank, num_ranks);
     const int64_t bytes = Layout::make(shape).bytes;
     for (int r = 0; r < num_ranks; ++r) {
-      const int64_t worst = int64_t{num_ranks} * shape.num_max_tokens * std::min(shape.num_topk, num_local(r));
+      const int copies = shape.by_token() ? 1 : std::min(shape.num_topk, num_local(r));
+      const int64_t worst = int64_t{num_ranks} * shape.num_max_tokens * copies;
       capacity.push_back(std::max<int64_t>(1, worst * in.between(1, 4) / 4));
       segments.emplace_back(static_cast<char*>(std::aligned_alloc(kPage, bytes)), std::free);
       std::fill_n(segments.back().get(), bytes, 0);
@@ -163,7 +166,8 @@ bool scribble(Group& group, fuzz::Bytes& in) {
 
 template <class Acc>
 struct Tensors {
-  int64_t num_tokens, max_tokens;
+  int64_t num_tokens, max_tokens, capacity;
+  bool by_token;
   std::vector<int64_t> idx;
   std::vector<Acc> x, weights, recv_x, recv_weights, out, grad_y, grad_recv_weights, grad_weights;
   std::vector<int32_t> offs, recv_plan, send_plan;
@@ -171,16 +175,20 @@ struct Tensors {
   Tensors(const Group& group, fuzz::Bytes& in) {
     constexpr int32_t kWild = 0x7f7f7f7f;  // what was never written leads far away
     const Shape& s = group.shape;
-    const int64_t rows = group.capacity[group.me], num_local = group.num_local(group.me);
+    const int64_t num_local = group.num_local(group.me);
+    capacity = group.capacity[group.me], by_token = s.by_token();
+    const int64_t num_weights = by_token ? capacity * s.num_topk : capacity;
     num_tokens = in.between(0, s.num_max_tokens), max_tokens = s.num_max_tokens;
     idx = random_idx(in, s, num_tokens);
     x.resize(num_tokens * s.hidden, Acc(1)), weights.resize(idx.size(), Acc(1)), grad_weights.resize(idx.size());
-    out.resize(x.size()), recv_x.resize(rows * s.hidden), grad_y.resize(rows * s.hidden);
-    recv_weights.resize(rows), grad_recv_weights.resize(rows);
-    offs.resize(num_local, kWild), send_plan.resize(idx.size(), kWild);
+    out.resize(x.size()), recv_x.resize(capacity * s.hidden), grad_y.resize(capacity * s.hidden);
+    recv_weights.resize(num_weights), grad_recv_weights.resize(num_weights);
+    offs.resize(by_token ? s.num_ranks : num_local, kWild), send_plan.resize(idx.size(), kWild);
     recv_plan.resize(RecvPlan::num_ints(s, static_cast<int>(num_local)), kWild);
   }
-  int64_t capacity() const { return static_cast<int64_t>(recv_weights.size()); }
+  // Of combine and its backward, which take no weights where rows are of tokens.
+  Acc* factors() { return by_token ? nullptr : recv_weights.data(); }
+  int64_t num_factors() const { return by_token ? kAnyCapacity : capacity; }
 };
 
 // A dispatch that was believed: everything later ops index by is in range.
@@ -194,7 +202,10 @@ void check_plan(const Group& group, Tensors<Acc>& t) {
   expect(pulled >= 0 && pulled <= RecvPlan::max_pulled(s), "num_pulled out of range");
   expect(copies >= 0 && copies <= RecvPlan::max_copies(s, num_local), "num_copies out of range");
   expect(std::is_sorted(t.offs.begin(), t.offs.end()), "offs decrease");
-  expect(t.offs.front() >= 0 && t.offs.back() == std::min(copies, capacity), "offs out of range");
+  expect(t.offs.front() >= 0 && t.offs.back() == std::min(t.by_token ? pulled : copies, capacity), "offs out of range");
+  for (int64_t i = 0; t.by_token && i < int64_t{t.offs.back()} * s.num_topk; ++i) {
+    expect(plan.ids[i] >= kNoExpert && plan.ids[i] < num_local, "a row for an expert that is not here");
+  }
   for (int64_t i = 0; i < pulled; ++i) {
     const Pulled& p = plan.pulled[i];
     expect(p.source >= 0 && p.source < s.num_ranks, "a pulled token of no rank");
@@ -215,18 +226,20 @@ Status run(Rank& rank, Op op, Tensors<Acc>& t) {
   switch (op) {
     case Op::kDispatch:
       return rank.dispatch(
-          {t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), t.num_tokens, t.max_tokens, t.capacity(),
+          {t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), t.num_tokens, t.max_tokens, t.capacity,
            t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
           kTag);
     case Op::kCombineBackward:
-      return rank.combine_backward({t.x.data(), t.num_tokens, t.recv_x.data(), t.recv_weights.data(), t.capacity(),
-                                    t.capacity(), t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
-                                   kTag);
+      return rank.combine_backward(
+          {t.x.data(), t.num_tokens, t.by_token ? nullptr : t.recv_x.data(), t.factors(), t.capacity, t.num_factors(),
+           t.recv_plan.data(), t.grad_y.data(), t.by_token ? nullptr : t.grad_recv_weights.data()},
+          kTag);
     default:
       return rank.combine(
-          {op, t.recv_x.data(), op == Op::kCombine ? t.recv_weights.data() : nullptr,
-           op == Op::kCombine ? nullptr : t.grad_recv_weights.data(), t.capacity(), t.capacity(), t.recv_plan.data(),
-           t.send_plan.data(), t.num_tokens, t.out.data(), op == Op::kCombine ? nullptr : t.grad_weights.data()},
+          {op, t.recv_x.data(), op == Op::kCombine ? t.factors() : nullptr,
+           op == Op::kCombine ? nullptr : t.grad_recv_weights.data(), t.capacity,
+           op == Op::kCombine ? t.num_factors() : t.capacity, t.recv_plan.data(), t.send_plan.data(), t.num_tokens,
+           t.out.data(), op == Op::kCombine ? nullptr : t.grad_weights.data()},
           kTag);
   }
 }

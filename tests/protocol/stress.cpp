@@ -3,10 +3,12 @@
 //
 // Built with ThreadSanitizer by test_races.py: ranks share one mapping, so a missing order shows as a data race. Every
 // output is checked, so a window reused too early shows even where the detector is blind. Exits with 0 if all is right.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -32,15 +34,24 @@ struct Tensors {
   std::vector<float> x, weights, recv_x, recv_weights, out, grad_y, grad_recv_weights, grad_x, grad_weights;
   std::vector<int64_t> idx;
   std::vector<int32_t> offs, recv_plan, send_plan;
+  int64_t capacity;
+  bool by_token;
+  const int32_t* ids;  // in recv_plan
+
+  // Of combine and its backward, which take no weights where rows are of tokens.
+  float* factors() { return by_token ? nullptr : recv_weights.data(); }
+  int64_t num_factors() const { return by_token ? kAnyCapacity : capacity; }
 };
 
 Tensors make_tensors(const Shape& shape, int num_local, int64_t capacity) {
   Tensors t;
   t.x.resize(kTokens * kHidden), t.out.resize(kTokens * kHidden), t.grad_x.resize(kTokens * kHidden);
   t.weights.assign(kTokens * kTopk, 1.0f), t.grad_weights.resize(kTokens * kTopk), t.idx.resize(kTokens * kTopk);
+  t.capacity = capacity, t.by_token = shape.by_token();
   t.recv_x.resize(capacity * kHidden), t.grad_y.resize(capacity * kHidden);
-  t.recv_weights.resize(capacity), t.grad_recv_weights.resize(capacity);
-  t.offs.resize(num_local), t.recv_plan.resize(RecvPlan::num_ints(shape, num_local));
+  const int64_t num_weights = t.by_token ? capacity * kTopk : capacity;
+  t.recv_weights.resize(num_weights), t.grad_recv_weights.resize(num_weights);
+  t.offs.resize(t.by_token ? shape.num_ranks : num_local), t.recv_plan.resize(RecvPlan::num_ints(shape, num_local));
   t.send_plan.resize(kTokens * kTopk);
   return t;
 }
@@ -63,8 +74,6 @@ struct Microbatch {
   Tensors t;
   int rank, round, num_tokens;
 
-  int64_t capacity() const { return static_cast<int64_t>(t.recv_weights.size()); }
-
   void fill(std::mt19937& random) {
     num_tokens = static_cast<int>(random() % (kTokens + 1));
     for (int token = 0; token < num_tokens; ++token) {
@@ -74,28 +83,49 @@ struct Microbatch {
   }
   void dispatch(Rank& engine) {
     expect_ok(
-        engine.dispatch({t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, kTokens, capacity(),
+        engine.dispatch({t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, kTokens, t.capacity,
                          t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
                         1),
         "dispatch", rank, round);
     // A row's weight is 1 for each entry that named it; undo that, so that each distinct expert counts once.
-    for (int i = 0; i < t.offs.back(); ++i) t.recv_weights[i] = 1.0f;
+    for (int i = 0; i < t.offs.back() && !t.by_token; ++i) t.recv_weights[i] = 1.0f;
+    if (t.by_token) add_experts(t.recv_x);
+  }
+  // What the experts of each row make of it, added up: where rows are of tokens, that is theirs to do.
+  void add_experts(std::vector<float>& rows) const {
+    for (int i = 0; i < t.offs.back(); ++i) {
+      const int32_t* const ids = t.ids + int64_t{i} * kTopk;
+      const auto here = static_cast<float>(kTopk - std::count(ids, ids + kTopk, kNoExpert));
+      for (int c = 0; c < kHidden; ++c) rows[i * kHidden + c] *= here;
+    }
+  }
+  // The gradients of the weights that the experts applied, and of what they were given.
+  void differentiate_experts() {
+    for (int i = 0; i < t.offs.back(); ++i) {
+      float square = 0;
+      for (int c = 0; c < kHidden; ++c) square += t.grad_y[i * kHidden + c] * t.grad_y[i * kHidden + c];
+      std::fill_n(&t.grad_recv_weights[i * kTopk], kTopk, square);
+    }
+    add_experts(t.grad_y);
   }
   void combine(Rank& engine) {
-    expect_ok(engine.combine({Op::kCombine, t.recv_x.data(), t.recv_weights.data(), nullptr, capacity(), capacity(),
+    expect_ok(engine.combine({Op::kCombine, t.recv_x.data(), t.factors(), nullptr, t.capacity, t.num_factors(),
                               t.recv_plan.data(), t.send_plan.data(), num_tokens, t.out.data(), nullptr},
                              1),
               "combine", rank, round);
   }
   void combine_backward(Rank& engine) {
-    expect_ok(engine.combine_backward({t.x.data(), num_tokens, t.recv_x.data(), t.recv_weights.data(), capacity(),
-                                       capacity(), t.recv_plan.data(), t.grad_y.data(), t.grad_recv_weights.data()},
-                                      1),
+    expect_ok(engine.combine_backward(
+                  {t.x.data(), num_tokens, t.by_token ? nullptr : t.recv_x.data(), t.factors(), t.capacity,
+                   t.num_factors(), t.recv_plan.data(), t.grad_y.data(),
+                   t.by_token ? nullptr : t.grad_recv_weights.data()},
+                  1),
               "combine backward", rank, round);
+    if (t.by_token) differentiate_experts();
   }
   void dispatch_backward(Rank& engine) {
     expect_ok(engine.combine(
-                  {Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(), capacity(), capacity(),
+                  {Op::kDispatchBackward, t.grad_y.data(), nullptr, t.grad_recv_weights.data(), t.capacity, t.capacity,
                    t.recv_plan.data(), t.send_plan.data(), num_tokens, t.grad_x.data(), t.grad_weights.data()},
                   1),
               "dispatch backward", rank, round);
@@ -132,6 +162,7 @@ void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, int64_t ca
   for (int round = 0; round < rounds; ++round) {
     batches.resize(1 + round % 3, batches[0]);
     for (Microbatch& b : batches) b.round = round, b.fill(random);
+    for (Microbatch& b : batches) b.t.ids = b.t.recv_plan.data() + RecvPlan::ids_at(shape, num_local);
     for (Microbatch& b : batches) b.dispatch(engine);
     for (Microbatch& b : batches) b.combine(engine);
     for (Microbatch& b : batches) b.combine_backward(engine);
@@ -149,7 +180,9 @@ int main(int argc, char** argv) {
   const int num_ranks = argc > 1 ? std::atoi(argv[1]) : 3, lanes = argc > 2 ? std::atoi(argv[2]) : 3;
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 200;
   const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
-  const Shape shape{num_ranks, kExperts, kTokens, kHidden, kTopk, 4, 4};
+  const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
+  const Shape shape{num_ranks, kExperts, kTokens, kHidden, kTopk, 4, 4,
+                    by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
   const Layout layout = Layout::make(shape);
   const int64_t bytes = layout.bytes;
   std::vector<uint64_t> segments;
@@ -165,7 +198,9 @@ int main(int argc, char** argv) {
   std::vector<int64_t> capacity;
   std::vector<int> num_local(num_ranks, 0);
   for (const int32_t r : expert_rank) ++num_local[r];
-  for (int r = 0; r < num_ranks; ++r) capacity.push_back(int64_t{num_ranks} * kTokens * std::min(kTopk, num_local[r]));
+  for (int r = 0; r < num_ranks; ++r) {
+    capacity.push_back(int64_t{num_ranks} * kTokens * (by_token ? 1 : std::min(kTopk, num_local[r])));
+  }
 
   std::vector<std::unique_ptr<Rank>> engines;
   for (int r = 0; r < num_ranks; ++r) {

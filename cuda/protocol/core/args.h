@@ -5,6 +5,9 @@
 
 namespace moe_rt {
 
+// Of an op that is given no tensor with a row for each of dispatch's: any number will do.
+inline constexpr int64_t kAnyCapacity = -1;
+
 // Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py; rows are of the payload's type, weights of the
 // accumulator's. Python fills the fields by name: host/launch_bindings.cpp.
 struct DispatchArgs {
@@ -24,7 +27,7 @@ struct DispatchArgs {
 struct CombineArgs {
   Op op;  // kCombine or kDispatchBackward
   const void* y;
-  const void* recv_weights;       // combine: factors; dispatch backward: nullptr
+  const void* recv_weights;       // combine: factors, or nullptr where rows are of tokens; dispatch backward: nullptr
   const void* grad_recv_weights;  // dispatch backward: scalars sent home; combine: nullptr
   int64_t num_rows, capacity;     // of y; of recv_weights or grad_recv_weights
   int32_t* recv_plan;
@@ -34,6 +37,7 @@ struct CombineArgs {
   void* grad_topk_weights;  // dispatch backward only
 };
 
+// Where rows are of tokens there are no factors: y and both kinds of weights are nullptr.
 struct CombineBackwardArgs {
   const void* grad_out;
   int64_t num_tokens;

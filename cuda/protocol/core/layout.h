@@ -27,9 +27,14 @@ struct Copy {
   int32_t expert, index, k, unused;
 };
 
+// What a row of recv_x is: one for each (token, local expert), by experts, or one for each token, by sources.
+enum class RecvLayout : int32_t { kExperts = 0, kTokens = 1 };
+
 struct Shape {
   int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk;
   int32_t elem_bytes, acc_bytes;  // payload element; accumulator and routing weight (fp32, or fp64 for fp64 payloads)
+  RecvLayout recv_layout = RecvLayout::kExperts;
+  MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
   MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
 };
@@ -91,6 +96,8 @@ struct World {
   uint64_t plan_mark;  // of this rank's engine alone: whose plans it follows (plan.h)
 
   MOE_RT_FN int32_t num_local_experts() const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
+  // Parts that recv_x is divided into, each of which ends at an entry of offs: experts here, or sources.
+  MOE_RT_FN int32_t num_parts() const { return shape.by_token() ? shape.num_ranks : num_local_experts(); }
   template <class T>
   MOE_RT_FN T* at(int peer, int64_t offset) const {
     return reinterpret_cast<T*>(base[peer] + offset);

@@ -15,7 +15,10 @@ struct Pulled {
 
 inline constexpr int32_t kDropped = -1;  // in the row list: beyond capacity
 
-// A view of the int32 tensor recv_plan: head | pulled | rows | ks.
+inline constexpr int32_t kNoExpert = -1;  // in a row's local experts: this entry of its token is for other ranks
+
+// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids. Where rows are of tokens, all copies of one share
+// the row that the first of them names, and the others name none.
 struct RecvPlan {
   struct Head {
     uint64_t mark;       // World::plan_mark of the engine that made it
@@ -29,14 +32,18 @@ struct RecvPlan {
   Head* head;
   Pulled* pulled;
   int32_t* rows;  // row of recv_x, or kDropped
-  int32_t* ks;    // which of the token's top-k entries the row serves
+  int32_t* ks;    // which of the token's top-k entries the copy serves
+  int32_t* ids;   // [capacity][K], where rows are of tokens: the local expert of each entry, or kNoExpert
 
   MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
   MOE_RT_FN static int64_t max_copies(const Shape& s, int32_t num_local_experts) {
     return max_pulled(s) * smaller(s.num_topk, num_local_experts);
   }
-  MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
+  MOE_RT_FN static int64_t ids_at(const Shape& s, int32_t num_local_experts) {
     return int64_t(sizeof(Head) + max_pulled(s) * sizeof(Pulled)) / 4 + 2 * max_copies(s, num_local_experts);
+  }
+  MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
+    return ids_at(s, num_local_experts) + (s.by_token() ? max_pulled(s) * s.num_topk : 0);
   }
   MOE_RT_FN static RecvPlan view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     RecvPlan p;
@@ -44,6 +51,7 @@ struct RecvPlan {
     p.pulled = reinterpret_cast<Pulled*>(p.head + 1);
     p.rows = reinterpret_cast<int32_t*>(p.pulled + max_pulled(s));
     p.ks = p.rows + max_copies(s, num_local_experts);
+    p.ids = p.ks + max_copies(s, num_local_experts);
     return p;
   }
 
@@ -52,8 +60,9 @@ struct RecvPlan {
   MOE_RT_FN bool fits(const World& w, int64_t tokens, int64_t capacity) const {
     const Head& h = *head;
     return h.mark == w.plan_mark && h.num_tokens == tokens && below(h.num_pulled, max_pulled(w.shape) + 1) &&
-           below(h.num_copies, max_copies(w.shape, w.num_local_experts()) + 1) && h.capacity == capacity &&
-           below(h.num_rows, capacity + 1) && below(h.first_own, int64_t{h.num_pulled} + 1) &&
+           below(h.num_copies, max_copies(w.shape, w.num_local_experts()) + 1) &&
+           (capacity == kAnyCapacity || h.capacity == capacity) && below(h.num_rows, int64_t{h.capacity} + 1) &&
+           below(h.first_own, int64_t{h.num_pulled} + 1) &&
            below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
   }
 

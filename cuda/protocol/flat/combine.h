@@ -13,7 +13,8 @@
 
 namespace moe_rt {
 
-// What goes home: rows, a weight of each (one where nullptr), and a scalar of each (none where nullptr).
+// What goes home: rows, a weight of each (one where nullptr), and a scalar of each (none where nullptr) or, where rows are
+// of tokens, of each of its K entries.
 template <class Weight>
 struct Returned {
   RecvPlan plan;
@@ -27,11 +28,14 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, int window, const Pu
                           char* dst, const Rows& rows, const Link& link) {
   const char* srcs[Dims::kTopkBound];
   Weight factors[Dims::kTopkBound];
+  const int64_t shared_row = w.shape.by_token() ? in.plan.rows[p.first] : 0;
   for_topk<Dims>(p.copies, [&](int c) {
     const int64_t row = in.plan.rows[p.first + c];
     const bool kept = row != kDropped;
     if (in.scalars && coop.leader()) {
-      link.put(w, p.source, w.scalar(window, p.token, in.plan.ks[p.first + c]), kept ? in.scalars[row] : Weight(0));
+      const int32_t k = in.plan.ks[p.first + c];
+      const int64_t entry = !w.shape.by_token() ? row : shared_row == kDropped ? kDropped : shared_row * w.shape.num_topk + k;
+      link.put(w, p.source, w.scalar(window, p.token, k), entry == kDropped ? Weight(0) : in.scalars[entry]);
     }
     srcs[c] = kept ? in.y + row * rows.tensor_row_bytes() : nullptr;
     factors[c] = kept && in.weights ? in.weights[row] : Weight(1);

@@ -27,13 +27,13 @@ MOE_RT_FN void publish_rows(const Coop& coop, const World& w, int window, const 
 template <class Weight>
 struct Received {
   char* recv_x;
-  Weight* recv_weights;
-  int64_t capacity;  // rows of either
+  Weight* recv_weights;  // of each row or, where rows are of tokens, of each of its K entries
+  int64_t capacity;      // rows of either
   RecvPlan plan;
 };
 
-// Pulls the i-th token of all: its row once from the source's window, written to each of its copies' rows. False if the
-// source's entry is out of range.
+// Pulls the i-th token of all: its row once from the source's window, written to each of its copies' rows, or to the one
+// that they share, the i-th. False if the source's entry is out of range.
 template <class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, int window, int source, int64_t i,
                             const Blocks& b, const Received<Weight>& out, const Rows& rows, const Link& link) {
@@ -48,6 +48,13 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   const int32_t at = b.copy_start[source] + pull.first - first_copy;
   if (coop.leader()) out.plan.pulled[i] = {pull.token, int16_t(source), int16_t(pull.slot), at, pull.copies};
   const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
+  const bool by_token = w.shape.by_token();
+  if (by_token && coop.leader() && i < out.capacity) {
+    for (int k = 0; k < dims.num_topk(); ++k) {
+      out.plan.ids[i * dims.num_topk() + k] = kNoExpert;
+      out.recv_weights[i * dims.num_topk() + k] = 0;
+    }
+  }
   char* dsts[Dims::kTopkBound];
   bool out_of_range = false;
   for_topk<Dims>(pull.copies, [&](int c) {
@@ -59,13 +66,15 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
       out_of_range = true;
       return;
     }
-    const int64_t row = int64_t{b.start[block]} + copy.index;
-    const bool kept = row < out.capacity;
+    const int64_t row = by_token ? i : int64_t{b.start[block]} + copy.index;
+    const bool fits = row < out.capacity, kept = fits && (c == 0 || !by_token);
     if (kept) dsts[c] = out.recv_x + row * rows.tensor_row_bytes();
     if (!coop.leader()) return;
     out.plan.rows[at + c] = kept ? int32_t(row) : kDropped;
     out.plan.ks[at + c] = copy.k;
-    if (kept) out.recv_weights[row] = lists.weights[pull.first + c];
+    const int64_t entry = by_token ? row * dims.num_topk() + copy.k : row;
+    if (fits) out.recv_weights[entry] = lists.weights[pull.first + c];
+    if (fits && by_token) out.plan.ids[entry] = copy.expert;
   });
   if (out_of_range) return false;
   rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(window, pull.token), rows.encoded_row_bytes()));
@@ -91,7 +100,7 @@ MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int win
 }
 
 // grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out
-// rows, each of which is read once for all rows that copy it.
+// rows, each of which is read once for all rows that copy it. Without weights, grad_y[row] = g[token] and that is all.
 template <class Dims, class Coop, class Weight, class Rows, class Link>
 MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const RecvPlan& plan, const char* y,
                            const Weight* recv_weights, char* grad_y, Weight* grad_recv_weights, const Rows& rows,
@@ -99,13 +108,19 @@ MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const R
   const Range share = coop.share(plan.head->num_pulled);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = plan.pulled[i];
+    const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.encoded_row_bytes());
+    if (!recv_weights) {
+      const int32_t row = plan.rows[p.first];
+      char* dsts[Dims::kTopkBound] = {row == kDropped ? nullptr : grad_y + row * rows.tensor_row_bytes()};
+      rows.spread(dsts, 1, g);
+      continue;
+    }
     int32_t at[Dims::kTopkBound];
     Weight weights[Dims::kTopkBound], dots[Dims::kTopkBound];
     for_topk<Dims>(p.copies, [&](int c) {
       at[c] = plan.rows[p.first + c];
       weights[c] = at[c] == kDropped ? Weight(0) : recv_weights[at[c]];
     });
-    const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.encoded_row_bytes());
     rows.scale_dots(grad_y, y, at, weights, g, dots, p.copies);
     if (!coop.leader()) continue;
     for_topk<Dims>(p.copies, [&](int c) {

@@ -15,7 +15,7 @@ struct Blocks {
   int32_t *pull_start, *copy_start;  // [R + 1] where a source's entries begin in the plan's lists
   int32_t *first_pull, *first_copy;  // [R] where the entries for this rank begin in the source's lists
   int32_t *bad, *full;               // lowest source that cannot be believed, lowest rank that would overflow; or R
-  int32_t num_rows = 0;              // with those beyond capacity
+  int32_t num_rows = 0;              // for experts, with those beyond capacity
 
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
     return int64_t{2} * num_local_experts * s.num_ranks + int64_t{4} * s.num_ranks + 4;
@@ -34,6 +34,11 @@ struct Blocks {
   }
   MOE_RT_FN int32_t end(int64_t block, int64_t num_blocks) const {
     return block + 1 < num_blocks ? start[block + 1] : num_rows;
+  }
+  // Rows up to the end of a part of recv_x (World::num_parts), as if there were room for all.
+  MOE_RT_FN int32_t part_end(const World& w, int64_t part) const {
+    const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
+    return w.shape.by_token() ? pull_start[part + 1] : end((part + 1) * num_ranks - 1, num_local * num_ranks);
   }
 };
 
@@ -94,8 +99,9 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks&
 MOE_RT_FN int64_t rows_for(const World& w, int window, int rank) {
   int64_t rows = 0;
   for (int s = 0; s < w.shape.num_ranks; ++s) {
-    const int32_t* copy_offs = RouteLists<float>::view(w, s, window).copy_offs;
-    rows += int64_t{copy_offs[rank + 1]} - copy_offs[rank];
+    const auto lists = RouteLists<float>::view(w, s, window);
+    const int32_t* offs = w.shape.by_token() ? lists.pull_offs : lists.copy_offs;
+    rows += int64_t{offs[rank + 1]} - offs[rank];
   }
   return rows;
 }
@@ -122,20 +128,20 @@ MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, i
 template <class Coop>
 MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64_t num_tokens, int64_t capacity,
                            const Blocks& b, int32_t* offs, RecvPlan::Head* head) {
-  const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
-  const Range experts = strided(coop, num_local);
-  for (int64_t e = experts.begin; e < experts.end; e += experts.step) {
-    offs[e] = int32_t(smaller<int64_t>(b.end((e + 1) * num_ranks - 1, num_local * num_ranks), capacity));
+  const Range parts = strided(coop, w.num_parts());
+  for (int64_t i = parts.begin; i < parts.end; i += parts.step) {
+    offs[i] = int32_t(smaller<int64_t>(b.part_end(w, i), capacity));
   }
   if (coop.rank() == 0) {
-    const int64_t kept = smaller<int64_t>(b.num_rows, capacity);
+    const int64_t num_ranks = w.shape.num_ranks, rows = b.part_end(w, w.num_parts() - 1);
+    const int64_t kept = smaller(rows, capacity);
     const int32_t first_own = b.pull_start[w.rank];
     *head = {w.plan_mark,
              seq,
              int32_t(num_tokens),
              b.pull_start[num_ranks],
              b.copy_start[num_ranks],
-             int32_t(b.num_rows - kept),
+             int32_t(rows - kept),
              int32_t(capacity),
              first_own,
              b.pull_start[w.rank + 1] - first_own,

@@ -1,0 +1,96 @@
+"""The oracle where rows are of tokens: what differs from reference.py, whose combine then adds rows with unit weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_rt.comm import reference
+from moe_rt.config.spec import BufferSpec
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One row of a rank's recv_x: the source rank and token it comes from, and which of its entries are for this rank."""
+
+    source: int
+    token: int
+    experts: list[int]  # [K] local ones; -1 where an entry names none of this rank, or one that an entry before it named
+    weights: list[Tensor]  # [K] of those, summed over the entries that name the expert
+
+
+def dispatch(
+    xs: list[Tensor],
+    topk_idx: list[Tensor],
+    topk_weights: list[Tensor],
+    spec: BufferSpec,
+    max_tokens: int | None = None,
+) -> list[reference.Received]:
+    """Rows of every rank in the order source rank, token, cut at the capacity for max_tokens."""
+    received = []
+    sent = [reference.through_codec(x, spec.dispatch_dtype) for x in xs]
+    for rank in range(spec.num_ranks):
+        here = spec.placement.local_experts(rank)
+        rows: list[TokenRow] = []
+        ends: list[int] = []
+        for source, (idx, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
+            for token in range(len(idx)):
+                row = TokenRow(source, token, *_entries(idx[token].tolist(), weights[token], here, spec))
+                if max(row.experts) >= 0:
+                    rows.append(row)
+            ends.append(len(rows))
+        capacity = spec.capacity(rank, max_tokens)
+        kept = rows[:capacity]
+        k = spec.num_topk
+        received.append(
+            reference.Received(
+                torch.stack([sent[r.source][r.token] for r in kept])
+                if kept
+                else torch.empty(0, spec.hidden, dtype=spec.dtype),
+                torch.stack([torch.stack(r.weights) for r in kept]) if kept else torch.empty(0, k, dtype=spec.acc_dtype),
+                torch.tensor(ends, dtype=torch.int32).clamp(max=capacity),
+                rows,
+                torch.tensor([r.experts for r in kept], dtype=torch.int32).view(-1, k),
+            )
+        )
+    return received
+
+
+def _entries(
+    ids: list[int], weights: Tensor, here: tuple[int, ...] | list[int], spec: BufferSpec
+) -> tuple[list[int], list[Tensor]]:
+    """Of one token: the local experts of its entries, and their weights; a repeated expert's are added to its first."""
+    local = [-1] * len(ids)
+    summed = [torch.zeros((), dtype=spec.acc_dtype) for _ in ids]
+    for k, expert in enumerate(ids):
+        first = ids.index(expert)
+        if expert in here:
+            local[first] = list(here).index(expert)
+            summed[first] = weights[k] if k == first else summed[first] + weights[k]
+    return local, summed
+
+
+def ones(received: list[reference.Received], spec: BufferSpec) -> list[Tensor]:
+    """The weights with which reference.combine and its backward treat rows as these are treated."""
+    return [torch.ones(len(r.recv_x), dtype=spec.acc_dtype) for r in received]
+
+
+def dispatch_backward(
+    grad_recv_x: list[Tensor],
+    grad_recv_weights: list[Tensor],
+    received: list[reference.Received],
+    topk_idx: list[Tensor],
+    spec: BufferSpec,
+) -> list[tuple[Tensor, Tensor]]:
+    """grad_x by combine; grad_topk_weights[t, k] is that of the first entry of t with the same expert."""
+    grad_x = reference.combine(grad_recv_x, ones(received, spec), received, [len(i) for i in topk_idx], spec)
+    grad_w = [torch.zeros(idx.shape, dtype=spec.acc_dtype) for idx in topk_idx]
+    for r, grads in zip(received, grad_recv_weights, strict=True):
+        for i, row in enumerate(r.kept):
+            ids = topk_idx[row.source][row.token]
+            for k, expert in enumerate(row.experts):
+                if expert >= 0:
+                    grad_w[row.source][row.token, ids == ids[k]] = grads[i, k]
+    return list(zip(grad_x, grad_w, strict=True))
