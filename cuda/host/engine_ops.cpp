@@ -76,11 +76,10 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       return;
     }
     write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan.head);
-    lane_fault_[coop.rank()] =
-        gather(coop, dims_, world_, window, blocks, out,
-               row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received,
-                            dims_.dispatch_codec()),
-               MappedLink{});
+    lane_fault_[coop.rank()] = gather(
+        coop, dims_, world_, window, blocks, out,
+        row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received, dims_.dispatch_codec()),
+        MappedLink{});
     coop.sync();
     if (coop.rank() == 0) {
       const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());

@@ -35,7 +35,9 @@ _lib.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, int engine, int tag, int? max_tokens=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_lib.define("combine(Tensor y, Tensor? recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag) -> Tensor")
+_lib.define(
+    "combine(Tensor y, Tensor? recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag) -> Tensor"
+)
 _lib.define(
     "combine_out(Tensor y, Tensor? recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag, *, "
     "Tensor(a!) out) -> ()"
@@ -59,7 +61,9 @@ def _dispatch(
     return engine_by_id(engine).dispatch(x, topk_idx, topk_weights, tag, max_tokens)
 
 
-def _combine(y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Tensor:
+def _combine(
+    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int
+) -> Tensor:
     return engine_by_id(engine).combine(y, recv_weights, recv_plan, send_plan, tag)
 
 

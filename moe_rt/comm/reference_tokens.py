@@ -1,4 +1,4 @@
-"""The oracle where rows are of tokens: what differs from reference.py, whose combine then adds rows with unit weights."""
+"""The oracle where rows are of tokens: what differs from reference.py, whose combine adds them with unit weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from moe_rt.config.spec import BufferSpec
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One row of a rank's recv_x: the source rank and token it comes from, and which of its entries are for this rank."""
+    """One row of a rank's recv_x: the source rank and token it comes from, and which entries are for this rank."""
 
     source: int
     token: int
-    experts: list[int]  # [K] local ones; -1 where an entry names none of this rank, or one that an entry before it named
+    experts: list[
+        int
+    ]  # [K] local ones; -1 where an entry names none of this rank, or one that an entry before it named
     weights: list[Tensor]  # [K] of those, summed over the entries that name the expert
 
 
@@ -49,7 +51,9 @@ def dispatch(
                 torch.stack([sent[r.source][r.token] for r in kept])
                 if kept
                 else torch.empty(0, spec.hidden, dtype=spec.dtype),
-                torch.stack([torch.stack(r.weights) for r in kept]) if kept else torch.empty(0, k, dtype=spec.acc_dtype),
+                torch.stack([torch.stack(r.weights) for r in kept])
+                if kept
+                else torch.empty(0, k, dtype=spec.acc_dtype),
                 torch.tensor(ends, dtype=torch.int32).clamp(max=capacity),
                 rows,
                 torch.tensor([r.experts for r in kept], dtype=torch.int32).view(-1, k),

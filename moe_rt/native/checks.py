@@ -29,12 +29,12 @@ class Checks(ABC):
     _acc_dtype: torch.dtype
 
     @abstractmethod
-    def weights_shape(self, capacity: int) -> tuple[int, ...]:
-        """Of recv_weights."""
-
-    @abstractmethod
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Tells the peers that this rank will not take part in the op with its input, and raises `error`."""
+
+    def weights_shape(self, capacity: int) -> tuple[int, ...]:
+        """Of recv_weights: one for each row or, where rows are of tokens, for each of its K entries."""
+        return (capacity, self.spec.num_topk) if self.by_token else (capacity,)
 
     def require_call(self, op: Op, tag: int, max_tokens: Any = None, **tensors: Any) -> None:
         """Refuses what torch's dispatcher would not bring to this engine: it would raise here, and peers would wait."""
@@ -75,7 +75,7 @@ class Checks(ABC):
         """For rows of tokens, whose experts have applied them; and their absence for others."""
         got = 'weights with layout="tokens", expected None: experts weigh what they add up'
         if not self.by_token:
-            got = 'None with layout="experts", expected those that dispatch returned'
+            got = 'NoneType with layout="experts", expected the torch.Tensor that dispatch returned'
         self._refuse(op, tag, InvalidInput(f"recv_weights: got {got}", rank=self.rank, op=op), 0, 0)
 
     def _check_plans(self, op: Op, tag: int, recv_plan: Tensor, send_plan: Tensor | None) -> None:
@@ -85,6 +85,13 @@ class Checks(ABC):
         if send_plan is not None:
             num_tokens = send_plan.size(0) if send_plan.dim() else 0  # len() would take longer than the other checks
             self._check(op, tag, "handle.send_plan", send_plan, (num_tokens, self.spec.num_topk), torch.int32)
+
+    def _check_grad_out(self, op: Op, tag: int, grad_out: Tensor, recv_plan: Tensor) -> int:
+        """For how many tokens it is."""
+        num_tokens = grad_out.size(0) if grad_out.dim() else 0
+        self._check_plans(op, tag, recv_plan, None)
+        self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
+        return num_tokens
 
     def _check_out(self, op: Op, tag: int, out: Tensor, num_tokens: int) -> None:
         """Memory that an op may write as it lies."""

@@ -74,10 +74,6 @@ class Engine(Checks):
             self._capacities[max_tokens] = self.spec.capacity(self.rank, max_tokens)
         return self._capacities[max_tokens]
 
-    def weights_shape(self, capacity: int) -> tuple[int, ...]:
-        """Of recv_weights: one for each row or, where rows are of tokens, for each of its K entries."""
-        return (capacity, self.spec.num_topk) if self.by_token else (capacity,)
-
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -132,14 +128,9 @@ class Engine(Checks):
         return recv_x, recv_weights, offs, recv_plan, send_plan
 
     def combine(
-        self,
-        y: Tensor,
-        recv_weights: Tensor | None,
-        recv_plan: Tensor,
-        send_plan: Tensor,
-        tag: int,
+        self, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, tag: int,
         out: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """y [N, H], recv_weights [capacity] or None -> out [T, H]; N may be less than capacity."""
         self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
         recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
@@ -212,7 +203,8 @@ class Engine(Checks):
     ) -> tuple[Tensor, Tensor]:
         """grad_out [T, H], y [N, H], recv_weights [capacity] -> grad_y [N, H], grad_recv_weights [capacity]."""
         op = Op.COMBINE_BACKWARD
-        grad_out, recv_plan, num_tokens = self._check_grad_out(op, tag, grad_out, recv_plan)
+        num_tokens = self._check_grad_out(op, tag, grad_out, recv_plan)
+        grad_out, recv_plan = self._input(grad_out), recv_plan.contiguous()
         if self.by_token:
             self._refuse_weights(op, tag)
         num_rows, capacity = self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
@@ -236,7 +228,8 @@ class Engine(Checks):
     def combine_tokens_backward(self, grad_out: Tensor, recv_plan: Tensor, num_rows: int, tag: int) -> Tensor:
         """grad_out [T, H] -> grad_y [num_rows, H], where rows are of tokens: each is its token's row of grad_out."""
         op = Op.COMBINE_BACKWARD
-        grad_out, recv_plan, num_tokens = self._check_grad_out(op, tag, grad_out, recv_plan)
+        num_tokens = self._check_grad_out(op, tag, grad_out, recv_plan)
+        grad_out, recv_plan = self._input(grad_out), recv_plan.contiguous()
         if not self.by_token:
             self._refuse_weights(op, tag)
         grad_y = self._rows(num_rows)
@@ -253,12 +246,6 @@ class Engine(Checks):
         )
         self._run(op, args, tag)
         return grad_y
-
-    def _check_grad_out(self, op: Op, tag: int, grad_out: Tensor, recv_plan: Tensor) -> tuple[Tensor, Tensor, int]:
-        num_tokens = grad_out.size(0) if grad_out.dim() else 0
-        self._check_plans(op, tag, recv_plan, None)
-        self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
-        return self._input(grad_out), recv_plan.contiguous(), num_tokens
 
     @abstractmethod
     def health(self) -> None:

@@ -17,7 +17,7 @@ from moe_rt.testing.channel import Channel
 from moe_rt.testing.endings import end_with
 
 Work = Callable[..., object]
-# With what torch imports at the first gradient, comparison and optimiser step: each rank would take two seconds for that.
+# With what torch imports at the first gradient, comparison or optimiser step: each rank would take seconds for that.
 _PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "moe_rt"]
 _PRELOAD += ["torch._dynamo", "torch.testing"]
 

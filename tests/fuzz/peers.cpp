@@ -235,12 +235,11 @@ Status run(Rank& rank, Op op, Tensors<Acc>& t) {
            t.recv_plan.data(), t.grad_y.data(), t.by_token ? nullptr : t.grad_recv_weights.data()},
           kTag);
     default:
-      return rank.combine(
-          {op, t.recv_x.data(), op == Op::kCombine ? t.factors() : nullptr,
-           op == Op::kCombine ? nullptr : t.grad_recv_weights.data(), t.capacity,
-           op == Op::kCombine ? t.num_factors() : t.capacity, t.recv_plan.data(), t.send_plan.data(), t.num_tokens,
-           t.out.data(), op == Op::kCombine ? nullptr : t.grad_weights.data()},
-          kTag);
+      return rank.combine({op, t.recv_x.data(), op == Op::kCombine ? t.factors() : nullptr,
+                           op == Op::kCombine ? nullptr : t.grad_recv_weights.data(), t.capacity,
+                           op == Op::kCombine ? t.num_factors() : t.capacity, t.recv_plan.data(), t.send_plan.data(),
+                           t.num_tokens, t.out.data(), op == Op::kCombine ? nullptr : t.grad_weights.data()},
+                          kTag);
   }
 }
 

@@ -115,11 +115,10 @@ struct Microbatch {
               "combine", rank, round);
   }
   void combine_backward(Rank& engine) {
-    expect_ok(engine.combine_backward(
-                  {t.x.data(), num_tokens, t.by_token ? nullptr : t.recv_x.data(), t.factors(), t.capacity,
-                   t.num_factors(), t.recv_plan.data(), t.grad_y.data(),
-                   t.by_token ? nullptr : t.grad_recv_weights.data()},
-                  1),
+    expect_ok(engine.combine_backward({t.x.data(), num_tokens, t.by_token ? nullptr : t.recv_x.data(), t.factors(),
+                                       t.capacity, t.num_factors(), t.recv_plan.data(), t.grad_y.data(),
+                                       t.by_token ? nullptr : t.grad_recv_weights.data()},
+                                      1),
               "combine backward", rank, round);
     if (t.by_token) differentiate_experts();
   }
@@ -181,8 +180,8 @@ int main(int argc, char** argv) {
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 200;
   const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
   const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
-  const Shape shape{num_ranks, kExperts, kTokens, kHidden, kTopk, 4, 4,
-                    by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
+  const Shape shape{num_ranks, kExperts, kTokens, kHidden,
+                    kTopk,     4,        4,       by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
   const Layout layout = Layout::make(shape);
   const int64_t bytes = layout.bytes;
   std::vector<uint64_t> segments;

@@ -5,9 +5,6 @@
 
 namespace moe_rt {
 
-// Of an op that is given no tensor with a row for each of dispatch's: any number will do.
-inline constexpr int64_t kAnyCapacity = -1;
-
 // Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py; rows are of the payload's type, weights of the
 // accumulator's. Python fills the fields by name: host/launch_bindings.cpp.
 struct DispatchArgs {

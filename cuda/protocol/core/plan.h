@@ -14,6 +14,8 @@ struct Pulled {
 };
 
 inline constexpr int32_t kDropped = -1;  // in the row list: beyond capacity
+// Of an op that is given no tensor with a row for each of recv_x: whatever the plan says.
+inline constexpr int64_t kAnyCapacity = -1;
 
 inline constexpr int32_t kNoExpert = -1;  // in a row's local experts: this entry of its token is for other ranks
 
@@ -62,8 +64,7 @@ struct RecvPlan {
     return h.mark == w.plan_mark && h.num_tokens == tokens && below(h.num_pulled, max_pulled(w.shape) + 1) &&
            below(h.num_copies, max_copies(w.shape, w.num_local_experts()) + 1) &&
            (capacity == kAnyCapacity || h.capacity == capacity) && below(h.num_rows, int64_t{h.capacity} + 1) &&
-           below(h.first_own, int64_t{h.num_pulled} + 1) &&
-           below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
+           below(h.first_own, int64_t{h.num_pulled} + 1) && below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
   }
 
   // Whether every entry leads to a token, slot or row that there is. After fits. In 32 bits without a sign, so that

@@ -34,7 +34,9 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, int window, const Pu
     const bool kept = row != kDropped;
     if (in.scalars && coop.leader()) {
       const int32_t k = in.plan.ks[p.first + c];
-      const int64_t entry = !w.shape.by_token() ? row : shared_row == kDropped ? kDropped : shared_row * w.shape.num_topk + k;
+      const int64_t entry = !w.shape.by_token()      ? row
+                            : shared_row == kDropped ? kDropped
+                                                     : shared_row * w.shape.num_topk + k;
       link.put(w, p.source, w.scalar(window, p.token, k), entry == kDropped ? Weight(0) : in.scalars[entry]);
     }
     srcs[c] = kept ? in.y + row * rows.tensor_row_bytes() : nullptr;

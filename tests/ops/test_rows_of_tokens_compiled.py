@@ -1,4 +1,4 @@
-"""layout="tokens" under torch's dispatcher: contracts (opcheck), gradients (gradcheck), fakes, compile, what is kept."""
+"""layout="tokens" under torch's dispatcher: contracts (opcheck), gradients (gradcheck), fakes, what is kept."""
 
 from __future__ import annotations
 

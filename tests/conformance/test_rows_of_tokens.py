@@ -1,11 +1,11 @@
-"""layout="tokens" on every heap: one row for each token that visits a rank, with its local experts and their weights."""
+"""layout="tokens" on every heap: a row for each token that visits a rank, with its local experts and their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import cases_tokens as cases
+import cases_rows_of_tokens as cases
 import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
@@ -68,7 +68,7 @@ class TestHeap:
     def test_weights_where_there_are_none(self, make_ranks: MakeRanks, heap: str, layout: str) -> None:
         """Given to combine though experts have applied them, or not given though they have not: every rank is told."""
         texts = make_ranks(heap, 3).run(cases.wrong_weights, layout, 1)
-        got = f'recv_weights: got {"weights" if layout == "tokens" else "None"} with layout="{layout}"'
+        got = f'recv_weights: got {"weights" if layout == "tokens" else "NoneType"} with layout="{layout}"'
         assert texts[1].startswith(f"InvalidInput: {got}"), texts
         ended = ("InvalidInput: ", "GroupPoisoned: ") if heap == "loopback" else ("InvalidInput: ",)
         assert all(text.startswith(ended) for text in texts), texts
