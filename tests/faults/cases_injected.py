@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -23,15 +24,24 @@ def step(buffer: Buffer, i: int) -> None:
     assert torch.equal(x.grad, 3.0 * x.detach())
 
 
-def three_steps(group: Any, num_threads: int = 1) -> str:
+def three_steps(group: Any, num_threads: int = 1, **options: Any) -> str:
     """Three training steps with whatever fault the environment asks for; what this rank raised."""
     try:
-        buffer = open_buffer(group, num_threads=num_threads)
+        buffer = open_buffer(group, num_threads=num_threads, **options)
         for i in range(3):
             step(buffer, i)
     except MoeRtError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def three_steps_with(group: Any, fault: str) -> str:
+    """The same on processes, which have an environment of their own; a rank that stops is waited for."""
+    os.environ["MOE_RT_FAULT"] = fault
+    try:
+        return three_steps(group, timeout_s=500.0)
+    finally:
+        del os.environ["MOE_RT_FAULT"]
 
 
 def raise_in_backward(group: Any, faulty_rank: int) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable
 
 import cases_failures
 import cases_injected as cases
 import pytest
-from harness import Ranks
+from harness import ProcessRanks, Ranks
 
+from moe_rt.diagnostics.collect import _process_state
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import planned
 
@@ -41,12 +45,21 @@ def test_a_slow_thread_changes_nothing(make_ranks: MakeRanks, monkeypatch: pytes
     assert make_ranks("threads", SIZE).run(cases.three_steps) == ["no error"] * SIZE
 
 
-def test_a_fault_strikes_once(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps have six backward ops; any of them would do."""
-    monkeypatch.setenv("MOE_RT_FAULT", f"rank={FAULTY_RANK},at=in_backward,do=sleep=4")
-    start = time.monotonic()
-    assert make_ranks("threads", SIZE).run(cases.three_steps) == ["no error"] * SIZE
-    assert 4.0 <= time.monotonic() - start < 8.0, "of two sleeps, one after the other, each takes four seconds"
+def test_a_fault_strikes_once(make_ranks: MakeRanks) -> None:
+    """Three steps have six backward ops; any of them would do. A rank that stopped again would not be woken again."""
+    ranks = make_ranks("shm", SIZE)
+    assert isinstance(ranks, ProcessRanks)
+    stopped = ranks.pids[FAULTY_RANK]
+
+    def wake_once() -> None:
+        while _process_state(stopped) != "stopped":
+            time.sleep(0.01)
+        os.kill(stopped, signal.SIGCONT)
+
+    waker = threading.Thread(target=wake_once, daemon=True)
+    waker.start()
+    assert ranks.run(cases.three_steps_with, f"rank={FAULTY_RANK},at=in_backward,do=stop") == ["no error"] * SIZE
+    waker.join()
 
 
 @pytest.mark.parametrize("op", [1, 2, 3, 4])
