@@ -113,7 +113,7 @@ struct Launch {
       } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, window, blocks)) >= 0) {
         status.code = Code::kCapacityOverflow;
         status.got = rows_for(w, window, status.peer);
-        status.expected = announced_capacity(w, seq, status.peer);
+        status.expected = room_for_rows(w, seq, status.peer);
       }
       if (!status.ok()) {
         if (block.rank() == 0) fail(w, c, status, m.link());
@@ -122,10 +122,11 @@ struct Launch {
       }
       const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
                               plan(a.recv_plan)};
-      if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan.head);
+      if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
       with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
         const int corrupt_source =
             gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_codec()), m.link(group));
+        clear_padding(group, w, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows(group));
         if (corrupt_source < 0) return;
         const Status corrupt{.code = Code::kCorruptPeer,
                              .op = Op::kDispatch,
@@ -177,6 +178,8 @@ struct Launch {
       gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                         static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
                         m.link(group));
+      clear_padding(group, w, p.ends, p.head->num_rows, static_cast<char*>(a.grad_y),
+                    static_cast<Acc*>(a.grad_recv_weights), rows(group));
     };
     finish(m, w, c, call_of(a, c.tag, p), receive, [] {});
   }

@@ -58,6 +58,10 @@ struct DeviceRows {
     });
   }
 
+  MOE_RT_FN void clear(char* dst) const {
+    for (int at = group.lane(); at < num_vectors(); at += group.lanes()) vectors(dst)[at] = Vector{};
+  }
+
   // One row to n places; those that are nullptr are left out. It is read once.
   MOE_RT_FN void spread(char* const* dsts, int n, const char* src) const {
     if (codec != Codec::kRaw) {

@@ -72,7 +72,7 @@ NB_MODULE(_engine, m) {
       .def(
           "__init__",
           [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes,
-             bool by_token) {
+             bool by_token, int alignment) {
             new (self) Shape{.num_ranks = num_ranks,
                              .num_experts = num_experts,
                              .num_max_tokens = num_max_tokens,
@@ -80,10 +80,11 @@ NB_MODULE(_engine, m) {
                              .num_topk = num_topk,
                              .elem_bytes = elem_bytes,
                              .acc_bytes = elem_bytes == 8 ? 8 : 4,
-                             .recv_layout = by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
+                             .recv_layout = by_token ? RecvLayout::kTokens : RecvLayout::kExperts,
+                             .alignment = alignment};
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
-          nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"))
+          nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"), nb::arg("alignment"))
       .def("row_bytes", &Shape::row_bytes)
       .def("segment_bytes", [](const Shape& s) { return Layout::make(s).bytes; })
       .def(

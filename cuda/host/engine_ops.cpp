@@ -23,7 +23,7 @@ rows::HostRows<Acc> Engine::row_ops(int64_t n, int64_t stream_from, Codec codec)
 template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const LaneCounters counters{lane_counters_.data(), world_.shape.num_experts, world_.shape.num_ranks};
-  const int num_local = world_.num_local_experts();
+  const int num_local = world_.num_local_experts(), alignment = world_.shape.alignment;
   // Which width ids have is asked once, not for each of them.
   const auto with_ids = [&](auto&& fn) {
     return a.idx_bytes == 4 ? fn(static_cast<const int32_t*>(a.topk_idx)) : fn(static_cast<const int64_t*>(a.topk_idx));
@@ -64,22 +64,23 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     if (corrupt_source >= 0 || full >= 0) {
       if (coop.rank() != 0) return;
       if (full >= 0) {
-        needed_rows_ = blocks.part_end(world_, world_.num_parts() - 1);
+        const auto& starts = world_.shape.by_token() ? blocks.pull_start : blocks.copy_start;
+        needed_rows_ = round_up(starts[world_.shape.num_ranks] + world_.most_padding(world_.rank), alignment);
         status = {.code = Code::kCapacityOverflow,
                   .phase = Phase::kGather,
                   .peer = full,
                   .got = rows_for(world_, window, full),
-                  .expected = announced_capacity(world_, seq, full)};
+                  .expected = room_for_rows(world_, seq, full)};
       } else {
         status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = corrupt_source};
       }
       return;
     }
-    write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan.head);
-    lane_fault_[coop.rank()] = gather(
-        coop, dims_, world_, window, blocks, out,
-        row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received, dims_.dispatch_codec()),
-        MappedLink{});
+    write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
+    const auto rows = row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received,
+                                   dims_.dispatch_codec());
+    lane_fault_[coop.rank()] = gather(coop, dims_, world_, window, blocks, out, rows, MappedLink{});
+    clear_padding(coop, world_, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows);
     coop.sync();
     if (coop.rank() == 0) {
       const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
@@ -94,7 +95,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
 template <class Args>
 Status Engine::judge(Op op, const RecvPlan& plan, const int32_t* send_plan, const Args& a) const {
   Status status{.op = op, .phase = Phase::kPublish, .peer = world_.rank};
-  if (!plan.head || !plan.fits(world_, a.num_tokens, a.capacity) || !plan.leads_inside(world_.shape) ||
+  if (!plan.head || !plan.fits(world_, a.num_tokens, a.capacity) || !plan.leads_inside(world_) ||
       (send_plan && !send_plan_leads_inside(send_plan, a.num_tokens, world_.shape))) {
     status.code = Code::kInvalidInput;
   } else if (a.num_rows < plan.head->num_rows) {
@@ -155,10 +156,12 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
                  row_ops<Acc>(a.num_tokens, stream_from_.published, Codec::kRaw));
   };
   const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
+    const auto rows = row_ops<Acc>(plan.head->num_rows, stream_from_.received, Codec::kRaw);
+    auto* const grad_y = static_cast<char*>(a.grad_y);
+    auto* const grad_recv_weights = static_cast<Acc*>(a.grad_recv_weights);
     gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
-                             static_cast<const Acc*>(a.recv_weights), static_cast<char*>(a.grad_y),
-                             static_cast<Acc*>(a.grad_recv_weights),
-                             row_ops<Acc>(plan.head->num_rows, stream_from_.received, Codec::kRaw), MappedLink{});
+                             static_cast<const Acc*>(a.recv_weights), grad_y, grad_recv_weights, rows, MappedLink{});
+    clear_padding(coop, world_, plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
   };
   return run(call_of(a, tag, plan), send, receive);
 }

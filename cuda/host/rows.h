@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <type_traits>
 #include <vector>
@@ -82,6 +83,7 @@ struct HostRows {
       fn->encode_sum(codec, dst, &src, &one, 1, hidden);
     }
   }
+  void clear(char* dst) const { std::memset(dst, 0, tensor_row_bytes()); }
   void spread(char* const* dsts, int n, const char* src) const {
     if (codec == Codec::kRaw) return table->copy(dsts, n, src, tensor_row_bytes(), stream);
     for (int i = 0; i < n; ++i) {

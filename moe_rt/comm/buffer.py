@@ -45,6 +45,9 @@ class Buffer(Observed):
         layout: of what a rank receives. "experts": a row for each (token, local expert), and combine weighs and adds
             them. "tokens": a row for each token, however many of the rank's experts it visits; they weigh and add what
             they make of it, and combine adds the ranks' sums.
+        expert_alignment: 1, 8, 16, 32 or 128: with layout="experts", each expert's rows begin and end at a multiple.
+            What is between the last of them and the end is zero, in recv_x, recv_weights and gradients; `handle.ends`
+            and `handle.row_experts` tell it from rows.
         heap: "shm" (ranks are processes of one host), "threads", "nvshmem" (processes with a GPU each), "loopback"
             (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
         capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
@@ -82,6 +85,7 @@ class Buffer(Observed):
         num_experts: int,
         dtype: torch.dtype,
         layout: RecvLayout = "experts",
+        expert_alignment: int = 1,
         heap: HeapKind | Literal["auto"] = "auto",
         capacity_factor: float | None = None,
         overflow: Overflow = "raise",
@@ -116,6 +120,7 @@ class Buffer(Observed):
                 num_experts=num_experts,
                 dtype=dtype,
                 layout=layout,
+                expert_alignment=expert_alignment,
             )
 
         with rendezvous:  # whichever way this rank leaves, its peers learn of it
@@ -170,6 +175,8 @@ class Buffer(Observed):
         if self.spec.by_token:
             rows, num_topk = recv_weights.shape
             handle.recv_topk_idx = recv_plan.narrow(0, self._engine.ids_at, rows * num_topk).view(rows, num_topk)
+        elif self.spec.expert_alignment > 1:
+            handle.real_ends = recv_plan.narrow(0, self._engine.ids_at, self.num_local_experts)
         return recv_x, recv_weights, handle
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None) -> Tensor:

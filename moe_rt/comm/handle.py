@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from moe_rt import _engine
@@ -21,6 +22,7 @@ class Handle:
         tag: the layer tag given to dispatch; combine must carry the same.
         recv_topk_idx: with layout="tokens", int32 [capacity, K]: which local experts each row is for, in the places of
             the source's topk_idx; -1 where that names none of this rank, or names one again. Otherwise None.
+        real_ends: with an expert_alignment, what `ends` is; otherwise None.
     """
 
     offs: Tensor
@@ -28,6 +30,22 @@ class Handle:
     send_plan: Tensor
     tag: int
     recv_topk_idx: Tensor | None = None
+    real_ends: Tensor | None = None
+
+    @property
+    def ends(self) -> Tensor:
+        """int32 [L] on the device: where the rows of each local expert end, and padding up to offs begins."""
+        return self.offs if self.real_ends is None else self.real_ends
+
+    def row_experts(self, num_rows: int) -> Tensor:
+        """int32 [num_rows] on the device: which local expert each row of recv_x is for; -1 for padding, and past all.
+
+        With layout="experts".
+        """
+        rows = torch.arange(num_rows, dtype=torch.int32, device=self.offs.device)
+        experts = torch.searchsorted(self.offs, rows, right=True, out_int32=True)
+        last = len(self.offs) - 1
+        return torch.where((experts <= last) & (rows < self.ends[experts.clamp(max=last)]), experts, -1)
 
     @property
     def num_recv_tokens_per_expert(self) -> Tensor:

@@ -18,7 +18,10 @@ from moe_rt.config.spec import BufferSpec
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a rank's recv_x: the local expert it is for, and the source rank and token it comes from."""
+    """One row of a rank's recv_x: the local expert it is for, and the source rank and token it comes from.
+
+    Of padding these are -1, and its weight is zero.
+    """
 
     expert: int
     source: int
@@ -35,6 +38,12 @@ class Received:
     offs: Tensor
     rows: Sequence[Any]
     recv_topk_idx: Tensor | None = None
+    real_ends: Tensor | None = None
+
+    @property
+    def padding(self) -> Tensor:
+        """Which of the kept rows are none, bool."""
+        return torch.tensor([row.source < 0 for row in self.kept], dtype=torch.bool)
 
     @property
     def kept(self) -> Sequence[Any]:
@@ -54,6 +63,7 @@ def dispatch(
     for rank in range(spec.num_ranks):
         rows: list[Row] = []
         ends: list[int] = []
+        real_ends: list[int] = []
         for local, expert in enumerate(spec.placement.local_experts(rank)):
             for source, (idx, weights) in enumerate(zip(topk_idx, topk_weights, strict=True)):
                 for token in range(len(idx)):
@@ -61,18 +71,21 @@ def dispatch(
                     if hits:
                         weight = sum((weights[token, k] for k in hits[1:]), start=weights[token, hits[0]])
                         rows.append(Row(local, source, token, weight.to(spec.acc_dtype)))
+            real_ends.append(len(rows))
+            rows += [Row(-1, -1, -1, torch.zeros((), dtype=spec.acc_dtype))] * (-len(rows) % spec.expert_alignment)
             ends.append(len(rows))
         capacity = spec.capacity(rank, max_tokens)
         kept = rows[:capacity]
-        sent = [through_codec(x, spec.dispatch_dtype) for x in xs]
+        sent, zero = [through_codec(x, spec.dispatch_dtype) for x in xs], torch.zeros(spec.hidden, dtype=spec.dtype)
         received.append(
             Received(
-                torch.stack([sent[r.source][r.token] for r in kept])
+                torch.stack([sent[r.source][r.token] if r.source >= 0 else zero for r in kept])
                 if kept
                 else torch.empty(0, spec.hidden, dtype=spec.dtype),
                 torch.stack([r.weight for r in kept]) if kept else torch.empty(0, dtype=spec.acc_dtype),
                 torch.tensor(ends, dtype=torch.int32).clamp(max=capacity),
                 rows,
+                real_ends=torch.tensor(real_ends, dtype=torch.int32).clamp(max=capacity),
             )
         )
     return received
@@ -122,12 +135,14 @@ def combine(
 def combine_backward(
     grad_outs: list[Tensor], ys: list[Tensor], recv_weights: list[Tensor], received: list[Received], spec: BufferSpec
 ) -> list[tuple[Tensor, Tensor]]:
-    """grad_y[row] = weight[row] * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>."""
+    """grad_y[row] = weight[row] * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>; 0 of padding."""
     grads = []
     for rank in range(spec.num_ranks):
         rows = received[rank].kept
         empty = torch.empty(0, spec.hidden, dtype=spec.acc_dtype)
-        g = torch.stack([grad_outs[r.source][r.token].to(spec.acc_dtype) for r in rows]) if rows else empty
+        zero = torch.zeros(spec.hidden, dtype=spec.dtype)
+        of_rows = [grad_outs[r.source][r.token] if r.source >= 0 else zero for r in rows]
+        g = torch.stack(of_rows).to(spec.acc_dtype) if rows else empty
         w, y = recv_weights[rank][: len(rows), None], ys[rank][: len(rows)].to(spec.acc_dtype)
         grads.append(((w * g).to(spec.dtype), (g * y).sum(1)))
     return grads

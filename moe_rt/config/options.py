@@ -19,6 +19,7 @@ GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem")
 Overflow = Literal["raise", "drop", "retry"]
 # What a row of recv_x is; moe_rt.Buffer explains both.
 RecvLayout = Literal["experts", "tokens"]
+ALIGNMENTS = (1, 8, 16, 32, 128)  # of the rows of an expert
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 
 from moe_rt import _engine
 from moe_rt.config.expect import expect
-from moe_rt.config.options import BufferOptions, RecvLayout, SharedOptions
+from moe_rt.config.options import ALIGNMENTS, BufferOptions, RecvLayout, SharedOptions
 from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
@@ -35,6 +35,7 @@ class BufferSpec(SharedOptions):
     dtype: torch.dtype
     placement: Placement
     layout: RecvLayout = "experts"
+    expert_alignment: int = 1
 
     @classmethod
     def make(
@@ -48,6 +49,7 @@ class BufferSpec(SharedOptions):
         num_experts: int,
         dtype: torch.dtype,
         layout: RecvLayout = "experts",
+        expert_alignment: int = 1,
     ) -> BufferSpec:
         """Checks every field.
 
@@ -69,6 +71,11 @@ class BufferSpec(SharedOptions):
         expect(num_topk <= min(num_experts, most_topk), "num_topk", num_topk, most)
         expect(dtype in ELEMENTS, "dtype", dtype, f"one of {[str(d) for d in ELEMENTS]}")
         expect(layout in get_args(RecvLayout), "layout", layout, f"one of {get_args(RecvLayout)}")
+        whole = isinstance(expert_alignment, int) and expert_alignment in ALIGNMENTS
+        expect(whole, "expert_alignment", expert_alignment, f"one of {ALIGNMENTS}")
+        fits = expert_alignment == 1 or layout == "experts"
+        expect(fits, "expert_alignment", expert_alignment, '1 with layout="tokens"')
+        sizes["expert_alignment"] = expert_alignment
         options.check_shared(dtype)
         shared = {f.name: getattr(options, f.name) for f in fields(SharedOptions)}
         if options.capacity_factor is not None:
@@ -103,15 +110,17 @@ class BufferSpec(SharedOptions):
         """Rows of recv_x on `rank`, at first: the worst case, or capacity_factor times balance.
 
         The worst case is R*T*min(K, L), or R*T where rows are of tokens; T is max_tokens, or else
-        num_max_tokens_per_rank.
+        num_max_tokens_per_rank. Room for all the padding that expert_alignment may take comes on top of either.
         """
         num_local = self.placement.num_local(rank)
         tokens = self.num_ranks * (max_tokens or self.num_max_tokens_per_rank)
         worst = tokens if self.by_token else tokens * min(self.num_topk, num_local)
-        if self.capacity_factor is None:
-            return worst
-        balanced = tokens * self.num_topk * num_local / self.num_experts
-        return min(worst, max(1, math.ceil(self.capacity_factor * balanced)))
+        rows = worst
+        if self.capacity_factor is not None:
+            balanced = tokens * self.num_topk * num_local / self.num_experts
+            rows = min(worst, max(1, math.ceil(self.capacity_factor * balanced)))
+        step = self.expert_alignment
+        return -(-(rows + num_local * (step - 1)) // step) * step
 
     def shape(self) -> _engine.Shape:
         """The same sizes as the engine's type."""
@@ -123,6 +132,7 @@ class BufferSpec(SharedOptions):
             num_topk=self.num_topk,
             elem_bytes=self.dtype.itemsize,
             by_token=self.by_token,
+            alignment=self.expert_alignment,
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
         "dtype": torch.float32,
     }
     sizes = {name: changes.pop(name, default) for name, default in fields.items()}
-    sizes["layout"] = changes.pop("layout", "experts")
+    sizes |= {"layout": changes.pop("layout", "experts"), "expert_alignment": changes.pop("expert_alignment", 1)}
     return BufferSpec.make(Topology.one_node(num_ranks), BufferOptions(**changes), **sizes)
 
 
@@ -130,7 +130,7 @@ def play(
     max_tokens: int | None = None,
     rows_to_spare: int | None = None,
 ) -> list[Tensor]:
-    """This rank's part of a round. Rows past the last expert's are NaN wherever they are handed back.
+    """This rank's part of a round. Padding, and rows past the last expert's, are NaN wherever they are handed back.
 
     Args:
         rows_to_spare: how many of those combine gets; None for all up to capacity.
@@ -160,11 +160,14 @@ def play(
     if handle.recv_topk_idx is not None and mine.recv_topk_idx is not None:
         check(handle.recv_topk_idx.shape == recv_weights.shape, f"recv_topk_idx: got {handle.recv_topk_idx.shape}")
         check_bits("recv_topk_idx", handle.recv_topk_idx[:n], mine.recv_topk_idx)
-    dropped = int(handle.num_dropped)
-    check(dropped == len(mine.rows) - n, f"num_dropped: got {dropped}, expected {len(mine.rows) - n}")
+    if mine.real_ends is not None:
+        check_bits("ends", handle.ends, mine.real_ends)
+        check_bits("row_experts", handle.row_experts(n), torch.tensor([r.expert for r in mine.kept], dtype=torch.int32))
+    dropped, beyond = int(handle.num_dropped), sum(row.source >= 0 for row in mine.rows[n:])
+    check(dropped == beyond, f"num_dropped: got {dropped}, expected {beyond}")
 
     num_rows = capacity if rows_to_spare is None else min(n + rows_to_spare, capacity)
-    y = padded(expected.ys[rank], num_rows, device).requires_grad_()
+    y = padded(without(mine.padding, expected.ys[rank]), num_rows, device).requires_grad_()
     w = None if spec.by_token else padded(mine.recv_weights, capacity, device).requires_grad_()
     out = buffer.combine(y, w, handle)
     check_bits("out", out, expected.outs[rank])
@@ -182,12 +185,19 @@ def play(
     if grad_w:
         check_close("grad_recv_weights", grad_w[0][:n], expected.at_combine[rank][1], spec.hidden)
 
-    given = [padded(t, capacity, device) for t in expected.at_combine[rank]]
+    given = [padded(without(mine.padding, t), capacity, device) for t in expected.at_combine[rank]]
     grad_x, grad_topk_weights = torch.autograd.grad([recv_x, recv_weights], [x, weights], given)
     check_bits("grad_x", grad_x, expected.at_dispatch[rank][0])
     check_close("grad_topk_weights", grad_topk_weights, expected.at_dispatch[rank][1], spec.hidden)
     outputs = (recv_x[:n], recv_weights[:n], handle.offs, out, grad_y[:n], grad_x, grad_topk_weights)
     return [t.detach() for t in outputs]
+
+
+def without(padding: Tensor, rows: Tensor) -> Tensor:
+    """The rows, with NaN in those that are padding."""
+    rows = rows.clone()
+    rows[padding] = float("nan")
+    return rows
 
 
 def padded(rows: Tensor, capacity: int, device: torch.device) -> Tensor:

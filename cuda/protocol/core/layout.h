@@ -34,6 +34,7 @@ struct Shape {
   int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk;
   int32_t elem_bytes, acc_bytes;  // payload element; accumulator and routing weight (fp32, or fp64 for fp64 payloads)
   RecvLayout recv_layout = RecvLayout::kExperts;
+  int32_t alignment = 1;  // where rows are for experts: those of each begin and end at a multiple
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
   MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
@@ -95,7 +96,10 @@ struct World {
   uint64_t config;     // hash of shape, dtype and placement; equal on all ranks
   uint64_t plan_mark;  // of this rank's engine alone: whose plans it follows (plan.h)
 
-  MOE_RT_FN int32_t num_local_experts() const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
+  MOE_RT_FN int32_t num_local_experts() const { return num_local_experts_of(rank); }
+  MOE_RT_FN int32_t num_local_experts_of(int r) const { return placement.rank_first[r + 1] - placement.rank_first[r]; }
+  // The most rows of padding that a rank's experts may need.
+  MOE_RT_FN int64_t most_padding(int r) const { return int64_t{num_local_experts_of(r)} * (shape.alignment - 1); }
   // Parts that recv_x is divided into, each of which ends at an entry of offs: experts here, or sources.
   MOE_RT_FN int32_t num_parts() const { return shape.by_token() ? shape.num_ranks : num_local_experts(); }
   template <class T>
@@ -139,6 +143,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 288 && sizeof(Header) == 56 && sizeof(Layout) == 192, "the host's layout");
+static_assert(sizeof(World) == 296 && sizeof(Header) == 56 && sizeof(Layout) == 192, "the host's layout");
 
 }  // namespace moe_rt

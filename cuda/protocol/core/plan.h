@@ -19,7 +19,7 @@ inline constexpr int64_t kAnyCapacity = -1;
 
 inline constexpr int32_t kNoExpert = -1;  // in a row's local experts: this entry of its token is for other ranks
 
-// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids. Where rows are of tokens, all copies of one share
+// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids or ends. Where rows are of tokens, all copies of one share
 // the row that the first of them names, and the others name none.
 struct RecvPlan {
   struct Head {
@@ -36,6 +36,7 @@ struct RecvPlan {
   int32_t* rows;  // row of recv_x, or kDropped
   int32_t* ks;    // which of the token's top-k entries the copy serves
   int32_t* ids;   // [capacity][K], where rows are of tokens: the local expert of each entry, or kNoExpert
+  int32_t* ends;  // [L], where rows of experts are aligned: behind the last one of each that is not padding
 
   MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
   MOE_RT_FN static int64_t max_copies(const Shape& s, int32_t num_local_experts) {
@@ -45,7 +46,8 @@ struct RecvPlan {
     return int64_t(sizeof(Head) + max_pulled(s) * sizeof(Pulled)) / 4 + 2 * max_copies(s, num_local_experts);
   }
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
-    return ids_at(s, num_local_experts) + (s.by_token() ? max_pulled(s) * s.num_topk : 0);
+    const int64_t ends = s.alignment > 1 ? num_local_experts : 0;
+    return ids_at(s, num_local_experts) + (s.by_token() ? max_pulled(s) * s.num_topk : ends);
   }
   MOE_RT_FN static RecvPlan view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     RecvPlan p;
@@ -53,7 +55,7 @@ struct RecvPlan {
     p.pulled = reinterpret_cast<Pulled*>(p.head + 1);
     p.rows = reinterpret_cast<int32_t*>(p.pulled + max_pulled(s));
     p.ks = p.rows + max_copies(s, num_local_experts);
-    p.ids = p.ks + max_copies(s, num_local_experts);
+    p.ids = p.ends = p.ks + max_copies(s, num_local_experts);
     return p;
   }
 
@@ -69,8 +71,12 @@ struct RecvPlan {
 
   // Whether every entry leads to a token, slot or row that there is. After fits. In 32 bits without a sign, so that
   // compilers make vectors of it.
-  MOE_RT_FN bool leads_inside(const Shape& s) const {
+  MOE_RT_FN bool leads_inside(const World& w) const {
+    const Shape& s = w.shape;
     uint32_t bad = 0;
+    for (int32_t e = 0; s.alignment > 1 && e < w.num_local_experts(); ++e) {
+      bad |= !below(ends[e], int64_t{head->num_rows} + 1);
+    }
     for (int64_t i = 0; i < head->num_pulled; ++i) {
       const Pulled& p = pulled[i];
       bad |= !(below(p.token, s.num_max_tokens) && below(p.source, s.num_ranks) && below(p.slot, s.num_slots()) &&

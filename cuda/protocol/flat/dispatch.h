@@ -62,7 +62,7 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
     const int64_t block = copy.expert * num_ranks + source;
     dsts[c] = nullptr;
     if (copy.expert < 0 || copy.expert >= num_local || copy.k < 0 || copy.k >= dims.num_topk() || copy.index < 0 ||
-        copy.index >= b.end(block, num_local * num_ranks) - b.start[block]) {
+        copy.index >= b.end(copy.expert, source, int32_t(num_ranks)) - b.start[block]) {
       out_of_range = true;
       return;
     }
@@ -79,6 +79,22 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   if (out_of_range) return false;
   rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(window, pull.token), rows.encoded_row_bytes()));
   return true;
+}
+
+// Rows between an expert's last, which `ends` say, and the next one's first: zero, and of weight zero. Of num_rows at
+// most.
+template <class Coop, class Weight, class Rows>
+MOE_RT_FN void clear_padding(const Coop& coop, const World& w, const int32_t* ends, int64_t num_rows, char* to,
+                             Weight* weights, const Rows& rows) {
+  for (int32_t e = 0; w.shape.alignment > 1 && e < w.num_local_experts(); ++e) {
+    const int64_t first = smaller<int64_t>(ends[e], num_rows);
+    const int64_t end = smaller(round_up(first, w.shape.alignment), num_rows);
+    const Range share = coop.share(end - first);
+    for (int64_t i = share.begin; i < share.end; i += share.step) {
+      rows.clear(to + (first + i) * rows.tensor_row_bytes());
+      if (coop.leader()) weights[first + i] = 0;
+    }
+  }
 }
 
 // Returns a source with entries out of range, or -1. Ranks start at their own rows, so that peers do not all read

@@ -1,7 +1,8 @@
 // The receiver's half of routing: from what every source lists for this rank to where each block of rows starts.
 //
 // Rows come in the order local expert, source rank, token, so a (local expert, source) block starts where the counts of
-// all blocks before it end. Counts are read once, range-checked and kept: no later step asks a peer for them again.
+// all blocks before it end, or at the next multiple of Shape::alignment behind another expert's. Counts are read once,
+// range-checked and kept: no later step asks a peer for them again.
 #pragma once
 
 #include "../core/coop.h"
@@ -15,10 +16,10 @@ struct Blocks {
   int32_t *pull_start, *copy_start;  // [R + 1] where a source's entries begin in the plan's lists
   int32_t *first_pull, *first_copy;  // [R] where the entries for this rank begin in the source's lists
   int32_t *bad, *full;               // lowest source that cannot be believed, lowest rank that would overflow; or R
-  int32_t num_rows = 0;              // for experts, with those beyond capacity
+  int32_t* ends;                     // [L] behind an expert's last row, as if there were room for all
 
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
-    return int64_t{2} * num_local_experts * s.num_ranks + int64_t{4} * s.num_ranks + 4;
+    return int64_t{2} * num_local_experts * s.num_ranks + int64_t{4} * s.num_ranks + 4 + num_local_experts;
   }
   MOE_RT_FN static Blocks view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     const int64_t blocks = int64_t{num_local_experts} * s.num_ranks, ranks = s.num_ranks;
@@ -30,15 +31,15 @@ struct Blocks {
             lists + 2 * ranks + 2,
             lists + 3 * ranks + 2,
             lists + 4 * ranks + 2,
-            lists + 4 * ranks + 3};
+            lists + 4 * ranks + 3,
+            lists + 4 * ranks + 4};
   }
-  MOE_RT_FN int32_t end(int64_t block, int64_t num_blocks) const {
-    return block + 1 < num_blocks ? start[block + 1] : num_rows;
+  MOE_RT_FN int32_t end(int32_t expert, int32_t source, int32_t num_ranks) const {
+    return source + 1 < num_ranks ? start[int64_t{expert} * num_ranks + source + 1] : ends[expert];
   }
   // Rows up to the end of a part of recv_x (World::num_parts), as if there were room for all.
-  MOE_RT_FN int32_t part_end(const World& w, int64_t part) const {
-    const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
-    return w.shape.by_token() ? pull_start[part + 1] : end((part + 1) * num_ranks - 1, num_local * num_ranks);
+  MOE_RT_FN int64_t part_end(const World& w, int64_t part) const {
+    return w.shape.by_token() ? pull_start[part + 1] : round_up(int64_t{ends[part]}, w.shape.alignment);
   }
 };
 
@@ -59,6 +60,30 @@ MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
     sum += count;
   }
   return sum == copies;  // so at most T * min(K, L), for which a plan has room
+}
+
+// Where each expert's rows end; with alignment, first moves those of each behind the padding of those before.
+template <class Coop>
+MOE_RT_FN void end_experts(const Coop& coop, const World& w, int32_t num_rows, Blocks& b) {
+  const int32_t num_local = w.num_local_experts(), num_ranks = w.shape.num_ranks;
+  const Range experts = strided(coop, num_local);
+  for (int64_t e = experts.begin; e < experts.end; e += experts.step) {
+    b.ends[e] = e + 1 < num_local ? b.start[(e + 1) * num_ranks] : num_rows;
+  }
+  coop.sync();
+  if (w.shape.alignment == 1) return;
+  if (coop.rank() == 0) {
+    int64_t padding = 0;
+    for (int32_t e = 0; e < num_local; ++e) {
+      b.spare[e] = int32_t(padding);
+      b.ends[e] += int32_t(padding);
+      padding += round_up(int64_t{b.ends[e]}, w.shape.alignment) - b.ends[e];
+    }
+  }
+  coop.sync();
+  const Range blocks = strided(coop, int64_t{num_local} * num_ranks);
+  for (int64_t i = blocks.begin; i < blocks.end; i += blocks.step) b.start[i] += b.spare[i / num_ranks];
+  coop.sync();
 }
 
 // Reads every source's counts and list ends and turns them into starts. Returns the first source whose lists are not
@@ -91,8 +116,9 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks&
     }
   }
   const Scan scan = exclusive_scan(coop, b.start, b.spare, num_blocks);
+  b.spare = scan.sums == b.start ? b.spare : b.start;
   b.start = scan.sums;
-  b.num_rows = scan.total;
+  end_experts(coop, w, scan.total, b);
   return -1;
 }
 
@@ -111,37 +137,56 @@ MOE_RT_FN int64_t announced_capacity(const World& w, uint64_t seq, int rank) {
   return w.mailbox(w.rank, Kind::kDispatch, rank).header[seq & 1].capacity;
 }
 
+// Rows that fit a rank's recv_x however its experts' padding falls.
+MOE_RT_FN int64_t room_for_rows(const World& w, uint64_t seq, int rank) {
+  return announced_capacity(w, seq, rank) - w.most_padding(rank);
+}
+
 // The lowest rank whose recv_x would overflow, or -1: every rank computes the same from what all sources published.
 // After index_blocks; the same on every lane.
 template <class Coop>
 MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, int window, const Blocks& b) {
   const Range ranks = strided(coop, w.shape.num_ranks);
   for (int64_t r = ranks.begin; r < ranks.end; r += ranks.step) {
-    if (rows_for(w, window, int(r)) > announced_capacity(w, seq, int(r))) fetch_min_relaxed(*b.full, int32_t(r));
+    if (rows_for(w, window, int(r)) > room_for_rows(w, seq, int(r))) fetch_min_relaxed(*b.full, int32_t(r));
   }
   coop.sync();
   const int full = load_relaxed(*b.full);
   return full < w.shape.num_ranks ? full : -1;
 }
 
-// offs, clipped to capacity, and the plan's head. Rows beyond capacity are dropped in row order.
+// How many rows are beyond capacity, which are dropped in row order; padding is none.
+MOE_RT_FN int64_t num_dropped(const World& w, const Blocks& b, int64_t capacity) {
+  if (w.shape.alignment == 1) {
+    const int64_t rows = b.part_end(w, w.num_parts() - 1);
+    return rows - smaller(rows, capacity);
+  }
+  int64_t dropped = 0;
+  for (int32_t e = 0; e < w.num_local_experts(); ++e) {
+    const int64_t first = b.start[int64_t{e} * w.shape.num_ranks], kept_end = smaller<int64_t>(b.ends[e], capacity);
+    dropped += b.ends[e] - (kept_end > first ? kept_end : first);
+  }
+  return dropped;
+}
+
+// offs, clipped to capacity, the plan's head, and where padding begins.
 template <class Coop>
 MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64_t num_tokens, int64_t capacity,
-                           const Blocks& b, int32_t* offs, RecvPlan::Head* head) {
+                           const Blocks& b, int32_t* offs, const RecvPlan& plan) {
   const Range parts = strided(coop, w.num_parts());
   for (int64_t i = parts.begin; i < parts.end; i += parts.step) {
-    offs[i] = int32_t(smaller<int64_t>(b.part_end(w, i), capacity));
+    offs[i] = int32_t(smaller(b.part_end(w, i), capacity));
+    if (w.shape.alignment > 1) plan.ends[i] = int32_t(smaller<int64_t>(b.ends[i], capacity));
   }
   if (coop.rank() == 0) {
-    const int64_t num_ranks = w.shape.num_ranks, rows = b.part_end(w, w.num_parts() - 1);
-    const int64_t kept = smaller(rows, capacity);
+    const int64_t num_ranks = w.shape.num_ranks, kept = smaller(b.part_end(w, w.num_parts() - 1), capacity);
     const int32_t first_own = b.pull_start[w.rank];
-    *head = {w.plan_mark,
+    *plan.head = {w.plan_mark,
              seq,
              int32_t(num_tokens),
              b.pull_start[num_ranks],
              b.copy_start[num_ranks],
-             int32_t(rows - kept),
+             int32_t(num_dropped(w, b, capacity)),
              int32_t(capacity),
              first_own,
              b.pull_start[w.rank + 1] - first_own,
