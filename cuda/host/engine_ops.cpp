@@ -77,8 +77,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       return;
     }
     write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
-    const auto rows = row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received,
-                                   dims_.dispatch_codec());
+    const auto rows =
+        row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received, dims_.dispatch_codec());
     lane_fault_[coop.rank()] = gather(coop, dims_, world_, window, blocks, out, rows, MappedLink{});
     clear_padding(coop, world_, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows);
     coop.sync();

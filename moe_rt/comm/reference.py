@@ -135,7 +135,7 @@ def combine(
 def combine_backward(
     grad_outs: list[Tensor], ys: list[Tensor], recv_weights: list[Tensor], received: list[Received], spec: BufferSpec
 ) -> list[tuple[Tensor, Tensor]]:
-    """grad_y[row] = weight[row] * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>; 0 of padding."""
+    """grad_y[row] = weight[row] * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>, or zero."""
     grads = []
     for rank in range(spec.num_ranks):
         rows = received[rank].kept

@@ -51,6 +51,7 @@ def cases(size: int, quick: bool) -> list[Case]:
         Case("odd rows bf16", changes={"hidden": 17, "dtype": torch.bfloat16}),
         Case("dropped", "topk", idle=False, changes=drop),
         Case("rows of tokens", changes={"layout": "tokens"}),
+        Case("aligned experts", changes={"expert_alignment": 16}),
         Case("a bound of the call", most=7, max_tokens=7, idx_dtype=torch.int32),
     ]
     if set(scattered) == set(range(size)):

@@ -14,7 +14,7 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from test_conformance import tokens_for
 
 from moe_rt import Buffer
-from moe_rt.errors import CapacityOverflow, InvalidConfig
+from moe_rt.errors import CapacityOverflow, InvalidConfig, InvalidInput
 from moe_rt.testing.rounds import expect, play
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -26,7 +26,9 @@ class TestHeap:
     @pytest.mark.parametrize("size", [1, 2, 3, 7])
     @pytest.mark.parametrize("alignment", [8, 32])
     def test_matches_reference(self, make_ranks: MakeRanks, heap: str, size: int, alignment: int) -> None:
-        make_ranks(heap, size).run(full_round, make_spec(size, expert_alignment=alignment), tokens_for(size), 1, "random")
+        make_ranks(heap, size).run(
+            full_round, make_spec(size, expert_alignment=alignment), tokens_for(size), 1, "random"
+        )
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
     def test_dtypes(self, make_ranks: MakeRanks, heap: str, dtype: torch.dtype) -> None:
@@ -103,6 +105,17 @@ def fills(group: Any) -> None:
                 else:
                     with pytest.raises(CapacityOverflow, match=r"rank 0 would receive 18 rows, expected .* 17"):
                         buffer.dispatch(x, idx, weights)
+
+
+@pytest.mark.parametrize("value", [-5, 2**30])
+def test_overwritten_ends_are_not_followed(value: int) -> None:
+    sizes = {"num_max_tokens_per_rank": 6, "hidden": 4, "num_topk": 1, "num_experts": 3}
+    with Buffer(None, dtype=torch.float32, expert_alignment=8, **sizes) as buffer:
+        idx, weights = torch.tensor([[0], [2]]), torch.ones(2, 1)
+        recv_x, recv_weights, handle = buffer.dispatch(torch.ones(2, 4), idx, weights)
+        handle.ends[1] = value
+        with pytest.raises(InvalidInput, match="got plans that no dispatch of this buffer"):
+            buffer.combine(recv_x, recv_weights, handle)
 
 
 @pytest.mark.parametrize("value", [0, 4, 64, "8", None])

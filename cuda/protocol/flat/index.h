@@ -182,15 +182,15 @@ MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64
     const int64_t num_ranks = w.shape.num_ranks, kept = smaller(b.part_end(w, w.num_parts() - 1), capacity);
     const int32_t first_own = b.pull_start[w.rank];
     *plan.head = {w.plan_mark,
-             seq,
-             int32_t(num_tokens),
-             b.pull_start[num_ranks],
-             b.copy_start[num_ranks],
-             int32_t(num_dropped(w, b, capacity)),
-             int32_t(capacity),
-             first_own,
-             b.pull_start[w.rank + 1] - first_own,
-             int32_t(kept)};
+                  seq,
+                  int32_t(num_tokens),
+                  b.pull_start[num_ranks],
+                  b.copy_start[num_ranks],
+                  int32_t(num_dropped(w, b, capacity)),
+                  int32_t(capacity),
+                  first_own,
+                  b.pull_start[w.rank + 1] - first_own,
+                  int32_t(kept)};
   }
 }
 
