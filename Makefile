@@ -48,7 +48,7 @@ quick: install lint
 
 test: install tools lint
 	$(PYTEST)
-	$(BIN)/python -m pytest bench -k "not regression"
+	$(BIN)/python -m pytest -n 2 bench -k "not regression"
 
 # moe_rt in a real server, which needs an environment of its own (2 GB under .venv).
 serve-test: install

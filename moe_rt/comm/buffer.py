@@ -129,6 +129,7 @@ class Buffer(Observed):
             self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
             self._engine = make_engine(backends[0], rendezvous, self.spec, options, faults[0])
         self._acc_dtype = self.spec.acc_dtype
+        self._tells_more = self.spec.by_token or self.spec.expert_alignment > 1
         self._num_tags = 0
         # When the buffer is garbage or the interpreter ends, whichever is first; close() leaves by hand.
         self._finalizer = weakref.finalize(self, leave, self._engine)
@@ -172,12 +173,17 @@ class Buffer(Observed):
             x, topk_idx, topk_weights, self._engine, tag, max_tokens
         )
         handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
-        if self.spec.by_token:
-            rows, num_topk = recv_weights.shape
-            handle.recv_topk_idx = recv_plan.narrow(0, self._engine.ids_at, rows * num_topk).view(rows, num_topk)
-        elif self.spec.expert_alignment > 1:
-            handle.real_ends = recv_plan.narrow(0, self._engine.ids_at, self.num_local_experts)
+        if self._tells_more:
+            self._tell_more(handle, recv_weights)
         return recv_x, recv_weights, handle
+
+    def _tell_more(self, handle: Handle, recv_weights: Tensor) -> None:
+        """Views of what the plan has behind all else."""
+        told = handle.recv_plan[self._engine.ids_at :]
+        if self.spec.by_token:
+            handle.recv_topk_idx = told[: recv_weights.numel()].view(recv_weights.shape)
+        else:
+            handle.real_ends = told[: self.num_local_experts]
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None) -> Tensor:
         """Brings the experts' rows home: out[t] is the sum of recv_weights * y over the rows of token t. Collective.

@@ -50,7 +50,7 @@ class Handle:
     @property
     def num_recv_tokens_per_expert(self) -> Tensor:
         """int32 [L] on the device: rows that each local expert received; with layout="tokens" [R], of each source."""
-        return self.offs.diff(prepend=self.offs.new_zeros(1))
+        return self.ends - torch.nn.functional.pad(self.offs[:-1], (1, 0))
 
     @property
     def num_dropped(self) -> Tensor:

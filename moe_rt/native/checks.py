@@ -60,12 +60,13 @@ class Checks(ABC):
         self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor | None
     ) -> tuple[int, int]:
         """How many rows and weights: no more of those. Whether that dispatch delivered so many, its plan knows."""
-        num_rows = rows.size(0) if rows.dim() else 0
+        num_rows = length(rows)
         self._check(op, tag, name, rows, (num_rows, self.spec.hidden), self.spec.dtype)
         if weights is None:
             return num_rows, _engine.ANY_CAPACITY
-        capacity = weights.size(0) if weights.dim() else 0
-        self._check(op, tag, weights_name, weights, self.weights_shape(capacity), self._acc_dtype)
+        capacity = length(weights)
+        shape = self.weights_shape(capacity) if self.by_token else (capacity,)
+        self._check(op, tag, weights_name, weights, shape, self._acc_dtype)
         if num_rows > capacity:
             message = f"{name}: got {num_rows} rows, expected at most those of {weights_name}, {capacity}"
             self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), num_rows, capacity)
@@ -83,12 +84,12 @@ class Checks(ABC):
             self._refuse_tag(op, tag)
         self._check(op, tag, "handle.recv_plan", recv_plan, (self.plan_ints,), torch.int32)
         if send_plan is not None:
-            num_tokens = send_plan.size(0) if send_plan.dim() else 0  # len() would take longer than the other checks
-            self._check(op, tag, "handle.send_plan", send_plan, (num_tokens, self.spec.num_topk), torch.int32)
+            shape = (length(send_plan), self.spec.num_topk)
+            self._check(op, tag, "handle.send_plan", send_plan, shape, torch.int32)
 
     def _check_grad_out(self, op: Op, tag: int, grad_out: Tensor, recv_plan: Tensor) -> int:
         """For how many tokens it is."""
-        num_tokens = grad_out.size(0) if grad_out.dim() else 0
+        num_tokens = length(grad_out)
         self._check_plans(op, tag, recv_plan, None)
         self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
         return num_tokens
@@ -123,6 +124,14 @@ class Checks(ABC):
         got, expected = _odd_kind(t) or got, f"{dtype} {list(shape)} on {self.device}"
         error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
         self._refuse(op, tag, error, last, shape[-1])
+
+
+def length(t: Tensor) -> int:
+    """Of its first dimension, or 0; what else takes as little time raises for some kinds of tensors."""
+    try:
+        return t.shape[0]
+    except (IndexError, RuntimeError):  # a scalar, a nested tensor
+        return 0
 
 
 def _odd_kind(t: Any) -> str:

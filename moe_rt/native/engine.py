@@ -20,7 +20,7 @@ from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import CapacityOverflow, Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
-from moe_rt.native.checks import NUM_TAGS, Checks
+from moe_rt.native.checks import NUM_TAGS, Checks, length
 
 REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
@@ -80,7 +80,7 @@ class Engine(Checks):
         """x [T, H], topk_idx [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan."""
         if type(tag) is not int or not 0 <= tag < NUM_TAGS:
             self._refuse_tag(Op.DISPATCH, tag)
-        s, num_tokens, most = self.spec, x.size(0) if x.dim() else 0, self.spec.num_max_tokens_per_rank
+        s, num_tokens, most = self.spec, length(x), self.spec.num_max_tokens_per_rank
         if max_tokens is not None:
             if type(max_tokens) is not int or not 1 <= max_tokens <= most:
                 self._refuse_bound(tag, max_tokens)
@@ -104,9 +104,9 @@ class Engine(Checks):
     def _dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens: int, tag: int, max_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        capacity = self.capacity_for(max_tokens)
+        capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
         recv_x = self._rows(capacity)
-        recv_weights = topk_weights.new_empty(self.weights_shape(capacity))
+        recv_weights = topk_weights.new_empty(self.weights_shape(capacity) if self.by_token else capacity)
         offs = topk_idx.new_empty(self.num_parts, dtype=torch.int32)
         recv_plan = topk_idx.new_empty(self.plan_ints, dtype=torch.int32)
         send_plan = topk_idx.new_empty(num_tokens, self.spec.num_topk, dtype=torch.int32)

@@ -76,6 +76,7 @@ def test_every_expert_begins_at_a_multiple() -> None:
         assert buffer.capacity == len(recv_x) == 32  # 6 rows and 3 * 7 of padding, rounded up
         assert handle.offs.tolist() == [8, 8, 16]
         assert handle.ends.tolist() == [2, 8, 11]
+        assert handle.num_recv_tokens_per_expert.tolist() == [2, 0, 3]
         experts = handle.row_experts(len(recv_x)).tolist()
         assert experts == [0] * 2 + [-1] * 6 + [2] * 3 + [-1] * 21
         assert [row.sum().item() for row in recv_x[:16]] == [4.0 * (e >= 0) for e in experts[:16]]

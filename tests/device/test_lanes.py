@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("lanes", LANES)
 class TestLanes:
-    @pytest.mark.parametrize("kind", ["random", "one_expert"])
+    @pytest.mark.parametrize("kind", ["random", pytest.param("one_expert", marks=pytest.mark.sweep)])
     def test_several_tiles(self, lanes: int, kind: str) -> None:
         spec = make_spec(2, num_max_tokens_per_rank=2 * lanes + 5)
         ThreadRanks(2, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [2 * lanes + 5, lanes], 1, kind)

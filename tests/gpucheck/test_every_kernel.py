@@ -1,4 +1,7 @@
-"""Every kernel compiles and links without spills, by the command of docs/cuda.md; some do for more architectures."""
+"""Kernels of every source and code of rows compile and link without spills, for two architectures.
+
+A sweep compiles every kernel for all of them, by the command of docs/cuda.md; continuous integration for one.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,15 @@ from click.testing import CliRunner
 from device.jit_tools import require_compiler
 
 from moe_rt.cli import main
-from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, compile_all
+from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, Variant, compile_all
 from moe_rt.gpucheck.steps import Check
 
 LIMIT_S = 1800.0  # ends a compiler that hangs
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize(
-    "archs",
-    [("sm_90a",), pytest.param(("sm_80", "sm_100a", "sm_120a"), marks=pytest.mark.sweep)],
-    ids="-".join,
-)
+@pytest.mark.parametrize("archs", [("sm_90a",), ("sm_80", "sm_100a", "sm_120a")], ids="-".join)
 def test_compile_only(archs: tuple[str, ...]) -> None:
     require_compiler()
     result = CliRunner().invoke(main, ["gpucheck", "--compile-only", *(a for arch in archs for a in ("--arch", arch))])
@@ -32,15 +32,23 @@ def test_compile_only(archs: tuple[str, ...]) -> None:
     assert {row[4] for row in orders["rows"]} == set(archs)
 
 
+LONG = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK)
+F64 = tuple(v for v in VARIANTS if v.elem == "F64")
+CODED = tuple(v for v in VARIANTS if v.codec)
+
+
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
-    "archs", [("sm_80",), pytest.param(("sm_100a", "sm_120a"), marks=pytest.mark.sweep)], ids="-".join
+    ("archs", "some"),
+    [
+        pytest.param(("sm_90a",), LONG + F64 + CODED, id="sm_90a"),
+        pytest.param(("sm_80",), LONG, id="sm_80"),
+        pytest.param(("sm_80", "sm_100a", "sm_120a"), LONG + F64, id="more", marks=pytest.mark.sweep),
+    ],
 )
-def test_more_architectures(archs: tuple[str, ...]) -> None:
-    """The text is the same on each; registers, and so spills, are not: long rows, the network's, and fp64."""
+def test_long_rows(archs: tuple[str, ...], some: tuple[Variant, ...]) -> None:
+    """The text is the same on each architecture; registers, and so spills, are not."""
     require_compiler()
-    some = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK or v.elem == "F64")
-    assert {v.source for v in some} == {v.source for v in VARIANTS}
     check = Check(None, seconds=LIMIT_S)
     compile_all(archs, some, check, cache=False)
     assert check.failures == []

@@ -46,7 +46,7 @@ def pinned_python(name: str) -> Path:
         pytest.param(OLDEST, ONE_ARCH, EACH_PART, marks=pytest.mark.sweep),
         pytest.param(OLDEST, ONE_ARCH, VARIANTS, marks=pytest.mark.sweep),
         pytest.param(OLDEST, MORE_ARCHS, EACH_SOURCE, marks=pytest.mark.sweep),
-        (NEWEST, ONE_ARCH, EACH_SOURCE),
+        pytest.param(NEWEST, ONE_ARCH, EACH_SOURCE, marks=pytest.mark.sweep),
     ],
     ids=["oldest", "oldest-each-part", "oldest-all-variants", "oldest-more-architectures", "newest"],
 )

@@ -25,7 +25,7 @@ def test_micro_batches_add_up(make_ranks: MakeRanks) -> None:
         torch.testing.assert_close(added, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("over_mesh", [False, True], ids=["group", "mesh"])
+@pytest.mark.parametrize("over_mesh", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["group", "mesh"])
 def test_a_block_compiles_as_one_graph(make_ranks: MakeRanks, over_mesh: bool) -> None:
     for eager, compiled, (once, twice) in make_ranks("shm", 2).run(cases.compiled, over_mesh):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)

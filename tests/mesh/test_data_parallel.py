@@ -50,10 +50,10 @@ def test_ddp_trains_as_one_process(make_ranks: MakeRanks, world: int, ep: int, h
     check(make_ranks("shm", world).run(cases.ddp_steps, ep, how, {}), how)
 
 
-@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_ddp_compiled(make_ranks: MakeRanks, ep: int) -> None:
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), *(pytest.param(4, ep, marks=pytest.mark.sweep) for ep in (2, 4))])
+def test_ddp_compiled(make_ranks: MakeRanks, world: int, ep: int) -> None:
     how = {"compile": True, "clip": "torch"}
-    check(make_ranks("shm", 4).run(cases.ddp_steps, ep, how, {}), how)
+    check(make_ranks("shm", world).run(cases.ddp_steps, ep, how, {}), how)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ OPS = int(os.environ.get("MOE_RT_SOAK_OPS", "20000"))
 OPS_LIMIT_S = 60 + OPS // 50
 SEED = int(os.environ.get("MOE_RT_SOAK_SEED", "0"))
 MINUTES = float(os.environ.get("MOE_RT_SOAK_MINUTES", "0"))
-LIVES = 400  # acts, and for so long if it is longer
+LIVES = 300  # acts, and for so long if it is longer
 LIVES_LIMIT_S = 600 + 120 * MINUTES
 
 

@@ -135,7 +135,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
     [
         pytest.param("before the forward", "rank 1 failed first: OSError: rank 1 gives up", marks=pytest.mark.sweep),
         ("before the all-reduce", "rank 1 failed first: OSError: rank 1 gives up"),
-        ("killed", "PeerDead"),
+        pytest.param("killed", "PeerDead", marks=pytest.mark.sweep),
     ],
 )
 def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) -> None:

@@ -19,8 +19,8 @@ inline constexpr int64_t kAnyCapacity = -1;
 
 inline constexpr int32_t kNoExpert = -1;  // in a row's local experts: this entry of its token is for other ranks
 
-// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids or ends. Where rows are of tokens, all copies of one share
-// the row that the first of them names, and the others name none.
+// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids or ends. Where rows are of tokens, all copies of
+// one share the row that the first of them names, and the others name none.
 struct RecvPlan {
   struct Head {
     uint64_t mark;       // World::plan_mark of the engine that made it
