@@ -165,3 +165,21 @@ def layer_over_tokens() -> None:
         pytest.raises(InvalidConfig, match=r"buffer.layout: got tokens, expected experts as in the layer"),
     ):
         MoELayer(config, buffer=buffer)
+
+
+def bytes_written(group: Any, layout: str) -> tuple[int, int, int]:
+    """Of recv_x, by a dispatch of 64 tokens a rank with 4 experts each; tokens that came, and rows of experts."""
+    spec = make_spec(2, layout=layout, num_max_tokens_per_rank=64, hidden=1024, num_topk=4, dtype=torch.bfloat16)
+    inputs = make_inputs(spec, [64, 64], 1, "topk")
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        rank = buffer.rank
+        mine = (inputs.xs[rank], inputs.topk_idx[rank], inputs.topk_weights[rank])
+        recv_x = buffer.dispatch(*mine)[0]
+        memory = recv_x.data_ptr()
+        recv_x.fill_(float("nan"))
+        del recv_x
+        recv_x = buffer.dispatch(*mine)[0]
+        assert recv_x.data_ptr() == memory
+        here = [torch.isin(idx, torch.tensor(spec.placement.local_experts(rank))) for idx in inputs.topk_idx]
+        came, copies = (sum(int(count(h)) for h in here) for count in (lambda h: h.any(1).sum(), torch.sum))
+        return int((~recv_x.isnan()).sum()) * recv_x.itemsize, came, copies

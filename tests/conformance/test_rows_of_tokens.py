@@ -80,6 +80,14 @@ def test_capacity_is_of_tokens() -> None:
     assert spec_of(3, num_topk=1, capacity_factor=0.5).capacity(0) == 6
 
 
+@pytest.mark.parametrize("layout", ["experts", "tokens"])
+def test_gather_writes_each_token_once(make_ranks: MakeRanks, layout: str) -> None:
+    """Not once for each of its experts, as rows of experts are."""
+    for written, came, copies in make_ranks("shm", 2).run(cases.bytes_written, layout):
+        assert came < copies
+        assert written == (came if layout == "tokens" else copies) * 1024 * 2
+
+
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_retry_makes_room_for_what_came(make_ranks: MakeRanks, heap: str) -> None:
     for capacity, needed in make_ranks(heap, 3).run(cases.retried):

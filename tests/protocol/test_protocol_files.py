@@ -74,6 +74,26 @@ def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch
     assert expected <= spec.shape().segment_bytes() <= expected + rounding
 
 
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_the_document_says_how_large_a_segment_is(num_ranks: int) -> None:
+    """That of DeepSeek-V3, and slots for each token of each expert."""
+    text = (ROOT / "docs/protocol.md").read_text()
+    sizes, slots = [], []
+    for tokens in (128, 1024):
+        spec = make_spec(
+            num_ranks,
+            num_max_tokens_per_rank=tokens,
+            hidden=7168,
+            num_topk=8,
+            num_experts=256,
+            dtype=torch.bfloat16,
+        )
+        sizes.append(spec.shape().segment_bytes())
+        slots.append(4 * 256 * tokens * (2 * 7168 + 7168 // 32))
+    assert f"that is {sizes[0] / 1e6:.0f} MB for T = 128 and {sizes[1] / 1e6:.0f} MB for T = 1024" in text
+    assert f"(`csrc/config.hpp`): {slots[0] / 1e9:.1f} GB and {slots[1] / 1e9:.1f} GB" in text
+
+
 def test_windows_do_not_grow_with_ranks_beyond_topk() -> None:
     sizes = [
         make_spec(r, num_max_tokens_per_rank=512, hidden=1024, num_experts=64).shape().segment_bytes() for r in (8, 64)
