@@ -94,7 +94,9 @@ bool believed(const std::function<void(Lists&)>& bend) {
   Lists lists(RouteLists<float>::view(w, kPeer, kWindow), w.placement.rank_first[kMe]);
   bend(lists);
   const int num_local = w.num_local_experts();
-  std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local)), plan_ints(1 << 12);
+  std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local) + num_local), plan_ints(1 << 12);
+  // What lies behind a list would be believed: growing, so that every difference is room for many.
+  for (size_t i = 0; i < blocks_ints.size(); ++i) blocks_ints[i] = static_cast<int32_t>(1000 * i);
   std::vector<float> recv_x(1000), recv_weights(1000);
   Blocks blocks = Blocks::view(blocks_ints.data(), shape, num_local);
   if (index_blocks<float>(Solo{}, w, kWindow, blocks) >= 0) return false;
