@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from harness import Ranks
 from rounds import full_round, rounds_in_a_row
 from routing import buffer_kwargs, make_inputs, make_spec
 from test_conformance import tokens_for
+from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.errors import CapacityOverflow, InvalidConfig, InvalidInput
@@ -82,6 +83,35 @@ def test_every_expert_begins_at_a_multiple() -> None:
         assert [row.sum().item() for row in recv_x[:16]] == [4.0 * (e >= 0) for e in experts[:16]]
         assert recv_weights[:16].tolist() == [0.5 * (e >= 0) for e in experts[:16]]
         assert buffer.combine(recv_x, recv_weights, handle).tolist() == [[0.5] * 4] * 5 + [[0.0] * 4]
+
+
+@pytest.fixture
+def aligned() -> Iterator[Buffer]:
+    sizes = {"num_max_tokens_per_rank": 6, "hidden": 4, "num_topk": 2, "num_experts": 3}
+    with Buffer(None, dtype=torch.float64, expert_alignment=8, **sizes) as buffer:
+        yield buffer
+
+
+def pair(buffer: Buffer, x: Tensor, weights: Tensor) -> Tensor:
+    """Each expert multiplies its rows by a number of its own; padding, by one that would show."""
+    idx = torch.tensor([[0, 2], [2, -1], [1, 1], [0, 1], [2, 0]])
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+    factors = torch.tensor([1.0, 2.0, 3.0, float("nan")], dtype=x.dtype)[handle.row_experts(len(recv_x)).long()]
+    return buffer.combine(recv_x.sin() * factors[:, None], recv_weights, handle)
+
+
+def test_gradcheck(aligned: Buffer) -> None:
+    x, weights = (torch.randn(5, n, dtype=torch.float64, requires_grad=True) for n in (4, 2))
+    assert torch.autograd.gradcheck(lambda x, w: pair(aligned, x, w), (x, weights))
+
+
+def test_compiles_as_one_graph(aligned: Buffer) -> None:
+    x, weights = (torch.randn(5, n, dtype=torch.float64, requires_grad=True) for n in (4, 2))
+    torch._dynamo.reset()
+    got, want = torch.compile(pair, fullgraph=True, backend="aot_eager")(aligned, x, weights), pair(aligned, x, weights)
+    torch.testing.assert_close(got, want)
+    got_grads, want_grads = (torch.autograd.grad(out.sum(), [x, weights]) for out in (got, want))
+    torch.testing.assert_close(got_grads, want_grads)
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
