@@ -52,10 +52,10 @@ def test_sequence_numbers_compared_plainly_fail() -> None:
     ("machine", "weakened"),
     [
         ([], "MOE_RT_WEAKEN_RELEASE"),
-        ([GPU], "MOE_RT_WEAKEN_RELEASE"),
         ([GPU], "MOE_RT_WEAKEN_LAST_BLOCK"),
         ([], "MOE_RT_WEAKEN_WINDOW_SELECTOR"),
-        ([GPU], "MOE_RT_WEAKEN_WINDOW_SELECTOR"),
+        pytest.param([GPU], "MOE_RT_WEAKEN_RELEASE", marks=pytest.mark.sweep),
+        pytest.param([GPU], "MOE_RT_WEAKEN_WINDOW_SELECTOR", marks=pytest.mark.sweep),
     ],
 )
 def test_weakened_order_is_reported(machine: list[str], weakened: str) -> None:
