@@ -43,6 +43,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
+@pytest.fixture
+def tell(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Prints past pytest's capture. With capsys, engines would be forked with a stderr that has no descriptor."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def say(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{text}", end="", flush=True)
+
+    return say
+
+
 @pytest.fixture(scope="module")
 def engines(model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
     """engines(family, size, **engine): running ones, made once for a module."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from statistics import fmean, median
 from typing import Any
 
-import pytest
 from asked import LENGTHS, PROMPTS, dealt, gathered, prompts
 
+Tell = Callable[[str], None]
 BF16 = dict(dtype="bfloat16")
 NEAR = 0.05  # of a log-probability
 
 
-def test_the_first_other_token_is_as_likely(engines: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_other_token_is_as_likely(engines: Callable[..., Any], tell: Tell) -> None:
     """For most requests: where an expert is chosen by a hair, rounding may choose another one."""
     stock, ours = engines("qwen3_moe", 1, **BF16), engines("qwen3_moe", 2, **BF16)
     expected = gathered(stock.generate([PROMPTS], [LENGTHS], logprobs=20))
@@ -26,14 +26,13 @@ def test_the_first_other_token_is_as_likely(engines: Callable[..., Any], capsys:
         if pairs[step][0] != pairs[step][1]:
             steps.append(step)
         of_last.append(abs(wanted["logprobs"][step][other] - got["logprobs"][step][other]))
-    with capsys.disabled():
-        print(f"\nbf16: {len(steps)} of {len(of_last)} requests differ, after {sorted(steps)} tokens")
-        print(f"log-probabilities there, or of the last: {', '.join(f'{d:.4f}' for d in sorted(of_last))} apart")
+    tell(f"bf16: {len(steps)} of {len(of_last)} requests differ, after {sorted(steps)} tokens")
+    tell(f"log-probabilities there, or of the last: {', '.join(f'{d:.4f}' for d in sorted(of_last))} apart")
     assert median(of_last) < NEAR
     assert fmean(of_last) < NEAR
 
 
-def test_a_long_text_is_as_likely(engines: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_text_is_as_likely(engines: Callable[..., Any], tell: Tell) -> None:
     stock, ours = engines("qwen3_moe", 1, **BF16), engines("qwen3_moe", 2, **BF16)
     texts = prompts(200, 200, seed=4)
     expected = gathered(stock.generate([texts], [[1, 1]], prompt_logprobs=0))

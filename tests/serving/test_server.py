@@ -37,9 +37,7 @@ def all_at_once(server: Server, ask: Callable[[list[int], int], Any], lengths: l
         return list(clients.map(ask, PROMPTS, lengths))
 
 
-def test_answers_then_a_killed_worker(
-    server: Server, expected: list[list[int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_then_a_killed_worker(server: Server, expected: list[list[int]], tell: Callable[[str], None]) -> None:
     assert "MoeRtPrepareAndFinalize" in server.log
     assert all_at_once(server, server.complete) == [(200, answer) for answer in expected]
     streamed = all_at_once(server, lambda *request: list(server.streamed(*request)))
@@ -55,8 +53,7 @@ def test_answers_then_a_killed_worker(
         os.kill(server.workers()[-1], signal.SIGKILL)
         start = time.monotonic()
         statuses = {one.result()[0] for one in asked}
-        with capsys.disabled():
-            print(f"\nall requests had ended {1e3 * (time.monotonic() - start):.0f} ms after the kill")
+        tell(f"all requests had ended {1e3 * (time.monotonic() - start):.0f} ms after the kill")
     assert statuses == {500}
     # The survivor was in an op of ours, or in vLLM's own all-reduce between two steps.
     assert re.search(
