@@ -169,7 +169,7 @@ def layer_over_tokens() -> None:
 
 def bytes_written(group: Any, layout: str) -> tuple[int, int, int]:
     """Of recv_x, by a dispatch of 64 tokens a rank with 4 experts each; tokens that came, and rows of experts."""
-    spec = make_spec(2, layout=layout, num_max_tokens_per_rank=64, hidden=1024, num_topk=4, dtype=torch.bfloat16)
+    spec = make_spec(2, layout=layout, num_max_tokens_per_rank=64, hidden=8192, num_topk=4, dtype=torch.bfloat16)
     inputs = make_inputs(spec, [64, 64], 1, "topk")
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         rank = buffer.rank
@@ -179,7 +179,7 @@ def bytes_written(group: Any, layout: str) -> tuple[int, int, int]:
         recv_x.fill_(float("nan"))
         del recv_x
         recv_x = buffer.dispatch(*mine)[0]
-        assert recv_x.data_ptr() == memory
+        assert recv_x.data_ptr() == memory, "outputs of a mebibyte and more come from recycled memory"
         here = [torch.isin(idx, torch.tensor(spec.placement.local_experts(rank))) for idx in inputs.topk_idx]
         came, copies = (sum(int(count(h)) for h in here) for count in (lambda h: h.any(1).sum(), torch.sum))
         return int((~recv_x.isnan()).sum()) * recv_x.itemsize, came, copies

@@ -85,7 +85,7 @@ def test_gather_writes_each_token_once(make_ranks: MakeRanks, layout: str) -> No
     """Not once for each of its experts, as rows of experts are."""
     for written, came, copies in make_ranks("shm", 2).run(cases.bytes_written, layout):
         assert came < copies
-        assert written == (came if layout == "tokens" else copies) * 1024 * 2
+        assert written == (came if layout == "tokens" else copies) * 8192 * 2
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
