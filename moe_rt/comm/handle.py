@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_rt import _engine
+from moe_rt.errors import InvalidConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,7 +22,8 @@ class Handle:
         send_plan: int32 [T, K], opaque: where each top-k entry of this rank's tokens went.
         tag: the layer tag given to dispatch; combine must carry the same.
         recv_topk_idx: with layout="tokens", int32 [capacity, K]: which local experts each row is for, in the places of
-            the source's topk_idx; -1 where that names none of this rank, or names one again. Otherwise None.
+            the source's topk_idx; -1 where that names none of this rank, or names one again. Rows past offs[-1] are
+            unspecified. Otherwise None.
         real_ends: with an expert_alignment, what `ends` is; otherwise None.
     """
 
@@ -40,16 +42,23 @@ class Handle:
     def row_experts(self, num_rows: int) -> Tensor:
         """int32 [num_rows] on the device: which local expert each row of recv_x is for; -1 for padding, and past all.
 
-        With layout="experts".
+        With layout="tokens" it raises InvalidConfig.
         """
+        self._require_rows_of_experts("row_experts")
         rows = torch.arange(num_rows, dtype=torch.int32, device=self.offs.device)
         experts = torch.searchsorted(self.offs, rows, right=True, out_int32=True)
         last = len(self.offs) - 1
         return torch.where((experts <= last) & (rows < self.ends[experts.clamp(max=last)]), experts, -1)
 
+    def _require_rows_of_experts(self, name: str) -> None:
+        if self.recv_topk_idx is not None:
+            expected = "recv_topk_idx, which has the experts of each row"
+            raise InvalidConfig(f'handle.{name}: got rows of tokens (layout="tokens"), expected {expected}')
+
     @property
     def num_recv_tokens_per_expert(self) -> Tensor:
-        """int32 [L] on the device: rows that each local expert received; with layout="tokens" [R], of each source."""
+        """int32 [L] on the device: rows that each local expert received. InvalidConfig with layout="tokens"."""
+        self._require_rows_of_experts("num_recv_tokens_per_expert")
         return self.ends - torch.nn.functional.pad(self.offs[:-1], (1, 0))
 
     @property

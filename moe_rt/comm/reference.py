@@ -79,16 +79,19 @@ def dispatch(
         sent, zero = [through_codec(x, spec.dispatch_dtype) for x in xs], torch.zeros(spec.hidden, dtype=spec.dtype)
         received.append(
             Received(
-                torch.stack([sent[r.source][r.token] if r.source >= 0 else zero for r in kept])
-                if kept
-                else torch.empty(0, spec.hidden, dtype=spec.dtype),
-                torch.stack([r.weight for r in kept]) if kept else torch.empty(0, dtype=spec.acc_dtype),
+                stacked([sent[r.source][r.token] if r.source >= 0 else zero for r in kept], zero),
+                stacked([r.weight for r in kept], torch.zeros((), dtype=spec.acc_dtype)),
                 torch.tensor(ends, dtype=torch.int32).clamp(max=capacity),
                 rows,
                 real_ends=torch.tensor(real_ends, dtype=torch.int32).clamp(max=capacity),
             )
         )
     return received
+
+
+def stacked(rows: list[Tensor], like: Tensor) -> Tensor:
+    """Rows like this one, of which there may be none."""
+    return torch.stack(rows) if rows else like.new_empty(0, *like.shape)
 
 
 def through_codec(rows: Tensor, codec: torch.dtype | None) -> Tensor:
@@ -139,10 +142,9 @@ def combine_backward(
     grads = []
     for rank in range(spec.num_ranks):
         rows = received[rank].kept
-        empty = torch.empty(0, spec.hidden, dtype=spec.acc_dtype)
         zero = torch.zeros(spec.hidden, dtype=spec.dtype)
         of_rows = [grad_outs[r.source][r.token] if r.source >= 0 else zero for r in rows]
-        g = torch.stack(of_rows).to(spec.acc_dtype) if rows else empty
+        g = stacked(of_rows, zero).to(spec.acc_dtype)
         w, y = recv_weights[rank][: len(rows), None], ys[rank][: len(rows)].to(spec.acc_dtype)
         grads.append(((w * g).to(spec.dtype), (g * y).sum(1)))
     return grads

@@ -17,10 +17,9 @@ class TokenRow:
 
     source: int
     token: int
-    experts: list[
-        int
-    ]  # [K] local ones; -1 where an entry names none of this rank, or one that an entry before it named
-    weights: list[Tensor]  # [K] of those, summed over the entries that name the expert
+    # Both [K]. Local experts, or -1 where an entry names none of this rank, or one that an entry before it named.
+    experts: list[int]
+    weights: list[Tensor]  # summed over the entries that name the expert
 
 
 def dispatch(
@@ -48,12 +47,8 @@ def dispatch(
         k = spec.num_topk
         received.append(
             reference.Received(
-                torch.stack([sent[r.source][r.token] for r in kept])
-                if kept
-                else torch.empty(0, spec.hidden, dtype=spec.dtype),
-                torch.stack([torch.stack(r.weights) for r in kept])
-                if kept
-                else torch.empty(0, k, dtype=spec.acc_dtype),
+                reference.stacked([sent[r.source][r.token] for r in kept], torch.zeros(spec.hidden, dtype=spec.dtype)),
+                reference.stacked([torch.stack(r.weights) for r in kept], torch.zeros(k, dtype=spec.acc_dtype)),
                 torch.tensor(ends, dtype=torch.int32).clamp(max=capacity),
                 rows,
                 torch.tensor([r.experts for r in kept], dtype=torch.int32).view(-1, k),

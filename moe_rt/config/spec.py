@@ -75,14 +75,14 @@ class BufferSpec(SharedOptions):
         expect(whole, "expert_alignment", expert_alignment, f"one of {ALIGNMENTS}")
         fits = expert_alignment == 1 or layout == "experts"
         expect(fits, "expert_alignment", expert_alignment, '1 with layout="tokens"')
-        sizes["expert_alignment"] = expert_alignment
+        sizes["expert_alignment"] = int(expert_alignment)  # True is 1, but has another hash
         options.check_shared(dtype)
         shared = {f.name: getattr(options, f.name) for f in fields(SharedOptions)}
         if options.capacity_factor is not None:
             shared["capacity_factor"] = float(options.capacity_factor)
         placement = Placement.make(options.placement, num_experts, num_ranks)
         spec = cls(topology=topology, dtype=dtype, placement=placement, layout=layout, **sizes, **shared)
-        rows = num_ranks * num_max_tokens_per_rank * num_topk
+        rows = num_ranks * num_max_tokens_per_rank * num_topk + num_experts * (expert_alignment - 1)
         if num_ranks >= 2**15:
             raise SizeOverflow(f"group: got {num_ranks} ranks, expected below 2**15")
         if rows >= 2**31:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,6 +166,29 @@ def layer_over_tokens() -> None:
         pytest.raises(InvalidConfig, match=r"buffer.layout: got tokens, expected experts as in the layer"),
     ):
         MoELayer(config, buffer=buffer)
+
+
+def asks_for_rows_of_experts() -> None:
+    with Buffer(None, **buffer_kwargs(make_spec(1, layout="tokens"))) as buffer:
+        _, _, handle = dispatched(buffer)
+        with pytest.raises(InvalidConfig, match=r"num_recv_tokens_per_expert: got rows of tokens .* recv_topk_idx"):
+            _ = handle.num_recv_tokens_per_expert
+        with pytest.raises(InvalidConfig, match="row_experts: got rows of tokens"):
+            handle.row_experts(9)
+
+
+def backward_of_the_other_layout() -> None:
+    """As torch's dispatcher would call it; the group goes on."""
+    for layout in ("experts", "tokens"):
+        with Buffer(None, **buffer_kwargs(make_spec(1, layout=layout))) as buffer:
+            recv_x, recv_weights, handle = dispatched(buffer)
+            engine, grad_out = buffer._engine, torch.zeros(9, 20)
+            calls = {
+                "experts": partial(engine.combine_tokens_backward, grad_out, handle.recv_plan, len(recv_x), 0),
+                "tokens": partial(engine.combine_backward, grad_out, recv_x, recv_weights, handle.recv_plan, 0),
+            }
+            assert outcome(calls[layout]).startswith("InvalidInput: recv_weights: got ")
+            buffer.combine(recv_x, None if layout == "tokens" else recv_weights, handle)
 
 
 def bytes_written(group: Any, layout: str) -> tuple[int, int, int]:

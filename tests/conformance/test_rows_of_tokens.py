@@ -128,5 +128,13 @@ def test_no_such_layout(make_ranks: MakeRanks) -> None:
     assert second.startswith("InvalidConfig: rank 0 refused")
 
 
+def test_counts_of_experts_are_not_those_of_sources() -> None:
+    cases.asks_for_rows_of_experts()
+
+
+def test_each_layout_has_a_backward_of_its_own() -> None:
+    cases.backward_of_the_other_layout()
+
+
 def test_a_layer_takes_rows_of_experts() -> None:
     cases.layer_over_tokens()

@@ -33,6 +33,7 @@ HOLDS = [
     "N=3 RUN=1 OPS=4 REFUSE",
     "N=3 RUN=3 OPS=3 REFUSE",
     "N=3 RUN=1 OPS=4 RAISE",
+    "N=3 RUN=2 OPS=3 RAISE",
     "N=3 RUN=1 OPS=6 DIE",
     "N=3 RUN=2 OPS=4 DIE",
     "N=3 RUN=2 OPS=4 SWAP",
