@@ -65,7 +65,8 @@ def uncoded_end(make_ranks: MakeRanks, tmp_path_factory: pytest.TempPathFactory)
     return end_of_training(make_ranks, tmp_path_factory.mktemp("uncoded"), "raw")
 
 
-@pytest.mark.parametrize("codec", ["fp8", pytest.param("int8", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
 def test_coded_rows_train_as_well(
     make_ranks: MakeRanks, tmp_path: Path, uncoded_end: tuple[float, float], codec: str
 ) -> None:
