@@ -19,7 +19,7 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
 from moe_rt.testing.endings import Signals
-from moe_rt.testing.programs import ONE_HOST, Program, running
+from moe_rt.testing.programs import ONE_HOST, Program, running, wait
 from moe_rt.testing.thread_ranks import ENVIRONMENT as SHARED_GPU
 
 # glibc then keeps freed memory, in huge pages where it may. By default it returns every large tensor to the kernel, and
@@ -92,8 +92,9 @@ def _listen(processes: list[subprocess.Popen[str]], progress: Callable[[float], 
                     _hear(line, records, progress)
                     continue
                 selector.unregister(key.fileobj)
-                if key.data.wait() != 0:
-                    raise RankFailed(f"a rank ended with status {key.data.returncode}; see above")
+                status = wait(key.data)
+                if status != 0:
+                    raise RankFailed(f"a rank ended with status {status}; see above")
     return records
 
 

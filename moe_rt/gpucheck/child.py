@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rt.gpucheck.steps import STEPS, Check, Step, perform
-from moe_rt.testing.programs import Program, end_with_starter, running
+from moe_rt.testing.programs import Program, end_with_starter, running, wait
 from moe_rt.testing.thread_ranks import ENVIRONMENT
 
 # So long before its end a process that still runs tells where its threads are, and after its end it is waited for.
@@ -50,11 +50,7 @@ def run_command(command: list[str], seconds: float, environment: Mapping[str, st
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with running([Program(command, environment, log, subprocess.STDOUT)]) as (process,):
-            try:
-                process.wait(seconds)
-                ended = True
-            except subprocess.TimeoutExpired:
-                ended = False
+            ended = wait(process, seconds) is not None
         log.seek(0)
         return ended, log.read()
 

@@ -24,7 +24,7 @@ from moe_rt.gpucheck.steps import Check, Skipped
 from moe_rt.heap import nvshmem
 from moe_rt.heap.nvshmem_start import mps_is_running
 from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.testing.programs import ONE_HOST, Program, end_with_starter, running
+from moe_rt.testing.programs import ONE_HOST, Program, end_with_starter, running, wait
 from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
 from moe_rt.testing.thread_ranks import torch_device
 
@@ -65,12 +65,9 @@ def run_processes(device: str, size: int, heap: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         with running(programs) as processes:
             for rank, process in enumerate(processes):
-                try:
-                    code: Any = process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    code = f"no end within {seconds:.0f} s"
+                code: Any = wait(process, max(0.0, deadline - time.monotonic()))
                 if code != 0:
-                    failed.append((rank, code))
+                    failed.append((rank, f"no end within {seconds:.0f} s" if code is None else code))
         texts = [_last_words(log) for log in logs]
     if failed:
         rank, code = failed[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,13 @@ class Signals:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
+
+
+def ended_within(pidfd: int, seconds: float | None = None) -> bool:
+    """Waits for the end of a process, for so long or for ever; it may have ended without having been collected."""
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else 1e3 * seconds))
 
 
 def end_with(starter: int) -> None:

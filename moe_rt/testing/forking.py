@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import traceback
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_rt.testing.channel import Channel
-from moe_rt.testing.endings import end_with
+from moe_rt.testing.endings import end_with, ended_within
 
 Work = Callable[..., object]
 # With what torch imports at the first gradient, comparison or optimiser step: each rank would take seconds for that.
@@ -37,9 +36,7 @@ class Forked:
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         """Also while it is not collected; waits for it so long."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(1e3 * timeout_s))
+        return ended_within(self.pidfd, timeout_s)
 
     def kill(self) -> None:
         """Ends the process, whatever it does, stopped or not, and forgets it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_rt.testing.endings import Signals, end_with
+from moe_rt.testing.endings import Signals, end_with, ended_within
 
 # Ranks of one machine: a core each, and gloo without asking for a name.
 ONE_HOST = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -59,6 +59,23 @@ def start(program: Program) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+def wait(process: subprocess.Popen[str], seconds: float | None = None) -> int | None:
+    """The exit status of a program that `running` started, negative for a signal; None if it has none in that time.
+
+    Popen.wait takes a lock. Where a signal raises right after that, nobody gives the lock back, and every later wait
+    for the process hangs: so Ctrl-C would, at times.
+    """
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        if not ended_within(pidfd, seconds):
+            return None
+        end = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)  # `running` collects it
+    finally:
+        os.close(pidfd)
+    assert end is not None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def end_with_starter() -> None:

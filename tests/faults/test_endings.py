@@ -15,8 +15,9 @@ import pytest
 from moe_rt.heap.processes import state_letter
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.process_ranks import ProcessRanks
+from moe_rt.testing.programs import Program, running, wait
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 SLEEP = "from moe_rt.testing.programs import end_with_starter; end_with_starter(); import time; time.sleep(600)"
 STEP = [sys.executable, "-c", SLEEP]
 # What starts processes; an argument of theirs; and how many there are when all have been started.
@@ -86,6 +87,17 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
         process.kill()
         process.wait()
     assert len(children) == count
+
+
+@pytest.mark.parametrize(
+    ("does", "status"), [("exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("time.sleep(600)", None)]
+)
+def test_an_interrupted_wait_can_be_followed_by_another(does: str, status: int | None) -> None:
+    """A signal that raises in Popen.wait may leave the lock taken that it waits with."""
+    program = Program([sys.executable, "-c", f"import os, time; {does}"], {})
+    with running([program]) as (process,), process._waitpid_lock:  # type: ignore[attr-defined]
+        assert wait(process, 0.05 if status is None else PATIENCE_S) == status
+    assert process.returncode == (-signal.SIGTERM if status is None else status)
 
 
 def echo(channel: Channel, prefix: str) -> None:
