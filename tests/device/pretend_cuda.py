@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
 BETWEEN_DEVICES = ("aten._to_copy", "aten.copy_")
+# Of the names of ops after which the host knows a value, or a shape that depends on one: it waits for the device there.
+SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "item", "equal")
 
 
 def build_guard() -> Path:

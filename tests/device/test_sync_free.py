@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from device.emulated import EmulatedGpu
-from device.pretend_cuda import build_guard
+from device.pretend_cuda import SYNCS, build_guard
 from routing import buffer_kwargs, make_inputs, make_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer, ThreadGroup
 
 HERE = Path(__file__).parent
-SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "item", "equal")
 
 
 @pytest.fixture(scope="module")

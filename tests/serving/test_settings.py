@@ -15,6 +15,7 @@ import torch
 from engine_ranks import EngineRanks, Failed
 from vllm.model_executor.layers.fused_moe import all2all_utils
 
+from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.vllm import factory, settings
 
@@ -35,6 +36,59 @@ def refused(monkeypatch: pytest.MonkeyPatch, of_layer: dict[str, Any], parallel:
     except InvalidConfig as error:
         return str(error)
     return ""
+
+
+class Platform:
+    """vLLM's idea of the machine, so far as anything here asks."""
+
+    def __init__(self, device_name: str) -> None:
+        self.device_name = device_name
+
+    def is_cpu(self) -> bool:
+        return self.device_name == "cpu"
+
+    def is_cuda(self) -> bool:
+        return self.device_name == "cuda"
+
+
+def test_a_platform_without_ranks_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, said in {"cpu": "", "cuda": "", "rocm": "got the platform rocm, expected CPUs or NVIDIA GPUs"}.items():
+        monkeypatch.setattr(settings, "current_platform", Platform(name))
+        assert said in refused(monkeypatch, {}, {})
+        assert bool(refused(monkeypatch, {}, {})) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "kind"),
+    [("cpu", "experts", factory.MoeRtPrepareAndFinalize), ("cuda", "tokens", factory.TokenRowsPrepareAndFinalize)],
+)
+def test_each_device_has_its_group_and_its_rows(
+    monkeypatch: pytest.MonkeyPatch, device: str, layout: str, kind: type
+) -> None:
+    """CPU ranks meet over gloo; GPUs over the group that has NCCL, or their rows would go through the host's memory."""
+    monkeypatch.setattr(settings, "current_platform", Platform(device))
+    monkeypatch.setattr(factory, "current_platform", Platform(device))
+    monkeypatch.setattr(factory, "refuse_unserved", lambda *_, **__: None)
+    monkeypatch.setattr(factory, "get_ep_group", lambda: SimpleNamespace(device_group="cuda", cpu_group="wrong"))
+    made: list[Any] = []
+
+    def shared_buffer(group: Any, **sizes: Any) -> Buffer:
+        made.append((group, sizes["layout"]))
+        return Buffer(ThreadGroup.make(1)[0], **{**sizes, "placement": None})
+
+    monkeypatch.setattr(settings, "shared_buffer", shared_buffer)
+    monkeypatch.setattr(settings, "get_current_vllm_config", lambda: SimpleNamespace(additional_config={}))
+    layer = SimpleNamespace(
+        moe_parallel_config=SimpleNamespace(ep_size=2, use_ep=True), num_experts=8, max_num_tokens=5, hidden_dim=16,
+        experts_per_token=2, in_dtype=torch.bfloat16,
+    )  # fmt: skip
+    manager = SimpleNamespace(cpu_group="cpu")
+    ours = factory.wrap(all2all_utils.maybe_make_prepare_finalize)(
+        layer, None, allow_new_interface=True, all2all_manager=manager
+    )
+    assert type(ours) is kind
+    assert made == [(device, layout)]
+    ours._buffer.close()
 
 
 def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe import all2all_utils
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareAndFinalizeModular
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.platforms import current_platform
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.vllm import WHAT_TO_DO, what_is_here
 from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
 from moe_rt.integrations.vllm.settings import make_buffer, refuse_unserved
+from moe_rt.integrations.vllm.token_rows import TokenRowsPrepareAndFinalize
 
 _NAME = "maybe_make_prepare_finalize"
 _PARAMETERS = {"moe", "quant_config", "allow_new_interface", "use_monolithic", "all2all_manager"}
@@ -59,8 +62,10 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse_unserved(
             moe, monolithic=given.arguments["use_monolithic"], modular=given.arguments["allow_new_interface"]
         )
-        manager = given.arguments["all2all_manager"] or all2all_utils.get_ep_all2all_manager()
-        return MoeRtPrepareAndFinalize(make_buffer(moe, manager.cpu_group))
+        if current_platform.is_cpu():
+            manager = given.arguments["all2all_manager"] or all2all_utils.get_ep_all2all_manager()
+            return MoeRtPrepareAndFinalize(make_buffer(moe, manager.cpu_group))
+        return TokenRowsPrepareAndFinalize(make_buffer(moe, get_ep_group().device_group))
 
     make.of_moe_rt = True  # type: ignore[attr-defined]
     return make

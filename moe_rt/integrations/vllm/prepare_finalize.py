@@ -32,7 +32,7 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
     def __init__(self, buffer: Buffer) -> None:
         super().__init__()
         self._buffer, self._tag = buffer, buffer.new_tag()
-        self._sent: tuple[Tensor, Handle] | None = None  # between prepare and finalize
+        self._sent: tuple[Tensor | None, Handle] | None = None  # between prepare and finalize
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -95,7 +95,10 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
         """fused_expert_output [N, H], or [N, 1, H] where experts leave the sum over K = 1 to us -> output [T, H]."""
-        y = fused_expert_output.flatten(0, -2)
+        self._send_home(fused_expert_output.flatten(0, -2), output)
+
+    def _send_home(self, y: Tensor, output: Tensor) -> None:
+        """What the experts made of the rows that the last prepare received -> output [T, H]."""
         assert self._sent is not None
         (recv_weights, handle), self._sent = self._sent, None
         if output.is_contiguous():

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+from vllm.platforms import current_platform
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.shared_buffers import shared_buffer
@@ -37,6 +38,10 @@ def refuse_unserved(moe: FusedMoEConfig, *, monolithic: bool, modular: bool) -> 
     parallel, of_layer = config.parallel_config, moe.moe_parallel_config
     default = "allgather_reducescatter"
     refusals = {
+        f"the platform {current_platform.device_name}": (
+            not (current_platform.is_cpu() or current_platform.is_cuda()),
+            "CPUs or NVIDIA GPUs",
+        ),
         f"--all2all-backend {of_layer.all2all_backend}": (
             of_layer.all2all_backend != default,
             f"{default} (vLLM's default), whose place moe_rt takes",
@@ -69,7 +74,7 @@ def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
 
     Args:
         moe: of the layer.
-        group: of the ranks that share its experts, with gloo.
+        group: of the ranks that share its experts: with gloo on CPUs, with NCCL on GPUs.
     """
     num_ranks = moe.moe_parallel_config.ep_size
     ranks = torch.empty(moe.num_experts, dtype=torch.int64)
@@ -84,6 +89,8 @@ def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
         num_topk=moe.experts_per_token,
         num_experts=moe.num_experts,
         dtype=moe.in_dtype,
+        # vLLM's experts for CPUs take no row with experts of other ranks.
+        layout="experts" if current_platform.is_cpu() else "tokens",
         **{**chosen(get_current_vllm_config()).arguments(), "placement": tuple(ranks.tolist())},
     )
 

@@ -1,0 +1,100 @@
+"""The adapter for GPUs over an emulated one, without an engine: shapes that are constant, no value read, right sums."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from device.emulated import EmulatedGpu
+from device.pretend_cuda import SYNCS
+from harness import ThreadRanks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.fused_moe.modular_kernel import TopKWeightAndReduce
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+from moe_rt import Buffer
+from moe_rt.integrations.vllm import token_rows
+from moe_rt.integrations.vllm.token_rows import TokenRowsPrepareAndFinalize
+
+T, H, E = 9, 16, 6
+NUM_TOKENS = [5, 0, 3]
+MOST = 6  # what vLLM says of a step: the largest rank, padded
+# Expert e is on rank e % 3, as round robin places them, or the experts lie in blocks.
+PLACEMENTS = [(0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 2, 2)]
+
+
+class NoValueRead(TorchDispatchMode):
+    """An op that waits for the device to tell the host a value raises."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(sync in str(func) for sync in SYNCS), f"{func} reads a value"
+        return func(*args, **(kwargs or {}))
+
+
+class SumOverK(TopKWeightAndReduce):  # type: ignore[misc]
+    """vLLM's sum of [N, K, H], whose kernel is for GPUs."""
+
+    def apply(self, output: Any, y: Tensor, weights: Tensor, ids: Tensor, on_input: bool) -> Tensor:
+        return (y if on_input else y * weights[..., None]).sum(1)
+
+
+def expert(x: Tensor, number: Any) -> Tensor:
+    return (x * (number + 2)).tanh()
+
+
+def inputs_of(rank: int, num_topk: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    weights, ids = torch.rand(NUM_TOKENS[rank], E, generator=generator).topk(num_topk)
+    return torch.randn(NUM_TOKENS[rank], H, generator=generator), weights, ids
+
+
+def one_layer(group: Any, num_topk: int, placement: tuple[int, ...], on_input: bool, reduced: bool) -> None:
+    sizes = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=num_topk, num_experts=E, timeout_s=60.0)
+    with Buffer(group, layout="tokens", dtype=torch.float32, placement=placement, **sizes) as buffer:
+        layer = TokenRowsPrepareAndFinalize(buffer)
+        x, weights, ids = inputs_of(buffer.rank, num_topk)
+        with NoValueRead():
+            rows, scales, _, numbers, row_weights = layer.prepare(x, weights, ids, E, None, on_input, None, True)
+        assert scales is None
+        assert rows.shape == (3 * MOST, H)
+        assert numbers.dtype is torch.int64
+        assert numbers.shape == row_weights.shape == (3 * MOST, num_topk)
+        here = torch.tensor(placement)[numbers] == buffer.rank
+        expected = sum(int((torch.tensor(placement)[inputs_of(r, num_topk)[2]] == buffer.rank).sum()) for r in range(3))
+        assert int(here.sum()) == expected, "each choice of an expert here is told once, and nothing past the rows"
+        y = torch.where(here[..., None], expert(rows[:, None], numbers[..., None]), 0)
+        y[~here.any(1)] = torch.nan  # nobody's rows: whatever was in memory
+        if reduced:
+            y = SumOverK().apply(None, y, row_weights, numbers, on_input)
+        out = torch.empty_like(x)
+        with NoValueRead():
+            layer.finalize(out, y, row_weights, numbers, on_input, TopKWeightAndReduceNoOP() if reduced else SumOverK())
+        assert layer._sent is None
+    want = torch.zeros_like(x)
+    for k in range(num_topk):
+        w, e = weights[:, k, None], ids[:, k, None]
+        want += expert(x * w, e) if on_input else w * expert(x, e)
+    torch.testing.assert_close(out, want)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=["round robin", "blocks"])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("num_topk", "on_input"), [(1, False), (1, True), (3, False)])
+def test_sums_are_those_of_all_experts(
+    monkeypatch: pytest.MonkeyPatch, num_topk: int, on_input: bool, reduced: bool, placement: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(token_rows, "most_tokens", lambda: MOST)
+    ThreadRanks(3, EmulatedGpu()).run(one_layer, num_topk, placement, on_input, reduced)
+
+
+def test_the_bound_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert token_rows.most_tokens() is None, "no step runs"
+    told = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([4, 7]))
+    monkeypatch.setattr(token_rows, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(token_rows, "get_forward_context", lambda: SimpleNamespace(dp_metadata=told))
+    assert token_rows.most_tokens() == 7
+    monkeypatch.setattr(token_rows, "get_forward_context", lambda: SimpleNamespace(dp_metadata=None))
+    assert token_rows.most_tokens() is None
