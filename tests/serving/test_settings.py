@@ -105,6 +105,7 @@ def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--enable-lora", {}, {}, {"is_lora_enabled": True}),
         ("--enable-eplb", {"enable_eplb": True}, {}, {}),
         ("--enable-elastic-ep", {}, {"enable_elastic_ep": True}, {}),
+        ("--enable-fault-tolerance", {}, {"enable_fault_tolerance": True}, {}),
         ("--ubatch-size", {}, {"use_ubatching": True}, {}),
         ("do their own routing", {}, {}, {"monolithic": True}),
         ("do their own routing", {}, {}, {"modular": False}),

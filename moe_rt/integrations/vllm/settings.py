@@ -54,6 +54,10 @@ def refuse_unserved(moe: FusedMoEConfig, *, monolithic: bool, modular: bool) -> 
         "--enable-lora": (moe.is_lora_enabled, "no LoRA on a model whose experts are spread"),
         "--enable-eplb": (of_layer.enable_eplb, "experts that stay where they are"),
         "--enable-elastic-ep": (bool(getattr(parallel, "enable_elastic_ep", False)), "a fixed number of ranks"),
+        "--enable-fault-tolerance": (
+            bool(getattr(parallel, "enable_fault_tolerance", False)),
+            "a server that ends with its first rank, and is started again",
+        ),
         "--enable-dbo or --ubatch-size": (parallel.use_ubatching, "one batch at a time"),
         "experts that do their own routing (monolithic kernels)": (
             monolithic or not modular,
