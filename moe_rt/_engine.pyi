@@ -157,6 +157,12 @@ def write_segment_header(*, segment: int, shape: Shape, rank: int, config_hash: 
 
 ANY_CAPACITY: int = -1
 
+class ScaledArgs:
+    def __init__(self, *, row_format: int, scales: int, recv_scales: int, code_bytes: int, scale_bytes: int) -> None: ...
+
+    @property
+    def address(self) -> int: ...
+
 class DispatchArgs:
     def __init__(self, *, x: int, topk_idx: int, idx_bytes: int, topk_weights: int, num_tokens: int, max_tokens: int, capacity: int, recv_x: int, recv_weights: int, offs: int, recv_plan: int, send_plan: int) -> None: ...
 
@@ -165,6 +171,12 @@ class DispatchArgs:
 
     @property
     def num_tokens(self) -> int: ...
+
+    @property
+    def scaled(self) -> ScaledArgs: ...
+
+    @scaled.setter
+    def scaled(self, arg: ScaledArgs, /) -> None: ...
 
 class CombineArgs:
     def __init__(self, *, op: int, y: int, recv_weights: int, grad_recv_weights: int, num_rows: int, capacity: int, recv_plan: int, send_plan: int, num_tokens: int, out: int, grad_topk_weights: int) -> None: ...

@@ -12,7 +12,7 @@ template <class Group, class Value>
 MOE_RT_FN void encode_row(const Group& group, Codec codec, int hidden, char* dst, Value&& value) {
   constexpr int kEach = kCodecBlock / Group::kTeamLanes;
   auto* const codes = reinterpret_cast<uint8_t*>(dst);
-  auto* const scales = reinterpret_cast<float*>(dst + codec_scales_offset(hidden));
+  auto* const scales = reinterpret_cast<float*>(dst + codec_parts(hidden).scales_at());
   const int num_blocks = (hidden + kCodecBlock - 1) / kCodecBlock;
   for (int block = group.team(); block < num_blocks; block += group.teams()) {
     const int first = block * kCodecBlock + group.team_lane() * kEach;
@@ -36,7 +36,7 @@ template <class Group, class Use>
 MOE_RT_FN void decode_row(const Group& group, Codec codec, int hidden, Use&& use) {
   for (int i = group.lane(); i < hidden; i += group.lanes()) {
     use(i, [&](const char* row) {
-      const float scale = reinterpret_cast<const float*>(row + codec_scales_offset(hidden))[i / kCodecBlock];
+      const float scale = reinterpret_cast<const float*>(row + codec_parts(hidden).scales_at())[i / kCodecBlock];
       return decode(codec, reinterpret_cast<const uint8_t*>(row)[i], scale);
     });
   }

@@ -14,6 +14,7 @@
 #include "../protocol/flat/dispatch.h"
 #include "exchange.h"
 #include "rows.h"
+#include "scaled_rows.h"
 #include "sizes.h"
 
 namespace moe_rt {
@@ -42,6 +43,11 @@ struct Launch {
   MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group, Codec codec = Codec::kRaw) const {
     return {dims, group, codec};
   }
+  template <class Group>
+  MOE_RT_FN DeviceScaledRows<Dims, Group> rows(const Group& group, const ScaledArgs& a) const {
+    return {
+        group, {a.code_bytes, a.scale_bytes}, static_cast<const char*>(a.scales), static_cast<char*>(a.recv_scales)};
+  }
   // Gradients travel as they are.
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
@@ -60,9 +66,11 @@ struct Launch {
     header.refuse(Code::kInvalidInput, fits ? a.num_rows : 0, fits ? p.head->num_rows : 0);
   }
 
-  MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, Codec codec) const {
+  // `kind` is what rows(group, kind) takes.
+  template <class Kind>
+  MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, const Kind& kind) const {
     with_groups(m, first_block, num_tokens, [&](const auto& group) {
-      publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, rows(group, codec));
+      publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, rows(group, kind));
     });
   }
 
@@ -78,6 +86,7 @@ struct Launch {
     const auto send = [&](int window) {
       const int routers = num_routers(a.num_tokens);
       if (m.block_index() >= routers) {
+        if (a.scaled.row_format) return publish(routers, window, a.x, a.num_tokens, a.scaled);
         publish(routers, window, a.x, a.num_tokens, dims.dispatch_codec());
         return;
       }
@@ -120,23 +129,32 @@ struct Launch {
         nothing();
         return;
       }
-      const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
-                              plan(a.recv_plan)};
-      if (m.block_index() == 0) write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
-      with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
-        const int corrupt_source =
-            gather(group, dims, w, window, blocks, out, rows(group, dims.dispatch_codec()), m.link(group));
-        clear_padding(group, w, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows(group));
-        if (corrupt_source < 0) return;
-        const Status corrupt{.code = Code::kCorruptPeer,
-                             .op = Op::kDispatch,
-                             .phase = Phase::kGather,
-                             .peer = corrupt_source,
-                             .seq = seq};
-        fail(w, c, corrupt, m.link());
-      });
+      if (m.block_index() == 0) {
+        write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, plan(a.recv_plan));
+      }
+      if (a.scaled.code_bytes) {
+        take(a, seq, window, blocks, a.scaled);
+      } else {
+        take(a, seq, window, blocks, dims.dispatch_codec());
+      }
     };
     finish(m, w, c, call_of(a, c.tag), receive, nothing);
+  }
+
+  // All that others send to this rank, as rows(group, kind) deliver it.
+  template <class Kind>
+  MOE_RT_FN void take(const DispatchArgs& a, uint64_t seq, int window, const Blocks& blocks, const Kind& kind) const {
+    const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
+                            plan(a.recv_plan)};
+    with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
+      const auto moved = rows(group, kind);
+      const int corrupt_source = gather(group, dims, w, window, blocks, out, moved, m.link(group));
+      clear_padding(group, w, blocks.ends, a.capacity, out.recv_x, out.recv_weights, moved);
+      if (corrupt_source < 0) return;
+      const Status corrupt{
+          .code = Code::kCorruptPeer, .op = Op::kDispatch, .phase = Phase::kGather, .peer = corrupt_source, .seq = seq};
+      fail(w, c, corrupt, m.link());
+    });
   }
 
   MOE_RT_FN void combine_send(const CombineArgs& a) const {

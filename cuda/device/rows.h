@@ -8,6 +8,7 @@
 #include "../protocol/core/dims.h"
 #include "coded_rows.h"
 #include "elements.h"
+#include "moving.h"
 
 namespace moe_rt {
 
@@ -30,7 +31,6 @@ struct DeviceRows {
   using Acc = typename Elem::Acc;
   static constexpr int kBytes = VectorBytes<Dims>::of(sizeof(Elem));
   static constexpr int kElems = kBytes / int(sizeof(Elem));
-  static constexpr int kAtOnce = 4;  // vectors of a copy that a lane has under way
   struct alignas(kBytes) Vector {
     Elem elem[kElems];
   };
@@ -46,38 +46,34 @@ struct DeviceRows {
   MOE_RT_FN static const Vector* vectors(const char* row) { return reinterpret_cast<const Vector*>(row); }
   MOE_RT_FN static Vector* vectors(char* row) { return reinterpret_cast<Vector*>(row); }
 
-  MOE_RT_FN void publish(char* dst, const char* src) const {
+  MOE_RT_FN void publish(char* dst, const char* x, int64_t row) const {
+    const char* const src = x + row * tensor_row_bytes();
     if (codec != Codec::kRaw) {
       encode_row(group, codec, dims.hidden(), dst, [&](int i) { return float(element(src, i)); });
       return;
     }
-    for_batches([&](const int* at, int n) {
-      Vector batch[kAtOnce];
-      load(batch, src, at, n);
-      store(dst, batch, at, n);
-    });
+    move_vectors<Vector>(group, num_vectors(), src, [&](auto&& to_row) { to_row(dst); });
   }
 
-  MOE_RT_FN void clear(char* dst) const {
-    for (int at = group.lane(); at < num_vectors(); at += group.lanes()) vectors(dst)[at] = Vector{};
+  MOE_RT_FN void clear(char* to, int64_t row) const {
+    Vector* const dst = vectors(to + row * tensor_row_bytes());
+    for (int at = group.lane(); at < num_vectors(); at += group.lanes()) dst[at] = Vector{};
   }
 
-  // One row to n places; those that are nullptr are left out. It is read once.
-  MOE_RT_FN void spread(char* const* dsts, int n, const char* src) const {
+  // One row to n rows of `to`; those that are negative are left out. It is read once.
+  MOE_RT_FN void spread(char* to, const int32_t* rows, int n, const char* src) const {
     if (codec != Codec::kRaw) {
       decode_row(group, codec, dims.hidden(), [&](int i, auto&& decoded) {
         const Elem x = Elem::round(Acc(decoded(src)));
         for_topk<Dims>(n, [&](int j) {
-          if (dsts[j]) reinterpret_cast<Elem*>(dsts[j])[i] = x;
+          if (rows[j] >= 0) reinterpret_cast<Elem*>(to + rows[j] * tensor_row_bytes())[i] = x;
         });
       });
       return;
     }
-    for_batches([&](const int* at, int count) {
-      Vector batch[kAtOnce];
-      load(batch, src, at, count);
+    move_vectors<Vector>(group, num_vectors(), src, [&](auto&& to_row) {
       for_topk<Dims>(n, [&](int i) {
-        if (dsts[i]) store(dsts[i], batch, at, count);
+        if (rows[i] >= 0) to_row(to + rows[i] * tensor_row_bytes());
       });
     });
   }
@@ -144,31 +140,6 @@ struct DeviceRows {
       });
     }
     for_topk<Dims>(n, [&](int i) { dots[i] = group.sum(dots[i]); });
-  }
-
- private:
-  // fn(at, n): this lane's next n vectors, n <= kAtOnce.
-  template <class Fn>
-  MOE_RT_FN void for_batches(Fn&& fn) const {
-    const int step = group.lanes() * kAtOnce;
-    for (int first = group.lane(); first < num_vectors(); first += step) {
-      int at[kAtOnce], n = 0;
-      for (int i = 0; i < kAtOnce; ++i) {
-        at[i] = first + i * group.lanes();
-        n += at[i] < num_vectors();
-      }
-      fn(at, n);
-    }
-  }
-  MOE_RT_FN static void load(Vector* batch, const char* row, const int* at, int n) {
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i < n) batch[i] = vectors(row)[at[i]];
-    }
-  }
-  MOE_RT_FN static void store(char* row, const Vector* batch, const int* at, int n) {
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i < n) vectors(row)[at[i]] = batch[i];
-    }
   }
 };
 

@@ -53,10 +53,14 @@ constexpr int num_fields() {
   }
 }
 
+// Fields that are zero until a property sets them.
+template <class Args>
+constexpr int kSetLater = 0;
+
 // `address` is that of the struct, as long as the object lives.
 template <class Args, class... Ts>
 nanobind::class_<Args> bind_arguments(nanobind::module_& m, const char* name, Field<Args, Ts>... fields) {
-  static_assert(num_fields<Args>() == sizeof...(Ts), "every field has a name");
+  static_assert(num_fields<Args>() == sizeof...(Ts) + kSetLater<Args>, "every field has a name");
   return nanobind::class_<Args>(m, name)
       .def(
           "__init__",

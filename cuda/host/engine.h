@@ -18,7 +18,7 @@
 #include "cache_locality.h"
 #include "fault.h"
 #include "placement.h"
-#include "rows.h"
+#include "scaled_rows.h"
 #include "team.h"
 
 namespace moe_rt {
@@ -106,6 +106,8 @@ class Engine {
   // For an op that writes n rows of a kind that is streamed from so many bytes on.
   template <class Acc>
   rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Codec codec) const;
+  // The same for rows with scales, which a dispatch publishes or delivers.
+  rows::HostScaledRows scaled_rows(const ScaledArgs& args, int64_t n, int64_t stream_from) const;
   char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
 
   template <class Args>

@@ -20,6 +20,14 @@ rows::HostRows<Acc> Engine::row_ops(int64_t n, int64_t stream_from, Codec codec)
           s.elem_bytes, n * s.hidden * s.elem_bytes >= stream_from, codec};
 }
 
+rows::HostScaledRows Engine::scaled_rows(const ScaledArgs& a, int64_t n, int64_t stream_from) const {
+  return {table_,
+          {a.code_bytes, a.scale_bytes},
+          static_cast<const char*>(a.scales),
+          static_cast<char*>(a.recv_scales),
+          n * a.code_bytes >= stream_from};
+}
+
 template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const LaneCounters counters{lane_counters_.data(), world_.shape.num_experts, world_.shape.num_ranks};
@@ -52,8 +60,14 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       write_lists(coop, dims_, world_, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
                   copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
     });
-    publish_rows(coop, world_, window, static_cast<const char*>(a.x), a.num_tokens,
-                 row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_codec()));
+    const auto publish = [&](const auto& rows) {
+      publish_rows(coop, world_, window, static_cast<const char*>(a.x), a.num_tokens, rows);
+    };
+    if (a.scaled.row_format) {
+      publish(scaled_rows(a.scaled, a.num_tokens, stream_from_.published));
+    } else {
+      publish(row_ops<Acc>(a.num_tokens, stream_from_.published, dims_.dispatch_codec()));
+    }
   };
 
   const auto receive = [&](const auto& coop, uint64_t seq, int window, Status& status) {
@@ -77,10 +91,16 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       return;
     }
     write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
-    const auto rows =
-        row_ops<Acc>(blocks.part_end(world_, world_.num_parts() - 1), stream_from_.received, dims_.dispatch_codec());
-    lane_fault_[coop.rank()] = gather(coop, dims_, world_, window, blocks, out, rows, MappedLink{});
-    clear_padding(coop, world_, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows);
+    const auto take = [&](const auto& rows) {
+      lane_fault_[coop.rank()] = gather(coop, dims_, world_, window, blocks, out, rows, MappedLink{});
+      clear_padding(coop, world_, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows);
+    };
+    const int64_t num_rows = blocks.part_end(world_, world_.num_parts() - 1);
+    if (a.scaled.code_bytes) {
+      take(scaled_rows(a.scaled, num_rows, stream_from_.received));
+    } else {
+      take(row_ops<Acc>(num_rows, stream_from_.received, dims_.dispatch_codec()));
+    }
     coop.sync();
     if (coop.rank() == 0) {
       const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());

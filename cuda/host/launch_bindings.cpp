@@ -16,6 +16,10 @@
 namespace nb = nanobind;
 using namespace moe_rt;
 
+// `scaled`: only rows with scales pay for saying what they are.
+template <>
+constexpr int moe_rt::kSetLater<DispatchArgs> = 1;
+
 namespace {
 
 // RdmaLinks of the network kernels: how the network is called is an empty struct there, and takes a word.
@@ -26,6 +30,10 @@ struct Links {
 
 void bind_ops(nb::module_& m) {
   m.attr("ANY_CAPACITY") = kAnyCapacity;
+  bind_arguments<ScaledArgs>(m, "ScaledArgs", Field{"row_format", &ScaledArgs::row_format},
+                             Field{"scales", &ScaledArgs::scales}, Field{"recv_scales", &ScaledArgs::recv_scales},
+                             Field{"code_bytes", &ScaledArgs::code_bytes},
+                             Field{"scale_bytes", &ScaledArgs::scale_bytes});
   bind_arguments<DispatchArgs>(
       m, "DispatchArgs", Field{"x", &DispatchArgs::x}, Field{"topk_idx", &DispatchArgs::topk_idx},
       Field{"idx_bytes", &DispatchArgs::idx_bytes}, Field{"topk_weights", &DispatchArgs::topk_weights},
@@ -33,7 +41,8 @@ void bind_ops(nb::module_& m) {
       Field{"capacity", &DispatchArgs::capacity}, Field{"recv_x", &DispatchArgs::recv_x},
       Field{"recv_weights", &DispatchArgs::recv_weights}, Field{"offs", &DispatchArgs::offs},
       Field{"recv_plan", &DispatchArgs::recv_plan}, Field{"send_plan", &DispatchArgs::send_plan})
-      .def_ro("num_tokens", &DispatchArgs::num_tokens);
+      .def_ro("num_tokens", &DispatchArgs::num_tokens)
+      .def_rw("scaled", &DispatchArgs::scaled);
   bind_arguments<CombineArgs>(m, "CombineArgs", Field{"op", &CombineArgs::op}, Field{"y", &CombineArgs::y},
                               Field{"recv_weights", &CombineArgs::recv_weights},
                               Field{"grad_recv_weights", &CombineArgs::grad_recv_weights},

@@ -44,7 +44,7 @@ struct Table {
   const char* name;
   StreamShares stream;
   int64_t prefetch_distance;  // bytes between a load and the line that is fetched for a later one
-  // To each of n places that is not nullptr.
+  // To each of n places that is not nullptr; n <= kMaxTopk.
   void (*copy)(char* const* dsts, int n, const char* src, int64_t bytes, bool stream);
   // By Elem; empty where it sums in the other type.
   Functions<float> in_floats[kNumElems];
@@ -63,6 +63,14 @@ struct Table {
 // `isa` is "auto", "portable", "avx2" or "avx512"; nullptr when this machine or build lacks it.
 const Table* find_table(const char* isa);
 
+// Where each of n rows of a tensor begins, for Table::copy; nullptr for those that are negative.
+struct Places {
+  char* dsts[kMaxTopk];
+  Places(char* tensor, int64_t row_bytes, const int32_t* rows, int n) {
+    for (int i = 0; i < n; ++i) dsts[i] = rows[i] < 0 ? nullptr : tensor + rows[i] * row_bytes;
+  }
+};
+
 // The primitive that role functions take: one element type, one row length, streaming or not.
 template <class Acc>
 struct HostRows {
@@ -75,7 +83,8 @@ struct HostRows {
 
   int64_t tensor_row_bytes() const { return hidden * elem_bytes; }
   int64_t encoded_row_bytes() const { return codec_row_bytes(codec, hidden, elem_bytes); }
-  void publish(char* dst, const char* src) const {
+  void publish(char* dst, const char* x, int64_t row) const {
+    const char* const src = x + row * tensor_row_bytes();
     const Acc one = 1;
     if (codec == Codec::kRaw) {
       table->copy(&dst, 1, src, tensor_row_bytes(), stream);
@@ -83,11 +92,12 @@ struct HostRows {
       fn->encode_sum(codec, dst, &src, &one, 1, hidden);
     }
   }
-  void clear(char* dst) const { std::memset(dst, 0, tensor_row_bytes()); }
-  void spread(char* const* dsts, int n, const char* src) const {
-    if (codec == Codec::kRaw) return table->copy(dsts, n, src, tensor_row_bytes(), stream);
+  void clear(char* to, int64_t row) const { std::memset(to + row * tensor_row_bytes(), 0, tensor_row_bytes()); }
+  void spread(char* to, const int32_t* rows, int n, const char* src) const {
+    const Places places(to, tensor_row_bytes(), rows, n);
+    if (codec == Codec::kRaw) return table->copy(places.dsts, n, src, tensor_row_bytes(), stream);
     for (int i = 0; i < n; ++i) {
-      if (dsts[i]) fn->decode_sum(codec, dsts[i], &src, 1, hidden);
+      if (places.dsts[i]) fn->decode_sum(codec, places.dsts[i], &src, 1, hidden);
     }
   }
   // The arrays are the caller's scratch: sources that are nullptr are squeezed out.

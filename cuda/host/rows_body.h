@@ -188,7 +188,7 @@ template <class E>
 void encode_sum(Codec codec, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
   using L = typename E::InOrder;
   auto* codes = reinterpret_cast<uint8_t*>(dst);
-  auto* scales = reinterpret_cast<float*>(dst + codec_scales_offset(hidden));
+  auto* scales = reinterpret_cast<float*>(dst + codec_parts(hidden).scales_at());
   alignas(kCacheLine) float sums[kCodecBlock];
   char* const block = reinterpret_cast<char*>(sums);
   for (int64_t first = 0; first < hidden; first += kCodecBlock) {
@@ -218,7 +218,8 @@ void decode_sum(Codec codec, char* dst, const char* const* srcs, int n, int64_t 
     std::fill(sums, sums + kCodecBlock, 0.0f);
     for (int j = 0; j < n; ++j) {
       const auto* codes = reinterpret_cast<const uint8_t*>(srcs[j]) + first;
-      const float scale = reinterpret_cast<const float*>(srcs[j] + codec_scales_offset(hidden))[first / kCodecBlock];
+      const float scale =
+          reinterpret_cast<const float*>(srcs[j] + codec_parts(hidden).scales_at())[first / kCodecBlock];
       for (int64_t i = 0; i < count; ++i) sums[i] += decode(codec, codes[i], scale);
     }
     for (int64_t i = 0; i < count; i += L::kLanes) {

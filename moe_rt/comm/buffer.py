@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -134,32 +134,54 @@ class Buffer(Observed):
         # When the buffer is garbage or the interpreter ends, whichever is first; close() leaves by hand.
         self._finalizer = weakref.finalize(self, leave, self._engine)
 
+    @overload
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0, max_tokens: int | None = None
-    ) -> tuple[Tensor, Tensor, Handle]:
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0, max_tokens: int | None = None,
+        coded: Literal[False] = False,
+    ) -> tuple[Tensor, Tensor, Handle]: ...  # fmt: skip
+    @overload
+    def dispatch(
+        self, x: tuple[Tensor, Tensor], topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0,
+        max_tokens: int | None = None, coded: bool = False,
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Handle]: ...  # fmt: skip
+    @overload
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0, max_tokens: int | None = None,
+        coded: Literal[True],
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Handle]: ...  # fmt: skip
+    def dispatch(
+        self, x: Tensor | tuple[Tensor, Tensor], topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0,
+        max_tokens: int | None = None, coded: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle]:  # fmt: skip
         """Sends every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
 
         A token that names an expert twice visits it once, with the sum of both weights.
 
         Args:
-            x: [T, H] of the buffer's dtype, 0 <= T <= num_max_tokens_per_rank; T may differ between ranks.
+            x: [T, H] of the buffer's dtype, 0 <= T <= num_max_tokens_per_rank; T may differ between ranks. Or (codes,
+                scales), which arrive bit for bit: codes [T, H] of float8_e4m3fn, float8_e5m2, int8 or uint8, or uint8
+                [T, H/2], two in a byte; scales [T, S] of float32, int32 or uint8; of dtypes and sizes that are the
+                same on every rank, and together no longer than a row of the buffer's dtype. They have no gradients.
             topk_idx: int64 or int32 [T, K]; expert ids, or -1 for none.
             topk_weights: floating [T, K].
             tag: names the layer, in [0, 2**28), so that ranks that run layers in different order are told.
             max_tokens: the most tokens that any rank dispatches in this call, the same on every rank, in
                 [1, num_max_tokens_per_rank]: what is received has rows for so many. None for num_max_tokens_per_rank.
+            coded: with a dispatch_dtype: rows stay as they travel, (codes [capacity, H], fp32 scales [capacity,
+                ceil(H / 128)]), for this rank alone to choose. They have no gradients either.
 
         Returns:
-            recv_x [capacity, H], rows in the order local expert, source rank, token; recv_weights [capacity], the
-            weight of each row (fp32, or fp64 for fp64); and the handle, whose `offs` delimit the experts. With
-            layout="tokens", rows in the order source rank, token; recv_weights [capacity, K], zero where the handle's
-            `recv_topk_idx` is -1; and `offs` delimit the source ranks. With max_tokens, capacity is that of a buffer
-            made for so many tokens a rank.
+            recv_x [capacity, H], or (codes, scales) of so many rows each, in the order local expert, source rank,
+            token; recv_weights [capacity], the weight of each row (fp32, or fp64 for fp64); and the handle, whose
+            `offs` delimit the experts. With layout="tokens", rows in the order source rank, token; recv_weights
+            [capacity, K], zero where the handle's `recv_topk_idx` is -1; and `offs` delimit the source ranks. With
+            max_tokens, capacity is that of a buffer made for so many tokens a rank.
 
         Raises:
             InvalidInput, InvalidRouting, TooManyTokens, CapacityOverflow: on every rank, in this op; the buffer can be
                 used again.
-            ConfigMismatch: ranks gave different max_tokens; the group is over.
+            ConfigMismatch: ranks gave different max_tokens, or codes and scales of other dtypes or sizes, or only some
+                of them did; the group is over.
             PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, CallOrderMismatch: the group is over.
             ConcurrentUse: another thread is inside an op of this buffer.
         """
@@ -169,13 +191,22 @@ class Buffer(Observed):
             and topk_weights.is_floating_point()
         ):
             topk_weights = topk_weights.to(self._acc_dtype)
-        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(
-            x, topk_idx, topk_weights, self._engine, tag, max_tokens
-        )
+        recv_scales = None
+        if coded or isinstance(x, tuple):
+            if isinstance(x, tuple) and (len(x) != 2 or x[1] is None):
+                self.refuse(InvalidInput(f"x: got a tuple of {len(x)}, expected rows, or (codes, scales)"))
+            codes, scales = x if isinstance(x, tuple) else (x, None)
+            recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales = ops.dispatch_scaled(
+                codes, scales, topk_idx, topk_weights, self._engine, tag, max_tokens
+            )
+        else:
+            recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(
+                x, topk_idx, topk_weights, self._engine, tag, max_tokens
+            )
         handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
         if self._tells_more:
             self._tell_more(handle, recv_weights)
-        return recv_x, recv_weights, handle
+        return recv_x if recv_scales is None else (recv_x, recv_scales), recv_weights, handle
 
     def _tell_more(self, handle: Handle, recv_weights: Tensor) -> None:
         """Views of what the plan has behind all else."""

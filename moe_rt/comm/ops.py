@@ -1,8 +1,8 @@
 """The torch ops: dispatch, combine and their backwards, with fakes and autograd (gradients.py).
 
 Ops are functional and return fresh tensors of static shape, so that autograd, checkpointing and torch.compile see
-nothing unusual; combine_out alone writes what it was given, and has no gradients. Rows past `offs[-1]` are never
-written nor read.
+nothing unusual; combine_out alone writes what it was given. It has no gradients, nor has dispatch_scaled, whose rows
+are codes. Rows past `offs[-1]` are never written nor read.
 
 torch's dispatcher, and the Python that it runs around an op for autograd, take several times as long as exchanging one
 token. They serve those who trace, transform or watch ops, and name a buffer by an integer, its engine's id, which a
@@ -26,6 +26,7 @@ from moe_rt.comm.gradients import (
     save_for_dispatch_backward,
     unwatched,
 )
+from moe_rt.config.row_format import RowFormat
 from moe_rt.errors import Op
 from moe_rt.native.engine import Engine, engine_by_id
 
@@ -34,6 +35,10 @@ _lib = torch.library.Library("moe_rt", "FRAGMENT")
 _lib.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor topk_weights, int engine, int tag, int? max_tokens=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_lib.define(
+    "dispatch_scaled(Tensor x, Tensor? scales, Tensor topk_idx, Tensor topk_weights, int engine, int tag, "
+    "int? max_tokens=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _lib.define(
     "combine(Tensor y, Tensor? recv_weights, Tensor recv_plan, Tensor send_plan, int engine, int tag) -> Tensor"
@@ -57,8 +62,20 @@ _lib.define(
 
 def _dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int, max_tokens: int | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     return engine_by_id(engine).dispatch(x, topk_idx, topk_weights, tag, max_tokens)
+
+
+def _dispatch_scaled(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    engine: int,
+    tag: int,
+    max_tokens: int | None = None,
+) -> tuple[Tensor, ...]:
+    return engine_by_id(engine).dispatch(x, topk_idx, topk_weights, tag, max_tokens, True, scales)
 
 
 def _combine(
@@ -91,6 +108,7 @@ def _combine_tokens_backward(grad_out: Tensor, recv_plan: Tensor, num_rows: int,
 
 for _name, _impl in {
     "dispatch": _dispatch,
+    "dispatch_scaled": _dispatch_scaled,
     "combine": _combine,
     "combine_out": _combine_out,
     "dispatch_backward": _dispatch_backward,
@@ -102,9 +120,9 @@ for _name, _impl in {
 
 
 @torch.library.register_fake("moe_rt::dispatch", lib=_lib)
-def _(
+def _fake_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int, max_tokens: int | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     e = engine_by_id(engine)
     capacity = e.capacity_for(None if max_tokens is None else int(max_tokens))  # a graph is made for this bound
     return (
@@ -114,6 +132,23 @@ def _(
         x.new_empty(e.plan_ints, dtype=torch.int32),
         x.new_empty(x.shape[0], e.spec.num_topk, dtype=torch.int32),
     )
+
+
+@torch.library.register_fake("moe_rt::dispatch_scaled", lib=_lib)
+def _(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    engine: int,
+    tag: int,
+    max_tokens: int | None = None,
+) -> tuple[Tensor, ...]:
+    spec = engine_by_id(engine).spec
+    row = RowFormat.of_codec(spec.dispatch_dtype, spec.hidden) if scales is None else RowFormat.of(x, scales)
+    recv_x, *others = _fake_dispatch(x, topk_idx, topk_weights, engine, tag, max_tokens)
+    codes = x.new_empty(recv_x.shape[0], row.num_codes, dtype=row.codes)
+    return codes, *others, x.new_empty(recv_x.shape[0], row.num_scales, dtype=row.scales)
 
 
 @torch.library.register_fake("moe_rt::combine", lib=_lib)
@@ -165,9 +200,25 @@ def _combine_out_below_autograd(
         torch.ops.moe_rt.combine_out.default(y, recv_weights, recv_plan, send_plan, engine, tag, out=out)
 
 
+def _dispatch_scaled_below_autograd(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    engine: int,
+    tag: int,
+    max_tokens: int | None = None,
+) -> tuple[Tensor, ...]:
+    engine_by_id(engine).require_no_grad_through_codes(tag, x, scales, topk_weights)
+    with torch._C._AutoDispatchBelowAutograd():
+        op = torch.ops.moe_rt.dispatch_scaled.default
+        return op(x, scales, topk_idx, topk_weights, engine, tag, max_tokens)
+
+
 torch.library.register_autograd("moe_rt::dispatch", differentiate_dispatch, setup_context=_set_up_dispatch, lib=_lib)
 torch.library.register_autograd("moe_rt::combine", differentiate_combine, setup_context=_set_up_combine, lib=_lib)
 _lib.impl("combine_out", _combine_out_below_autograd, "Autograd")
+_lib.impl("dispatch_scaled", _dispatch_scaled_below_autograd, "Autograd")
 for _name in ("dispatch_backward", "combine_backward", "combine_tokens_backward"):
     torch.library.register_autograd(f"moe_rt::{_name}", differentiate_twice, lib=_lib)
 
@@ -186,6 +237,24 @@ def dispatch(
         return engine.dispatch(x, topk_idx, topk_weights, tag, max_tokens)
     engine.require_call(Op.DISPATCH, tag, max_tokens, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     return torch.ops.moe_rt.dispatch.default(x, topk_idx, topk_weights, engine.id, tag, max_tokens)
+
+
+def dispatch_scaled(
+    x: Tensor,
+    scales: Tensor | None,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    engine: Engine,
+    tag: int,
+    max_tokens: int | None,
+) -> tuple[Tensor, ...]:
+    """torch.ops.moe_rt.dispatch_scaled: as dispatch, recv_x being codes, and recv_scales."""
+    engine.require_no_grad_through_codes(tag, x, scales, topk_weights)
+    if unwatched(x, x if scales is None else scales, topk_idx, topk_weights):
+        return engine.dispatch(x, topk_idx, topk_weights, tag, max_tokens, True, scales)
+    parts = {"x": x} if scales is None else {"x[0], codes": x, "x[1], scales": scales}
+    engine.require_call(Op.DISPATCH, tag, max_tokens, **parts, topk_idx=topk_idx, topk_weights=topk_weights)
+    return torch.ops.moe_rt.dispatch_scaled.default(x, scales, topk_idx, topk_weights, engine.id, tag, max_tokens)
 
 
 def combine(

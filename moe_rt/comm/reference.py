@@ -39,6 +39,7 @@ class Received:
     rows: Sequence[Any]
     recv_topk_idx: Tensor | None = None
     real_ends: Tensor | None = None
+    recv_scales: Tensor | None = None
 
     @property
     def padding(self) -> Tensor:
@@ -96,18 +97,24 @@ def stacked(rows: list[Tensor], like: Tensor) -> Tensor:
 
 def through_codec(rows: Tensor, codec: torch.dtype | None) -> Tensor:
     """Rows [N, H] as they arrive, in their own dtype: with a scale for every 128 elements (core/codec.h)."""
-    if codec is None or rows.numel() == 0:
+    if codec is None:
         return rows
-    values = rows.float()
-    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % 128)).view(len(values), -1, 128)
+    codes, scales = code(rows, codec)
+    return (codes.float() * scales.repeat_interleave(128, 1)[:, : rows.shape[1]]).to(rows.dtype)
+
+
+def code(rows: Tensor, codec: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [N, H] of rows [N, H], and their fp32 scales [N, ceil(H / 128)]."""
+    num_blocks = -(-rows.shape[1] // 128)
+    padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % 128)).view(len(rows), num_blocks, 128)
     largest = padded.abs().amax(-1, keepdim=True)
     # As a tensor: a number divided by a tensor is the tensor's reciprocal times the number, rounded twice.
     most = torch.full_like(largest, 448.0 if codec is torch.float8_e4m3fn else 127.0)
     coded = largest >= 2.0**-100
     scaled = torch.where(coded & largest.isfinite(), padded * (most / largest), 0.0)
     codes = (scaled.to(codec).float() if codec is torch.float8_e4m3fn else scaled.round()) + 0.0  # there is one zero
-    scale = torch.where(largest.isfinite(), torch.where(coded, largest / most, 0.0), float("nan"))
-    return (codes * scale).view(len(values), -1)[:, : rows.shape[1]].to(rows.dtype)
+    scales = torch.where(largest.isfinite(), torch.where(coded, largest / most, 0.0), float("nan"))
+    return codes.view(len(rows), num_blocks * 128)[:, : rows.shape[1]].to(codec), scales.squeeze(-1)
 
 
 def combine(

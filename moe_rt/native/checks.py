@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_rt import _engine
+from moe_rt.config.row_format import CODES, MOST_SCALES, SCALES, RowFormat
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidInput, MoeRtError, Op
 
@@ -52,9 +53,35 @@ class Checks(ABC):
 
     def require_no_grad(self, tag: int, *tensors: Any) -> None:
         """Refuses a combine with out= where a gradient would be lost, as torch does; other ranks may record none."""
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        if _recorded(*tensors):
             message = "out: got a combine that gradients are recorded of, expected torch.no_grad(), or no out"
             self._refuse(Op.COMBINE, tag, InvalidInput(message, rank=self.rank, op=Op.COMBINE), 0, 0)
+
+    def require_no_grad_through_codes(self, tag: int, *tensors: Any) -> None:
+        """Refuses a dispatch of codes where a gradient would be lost; other ranks may record none."""
+        if _recorded(*tensors):
+            got = "codes, or coded=True, in a dispatch that gradients are recorded of"
+            message = f"x: got {got}, expected torch.no_grad(), as codes have none"
+            self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
+
+    def _check_scaled(self, tag: int, x: Tensor, scales: Tensor | None) -> RowFormat:
+        """What this dispatch delivers: x and scales, or, without any, what the buffer makes of x."""
+        s, op, num_tokens = self.spec, Op.DISPATCH, length(x)
+        if scales is None:
+            if s.dispatch_dtype is None:
+                message = "coded: got True without scales, expected a buffer with a dispatch_dtype, or (codes, scales)"
+                self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), 0, 0)
+            return RowFormat.of_codec(s.dispatch_dtype, s.hidden)
+        packed = x.dtype is torch.uint8 and last(x) * 2 == s.hidden
+        codes = x.dtype if x.dtype in CODES else CODES[0]
+        self._check(op, tag, "x[0], codes", x, (num_tokens, s.hidden // 2 if packed else s.hidden), codes)
+        dtype, count = scales.dtype if scales.dtype in SCALES else SCALES[0], last(scales)
+        self._check(op, tag, "x[1], scales", scales, (num_tokens, min(max(count, 1), MOST_SCALES)), dtype)
+        row, room = RowFormat.of(x, scales), s.shape().row_bytes()
+        if row.row_bytes > room:
+            message = f"x: got rows of {row.row_bytes} bytes with their scales, expected at most {room}"
+            self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), row.row_bytes, room)
+        return row
 
     def _check_rows(
         self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor | None
@@ -124,6 +151,19 @@ class Checks(ABC):
         got, expected = _odd_kind(t) or got, f"{dtype} {list(shape)} on {self.device}"
         error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
         self._refuse(op, tag, error, last, shape[-1])
+
+
+def _recorded(*tensors: Any) -> bool:
+    """Whether torch keeps what it needs for gradients of what is made of these."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def last(t: Tensor) -> int:
+    """Of its last dimension, or 0."""
+    try:
+        return t.shape[-1]
+    except (IndexError, RuntimeError):  # as of length
+        return 0
 
 
 def length(t: Tensor) -> int:

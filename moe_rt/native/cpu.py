@@ -25,7 +25,8 @@ from moe_rt.errors import Code, FaultInjected, GroupClosed, MoeRtError, Op
 from moe_rt.faults import Point, reach
 from moe_rt.heap.processes import num_cores
 from moe_rt.heap.segments import Segments
-from moe_rt.native.engine import REFUSAL_CODES, Args, Engine
+from moe_rt.native.dispatching import Args
+from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.statuses import error_from_status
 from moe_rt.native.storage import Recycler
 
@@ -92,6 +93,9 @@ class CpuEngine(Engine):
 
     def _rows(self, num_rows: int) -> Tensor:
         return self._memory.empty(num_rows, self.spec.hidden, self.spec.dtype)
+
+    def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return self._memory.empty(num_rows, columns, dtype)
 
     def _run(self, op: Op, args: Args, tag: int) -> None:
         status = self._ops[op](args, tag)

@@ -29,7 +29,8 @@ from moe_rt.errors import (
     Op,
 )
 from moe_rt.heap.segments import Segments
-from moe_rt.native.engine import REFUSAL_CODES, Args, Engine
+from moe_rt.native.dispatching import Args
+from moe_rt.native.engine import REFUSAL_CODES, Engine
 from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import Launcher
 from moe_rt.native.statuses import error_from_status
@@ -85,6 +86,9 @@ class CudaEngine(Engine):
 
     def _rows(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows, self.spec.hidden, dtype=self.spec.dtype, device=self.device)
+
+    def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, columns, dtype=dtype, device=self.device)
 
     def _input(self, t: Tensor) -> Tensor:
         t = super()._input(t)

@@ -1,7 +1,8 @@
 """What the engines of all machines share: making outputs, filling arguments, and naming an engine by an integer.
 
-An engine runs the four ops over its heap. What differs is in a few hooks, which this class calls and which call nothing
-here: where outputs come from, how an op is run, whether capacity grows, and how this rank refuses an op.
+An engine runs the four ops over its heap; dispatch has its own file. What differs is in a few hooks, which this class
+calls and which call nothing here: where outputs come from, how an op is run, whether capacity grows, and how this rank
+refuses an op.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from abc import abstractmethod
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,20 +20,18 @@ from torch.autograd.graph import increment_version
 from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.diagnostics.report import Report
-from moe_rt.errors import CapacityOverflow, Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
-from moe_rt.native.checks import NUM_TAGS, Checks, length
+from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
+from moe_rt.native.dispatching import Dispatching
 
 REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
     InvalidInput: Code.INVALID_INPUT,
 }
-# The op's own struct of cuda/protocol/core/args.h.
-Args: TypeAlias = _engine.DispatchArgs | _engine.CombineArgs | _engine.CombineBackwardArgs
 _ids = itertools.count(1)
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
 
-class Engine(Checks):
+class Engine(Dispatching):
     """One rank's engine. Ops name it by `id`, an integer that a traced graph can hold."""
 
     def __init__(self, spec: BufferSpec, rank: int, device: torch.device, timeout_s: float) -> None:
@@ -48,84 +47,6 @@ class Engine(Checks):
         shapes = repr((spec.hash(), rank, self.capacity, self.plan_ints)).encode()
         self.id = next(_ids) << 32 | zlib.crc32(shapes)
         _engines[self.id] = self
-
-    @abstractmethod
-    def _rows(self, num_rows: int) -> Tensor:
-        """An uninitialised output [num_rows, H] of the payload's dtype."""
-
-    @abstractmethod
-    def _run(self, op: Op, args: Args, tag: int) -> None:
-        """Runs an op."""
-
-    @abstractmethod
-    def _grow(self, max_tokens: int) -> bool:
-        """After an overflow: room for all that the dispatch needed, of this bound. False where capacity is fixed."""
-
-    @property
-    def capacity(self) -> int:
-        """Rows of recv_x on this rank, in a dispatch without a bound of its own."""
-        return self._capacities[self.spec.num_max_tokens_per_rank]
-
-    def capacity_for(self, max_tokens: int | None) -> int:
-        """Rows of recv_x where no rank sends more tokens."""
-        if max_tokens is None:
-            return self.capacity
-        if max_tokens not in self._capacities:
-            self._capacities[max_tokens] = self.spec.capacity(self.rank, max_tokens)
-        return self._capacities[max_tokens]
-
-    def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """x [T, H], topk_idx [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan."""
-        if type(tag) is not int or not 0 <= tag < NUM_TAGS:
-            self._refuse_tag(Op.DISPATCH, tag)
-        s, num_tokens, most = self.spec, length(x), self.spec.num_max_tokens_per_rank
-        if max_tokens is not None:
-            if type(max_tokens) is not int or not 1 <= max_tokens <= most:
-                self._refuse_bound(tag, max_tokens)
-            most = max_tokens
-        self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype)
-        if num_tokens > most:
-            limit = "num_max_tokens_per_rank" if max_tokens is None else "max_tokens"
-            error = TooManyTokens(f"x: got {num_tokens} tokens, expected at most {limit} = {most}")
-            self._refuse(Op.DISPATCH, tag, error, num_tokens, most)
-        idx_dtype = torch.int32 if topk_idx.dtype is torch.int32 else torch.int64
-        self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), idx_dtype)
-        self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), self._acc_dtype)
-        x, topk_idx, topk_weights = self._input(x), self._input(topk_idx), self._input(topk_weights)
-        try:
-            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most)
-        except CapacityOverflow:  # all ranks see the same overflow and the same need, so all retry alike, and once
-            if not self._grow(most):
-                raise
-        return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most)
-
-    def _dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens: int, tag: int, max_tokens: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
-        recv_x = self._rows(capacity)
-        recv_weights = topk_weights.new_empty(self.weights_shape(capacity) if self.by_token else capacity)
-        offs = topk_idx.new_empty(self.num_parts, dtype=torch.int32)
-        recv_plan = topk_idx.new_empty(self.plan_ints, dtype=torch.int32)
-        send_plan = topk_idx.new_empty(num_tokens, self.spec.num_topk, dtype=torch.int32)
-        args = _engine.DispatchArgs(
-            x=x.data_ptr(),
-            topk_idx=topk_idx.data_ptr(),
-            idx_bytes=topk_idx.itemsize,
-            topk_weights=topk_weights.data_ptr(),
-            num_tokens=num_tokens,
-            max_tokens=max_tokens,
-            capacity=capacity,
-            recv_x=recv_x.data_ptr(),
-            recv_weights=recv_weights.data_ptr(),
-            offs=offs.data_ptr(),
-            recv_plan=recv_plan.data_ptr(),
-            send_plan=send_plan.data_ptr(),
-        )
-        self._run(Op.DISPATCH, args, tag)
-        return recv_x, recv_weights, offs, recv_plan, send_plan
 
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, tag: int,
@@ -277,12 +198,6 @@ class Engine(Checks):
     def _writable(self, out: Tensor) -> Tensor:
         """Where C++ writes what is to be in the caller's tensor: there, or in a fresh one to be copied."""
         return out
-
-    def _input(self, t: Tensor) -> Tensor:
-        """The same values as C++ reads them: torch may owe a sign to what is in memory, or have no memory at all."""
-        if t.is_neg() or t._is_zerotensor():
-            t = t.resolve_neg() if t.is_neg() else torch.zeros(t.shape, dtype=t.dtype, device=t.device)
-        return t.contiguous()
 
 
 def engine_by_id(engine_id: int) -> Engine:

@@ -15,7 +15,7 @@ from moe_rt.config.codec import Codec
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.segments import Segments
-from moe_rt.native.engine import Args
+from moe_rt.native.dispatching import Args
 from moe_rt.native.gpu import Gpu
 
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}

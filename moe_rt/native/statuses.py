@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moe_rt.config.row_format import spelled
 from moe_rt.errors import (
     CallOrderMismatch,
     CapacityOverflow,
@@ -43,6 +44,7 @@ CLASSES: dict[Code, type[MoeRtError]] = {
     Code.FAULT_INJECTED: FaultInjected,
     Code.INTERRUPTED: GroupPoisoned,
     Code.BOUND_MISMATCH: ConfigMismatch,
+    Code.ROW_FORMAT_MISMATCH: ConfigMismatch,
     Code.CLOSED: GroupClosed,
     Code.CONCURRENT_USE: ConcurrentUse,
     Code.FORKED: GroupClosed,
@@ -58,7 +60,7 @@ def _call_name(word: int) -> str:
     word &= (1 << 64) - 1
     op = word >> 60
     name = Op(op).name.lower() if op in Op._value2member_map_ else f"op {op}"
-    handle = f" (handle of dispatch #{word & 0xFFFFFFFF})" if word & 0xFFFFFFFF else ""
+    handle = f" (handle of dispatch #{word & 0xFFFFFFFF})" if word & 0xFFFFFFFF and op != Op.DISPATCH else ""
     return f"{name} of layer tag {word >> 32 & 0xFFFFFFF}{handle}"
 
 
@@ -100,6 +102,8 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str
             return f"{peer} published configuration {got & (1 << 64) - 1:#x}, expected {expected & (1 << 64) - 1:#x}"
         case Code.BOUND_MISMATCH:
             return f"max_tokens: got {got} on {peer}, expected {expected} as on rank {rank}"
+        case Code.ROW_FORMAT_MISMATCH:
+            return f"x: got {spelled(got)} on {peer}, expected {spelled(expected)} as on rank {rank}"
         case Code.CALL_ORDER_MISMATCH if status.phase == Phase.WAIT and got >= 0 and (got >> 60) == 0:
             return f"{found or f'{peer} announced another op, expected this one'}; {_SAME_ORDER}"
         case Code.CALL_ORDER_MISMATCH:
@@ -142,7 +146,8 @@ def error_from_status(
     kind = CLASSES[code]
     if code is Code.POISONED and status.got == Code.PEER_DEAD:
         kind, peer = PeerDead, status.expected
-    if code is Code.POISONED and status.got == Code.BOUND_MISMATCH:  # every rank has one, whoever saw it first
+    mismatches = (Code.BOUND_MISMATCH, Code.ROW_FORMAT_MISMATCH)
+    if code is Code.POISONED and status.got in mismatches:  # every rank has one, whoever saw it first
         kind, peer = ConfigMismatch, status.expected
     if code is Code.CALL_ORDER_MISMATCH:  # of two ranks nobody knows who is right
         outvoted = report.disagreement.outvoted if report and report.disagreement else []

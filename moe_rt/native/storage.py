@@ -55,7 +55,7 @@ class _Block:
         out = self._tensors[torch.is_inference_mode_enabled()].detach()
         fill: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         if fill and torch.are_deterministic_algorithms_enabled():
-            out.fill_(torch.nan)
+            out.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)  # as torch.empty
         return out
 
 

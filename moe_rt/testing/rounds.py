@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_rt.comm import reference, reference_tokens
 from moe_rt.comm.buffer import Buffer
+from moe_rt.comm.handle import Handle
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
@@ -93,7 +94,7 @@ def expect(spec: BufferSpec, inputs: Inputs, seed: int, max_tokens: int | None =
     received, ys, outs = expect_forward(spec, inputs, max_tokens)
     g = torch.Generator().manual_seed(seed + 1)
     grad_outs = [torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype) for n in inputs.num_tokens]
-    at_combine = reference.combine_backward(grad_outs, ys, _factors(received, spec), received, spec)
+    at_combine = reference.combine_backward(grad_outs, ys, factors(received, spec), received, spec)
     if spec.by_token:
         drawn = [torch.randn(r.recv_weights.shape, generator=g, dtype=spec.acc_dtype) for r in received]
         at_combine = [(y, w) for (y, _), w in zip(at_combine, drawn, strict=True)]
@@ -110,12 +111,11 @@ def expect_forward(
     dispatch = reference_tokens.dispatch if spec.by_token else reference.dispatch
     received = dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec, max_tokens)
     ys = [experts(r.recv_x, rank) for rank, r in enumerate(received)]
-    factors = _factors(received, spec)
-    outs = reference.combine(ys, factors, received, inputs.num_tokens, spec, spec.combine_dtype)
+    outs = reference.combine(ys, factors(received, spec), received, inputs.num_tokens, spec, spec.combine_dtype)
     return received, ys, outs
 
 
-def _factors(received: list[reference.Received], spec: BufferSpec) -> list[Tensor]:
+def factors(received: list[reference.Received], spec: BufferSpec) -> list[Tensor]:
     """What combine multiplies rows by."""
     return reference_tokens.ones(received, spec) if spec.by_token else [r.recv_weights for r in received]
 
@@ -151,20 +151,8 @@ def play(
     n = len(mine.recv_x)
     capacity = buffer.capacity if max_tokens is None else spec.capacity(rank, max_tokens)  # the first grows by "retry"
     check(recv_x.shape == (capacity, spec.hidden), f"recv_x: got {list(recv_x.shape)}")
-    each = mine.recv_weights.shape[1:]
-    check(recv_weights.shape == (capacity, *each), f"recv_weights: got {list(recv_weights.shape)}")
-    check_bits("offs", handle.offs, mine.offs)
     check_bits("recv_x", recv_x[:n], mine.recv_x)
-    check_bits("recv_weights", recv_weights[:n], mine.recv_weights)
-    check((handle.recv_topk_idx is None) is (mine.recv_topk_idx is None), f"recv_topk_idx: got {handle.recv_topk_idx}")
-    if handle.recv_topk_idx is not None and mine.recv_topk_idx is not None:
-        check(handle.recv_topk_idx.shape == recv_weights.shape, f"recv_topk_idx: got {handle.recv_topk_idx.shape}")
-        check_bits("recv_topk_idx", handle.recv_topk_idx[:n], mine.recv_topk_idx)
-    if mine.real_ends is not None:
-        check_bits("ends", handle.ends, mine.real_ends)
-        check_bits("row_experts", handle.row_experts(n), torch.tensor([r.expert for r in mine.kept], dtype=torch.int32))
-    dropped, beyond = int(handle.num_dropped), sum(row.source >= 0 for row in mine.rows[n:])
-    check(dropped == beyond, f"num_dropped: got {dropped}, expected {beyond}")
+    check_placed(capacity, recv_weights, handle, mine)
 
     num_rows = capacity if rows_to_spare is None else min(n + rows_to_spare, capacity)
     y = padded(without(mine.padding, expected.ys[rank]), num_rows, device).requires_grad_()
@@ -191,6 +179,24 @@ def play(
     check_close("grad_topk_weights", grad_topk_weights, expected.at_dispatch[rank][1], spec.hidden)
     outputs = (recv_x[:n], recv_weights[:n], handle.offs, out, grad_y[:n], grad_x, grad_topk_weights)
     return [t.detach() for t in outputs]
+
+
+def check_placed(capacity: int, recv_weights: Tensor, handle: Handle, mine: reference.Received) -> None:
+    """All that a dispatch tells of the rows of recv_x."""
+    n = len(mine.recv_x)
+    each = mine.recv_weights.shape[1:]
+    check(recv_weights.shape == (capacity, *each), f"recv_weights: got {list(recv_weights.shape)}")
+    check_bits("offs", handle.offs, mine.offs)
+    check_bits("recv_weights", recv_weights[:n], mine.recv_weights)
+    check((handle.recv_topk_idx is None) is (mine.recv_topk_idx is None), f"recv_topk_idx: got {handle.recv_topk_idx}")
+    if handle.recv_topk_idx is not None and mine.recv_topk_idx is not None:
+        check(handle.recv_topk_idx.shape == recv_weights.shape, f"recv_topk_idx: got {handle.recv_topk_idx.shape}")
+        check_bits("recv_topk_idx", handle.recv_topk_idx[:n], mine.recv_topk_idx)
+    if mine.real_ends is not None:
+        check_bits("ends", handle.ends, mine.real_ends)
+        check_bits("row_experts", handle.row_experts(n), torch.tensor([r.expert for r in mine.kept], dtype=torch.int32))
+    dropped, beyond = int(handle.num_dropped), sum(row.source >= 0 for row in mine.rows[n:])
+    check(dropped == beyond, f"num_dropped: got {dropped}, expected {beyond}")
 
 
 def without(padding: Tensor, rows: Tensor) -> Tensor:

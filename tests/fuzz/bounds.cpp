@@ -62,7 +62,7 @@ struct Lists : RouteLists<float> {
 struct NoRows {
   int64_t tensor_row_bytes() const { return 4; }
   int64_t encoded_row_bytes() const { return 4; }
-  void spread(char* const*, int, const char*) const {}
+  void spread(char*, const int32_t*, int, const char*) const {}
 };
 
 // Whether rank 2 believes the lists after `bend` has changed them.

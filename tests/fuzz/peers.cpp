@@ -8,100 +8,19 @@
 #include <memory>
 #include <vector>
 
-#include "../device/emulated_engine.h"
 #include "bytes.h"
+#include "group.h"
 
 using namespace moe_rt;
 using fuzz::expect;
 
 namespace {
 
-#if defined(MOE_RT_EMULATED_GPU)
-constexpr int kHidden = 8, kTopk = 3;  // constants there, as the just-in-time compiler makes them
-using Rank = emulation::Engine<kHidden, kTopk>;
-constexpr bool kAnyShape = false;
-#else
-constexpr int kHidden = 0, kTopk = 0;
-using Rank = Engine;
-constexpr bool kAnyShape = true;
-#endif
-
-constexpr uint64_t kConfig = 7, kPlanMark = 8;
+constexpr uint32_t kRowFormat = 9;
+constexpr int kScaleBytes = 5;
 constexpr uint32_t kTag = 1;
 constexpr int kNumOps = 4;
 constexpr Op kOps[kNumOps] = {Op::kDispatch, Op::kCombine, Op::kCombineBackward, Op::kDispatchBackward};
-
-struct Group {
-  Shape shape;
-  rows::Elem elem = rows::Elem::kFloat32;
-  int me;
-  Codec dispatch_codec = Codec::kRaw, combine_codec = Codec::kRaw;
-  bool drop = false;
-  std::vector<int32_t> expert_rank;
-  PlacementTables placement;
-  std::vector<int64_t> capacity;
-  std::vector<std::unique_ptr<char, void (*)(void*)>> segments;
-  std::vector<char*> base;
-
-  explicit Group(fuzz::Bytes& in) {
-    const int num_ranks = in.between(1, 4), num_experts = in.between(num_ranks + 2, num_ranks + 6);
-    shape = {num_ranks, num_experts, in.between(1, 8), kHidden, kTopk, 4, 4};
-    me = in.between(0, num_ranks - 1);
-    if constexpr (kAnyShape) {
-      shape.hidden = in.between(1, 20);
-      shape.num_topk = in.between(1, 3);
-      if (in.between(0, 3) == 0) {
-        elem = rows::Elem::kFloat64, shape.elem_bytes = shape.acc_bytes = 8;
-      } else {
-        dispatch_codec = Codec(in.between(0, 2)), combine_codec = Codec(in.between(0, 2));
-      }
-      const int choices = in.between(0, 3);
-      drop = choices % 2 == 0;
-      shape.recv_layout = choices / 2 == 0 ? RecvLayout::kExperts : RecvLayout::kTokens;
-    }
-    for (int e = 0; e < num_experts; ++e) expert_rank.push_back(e < num_ranks ? e : in.between(0, num_ranks - 1));
-    placement = PlacementTables::make(expert_rank, num_ranks);
-    const int64_t bytes = Layout::make(shape).bytes;
-    for (int r = 0; r < num_ranks; ++r) {
-      const int copies = shape.by_token() ? 1 : std::min(shape.num_topk, num_local(r));
-      const int64_t worst = int64_t{num_ranks} * shape.num_max_tokens * copies;
-      capacity.push_back(std::max<int64_t>(1, worst * in.between(1, 4) / 4));
-      segments.emplace_back(static_cast<char*>(std::aligned_alloc(kPage, bytes)), std::free);
-      std::fill_n(segments.back().get(), bytes, 0);
-      base.push_back(segments.back().get());
-    }
-  }
-
-  int num_local(int rank) const { return placement.rank_first[rank + 1] - placement.rank_first[rank]; }
-  World world(int rank) {
-    return {.shape = shape,
-            .layout = Layout::make(shape),
-            .placement = placement.view(),
-            .base = base.data(),
-            .mirror = nullptr,
-            .rank = rank,
-            .config = kConfig,
-            .plan_mark = kPlanMark};
-  }
-  EngineConfig config() const {
-    std::vector<uint64_t> addresses;
-    for (char* const segment : base) addresses.push_back(reinterpret_cast<uint64_t>(segment));
-    const double at_once = 0;  // peers have announced all they will
-    return {.shape = shape,
-            .elem = elem,
-            .rank = me,
-            .config_hash = kConfig,
-            .expert_rank = expert_rank,
-            .segments = addresses,
-            .watches = {},
-            .timeout_s = at_once,
-            .dispatch_codec = dispatch_codec,
-            .combine_codec = combine_codec,
-            .drop_overflow = drop,
-            .num_lanes = 1,
-            .isa = "portable"};
-  }
-};
 
 std::vector<int64_t> random_idx(fuzz::Bytes& in, const Shape& shape, int64_t num_tokens) {
   std::vector<int64_t> idx(num_tokens * shape.num_topk);
@@ -133,6 +52,7 @@ void publish_peers(Group& group, fuzz::Bytes& in) {
       Call call{.op = op, .tag = kTag, .handle_seq = op == Op::kDispatch ? uint64_t{0} : uint64_t{1}};
       call.num_tokens = int32_t(num_tokens);
       if (op == Op::kDispatch) call.max_tokens = shape.num_max_tokens, call.capacity = int32_t(group.capacity[peer]);
+      if (op == Op::kDispatch && group.scaled) call.row_format = kRowFormat;
       post(w.mailbox(group.me, kind_of(op), peer), w.header(seq, call));
     }
   }
@@ -166,11 +86,12 @@ bool scribble(Group& group, fuzz::Bytes& in) {
 
 template <class Acc>
 struct Tensors {
-  int64_t num_tokens, max_tokens, capacity;
+  int64_t num_tokens, max_tokens, capacity, hidden;
   bool by_token;
   std::vector<int64_t> idx;
   std::vector<Acc> x, weights, recv_x, recv_weights, out, grad_y, grad_recv_weights, grad_weights;
   std::vector<int32_t> offs, recv_plan, send_plan;
+  std::vector<char> codes, scales, recv_codes, recv_scales;  // instead of x and recv_x
 
   Tensors(const Group& group, fuzz::Bytes& in) {
     constexpr int32_t kWild = 0x7f7f7f7f;  // what was never written leads far away
@@ -185,6 +106,9 @@ struct Tensors {
     recv_weights.resize(num_weights), grad_recv_weights.resize(num_weights);
     offs.resize(by_token ? s.num_ranks : num_local, kWild), send_plan.resize(idx.size(), kWild);
     recv_plan.resize(RecvPlan::num_ints(s, static_cast<int>(num_local)), kWild);
+    hidden = s.hidden;
+    codes.resize(num_tokens * hidden), scales.resize(num_tokens * kScaleBytes);
+    recv_codes.resize(capacity * hidden), recv_scales.resize(capacity * kScaleBytes);
   }
   // Of combine and its backward, which take no weights where rows are of tokens.
   Acc* factors() { return by_token ? nullptr : recv_weights.data(); }
@@ -222,13 +146,18 @@ void check_plan(const Group& group, Tensors<Acc>& t) {
 }
 
 template <class Acc>
-Status run(Rank& rank, Op op, Tensors<Acc>& t) {
+Status run(Rank& rank, Op op, Tensors<Acc>& t, bool scaled) {
   switch (op) {
-    case Op::kDispatch:
-      return rank.dispatch(
-          {t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), t.num_tokens, t.max_tokens, t.capacity,
-           t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
-          kTag);
+    case Op::kDispatch: {
+      DispatchArgs args{t.x.data(),         t.idx.data(),      sizeof(int64_t), t.weights.data(),      t.num_tokens,
+                        t.max_tokens,       t.capacity,        t.recv_x.data(), t.recv_weights.data(), t.offs.data(),
+                        t.recv_plan.data(), t.send_plan.data()};
+      if (scaled) {
+        args.x = t.codes.data(), args.recv_x = t.recv_codes.data();
+        args.scaled = {kRowFormat, t.scales.data(), t.recv_scales.data(), t.hidden, kScaleBytes};
+      }
+      return rank.dispatch(args, kTag);
+    }
     case Op::kCombineBackward:
       return rank.combine_backward(
           {t.x.data(), t.num_tokens, t.by_token ? nullptr : t.recv_x.data(), t.factors(), t.capacity, t.num_factors(),
@@ -251,7 +180,7 @@ void run_ops(Group& group, fuzz::Bytes& in) {
   bool touched = false;
   for (const Op op : kOps) {
     touched = scribble(group, in) || touched;
-    const Status status = run(rank, op, tensors);
+    const Status status = run(rank, op, tensors, group.scaled);
     switch (status.code) {
       case Code::kOk:
         break;
@@ -267,6 +196,7 @@ void run_ops(Group& group, fuzz::Bytes& in) {
       case Code::kPeerClosed:
       case Code::kPoisoned:
       case Code::kBoundMismatch:
+      case Code::kRowFormatMismatch:
         expect(touched, "an op among honest peers failed");
         return;
       default:
@@ -279,14 +209,16 @@ void run_ops(Group& group, fuzz::Bytes& in) {
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  fuzz::Bytes in(data, size);
-  Group group(in);
+  for (const bool with_scales : {false, true}) {
+    fuzz::Bytes in(data, size);
+    Group group(in, with_scales);
 #if !defined(MOE_RT_EMULATED_GPU)  // which has kernels for fp32 there
-  if (group.elem == rows::Elem::kFloat64) {
-    run_ops<double>(group, in);
-    return 0;
-  }
+    if (group.elem == rows::Elem::kFloat64) {
+      run_ops<double>(group, in);
+      continue;
+    }
 #endif
-  run_ops<float>(group, in);
+    run_ops<float>(group, in);
+  }
   return 0;
 }

@@ -19,6 +19,7 @@ using namespace moe_rt;
 namespace {
 
 constexpr int kTokens = 9, kHidden = 24, kTopk = 3, kExperts = 8;
+constexpr int kScales = 4;  // of a row that has some: its bytes are the codes then
 
 #if defined(MOE_RT_EMULATED_GPU)
 using Rank = emulation::Engine<kHidden, kTopk>;
@@ -34,6 +35,7 @@ struct Tensors {
   std::vector<float> x, weights, recv_x, recv_weights, out, grad_y, grad_recv_weights, grad_x, grad_weights;
   std::vector<int64_t> idx;
   std::vector<int32_t> offs, recv_plan, send_plan;
+  std::vector<float> scales, recv_scales;
   int64_t capacity;
   bool by_token;
   const int32_t* ids;  // in recv_plan
@@ -41,10 +43,15 @@ struct Tensors {
   // Of combine and its backward, which take no weights where rows are of tokens.
   float* factors() { return by_token ? nullptr : recv_weights.data(); }
   int64_t num_factors() const { return by_token ? kAnyCapacity : capacity; }
+  ScaledArgs scaled() {
+    if (scales.empty()) return {};
+    return {1, scales.data(), recv_scales.data(), kHidden * 4, kScales * 4};
+  }
 };
 
-Tensors make_tensors(const Shape& shape, int num_local, int64_t capacity) {
+Tensors make_tensors(const Shape& shape, int num_local, int64_t capacity, bool with_scales) {
   Tensors t;
+  if (with_scales) t.scales.resize(kTokens * kScales), t.recv_scales.resize(capacity * kScales);
   t.x.resize(kTokens * kHidden), t.out.resize(kTokens * kHidden), t.grad_x.resize(kTokens * kHidden);
   t.weights.assign(kTokens * kTopk, 1.0f), t.grad_weights.resize(kTokens * kTopk), t.idx.resize(kTokens * kTopk);
   t.capacity = capacity, t.by_token = shape.by_token();
@@ -78,15 +85,20 @@ struct Microbatch {
     num_tokens = static_cast<int>(random() % (kTokens + 1));
     for (int token = 0; token < num_tokens; ++token) {
       for (int c = 0; c < kHidden; ++c) t.x[token * kHidden + c] = element(rank, round, token, c);
+      std::copy_n(&t.x[token * kHidden], t.scales.empty() ? 0 : kScales, t.scales.begin() + token * kScales);
       for (int k = 0; k < kTopk; ++k) t.idx[token * kTopk + k] = static_cast<int>(random() % (kExperts + 1)) - 1;
     }
   }
   void dispatch(Rank& engine) {
-    expect_ok(
-        engine.dispatch({t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, kTokens, t.capacity,
-                         t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(), t.send_plan.data()},
-                        1),
-        "dispatch", rank, round);
+    expect_ok(engine.dispatch({t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, kTokens,
+                               t.capacity, t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(),
+                               t.send_plan.data(), t.scaled()},
+                              1),
+              "dispatch", rank, round);
+    for (int i = 0; i < t.offs.back() && !t.scales.empty(); ++i) {
+      expect(std::equal(&t.recv_x[i * kHidden], &t.recv_x[i * kHidden] + kScales, &t.recv_scales[i * kScales]),
+             "a row has the scales of another", rank, round);
+    }
     // A row's weight is 1 for each entry that named it; undo that, so that each distinct expert counts once.
     for (int i = 0; i < t.offs.back() && !t.by_token; ++i) t.recv_weights[i] = 1.0f;
     if (t.by_token) add_experts(t.recv_x);
@@ -155,8 +167,8 @@ struct Microbatch {
 
 // Rounds have one, two or three microbatches in flight. In D C D C a window is written again once the combine has
 // acknowledged it; in D D C C and D D D C C C windows take turns.
-void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, int64_t capacity, int num_local) {
-  std::vector<Microbatch> batches(3, {make_tensors(shape, num_local, capacity), rank, 0, 0});
+void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, Tensors tensors, int num_local) {
+  std::vector<Microbatch> batches(3, {std::move(tensors), rank, 0, 0});
   std::mt19937 random(1234u + static_cast<unsigned>(rank));
   for (int round = 0; round < rounds; ++round) {
     batches.resize(1 + round % 3, batches[0]);
@@ -180,6 +192,7 @@ int main(int argc, char** argv) {
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 200;
   const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
   const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
+  const bool with_scales = argc > 6 && std::string_view(argv[6]) == "scales";
   const Shape shape{num_ranks, kExperts, kTokens, kHidden,
                     kTopk,     4,        4,       by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
   const Layout layout = Layout::make(shape);
@@ -220,7 +233,8 @@ int main(int argc, char** argv) {
   }
   std::vector<std::thread> ranks;
   for (int r = 0; r < num_ranks; ++r) {
-    ranks.emplace_back([&, r] { run_rank(*engines[r], shape, r, rounds, capacity[r], num_local[r]); });
+    Tensors tensors = make_tensors(shape, num_local[r], capacity[r], with_scales);
+    ranks.emplace_back([&, r, tensors] { run_rank(*engines[r], shape, r, rounds, tensors, num_local[r]); });
   }
   for (std::thread& t : ranks) t.join();
   engines.clear();

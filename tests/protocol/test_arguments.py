@@ -14,6 +14,7 @@ from moe_rt import _engine
 ROOT = Path(__file__).resolve().parents[2]
 STRUCTS = {
     "DispatchArgs": "protocol/core/args.h",
+    "ScaledArgs": "protocol/core/args.h",
     "CombineArgs": "protocol/core/args.h",
     "CombineBackwardArgs": "protocol/core/args.h",
     "EndArgs": "protocol/core/args.h",
@@ -31,6 +32,8 @@ def fields_of(name: str) -> dict[str, int]:
     fields = {}
     for line in re.sub(r"//[^\n]*", "", body[1]).split(";")[:-1]:
         kind, *names = re.findall(r"[\w:*]+", line.replace("const ", ""))
+        if kind in STRUCTS:  # set later, by a property
+            continue
         fields.update({field.strip("*"): SIZES.get(kind, 8) for field in names if field.strip("*")})
     return fields
 
@@ -46,6 +49,16 @@ def test_each_name_fills_its_own_field(name: str) -> None:
         kind = ctypes.c_uint32 if size == 4 else ctypes.c_uint64
         assert kind.from_address(at).value == values[field], field
         at += size
+
+
+def test_scales_are_set_later() -> None:
+    """They lie behind all else, and are zero until then."""
+    names = fields_of("ScaledArgs")
+    args = _engine.DispatchArgs(**dict.fromkeys(fields_of("DispatchArgs"), 1))
+    here = (ctypes.c_uint64 * len(names)).from_address(args.address + 8 * len(fields_of("DispatchArgs")))
+    assert list(here) == [0] * len(names)
+    args.scaled = _engine.ScaledArgs(**{field: 5 + i for i, field in enumerate(names)})
+    assert list(here) == [5 + i for i in range(len(names))]
 
 
 @pytest.mark.parametrize("name", STRUCTS)

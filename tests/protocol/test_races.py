@@ -37,8 +37,8 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
         assert "WARNING" not in result.stderr
         assert f"{ranks} ranks of {lanes} lanes, {rounds} rounds: every output as expected" in result.stdout
-    for first_seq, layout in zip(NEAR_A_WRAP, ("experts", "tokens"), strict=True):
-        result = run(program, RANKS, LANES, "8", first_seq, layout)
+    for first_seq, *rows in zip([*NEAR_A_WRAP, "1"], ["experts", "tokens", "experts"], ["", "", "scales"], strict=True):
+        result = run(program, RANKS, LANES, "8", first_seq, *rows)
         assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -7,8 +7,16 @@ namespace moe_rt {
 
 // Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py; rows are of the payload's type, weights of the
 // accumulator's. Python fills the fields by name: host/launch_bindings.cpp.
+// What a dispatch has besides plain rows where rows come, or are delivered, as codes with scales.
+struct ScaledArgs {
+  int64_t row_format;               // what x and scales are, alike on every rank; zero if x is plain rows
+  const void* scales;               // of x, where that is codes
+  void* recv_scales;                // of recv_x
+  int64_t code_bytes, scale_bytes;  // of a row of recv_x, and of recv_scales
+};
+
 struct DispatchArgs {
-  const void* x;
+  const void* x;  // rows, or codes that come with scales
   const void* topk_idx;
   int64_t idx_bytes;  // of an entry: 8, or 4
   const void* topk_weights;
@@ -19,6 +27,7 @@ struct DispatchArgs {
   int32_t* offs;
   int32_t* recv_plan;
   int32_t* send_plan;
+  ScaledArgs scaled{};  // all zero where x and recv_x are plain rows
 };
 
 struct CombineArgs {
@@ -68,7 +77,7 @@ struct SwigluBackwardArgs {
 };
 
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(DispatchArgs) == 96 && sizeof(CombineArgs) == 88 && sizeof(CombineBackwardArgs) == 72 &&
+static_assert(sizeof(DispatchArgs) == 136 && sizeof(CombineArgs) == 88 && sizeof(CombineBackwardArgs) == 72 &&
                   sizeof(SwigluArgs) == 48 && sizeof(SwigluBackwardArgs) == 56,
               "the host's layout");
 

@@ -13,7 +13,8 @@ MOE_RT_FN Call call_of(const DispatchArgs& a, uint32_t tag) {
           .tag = tag,
           .num_tokens = int32_t(a.num_tokens),
           .max_tokens = int32_t(a.max_tokens),
-          .capacity = int32_t(a.capacity)};
+          .capacity = int32_t(a.capacity),
+          .row_format = uint32_t(a.scaled.row_format)};
 }
 
 MOE_RT_FN Call call_of(const CombineArgs& a, uint32_t tag, const RecvPlan& plan) {

@@ -2,7 +2,7 @@
 //
 // Current scaling: a block's largest magnitude becomes the largest code. fp8 is e4m3 without infinities (OCP 8-bit
 // floating point, 2023), rounded to nearest even; int8 is symmetric in [-127, 127]. A NaN or infinity in a block makes
-// all of it NaN, so that nothing that is not finite is lost. Codes come first in a row, scales after them.
+// all of it NaN, so that nothing that is not finite is lost.
 #pragma once
 
 #include "platform.h"
@@ -14,10 +14,19 @@ enum class Codec : int32_t { kRaw = 0, kFp8 = 1, kInt8 = 2 };
 
 inline constexpr int kCodecBlock = 128;
 
-MOE_RT_FN constexpr int64_t codec_scales_offset(int64_t hidden) { return round_up(hidden, 4); }
+// A token's row in a window where it has scales: codes first, then, at a multiple of 16 bytes, the scales. Those of a
+// codec of this file, or what a caller brought, of which only the bytes are known here.
+struct RowParts {
+  int64_t code_bytes, scale_bytes;
+  MOE_RT_FN constexpr int64_t scales_at() const { return round_up(code_bytes, 16); }
+  MOE_RT_FN constexpr int64_t bytes() const { return scales_at() + scale_bytes; }
+};
+
+MOE_RT_FN constexpr RowParts codec_parts(int64_t hidden) {
+  return {hidden, 4 * ((hidden + kCodecBlock - 1) / kCodecBlock)};
+}
 MOE_RT_FN constexpr int64_t codec_row_bytes(Codec codec, int64_t hidden, int64_t elem_bytes) {
-  if (codec == Codec::kRaw) return hidden * elem_bytes;
-  return codec_scales_offset(hidden) + 4 * ((hidden + kCodecBlock - 1) / kCodecBlock);
+  return codec == Codec::kRaw ? hidden * elem_bytes : codec_parts(hidden).bytes();
 }
 
 MOE_RT_FN uint32_t float_bits(float x) {

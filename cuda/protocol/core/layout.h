@@ -115,7 +115,7 @@ struct World {
   MOE_RT_FN Header header(uint64_t seq, const Call& call) const {
     return {.seq = seq,
             .config = config,
-            .call = call_word(call.op, call.tag, call.handle_seq),
+            .call = call_word(call),
             .status = Code::kOk,
             .num_tokens = call.num_tokens,
             .got = 0,

@@ -10,7 +10,7 @@ namespace moe_rt {
 struct Header {
   uint64_t seq;
   uint64_t config;
-  uint64_t call;  // call_word: which op, on which layer, reusing which handle
+  uint64_t call;  // call_word: which op, on which layer, of which rows or reusing which handle
   Code status;    // kOk, or why the source refuses this op
   int32_t num_tokens;
   int64_t got, expected;         // of the refusal
@@ -38,11 +38,14 @@ struct Call {
   uint64_t handle_seq = 0;  // of the dispatch whose handle is reused; 0 for dispatch itself
   int32_t num_tokens = 0;
   int32_t max_tokens = 0, capacity = 0;  // of a dispatch
+  uint32_t row_format = 0;               // of a dispatch: of rows with scales, else 0
 };
 
-// op | layer tag | low bits of the handle's dispatch number, so that two ranks combining different handles are told.
-MOE_RT_FN constexpr uint64_t call_word(Op op, uint32_t tag, uint64_t handle_seq) {
-  return uint64_t(op) << 60 | uint64_t(tag & ((1u << kTagBits) - 1)) << 32 | (handle_seq & 0xffffffffu);
+// op | layer tag | low bits of the handle's dispatch number, so that two ranks combining different handles are told, or
+// what a dispatch's rows are.
+MOE_RT_FN constexpr uint64_t call_word(const Call& call) {
+  const uint64_t rest = call.op == Op::kDispatch ? call.row_format : call.handle_seq & 0xffffffffu;
+  return uint64_t(call.op) << 60 | uint64_t(call.tag & ((1u << kTagBits) - 1)) << 32 | rest;
 }
 
 MOE_RT_FN constexpr Op op_of(const Header& header) { return Op(header.call >> 60); }
@@ -121,7 +124,9 @@ MOE_RT_FN Status check_header(const Header& theirs, const Header& ours, int peer
     s.code = is_refusal(theirs.status) ? theirs.status : Code::kCorruptPeer;
     s.got = theirs.got, s.expected = theirs.expected;
   } else if (theirs.call != ours.call && ours.status == Code::kOk) {
-    s.code = Code::kCallOrderMismatch, s.got = int64_t(theirs.call), s.expected = int64_t(ours.call);
+    const bool same_call = op_of(ours) == Op::kDispatch && theirs.call >> 32 == ours.call >> 32;
+    s.code = same_call ? Code::kRowFormatMismatch : Code::kCallOrderMismatch;
+    s.got = int64_t(theirs.call), s.expected = int64_t(ours.call);
   } else if (theirs.max_tokens != ours.max_tokens && ours.status == Code::kOk) {
     s.code = Code::kBoundMismatch, s.got = theirs.max_tokens, s.expected = ours.max_tokens;
   }

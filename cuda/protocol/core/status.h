@@ -21,9 +21,10 @@ enum class Code : int32_t {
   kPeerDead = 20,
   kPeerClosed = 21,
   kPoisoned = 22,
-  kFaultInjected = 23,  // on purpose: host/fault.h
-  kInterrupted = 24,    // by an exception of a signal handler, in this rank's own process
-  kBoundMismatch = 25,  // ranks gave a dispatch different max_tokens
+  kFaultInjected = 23,      // on purpose: host/fault.h
+  kInterrupted = 24,        // by an exception of a signal handler, in this rank's own process
+  kBoundMismatch = 25,      // ranks gave a dispatch different max_tokens
+  kRowFormatMismatch = 26,  // ranks gave a dispatch rows of different dtypes or numbers of scales
   // This rank alone: nothing was announced.
   kClosed = 32,
   kConcurrentUse = 33,

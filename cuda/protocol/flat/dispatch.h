@@ -2,8 +2,9 @@
 //
 //   dispatch           publish_rows + routing.h | wait | index.h, gather
 //   combine backward   publish_rows             | wait | gather_grad        (reuses the handle's plan: no routing)
-// `Rows` is the row primitive of the machine, each over `hidden` elements: publish(dst, src), spread(dsts, n, src) and
-// scale_dots(dst, y, rows, weights, g, dots, n). `Link` is how a peer's segment is reached (link.h).
+// `Rows` is the row primitive of the machine, over `hidden` elements of each row or over its codes and scales, which lie
+// in a tensor more: publish(dst, x, row), spread(to, rows, n, src), clear(to, row), and scale_dots(dst, y, rows, weights,
+// g, dots, n). `Link` is how a peer's segment is reached (link.h).
 #pragma once
 
 #include "../core/dims.h"
@@ -19,7 +20,7 @@ MOE_RT_FN void publish_rows(const Coop& coop, const World& w, int window, const 
                             const Rows& rows) {
   const Range tokens = coop.share(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; t += tokens.step) {
-    rows.publish(w.at<char>(w.rank, w.token_row(window, t)), x + t * rows.tensor_row_bytes());
+    rows.publish(w.at<char>(w.rank, w.token_row(window, t)), x, t);
   }
 }
 
@@ -55,12 +56,12 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
       out.recv_weights[i * dims.num_topk() + k] = 0;
     }
   }
-  char* dsts[Dims::kTopkBound];
+  int32_t to[Dims::kTopkBound];
   bool out_of_range = false;
   for_topk<Dims>(pull.copies, [&](int c) {
     const Copy copy = lists.copies[pull.first + c];
     const int64_t block = copy.expert * num_ranks + source;
-    dsts[c] = nullptr;
+    to[c] = kDropped;
     if (copy.expert < 0 || copy.expert >= num_local || copy.k < 0 || copy.k >= dims.num_topk() || copy.index < 0 ||
         copy.index >= b.end(copy.expert, source, int32_t(num_ranks)) - b.start[block]) {
       out_of_range = true;
@@ -68,16 +69,17 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
     }
     const int64_t row = by_token ? i : int64_t{b.start[block]} + copy.index;
     const bool fits = row < out.capacity, kept = fits && (c == 0 || !by_token);
-    if (kept) dsts[c] = out.recv_x + row * rows.tensor_row_bytes();
+    if (kept) to[c] = int32_t(row);
     if (!coop.leader()) return;
-    out.plan.rows[at + c] = kept ? int32_t(row) : kDropped;
+    out.plan.rows[at + c] = to[c];
     out.plan.ks[at + c] = copy.k;
     const int64_t entry = by_token ? row * dims.num_topk() + copy.k : row;
     if (fits) out.recv_weights[entry] = lists.weights[pull.first + c];
     if (fits && by_token) out.plan.ids[entry] = copy.expert;
   });
   if (out_of_range) return false;
-  rows.spread(dsts, pull.copies, link.source_row(w, source, w.token_row(window, pull.token), rows.encoded_row_bytes()));
+  rows.spread(out.recv_x, to, pull.copies,
+              link.source_row(w, source, w.token_row(window, pull.token), rows.encoded_row_bytes()));
   return true;
 }
 
@@ -91,7 +93,7 @@ MOE_RT_FN void clear_padding(const Coop& coop, const World& w, const int32_t* en
     const int64_t end = smaller(round_up(first, w.shape.alignment), num_rows);
     const Range share = coop.share(end - first);
     for (int64_t i = share.begin; i < share.end; i += share.step) {
-      rows.clear(to + (first + i) * rows.tensor_row_bytes());
+      rows.clear(to, first + i);
       if (coop.leader()) weights[first + i] = 0;
     }
   }
@@ -126,9 +128,7 @@ MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const R
     const Pulled p = plan.pulled[i];
     const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.encoded_row_bytes());
     if (!recv_weights) {
-      const int32_t row = plan.rows[p.first];
-      char* dsts[Dims::kTopkBound] = {row == kDropped ? nullptr : grad_y + row * rows.tensor_row_bytes()};
-      rows.spread(dsts, 1, g);
+      rows.spread(grad_y, plan.rows + p.first, 1, g);
       continue;
     }
     int32_t at[Dims::kTopkBound];

@@ -1,0 +1,28 @@
+// Moving a row by a group of lanes: neighbouring vectors to neighbouring lanes, several under way at once.
+#pragma once
+
+#include "../protocol/core/platform.h"
+
+namespace moe_rt {
+
+inline constexpr int kVectorsAtOnce = 4;  // of a copy that a lane has under way
+
+// Reads the n vectors of a row once; sink(to_row) may call to_row(dst) for each place that they go to.
+template <class Vector, class Group, class Sink>
+MOE_RT_FN void move_vectors(const Group& group, int n, const char* src, Sink&& sink) {
+  const int step = group.lanes() * kVectorsAtOnce;
+  for (int first = group.lane(); first < n; first += step) {
+    const auto at = [&](int i) { return first + i * group.lanes(); };
+    Vector batch[kVectorsAtOnce];
+    for (int i = 0; i < kVectorsAtOnce; ++i) {
+      if (at(i) < n) batch[i] = reinterpret_cast<const Vector*>(src)[at(i)];
+    }
+    sink([&](char* dst) {
+      for (int i = 0; i < kVectorsAtOnce; ++i) {
+        if (at(i) < n) reinterpret_cast<Vector*>(dst)[at(i)] = batch[i];
+      }
+    });
+  }
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,133 @@
+"""Dispatch as the engines of all machines run it: room for what comes, outputs, arguments, retries after overflows."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from moe_rt import _engine
+from moe_rt.config.row_format import RowFormat
+from moe_rt.errors import CapacityOverflow, Op, TooManyTokens
+from moe_rt.native.checks import NUM_TAGS, Checks, length
+
+# The op's own struct of cuda/protocol/core/args.h.
+Args: TypeAlias = _engine.DispatchArgs | _engine.CombineArgs | _engine.CombineBackwardArgs
+
+
+class Dispatching(Checks):
+    """The part of an engine that sends rows to experts, and the hooks that every op calls."""
+
+    num_parts: int  # of recv_x, between offs
+    _capacities: dict[int, int]  # of each bound that was used
+
+    @abstractmethod
+    def _rows(self, num_rows: int) -> Tensor:
+        """An uninitialised output [num_rows, H] of the payload's dtype."""
+
+    @abstractmethod
+    def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised output of codes or scales."""
+
+    @abstractmethod
+    def _run(self, op: Op, args: Args, tag: int) -> None:
+        """Runs an op."""
+
+    @abstractmethod
+    def _grow(self, max_tokens: int) -> bool:
+        """After an overflow: room for all that the dispatch needed, of this bound. False where capacity is fixed."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows of recv_x on this rank, in a dispatch without a bound of its own."""
+        return self._capacities[self.spec.num_max_tokens_per_rank]
+
+    def capacity_for(self, max_tokens: int | None) -> int:
+        """Rows of recv_x where no rank sends more tokens."""
+        if max_tokens is None:
+            return self.capacity
+        if max_tokens not in self._capacities:
+            self._capacities[max_tokens] = self.spec.capacity(self.rank, max_tokens)
+        return self._capacities[max_tokens]
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None = None,
+        scaled: bool = False, scales: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """x [T, H], topk_idx [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan.
+
+        With `scaled` recv_x is codes, and recv_scales comes last: x is codes, too, that come with `scales`, or, where
+        there are none, rows that travel as codes.
+        """
+        if type(tag) is not int or not 0 <= tag < NUM_TAGS:
+            self._refuse_tag(Op.DISPATCH, tag)
+        s, num_tokens, most = self.spec, length(x), self.spec.num_max_tokens_per_rank
+        if max_tokens is not None:
+            if type(max_tokens) is not int or not 1 <= max_tokens <= most:
+                self._refuse_bound(tag, max_tokens)
+            most = max_tokens
+        row = self._check_scaled(tag, x, scales) if scaled else None
+        if scales is None:
+            self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype)
+        if num_tokens > most:
+            limit = "num_max_tokens_per_rank" if max_tokens is None else "max_tokens"
+            error = TooManyTokens(f"x: got {num_tokens} tokens, expected at most {limit} = {most}")
+            self._refuse(Op.DISPATCH, tag, error, num_tokens, most)
+        idx_dtype = torch.int32 if topk_idx.dtype is torch.int32 else torch.int64
+        self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), idx_dtype)
+        self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), self._acc_dtype)
+        x, topk_idx, topk_weights = self._input(x), self._input(topk_idx), self._input(topk_weights)
+        if scales is not None:
+            scales = self._input(scales)
+        try:
+            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+        except CapacityOverflow:  # all ranks see the same overflow and the same need, so all retry alike, and once
+            if not self._grow(most):
+                raise
+        return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+
+    def _dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens: int, tag: int, max_tokens: int,
+        row: RowFormat | None, scales: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
+        recv_x = self._rows(capacity) if row is None else self._matrix(capacity, row.num_codes, row.codes)
+        recv_weights = topk_weights.new_empty(self.weights_shape(capacity) if self.by_token else capacity)
+        offs = topk_idx.new_empty(self.num_parts, dtype=torch.int32)
+        recv_plan = topk_idx.new_empty(self.plan_ints, dtype=torch.int32)
+        send_plan = topk_idx.new_empty(num_tokens, self.spec.num_topk, dtype=torch.int32)
+        args = _engine.DispatchArgs(
+            x=x.data_ptr(),
+            topk_idx=topk_idx.data_ptr(),
+            idx_bytes=topk_idx.itemsize,
+            topk_weights=topk_weights.data_ptr(),
+            num_tokens=num_tokens,
+            max_tokens=max_tokens,
+            capacity=capacity,
+            recv_x=recv_x.data_ptr(),
+            recv_weights=recv_weights.data_ptr(),
+            offs=offs.data_ptr(),
+            recv_plan=recv_plan.data_ptr(),
+            send_plan=send_plan.data_ptr(),
+        )
+        if row is None:
+            self._run(Op.DISPATCH, args, tag)
+            return recv_x, recv_weights, offs, recv_plan, send_plan
+        recv_scales = self._matrix(capacity, row.num_scales, row.scales)
+        args.scaled = _engine.ScaledArgs(
+            row_format=0 if scales is None else row.word(self.spec.hidden),
+            scales=0 if scales is None else scales.data_ptr(),
+            recv_scales=recv_scales.data_ptr(),
+            code_bytes=row.code_bytes,
+            scale_bytes=row.scale_bytes,
+        )
+        self._run(Op.DISPATCH, args, tag)
+        return recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales
+
+    def _input(self, t: Tensor) -> Tensor:
+        """The same values as C++ reads them: torch may owe a sign to what is in memory, or have no memory at all."""
+        if t.is_neg() or t._is_zerotensor():
+            t = t.resolve_neg() if t.is_neg() else torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+        return t.contiguous()
