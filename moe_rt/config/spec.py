@@ -17,7 +17,7 @@ from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # Dtypes of rows in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {getattr(torch, name): i for i, (name, _) in enumerate(_engine.elements())}

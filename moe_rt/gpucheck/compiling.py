@@ -60,6 +60,7 @@ NEEDED = (
     *(Variant("kernels.cu", elem, 20, 3) for elem in ("F32", "Bf16", "F16", "F64")),
     Variant("kernels.cu", "F32", 17, 3),
     Variant("kernels.cu", "Bf16", 17, 3),
+    Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),
     *(Variant("kernels.cu", elem, 1024, 4) for elem in ("F32", "Bf16")),
     Variant(NETWORK, "F32", 20, 3),
 )

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from moe_rt.comm.buffer import Buffer
+from moe_rt.config.row_format import RowFormat
+from moe_rt.config.spec import BufferSpec
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
+from moe_rt.testing.rounds import Inputs, buffer_kwargs, expect, make_inputs, make_spec, play
+from moe_rt.testing.scaled_rounds import make_scaled, play_scaled
 from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FP8 = torch.float8_e4m3fn
 ROUNDS = 3  # windows take turns, and the third meets the first again
 TIMEOUT_S = 20.0
+Play: TypeAlias = Callable[[Buffer, int, torch.device], None]  # a rank's part of a turn
 
 
 @dataclass(frozen=True)
 class Case:
-    """`most` tokens on some rank and none on another, where there are several."""
+    """`most` tokens on some rank and none on another, where there are several.
+
+    With `row` the tokens are codes and scales; with `coded` the buffer makes them, and delivers them so.
+    """
 
     name: str
     kind: str = "random"
@@ -30,6 +39,8 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     idx_dtype: torch.dtype = torch.int64
+    row: RowFormat | None = None
+    coded: bool = False
 
     def num_tokens(self, size: int, turn: int) -> list[int]:
         if size == 1 or not self.idle:
@@ -43,6 +54,8 @@ def cases(size: int, quick: bool) -> list[Case]:
     dtypes = (torch.float32, torch.bfloat16) if quick else DTYPES
     scattered = [(e * 5 + 2) % size for e in range(9)]
     drop = {"capacity_factor": 0.4, "overflow": "drop"}
+    bf16, tokens = {"dtype": torch.bfloat16}, {"layout": "tokens"}
+    fp8 = {"dispatch_dtype": FP8, "combine_dtype": FP8}
     found = [Case(f"random {_short(d)}", changes={"dtype": d}) for d in dtypes]
     found += [
         Case("distinct", "topk"),
@@ -50,9 +63,12 @@ def cases(size: int, quick: bool) -> list[Case]:
         Case("odd rows", changes={"hidden": 17}),
         Case("odd rows bf16", changes={"hidden": 17, "dtype": torch.bfloat16}),
         Case("dropped", "topk", idle=False, changes=drop),
-        Case("rows of tokens", changes={"layout": "tokens"}),
+        Case("rows of tokens", changes=tokens),
         Case("aligned experts", changes={"expert_alignment": 16}),
         Case("a bound of the call", most=7, max_tokens=7, idx_dtype=torch.int32),
+        Case("rows with scales", changes=bf16, row=RowFormat(FP8, 20, torch.float32, 2)),
+        Case("two codes in a byte", changes=bf16 | tokens, row=RowFormat(torch.uint8, 10, torch.uint8, 5)),
+        Case("codes of the buffer", changes=bf16 | fp8, coded=True),
     ]
     if set(scattered) == set(range(size)):
         found.append(Case("scattered placement", changes={"placement": scattered}))
@@ -64,6 +80,8 @@ def cases(size: int, quick: bool) -> list[Case]:
     if size <= 2:
         real = {"hidden": 7168, "num_topk": 8, "num_experts": 16, "dtype": torch.bfloat16}
         found.append(Case("large rows", "topk", most=8, changes=real))
+        scaled = RowFormat(FP8, 7168, torch.float32, 56)
+        found.append(Case("large rows with scales", "topk", most=8, changes=real, row=scaled))
     return found
 
 
@@ -87,16 +105,36 @@ def run_case(device: Any, size: int, case: Case, rounds: int = ROUNDS, *, second
     inputs = [make_inputs(spec, case.num_tokens(size, turn), seed, case.kind) for turn, seed in enumerate(seeds)]
     for given in inputs:
         given.topk_idx[:] = [idx.to(case.idx_dtype) for idx in given.topk_idx]
-    expected = [expect(spec, given, seed, case.max_tokens) for given, seed in zip(inputs, seeds, strict=True)]
+    play_one = _scaled_rounds(case, inputs, seeds) if case.row or case.coded else _rounds(spec, case, inputs, seeds)
 
     def work(group: ThreadGroup) -> None:
         with Buffer(group, timeout_s=TIMEOUT_S, **buffer_kwargs(spec)) as buffer:
             for turn in range(rounds):
-                where = torch_device(device)
-                play(buffer, inputs[turn], expected[turn], where, turn, max_tokens=case.max_tokens, rows_to_spare=turn)
+                play_one(buffer, turn, torch_device(device))
             buffer.check()
 
     ThreadRanks(size, device).run(work, seconds=seconds)
+
+
+def _rounds(spec: BufferSpec, case: Case, inputs: list[Inputs], seeds: list[int]) -> Play:
+    expected = [expect(spec, given, seed, case.max_tokens) for given, seed in zip(inputs, seeds, strict=True)]
+
+    def play_one(buffer: Buffer, turn: int, device: torch.device) -> None:
+        play(buffer, inputs[turn], expected[turn], device, turn, max_tokens=case.max_tokens, rows_to_spare=turn)
+
+    return play_one
+
+
+def _scaled_rounds(case: Case, inputs: list[Inputs], seeds: list[int]) -> Play:
+    made = [
+        None if case.row is None else make_scaled(case.row, given.num_tokens, seed)
+        for given, seed in zip(inputs, seeds, strict=True)
+    ]
+
+    def play_one(buffer: Buffer, turn: int, device: torch.device) -> None:
+        play_scaled(buffer, inputs[turn], made[turn], device, turn, max_tokens=case.max_tokens)
+
+    return play_one
 
 
 def _short(dtype: torch.dtype) -> str:

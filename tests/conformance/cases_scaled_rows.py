@@ -47,6 +47,15 @@ def scaled_round(
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in outputs]
 
 
+def round_in_dirty_memory(group: Any, spec: BufferSpec, row: RowFormat, num_tokens: list[int]) -> None:
+    """Whatever is not written is NaN, or the largest of integers."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        scaled_round(group, spec, row, num_tokens, [1, 2])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def turns(group: Any) -> None:
     """Plain rows, rows with scales of two formats, and plain ones again, in the same windows."""
     spec = make_spec(3, dtype=torch.bfloat16)
@@ -82,17 +91,22 @@ def each_for_itself(group: Any) -> None:
         buffer.combine(recv_x, weights, handle)
 
 
-def as_they_lie(group: Any) -> None:
+def as_they_lie(group: Any, spec: BufferSpec, row: RowFormat) -> None:
     """Scales by columns, as some products want them, codes that begin at odd addresses, and rows of wider tensors."""
-    spec = make_spec(2, dtype=torch.bfloat16)
     inputs = make_inputs(spec, [12, 7], 3)
-    sent = make_scaled(PLAIN, [12, 7], 4)
+    sent = make_scaled(row, [12, 7], 4)
     odd = []
     for codes, scales in sent:
         memory = torch.zeros(codes.numel() + 1, dtype=torch.uint8)
         memory[1:] = codes.view(torch.uint8).flatten()
-        odd.append((memory[1:].view(FP8).view(codes.shape), scales.T.contiguous().T))
-    wide = [(torch.cat([c.view(torch.uint8)] * 2, 1).view(FP8)[:, :20], torch.cat([s, s], 1)[:, :2]) for c, s in sent]
+        odd.append((memory[1:].view(row.codes).view(codes.shape), scales.T.contiguous().T))
+    wide = [
+        (
+            torch.cat([c.view(torch.uint8)] * 2, 1).view(row.codes)[:, : row.num_codes],
+            torch.cat([s, s], 1)[:, -row.num_scales :],
+        )
+        for c, s in sent
+    ]
     with open_buffer(group, spec) as buffer:
         for given in (odd, wide):
             play_scaled(buffer, inputs, given, CPU)
@@ -112,6 +126,16 @@ def retried(group: Any) -> int:
         check_bits("codes", codes[:n], want_codes[:n])
         check_bits("scales", scales[:n], want_scales[:n])
     return len(codes)
+
+
+def other_tags(group: Any) -> str:
+    """Both ranks send rows with scales, of one layer and of another."""
+    spec = make_spec(2, dtype=torch.bfloat16)
+    inputs = make_inputs(spec, [4, 4], 1)
+    sent = make_scaled(PLAIN, [4, 4], 1)
+    with open_buffer(group, spec) as buffer:
+        rank = buffer.rank
+        return outcome(buffer, lambda: buffer.dispatch(sent[rank], *mine(inputs, rank), tag=rank + 1))
 
 
 def outcome(buffer: Buffer, act: Callable[[], Any]) -> str:

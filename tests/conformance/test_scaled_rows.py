@@ -60,7 +60,7 @@ class TestHeap:
     def test_padding_is_zero(self, make_ranks: MakeRanks, heap: str, alignment: int) -> None:
         for row in (cases.PLAIN, FORMATS["two codes in a byte, odd"]):
             spec = make_spec(3, expert_alignment=alignment, dtype=torch.bfloat16, placement=UNEVEN)
-            make_ranks(heap, 3).run(cases.scaled_round, spec, row, tokens_for(3), [1, 2])
+            make_ranks(heap, 3).run(cases.round_in_dirty_memory, spec, row, tokens_for(3))
 
     @pytest.mark.parametrize("changes", [{}, {"layout": "tokens"}, {"expert_alignment": 8}], ids=str)
     def test_drop_beyond_capacity(self, make_ranks: MakeRanks, heap: str, changes: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class TestHeap:
         make_ranks(heap, 3).run(cases.each_for_itself)
 
     def test_any_memory(self, make_ranks: MakeRanks, heap: str) -> None:
-        make_ranks(heap, 2).run(cases.as_they_lie)
+        make_ranks(heap, 2).run(cases.as_they_lie, make_spec(2, dtype=torch.bfloat16), cases.PLAIN)
 
     @pytest.mark.parametrize(
         ("row", "got"),
@@ -147,6 +147,15 @@ class TestHeap:
         assert texts[1].startswith(f"InvalidInput: {message}"), texts[1]
         ended = ("InvalidInput: ", "GroupPoisoned: ") if heap == "loopback" else ("InvalidInput: ",)
         assert all(text.startswith(ended) for text in texts), texts
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_other_layers_are_told_without_a_handle(make_ranks: MakeRanks, heap: str) -> None:
+    """A dispatch has none, though its word says something in that place."""
+    texts = make_ranks(heap, 2).run(cases.other_tags)
+    assert any(text.startswith("CallOrderMismatch: ") for text in texts), texts
+    assert all("handle" not in text for text in texts), texts
+    assert heap == "shm" or any("dispatch of layer tag 1; " in text or "tag 2; " in text for text in texts), texts
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.cases_scaled_rows import as_they_lie, scaled_round
 from device.emulated import EmulatedGpu
 from harness import ThreadRanks
 from rounds import full_round, one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
+from moe_rt.config.row_format import RowFormat
 from moe_rt.native.cuda import blocks_of_a_wait
 
 # 32 and more: warps of 32 lanes, and tiles of routing whose masks have a word or more; 33 lanes are no whole warps.
@@ -27,6 +29,14 @@ SIZES: dict[str, dict[str, Any]] = {
     ),
 }
 
+# Parts of 16 bytes' multiples, more than lanes have under way at once, and of 4 and 1.
+FP8 = torch.float8_e4m3fn
+SCALED = (
+    RowFormat(FP8, 1600, torch.float32, 16),
+    RowFormat(torch.int8, 36, torch.int32, 3),
+    RowFormat(torch.uint8, 33, torch.uint8, 7),
+)
+
 
 @pytest.mark.parametrize("lanes", LANES)
 class TestLanes:
@@ -38,6 +48,20 @@ class TestLanes:
     def test_coded_rows(self, lanes: int) -> None:
         spec = make_spec(3, hidden=150, dispatch_dtype=torch.int8, combine_dtype=torch.int8)
         ThreadRanks(3, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [12, 0, 7], 2, "topk")
+
+    def test_rows_with_scales(self, lanes: int) -> None:
+        ranks = ThreadRanks(3, EmulatedGpu(num_sms=6, threads=lanes))
+        for row in SCALED:
+            ranks.run(scaled_round, make_spec(3, hidden=row.num_codes, dtype=torch.bfloat16), row, [12, 0, 7], [2])
+
+
+@pytest.mark.parametrize("row", [RowFormat(FP8, 48, torch.float32, 4), RowFormat(torch.uint8, 24, torch.uint8, 7)])
+def test_vectors_of_rows_with_scales(row: RowFormat) -> None:
+    """Of the widest that divide a part; one that is not aligned ends the process. Padding is cleared in the same."""
+    spec = make_spec(2, hidden=48, dtype=torch.bfloat16, expert_alignment=8)
+    ranks = ThreadRanks(2, EmulatedGpu(num_sms=6, threads=32, constants=True))
+    ranks.run(scaled_round, spec, row, [12, 7], [3])
+    ranks.run(as_they_lie, spec, row)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

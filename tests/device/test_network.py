@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.cases_scaled_rows import PLAIN, scaled_round
 from device.emulated import EmulatedGpu
 from harness import ThreadRanks
 from rounds import CPU, chain, full_round
@@ -51,6 +52,13 @@ def test_round(gpu: EmulatedGpu, size: int, dtype: torch.dtype) -> None:
     tokens = [(5 * rank) % 13 for rank in range(size)]
     ThreadRanks(size, gpu).run(full_round, spec, tokens, size, "random")
     assert gpu.launched.count("dispatch_fetch") == size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_with_scales(gpu: EmulatedGpu, size: int) -> None:
+    """Of other bytes than a row of the buffer has, through the same staging."""
+    spec = make_spec(size, dtype=torch.bfloat16, placement=[e % size for e in range(9)])
+    ThreadRanks(size, gpu).run(scaled_round, spec, PLAIN, [12, 0, 7][:size], [1, 2])
 
 
 def test_overflow_is_dropped(gpu: EmulatedGpu) -> None:

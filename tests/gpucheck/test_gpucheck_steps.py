@@ -31,10 +31,12 @@ def test_correctness(size: int) -> None:
     assert (record["result"], record["error"]) == ("ok", "")
 
 
-@pytest.mark.parametrize("name", ["many tokens", "large rows", "no tokens", "scattered placement"])
+@pytest.mark.parametrize(
+    "name", ["many tokens", "large rows", "large rows with scales", "no tokens", "scattered placement"]
+)
 def test_cases_of_the_full_run(name: str) -> None:
     (case,) = [case for case in correctness.cases(2, quick=False) if case.name == name]
-    correctness.run_case(EmulatedGpu(), 2, case, 1 if name == "large rows" else 3)
+    correctness.run_case(EmulatedGpu(), 2, case, 1 if "large" in name else 3)
 
 
 def test_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

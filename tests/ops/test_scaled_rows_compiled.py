@@ -1,4 +1,4 @@
-"""Rows with scales under torch's dispatcher: contracts (opcheck), fakes, torch.compile, and gradients that are refused."""
+"""Rows with scales under torch's dispatcher: contracts (opcheck), fakes, torch.compile, and refused gradients."""
 
 from __future__ import annotations
 

@@ -88,6 +88,7 @@ def test_what_nobody_wrote_is_nan_where_torch_is_told_to_be_deterministic() -> N
     torch.use_deterministic_algorithms(True)
     try:
         assert Recycler().empty(*SHAPE, torch.float32).isnan().all()
+        assert (Recycler().empty(*SHAPE, torch.int32) == 2**31 - 1).all()  # what has no NaN, as torch.empty
     finally:
         torch.use_deterministic_algorithms(False)
 
