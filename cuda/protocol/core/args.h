@@ -7,6 +7,7 @@ namespace moe_rt {
 
 // Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py; rows are of the payload's type, weights of the
 // accumulator's. Python fills the fields by name: host/launch_bindings.cpp.
+
 // What a dispatch has besides plain rows where rows come, or are delivered, as codes with scales.
 struct ScaledArgs {
   int64_t row_format;               // what x and scales are, alike on every rank; zero if x is plain rows
