@@ -12,10 +12,12 @@ from device.pretend_cuda import SYNCS
 from harness import ThreadRanks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.modular_kernel import TopKWeightAndReduce
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from moe_rt import Buffer
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.vllm import token_rows
 from moe_rt.integrations.vllm.token_rows import TokenRowsPrepareAndFinalize
 
@@ -51,14 +53,44 @@ def inputs_of(rank: int, num_topk: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(NUM_TOKENS[rank], H, generator=generator), weights, ids
 
 
-def one_layer(group: Any, num_topk: int, placement: tuple[int, ...], on_input: bool, reduced: bool) -> None:
+def plain() -> FusedMoEQuantConfig:
+    return FusedMoEQuantConfig.make(None)
+
+
+def fp8(**scales_of: Any) -> FusedMoEQuantConfig:
+    return FusedMoEQuantConfig.make(torch.float8_e4m3fn, **scales_of)
+
+
+FP8 = {"blocks": fp8(block_shape=[8, 8]), "tokens": fp8(per_act_token_quant=True)}
+
+
+def quantised(a: Tensor, scale: Any, quant_dtype: Any, per_act_token_quant: bool, block_shape: Any) -> Any:
+    """vLLM's kernels for it are for GPUs."""
+    assert (scale, quant_dtype) == (None, torch.float8_e4m3fn)
+    blocks = a.unflatten(1, (1 if per_act_token_quant else -1, H if per_act_token_quant else block_shape[1]))
+    scales = blocks.abs().amax(2).clamp(min=1e-4) / 448
+    return (blocks / scales[..., None]).flatten(1).to(quant_dtype), scales
+
+
+def one_layer(
+    group: Any,
+    num_topk: int,
+    placement: tuple[int, ...],
+    on_input: bool,
+    reduced: bool,
+    quant: FusedMoEQuantConfig,
+    deferred: bool = False,
+) -> None:
     sizes = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=num_topk, num_experts=E, timeout_s=60.0)
     with Buffer(group, layout="tokens", dtype=torch.float32, placement=placement, **sizes) as buffer:
         layer = TokenRowsPrepareAndFinalize(buffer)
         x, weights, ids = inputs_of(buffer.rank, num_topk)
         with NoValueRead():
-            rows, scales, _, numbers, row_weights = layer.prepare(x, weights, ids, E, None, on_input, None, True)
-        assert scales is None
+            rows, scales, _, numbers, row_weights = layer.prepare(x, weights, ids, E, None, on_input, quant, deferred)
+        assert (scales is None) == (quant.quant_dtype is None or deferred)
+        if scales is not None:
+            assert rows.dtype is torch.float8_e4m3fn
+            rows = rows.float() * scales.repeat_interleave(H // scales.shape[1], 1)
         assert rows.shape == (3 * MOST, H)
         assert numbers.dtype is torch.int64
         assert numbers.shape == row_weights.shape == (3 * MOST, num_topk)
@@ -77,7 +109,8 @@ def one_layer(group: Any, num_topk: int, placement: tuple[int, ...], on_input: b
     for k in range(num_topk):
         w, e = weights[:, k, None], ids[:, k, None]
         want += expert(x * w, e) if on_input else w * expert(x, e)
-    torch.testing.assert_close(out, want)
+    close = {"rtol": 0.1, "atol": 0.1} if scales is not None else {}
+    torch.testing.assert_close(out, want, **close)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=["round robin", "blocks"])
@@ -87,7 +120,29 @@ def test_sums_are_those_of_all_experts(
     monkeypatch: pytest.MonkeyPatch, num_topk: int, on_input: bool, reduced: bool, placement: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(token_rows, "most_tokens", lambda: MOST)
-    ThreadRanks(3, EmulatedGpu()).run(one_layer, num_topk, placement, on_input, reduced)
+    ThreadRanks(3, EmulatedGpu()).run(one_layer, num_topk, placement, on_input, reduced, plain())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("scales_of", FP8)
+def test_fp8_travels_with_its_scales(monkeypatch: pytest.MonkeyPatch, scales_of: str, deferred: bool) -> None:
+    monkeypatch.setattr(token_rows, "most_tokens", lambda: MOST)
+    monkeypatch.setattr(token_rows, "moe_kernel_quantize_input", quantised)
+    ThreadRanks(3, EmulatedGpu()).run(one_layer, 3, PLACEMENTS[0], False, True, FP8[scales_of], deferred)
+
+
+def test_scales_of_whole_batches_are_refused() -> None:
+    def experts(quant: FusedMoEQuantConfig) -> Any:
+        return SimpleNamespace(quant_config=quant, expects_unquantized_inputs=False)
+
+    sizes = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=1, num_experts=E, dtype=torch.bfloat16)
+    with Buffer(ThreadGroup.make(1)[0], layout="tokens", **sizes) as buffer:
+        layer = TokenRowsPrepareAndFinalize(buffer)
+        for quant in (plain(), *FP8.values()):
+            layer.post_init_setup(experts(quant))
+        for quant in (fp8(), FusedMoEQuantConfig.make(torch.int8, per_act_token_quant=True)):
+            with pytest.raises(InvalidConfig, match="whose tokens travel as"):
+                layer.post_init_setup(experts(quant))
 
 
 def test_the_bound_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

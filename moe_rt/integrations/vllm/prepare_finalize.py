@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEActivationFormat,
     FusedMoEExperts,
@@ -56,13 +57,18 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         return True
 
     def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:
-        """Raises InvalidConfig if the experts want tokens that were quantised before they travel."""
+        """Raises InvalidConfig if the experts want tokens that were quantised in a way that does not travel."""
         quantised = fused_experts.quant_config.quant_dtype
-        if quantised is not None and not fused_experts.expects_unquantized_inputs:
+        as_they_are = quantised is None or fused_experts.expects_unquantized_inputs
+        if not as_they_are and not self.sends(fused_experts.quant_config):
             raise InvalidConfig(
                 f"vllm: got experts {type(fused_experts).__name__} whose tokens travel as {quantised}, expected "
                 "experts that take them as they are; or unset MOE_RT_VLLM"
             )
+
+    def sends(self, quant_config: FusedMoEQuantConfig) -> bool:
+        """Whether tokens may be quantised so before they travel: on CPUs, not at all."""
+        return False
 
     def prepare(
         self,
