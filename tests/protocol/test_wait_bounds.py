@@ -6,8 +6,8 @@ import subprocess
 from typing import NamedTuple
 
 import pytest
+from programs import compile_program
 
-from build import compile_program
 from moe_rt.errors import Code
 
 MACHINES = ("cpu", "gpu")
