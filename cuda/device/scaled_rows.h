@@ -10,20 +10,19 @@
 
 namespace moe_rt {
 
-template <int kBytes>
-struct alignas(kBytes) Bytes {
-  char bytes[kBytes];
+struct alignas(16) FourWords {
+  uint32_t words[4];
 };
 
 // fn(vector, n): an example of the vector of which n are so many bytes.
 template <class Fn>
 MOE_RT_FN void with_vectors(int64_t bytes, Fn&& fn) {
   if (bytes % 16 == 0) {
-    fn(Bytes<16>{}, int(bytes / 16));
+    fn(FourWords{}, int(bytes / 16));
   } else if (bytes % 4 == 0) {
-    fn(Bytes<4>{}, int(bytes / 4));
+    fn(uint32_t{}, int(bytes / 4));
   } else {
-    fn(Bytes<1>{}, int(bytes));
+    fn(char{}, int(bytes));
   }
 }
 
