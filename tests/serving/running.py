@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Before vLLM is imported, which is once, by the process that all engines are forked from.
-os.environ |= {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker  # noqa: F401
-from engine_ranks import EngineRanks
-from models import save
+from moe_rt.testing.serving import import_vllm
+from moe_rt.testing.serving.engines import EngineRanks
+from moe_rt.testing.serving.models import save_apart
+
+import_vllm()  # once, by the process that all engines and servers are forked from
 
 
 @pytest.fixture(scope="session")
@@ -32,12 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(family: str) -> Path:
         if family not in saved:
-            saved[family] = tmp_path_factory.mktemp(family)
-            # Not here: progress bars start a thread, and engines are forked from a process that has none.
-            saving = multiprocessing.get_context("fork").Process(target=save, args=(family, saved[family]))
-            saving.start()
-            saving.join()
-            assert saving.exitcode == 0
+            saved[family] = save_apart(family, tmp_path_factory.mktemp(family))
         return saved[family]
 
     return get

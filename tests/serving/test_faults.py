@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from asked import LENGTHS, PROMPTS, dealt
-from engine_ranks import EngineRanks, Failed
+
+from moe_rt.testing.serving.engines import EngineRanks, Failed
 
 BEYOND_THE_START = 200  # an op's number; making an engine takes fewer ops
 

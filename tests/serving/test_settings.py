@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_ranks import EngineRanks, Failed
 from vllm.model_executor.layers.fused_moe import all2all_utils
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.vllm import factory, settings
+from moe_rt.testing.serving.engines import EngineRanks, Failed
 
 SERVED = dict(all2all_backend="allgather_reducescatter", pcp_size=1, enable_eplb=False, ep_size=2, use_ep=True)
 

@@ -87,8 +87,8 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         recv_x, recv_weights, handle = self._buffer.dispatch(a1, topk_ids, topk_weights, tag=self._tag)
         self._sent = recv_weights, handle
         num_rows = int(handle.offs[-1])  # CPU ranks have waited for the rows anyway
-        experts = torch.arange(len(handle.offs), dtype=torch.int32)
-        experts = experts.repeat_interleave(handle.num_recv_tokens_per_expert, output_size=num_rows)[:, None]
+        rows = torch.arange(num_rows, dtype=torch.int32)
+        experts = torch.searchsorted(handle.offs, rows, right=True, out_int32=True)[:, None]
         return recv_x[:num_rows], None, None, experts, torch.ones(num_rows, 1)
 
     def finalize(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
-_COMMON = dict(vocab_size=VOCABULARY, hidden_size=256, initializer_range=0.08, max_position_embeddings=2048)
-_COMMON |= dict(bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False)
+_COMMON: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden_size=256, initializer_range=0.08)
+_COMMON |= dict(max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False)
+
+
+def _config(name: str, **sizes: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, name)(**_COMMON, **sizes)
 
 
 def qwen3_moe() -> Any:
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        **_COMMON, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8,
+    return _config(
+        "Qwen3MoeConfig", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=128, intermediate_size=256, norm_topk_prob=True,
     )  # fmt: skip
 
@@ -28,20 +33,16 @@ def uneven() -> Any:
 
 
 def mixtral() -> Any:
-    from transformers import MixtralConfig
-
-    return MixtralConfig(
-        **_COMMON, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=8,
+    return _config(
+        "MixtralConfig", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=8,
         num_experts_per_tok=2, intermediate_size=128,
     )  # fmt: skip
 
 
 def deepseek_v3() -> Any:
     """Latent attention, a dense layer first, a shared expert, groups of experts, scaled outputs."""
-    from transformers import DeepseekV3Config
-
-    return DeepseekV3Config(
-        **_COMMON, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None,
+    return _config(
+        "DeepseekV3Config", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None,
         kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64, n_routed_experts=8,
         num_experts_per_tok=2, n_group=2, topk_group=1, n_shared_experts=1, moe_intermediate_size=128,
         intermediate_size=256, first_k_dense_replace=1, routed_scaling_factor=2.5, norm_topk_prob=True,
@@ -56,20 +57,30 @@ def one_sided() -> Any:
 
 def llama() -> Any:
     """Without experts."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        **_COMMON, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256
+    return _config(
+        "LlamaConfig", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256
     )
 
 
-def save(family: str, path: Path) -> Path:
-    """A model of one of the families above, with a tokenizer of bytes, in `path`."""
+def save_apart(family: str, path: Path, **sizes: Any) -> Path:
+    """`save` in a process of its own: its progress bars start a thread, and engines are forked from one without."""
+    saving = multiprocessing.get_context("fork").Process(target=save, args=(family, path), kwargs=sizes)
+    saving.start()
+    saving.join()
+    if saving.exitcode != 0:
+        raise RuntimeError(f"no model was saved; the process ended with {saving.exitcode}")
+    return path
+
+
+def save(family: str, path: Path, **sizes: Any) -> Path:
+    """A model of one of the families above, with a tokenizer of bytes, in `path`; `sizes` replace the family's."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     config = globals()[family]()
+    for name, size in sizes.items():
+        setattr(config, name, size)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if family == "one_sided":

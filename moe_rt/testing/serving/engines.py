@@ -1,18 +1,18 @@
 """vLLM engines as data-parallel ranks, forked from a process that has imported vLLM: they start in seconds.
 
 A rank gets orders as JSON, one at a time: {"prompts": [[id]], "lengths": [int], "more": arguments of SamplingParams}.
-For each request it answers its tokens and, if asked, log-probabilities: of the likeliest at each step, of the prompt's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
 import signal
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ ENGINE = dict(
 )  # fmt: skip
 
 
+Answer = Callable[[Any, dict[str, Any]], Any]
+
+
 class Failed(Exception):
     """What a rank raised, with its traceback."""
 
@@ -39,9 +42,19 @@ class EngineRanks:
         size: ranks; one is vLLM as it is.
         engine: arguments of vllm.LLM besides or instead of ENGINE.
         environment: of the ranks, as pairs; MOE_RT_VLLM=1 unless there is one rank.
+        before: called in each rank before its engine is made.
+        answer: what a rank answers to an order, from its engine and the order.
     """
 
-    def __init__(self, model: Path, size: int, environment: Sequence[tuple[str, str]] = (), **engine: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        size: int,
+        environment: Sequence[tuple[str, str]] = (),
+        before: Callable[[], object] = lambda: None,
+        answer: Answer | None = None,
+        **engine: Any,
+    ) -> None:
         self.size = size
         self._ranks = ProcessRanks()
         with socket.socket() as probe:
@@ -53,7 +66,8 @@ class EngineRanks:
         for rank in range(size):
             place = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": size, "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
             places = {f"VLLM_DP_{name}": str(value) for name, value in place.items()} if size > 1 else {}
-            self._ranks.start(rank, _serve, str(model), {**variables, **places}, {**ENGINE, **engine})
+            arguments = {**variables, **places}, before, answer or generate, str(model), {**ENGINE, **engine}
+            self._ranks.start(rank, _serve, *arguments)
 
     def started(self) -> list[Any]:
         """What each rank says once its engine is made: nothing, or a Failed."""
@@ -84,6 +98,12 @@ class EngineRanks:
             self._ranks.await_end(rank, 30.0)
         self._ranks.close()
 
+    def __enter__(self) -> EngineRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def _hear(self, rank: int, timeout_s: float) -> Any:
         try:
             answer = json.loads(self._ranks.hear(rank, timeout_s))
@@ -94,7 +114,14 @@ class EngineRanks:
         return Failed(answer["failed"]) if "failed" in answer else answer["answer"]
 
 
-def _serve(channel: Channel, model: str, variables: dict[str, str], engine: dict[str, Any]) -> None:
+def _serve(
+    channel: Channel,
+    variables: dict[str, str],
+    before: Callable[[], object],
+    answer: Answer,
+    model: str,
+    engine: dict[str, Any],
+) -> None:
     os.environ.update(variables)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
@@ -103,18 +130,19 @@ def _serve(channel: Channel, model: str, variables: dict[str, str], engine: dict
         from moe_rt.integrations.vllm import register
 
         register()
+        before()
         llm = LLM(model, **engine)
         channel.send(b'{"answer": null}')
-        while True:
-            channel.send(json.dumps({"answer": _generate(llm, json.loads(channel.receive()))}).encode())
-    except EOFError:
-        return
+        with contextlib.suppress(EOFError):
+            for order in iter(channel.receive, None):
+                channel.send(json.dumps({"answer": answer(llm, json.loads(order))}).encode())
     except BaseException:
         channel.send(json.dumps({"failed": traceback.format_exc()}).encode())
         raise
 
 
-def _generate(llm: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+def generate(llm: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each request its tokens and, if asked, log-probabilities: of the likeliest at each step, of the prompt's."""
     from vllm import SamplingParams
 
     wanted = [

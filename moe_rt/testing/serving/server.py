@@ -1,0 +1,185 @@
+"""An OpenAI server of vLLM with moe_rt: its processes, its answers, and what is left when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.forking import fork
+
+START_S = 800.0
+END_S = 120.0
+MODULE = "vllm.entrypoints.openai.api_server"
+# What vLLM says when one of its processes has taken longer to import it than two minutes, as on a busy machine.
+IMPATIENT = "failed to report ZMQ addresses within timeout=120 seconds"
+
+
+class Server:
+    """vLLM's own server, all of its processes. A program without a window to the world: it listens on loopback alone.
+
+    Args:
+        model: where it is saved.
+        log: its output goes there.
+        flags: more of the command line.
+        ranks: data-parallel ones.
+        as_users_start_it: its processes import vLLM anew, which takes a minute. Otherwise they are forked from this
+            one, which must have imported vLLM: the same program with another start method, the one of vLLM on GPUs.
+        environment: added to that of this process.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *flags: str,
+        ranks: int = 2,
+        as_users_start_it: bool = False,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self._log, self._anew = log, as_users_start_it
+        self._environment = {"MOE_RT_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        self._environment |= environment or {}
+        self._flags = ["--model", str(model), "--served-model-name", "model"]
+        self._flags += ["--host", "127.0.0.1", "--port", str(self._port)]
+        self._flags += ["--data-parallel-size", str(ranks), "--enable-expert-parallel", "--dtype", "float32"]
+        self._flags += ["--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16"]
+        self._flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), *flags]
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = Channel.pair()
+        self._process = fork(self._run, (), theirs, [ours])
+        theirs.close()
+        ours.close()
+
+    def _run(self, channel: Channel) -> None:
+        channel.close()
+        os.setsid()  # so that all of its processes can be found and interrupted
+        out = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # no test's capture
+        for handler in logging.getLogger("vllm").handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stdout)
+        os.environ.update(self._environment)
+        if self._anew:
+            os.execv(sys.executable, [sys.executable, "-m", MODULE, *self._flags])
+        sys.argv = [MODULE, *self._flags]
+        context = multiprocessing.get_context
+
+        def forks(method: str | None = None) -> Any:
+            """vLLM asks for "spawn" where there is no GPU, so that threads may be bound to cores; ours are not."""
+            return context("fork" if method == "spawn" else method)
+
+        multiprocessing.get_context = forks
+        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started, which has started the others."""
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def await_ready(self) -> None:
+        """Raises RuntimeError with the log's end if the server ends instead."""
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.has_ended() and IMPATIENT in self.log:
+                self.close()
+                self._start()
+            if self._process.has_ended() or time.monotonic() > deadline:
+                raise RuntimeError("the server did not start:\n" + self.log[-4000:])
+            time.sleep(0.1)
+
+    def complete(self, prompt: list[int], length: int) -> tuple[int, list[int]]:
+        """HTTP status, and the tokens of a greedy answer."""
+        try:
+            with self._post(prompt, length) as answer:
+                choice = json.loads(answer.read())["choices"][0]
+                return answer.status, choice["token_ids"]
+        except urllib.error.HTTPError as error:
+            return error.code, []
+
+    def streamed(self, prompt: list[int], length: int) -> Iterator[list[int]]:
+        """The tokens as they come; who stops reading hangs up."""
+        with self._post(prompt, length, stream=True) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        yield choice["token_ids"] or []
+
+    def workers(self) -> list[int]:
+        """The processes of the ranks, in their order, once they have got their names."""
+        named = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                found = re.match(rb"VLLM::Worker_DP(\d+)", Path(f"/proc/{pid}/cmdline").read_bytes())
+                if found:
+                    named[int(found[1])] = pid
+        return [named[rank] for rank in sorted(named)]
+
+    def processes(self, states: str = "RSDTtI") -> list[int]:
+        """All of the server's that are in one of the kernel's states: those of its session, zombies left out."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.pid and fields[0] in states:
+                found.append(int(entry.name))
+        return found
+
+    def await_end(self, but: int = 0) -> bool:
+        """Whether none of its processes is left, `but` left out, at the latest when END_S have passed."""
+        deadline = time.monotonic() + END_S
+        while set(self.processes()) - {but} and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not set(self.processes()) - {but}
+
+    def close(self) -> None:
+        """Ends what is left of it."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=10):
+                return True
+        except OSError:
+            return False
+
+    def _post(self, prompt: list[int], length: int, **more: Any) -> Any:
+        body = dict(
+            model="model", prompt=prompt, max_tokens=length, temperature=0, ignore_eos=True, return_token_ids=True
+        )
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/completions",
+            data=json.dumps({**body, **more}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=END_S)

@@ -1,0 +1,121 @@
+"""A server whose rank freezes, comes late or never, or that is told to end amid requests: nothing hangs or stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asked import LENGTHS, PROMPTS, gathered, tokens
+
+from moe_rt.testing.serving.server import END_S, Server
+
+Start = Callable[..., Server]
+LONG = 900  # tokens
+BEYOND_THE_START = 200  # an op's number; making an engine takes fewer ops
+
+
+@pytest.fixture
+def start(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Start]:
+    """start(*flags, fault, **options): a server that begins to start; `fault` as of MOE_RT_FAULT."""
+    servers = []
+
+    def make(*flags: str, fault: str = "", **options: Any) -> Server:
+        flags = ("--additional-config", json.dumps({"moe_rt": options}), *flags)
+        servers.append(Server(model("qwen3_moe"), tmp_path / "log", *flags, environment={"MOE_RT_FAULT": fault}))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@contextmanager
+def amid_requests(server: Server) -> Iterator[list[Future[tuple[int, list[int]]]]]:
+    """Requests that are all being answered; they must have ended when this is left, whatever their end."""
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        asked = [clients.submit(server.complete, prompt, LONG) for prompt in PROMPTS]
+        for prompt in PROMPTS[:2]:  # a rank gets one request after the other
+            list(islice(server.streamed(prompt, LONG), 1))
+        yield asked
+
+
+def ended_with(asked: list[Future[tuple[int, list[int]]]]) -> set[int]:
+    """Statuses; 0 where the connection broke."""
+    return {0 if one.exception(END_S) else one.result()[0] for one in asked}
+
+
+def stopped(server: Server) -> list[int]:
+    """Processes that stand still, once there is one."""
+    deadline = time.monotonic() + END_S
+    while not server.processes("T"):
+        assert time.monotonic() < deadline, server.log[-4000:]
+        time.sleep(0.02)
+    return server.processes("T")
+
+
+def test_a_rank_that_freezes_in_a_layer(start: Start) -> None:
+    server = start(fault=f"rank=1,op={BEYOND_THE_START},at=mid_payload,do=stop", timeout_s=3.0)
+    server.await_ready()
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        assert set(clients.map(lambda prompt: server.complete(prompt, LONG)[0], PROMPTS)) == {500}
+    assert "PeerTimeout: " in server.log
+    assert "rank 1 has not announced" in server.log
+    assert server.await_end()
+
+
+def test_a_rank_that_freezes_anywhere(start: Start) -> None:
+    """Between two layers, or between two steps, where the others wait in vLLM's own all-reduce."""
+    server = start("--cpu-distributed-timeout-seconds", "30", timeout_s=3.0)
+    server.await_ready()
+    with amid_requests(server) as asked:
+        os.kill(server.workers()[1], signal.SIGSTOP)
+        assert ended_with(asked) == {500}
+    assert server.await_end()
+
+
+def test_a_rank_that_comes_late(start: Start, engines: Callable[..., Any]) -> None:
+    server = start(fault="rank=1,op=1,at=pre_rendezvous,do=stop")
+    os.kill(stopped(server)[0], signal.SIGCONT)
+    server.await_ready()
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        answers = list(clients.map(server.complete, PROMPTS, LENGTHS))
+    expected = tokens(gathered(engines("qwen3_moe", 1, dtype="float32").generate([PROMPTS], [LENGTHS])))
+    assert answers == [(200, answer) for answer in expected]
+
+
+def test_a_rank_that_never_comes(start: Start) -> None:
+    server = start(fault="rank=1,op=1,at=pre_rendezvous,do=stop", init_timeout_s=3.0)
+    with pytest.raises(RuntimeError, match="the server did not start"):
+        server.await_ready()
+    assert "PeerTimeout: " in server.log
+    assert "rank 1" in server.log
+    assert server.await_end()
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_told_to_end_amid_requests(start: Start, interrupt: bool) -> None:
+    """SIGTERM, as containers are stopped with, reaches the first process; Ctrl-C in a terminal all of them.
+
+    vLLM's front end may wait for requests whose ranks have ended, until their clients hang up. The ranks must end.
+    """
+    server = start()
+    server.await_ready()
+    with amid_requests(server) as asked:
+        if interrupt:
+            os.killpg(server.pid, signal.SIGINT)
+        else:
+            os.kill(server.pid, signal.SIGTERM)
+        assert server.await_end(but=server.pid)
+        with suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGKILL)
+        assert all(one.exception() or len(one.result()[1]) < LONG for one in asked)
+    assert server.await_end()
