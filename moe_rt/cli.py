@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import click
 import torch
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress
 
@@ -17,6 +18,7 @@ from moe_rt.bench.contestants import NAMES
 from moe_rt.bench.inputs import ROUTING_HELP
 from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.run import Settings, run, sweep_tokens
+from moe_rt.bench.serving import command as serving
 from moe_rt.bench.table import show_machine, show_run
 from moe_rt.chaos.cli import chaos
 from moe_rt.config.options import HeapKind
@@ -71,6 +73,18 @@ def _info_on_group(pid: int, as_json: bool) -> None:
             console().print(show_report(report))
 
 
+class Numbers(click.ParamType):
+    """Positive numbers with commas between them; none of them where there is nothing."""
+
+    name = "n,n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        words = [word for word in value.split(",") if word]
+        if not all(word.isdecimal() and int(word) for word in words):
+            self.fail(f"got {value!r}, expected positive numbers with commas between them", param, ctx)
+        return tuple(map(int, words))
+
+
 def _size(name: str, what: str) -> Any:
     return click.option(f"--{name}", type=click.IntRange(min=1), help=f"{what}; default: the case's.")
 
@@ -86,7 +100,11 @@ def _size(name: str, what: str) -> Any:
     show_default=True,
     help="What to measure, from the list below; may be given several times. The next options change it.",
 )
-@click.option("--op", type=click.Choice(OPS), help="pair is dispatch and combine; default: the case's.")
+@click.option(
+    "--op",
+    type=click.Choice([*OPS, serving.OP]),
+    help="pair is dispatch and combine; serve is vLLM, see docs/benchmarks.md; default: the case's.",
+)
 @_size("ranks", "Ranks, each on a core of its own while there are enough")
 @_size("tokens", "Tokens per rank")
 @_size("hidden", "Elements of a row")
@@ -121,6 +139,9 @@ def _size(name: str, what: str) -> Any:
     help="Whether freed memory stays with the process, as on a GPU, for all contestants alike.",
 )
 @click.option("--cold", is_flag=True, help="Fill the caches with other data before each isolated iteration.")
+@click.option("--sequences", type=Numbers(), help="serve: of each rank, to be decoded; default: 1,16,64.")
+@click.option("--prompts", type=Numbers(), help="serve: tokens of prompts to be read; default: 512,2048.")
+@click.option("--kills", type=click.IntRange(min=1), help="serve: instead, kill a rank of so many servers.")
 @click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write a page with plots there.")
 def bench(
     names: tuple[str, ...],
@@ -133,12 +154,20 @@ def bench(
     malloc: Any,
     cold: bool,
     report: Path | None,
+    sequences: tuple[int, ...] | None,
+    prompts: tuple[int, ...] | None,
+    kills: int | None,
     **sizes: Any,
 ) -> None:
     """Time dispatch and combine against other ways to do them, in the same processes, and check every output.
 
     The last line is one JSON document. The exit status is 1 if any output was wrong.
     """
+    given = _given(click.get_current_context())
+    if sizes["op"] == serving.OP:
+        return serving.serve(given)
+    if others := [f"--{name}" for name in serving.ONLY_HERE if name in given]:
+        raise click.UsageError(f"only --op serve takes {', '.join(others)}")
     if sweep is not None and len(names) > 1:
         raise click.UsageError("--sweep takes one case")
     changed = {name: value for name, value in sizes.items() if value is not None}
@@ -167,6 +196,12 @@ def bench(
     click.echo(json.dumps(document, separators=(",", ":")))
     if any(result["errors"] for measured in document["runs"] for result in measured["results"]):
         raise click.ClickException("an output was wrong; its times mean nothing")
+
+
+def _given(context: click.Context) -> dict[str, Any]:
+    """The options on the command line."""
+    written = ParameterSource.COMMANDLINE
+    return {name: value for name, value in context.params.items() if context.get_parameter_source(name) is written}
 
 
 def _run_with_progress(cases: list[Case], settings: Settings, sweep: bool) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
         (Path(directory) / "job.json").write_text(job.to_json())
         (Path(directory) / "barrier").write_bytes(bytes(barrier_bytes(case.ranks)))
         with running(_programs(case, directory, mpirun, recycle)) as processes:
-            return _listen(processes, progress)
+            return listen(processes, progress)
 
 
 def _programs(case: Case, directory: str, mpirun: str | None, recycle: bool) -> list[Program]:
@@ -79,7 +79,12 @@ def _programs(case: Case, directory: str, mpirun: str | None, recycle: bool) -> 
     return [Program(command, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]
 
 
-def _listen(processes: list[subprocess.Popen[str]], progress: Callable[[float], None]) -> list[dict[str, Any]]:
+def listen(processes: list[subprocess.Popen[str]], progress: Callable[[float], None]) -> list[dict[str, Any]]:
+    """The records that they print as lines of JSON, until all have ended.
+
+    Raises:
+        RankFailed: one ended with another status than 0.
+    """
     records: list[dict[str, Any]] = []
     with selectors.DefaultSelector() as selector:
         for process in processes:

@@ -19,20 +19,41 @@ from moe_rt.heap.shm import MEMFD_NAME
 
 
 def attach(pid: int) -> list[Report]:
-    """One report for each buffer that process `pid` has open with heap "shm".
+    """One report for each buffer that process `pid`, or one that it has started, has open with heap "shm".
+
+    A server's ranks are children of the process that its owner knows.
 
     Raises:
         SegmentPermission: it is another user's process.
-        InvalidConfig: there is no such process, or it has no such buffer.
+        InvalidConfig: there is no such process, or none of them has such a buffer.
     """
     segments = segments_of(pid)
+    for child in _descendants(pid):
+        with contextlib.suppress(InvalidConfig, SegmentPermission):  # ended meanwhile, or another user's
+            segments |= segments_of(child)
     groups: dict[tuple[tuple[int, int], ...], None] = {}  # of members: all segments of a group name the same
     for mapping in segments.values():
         with contextlib.suppress(ValueError):  # still being made, or overwritten
             groups[tuple(_engine.read_segment(mapping).members)] = None
     if not groups:
-        raise InvalidConfig(f'pid: got process {pid} without a buffer, expected a rank of one with heap "shm"')
+        raise InvalidConfig(
+            f'pid: got process {pid} without a buffer, expected a rank of one with heap "shm", or what has started it'
+        )
     return [report_on(g, [segments.get(inode) for _, inode in g], [None] * len(g)) for g in groups]
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that this one has started, those that they have started, and so on."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
+            parent = int(stat.read().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found, new = list[int](), [pid]
+    while new:
+        new = [child for parent in new for child in children.get(parent, [])]
+        found += new
+    return found
 
 
 def segments_of(pid: int) -> dict[int, mmap.mmap]:

@@ -6,22 +6,40 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_rt.diagnostics.report import KINDS, RankReport, Report
+from moe_rt.diagnostics.report import KINDS, OpRecord, RankReport, Report
 
 SHOWN_OPS = 3
+COLUMNS = ("rank", "pid", "process", *KINDS, "what it does", "lately", "poison", "last ops")
 
 
 def show_report(report: Report) -> RenderableType:
     """The ranks, and whom to look at first."""
-    table = Table("rank", "pid", "process", *KINDS, "what it does", "poison", "last ops")
+    table = Table(*COLUMNS)
     for rank in report.ranks:
         announced = [str(rank.announced[kind]) for kind in KINDS]
-        cells = [str(rank.rank), str(rank.pid), rank.process, *announced, rank.state, _poison(rank), _last_ops(rank)]
-        table.add_row(*map(Text, cells))
+        cells = [str(rank.rank), str(rank.pid), rank.process, *announced, rank.state, lately(rank.last_ops)]
+        table.add_row(*map(Text, [*cells, _poison(rank), _last_ops(rank)]))
     sizes = ", ".join(f"{name} {size}" for name, size in report.sizes.items())
     head = Text(f"{len(report.ranks)} ranks, {sizes}, configuration {report.config}")
     calls = [Text(report.disagreement.calls, "bold")] if report.disagreement else []
     return Group(head, table, *calls, Text(report.conclusion, "bold"))
+
+
+def lately(ops: list[OpRecord]) -> str:
+    """What part of the time of its last ops a rank was in them, what part it waited, and for whom longest."""
+    ended = [op for op in ops if op.end_ns]
+    if len(ended) < 2:
+        return ""
+    span = ended[-1].end_ns - ended[0].start_ns
+    inside = sum(op.end_ns - op.start_ns for op in ended)
+    waiting = sum(op.heard_ns - op.announced_ns for op in ended if op.heard_ns)
+    shares = f"{100 * inside / span:.0f}% in them, {100 * waiting / span:.0f}% waiting"
+    said = f"{len(ended)} ops in {span / 1e9:.3g} s: {shares}"
+    waits: dict[int, int] = {}
+    for op in ended:
+        if op.longest_peer >= 0:
+            waits[op.longest_peer] = waits.get(op.longest_peer, 0) + op.longest_ns
+    return f"{said}, longest for rank {max(waits, key=lambda peer: waits[peer])}" if waits else said
 
 
 def _poison(rank: RankReport) -> str:

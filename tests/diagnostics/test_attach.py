@@ -71,6 +71,15 @@ def run_info(*args: str, before: tuple[str, ...] = ()) -> subprocess.CompletedPr
     return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=800)
 
 
+def test_attach_finds_ranks_that_a_process_has_started(ranks: ProcessRanks, tmp_path: Path) -> None:
+    """As a server has: whoever asks knows the first process only."""
+    starter = int(Path(f"/proc/{ranks.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    with late_rank(ranks, tmp_path) as pids:
+        for pid in (starter, int(Path(f"/proc/{starter}/stat").read_text().rpartition(")")[2].split()[1])):
+            found = [[rank.pid for rank in report.ranks] for report in attach(pid)]
+            assert found.count(pids) == 1
+
+
 def test_attach_says_who_is_late(ranks: ProcessRanks, tmp_path: Path) -> None:
     with late_rank(ranks, tmp_path) as pids:
         for pid in pids:

@@ -1,0 +1,125 @@
+"""The program that runs the contestants: `python -m moe_rt.bench.serving.conduct DIRECTORY` does directory/job.json.
+
+It imports vLLM once and forks all ranks of all contestants. It prints lines of JSON: {"progress": part of a load or of
+all kills} and {"record": of a load or of the kills}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moe_rt.bench.serving.kills import kills
+from moe_rt.bench.serving.loads import Load
+from moe_rt.bench.serving.rank import answer, become
+from moe_rt.bench.serving.results import Turn, summarise
+from moe_rt.testing.programs import end_with_starter
+from moe_rt.testing.serving import import_vllm
+from moe_rt.testing.serving.engines import EngineRanks
+from moe_rt.testing.serving.models import save_apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is measured: the loads, or kills if there are any.
+
+    Attributes:
+        sizes: of the model, by the names of Transformers' configuration.
+        turns: of each contestant, for each load.
+    """
+
+    ranks: int
+    sizes: dict[str, int]
+    contestants: list[str]
+    loads: list[Load]
+    turns: int
+    kills: int
+    seed: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "loads": [Load(**load) for load in fields["loads"]]})
+
+
+def compare(job: Job, model: Path, say: Callable[..., None]) -> None:
+    """All contestants on all loads; `stock` first, so that a mistake shows where moe_rt has no part in it."""
+    most = max(load.most_at_once for load in job.loads)
+    with ExitStack() as running:
+        contestants = {name: running.enter_context(_engines(name, job, model, most)) for name in job.contestants}
+        for ranks in contestants.values():
+            for said in ranks.started():
+                _raise_failed(said)
+        for load in job.loads:
+            turns = _take_turns(contestants, load, job, lambda part: say(progress=part))
+            say(record=summarise(load, job.ranks, turns))
+
+
+def _engines(name: str, job: Job, model: Path, most: int) -> Any:
+    size = 1 if name == "stock" else job.ranks
+    longest = max(load.prompt + load.steps for load in job.loads) + 1
+    most_sequences = max(load.sequences for load in job.loads)
+    threads = str(job.ranks) if name == "stock" else "1"
+    return EngineRanks(
+        model, size, [("OMP_NUM_THREADS", threads)], partial(become, name, job.ranks), answer, dtype="float32",
+        enable_prefix_caching=False, max_num_batched_tokens=job.ranks * most // size, max_model_len=longest,
+        max_num_seqs=job.ranks * most_sequences // size, kv_cache_memory_bytes=256 << 20,
+    )  # fmt: skip
+
+
+def _take_turns(
+    contestants: dict[str, EngineRanks], load: Load, job: Job, progress: Callable[[float], None]
+) -> dict[str, list[Turn]]:
+    """The order rotates, so that nobody always follows the same neighbour. A turn before the first does not count."""
+    turns: dict[str, list[Turn]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for name in names:
+        _turn(contestants[name], load, job)
+    for turn in range(job.turns):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            turns[name].append(_turn(contestants[name], load, job))
+            progress(1 / (job.turns * len(names)))
+    return turns
+
+
+def _turn(ranks: EngineRanks, load: Load, job: Job) -> Turn:
+    prompts = load.prompts(job.ranks, job.seed)
+    shares = [prompts[rank :: ranks.size] for rank in range(ranks.size)]
+    lengths = [[1 + load.steps] * len(share) for share in shares]
+    return [_raise_failed(said) for said in ranks.generate(shares, lengths, skip=int(load.steps > 0))]
+
+
+def _raise_failed(said: Any) -> Any:
+    if isinstance(said, Exception):
+        raise said
+    return said
+
+
+def main() -> None:
+    end_with_starter()
+    directory = Path(sys.argv[1])
+    job = Job.from_json((directory / "job.json").read_text())
+    import_vllm("ERROR")
+    model = save_apart("qwen3_moe", directory / "model", **job.sizes)
+
+    def say(**message: object) -> None:
+        print(json.dumps(message), flush=True)
+
+    if job.kills:
+        say(record=kills(model, directory, job.ranks, job.kills, job.seed, lambda part: say(progress=part)))
+    else:
+        compare(job, model, say)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What vLLM does on GPUs where nothing better is chosen, and lacks on CPUs: all-gather and reduce-scatter, over gloo.
+
+In the fastest form we know. All that a token brings is one row of one all-gather. Of what arrives, a rank keeps the
+pairs of its own experts, since vLLM's CPU experts take no others. Gloo's all-to-all and a sum are faster than its
+reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+from vllm.model_executor.layers.fused_moe.modular_kernel import PrepareResultType
+
+from moe_rt.integrations.vllm import factory
+from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
+
+
+class GlooPrepareAndFinalize(MoeRtPrepareAndFinalize):
+    """The same contract, kept by two collectives; rows are fp32.
+
+    Args:
+        moe: vLLM's configuration of the layer.
+        group: of the ranks that share its experts.
+    """
+
+    def __init__(self, moe: Any, group: dist.ProcessGroup) -> None:
+        super(MoeRtPrepareAndFinalize, self).__init__()
+        assert moe.in_dtype == torch.float32
+        expert_map = determine_expert_map(group.size(), group.rank(), moe.num_experts)[1]
+        assert expert_map is not None
+        self._group, self._local = group, expert_map.int()  # -1 where an expert is another rank's
+        self._tokens, self._sizes = torch.empty(0), list[int]()
+
+    def num_dispatchers(self) -> int:
+        """Ranks that send."""
+        return self._group.size()
+
+    def prepare(
+        self, a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, *others: Any, **more: Any
+    ) -> PrepareResultType:
+        """a1 [T, H] -> rows [N, H] of this rank's experts, their ids int32 [N, 1] and weights [N, 1]."""
+        metadata = get_forward_context().dp_metadata
+        assert metadata is not None
+        self._sizes = metadata.num_tokens_across_dp_cpu.tolist()
+        hidden, topk = a1.shape[1], topk_ids.shape[1]
+        mine = torch.cat([a1, topk_weights.float(), topk_ids.int().view(torch.float32)], 1)
+        x, weights, ids = self._gathered(mine).split([hidden, topk, topk], 1)
+        local = self._local[ids.view(torch.int32)]
+        here = local >= 0
+        rows, columns = here.nonzero(as_tuple=True)
+        per_token = here.sum(1)
+        self._tokens = per_token.cumsum(0) - per_token  # where each token's rows begin
+        return x[rows], None, None, local[rows, columns][:, None], weights[rows, columns][:, None]
+
+    def finalize(self, output: Tensor, fused_expert_output: Tensor, *others: Any) -> None:
+        """Rows [N, H], weighted by the experts -> output [T, H]."""
+        y = fused_expert_output.flatten(0, -2)
+        if len(y):
+            partial = F.embedding_bag(torch.arange(len(y)), y, self._tokens, mode="sum")
+        else:
+            partial = y.new_zeros(sum(self._sizes), output.shape[1])
+        ranks, num_tokens = self._group.size(), len(output)
+        arrived = torch.empty(ranks * num_tokens, output.shape[1])
+        dist.all_to_all_single(arrived, partial, [num_tokens] * ranks, self._sizes, group=self._group)
+        torch.sum(arrived.view(ranks, num_tokens, -1), 0, out=output)
+
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """All ranks' rows; gloo gathers equal numbers only."""
+        most = max(self._sizes)
+        padded = F.pad(mine, (0, 0, 0, most - len(mine))) if len(mine) < most else mine
+        everyone = torch.empty(len(self._sizes) * most, mine.shape[1])
+        dist.all_gather_into_tensor(everyone, padded, group=self._group)
+        if min(self._sizes) == most:
+            return everyone
+        return torch.cat([part[:size] for part, size in zip(everyone.split(most), self._sizes, strict=True)])
+
+
+def install() -> None:
+    """Takes moe_rt's place in moe_rt's own factory."""
+    names: Any = factory
+    names.make_buffer = lambda moe, group: (moe, group)
+    names.MoeRtPrepareAndFinalize = lambda made: GlooPrepareAndFinalize(*made)

@@ -1,0 +1,62 @@
+"""What a rank of a contestant does: it takes its contestant's place before the engine is made, then answers loads."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from moe_rt.bench.serving.clock import Clock
+
+CONTESTANTS = ("moe_rt", "gloo", "stock")
+_CLOCK = Clock()  # of this process: engines make their layers out of our sight
+
+
+def become(contestant: str, ranks: int) -> None:
+    """Called in the rank's process; `stock` is one rank with the cores of all."""
+    if contestant == "stock":
+        torch.set_num_threads(ranks)
+        return
+    from moe_rt.bench.serving import gloo
+
+    if contestant == "gloo":
+        gloo.install()
+        _CLOCK.watch(gloo.GlooPrepareAndFinalize)
+    else:
+        from moe_rt.comm.buffer import Buffer
+        from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
+
+        _CLOCK.watch(MoeRtPrepareAndFinalize, Buffer)
+
+
+def answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens, and the times after the first `skip` steps of the engine.
+
+    Returns:
+        tokens: of each request.
+        span: when the first step that counts began and the last ended.
+        layers, ops: as of Clock, in this span.
+    """
+    from vllm import SamplingParams
+
+    engine, skip = llm.llm_engine, order["more"]["skip"]
+    for number, (prompt, length) in enumerate(zip(order["prompts"], order["lengths"], strict=True)):
+        wanted = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
+    answers: dict[int, list[int]] = {}
+    start, end, steps = 0, 0, 0
+    while engine.has_unfinished_requests():  # where ranks meet
+        if steps == skip:
+            _CLOCK.clear()
+            start = perf_counter_ns()
+        for output in engine.step():
+            answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+        end = perf_counter_ns()
+        steps += 1
+    return {
+        "tokens": [answers[number] for number in range(len(order["prompts"]))],
+        "span": [start, end],
+        "layers": _CLOCK.layers(),
+        "ops": _CLOCK.ops(),
+    }

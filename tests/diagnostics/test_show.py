@@ -1,0 +1,25 @@
+"""What the table of a report says of a rank's last ops."""
+
+from __future__ import annotations
+
+from moe_rt.diagnostics.report import OpRecord
+from moe_rt.diagnostics.show import lately
+
+
+def op(start: int, waits: int, end: int, peer: int = 1, longest: int = 0) -> OpRecord:
+    """Announced one nanosecond after its start, then it waits; times in nanoseconds."""
+    return OpRecord(
+        number=1, op="dispatch", seq=1, tag=0, num_tokens=4, phase="" if end else "wait", status="ok" if end else "",
+        start_ns=start, announced_ns=start + 1, heard_ns=start + 1 + waits if end else 0, end_ns=end,
+        longest_peer=peer, longest_ns=longest, handle_seq=0,
+    )  # fmt: skip
+
+
+def test_shares_of_the_time_and_who_was_waited_for() -> None:
+    ops = [op(100, 10, 120, 1, 8), op(200, 3, 210, 2, 3), op(280, 7, 300, 2, 4), op(400, 0, 0)]
+    assert lately(ops) == "3 ops in 2e-07 s: 25% in them, 10% waiting, longest for rank 1"
+
+
+def test_nothing_is_said_of_a_single_op_or_of_peers_that_there_are_not() -> None:
+    assert lately([op(100, 10, 120), op(200, 0, 0)]) == ""
+    assert lately([op(0, 1, 10, -1), op(10, 1, 20, -1)]) == "2 ops in 2e-08 s: 100% in them, 10% waiting"
