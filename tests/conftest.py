@@ -11,8 +11,9 @@ import torch
 from device.emulated import EmulatedGpu
 from harness import ProcessRanks, Ranks, ThreadRanks
 
-# `make serve-test` runs these, in an environment that has what they test.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["serving"]
+# `make serve-test` runs these, each in an environment that has what it tests.
+SERVERS = {"vllm": "serving", "sglang": "serving_sglang"}
+collect_ignore = [tests for server, tests in SERVERS.items() if not importlib.util.find_spec(server)]
 CPU_HEAPS = ("threads", "shm")
 # "loopback" is the CUDA engine with its kernels on an emulated GPU.
 HEAPS = (*CPU_HEAPS, "loopback")

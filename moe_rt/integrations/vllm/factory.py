@@ -20,8 +20,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareA
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
-from moe_rt.errors import InvalidConfig
-from moe_rt.integrations.vllm import WHAT_TO_DO, what_is_here
+from moe_rt.integrations.vllm import PLUGIN
 from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
 from moe_rt.integrations.vllm.settings import make_buffer, refuse_unserved
 from moe_rt.integrations.vllm.token_rows import TokenRowsPrepareAndFinalize
@@ -91,4 +90,4 @@ def _compare(original: Callable[..., Any] | None) -> None:
     asked = sorted(FusedMoEPrepareAndFinalizeModular.__abstractmethods__ - set(vars(MoeRtPrepareAndFinalize)))
     if lacking or asked:
         found = f"no {', '.join(lacking)}" if lacking else f"a contract that also has {', '.join(asked)}"
-        raise InvalidConfig(f"{what_is_here()}: got {found}; {WHAT_TO_DO}")
+        raise PLUGIN.different(found)

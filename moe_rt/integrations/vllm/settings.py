@@ -17,6 +17,7 @@ from moe_rt.comm.shared_buffers import shared_buffer
 from moe_rt.config.codec import Codec
 from moe_rt.config.options import BufferOptions
 from moe_rt.errors import InvalidConfig
+from moe_rt.integrations.vllm import PLUGIN
 
 KEY = "moe_rt"  # of --additional-config
 # What a server's owner may choose: the rest follows from the model, or would turn requests away.
@@ -70,7 +71,7 @@ def refuse_unserved(moe: FusedMoEConfig, *, monolithic: bool, modular: bool) -> 
     }
     for setting, (unserved, expected) in refusals.items():
         if unserved:
-            raise InvalidConfig(f"vllm: got {setting}, expected {expected}; or unset MOE_RT_VLLM")
+            raise PLUGIN.unserved(setting, expected)
 
 
 def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
