@@ -27,7 +27,7 @@ def compile_program(source: Path, *flags: str) -> Path:
 def compile_object(source: Path, *flags: str) -> Path:
     """One source; the headers of cuda/ and tests/ are taken to be part of it."""
     name = f"{source.stem}-{_digest(*flags, str(source))}"
-    return _kept(name, _digest(_headers(), source.read_text()), *flags, "-c", str(source))
+    return kept(name, _digest(_headers(), source.read_text()), *flags, "-c", str(source))
 
 
 def link(objects: Sequence[Path], *flags: str) -> Path:
@@ -36,10 +36,10 @@ def link(objects: Sequence[Path], *flags: str) -> Path:
     name = f"{stem}-{_digest(*flags, *(path.stem for path in objects))}"
     libraries = [flag for flag in flags if flag.startswith("-l")]  # searched by the linker for what it has met
     made_of = _digest(*(path.name for path in objects))
-    return _kept(f"{name}-linked", made_of, *flags, *map(str, objects), *libraries)
+    return kept(f"{name}-linked", made_of, *flags, *map(str, objects), *libraries)
 
 
-def _kept(name: str, made_of: str, *arguments: str) -> Path:
+def kept(name: str, made_of: str, *arguments: str) -> Path:
     """Runs the compiler, unless its output for these sources is there; that for older ones is removed.
 
     Workers that want the same one at the same time wait for each other.

@@ -25,6 +25,7 @@ LONGEST = (
     "test_matrix.py",
     "test_soak.py",
     "test_run.py",
+    "test_ptx_rounds.py",
     "test_every_kernel.py",
     "test_parity.py",
     "test_survivors.py",

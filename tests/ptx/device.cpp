@@ -1,0 +1,214 @@
+// The scheduler: which lane runs next, when blocks start and end, and what is reported.
+#include "device.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+
+namespace ptx {
+
+namespace {
+constexpr auto kHang = std::chrono::seconds(300);  // of nothing but waits, which no peer ends
+constexpr int kMostPatience = 128;
+}  // namespace
+
+void Device::serve() {
+  std::unique_lock lock(mutex_);
+  auto progress = std::chrono::steady_clock::now();
+  for (;;) {
+    start_blocks();
+    check_deadlock();
+    if (ready_.empty()) {
+      work_.wait(lock);
+      progress = std::chrono::steady_clock::now();
+      continue;
+    }
+    run(random() % ready_.size());
+    const bool idle = naps_in_a_row_ > 2 * ready_.size();
+    const bool waited_for = !turnstile_.try_lock();
+    if (!waited_for) turnstile_.unlock();
+    if (!idle) progress = std::chrono::steady_clock::now();
+    if (idle && std::chrono::steady_clock::now() - progress > kHang && !ready_.empty()) {
+      die(*ready_[0], "hang: nothing but waits that nobody ends");
+    }
+    if (!idle && !waited_for && !told_hosts_) continue;
+    lock.unlock();
+    if (idle || told_hosts_) usleep(50);
+    {
+      const std::lock_guard let_pass(turnstile_);
+    }
+    lock.lock();
+    told_hosts_ = false;
+  }
+}
+
+void Device::start_blocks() {
+  if (dead_) return;
+  for (auto& stream : streams_) {
+    if (!stream->running && !stream->queue.empty()) {
+      auto launch = stream->queue.front();
+      stream->queue.pop_front();
+      auto running = std::make_unique<Running>();
+      running->launch = launch;
+      running->stream = uint32_t(&stream - streams_.data());
+      running->number = stream->done;
+      running->before = stream->clock;
+      running->before.join(launch->before, names);
+      running->after = running->before;
+      stream->running = std::move(running);
+    }
+  }
+  // As a GPU does: whatever comes first takes the room.
+  for (auto& stream : streams_) {
+    Running* const running = stream->running.get();
+    while (running && running->next_block < running->launch->blocks && resident_.size() < room_) start_block(*stream);
+  }
+}
+
+void Device::start_block(Stream& stream) {
+  Running& running = *stream.running;
+  const Launch& launch = *running.launch;
+  const Entry& entry = *launch.entry;
+  auto block = std::make_unique<Block>();
+  block->of = &running;
+  block->uid = uint32_t(names.size());
+  block->index = running.next_block++;
+  block->alive = launch.threads;
+  block->clock = running.before;
+  block->shared.assign(entry.dynamic_offset + launch.dynamic_bytes + 16, char(kGarbage));
+  block->shadow = Shadow(block->shared.size());
+  block->lanes = std::vector<Lane>(launch.threads);
+  block->warps = std::vector<Warp>((launch.threads + 31) / 32);
+  names.push_back({running.stream, running.number});
+  history_[block->uid] = {&entry, block->index};
+  for (uint32_t i = 0; i < launch.threads; ++i) {
+    Lane& lane = block->lanes[i];
+    lane.block = block.get();
+    lane.ids = {i, launch.threads, block->index, launch.blocks};
+    ready_.push_back(&lane);
+  }
+  resident_[block->uid] = std::move(block);
+}
+
+// Gives the lane a turn; it ends in pause, in fail or in end_lane.
+void Device::run(size_t turn) {
+  Lane& lane = *ready_[turn];
+  ready_[turn] = ready_.back();
+  ready_.pop_back();
+  lane.patience = 1 + int(random() % kMostPatience);
+  lane.napped = false;
+  ++wound_ns_;
+  current_ = &lane;
+  if (lane.state == State::kFresh) {
+    lane.state = State::kReady;
+    lane.stack = stacks_.take();
+    lane.local.assign(lane.block->of->launch->entry->local_bytes + 16, char(kGarbage));
+    start_fiber(scheduler_, lane.stack, &Device::enter);
+  } else {
+    switch_fiber(scheduler_, lane.context);
+  }
+  current_ = nullptr;
+  if (dead_) return;
+  naps_in_a_row_ = lane.napped ? naps_in_a_row_ + 1 : 0;
+  if (lane.state == State::kDone) {
+    stacks_.give(lane.stack);
+    end_lane(lane);
+  } else if (lane.state == State::kReady) {
+    ready_.push_back(&lane);
+  }
+}
+
+void Device::enter() {
+  Device& device = get();
+  Lane& lane = *device.current_;
+  lane.block->of->launch->entry->run(lane, lane.ids);
+  Block& block = *lane.block;
+  Warp& warp = block.warps[lane.ids.tid / 32];
+  const uint32_t bit = 1u << lane.ids.tid % 32;
+  if (block.at_barrier > 0) device.fail(lane, "barrier divergence: a lane ends while others wait at a barrier");
+  if (warp.mask & bit) device.fail(lane, "wrong mask: a lane ends that its warp waits for");
+  warp.gone |= bit;
+  lane.state = State::kDone;
+  _longjmp(device.scheduler_, 1);
+}
+
+void Device::pause(Lane& lane) { switch_fiber(lane.context, scheduler_); }
+
+void Device::make_ready(Lane& lane) {
+  lane.state = State::kReady;
+  if (&lane != current_) ready_.push_back(&lane);
+}
+
+void Device::end_lane(Lane& lane) {
+  Block& block = *lane.block;
+  if (lane.learned) block.of->after.join(*lane.learned, names);
+  if (--block.alive == 0) end_block(block);
+}
+
+void Device::end_block(Block& block) {
+  Running& running = *block.of;
+  running.after.join(block.clock, names);
+  resident_.erase(block.uid);
+  if (++running.finished < running.launch->blocks) return;
+  Stream& stream = *streams_[running.stream];
+  stream.clock.join(running.after, names);
+  stream.clock.learn_launch(running.stream, running.number);
+  ++stream.done;
+  stream.running.reset();
+  done_.notify_all();
+  told_hosts_ = true;
+}
+
+void Device::check_deadlock() {
+  if (dead_) return;
+  for (auto& [uid, block] : resident_) {
+    if (block->blocked < block->alive) continue;
+    for (Lane& lane : block->lanes) {
+      if (lane.state != State::kAtBarrier && lane.state != State::kInWarp) continue;
+      return die(lane, "deadlock: every lane of the block waits, this one here");
+    }
+  }
+}
+
+bool Device::ordered(Lane& lane, const Record& earlier, const Record& mine) const {
+  const Moment& m = earlier.moment;
+  const Block& block = *lane.block;
+  if (m.block == block.uid && (m.lane == mine.moment.lane || m.barriers < block.barriers)) return true;
+  const BlockName& name = names[m.block];
+  if (earlier.how & mine.how & kAtomic) {
+    if (name.stream == names[block.uid].stream || (earlier.how & mine.how & kSystem)) return true;
+  }
+  return block.clock.knows(m, name) || (lane.learned && lane.learned->knows(m, name));
+}
+
+Clock Device::knowledge(const Lane& lane) const {
+  Clock clock = lane.block->clock;
+  if (lane.learned) clock.join(*lane.learned, names);
+  clock.learn_block(lane.block->uid, lane.block->barriers);
+  clock.learn_lane(lane.block->uid, uint16_t(lane.ids.tid), uint16_t(lane.releases + 1));
+  return clock;
+}
+
+std::string Device::describe(const Record& record) const {
+  const auto& [entry, index] = history_.at(record.moment.block);
+  const Site& site = entry->sites[record.site];
+  return std::string(entry->name) + ", block " + std::to_string(index) + ", lane " +
+         std::to_string(record.moment.lane) + ", stream " + std::to_string(names[record.moment.block].stream) + ": `" +
+         site.text + "` in line " + std::to_string(site.line) + " of the entry, from " + site.where;
+}
+
+void Device::fail(const Lane& lane, const std::string& what) {
+  die(lane, what);
+  _longjmp(scheduler_, 1);
+}
+
+void Device::die(const Lane& lane, const std::string& what) {
+  const Record here{{lane.block->uid, uint16_t(lane.ids.tid), 0, 0}, 0, lane.site};
+  report_ = what + "\n  at " + describe(here);
+  dead_ = true;
+  ready_.clear();
+  done_.notify_all();
+}
+
+}  // namespace ptx

@@ -1,0 +1,150 @@
+// The device: streams of launches, whose blocks run their lanes one at a time, in an order drawn from a seed.
+//
+// One thread runs all lanes of all launches, so nothing that they share needs a lock; the host's threads only queue
+// launches, wait for streams and make memory, between two turns of lanes.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fibers.h"
+#include "memory.h"
+
+namespace ptx {
+
+struct Launch {
+  const Entry* entry;
+  uint32_t blocks, threads, dynamic_bytes;
+  std::vector<char> params;  // one after the other
+  Clock before = {};         // what the thread that launched it had waited for
+};
+
+struct Block;
+
+enum class State { kFresh, kReady, kAtBarrier, kInWarp, kDone };
+
+struct Lane {
+  Block* block = nullptr;
+  Ids ids{};
+  State state = State::kFresh;
+  jmp_buf context;
+  char* stack = nullptr;
+  int patience = 0;  // accesses until others have a turn
+  int site = 0;
+  bool napped = false;
+  uint16_t releases = 0;
+  std::unique_ptr<Clock> learned;  // since the last barrier
+  std::vector<char> local;
+  uint32_t given = 0, got[32] = {};  // to and from a warp's collective
+};
+
+// A collective of a warp that some of its lanes have come to.
+struct Warp {
+  uint32_t mask = 0, arrived = 0, gone = 0;
+  int site = 0;
+};
+
+struct Running;
+
+struct Block {
+  Running* of;
+  uint32_t uid, index;
+  uint32_t alive, at_barrier = 0, blocked = 0;
+  uint16_t barriers = 0;
+  int barrier_site = 0;
+  Clock clock;  // of every lane since the last barrier
+  std::vector<char> shared;
+  Shadow shadow;
+  std::vector<Lane> lanes;
+  std::vector<Warp> warps;
+};
+
+// A launch whose blocks are being run.
+struct Running {
+  std::shared_ptr<const Launch> launch;
+  uint32_t stream, number, next_block = 0, finished = 0;
+  Clock before, after;
+};
+
+struct Stream {
+  std::deque<std::shared_ptr<const Launch>> queue;
+  std::unique_ptr<Running> running;
+  uint32_t queued = 0, done = 0;
+  Clock clock;
+  bool capturing = false;
+  std::vector<std::shared_ptr<const Launch>> captured;
+};
+
+class Device {
+ public:
+  static Device& get();
+
+  // What tests set before a launch: the order of turns, how many blocks run at once, and whether time passes by itself.
+  void configure(uint64_t seed, uint32_t room, bool real_time);
+  void wind(int64_t ns);
+  std::string report();
+  uint64_t accesses() const { return accesses_; }
+
+  uint32_t make_stream();
+  void launch(uint32_t stream, std::shared_ptr<Launch> launch);
+  bool synchronize(uint32_t stream);  // false once the device is dead
+  void begin_capture(uint32_t stream);
+  std::vector<std::shared_ptr<const Launch>> end_capture(uint32_t stream);
+  bool capturing(uint32_t stream);
+  bool dead();
+
+  void* allocate(uint64_t bytes);
+  void free(void* memory);
+  bool narrow(uint64_t begin, uint64_t bytes);
+
+  // For lanes, on the device's own thread.
+  [[noreturn]] void fail(const Lane& lane, const std::string& what);
+  std::string describe(const Record& record) const;
+  void pause(Lane& lane);  // comes back when it is this lane's turn again
+  void make_ready(Lane& lane);
+  bool ordered(Lane& lane, const Record& earlier, const Record& mine) const;
+  Clock knowledge(const Lane& lane) const;
+  Memory memory;
+  std::mt19937_64 random;
+  uint64_t clock_ns() const;
+  uint64_t accesses_ = 0;
+  std::vector<BlockName> names{{0, 0}};  // of blocks, by uid
+
+ private:
+  class Host;
+  void serve();
+  void start_blocks();
+  void start_block(Stream& stream);
+  void run(size_t turn);
+  void end_lane(Lane& lane);
+  void end_block(Block& block);
+  void check_deadlock();
+  void die(const Lane& lane, const std::string& what);
+  static void enter();
+
+  std::mutex mutex_;
+  std::condition_variable work_, done_;
+  std::mutex turnstile_;  // a host thread holds it while it waits for the device to stand still
+  std::thread thread_;
+  bool started_ = false, dead_ = false, real_time_ = false, told_hosts_ = false;
+  uint64_t wound_ns_ = 1;
+  uint32_t room_ = 16;
+  std::string report_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+  std::map<uint32_t, std::unique_ptr<Block>> resident_;
+  std::map<uint32_t, std::pair<const Entry*, uint32_t>> history_;  // of blocks: entry, index
+  std::vector<Lane*> ready_;
+  Stacks stacks_;
+  jmp_buf scheduler_;
+  Lane* current_ = nullptr;
+  uint64_t naps_in_a_row_ = 0;
+};
+
+}  // namespace ptx

@@ -1,0 +1,175 @@
+"""A GPU that executes PTX: moe_rt's own Gpu and launches, through cuda-python, down to the stand-in for the driver.
+
+For a process of its own, see isolated.py: the driver and the allocator of torch's CPU are taken over for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from compiled import compile_object, compile_program, link
+from ptx.modules import ARCH, image_of, ptx_of
+from torch import Tensor
+
+from moe_rt.heap import loopback
+from moe_rt.native import gpu, jit
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-O2", "-shared", "-fPIC")
+
+# PTX in, PTX out: what a test changes about the kernels before they run.
+Edit = Callable[[str], str]
+
+
+class PtxFault(RuntimeError):
+    """What was found while a kernel ran: which rule it broke, where, and with whom."""
+
+
+def build() -> tuple[Path, Path]:
+    """The stand-in for the driver, and torch's allocator in its memory."""
+    objects = [compile_object(_HERE / f"{name}.cpp", *_FLAGS) for name in ("device", "host", "lane", "driver")]
+    torch_files = Path(torch.__file__).parent
+    paths = (f"-isystem{torch_files}/include", f"-L{torch_files}/lib", "-lc10", f'-DTORCH="{torch.__version__}"')
+    driver = link(objects, *_FLAGS, "-Wl,-soname,libcuda.so.1")
+    return driver, compile_program(_HERE / "allocator.cpp", *_FLAGS, *paths)
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The stand-in, where cuda-python will find it; torch's CPU tensors are in its memory from now on."""
+    driver, allocator = build()
+    library = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
+    library.ptx_report.restype = ctypes.c_char_p
+    library.ptx_accesses.restype = ctypes.c_uint64
+    ctypes.CDLL(str(allocator)).ptx_take_over()
+    return library
+
+
+class PtxGpu(gpu.Gpu):
+    """Device tensors are CPU tensors, and a launch is over when it returns; launches of other ranks go on meanwhile.
+
+    Args:
+        seed: of the order in which lanes run.
+        num_sms: blocks that run at once, of all launches.
+        edit: changes the PTX.
+        real_time: the device's clock is the host's; otherwise it goes a nanosecond a turn, and tests wind it.
+    """
+
+    name, arch, uuid = "executed", ARCH, "none"
+    segment_share = 1.0
+
+    def __init__(self, seed: int = 1, num_sms: int = 10, edit: Edit = lambda ptx: ptx, real_time: bool = False) -> None:
+        self.device, self.num_sms, self._edit = torch.device("cpu"), num_sms, edit
+        self._library = load()
+        self._library.ptx_configure(ctypes.c_uint64(seed), num_sms, real_time)
+        self._threads = threading.local()
+        self.launched: list[str] = []
+        torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+        torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+        torch._C._cuda_getDevice = lambda: None
+        jit.compile_kernels = self._compile  # type: ignore[assignment]
+        loopback.allocate = self._allocate  # type: ignore[assignment]
+
+    def host_bytes(self, num_bytes: int) -> Tensor:
+        return self.zeros(num_bytes)
+
+    def synchronize(self) -> None:
+        self.drain()
+
+    def stream(self) -> int:
+        """One for each thread."""
+        if not hasattr(self._threads, "stream"):
+            from cuda.bindings import driver  # finds the stand-in, which is loaded by now
+
+            self._threads.stream = int(self._checked(driver.cuStreamCreate(0)))
+        return int(self._threads.stream)
+
+    def is_capturing(self) -> bool:
+        from cuda.bindings import driver
+
+        return bool(self._checked(driver.cuStreamIsCapturing(self.stream())))
+
+    def outlive_stream(self, memory: Tensor) -> None:
+        pass  # launches are over
+
+    def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> PtxKernels:
+        return PtxKernels(self, super().kernels(source, defines, nvshmem=nvshmem))
+
+    def drain(self) -> None:
+        """Waits for this thread's stream.
+
+        Raises:
+            PtxFault: a kernel broke a rule.
+        """
+        from cuda.bindings import driver
+
+        self._checked(driver.cuStreamSynchronize(self.stream()))
+
+    @contextlib.contextmanager
+    def graph(self) -> Iterator[Callable[[], None]]:
+        """Captures what this thread launches; what it gives runs all of it again, and waits."""
+        from cuda.bindings import driver
+
+        stream, graphs = self.stream(), []
+
+        def replay() -> None:
+            self._checked(driver.cuGraphLaunch(graphs[0], stream))
+            self.drain()
+
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._checked(driver.cuStreamBeginCapture(stream, mode))
+        yield replay
+        graph = self._checked(driver.cuStreamEndCapture(stream))
+        graphs.append(self._checked(driver.cuGraphInstantiate(graph, 0)))
+
+    def wind(self, seconds: float) -> None:
+        """Moves the device's clock on."""
+        self._library.ptx_wind(ctypes.c_int64(int(seconds * 1e9)))
+
+    def accesses(self) -> int:
+        """How many accesses were checked so far."""
+        return int(self._library.ptx_accesses())
+
+    def _checked(self, result: tuple[Any, ...]) -> Any:
+        code, *value = result
+        if report := self._library.ptx_report().decode():
+            raise PtxFault(report)
+        assert int(code) == 0, code
+        return value[0] if value else None
+
+    def _compile(self, source: str, arch: str, defines: Mapping[str, str | int], **how: Any) -> jit.Binary:
+        """As jit.compile_kernels."""
+        assert (arch, how.get("nvshmem", False)) == (ARCH, False)
+        image, names = image_of(self._edit(ptx_of(source, defines)))
+        return jit.Binary(image, dict.fromkeys(names), True, 0.0)  # type: ignore[arg-type]
+
+    def _allocate(self, rendezvous: Any, num_bytes: int, *rest: Any) -> Any:
+        """As loopback.allocate; between the segments of a region there is room that belongs to nobody."""
+        segments = _allocate(rendezvous, num_bytes, *rest)
+        begin = segments.addresses[rendezvous.rank]
+        own = int(num_bytes * self.segment_share)
+        assert self._library.ptx_narrow(ctypes.c_uint64(begin), ctypes.c_uint64(own))
+        return segments
+
+
+_allocate = loopback.allocate
+
+
+class PtxKernels:
+    """Loaded kernels, each launch of which is waited for."""
+
+    def __init__(self, gpu: PtxGpu, kernels: Any) -> None:
+        self._gpu, self._kernels = gpu, kernels
+
+    def launch(self, name: str, **how: Any) -> None:
+        self._gpu.launched.append(name)
+        self._kernels.launch(name, **how)
+        if not self._gpu.is_capturing():
+            self._gpu.drain()

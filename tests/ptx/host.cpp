@@ -1,0 +1,122 @@
+// What host threads ask of the device, between two turns of its lanes.
+#include <chrono>
+
+#include "device.h"
+
+namespace ptx {
+
+namespace {
+thread_local Clock host_clock;  // what this thread has waited for
+}
+
+// Holds the device still for a host thread; the device's own thread lets those go first.
+class Device::Host {
+ public:
+  explicit Host(Device& device) {
+    const std::lock_guard first(device.turnstile_);
+    lock_ = std::unique_lock(device.mutex_);
+  }
+  std::unique_lock<std::mutex>& lock() { return lock_; }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
+Device& Device::get() {
+  static Device* const device = new Device;  // never destroyed: its thread ends with the process
+  return *device;
+}
+
+void Device::configure(uint64_t seed, uint32_t room, bool real_time) {
+  const Host host(*this);
+  random.seed(seed);
+  room_ = room;
+  real_time_ = real_time;
+}
+
+void Device::wind(int64_t ns) {
+  const Host host(*this);
+  wound_ns_ += uint64_t(ns);
+}
+
+uint64_t Device::clock_ns() const {
+  using std::chrono::nanoseconds, std::chrono::steady_clock;
+  const auto now = std::chrono::duration_cast<nanoseconds>(steady_clock::now().time_since_epoch());
+  return real_time_ ? uint64_t(now.count()) : wound_ns_;
+}
+
+std::string Device::report() {
+  const Host host(*this);
+  return report_;
+}
+
+bool Device::dead() {
+  const Host host(*this);
+  return dead_;
+}
+
+uint32_t Device::make_stream() {
+  const Host host(*this);
+  streams_.push_back(std::make_unique<Stream>());
+  return uint32_t(streams_.size() - 1);
+}
+
+void Device::launch(uint32_t stream, std::shared_ptr<Launch> launch) {
+  const Host host(*this);
+  Stream& s = *streams_[stream];
+  if (s.capturing) {
+    s.captured.push_back(std::move(launch));
+    return;
+  }
+  launch->before = host_clock;
+  s.queue.push_back(std::move(launch));
+  ++s.queued;
+  if (!started_) {
+    started_ = true;
+    thread_ = std::thread([this] { serve(); });
+    thread_.detach();
+  }
+  work_.notify_all();
+}
+
+bool Device::synchronize(uint32_t stream) {
+  Host host(*this);
+  Stream& s = *streams_[stream];
+  const uint32_t until = s.queued;
+  done_.wait(host.lock(), [&] { return dead_ || s.done >= until; });
+  host_clock.join(s.clock, names);
+  return !dead_;
+}
+
+void Device::begin_capture(uint32_t stream) {
+  const Host host(*this);
+  streams_[stream]->capturing = true;
+}
+
+std::vector<std::shared_ptr<const Launch>> Device::end_capture(uint32_t stream) {
+  const Host host(*this);
+  streams_[stream]->capturing = false;
+  return std::move(streams_[stream]->captured);
+}
+
+bool Device::capturing(uint32_t stream) {
+  const Host host(*this);
+  return streams_[stream]->capturing;
+}
+
+void* Device::allocate(uint64_t bytes) {
+  const Host host(*this);
+  return memory.allocate(bytes);
+}
+
+void Device::free(void* address) {
+  const Host host(*this);
+  memory.free(reinterpret_cast<uint64_t>(address));
+}
+
+bool Device::narrow(uint64_t begin, uint64_t bytes) {
+  const Host host(*this);
+  return memory.narrow(begin, bytes);
+}
+
+}  // namespace ptx

@@ -1,0 +1,54 @@
+"""Runs a case in a process of its own, which the stand-in for the driver may take over and a fault may end."""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from device.jit_tools import require_compiler
+from harness import CASE_TIMEOUT_S, TELL_STACKS, ThreadRanks
+from ptx.gpu import PtxGpu
+
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.process_ranks import ProcessRanks
+
+
+def isolated(case: Callable[..., Any], *args: Any) -> Any:
+    """What case(*args) returns or raises there; both are of modules, and their results can be pickled."""
+    require_compiler()
+    with ProcessRanks(in_server=True) as processes:
+        processes.start(0, _serve, case, args)
+        try:
+            outcome = pickle.loads(processes.hear(0, CASE_TIMEOUT_S))
+        except TimeoutError:
+            processes.send_signal(0, TELL_STACKS)
+            processes.await_end(0, 2.0)
+            raise
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def on_ranks(size: int, case: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+    """As `isolated`, for a case(group, *args) of each of several virtual ranks of one PtxGpu(**how)."""
+    outcomes: list[Any] = isolated(_ranks, size, how, case, args)
+    return outcomes
+
+
+def _ranks(size: int, how: dict[str, Any], case: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    return ThreadRanks(size, PtxGpu(**how)).run(case, *args)
+
+
+def _serve(channel: Channel, case: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    faulthandler.register(TELL_STACKS, all_threads=True)
+    try:
+        outcome = case(*args)
+    except BaseException as error:
+        error.__notes__ = [traceback.format_exc()]  # add_note, which Python 3.10 lacks
+        outcome = error
+    channel.send(pickle.dumps(outcome))

@@ -1,0 +1,96 @@
+"""Faults that tests plant: in the arguments of launches, in the memory behind them, and in the PTX."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ptx.gpu import PtxGpu
+from rounds import one_round
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer
+
+_WORD = 8
+
+
+def round_with(group: Any, plant: Callable[[Buffer], None]) -> None:
+    """A round on a buffer that `plant` has changed."""
+    spec = make_spec(2)
+    inputs = make_inputs(spec, [12, 7], seed=1)
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        plant(buffer)
+        one_round(buffer, inputs, seed=1)
+
+
+def words_swapped(buffer: Buffer) -> None:
+    """The tokens' address where the experts' ids are expected, and the other way round."""
+
+    def swap(words: Any) -> None:
+        words[0], words[1] = words[1], words[0]
+
+    _rewrite(buffer, swap)
+
+
+def half_a_vector_off(buffer: Buffer) -> None:
+    def shift(words: Any) -> None:
+        words[0] += 8
+
+    _rewrite(buffer, shift)
+
+
+def a_row_too_far(buffer: Buffer) -> None:
+    def shift(words: Any) -> None:
+        words[0] += buffer.spec.hidden * buffer.spec.dtype.itemsize
+
+    _rewrite(buffer, shift)
+
+
+def tables_given_back(buffer: Buffer) -> None:
+    """Where experts live is no longer in memory."""
+    buffer._engine._launcher.memory.clear()  # type: ignore[attr-defined]
+
+
+def _rewrite(buffer: Buffer, change: Callable[[Any], None]) -> None:
+    """Changes the words of what a dispatch is given: x, topk_idx, topk_weights and so on."""
+    launcher: Any = buffer._engine._launcher  # type: ignore[attr-defined]
+    set_call = launcher.set_call
+
+    def changed(args: Any, tag: int) -> None:
+        if type(args).__name__ == "DispatchArgs":
+            change(ctypes.cast(args.address, ctypes.POINTER(ctypes.c_uint64)))
+        set_call(args, tag)
+
+    launcher.set_call = changed
+
+
+class HostTables(PtxGpu):
+    """Hands out addresses of the host's memory, which a kernel cannot reach."""
+
+    def upload(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.frombuffer(bytearray(values.numpy().tobytes()), dtype=values.dtype)
+
+
+class SmallSegments(PtxGpu):
+    """Only the first half of a segment is its rank's."""
+
+    segment_share = 0.5
+
+
+def in_entry(name: str, old: str, new: str, which: int = 0) -> Callable[[str], str]:
+    """Replaces one occurrence of a text in one entry."""
+    return _Replaced(name, old, new, which)
+
+
+class _Replaced:
+    def __init__(self, name: str, old: str, new: str, which: int) -> None:
+        self._name, self._old, self._new, self._which = name, old, new, which
+
+    def __call__(self, ptx: str) -> str:
+        begin = ptx.index(f".visible .entry {self._name}(")
+        places = [match.start() for match in re.finditer(re.escape(self._old), ptx) if match.start() > begin]
+        at = places[self._which]
+        return ptx[:at] + self._new + ptx[at + len(self._old) :]

@@ -1,0 +1,77 @@
+// Who accessed each byte last, so that two accesses that nothing orders are found: a race.
+//
+// A cell keeps the last write and two reads; reads that the next one knows of make room for it. A cell is of four
+// bytes, until a smaller access comes to its page.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "clocks.h"
+#include "lane.h"
+
+namespace ptx {
+
+struct Record {
+  Moment moment;
+  uint16_t how = 0;
+  int site = 0;
+  bool there() const { return moment.block != 0; }
+};
+
+class Shadow {
+ public:
+  explicit Shadow(uint64_t bytes = 0) : pages_(bytes / kPage + 1) {}
+
+  // Calls races(record) for what the access races with; ordered(record) says what it is known to come after.
+  template <class Ordered, class Races>
+  void visit(uint64_t offset, uint32_t bytes, const Record& mine, Ordered&& ordered, Races&& races) {
+    for (uint64_t at = offset; at < offset + bytes;) {
+      Page& page = page_of(at, (at | bytes) % kCoarse != 0);
+      visit_cell(page.cells[at % kPage / page.unit], mine, ordered, races);
+      at += page.unit;
+    }
+  }
+
+ private:
+  static constexpr uint64_t kPage = 256, kCoarse = 4;
+  struct Cell {
+    Record write, reads[2];
+  };
+  struct Page {
+    uint64_t unit = kCoarse;
+    std::vector<Cell> cells = std::vector<Cell>(kPage / kCoarse);
+  };
+
+  Page& page_of(uint64_t offset, bool fine) {
+    std::unique_ptr<Page>& page = pages_[offset / kPage];
+    if (!page) page = std::make_unique<Page>();
+    if (fine && page->unit != 1) {
+      std::vector<Cell> cells;
+      for (uint64_t i = 0; i < kPage; ++i) cells.push_back(page->cells[i / kCoarse]);
+      page->unit = 1;
+      page->cells = std::move(cells);
+    }
+    return *page;
+  }
+
+  template <class Ordered, class Races>
+  static void visit_cell(Cell& cell, const Record& mine, Ordered&& ordered, Races&& races) {
+    if (cell.write.there() && !ordered(cell.write)) races(cell.write);
+    if (mine.how & kWrite) {
+      for (Record& read : cell.reads) {
+        if (read.there() && !ordered(read)) races(read);
+        read = {};
+      }
+      cell.write = mine;
+    } else {
+      const bool first = !cell.reads[0].there() || ordered(cell.reads[0]);
+      cell.reads[first ? 0 : 1] = mine;
+    }
+  }
+
+  std::vector<std::unique_ptr<Page>> pages_;
+};
+
+}  // namespace ptx

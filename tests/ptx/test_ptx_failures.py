@@ -1,0 +1,40 @@
+"""Ops that fail, run by the compiled kernels: every rank hears of it, no launch breaks a rule on the way."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from ptx.cases_failures import ACTS, outcomes_of_all
+from ptx.isolated import isolated
+
+# What some rank says, and the errors that ranks may raise: whoever is told of a failure before it sees one is poisoned.
+EXPECTED: dict[str, tuple[str, set[str]]] = {
+    "silent peer": ("PeerTimeout: dispatch #2 on rank 0: rank 1 announced op 1, expected 2", {"PeerTimeout", ""}),
+    "bad expert id": ("InvalidRouting: .* rank 1 got expert id 99", {"InvalidRouting", "GroupPoisoned"}),
+    "no room": ("CapacityOverflow: .* rank 0 would receive 72 rows", {"CapacityOverflow", "GroupPoisoned"}),
+    "refused input": ("GroupPoisoned: .* on rank 0: rank 1 failed first", {"InvalidInput", "GroupPoisoned"}),
+    "other layer": ("CallOrderMismatch: .* layer tag 6; .* layer tag 5", {"CallOrderMismatch", "GroupPoisoned"}),
+    "other op": ("CallOrderMismatch: ", {"CallOrderMismatch", "GroupPoisoned"}),
+    "peer that closed": ("GroupClosed: dispatch #2 on rank 0: rank 1 closed its buffer", {"GroupClosed"}),
+    "peer that closes late": ("GroupClosed: dispatch #2 on rank 0: rank 1 closed its buffer", {"GroupClosed"}),
+    "aborting peer": ("GroupPoisoned: dispatch #2 on rank 0: rank 1 failed first", {"GroupPoisoned", "GroupClosed"}),
+    "plan of nobody": (
+        "rank 1 refused its input|handle of dispatch #3",
+        {"InvalidInput", "CallOrderMismatch", "GroupPoisoned"},
+    ),
+    "rows missing": ("InvalidInput: .* on rank [01]: .*got 3", {"InvalidInput", "GroupPoisoned"}),
+    "corrupt lists": ("CorruptPeer: dispatch #1 .* control data of rank 1", {"CorruptPeer", "GroupPoisoned"}),
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    return dict(isolated(outcomes_of_all))
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_failure(said: dict[str, list[str]], name: str) -> None:
+    text, kinds = EXPECTED[name]
+    assert any(re.search(text, each) for each in said[name]), said[name]
+    assert {each.partition(":")[0] for each in said[name]} <= kinds, said[name]

@@ -1,0 +1,54 @@
+"""A captured pair, replayed on tokens and routing that change: sequence numbers and windows are the kernels' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import ThreadRanks
+from ptx.gpu import PtxGpu
+from ptx.isolated import isolated
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer
+from moe_rt.comm import reference
+from moe_rt.testing.rounds import check_bits
+
+REPLAYS = 6
+
+
+def replayed(size: int) -> None:
+    gpu = PtxGpu()
+    ThreadRanks(size, gpu).run(capture_and_replay, gpu)
+
+
+def capture_and_replay(group: Any, gpu: PtxGpu) -> None:
+    spec = make_spec(group.size)
+    tokens = [12 - 5 * r for r in range(group.size)]  # shapes are part of a graph
+    rounds = [make_inputs(spec, tokens, seed, kind) for seed, kind in enumerate(["random", "topk", "one_expert"] * 2)]
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        rank = buffer.rank
+        given = [each[rank].clone() for each in (rounds[0].xs, rounds[0].topk_idx, rounds[0].topk_weights)]
+        with gpu.graph() as replay:
+            recv_x, recv_weights, handle = buffer.dispatch(*given)
+            out = buffer.combine(recv_x, recv_weights, handle)
+        for inputs in rounds[:REPLAYS]:
+            mine = (inputs.xs[rank], inputs.topk_idx[rank], inputs.topk_weights[rank])
+            for to, new in zip(given, mine, strict=True):
+                to.copy_(new)
+            replay()
+            buffer.check()
+            received = reference.dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec)
+            n = len(received[rank].recv_x)
+            check_bits("recv_x", recv_x[:n], received[rank].recv_x)
+            check_bits("offs", handle.offs, received[rank].offs)
+            factors, rows = [r.recv_weights for r in received], [r.recv_x for r in received]
+            outs = reference.combine(rows, factors, received, inputs.num_tokens, spec, spec.combine_dtype)
+            check_bits("out", out, outs[rank])
+        assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replays(size: int) -> None:
+    isolated(replayed, size)

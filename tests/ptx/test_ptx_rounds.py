@@ -1,0 +1,81 @@
+"""What the compiled kernels compute when they are executed is what the oracle computes, bit for bit, without a race."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import ThreadRanks
+from ptx.gpu import PtxGpu
+from ptx.isolated import isolated
+from rounds import full_round
+from routing import make_spec
+
+SIZES = (1, 2, 3, 4)
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+# Each has kernels of its own: a dtype, the widest vector that divides its rows, and codes of rows.
+KERNELS: dict[str, dict[str, Any]] = {
+    "fp32 in 16 bytes": dict(dtype=torch.float32),
+    "bf16 in 16 bytes, fp8 there": dict(dtype=torch.bfloat16, hidden=136, dispatch_dtype=FP8),
+    "fp16 in 2 bytes": dict(dtype=torch.float16, hidden=5),
+    "bf16 in 8 bytes, int8 there and fp8 back": dict(
+        dtype=torch.bfloat16, hidden=132, dispatch_dtype=INT8, combine_dtype=FP8
+    ),
+}
+# The same kernels with other routing, placement, capacity and layout.
+OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
+    "distinct experts": ({}, "topk"),
+    "one expert": ({}, "one_expert"),
+    "scattered": (dict(placement=[0, 1, 1, 0, 0, 1, 0, 1, 0]), "random"),
+    "dropped": (dict(capacity_factor=0.4, overflow="drop"), "topk"),
+    "aligned to 16": (dict(expert_alignment=16), "random"),
+    "rows of tokens": (dict(layout="tokens"), "random"),
+}
+
+
+def tokens_for(size: int, most: int = 12) -> list[int]:
+    """Different on every rank, none and the most among them."""
+    return [(5 * r + most) % (most + 1) if size > 1 else most for r in range(size)]
+
+
+def rounds_of_sizes(sizes: tuple[int, ...], changes: dict[str, Any], kind: str, seed: int) -> int:
+    """A round forward and backward of each size; how many accesses were checked."""
+    gpu = PtxGpu(seed)
+    for size in sizes:
+        ThreadRanks(size, gpu).run(full_round, make_spec(size, **changes), tokens_for(size), seed, kind)
+    return gpu.accesses()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_equal_to_the_oracle(name: str) -> None:
+    assert isolated(rounds_of_sizes, SIZES, KERNELS[name], "random", 1) > 1e5
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_with_other_routing(name: str) -> None:
+    changes, kind = OTHERWISE[name]
+    assert isolated(rounds_of_sizes, (2,), changes, kind, 2) > 1e5
+
+
+def test_more_tokens_than_a_tile_of_routing() -> None:
+    isolated(rounds_of_many_tokens)
+
+
+def rounds_of_many_tokens() -> None:
+    ThreadRanks(2, PtxGpu()).run(full_round, make_spec(2, num_max_tokens_per_rank=530), [530, 514], 3, "random")
+
+
+def test_no_room_to_spare() -> None:
+    """Every wait has one block, beside one block that sends."""
+    isolated(rounds_with_little_room)
+
+
+def rounds_with_little_room() -> None:
+    ThreadRanks(3, PtxGpu(num_sms=4)).run(full_round, make_spec(3), [12, 7, 12], 4, "random")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(10, 30))
+def test_other_orders_of_lanes(seed: int) -> None:
+    isolated(rounds_of_sizes, (3,), {}, "random", seed)
