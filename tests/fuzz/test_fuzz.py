@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from protocol.programs import compile_program
+from protocol.engine_programs import compile_program
 
 HERE = Path(__file__).parent
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

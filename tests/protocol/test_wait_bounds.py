@@ -6,7 +6,7 @@ import subprocess
 from typing import NamedTuple
 
 import pytest
-from programs import compile_program
+from engine_programs import compile_program
 
 from moe_rt.errors import Code
 
