@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from ptx.cases_failures import ACTS, outcomes_of_all
+from ptx.cases_ptx_failures import ACTS, outcomes_of_all
 from ptx.isolated import isolated
 
 # What some rank says, and the errors that ranks may raise: whoever is told of a failure before it sees one is poisoned.
