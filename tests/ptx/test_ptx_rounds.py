@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.cases_scaled_rows import scaled_round
 from harness import ThreadRanks
 from ptx.gpu import PtxGpu
 from ptx.isolated import isolated
 from rounds import full_round
 from routing import make_spec
+
+from moe_rt.config.row_format import RowFormat
 
 SIZES = (1, 2, 3, 4)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -31,6 +34,12 @@ OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
     "dropped": (dict(capacity_factor=0.4, overflow="drop"), "topk"),
     "aligned to 16": (dict(expert_alignment=16), "random"),
     "rows of tokens": (dict(layout="tokens"), "random"),
+}
+# Codes and scales in vectors of 16 bytes, of 4 and of 1; without a format, codes of the buffer.
+SCALED = {
+    "words": RowFormat(FP8, 136, torch.float32, 4),
+    "bytes": RowFormat(torch.uint8, 68, torch.uint8, 5),
+    "codes of the buffer": None,
 }
 
 
@@ -56,6 +65,16 @@ def test_equal_to_the_oracle(name: str) -> None:
 def test_with_other_routing(name: str) -> None:
     changes, kind = OTHERWISE[name]
     assert isolated(rounds_of_sizes, (2,), changes, kind, 2) > 1e5
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_rows_with_scales(name: str) -> None:
+    isolated(rounds_with_scales, SCALED[name])
+
+
+def rounds_with_scales(row: RowFormat | None) -> None:
+    spec = make_spec(2, **KERNELS["bf16 in 16 bytes, fp8 there"])
+    ThreadRanks(2, PtxGpu()).run(scaled_round, spec, row, [12, 7], [1, 2])
 
 
 def test_more_tokens_than_a_tile_of_routing() -> None:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.handle import Handle
-from moe_rt.errors import InvalidConfig
+from moe_rt.integrations.vllm import PLUGIN
 
 
 class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
@@ -61,10 +61,8 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         quantised = fused_experts.quant_config.quant_dtype
         as_they_are = quantised is None or fused_experts.expects_unquantized_inputs
         if not as_they_are and not self.sends(fused_experts.quant_config):
-            raise InvalidConfig(
-                f"vllm: got experts {type(fused_experts).__name__} whose tokens travel as {quantised}, expected "
-                "experts that take them as they are; or unset MOE_RT_VLLM"
-            )
+            experts = f"experts {type(fused_experts).__name__} whose tokens travel as {quantised}"
+            raise PLUGIN.unserved(experts, "experts that take them as they are")
 
     def sends(self, quant_config: FusedMoEQuantConfig) -> bool:
         """Whether tokens may be quantised so before they travel: on CPUs, not at all."""
