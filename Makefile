@@ -1,6 +1,7 @@
 # make demo: train on two ranks.  make quick: what a change needs before it is committed, in two minutes.  make test:
-# everything that must hold.  make serve-test: servers over moe_rt.  make sweep: every combination as well.  make mutants:
-# what no test would notice.  make docs, make wheel: the site, the packages.  Each sets up the environment .venv first.
+# everything that must hold, but for two things that take long: make ptx-test, the compiled kernels, and make serve-test,
+# servers over moe_rt.  make sweep: every combination as well.  make mutants: what no test would notice.  make docs,
+# make wheel: the site, the packages.  Each sets up the environment .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -20,7 +21,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test ptx-test serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -47,8 +48,12 @@ quick: install lint
 	$(PYTEST) -k "not compiles_as_one_graph" $(QUICK)
 
 test: install tools lint
-	$(PYTEST)
+	$(PYTEST) --ignore tests/ptx
 	$(BIN)/python -m pytest -n 2 bench -k "not regression"
+
+# The compiled kernels, executed on the CPU.
+ptx-test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/ptx
 
 # moe_rt in real servers, each of which needs an environment of its own (3 GB under .venv).
 serve-test: install

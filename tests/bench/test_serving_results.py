@@ -60,6 +60,16 @@ def test_answers_of_the_last_turn_are_compared_in_the_order_of_requests() -> Non
     assert found["gloo"]["errors"] == ["2 of 4 answers are not those of one rank of stock vLLM"]
 
 
+def test_one_near_tie_among_many_answers_is_no_error() -> None:
+    right = list(range(100))
+    for wrong, errors in ((2, 0), (3, 1)):
+        found = summarise(
+            LOAD, 1, {"moe_rt": [[rank([-1] * wrong + right[wrong:], (0, 1))]], "stock": [[rank(right, (0, 1))]]}
+        )
+        assert found["results"][0]["same"] == 100 - wrong
+        assert len(found["results"][0]["errors"]) == errors
+
+
 def test_the_clock_sees_calls_of_a_class_and_forgets() -> None:
     class Buffer:
         def dispatch(self) -> str:

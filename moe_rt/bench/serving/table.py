@@ -19,6 +19,7 @@ def show_load(run: dict[str, Any]) -> RenderableType:
     table.add_column("contestant", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column, justify="right")
+    table.add_column("as stock's", justify="right")
     table.add_column("answers")
     for result in run["results"]:
         table.add_row(*_cells(run, result), "[bold red]WRONG" if result["errors"] else "ok")
@@ -44,4 +45,5 @@ def _cells(run: dict[str, Any], result: dict[str, Any]) -> list[str]:
         f"{result['share']:.1f}%" if layer else "",
         time(adapter["p50"]) if adapter else "",
         "" if times is None else f"{times:.2f}",
+        f"{result['same']} of {run['load']['ranks'] * run['load']['sequences']}",
     ]
