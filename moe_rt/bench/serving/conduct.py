@@ -19,6 +19,7 @@ from moe_rt.bench.serving.kills import kills
 from moe_rt.bench.serving.loads import Load
 from moe_rt.bench.serving.rank import answer, become
 from moe_rt.bench.serving.results import Turn, summarise
+from moe_rt.testing.endings import Signals
 from moe_rt.testing.programs import end_with_starter
 from moe_rt.testing.serving import import_vllm
 from moe_rt.testing.serving.engines import EngineRanks
@@ -115,10 +116,11 @@ def main() -> None:
     def say(**message: object) -> None:
         print(json.dumps(message), flush=True)
 
-    if job.kills:
-        say(record=kills(model, directory, job.ranks, job.kills, job.seed, lambda part: say(progress=part)))
-    else:
-        compare(job, model, say)
+    with Signals():  # servers are in sessions of their own, and must be ended by us
+        if job.kills:
+            say(record=kills(model, directory, job.ranks, job.kills, job.seed, lambda part: say(progress=part)))
+        else:
+            compare(job, model, say)
 
 
 if __name__ == "__main__":
