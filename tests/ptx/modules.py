@@ -29,7 +29,7 @@ from moe_rt.native import jit
 
 ARCH = "sm_90a"
 _HERE = Path(__file__).parent
-# Not optimised: most of the time goes into checks, which are compiled once, and compiling is what a first run waits for.
+# Not optimised: most of the time goes into checks, which are compiled once; compiling is what a first run waits for.
 _FLAGS = ("-O0", "-g0", "-w", "-shared", "-fPIC", f"-I{_HERE}")
 _COMPILER = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 
