@@ -81,7 +81,10 @@ def case(group: Any, batches: list[list[int]], kind: str, dtype: torch.dtype) ->
             out = layer.forward(x, *topk)
             assert (out.shape, out.dtype) == (x.shape, dtype)
             if len(x) > 0:  # without tokens the reference fails
-                torch.testing.assert_close(out, layer.reference(x, *topk))
+                want = layer.reference(x, *topk)
+                # In bf16 each expert's part is rounded, and may be larger than the sum.
+                rounded = {"rtol": 0.0, "atol": 2**-6 * float(want.abs().max())} if dtype is torch.bfloat16 else {}
+                torch.testing.assert_close(out, want, **rounded)
 
 
 def buffers_of_two_layers(group: Any) -> int:
