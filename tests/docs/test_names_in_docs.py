@@ -32,7 +32,7 @@ OF_OTHERS = {
 } | dict.fromkeys(
     (
         *("--additional-config", "--all2all-backend", "--data-parallel-size", "--enable-dbo", "--enable-eplb"),
-        *("--cpu-distributed-timeout-seconds", "--enable-fault-tolerance"),
+        *("--cpu-distributed-timeout-seconds", "--enable-fault-tolerance", "--max-num-batched-tokens"),
         *("--enable-expert-parallel", "--enable-lora", "--enforce-eager", "--gpu-memory-utilization", "--model"),
         *("--tensor-parallel-size", "--ubatch-size"),
     ),
