@@ -28,9 +28,9 @@ def show_report(report: Report) -> RenderableType:
 def lately(ops: list[OpRecord]) -> str:
     """What part of the time of its last ops a rank was in them, what part it waited, and for whom longest."""
     ended = [op for op in ops if op.end_ns]
-    if len(ended) < 2:
+    span = ended[-1].end_ns - ended[0].start_ns if ended else 0
+    if len(ended) < 2 or span <= 0:  # what a peer wrote may be anything
         return ""
-    span = ended[-1].end_ns - ended[0].start_ns
     inside = sum(op.end_ns - op.start_ns for op in ended)
     waiting = sum(op.heard_ns - op.announced_ns for op in ended if op.heard_ns)
     shares = f"{100 * inside / span:.0f}% in them, {100 * waiting / span:.0f}% waiting"

@@ -23,3 +23,8 @@ def test_shares_of_the_time_and_who_was_waited_for() -> None:
 def test_nothing_is_said_of_a_single_op_or_of_peers_that_there_are_not() -> None:
     assert lately([op(100, 10, 120), op(200, 0, 0)]) == ""
     assert lately([op(0, 1, 10, -1), op(10, 1, 20, -1)]) == "2 ops in 2e-08 s: 100% in them, 10% waiting"
+
+
+def test_times_that_a_peer_made_up_are_left_out() -> None:
+    assert lately([op(100, 1, 50), op(100, 1, 100)]) == ""
+    assert lately([op(100, 1, 120), op(20, 1, 40)]) == ""
