@@ -48,8 +48,7 @@ quick: install lint
 	$(PYTEST) -k "not compiles_as_one_graph" $(QUICK)
 
 test: install tools lint
-	$(PYTEST) --ignore tests/ptx
-	$(BIN)/python -m pytest -n 2 bench -k "not regression"
+	$(PYTEST) --ignore tests/ptx -k "not gross_regression" tests bench
 
 # The compiled kernels, executed on the CPU.
 ptx-test: install

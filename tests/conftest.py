@@ -36,6 +36,7 @@ LONGEST = (
     "test_data_parallel.py",
     "test_pinned_compilers.py",
     "test_jit.py",
+    "test_bench.py",
     "test_first_failure.py",
     "test_extras.py",
     "test_free_running.py",

@@ -18,7 +18,7 @@ from moe_rt.testing.host_info import machine_card
 
 BUDGET_S, LEAST_S = 470.0, 10.0
 _INSTEAD = "without a GPU the kernels can be compiled: moe-rt gpucheck --compile-only --arch sm_90a"
-_PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nvshmem-cu13", "nvshmem4py-cu13", "triton")
+_PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nvshmem-cu13", "nvshmem4py-cu13", "triton", "vllm")
 _QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
 
 Perform = Callable[[Step, Check], dict[str, Any]]

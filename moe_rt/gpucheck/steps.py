@@ -40,6 +40,7 @@ STEPS = {
         Step("layer", "moe_rt.gpucheck.layers", 120, "the layer equals a dense loop, eager and compiled"),
         Step("timing", "moe_rt.gpucheck.timing", 120, "how fast, next to a plain copy", True),
         Step("nvshmem", "moe_rt.gpucheck.network", 90, "a round over NVSHMEM"),
+        Step("serving", "moe_rt.gpucheck.serving", 240, "vLLM over moe_rt, if it is installed", True),
         Step("sanitizer", "moe_rt.gpucheck.sanitizing", 310, "compute-sanitizer on a round"),
     )
 }

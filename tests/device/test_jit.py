@@ -83,7 +83,9 @@ def test_orders(programs: Path, arch: str) -> None:
     assert re.search(r"ld\.acquire\.sys(\.global)?\.[bu]64", ptx)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", *(pytest.param(a, marks=pytest.mark.sweep) for a in ARCHS[1::2])])
+@pytest.mark.parametrize(
+    "arch", ["sm_100a", *(pytest.param(arch, marks=pytest.mark.sweep) for arch in ARCHS if arch != "sm_100a")]
+)
 def test_linked_with_nvshmem(programs: Path, arch: str) -> None:
     binary = compile_kernels("network.cu", arch, {}, nvshmem=True, cache=False, root=programs)
     assert is_elf(binary)

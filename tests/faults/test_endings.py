@@ -18,6 +18,7 @@ from moe_rt.testing.process_ranks import ProcessRanks
 from moe_rt.testing.programs import Program, running, wait
 
 PATIENCE_S = 600.0
+KILL = signal.SIGKILL
 SLEEP = "from moe_rt.testing.programs import end_with_starter; end_with_starter(); import time; time.sleep(600)"
 STEP = [sys.executable, "-c", SLEEP]
 # What starts processes; an argument of theirs; and how many there are when all have been started.
@@ -64,8 +65,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize(
+    ("starter", "number"),
+    [
+        pytest.param(starter, number, marks=() if starter == "bench" or number == KILL else pytest.mark.sweep)
+        for starter in STARTERS
+        for number in (signal.SIGTERM, signal.SIGINT, KILL)
+    ],
+)
 def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -> None:
     """At SIGKILL the kernel ends them, or they themselves if they had not come so far as to ask it for that."""
     arguments, argument, count = STARTERS[starter]

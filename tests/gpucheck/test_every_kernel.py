@@ -41,7 +41,8 @@ CODED = tuple(v for v in VARIANTS if v.codec)
 @pytest.mark.parametrize(
     ("archs", "some"),
     [
-        pytest.param(("sm_90a",), LONG + CODED, id="sm_90a"),
+        pytest.param(("sm_90a",), (LARGEST,), id="sm_90a"),
+        pytest.param(("sm_90a",), LONG + CODED, id="sm_90a-coded", marks=pytest.mark.sweep),
         pytest.param(("sm_80", "sm_100a", "sm_120a"), LONG + F64, id="more", marks=pytest.mark.sweep),
     ],
 )

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from device.jit_tools import require_compiler
 
 from moe_rt.cli import main
-from moe_rt.gpucheck import child, compiling, network, run, sanitizing
+from moe_rt.gpucheck import child, compiling, network, run, sanitizing, serving
 from moe_rt.gpucheck.compiling import Variant
 from moe_rt.gpucheck.ptx import find_problems, read_orders
 from moe_rt.gpucheck.steps import STEPS, Check, Skipped, Step, Table, perform
@@ -224,6 +224,11 @@ def test_network_step_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     network.check(check)
     assert asked == [1]
     assert check.details[-1] == network.NO_MPS
+
+
+def test_serving_step_without_vllm() -> None:
+    with pytest.raises(Skipped, match="vllm is not installed"):
+        serving.check(Check("cuda:0"))
 
 
 def test_sanitizer_summaries() -> None:

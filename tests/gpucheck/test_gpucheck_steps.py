@@ -71,10 +71,11 @@ def test_error_of_a_shared_stream() -> None:
 
 
 def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(layers.TOLERANCE, torch.float32)  # which tests/layer compiles
     check = Check(EmulatedGpu())
     layers.check(check, LayerSizes(64, 32, 8, 2, 16))
     assert not check.failures
-    assert len(check.tables[0].rows) == 20
+    assert len(check.tables[0].rows) == 10
     wrong = {"out": torch.ones(2)}
     with pytest.raises(WrongOutput, match=r"out: got a difference of 0\.5"):
         layers.compare("x", wrong, {"out": torch.tensor([2.0, 1.0])}, 1e-3, [])

@@ -21,14 +21,13 @@ def test_its_server_finds_it(group: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-@pytest.mark.parametrize("server", ["vllm", "sglang"])
-def test_silent_unless_chosen(monkeypatch: pytest.MonkeyPatch, server: str, value: str | None) -> None:
-    variable = f"MOE_RT_{server.upper()}"
-    monkeypatch.delenv(variable, raising=False)
-    if value is not None:
-        monkeypatch.setenv(variable, value)
-    asks = f"import sys; from moe_rt.integrations.{server} import register; register(); "
-    asks += f"sys.exit(any(name.split('.')[0] == '{server}' for name in sys.modules))"
+def test_silent_unless_chosen(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    for variable in ("MOE_RT_VLLM", "MOE_RT_SGLANG"):
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    asks = "import sys; from moe_rt.integrations import sglang, vllm; vllm.register(); sglang.register(); "
+    asks += "sys.exit(any(name.split('.')[0] in ('vllm', 'sglang') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", asks]).returncode == 0
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from asked import LENGTHS, PROMPTS, dealt, gathered, prompts
 
+from moe_rt.testing.serving.answers import parting
+
 Tell = Callable[[str], None]
 BF16 = dict(dtype="bfloat16")
 NEAR = 0.05  # of a log-probability
@@ -18,15 +20,10 @@ def test_the_first_other_token_is_as_likely(engines: Callable[..., Any], tell: T
     stock, ours = engines("qwen3_moe", 1, **BF16), engines("qwen3_moe", 2, **BF16)
     expected = gathered(stock.generate([PROMPTS], [LENGTHS], logprobs=20))
     answers = gathered(ours.generate(dealt(PROMPTS, 2), dealt(LENGTHS, 2), logprobs=20))
-    of_last, steps = [], []
-    for wanted, got in zip(expected, answers, strict=True):
-        pairs = list(zip(wanted["tokens"], got["tokens"], strict=True))
-        step = next((i for i, (token, other) in enumerate(pairs) if token != other), len(pairs) - 1)
-        other = str(pairs[step][1])
-        if pairs[step][0] != pairs[step][1]:
-            steps.append(step)
-        of_last.append(abs(wanted["logprobs"][step][other] - got["logprobs"][step][other]))
-    tell(f"bf16: {len(steps)} of {len(of_last)} requests differ, after {sorted(steps)} tokens")
+    partings = [parting(wanted, got) for wanted, got in zip(expected, answers, strict=True)]
+    steps = sorted(left.step for left in partings if not left.same)
+    of_last = [left.apart for left in partings]
+    tell(f"bf16: {len(steps)} of {len(of_last)} requests differ, after {steps} tokens")
     tell(f"log-probabilities there, or of the last: {', '.join(f'{d:.4f}' for d in sorted(of_last))} apart")
     assert median(of_last) < NEAR
     assert fmean(of_last) < NEAR

@@ -11,11 +11,11 @@ from cases_lives import ACTS, live
 from cases_soak import soak
 
 MakeRanks = Callable[[str, int], harness.Ranks]
-OPS = int(os.environ.get("MOE_RT_SOAK_OPS", "10000"))
+OPS = int(os.environ.get("MOE_RT_SOAK_OPS", "5000"))
 OPS_LIMIT_S = 60 + OPS // 50
 SEED = int(os.environ.get("MOE_RT_SOAK_SEED", "0"))
 MINUTES = float(os.environ.get("MOE_RT_SOAK_MINUTES", "0"))
-LIVES = 150  # acts, and for so long if it is longer
+LIVES = 80  # acts, and for so long if it is longer
 LIVES_LIMIT_S = 600 + 120 * MINUTES
 
 

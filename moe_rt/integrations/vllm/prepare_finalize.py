@@ -34,6 +34,7 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         super().__init__()
         self._buffer, self._tag = buffer, buffer.new_tag()
         self._sent: tuple[Tensor | None, Handle] | None = None  # between prepare and finalize
+        self._row_numbers, self._ones = torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1)
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
@@ -85,9 +86,11 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         recv_x, recv_weights, handle = self._buffer.dispatch(a1, topk_ids, topk_weights, tag=self._tag)
         self._sent = recv_weights, handle
         num_rows = int(handle.offs[-1])  # CPU ranks have waited for the rows anyway
-        rows = torch.arange(num_rows, dtype=torch.int32)
-        experts = torch.searchsorted(handle.offs, rows, right=True, out_int32=True)[:, None]
-        return recv_x[:num_rows], None, None, experts, torch.ones(num_rows, 1)
+        if len(self._ones) < num_rows:  # kept from then on: in small steps each op that is begun counts
+            self._row_numbers, self._ones = torch.arange(num_rows, dtype=torch.int32)[:, None], torch.ones(num_rows, 1)
+        rows, ones = self._row_numbers.narrow(0, 0, num_rows), self._ones.narrow(0, 0, num_rows)
+        experts = torch.searchsorted(handle.offs, rows, right=True, out_int32=True)
+        return recv_x.narrow(0, 0, num_rows), None, None, experts, ones
 
     def finalize(
         self,

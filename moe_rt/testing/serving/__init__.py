@@ -5,6 +5,7 @@ Importing it takes a process ten seconds of a core, and a server imports it four
 
 from __future__ import annotations
 
+import importlib
 import os
 
 # One thread for each process, and nothing asked of the network.
@@ -20,8 +21,9 @@ ENVIRONMENT = {
 def import_vllm(log_level: str = "WARNING") -> None:
     """All that engines and servers need, so that what is forked from this process imports nothing."""
     os.environ.update(ENVIRONMENT | {"VLLM_LOGGING_LEVEL": log_level})  # vLLM reads it while it is imported
-    import vllm.entrypoints.openai.api_server
-    import vllm.v1.engine.core
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms import current_platform
+
+    worker = "v1.worker.cpu_worker" if current_platform.is_cpu() else "v1.worker.gpu_worker"
+    engine = ("v1.engine.core", "v1.engine.llm_engine", "v1.executor.multiproc_executor", worker)
+    for name in ("entrypoints.openai.api_server", *engine):
+        importlib.import_module(f"vllm.{name}")
