@@ -85,8 +85,9 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
             a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
         recv_x, recv_weights, handle = self._buffer.dispatch(a1, topk_ids, topk_weights, tag=self._tag)
         self._sent = recv_weights, handle
-        num_rows = int(handle.offs[-1])  # CPU ranks have waited for the rows anyway
-        if len(self._ones) < num_rows:  # kept from then on: in small steps each op that is begun counts
+        # CPU ranks have waited for the rows anyway. In small steps each op of torch counts, so few are called.
+        num_rows = handle.offs.tolist()[-1]
+        if len(self._ones) < num_rows:
             self._row_numbers, self._ones = torch.arange(num_rows, dtype=torch.int32)[:, None], torch.ones(num_rows, 1)
         rows, ones = self._row_numbers.narrow(0, 0, num_rows), self._ones.narrow(0, 0, num_rows)
         experts = torch.searchsorted(handle.offs, rows, right=True, out_int32=True)
@@ -102,7 +103,8 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
         """fused_expert_output [N, H], or [N, 1, H] where experts leave the sum over K = 1 to us -> output [T, H]."""
-        self._send_home(fused_expert_output.flatten(0, -2), output)
+        y = fused_expert_output
+        self._send_home(y if y.dim() == 2 else y.flatten(0, 1), output)
 
     def _send_home(self, y: Tensor, output: Tensor) -> None:
         """What the experts made of the rows that the last prepare received -> output [T, H]."""
