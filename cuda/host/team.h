@@ -18,7 +18,9 @@ namespace moe_rt {
 // Until it has heard of all peers the others sleep: their core may be the one that a late peer needs.
 class Barrier {
  public:
-  explicit Barrier(int size) : size_(size) {}
+  // A lane gives its core away so many times before it sleeps: the default is about 100 us on an idle core, ten times
+  // what lanes take to be woken.
+  explicit Barrier(int size, int yields = 256) : size_(size), yields_(yields) {}
   // SYNC POINT barrier: the last lane's release of generation_ pairs with the others' acquire; arrivals are chained by
   // the read-modify-write. Without it a lane could read scratch that another lane has not finished writing.
   void wait() {
@@ -29,7 +31,7 @@ class Barrier {
       wake_sleepers(generation_);
       return;
     }
-    for (int yields = 0; yields < kYields; ++yields) {
+    for (int yields = 0; yields < yields_; ++yields) {
       if (load_acquire(generation_) != generation) return;
       sched_yield();
     }
@@ -37,10 +39,7 @@ class Barrier {
   }
 
  private:
-  // About 100 us on an idle core, ten times what lanes take to be woken.
-  static constexpr int kYields = 256;
-
-  int size_;
+  int size_, yields_;
   uint32_t arrived_ = 0, generation_ = 0;
 };
 

@@ -4,8 +4,6 @@
 // launch, so either must do. Lanes pause at random barriers. A warp has 32 lanes where they divide a block, else one.
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -37,9 +35,12 @@ struct Block {
   }
 };
 
+// Lanes are many more than cores: those that wait must not keep the cores from those that are waited for.
+inline constexpr int kYields = 32;
+
 // Where the lanes of one warp meet. A warp of one lane needs none.
 struct WarpState {
-  explicit WarpState(int lanes) : barrier(lanes), words(lanes) {}
+  explicit WarpState(int lanes) : barrier(lanes, kYields), words(lanes) {}
   Barrier barrier;
   std::vector<double> words;
 };
@@ -127,7 +128,7 @@ struct Machine {
   int num_blocks() const { return count; }
   int block_index() const { return index; }
   int64_t clock_ns() const { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
-  void nap() const { sched_yield(); }
+  void nap() const { std::this_thread::sleep_for(std::chrono::microseconds(10)); }
   Warp<kWarpLanes> warps(int first) const {
     const int each = block_.size_ / kWarpLanes;
     return {int64_t{index - first} * each + block_.rank_ / kWarpLanes, int64_t{count - first} * each, warp_lane()};
@@ -161,7 +162,7 @@ void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, u
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   struct State {
-    State(int size, int64_t bytes) : barrier(size), scratch(bytes / 4 + 1, -1) {
+    State(int size, int64_t bytes) : barrier(size, kYields), scratch(bytes / 4 + 1, -1) {
       for (int i = 0; i < size / kWarpLanes; ++i) warps.emplace_back(kWarpLanes);
     }
     Barrier barrier;

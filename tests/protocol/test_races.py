@@ -22,9 +22,16 @@ def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=800)
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize(
-    ("machine", "rounds"), [([], ROUNDS), ([GPU], FEW_ROUNDS), (NETWORK, FEW_ROUNDS)], ids=["cpu", "gpu", "network"]
+    ("machine", "rounds", "sanitizer"),
+    [
+        pytest.param([], ROUNDS, "thread", id="cpu-thread"),
+        pytest.param([], ROUNDS, "address,undefined", id="cpu-address"),
+        pytest.param([GPU], FEW_ROUNDS, "thread", id="gpu-thread"),
+        pytest.param([GPU], FEW_ROUNDS, "address,undefined", id="gpu-address", marks=pytest.mark.sweep),
+        pytest.param(NETWORK, FEW_ROUNDS, "thread", id="network-thread"),
+        pytest.param(NETWORK, FEW_ROUNDS, "address,undefined", id="network-address"),
+    ],
 )
 def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
