@@ -20,12 +20,13 @@ def docs(root: Path) -> list[Path]:
 
 
 def blocks(root: Path) -> list[Block]:
-    found = [
-        block
-        for path in docs(root)
-        for block in fenced.find_blocks(path.read_text(encoding="utf-8"), path.relative_to(root))
-    ]
-    return [block for block in found if fenced.is_checked(block)]
+    """All that are checked; of those that say the same, the first."""
+    found = {
+        (block.language, block.text, block.directive): block
+        for path in reversed(docs(root))
+        for block in reversed(list(fenced.find_blocks(path.read_text(encoding="utf-8"), path.relative_to(root))))
+    }
+    return [block for block in reversed(found.values()) if fenced.is_checked(block)]
 
 
 def the_block(markdown: str) -> Block:
