@@ -32,6 +32,18 @@ struct BFloat {
   explicit operator float() const { return std::bit_cast<float>(uint32_t{word} << 16); }
 };
 
+// The nearest of 8 bits with 4 of exponent, of two the even one; no infinity, but the largest number, and one NaN.
+inline uint32_t e4m3(float x) {
+  if (std::isnan(x)) return 0x7f;
+  const uint32_t sign = std::signbit(x) ? 0x80 : 0;
+  const double magnitude = std::fabs(double(x));
+  if (magnitude >= 448) return sign | 0x7e;
+  const int exponent = magnitude == 0 ? -6 : std::max(std::ilogb(magnitude), -6);
+  // In units of the last place: 8 to 16 of them, or fewer than 8 below 2^-6. Sixteen are eight of the next exponent.
+  const int units = int(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
+  return sign | uint32_t(8 * (exponent + 6) + units);
+}
+
 // A register's bits as a value of another type of that width, or of an integer type that cuts it short.
 template <class T, class Bits>
 T as(Bits bits) {

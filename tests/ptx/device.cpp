@@ -11,6 +11,7 @@ namespace ptx {
 namespace {
 constexpr auto kHang = std::chrono::seconds(300);  // of nothing but waits, which no peer ends
 constexpr int kMostPatience = 128;
+constexpr int kTurnsToArrive = 16;  // of lanes, until the next part of a copy arrives
 }  // namespace
 
 void Device::serve() {
@@ -28,6 +29,8 @@ void Device::serve() {
     const bool idle = naps_in_a_row_ > 2 * ready_.size();
     const bool waited_for = !turnstile_.try_lock();
     if (!waited_for) turnstile_.unlock();
+    if (!flight.empty() && (idle || random() % kTurnsToArrive == 0)) flight.arrive(random());
+    if (!network.empty() && (idle || random() % kTurnsToArrive == 0)) network.arrive(random());
     if (!idle) progress = std::chrono::steady_clock::now();
     if (idle && std::chrono::steady_clock::now() - progress > kHang && !ready_.empty()) {
       die(*ready_[0], "hang: nothing but waits that nobody ends");
@@ -81,7 +84,7 @@ void Device::start_block(Stream& stream) {
   block->lanes = std::vector<Lane>(launch.threads);
   block->warps = std::vector<Warp>((launch.threads + 31) / 32);
   names.push_back({running.stream, running.number});
-  history_[block->uid] = {&entry, block->index};
+  history_[block->uid] = {&entry, block->index, running.stream, block->uid, -1};
   for (uint32_t i = 0; i < launch.threads; ++i) {
     Lane& lane = block->lanes[i];
     lane.block = block.get();
@@ -126,6 +129,7 @@ void Device::enter() {
   Block& block = *lane.block;
   Warp& warp = block.warps[lane.ids.tid / 32];
   const uint32_t bit = 1u << lane.ids.tid % 32;
+  leave_copies(lane);
   if (block.at_barrier > 0) device.fail(lane, "barrier divergence: a lane ends while others wait at a barrier");
   if (warp.mask & bit) device.fail(lane, "wrong mask: a lane ends that its warp waits for");
   warp.gone |= bit;
@@ -149,6 +153,7 @@ void Device::end_lane(Lane& lane) {
 void Device::end_block(Block& block) {
   Running& running = *block.of;
   running.after.join(block.clock, names);
+  for (const Warp& warp : block.warps) running.after.join(warp.clock, names);
   resident_.erase(block.uid);
   if (++running.finished < running.launch->blocks) return;
   Stream& stream = *streams_[running.stream];
@@ -174,27 +179,65 @@ void Device::check_deadlock() {
 bool Device::ordered(Lane& lane, const Record& earlier, const Record& mine) const {
   const Moment& m = earlier.moment;
   const Block& block = *lane.block;
-  if (m.block == block.uid && (m.lane == mine.moment.lane || m.barriers < block.barriers)) return true;
+  if (m.block == block.uid) {
+    if (m.lane == mine.moment.lane || m.barriers < block.barriers) return true;
+    if (m.lane / 32 == mine.moment.lane / 32 && m.syncs < mine.moment.syncs) return true;
+  }
   const BlockName& name = names[m.block];
   if (earlier.how & mine.how & kAtomic) {
     if (name.stream == names[block.uid].stream || (earlier.how & mine.how & kSystem)) return true;
   }
-  return block.clock.knows(m, name) || (lane.learned && lane.learned->knows(m, name));
+  return knows(lane, m, kLanes);
+}
+
+bool Device::knows(const Lane& lane, const Moment& m, Proxy proxy) const {
+  const Block& block = *lane.block;
+  const BlockName& name = names[m.block];
+  return block.clock.knows(m, name, proxy) || block.warps[lane.ids.tid / 32].clock.knows(m, name, proxy) ||
+         (lane.learned && lane.learned->knows(m, name, proxy));
 }
 
 Clock Device::knowledge(const Lane& lane) const {
   Clock clock = lane.block->clock;
+  const Warp& warp = lane.block->warps[lane.ids.tid / 32];
+  clock.join(warp.clock, names);
   if (lane.learned) clock.join(*lane.learned, names);
   clock.learn_block(lane.block->uid, lane.block->barriers);
+  if (warp.syncs) clock.learn_warp(lane.block->uid, lane.ids.tid / 32, warp.syncs);
   clock.learn_lane(lane.block->uid, uint16_t(lane.ids.tid), uint16_t(lane.releases + 1));
   return clock;
 }
 
+Moment Device::now(const Lane& lane) const {
+  const Block& block = *lane.block;
+  return {block.uid, uint16_t(lane.ids.tid), block.barriers, block.warps[lane.ids.tid / 32].syncs, lane.releases};
+}
+
+Clock& Device::learned(Lane& lane) {
+  if (!lane.learned) lane.learned = std::make_unique<Clock>();
+  return *lane.learned;
+}
+
+uint32_t Device::name_copies(const Lane& lane) {
+  names.push_back(names[lane.block->uid]);
+  Past past = history_.at(lane.block->uid);
+  past.lane = int(lane.ids.tid);
+  history_[uint32_t(names.size() - 1)] = past;
+  return uint32_t(names.size() - 1);
+}
+
+uint32_t Device::name_puts(const Lane& lane) {
+  const uint32_t uid = name_copies(lane);
+  names[uid] = {kNobody, 0};  // the end of its launch says nothing of a put
+  history_[uid].owner = kNobody;
+  return uid;
+}
+
 std::string Device::describe(const Record& record) const {
-  const auto& [entry, index] = history_.at(record.moment.block);
+  const auto& [entry, index, stream, owner, lane] = history_.at(record.moment.block);
   const Site& site = entry->sites[record.site];
   return std::string(entry->name) + ", block " + std::to_string(index) + ", lane " +
-         std::to_string(record.moment.lane) + ", stream " + std::to_string(names[record.moment.block].stream) + ": `" +
+         std::to_string(lane < 0 ? record.moment.lane : lane) + ", stream " + std::to_string(stream) + ": `" +
          site.text + "` in line " + std::to_string(site.line) + " of the entry, from " + site.where;
 }
 
@@ -204,7 +247,7 @@ void Device::fail(const Lane& lane, const std::string& what) {
 }
 
 void Device::die(const Lane& lane, const std::string& what) {
-  const Record here{{lane.block->uid, uint16_t(lane.ids.tid), 0, 0}, 0, lane.site};
+  const Record here{{lane.block->uid, uint16_t(lane.ids.tid), 0, 0, 0}, 0, lane.site};
   report_ = what + "\n  at " + describe(here);
   dead_ = true;
   ready_.clear();

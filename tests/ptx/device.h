@@ -14,8 +14,10 @@
 #include <thread>
 #include <vector>
 
+#include "bulk.h"
 #include "fibers.h"
 #include "memory.h"
+#include "network.h"
 
 namespace ptx {
 
@@ -42,6 +44,7 @@ struct Lane {
   uint16_t releases = 0;
   std::unique_ptr<Clock> learned;  // since the last barrier
   std::vector<char> local;
+  std::unique_ptr<Started> started;  // copies
   uint32_t given = 0, got[32] = {};  // to and from a warp's collective
 };
 
@@ -49,6 +52,8 @@ struct Lane {
 struct Warp {
   uint32_t mask = 0, arrived = 0, gone = 0;
   int site = 0;
+  uint16_t syncs = 0;
+  Clock clock = {};  // of every lane since the warp's last barrier, while the block has had none
 };
 
 struct Running;
@@ -62,6 +67,7 @@ struct Block {
   Clock clock;  // of every lane since the last barrier
   std::vector<char> shared;
   Shadow shadow;
+  std::map<uint64_t, Mbarrier> mbarriers;  // by offset in shared memory
   std::vector<Lane> lanes;
   std::vector<Warp> warps;
 };
@@ -71,6 +77,13 @@ struct Running {
   std::shared_ptr<const Launch> launch;
   uint32_t stream, number, next_block = 0, finished = 0;
   Clock before, after;
+};
+
+// Of a block, which is its own owner, or of the copies of one of its lanes, or of the puts of a warp, which have none.
+struct Past {
+  const Entry* entry;
+  uint32_t index, stream, owner;
+  int lane;  // -1 of a block
 };
 
 struct Stream {
@@ -103,14 +116,24 @@ class Device {
   void* allocate(uint64_t bytes);
   void free(void* memory);
   bool narrow(uint64_t begin, uint64_t bytes);
+  void join_network(const std::vector<uint64_t>& begins, uint32_t rank, uint32_t stream, uint64_t bytes);
 
   // For lanes, on the device's own thread.
   [[noreturn]] void fail(const Lane& lane, const std::string& what);
+  void die(const Lane& lane, const std::string& what);  // between turns, too
   std::string describe(const Record& record) const;
   void pause(Lane& lane);  // comes back when it is this lane's turn again
   void make_ready(Lane& lane);
   bool ordered(Lane& lane, const Record& earlier, const Record& mine) const;
+  bool knows(const Lane& lane, const Moment& m, Proxy proxy) const;
   Clock knowledge(const Lane& lane) const;
+  Moment now(const Lane& lane) const;
+  Clock& learned(Lane& lane);
+  uint32_t name_copies(const Lane& lane);  // a uid for copies of this lane
+  uint32_t name_puts(const Lane& lane);    // and for puts of its warp, in this launch and later ones
+  const Past& past(uint32_t uid) const { return history_.at(uid); }
+  Flight flight;
+  Network network;
   Memory memory;
   std::mt19937_64 random;
   uint64_t clock_ns() const;
@@ -126,7 +149,6 @@ class Device {
   void end_lane(Lane& lane);
   void end_block(Block& block);
   void check_deadlock();
-  void die(const Lane& lane, const std::string& what);
   static void enter();
 
   std::mutex mutex_;
@@ -139,7 +161,7 @@ class Device {
   std::string report_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::map<uint32_t, std::unique_ptr<Block>> resident_;
-  std::map<uint32_t, std::pair<const Entry*, uint32_t>> history_;  // of blocks: entry, index
+  std::map<uint32_t, Past> history_;  // by uid
   std::vector<Lane*> ready_;
   Stacks stacks_;
   jmp_buf scheduler_;

@@ -1,10 +1,15 @@
 // The calls of the driver's API that moe_rt and the tests make through cuda-python, and what tests ask besides.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "device.h"
 
@@ -18,11 +23,18 @@ using Result = int;
 constexpr Result kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kNotFound = 500, kLaunchFailed = 719;
 constexpr char kLibraries[] = "// libraries:";
 constexpr unsigned kMostShared = 48 << 10;  // without asking for more
+constexpr unsigned kMostAsked = 227 << 10;
 
 using Module = std::map<std::string, const Entry*>;
 using Graph = std::vector<std::shared_ptr<const Launch>>;
 
+std::mutex granted_mutex;
+std::map<const Entry*, unsigned> granted;  // shared memory that was asked for
+
 uint32_t index_of(void* stream) { return uint32_t(reinterpret_cast<uintptr_t>(stream)) - 1; }
+
+std::vector<const Entry*> loaded;
+std::pair<std::string, int> muted;  // entry, line
 
 Result alive() { return Device::get().dead() ? kLaunchFailed : kSuccess; }
 
@@ -45,6 +57,10 @@ Result cuModuleLoadData(void** out, const char* image) {
     const auto* entry = library ? static_cast<const Entry*>(dlsym(library, "ptx_entry")) : nullptr;
     if (!entry) return std::fprintf(stderr, "%s\n", dlerror()), kInvalidImage;
     (*module)[entry->name] = entry;
+    loaded.push_back(entry);
+    for (uint32_t i = 0; i < entry->num_sites; ++i) {
+      if (muted == std::pair<std::string, int>(entry->name, entry->sites[i].line)) entry->marks[i] |= ptx::kMuted;
+    }
   }
   return *out = module, kSuccess;
 }
@@ -62,11 +78,25 @@ Result cuFuncGetAttribute(int* value, int attribute, const Entry* entry) {
   return kSuccess;
 }
 
+// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, for ever.
+Result cuFuncSetAttribute(const Entry* entry, int attribute, int value) {
+  if (attribute != 8 || value < 0 || entry->static_bytes + unsigned(value) > kMostAsked) return kInvalidValue;
+  const std::lock_guard lock(granted_mutex);
+  granted[entry] = entry->static_bytes + unsigned(value);
+  return kSuccess;
+}
+
+unsigned most_shared(const Entry* entry) {
+  const std::lock_guard lock(granted_mutex);
+  const auto found = granted.find(entry);
+  return found == granted.end() ? kMostShared : std::max(kMostShared, found->second);
+}
+
 Result cuLaunchKernel(const Entry* entry, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                       unsigned shared, void* stream, void** params, void** extra) {
   if (const Result dead = alive()) return dead;
   if (gx == 0 || gy != 1 || gz != 1 || bx == 0 || by != 1 || bz != 1 || bx > entry->max_threads) return kInvalidValue;
-  if (entry->static_bytes + shared > kMostShared || extra || !stream) return kInvalidValue;
+  if (entry->static_bytes + shared > most_shared(entry) || extra || !stream) return kInvalidValue;
   auto launch = std::make_shared<Launch>(Launch{entry, gx, bx, shared, {}});
   for (uint32_t i = 0; i < entry->num_params; ++i) {
     const auto* const from = static_cast<const char*>(params[i]);
@@ -109,7 +139,7 @@ struct {
     KNOWN(cuStreamCreate),       KNOWN(cuStreamSynchronize),
     KNOWN(cuStreamBeginCapture), KNOWN(cuStreamIsCapturing),
     KNOWN(cuStreamEndCapture),   KNOWN(cuGraphInstantiateWithFlags),
-    KNOWN(cuGraphLaunch),
+    KNOWN(cuGraphLaunch),        KNOWN(cuFuncSetAttribute),
 };
 
 }  // namespace
@@ -132,12 +162,31 @@ void ptx_configure(uint64_t seed, uint32_t room, bool real_time) { Device::get()
 void ptx_wind(int64_t ns) { Device::get().wind(ns); }
 void* ptx_allocate(uint64_t bytes) { return Device::get().allocate(bytes); }
 void ptx_free(void* memory) { Device::get().free(memory); }
+void ptx_join_network(const uint64_t* begins, uint32_t num_ranks, uint32_t rank, void* stream, uint64_t bytes) {
+  Device::get().join_network({begins, begins + num_ranks}, rank, index_of(stream), bytes);
+}
 bool ptx_narrow(uint64_t begin, uint64_t bytes) { return Device::get().narrow(begin, bytes); }
 uint64_t ptx_accesses() { return Device::get().accesses(); }
 // What was found, or nothing; the text stays until the next call of this thread.
 const char* ptx_report() {
   thread_local std::string text;
   text = Device::get().report();
+  return text.c_str();
+}
+// Modules that are loaded from now on have no order there.
+void ptx_mute(const char* entry, int line) { muted = {entry, line}; }
+// `entry line` of each barrier and atomic access that was executed since this was last asked, while nothing runs.
+const char* ptx_reached() {
+  thread_local std::string text;
+  text.clear();
+  for (const Entry* const entry : loaded) {
+    for (uint32_t i = 0; i < entry->num_sites; ++i) {
+      if (entry->marks[i] & ptx::kReached) {
+        entry->marks[i] &= ~ptx::kReached;
+        text += std::string(entry->name) + " " + std::to_string(entry->sites[i].line) + "\n";
+      }
+    }
+  }
   return text.c_str();
 }
 }

@@ -22,6 +22,7 @@ from moe_rt.heap import loopback
 from moe_rt.native import gpu, jit
 
 _HERE = Path(__file__).parent
+_PARTS = ("device", "host", "lane", "places", "bulk", "network", "driver")
 _FLAGS = ("-O2", "-shared", "-fPIC")
 
 # PTX in, PTX out: what a test changes about the kernels before they run.
@@ -34,7 +35,7 @@ class PtxFault(RuntimeError):
 
 def build() -> tuple[Path, Path]:
     """The stand-in for the driver, and torch's allocator in its memory."""
-    objects = [compile_object(_HERE / f"{name}.cpp", *_FLAGS) for name in ("device", "host", "lane", "driver")]
+    objects = [compile_object(_HERE / f"{name}.cpp", *_FLAGS) for name in _PARTS]
     torch_files = Path(torch.__file__).parent
     paths = (f"-isystem{torch_files}/include", f"-L{torch_files}/lib", "-lc10", f'-DTORCH="{torch.__version__}"')
     driver = link(objects, *_FLAGS, "-Wl,-soname,libcuda.so.1")
@@ -47,6 +48,7 @@ def load() -> ctypes.CDLL:
     driver, allocator = build()
     library = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
     library.ptx_report.restype = ctypes.c_char_p
+    library.ptx_reached.restype = ctypes.c_char_p
     library.ptx_accesses.restype = ctypes.c_uint64
     ctypes.CDLL(str(allocator)).ptx_take_over()
     return library
@@ -63,7 +65,9 @@ class PtxGpu(gpu.Gpu):
     """
 
     name, arch, uuid = "executed", ARCH, "none"
+    bulk_bytes = 227 << 10
     segment_share = 1.0
+    num_launches = 0  # of all in this process
 
     def __init__(self, seed: int = 1, num_sms: int = 10, edit: Edit = lambda ptx: ptx, real_time: bool = False) -> None:
         self.device, self.num_sms, self._edit = torch.device("cpu"), num_sms, edit
@@ -99,8 +103,8 @@ class PtxGpu(gpu.Gpu):
     def outlive_stream(self, memory: Tensor) -> None:
         pass  # launches are over
 
-    def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> PtxKernels:
-        return PtxKernels(self, super().kernels(source, defines, nvshmem=nvshmem))
+    def kernels(self, source: str, defines: Mapping[str, str | int], **how: Any) -> PtxKernels:
+        return PtxKernels(self, super().kernels(source, defines, **how))
 
     def drain(self) -> None:
         """Waits for this thread's stream.
@@ -137,17 +141,30 @@ class PtxGpu(gpu.Gpu):
         """How many accesses were checked so far."""
         return int(self._library.ptx_accesses())
 
+    def fault(self) -> str:
+        """What was found, or nothing."""
+        return str(self._library.ptx_report().decode())
+
+    def mute(self, entry: str, line: int) -> None:
+        """In kernels that are loaded from now on, one barrier or atomic access is none, or has no order."""
+        self._library.ptx_mute(entry.encode(), line)
+
+    def reached(self) -> set[tuple[str, int]]:
+        """Barriers and atomic accesses that were executed since this was last asked: entry, and line of the entry."""
+        lines = (line.split() for line in self._library.ptx_reached().decode().splitlines())
+        return {(name, int(line)) for name, line in lines}
+
     def _checked(self, result: tuple[Any, ...]) -> Any:
         code, *value = result
-        if report := self._library.ptx_report().decode():
+        if report := self.fault():
             raise PtxFault(report)
         assert int(code) == 0, code
         return value[0] if value else None
 
     def _compile(self, source: str, arch: str, defines: Mapping[str, str | int], **how: Any) -> jit.Binary:
         """As jit.compile_kernels."""
-        assert (arch, how.get("nvshmem", False)) == (ARCH, False)
-        image, names = image_of(self._edit(ptx_of(source, defines)))
+        assert arch == ARCH
+        image, names = image_of(self._edit(ptx_of(source, defines, nvshmem=bool(how.get("nvshmem")))))
         return jit.Binary(image, dict.fromkeys(names), True, 0.0)  # type: ignore[arg-type]
 
     def _allocate(self, rendezvous: Any, num_bytes: int, *rest: Any) -> Any:
@@ -163,13 +180,14 @@ _allocate = loopback.allocate
 
 
 class PtxKernels:
-    """Loaded kernels, each launch of which is waited for."""
+    """Loaded kernels; what a call launches is waited for."""
 
     def __init__(self, gpu: PtxGpu, kernels: Any) -> None:
         self._gpu, self._kernels = gpu, kernels
 
-    def launch(self, name: str, **how: Any) -> None:
-        self._gpu.launched.append(name)
-        self._kernels.launch(name, **how)
+    def launch(self, launches: gpu.Launches, **how: Any) -> None:
+        self._gpu.launched.extend(name for name, _ in launches)
+        PtxGpu.num_launches += len(launches)
+        self._kernels.launch(launches, **how)
         if not self._gpu.is_capturing():
             self._gpu.drain()

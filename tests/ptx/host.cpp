@@ -111,12 +111,19 @@ void* Device::allocate(uint64_t bytes) {
 
 void Device::free(void* address) {
   const Host host(*this);
-  memory.free(reinterpret_cast<uint64_t>(address));
+  const auto begin = reinterpret_cast<uint64_t>(address);
+  if (const Extent* const extent = memory.below(begin)) network.arrive_at(begin, extent->bytes);
+  memory.free(begin);
 }
 
 bool Device::narrow(uint64_t begin, uint64_t bytes) {
   const Host host(*this);
   return memory.narrow(begin, bytes);
+}
+
+void Device::join_network(const std::vector<uint64_t>& begins, uint32_t rank, uint32_t stream, uint64_t bytes) {
+  const Host host(*this);
+  network.join(begins, rank, stream, bytes);
 }
 
 }  // namespace ptx

@@ -26,5 +26,9 @@ class InPlaceOfEmulated(PtxGpu):
         self.outlived.append(memory.data_ptr())
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"executed PTX: {PtxGpu.num_launches} launches, {load().ptx_accesses()} accesses")
+
+
 load()  # before tests make tensors
 device.emulated.EmulatedGpu = InPlaceOfEmulated  # type: ignore[assignment,misc]

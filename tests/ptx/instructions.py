@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ptx import bulk, calls
 from ptx.parse import Instruction, TranslationError
 from ptx.writer import TYPES, Writer, assign, label, register
 
@@ -65,14 +66,14 @@ def _shift(name: str, kinds: set[str]) -> Callable[..., str | None]:
 
 
 def _multiply(w: Writer, i: Instruction, given: list[str]) -> str | None:
-    if given[0] != "wide":
+    part, kind = given[0], given[-1]
+    if part not in ("wide", "hi") or kind not in ("s16", "u16", "s32", "u32"):
         return None
-    kind = given[1]
-    if kind not in ("s16", "u16", "s32", "u32"):
-        return None
-    wide = f"{kind[0]}{2 * int(kind[1:])}"
+    bits = int(kind[1:])
+    wide = TYPES[f"{kind[0]}{2 * bits}"]
     target, a, b = i.operands
-    return assign(target, f"multiply({TYPES[wide]}({w.value(a, kind)}), {TYPES[wide]}({w.value(b, kind)}))")
+    product = f"multiply({wide}({w.value(a, kind)}), {wide}({w.value(b, kind)}))"
+    return assign(target, product if part == "wide" else f"{TYPES[kind]}({product} >> {bits})")
 
 
 def _compare(w: Writer, i: Instruction, given: list[str]) -> str | None:
@@ -112,6 +113,10 @@ def _move(w: Writer, i: Instruction, given: list[str]) -> str | None:
 
 def _convert(w: Writer, i: Instruction, given: list[str]) -> str | None:
     *how, to, source = given
+    if given == ["rn", "satfinite", "e4m3x2", "f32"]:
+        target, high, low = i.operands
+        codes = (f"e4m3({w.value(name, 'f32')})" for name in (high, low))
+        return assign(target, "uint16_t({} << 8 | {})".format(*codes))
     if to not in TYPES or source not in TYPES:
         return None
     value, into = w.value(i.operands[1], source), TYPES[to]
@@ -165,6 +170,9 @@ def _memory(w: Writer, i: Instruction, given: list[str], how: str) -> tuple[str,
 
 
 def _load(w: Writer, i: Instruction, given: list[str]) -> str | None:
+    if given[0] == "global" and i.operands[1][1:-1].partition("+")[0] in w.entry.zeros:
+        names = (name.strip() for name in i.operands[0].strip("{}").split(","))
+        return " ".join(assign(name, f"{TYPES[given[-1]]}(0)") for name in names)
     found = _memory(w, i, given, "kRead")
     if found is None or "release" in given:
         return None
@@ -231,6 +239,12 @@ def _exactly(opcode: list[str], operands: tuple[str, ...], text: str) -> Callabl
     return write
 
 
+def _sync_warp(w: Writer, i: Instruction, given: list[str]) -> str | None:
+    if given != ["warp", "sync"]:
+        return None
+    return f"ptx_warp_barrier(lane, {w.value(i.operands[0], 'u32')}, {w.site});"
+
+
 def _sleep(w: Writer, i: Instruction, given: list[str]) -> str | None:
     return f"ptx_sleep(lane, {w.site});" if given == ["u32"] else None
 
@@ -264,13 +278,17 @@ _HANDLERS: dict[str, Callable[..., str | None]] = {
     "cvt": _convert,
     "cvta": _convert_address,
     "isspacep": _in_space,
-    "ld": _load,
-    "st": _store,
+    "ld": _either(calls.returned, _load),
+    "st": _either(calls.argument, _store),
+    "call": calls.call,
     "atom": _atomic,
     "bra": _branch,
     "ret": _exactly([], (), "return;"),
-    "bar": _exactly(["sync"], ("0",), "ptx_barrier(lane, {site});"),
+    "bar": _either(_exactly(["sync"], ("0",), "ptx_barrier(lane, {site});"), _sync_warp),
     "shfl": _shuffle,
     "redux": _reduce,
     "nanosleep": _sleep,
+    "mbarrier": bulk.mbarrier,
+    "cp": bulk.copy,
+    "fence": bulk.fence,
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from device.jit_tools import require_compiler
 from harness import CASE_TIMEOUT_S, TELL_STACKS, ThreadRanks
-from ptx.gpu import PtxGpu
+from ptx.gpu import PtxFault, PtxGpu
 
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.process_ranks import ProcessRanks
@@ -39,8 +39,21 @@ def on_ranks(size: int, case: Callable[..., Any], *args: Any, **how: Any) -> lis
     return outcomes
 
 
+def run_on(gpu: PtxGpu, size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
+    """What case(group, *args) returned on each virtual rank of the GPU.
+
+    Raises:
+        PtxFault: what was found on any rank, whatever the others raised, who only see that the device is lost.
+    """
+    outcomes = ThreadRanks(size, gpu).outcomes(case, *args)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for failure in sorted(failures, key=lambda error: not isinstance(error, PtxFault)):
+        raise failure
+    return outcomes
+
+
 def _ranks(size: int, how: dict[str, Any], case: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-    return ThreadRanks(size, PtxGpu(**how)).run(case, *args)
+    return run_on(PtxGpu(**how), size, case, *args)
 
 
 def _serve(channel: Channel, case: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -2,89 +2,12 @@
 #include "lane.h"
 
 #include <bit>
-#include <cstdio>
 
 #include "device.h"
+#include "places.h"
 
 namespace ptx {
 namespace {
-
-struct Place {
-  void* pointer;
-  Shadow* shadow;  // nullptr for memory of one lane, and for what nobody writes
-  uint64_t offset;
-  Extent* extent;
-};
-
-std::string hex(uint64_t address) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(address));
-  return text;
-}
-
-[[noreturn]] void out_of_bounds(const Lane& lane, const char* space, uint64_t address, uint32_t bytes) {
-  std::string what = "out of bounds: " + std::to_string(bytes) + " bytes of " + space + " memory at " + hex(address);
-  const Extent* const below = Device::get().memory.below(address);
-  if (below && address - below->begin < below->bytes + 4096) {
-    what += ", which is " + std::to_string(address - below->begin) + " bytes into an allocation of " +
-            std::to_string(below->bytes);
-  }
-  Device::get().fail(lane, what);
-}
-
-bool within(uint64_t offset, uint32_t bytes, uint64_t begin, uint64_t size) {
-  return offset >= begin && offset - begin < size && bytes <= size - (offset - begin);
-}
-
-Place in_params(const Lane& lane, uint64_t address, uint32_t bytes, uint32_t how) {
-  const Launch& launch = *lane.block->of->launch;
-  const uint64_t which = address / kParamStride, offset = address % kParamStride;
-  if (how != kRead || which >= launch.entry->num_params ||
-      !within(offset, bytes, 0, launch.entry->param_bytes[which])) {
-    out_of_bounds(lane, "parameter", address, bytes);
-  }
-  uint64_t before = 0;
-  for (uint64_t i = 0; i < which; ++i) before += launch.entry->param_bytes[i];
-  return {const_cast<char*>(launch.params.data()) + before + offset, nullptr, 0, nullptr};
-}
-
-Place in_shared(const Lane& lane, uint64_t offset, uint32_t bytes) {
-  Block& block = *lane.block;
-  const Launch& launch = *block.of->launch;
-  if (!within(offset, bytes, 0, launch.entry->static_bytes) &&
-      !within(offset, bytes, launch.entry->dynamic_offset, launch.dynamic_bytes)) {
-    out_of_bounds(lane, "shared", offset, bytes);
-  }
-  return {block.shared.data() + offset, &block.shadow, offset, nullptr};
-}
-
-Place in_local(Lane& lane, uint64_t offset, uint32_t bytes) {
-  if (!within(offset, bytes, 0, lane.block->of->launch->entry->local_bytes)) {
-    out_of_bounds(lane, "local", offset, bytes);
-  }
-  return {lane.local.data() + offset, nullptr, 0, nullptr};
-}
-
-Place in_global(const Lane& lane, uint64_t address, uint32_t bytes) {
-  Extent* const extent = Device::get().memory.find(address, bytes);
-  if (!extent) out_of_bounds(lane, "global", address, bytes);
-  return {reinterpret_cast<void*>(address), &extent->shadow, address - extent->begin, extent};
-}
-
-Place find(Lane& lane, Space space, uint64_t address, uint32_t bytes, uint32_t how) {
-  if (address % bytes != 0) {
-    Device::get().fail(lane, "misaligned: " + std::to_string(bytes) + " bytes at " + hex(address));
-  }
-  if (space == kParam) return in_params(lane, address, bytes, how);
-  if (space == kShared) return in_shared(lane, address, bytes);
-  if (space == kLocal) return in_local(lane, address, bytes);
-  if (space == kGeneric) {
-    if (ptx_is_local(lane, address)) return in_local(lane, address - ptx_local(lane), bytes);
-    const uint64_t offset = address - ptx_shared(lane);
-    if (offset < lane.block->shared.size()) return in_shared(lane, offset, bytes);
-  }
-  return in_global(lane, address, bytes);
-}
 
 // A release leaves what the lane knows at the address; whoever acquires there in the same scope learns it. A write that
 // is no release leaves nothing, unless it is part of a read-modify-write, which passes on what it found.
@@ -93,12 +16,12 @@ void synchronize(Lane& lane, Extent& extent, uint64_t address, uint32_t how) {
   const uint32_t stream = lane.block->of->stream;
   auto& [on_device, on_system] = extent.released;
   if (how & kAcquire) {
-    if (!lane.learned) lane.learned = std::make_unique<Clock>();
+    Clock& learned = device.learned(lane);
     for (const auto& [from, clock] : on_system[address]) {
-      if (from == stream || (how & kSystem)) lane.learned->join(clock, device.names);
+      if (from == stream || (how & kSystem)) learned.join(clock, device.names);
     }
     for (const auto& [from, clock] : on_device[address]) {
-      if (from == stream) lane.learned->join(clock, device.names);
+      if (from == stream) learned.join(clock, device.names);
     }
   }
   if ((how & kWrite) && !(how & kRead)) on_device.erase(address), on_system.erase(address);
@@ -110,19 +33,16 @@ void synchronize(Lane& lane, Extent& extent, uint64_t address, uint32_t how) {
 
 void check_race(Lane& lane, const Place& place, uint32_t bytes, uint32_t how) {
   Device& device = Device::get();
-  const Moment now{lane.block->uid, uint16_t(lane.ids.tid), lane.block->barriers, lane.releases};
-  const Record mine{now, uint16_t(how), lane.site};
+  const Record mine{device.now(lane), uint16_t(how), lane.site};
   const auto ordered = [&](const Record& earlier) { return device.ordered(lane, earlier, mine); };
-  place.shadow->visit(place.offset, bytes, mine, ordered, [&](const Record& other) {
-    const char* const space = place.extent ? "global" : "shared";
-    device.fail(lane, std::string("race on ") + space + " memory: nothing orders this " +
-                          (how & kWrite ? "write" : "read") + " after the " + (other.how & kWrite ? "write" : "read") +
-                          " of\n  " + device.describe(other));
-  });
+  place.shadow->visit(place.offset, bytes, mine, ordered,
+                      [&](const Record& other) { report_race(lane, place, how, other, nullptr); });
 }
 
-// Waits until every lane of the mask is here; `given` of each is then in `got`.
-void gather(Lane& lane, uint32_t value, uint32_t mask, int site) {
+}  // namespace
+
+// Waits until every lane of the mask is here; `given` of each is then in `got`. Whether this one came last.
+bool gather(Lane& lane, uint32_t value, uint32_t mask, int site) {
   Device& device = Device::get();
   lane.site = site;
   device.pause(lane);
@@ -140,7 +60,7 @@ void gather(Lane& lane, uint32_t value, uint32_t mask, int site) {
     lane.state = State::kInWarp;
     ++block.blocked;
     device.pause(lane);
-    return;
+    return false;
   }
   Lane* const first = &block.lanes[lane.ids.tid / 32 * 32];
   for (uint32_t i = 0; i < 32; ++i) {
@@ -149,10 +69,34 @@ void gather(Lane& lane, uint32_t value, uint32_t mask, int site) {
     if (first[i].state == State::kInWarp) --block.blocked;
     device.make_ready(first[i]);
   }
-  warp = {.gone = warp.gone};
+  warp.mask = warp.arrived = 0;
+  return true;
 }
 
-}  // namespace
+bool meet(Lane& lane, bool whole_block, int site) {
+  if (!whole_block) return gather(lane, 0, ~uint32_t{0}, site);
+  Device& device = Device::get();
+  lane.site = site;
+  device.pause(lane);
+  Block& block = *lane.block;
+  if (block.at_barrier > 0 && block.barrier_site != site) {
+    device.fail(lane, "barrier divergence: other lanes wait at another barrier");
+  }
+  for (const Warp& warp : block.warps) {
+    if (warp.gone) device.fail(lane, "barrier divergence: other lanes have ended");
+  }
+  block.barrier_site = site;
+  if (++block.at_barrier < block.lanes.size()) {
+    lane.state = State::kAtBarrier;
+    ++block.blocked;
+    device.pause(lane);
+    return false;
+  }
+  block.at_barrier = block.blocked = 0;
+  for (Lane& other : block.lanes) device.make_ready(other);
+  return true;
+}
+
 }  // namespace ptx
 
 using ptx::Device;
@@ -160,38 +104,51 @@ using ptx::Lane;
 
 void* ptx_access(Lane& lane, ptx::Space space, uint64_t address, uint32_t bytes, uint32_t how, int site) {
   lane.site = site;
+  if (how & ptx::kAtomic) {
+    unsigned char& mark = lane.block->of->launch->entry->marks[site];
+    mark |= ptx::kReached;
+    if (mark & ptx::kMuted) how &= ~(ptx::kAcquire | ptx::kRelease);
+  }
   if ((how & ptx::kAtomic) || --lane.patience <= 0) Device::get().pause(lane);
   ++Device::get().accesses_;
-  const ptx::Place place = ptx::find(lane, space, address, bytes, how);
+  const ptx::Place place = ptx::find(lane, space, address, bytes, how, bytes);
   if (place.shadow) ptx::check_race(lane, place, bytes, how);
   if (place.extent && (how & ptx::kAtomic)) ptx::synchronize(lane, *place.extent, address, how);
   return place.pointer;
 }
 
 void ptx_barrier(Lane& lane, int site) {
+  unsigned char& mark = lane.block->of->launch->entry->marks[site];
+  mark |= ptx::kReached;
+  if ((mark & ptx::kMuted) || !ptx::meet(lane, true, site)) return;
   Device& device = Device::get();
-  lane.site = site;
-  device.pause(lane);
   ptx::Block& block = *lane.block;
-  if (block.at_barrier > 0 && block.barrier_site != site) {
-    device.fail(lane, "barrier divergence: other lanes wait at another barrier");
-  }
-  for (const ptx::Warp& warp : block.warps) {
-    if (warp.gone) device.fail(lane, "barrier divergence: other lanes have ended");
-  }
-  block.barrier_site = site;
-  if (++block.at_barrier < block.lanes.size()) {
-    lane.state = ptx::State::kAtBarrier;
-    ++block.blocked;
-    device.pause(lane);
-    return;
-  }
-  block.at_barrier = block.blocked = 0;
   ++block.barriers;
+  for (ptx::Warp& warp : block.warps) {
+    block.clock.join(warp.clock, device.names);
+    warp.clock = {};
+  }
   for (Lane& other : block.lanes) {
     if (other.learned) block.clock.join(*other.learned, device.names);
     other.learned.reset();
-    device.make_ready(other);
+  }
+}
+
+// What one lane of the warp knows, all know behind it.
+void ptx_warp_barrier(Lane& lane, uint32_t mask, int site) {
+  Device& device = Device::get();
+  const uint32_t warp_index = lane.ids.tid / 32, size = std::min(lane.ids.ntid - 32 * warp_index, 32u);
+  lane.site = site;
+  if (mask << (32 - size) != ~uint32_t{0} << (32 - size)) {
+    device.fail(lane, "wrong mask: a warp's barrier of some of its lanes, which the tool does not know");
+  }
+  if (!ptx::gather(lane, 0, size == 32 ? mask : mask & ~(~uint32_t{0} << size), site)) return;
+  ptx::Warp& warp = lane.block->warps[warp_index];
+  ++warp.syncs;
+  for (uint32_t i = 0; i < size; ++i) {
+    Lane& other = lane.block->lanes[32 * warp_index + i];
+    if (other.learned) warp.clock.join(*other.learned, device.names);
+    other.learned.reset();
   }
 }
 

@@ -19,6 +19,9 @@ struct Site {
   const char *text, *where;
 };
 
+// Whether it was executed; and whether it is to have no order, or to be no barrier, as if the PTX had none.
+enum Mark : unsigned char { kReached = 1, kMuted = 2 };
+
 struct Ids {
   uint32_t tid, ntid, ctaid, nctaid;
 };
@@ -36,6 +39,8 @@ struct Entry {
   const uint32_t* param_bytes;
   uint32_t num_params, static_bytes, dynamic_offset, local_bytes, max_threads;
   const Site* sites;
+  uint32_t num_sites;
+  unsigned char* marks;  // by site of an atomic access or a barrier: Mark
 };
 
 }  // namespace ptx
@@ -46,10 +51,35 @@ void* ptx_access(ptx::Lane& lane, ptx::Space space, uint64_t address, uint32_t b
 void ptx_barrier(ptx::Lane& lane, int site);
 ptx::Shuffled ptx_shuffle(ptx::Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site);
 uint32_t ptx_reduce_max(ptx::Lane& lane, uint32_t value, uint32_t mask, int site);
+void ptx_warp_barrier(ptx::Lane& lane, uint32_t mask, int site);
 void ptx_sleep(ptx::Lane& lane, int site);
 uint64_t ptx_clock(ptx::Lane& lane);
 // Where the lane's local and the block's shared memory begin, as generic addresses.
 uint64_t ptx_local(ptx::Lane& lane);
 uint64_t ptx_shared(ptx::Lane& lane);
 bool ptx_is_local(ptx::Lane& lane, uint64_t address);
+
+// Barriers in shared memory, and bulk copies: bulk.h.
+void ptx_mbarrier_init(ptx::Lane& lane, uint64_t address, uint32_t count, int site);
+void ptx_mbarrier_inval(ptx::Lane& lane, uint64_t address, int site);
+void ptx_mbarrier_arrive(ptx::Lane& lane, uint64_t address, uint32_t count, uint32_t bytes, bool release, int site);
+bool ptx_mbarrier_passed(ptx::Lane& lane, uint64_t address, uint32_t parity, bool acquire, int site);
+void ptx_copy_in(ptx::Lane& lane, uint64_t to, uint64_t from, uint32_t bytes, uint64_t barrier, int site);
+void ptx_copy_out(ptx::Lane& lane, uint64_t to, uint64_t from, uint32_t bytes, int site);
+void ptx_copy_commit(ptx::Lane& lane, int site);
+void ptx_copy_wait(ptx::Lane& lane, uint32_t groups, bool read, int site);
+// The network: network.h.
+void ptx_network_get(ptx::Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32_t pe, bool block, int site);
+void ptx_network_put(ptx::Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32_t pe, int site);
+void ptx_network_put_word(ptx::Lane& lane, uint64_t to, uint64_t word, uint32_t bytes, bool is_signal, uint32_t pe,
+                          int site);
+void ptx_network_put_signal(ptx::Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint64_t flag, uint64_t value,
+                            uint32_t how, uint32_t pe, int site);
+uint64_t ptx_network_replace(ptx::Lane& lane, uint64_t place, uint64_t expected, uint64_t value, uint32_t pe, int site);
+void ptx_network_quiet(ptx::Lane& lane, int site);
+void ptx_network_fence(ptx::Lane& lane, int site);
+void ptx_show_network(ptx::Lane& lane, int site);
+// Copies see what the lane knows of shared memory, of global memory, or only the barriers that it has made.
+void ptx_show_copies(ptx::Lane& lane, bool shared, bool global, int site);
+void ptx_show_barriers(ptx::Lane& lane, int site);
 }

@@ -12,16 +12,19 @@ from pathlib import PurePath
 
 _COMMENT = re.compile(r"//.*")
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
-_PARAM = re.compile(r"\.param (?:\.align \d+ )?\.(b8|b64|u64|b32|u32) (\w+)(?:\[(\d+)\])?,?$")
-_REGISTERS = re.compile(r"\.reg \.(pred|[bsuf]\d+)\s+(%[\w$]+)(?:<(\d+)>)?$")
+_PARAM = re.compile(r"\.param (?:\.align \d+ )?\.(b8|[buf](?:32|64)) (\w+)(?:\[(\d+)\])?,?$")
+_REGISTERS = re.compile(r"\.reg \.(pred|[bsuf]\d+)\s+(%?[\w$]+)(?:<(\d+)>)?$")
 _VARIABLE = re.compile(r"\.(local|shared) \.align (\d+) \.b8\s+(\w+)\[(\d+)\]$")
 _DYNAMIC = re.compile(r"\.extern \.shared \.align \d+ \.b8 (\w+)\[\];")
+_SHARED = re.compile(r"^\.weak \.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];$", re.MULTILINE)
+_ZEROS = re.compile(r"^\.weak \.global \.align \d+ \.b8 ([\w$]+)\[\d+\];$", re.MULTILINE)
 _LABEL = re.compile(r"(\$\w+):$")
+_CALL = re.compile(r"\s*call\b")
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+) \d+")
 _FILE = re.compile(r"\.file\s+(\d+) \"(.*)\"")
-_INSTRUCTION = re.compile(r"(?:@(!?%[\w$]+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$")
+_INSTRUCTION = re.compile(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$")
 _MAX_THREADS = re.compile(r"\.maxntid (\d+), 1, 1$")
-_WIDTHS = {"b8": 1, "b32": 4, "u32": 4, "b64": 8, "u64": 8}
+_WIDTHS = {"b8": 1, **{f"{kind}{bits}": bits // 8 for kind in "buf" for bits in (32, 64)}}
 # What an instruction's meaning does not depend on.
 _HINTS = (".pragma", ".loc\t", ".minnctapersm")
 
@@ -75,6 +78,7 @@ class Entry:
     variables: dict[str, tuple[str, int]] = field(default_factory=dict)  # name -> (space, offset)
     used: dict[str, int] = field(default_factory=lambda: {"shared": 0, "local": 0})
     max_threads: int = 0
+    zeros: frozenset[str] = frozenset()  # constants of the module that are all zero
     body: list[Instruction | Label | Scope | Registers] = field(default_factory=list)
 
 
@@ -90,9 +94,19 @@ def parse(text: str) -> list[Entry]:
         end = re.search(r"^}$", piece, flags=re.MULTILINE)
         assert end is not None
         entry = Entry(name[1], piece[: end.end()], dynamic[1] if dynamic else None)
+        entry.zeros = frozenset(_ZEROS.findall(text))
+        for align, variable, size in _SHARED.findall(text):
+            if variable in entry.text:
+                _place(entry, variable, "shared", int(align), int(size))
         _read(entry, files)
         entries.append(entry)
     return entries
+
+
+def _place(entry: Entry, name: str, space: str, align: int, size: int) -> None:
+    at = -(-entry.used[space] // align) * align
+    entry.variables[name] = (space, at)
+    entry.used[space] = at + size
 
 
 def _short(path: str) -> str:
@@ -104,8 +118,13 @@ def _short(path: str) -> str:
 
 
 def _read(entry: Entry, files: dict[str, str]) -> None:
-    where, depth = "", 0
+    where, depth, call = "", 0, ""
     for number, line in enumerate(entry.text.splitlines()[1:], 2):
+        if call or _CALL.match(line):  # over several lines
+            call += f"{line.strip()} "
+            if ";" not in line:
+                continue
+            line, call = call, ""
         if loc := _LOC.match(line.strip()):
             where = f"{files.get(loc[1], '?')}:{loc[2]}"
         for statement in _statements(line):
@@ -113,7 +132,7 @@ def _read(entry: Entry, files: dict[str, str]) -> None:
                 depth += 1 if statement == "{" else -1
                 if depth > 1 or (depth == 1 and statement == "}"):
                     entry.body.append(Scope(statement == "{"))
-            elif not _declare(entry, statement):
+            elif not _declare(entry, statement, in_call=depth > 1):
                 entry.body.append(_instruction(entry, statement, number, where))
 
 
@@ -127,11 +146,15 @@ def _statements(line: str) -> Iterator[str]:
             yield text
 
 
-def _declare(entry: Entry, statement: str) -> bool:
+def _declare(entry: Entry, statement: str, *, in_call: bool) -> bool:
     """Whether it is a declaration, which is then known."""
     if statement in ("(", ")") or statement.startswith(_HINTS):
         return True
-    if param := _PARAM.match(statement):
+    param = _PARAM.match(statement)
+    if param and in_call:  # of a function that is called: a variable of this scope
+        entry.body.append(Registers(f"b{8 * _WIDTHS[param[1]]}", param[2], None))
+        return param[3] is None
+    if param:
         entry.params[param[2]] = _WIDTHS[param[1]] * int(param[3] or 1)
     elif threads := _MAX_THREADS.match(statement):
         entry.max_threads = int(threads[1])
@@ -139,10 +162,7 @@ def _declare(entry: Entry, statement: str) -> bool:
         count = int(registers[3]) if registers[3] else None
         entry.body.append(Registers(registers[1], registers[2], count))
     elif variable := _VARIABLE.match(statement):
-        space, align, size = variable[1], int(variable[2]), int(variable[4])
-        at = -(-entry.used[space] // align) * align
-        entry.variables[variable[3]] = (space, at)
-        entry.used[space] = at + size
+        _place(entry, variable[3], variable[1], int(variable[2]), int(variable[4]))
     elif label := _LABEL.match(statement):
         entry.body.append(Label(label[1]))
     else:

@@ -26,22 +26,33 @@ def program(body: str, shared_bytes: int = 0) -> str:
 _REGISTERS = {"p": "pred", "rs": "b16", "r": "b32", "f": "f32", "rd": "b64", "fd": "f64"}
 
 
-def run(body: str, *, threads: int = 1, blocks: int = 1, shared_bytes: int = 0, num_bytes: int = 256) -> list[int]:
-    """What a program leaves in the 64-bit words at %rd1, which are zero before."""
-    gpu = PtxGpu()
+def run(
+    body: str,
+    *,
+    threads: int = 1,
+    blocks: int = 1,
+    shared_bytes: int = 0,
+    num_bytes: int = 256,
+    seed: int = 1,
+    first: str | None = None,
+) -> list[int]:
+    """What a program leaves in the 64-bit words at %rd1, which are zero before, or what the program `first` left."""
+    gpu = PtxGpu(seed)
     out = gpu.zeros(num_bytes)
-    image, names = image_of(program(body, shared_bytes))
-    module = CudaModule(image, names, gpu.device, nvshmem=False)
     address = ctypes.c_uint64(out.data_ptr())
     params = (ctypes.c_void_p * 1)(ctypes.addressof(address))
-    module.launch("small", blocks=blocks, threads=threads, shared_bytes=0, stream=gpu.stream(), params=params)
+    for text in ([] if first is None else [first]) + [body]:
+        image, names = image_of(program(text, shared_bytes))
+        module = CudaModule(image, names, gpu.device, nvshmem=False)
+        module.launch([("small", blocks)], threads=threads, shared_bytes=0, stream=gpu.stream(), params=params)
     gpu.drain()
     return [int(word) for word in out.view(torch.int64).tolist()]
 
 
 def results(expressions: list[str]) -> list[int]:
     """Runs instructions that each leave a result in %rd9; what they left."""
-    return run("\n".join(f"{text}\nst.global.b64 [%rd1+{8 * i}], %rd9;" for i, text in enumerate(expressions)))
+    body = "\n".join(f"{text}\nst.global.b64 [%rd1+{8 * i}], %rd9;" for i, text in enumerate(expressions))
+    return run(body, num_bytes=1024)
 
 
 def launch_error(body: str, threads: int) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.cases_token_window import check_round, written
 from harness import ThreadRanks
 from ptx.gpu import PtxGpu
 from ptx.isolated import isolated
@@ -13,6 +14,7 @@ from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.comm import reference
+from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput
 from moe_rt.testing.rounds import check_bits
 
 REPLAYS = 6
@@ -52,3 +54,31 @@ def capture_and_replay(group: Any, gpu: PtxGpu) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_replays(size: int) -> None:
     isolated(replayed, size)
+
+
+def windows_and_graphs() -> None:
+    gpu = PtxGpu()
+    ThreadRanks(2, gpu).run(capture_beside_windows, gpu)
+
+
+def capture_beside_windows(group: Any, gpu: PtxGpu) -> None:
+    """A token window is for ops in the order in which the host queues them: no graph may take one, nor follow one."""
+    spec = make_spec(2, hidden=20)
+    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer, torch.no_grad():
+        inputs = make_inputs(spec, [12, 7], 1)
+        for _ in range(3):
+            stale = written(buffer, inputs.xs[buffer.rank])
+            check_round(buffer, inputs, stale)
+        given = [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
+        with gpu.graph():
+            with pytest.raises(InvalidConfig, match="a stream that is being captured"):
+                buffer.token_window(1)
+            buffer.dispatch(*given)
+        with pytest.raises(InvalidConfig, match="or a buffer whose ops were"):
+            buffer.token_window(1)
+        with pytest.raises((InvalidInput, GroupPoisoned)):
+            buffer.dispatch(stale, *given[1:])
+
+
+def test_windows() -> None:
+    isolated(windows_and_graphs)

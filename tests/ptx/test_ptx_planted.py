@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import ThreadRanks
 from ptx import planted
 from ptx.gpu import PtxFault, PtxGpu
-from ptx.isolated import isolated
+from ptx.isolated import isolated, run_on
 from ptx.planted import in_entry
 from rounds import full_round
 from routing import make_spec
@@ -19,7 +18,7 @@ ACQUIRE, RELEASE = "ld.acquire.sys.b64", "st.release.sys.b64"
 
 
 def on_two_ranks(make: Callable[..., PtxGpu], how: dict[str, Any], case: Callable[..., Any], *args: Any) -> None:
-    ThreadRanks(2, make(**how)).run(case, *args)
+    run_on(make(**how), 2, case, *args)
 
 
 def report_of(case: Callable[..., Any], *args: Any, make: Callable[..., PtxGpu] = PtxGpu, **how: Any) -> str:

@@ -27,6 +27,8 @@ ARITHMETIC: dict[str, int] = {
     "mov.b64 %rd4, -8;\nshr.u64 %rd9, %rd4, 60;": 15,
     "mov.b32 %r4, -2;\nmul.wide.s32 %rd9, %r4, 3;": ALL - 5,
     "mov.b32 %r4, -2;\nmul.wide.u32 %rd9, %r4, 3;": 3 * (2**32 - 2),
+    "mov.b32 %r4, -2;\nmul.hi.s32 %r5, %r4, 3;\ncvt.s64.s32 %rd9, %r5;": ALL,
+    "mov.b32 %r4, -2;\nmul.hi.u32 %r5, %r4, 3;\ncvt.s64.s32 %rd9, %r5;": 2,
     "mov.b32 %r4, -7;\nmov.b32 %r5, 2;\ncvt.s64.s32 %rd4, %r4;\nrem.s64 %rd9, %rd4, 2;": ALL,
     "mov.b32 %r4, 0x04030201;\nmov.b32 %r5, 0x08070685;\nprmt.b32 %r6, %r4, %r5, 0xC740;\ncvt.u64.u32 %rd9, %r6;": (
         0xFF088501
@@ -40,12 +42,24 @@ ARITHMETIC: dict[str, int] = {
     "mov.f32 %f1, 0f3F804000;\ncvt.rn.bf16.f32 %rs1, %f1;\ncvt.u64.u16 %rd9, %rs1;": 0x3F80,
     "mov.f32 %f1, 0f3F80C000;\ncvt.rn.bf16.f32 %rs1, %f1;\ncvt.u64.u16 %rd9, %rs1;": 0x3F81,
     "mov.f32 %f1, 0f477FF000;\ncvt.rn.f16.f32 %rs1, %f1;\ncvt.u64.u16 %rd9, %rs1;": 0x7C00,
+    **{
+        f"mov.f32 %f1, {high};\nmov.f32 %f2, {low};\ncvt.rn.satfinite.e4m3x2.f32 %rs1, %f1, %f2;\n"
+        "cvt.u64.u16 %rd9, %rs1;": codes
+        for high, low, codes in (
+            ("0f43E80000", "0fC3E80001", 0x7EFE),  # 464 and the next below -464: beyond the largest
+            ("0f7FC00000", "0f7F800000", 0x7F7E),  # NaN, infinity
+            ("0f3F880000", "0f3F980000", 0x383A),  # 1.0625 and 1.1875 lie between two codes: the even ones
+            ("0f3F880001", "0fBF87FFFF", 0x39B8),
+            ("0f3A800000", "0f3A800001", 0x0001),  # half of the smallest, and a little more
+            ("0f3C700000", "0f80000000", 0x0880),  # rounds up to the smallest normal number; a negative zero stays
+        )
+    },
     "mov.f32 %f1, 0f40400000;\nex2.approx.ftz.f32 %f2, %f1;\nmov.b32 %r4, %f2;\ncvt.u64.u32 %rd9, %r4;": of_float(8.0),
     "mov.f32 %f1, 0f7FC00000;\nsetp.ltu.f32 %p1, %f1, 0f00000000;\nselp.b64 %rd9, 1, 0, %p1;": 1,
     "mov.f32 %f1, 0f7FC00000;\nsetp.ne.f32 %p1, %f1, 0f00000000;\nselp.b64 %rd9, 1, 0, %p1;": 0,
     "mov.b32 %r4, -1;\nsetp.lt.u32 %p1, %r4, 5;\nselp.b64 %rd9, 1, 0, %p1;": 0,
     "mov.b16 %rs1, 1;\nmov.b16 %rs2, 2;\nmov.b32 %r4, {%rs1, %rs2};\ncvt.u64.u32 %rd9, %r4;": 0x20001,
-    "mov.b64 %rd4, -1;\nst.global.u8 [%rd1+200], %rd4;\nld.global.s8 %r4, [%rd1+200];\ncvt.s64.s32 %rd9, %r4;": ALL,
+    "mov.b64 %rd4, -1;\nst.global.u8 [%rd1+1016], %rd4;\nld.global.s8 %r4, [%rd1+1016];\ncvt.s64.s32 %rd9, %r4;": ALL,
 }
 
 
@@ -74,7 +88,7 @@ def _sixty_four(text: str) -> list[int]:
         "add.cc.s32 %r1, %r2, %r3;",
         "ld.global.nc.u32 %r1, [%rd1];",
         "ld.acquire.cta.u32 %r1, [%rd1];",
-        "fence.acq_rel.sys;",
+        "fence.acq_rel.cta;",
         "mul.rz.f32 %f1, %f2, %f3;",
         "shfl.sync.up.b32 %r1, %r2, 1, 0, -1;",
         "call.uni somewhere, ();",

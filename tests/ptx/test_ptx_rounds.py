@@ -14,13 +14,19 @@ from rounds import full_round
 from routing import make_spec
 
 from moe_rt.config.row_format import RowFormat
+from moe_rt.native import cuda
 
 SIZES = (1, 2, 3, 4)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 # Each has kernels of its own: a dtype, the widest vector that divides its rows, and codes of rows.
 KERNELS: dict[str, dict[str, Any]] = {
     "fp32 in 16 bytes": dict(dtype=torch.float32),
-    "bf16 in 16 bytes, fp8 there": dict(dtype=torch.bfloat16, hidden=136, dispatch_dtype=FP8),
+    "bf16 and codes in 16 bytes, fp8 there and int8 back": dict(
+        dtype=torch.bfloat16, hidden=144, dispatch_dtype=FP8, combine_dtype=INT8
+    ),
+    "fp32 and codes in 16 bytes, int8 there and fp8 back": dict(
+        dtype=torch.float32, hidden=272, dispatch_dtype=INT8, combine_dtype=FP8
+    ),
     "fp16 in 2 bytes": dict(dtype=torch.float16, hidden=5),
     "bf16 in 8 bytes, int8 there and fp8 back": dict(
         dtype=torch.bfloat16, hidden=132, dispatch_dtype=INT8, combine_dtype=FP8
@@ -37,8 +43,8 @@ OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
 }
 # Codes and scales in vectors of 16 bytes, of 4 and of 1; without a format, codes of the buffer.
 SCALED = {
-    "words": RowFormat(FP8, 136, torch.float32, 4),
-    "bytes": RowFormat(torch.uint8, 68, torch.uint8, 5),
+    "words": RowFormat(FP8, 144, torch.float32, 4),
+    "bytes": RowFormat(torch.uint8, 72, torch.uint8, 5),
     "codes of the buffer": None,
 }
 
@@ -73,7 +79,7 @@ def test_rows_with_scales(name: str) -> None:
 
 
 def rounds_with_scales(row: RowFormat | None) -> None:
-    spec = make_spec(2, **KERNELS["bf16 in 16 bytes, fp8 there"])
+    spec = make_spec(2, **KERNELS["bf16 and codes in 16 bytes, fp8 there and int8 back"])
     ThreadRanks(2, PtxGpu()).run(scaled_round, spec, row, [12, 7], [1, 2])
 
 
@@ -82,6 +88,8 @@ def test_more_tokens_than_a_tile_of_routing() -> None:
 
 
 def rounds_of_many_tokens() -> None:
+    """On one rank two blocks route, a tile each; on each of two, one."""
+    ThreadRanks(1, PtxGpu(num_sms=16)).run(full_round, make_spec(1, num_max_tokens_per_rank=530), [530], 3, "topk")
     ThreadRanks(2, PtxGpu()).run(full_round, make_spec(2, num_max_tokens_per_rank=530), [530, 514], 3, "random")
 
 
@@ -92,6 +100,17 @@ def test_no_room_to_spare() -> None:
 
 def rounds_with_little_room() -> None:
     ThreadRanks(3, PtxGpu(num_sms=4)).run(full_round, make_spec(3), [12, 7, 12], 4, "random")
+
+
+def test_one_block_that_waits() -> None:
+    isolated(rounds_that_wait_apart)
+
+
+def rounds_that_wait_apart() -> None:
+    cuda.WAIT_APART_FROM = 8  # of this process alone
+    gpu = PtxGpu()
+    ThreadRanks(2, gpu).run(full_round, make_spec(2), [12, 7], 5, "random")
+    assert {"dispatch_wait", "combine_wait", "combine_backward_wait"} <= set(gpu.launched)
 
 
 @pytest.mark.sweep

@@ -21,7 +21,7 @@ def translate(entry: Entry) -> str:
         TranslationError: naming the first line that is not known.
     """
     writer = Writer(entry)
-    named = set(re.findall(r"%[\w$]+", entry.text))
+    named = set(re.findall(r"%?[\w$]+", entry.text))
     lines, sites = [], []
     for item in entry.body:
         if isinstance(item, Registers):
@@ -43,11 +43,13 @@ def translate(entry: Entry) -> str:
             "namespace ptx {",
             f"static void run(Lane& lane, const Ids& ids) {{\n{chr(10).join(lines)}\n}}",
             f"static const Site kSites[] = {{\n{chr(10).join(sites)}\n}};",
+            f"static unsigned char kMarks[{len(sites)} + 1];",
             f"static const uint32_t kParams[] = {{{', '.join(map(str, entry.params.values()))}}};",
             "}  // namespace ptx",
             'extern "C" const ptx::Entry ptx_entry = {',
             f'  "{entry.name}", ptx::run, ptx::kParams, {len(entry.params)}, {entry.used["shared"]},',
-            f"  {dynamic_offset(entry)}, {entry.used['local']}, {entry.max_threads}, ptx::kSites}};",
+            f"  {dynamic_offset(entry)}, {entry.used['local']}, {entry.max_threads}, ptx::kSites,",
+            f"  {len(sites)}, ptx::kMarks}};",
             "",
         ]
     )

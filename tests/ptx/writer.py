@@ -68,7 +68,7 @@ def dynamic_offset(entry: Entry) -> int:
 
 
 def register(name: str) -> str:
-    return "v_" + name[1:].replace("$", "_")
+    return ("v_" if name.startswith("%") else "n_") + name.lstrip("%").replace("$", "_")
 
 
 def assign(target: str, value: str) -> str:

@@ -1,0 +1,36 @@
+"""A GPU some of whose peers are reached over a network: NVSHMEM's functions are those of network.h."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from ptx.gpu import PtxGpu
+
+from moe_rt.heap import nvshmem
+
+UNREACHABLE = {
+    "all": lambda rank, peer: peer != rank,
+    "every other": lambda rank, peer: (rank + peer) % 2 == 1,
+}
+
+
+class NetworkGpu(PtxGpu):
+    """Args: `unreachable` is which peers' segments are not mapped; the others are those of PtxGpu."""
+
+    def __init__(self, unreachable: str = "all", **how: Any) -> None:
+        super().__init__(**how)
+        self._unreachable = UNREACHABLE[unreachable]
+        nvshmem.register_module = lambda module: None
+
+    def _allocate(self, rendezvous: Any, num_bytes: int, *rest: Any) -> Any:
+        """As loopback.allocate, of symmetric memory."""
+        segments = super()._allocate(rendezvous, num_bytes, *rest)
+        rank, addresses = rendezvous.rank, segments.addresses
+        segments.symmetric = addresses[rank]
+        begins = (ctypes.c_uint64 * len(addresses))(*addresses)
+        self._library.ptx_join_network(
+            begins, len(addresses), rank, ctypes.c_void_p(self.stream()), ctypes.c_uint64(num_bytes)
+        )
+        segments.addresses = [0 if self._unreachable(rank, peer) else a for peer, a in enumerate(addresses)]
+        return segments

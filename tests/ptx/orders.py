@@ -1,0 +1,60 @@
+"""The barriers, releases and acquires of a module's kernels, and which line of source asks for each."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_rt.native import jit
+
+_FILE = re.compile(r"\.file\s+(\d+) \"(.*)\"")
+_LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?")
+_ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
+_ORDER = re.compile(r"\s(bar\.sync|atom\.\w+\.acq_rel|ld\.acquire|st\.release)\b")
+# Whose lines say nothing of what is ordered.
+_BETWEEN = ("device/machine.h", "protocol/core/atomics.h")
+_DEEPEST = 40
+
+Place = tuple[str, str, str]  # file number, line, column
+
+
+@dataclass(frozen=True)
+class Order:
+    """`line` counts from the entry's first; `place` is the file and the line of source that asks for the order."""
+
+    entry: str
+    line: int
+    text: str
+    place: str
+
+
+def orders_of(ptx: str) -> Iterator[Order]:
+    files = dict(_FILE.findall(ptx))
+    entry, begin = "", 0
+    callers: dict[Place, Place] = {}
+    last: Place = ("", "", "")
+    for number, line in enumerate(ptx.splitlines()):
+        if head := _ENTRY.search(line):
+            entry, begin, callers = head[1], number, {}
+        if loc := _LOC.search(line):
+            last = (loc[1], loc[2], loc[3])
+            if loc[4]:
+                callers[last] = (loc[4], loc[5], loc[6])
+        elif entry and _ORDER.search(line):
+            yield Order(entry, number - begin + 1, line.strip(), _asked_by(last, callers, files))
+
+
+def _asked_by(place: Place, callers: dict[Place, Place], files: dict[str, str]) -> str:
+    for _ in range(_DEEPEST):
+        path = posixpath.normpath(files.get(place[0], ""))
+        for part in ("device", "protocol"):
+            name = f"{part}/{path.rpartition(f'/{part}/')[2]}"
+            source = jit.source_dir() / name
+            if f"/{part}/" in path and name not in _BETWEEN and source.is_file():
+                return f"{name}: {source.read_text().splitlines()[int(place[1]) - 1].strip()}"
+        if place not in callers:
+            break
+        place = callers[place]
+    return "nowhere"

@@ -1,0 +1,97 @@
+"""The stand-in that `moe-rt gpucheck --emulated` runs a step on: PtxGpu, torch.cuda with a host's clock, small sizes.
+
+Each step has a process of its own, which all this changes for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gpucheck.standin_cuda import SmallFlush, TimedKernels, stand_in
+from ptx import captured
+from ptx.gpu import PtxGpu
+from ptx.modules import ARCH
+
+from moe_rt.config.codec import Codec
+from moe_rt.gpucheck import bandwidth, chains, compiling, graphs, latency, layers, load, overlap, syncfree, timing
+from moe_rt.gpucheck.compiling import Variant
+
+# Waits expire in the host's time where a step looks at how long they took.
+IN_REAL_TIME = ("errors",)
+# torch's compiler asks what is a stream or an event, and must find torch's own.
+COMPILES = ("layer",)
+ONLY_COMPILES, PROCESSES = "compile", "processes"
+SMALL_LAYER = layers.LayerSizes(64, 32, 8, 2, 16)
+
+
+def small_load(ranks: int, tokens: int = 16, **how: Any) -> load.Load:
+    return load.Load(min(ranks, 2), min(tokens, 16), hidden=64, topk=2, experts=8, **how)
+
+
+# Module -> what is smaller there, so that a step takes seconds where a lane is a few hundred thousand times slower.
+SMALLER: dict[Any, dict[str, Any]] = {
+    compiling: {"VARIANTS": (), "NEEDED": (Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),)},
+    chains: {"QUICK_PAIRS": 20, "CHECK_EVERY": 5},
+    graphs: {"QUICK_REPLAYS": 3},
+    layers: {"check": functools.partial(layers.check, sizes=SMALL_LAYER)},
+    syncfree: {"LayerSizes": lambda: SMALL_LAYER, "WARM_UP": 1},
+    bandwidth: {"_COPIED_BYTES": 1 << 16},
+    latency: {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "TOKENS": (1, 8), "REPLAYS": 2, "OPS_IN_A_ROW": 3, "LOOPS": 1},
+    timing: {"Load": small_load, "QUICK_RUNS": 2, "WARM_UP": 1},
+    overlap: {"Load": small_load, "BLOCKS": (8,), "SIDE": 32, "WARM_UP": 1},
+}
+
+
+class Rehearsal(PtxGpu):
+    """Remembers when launches began and ended, and records what is captured."""
+
+    def __init__(self, *, real_time: bool) -> None:
+        super().__init__(real_time=real_time)
+        self.events: list[Any] = []
+        self.recording: captured.Graph | None = None  # of the thread that holds the lock for capturing
+
+    def is_capturing(self) -> bool:
+        return (self.recording is not None and self.recording.is_of_this_thread()) or super().is_capturing()
+
+    def kernels(self, *what: Any, **how: Any) -> Any:
+        return captured.RecordedKernels(self, TimedKernels(super().kernels(*what, **how), self.events))
+
+
+class _ForGood:
+    """What a test undoes at its end, as pytest's monkeypatch; here a process ends with it."""
+
+    setattr = staticmethod(setattr)
+
+
+def prepare(step: str) -> Any:
+    """The device that a step is given."""
+    for module, values in SMALLER.items():
+        for name, value in values.items():
+            assert hasattr(module, name), f"{module.__name__} has no {name}"
+            setattr(module, name, value)
+    if step == PROCESSES:  # which are CPU ranks over shared memory
+        return "cpu"
+    if step == ONLY_COMPILES:  # for which nothing is loaded: the compiler does not bear the stand-in for the driver
+        return SimpleNamespace(device=torch.device("cpu"), arch=ARCH)
+    gpu = Rehearsal(real_time=step in IN_REAL_TIME)
+    if step in COMPILES:
+        return gpu
+    stand_in(_ForGood, gpu)
+    for module in (bandwidth, latency, timing):
+        module.Flush = SmallFlush
+    torch.cuda.CUDAGraph = functools.partial(captured.Graph, gpu)  # type: ignore[assignment,misc]
+    torch.cuda.graph = _graph  # type: ignore[assignment,misc]
+    torch.cuda.set_sync_debug_mode = lambda mode: None  # which guards calls of CUDA's runtime; none is made here
+    torch.cuda.empty_cache = lambda: None
+    return gpu
+
+
+@contextlib.contextmanager
+def _graph(graph: captured.Graph, **how: Any) -> Iterator[None]:
+    with graph.capture():
+        yield

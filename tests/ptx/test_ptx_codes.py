@@ -1,0 +1,93 @@
+"""Codes of rows as compiled kernels make and read them, four at a time, are those of the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from compiled import compile_program
+from device.jit_tools import require_compiler
+from ptx.gpu import PtxGpu
+from ptx.isolated import isolated
+from ptx.modules import ARCH, image_of
+from torch import Tensor
+
+from moe_rt.native.gpu import CudaModule
+from moe_rt.native.jit import compile_ptx, source_dir
+
+HERE = Path(__file__).parent
+LANES = 256
+
+
+@pytest.fixture(scope="module")
+def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    require_compiler()
+    root = tmp_path_factory.mktemp("sources") / "cuda"
+    shutil.copytree(source_dir(), root)
+    shutil.copy(HERE / "codes.cu", root / "device")
+    return compile_ptx("codes.cu", ARCH, {}, root=root)
+
+
+def floats(fp8: bool) -> Tensor:
+    """Numbers that a block's codes may be made of: every code's, what lies in the middle between two and next to both,
+    and one of each size."""
+    most = 448.0 if fp8 else 127.0
+    kind = torch.float8_e4m3fn if fp8 else torch.int8
+    codes = torch.arange(128, dtype=torch.uint8).view(kind).float()
+    codes = codes[codes.isfinite()]
+    marks = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([most])])
+    around = torch.cat([marks, marks.nextafter(torch.tensor(torch.inf)), marks.nextafter(torch.tensor(0.0))])
+    sizes = (torch.arange(1 << 15, dtype=torch.int32) * 0x10000 + 0x7FFF).view(torch.float32)  # subnormal ones, too
+    numbers = torch.cat([around, sizes[sizes <= most]])
+    numbers = torch.cat([numbers, -numbers])
+    return torch.cat([numbers, torch.zeros(-len(numbers) % (4 * LANES))])
+
+
+def of_cpu(name: str, inputs: Tensor, scales: Tensor, out: Tensor, fp8: bool) -> Tensor:
+    library = ctypes.CDLL(str(compile_program(HERE / "codes.cpp", "-O1", "-shared", "-fPIC")))
+    getattr(library, name)(*(ctypes.c_void_p(t.data_ptr()) for t in (inputs, scales, out)), inputs.numel(), int(fp8))
+    return out
+
+
+def run(ptx: str, name: str, fours: Tensor, fp8: bool) -> Tensor:
+    """`fours` [N, 6]: the words of Four."""
+    gpu = PtxGpu()
+    memory = gpu.zeros(fours.nbytes).view(fours.dtype).view_as(fours).copy_(fours)
+    image, names = image_of(ptx)
+    module = CudaModule(image, names, gpu.device, nvshmem=False)
+    arguments = (ctypes.c_uint64(memory.data_ptr()), ctypes.c_int32(fp8))
+    params = (ctypes.c_void_p * 2)(*(ctypes.addressof(a) for a in arguments))
+    blocks = len(fours) // LANES
+    module.launch([(name, blocks)], threads=LANES, shared_bytes=0, stream=gpu.stream(), params=params)
+    gpu.drain()
+    return memory.clone()
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "int8"])
+def test_numbers_become_the_same_codes(ptx: str, fp8: bool) -> None:
+    x = floats(fp8).view(-1, 4)
+    inverse = torch.ones(len(x))
+    inverse[-1], x[-1] = 0.0, torch.tensor([torch.nan, torch.inf, -torch.inf, 3.0])  # of a block that is not finite
+    fours = torch.cat([x, inverse[:, None], torch.zeros(len(x), 1)], 1).view(torch.int32)
+    got = isolated(run, ptx, "encode", fours, fp8)[:, 5].contiguous().view(torch.uint8)
+    assert torch.equal(got, of_cpu("encode_codes", x.contiguous(), inverse, torch.empty_like(got), fp8))
+    assert len(got.unique()) == (2 * 126 + 1 if fp8 else 255), "every code, and one zero"
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "int8"])
+def test_codes_become_the_same_numbers(ptx: str, fp8: bool) -> None:
+    """NaN codes, which nobody makes, among them; the last scales are of blocks of zeros and of what is not finite."""
+    scales = torch.tensor([1.0, 0.3, 2.0**-107, 7.5e35, 3e-41, 0.0, torch.nan, 0.1]).repeat_interleave(64)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(8).contiguous()
+    fours = torch.zeros(len(scales), 6)
+    fours[:, 4] = scales
+    fours = fours.view(torch.int32)
+    fours[:, 5] = codes.view(torch.int32)
+    got = isolated(run, ptx, "decode", fours, fp8)[:, :4].contiguous().view(torch.float32)
+    expected = of_cpu("decode_codes", codes, scales, torch.empty_like(got), fp8)
+    numbers = ~expected.isnan()
+    assert torch.equal(got.isnan(), ~numbers)
+    assert torch.equal(got.view(torch.int32)[numbers], expected.view(torch.int32)[numbers])

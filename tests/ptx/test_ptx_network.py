@@ -1,0 +1,112 @@
+"""The network kernels, executed: what they compute over a network that delivers late is what the oracle computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device.jit_tools import require_compiler
+from device.test_network import closes_after_its_last_op, dispatches_in_a_row
+from ptx.gpu import PtxFault
+from ptx.isolated import isolated, run_on
+from ptx.modules import ARCH, HERE, sources_with
+from ptx.network import UNREACHABLE, NetworkGpu
+from ptx.planted import in_entry, without
+from rounds import full_round
+from routing import make_spec
+
+from moe_rt.native import jit
+
+TOKENS = [12, 7, 0]
+KERNELS: dict[str, dict[str, Any]] = {
+    "bf16": dict(dtype=torch.bfloat16, hidden=136),
+    "bf16, fp8 there and int8 back": dict(
+        dtype=torch.bfloat16, hidden=136, dispatch_dtype=torch.float8_e4m3fn, combine_dtype=torch.int8
+    ),
+}
+
+
+def rounds_over_network(sizes: tuple[int, ...], unreachable: str, changes: dict[str, Any], how: dict[str, Any]) -> int:
+    """A round forward and backward of each size; how many lists were fetched."""
+    gpu = NetworkGpu(unreachable, **how)
+    for size in sizes:
+        spec = make_spec(size, **changes, placement=[e % size for e in range(9)])
+        run_on(gpu, size, full_round, spec, TOKENS[:size], 1, "random")
+    return gpu.launched.count("dispatch_fetch")
+
+
+@pytest.mark.parametrize("unreachable", UNREACHABLE)
+@pytest.mark.parametrize("name", KERNELS)
+def test_equal_to_the_oracle(name: str, unreachable: str) -> None:
+    assert isolated(rounds_over_network, (2, 3), unreachable, KERNELS[name], {}) == 5
+
+
+def on_two_ranks(edit: Callable[[str], str] | None, case: Callable[..., Any], *args: Any) -> None:
+    gpu = NetworkGpu() if edit is None else NetworkGpu(edit=edit)
+    run_on(gpu, 2, case, *args)
+
+
+def test_signals_of_ops_in_a_row() -> None:
+    isolated(on_two_ranks, None, dispatches_in_a_row, 2)
+
+
+def test_closing_does_not_overtake_the_last_signal() -> None:
+    isolated(on_two_ranks, None, closes_after_its_last_op, 2)
+
+
+def test_functions_are_those_of_nvshmem() -> None:
+    require_compiler()
+    files = {name: (HERE / name).read_text() for name in ("nvshmem_functions.h", "nvshmem_check.cu")}
+    with sources_with(files) as root:
+        jit.compile_ptx("nvshmem_check.cu", ARCH, {}, nvshmem=True, root=root)
+
+
+def call(name: str) -> str:
+    return rf"call\.uni\s+{name},\s*\(\s*\);"
+
+
+FENCE, MEETING = r"fence\.acq_rel\.sys;", r"bar\.warp\.sync\s[^;]*;"
+ROUND = (full_round, make_spec(2, placement=[e % 2 for e in range(9)]), [12, 7], 1, "random")
+PAIRS = (dispatches_in_a_row, 1)
+# What is left out of which kernel, or made weaker; the case that notices; and what is said.
+PLANTED: dict[str, tuple[Callable[[str], str], tuple[Any, ...], str]] = {
+    "rows not shown to the network": (without("dispatch_send", FENCE), ROUND, "no fence shows the network the write"),
+    "partial rows not shown": (without("combine_send", FENCE), ROUND, "no fence shows the network the write"),
+    "a newer signal may come first": (
+        without("dispatch_send", call("nvshmem_fence")),
+        PAIRS,
+        "this write after the write",
+    ),
+    "a signal before the rows": (
+        without("combine_send", call("nvshmem_quiet")),
+        ROUND,
+        "nothing orders this read after",
+    ),
+    "lists fetched before the signal": (
+        in_entry("dispatch_fetch", "ld.acquire.sys", "ld.relaxed.sys"),
+        ROUND,
+        "race on global memory",
+    ),
+    "partial rows read before the signal": (
+        in_entry("combine_receive", "ld.acquire.sys", "ld.relaxed.sys"),
+        ROUND,
+        "race on global memory",
+    ),
+    "a flag that another lane still reads": (
+        in_entry("dispatch_fetch", "bar.sync \t0;", "", 1),
+        ROUND,
+        "race on shared memory",
+    ),
+    "a row read before it is here": (without("dispatch_receive", MEETING), ROUND, "race on global memory"),
+    "a row put before it is summed": (without("combine_send", MEETING), ROUND, "race on global memory"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_reported(name: str) -> None:
+    edit, case, says = PLANTED[name]
+    with pytest.raises(PtxFault, match=says) as raised:
+        isolated(on_two_ranks, edit, *case)
+    assert "from cuda/" in str(raised.value)
