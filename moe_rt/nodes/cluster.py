@@ -1,0 +1,249 @@
+"""A cluster of nodes on this machine: network namespaces around a bridge, each held open by an init process.
+
+A node has a network interface eth0 at 10.78.0.<number + 1>, and namespaces of its own for processes, mounts, the host
+name and IPC, an own /dev/shm, an own boot id, and names of all nodes in /etc/hosts. The bridge is in a namespace, too:
+there is no way from a node to the outside, and nothing of a cluster is left once its namespaces are gone. Nothing is
+remembered in a file either: a cluster is what the system says that there is of its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_rt.errors import InvalidConfig, MissingPackage
+
+NETNS = Path("/run/netns")  # where iproute2 keeps namespaces by their names
+MOST_NODES = 64
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_RATE = re.compile(r"([1-9]\d{0,5})(k|m|g)bit")
+_BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
+_BURST_BYTES, _LATENCY = 256 << 10, "50ms"
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_END_S, _LOOK_S = 10.0, 0.01
+# The last line answers `Cluster.up`. With SIGCHLD ignored the kernel collects processes whose parents have ended.
+_INIT = """set -e
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+cd /dev/shm
+cat /proc/sys/kernel/random/uuid > boot_id
+printf '%b' "$2" > hosts
+mount --bind boot_id /proc/sys/kernel/random/boot_id
+mount --bind hosts /etc/hosts
+rm boot_id hosts
+cd /
+echo "$1" > /proc/sys/kernel/hostname
+echo up
+exec env --ignore-signal=CHLD sleep infinity > /dev/null 2>&1"""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a node's interface has sent and received since the node is up, with the headers of every packet."""
+
+    sent: int
+    received: int
+
+
+def rate_in_bits(rate: str) -> int:
+    """Bits a second of a rate as tc writes it, such as 200mbit.
+
+    Raises:
+        InvalidConfig: it is no such rate.
+    """
+    match = _RATE.fullmatch(rate)
+    if match is None:
+        raise InvalidConfig(f"rate: got {rate!r}, expected a number with kbit, mbit or gbit, such as 200mbit")
+    return int(match[1]) * _BITS[match[2]]
+
+
+class Cluster:
+    """The cluster of a name; whoever gives the same name has the same one.
+
+    Raises:
+        InvalidConfig: the name has other characters than a-z, 0-9 and _.
+    """
+
+    def __init__(self, name: str = "moe_rt") -> None:
+        if not _NAME.fullmatch(name):
+            raise InvalidConfig(f"cluster: got the name {name!r}, expected up to 32 of a-z, 0-9 and _, first a letter")
+        self.name = name
+        self._switch = f"{name}-switch"
+
+    def up(self, num_nodes: int, rate: str | None = None) -> None:
+        """Makes the nodes. When it raises, nothing of them is left.
+
+        Args:
+            rate: what each node may send, and what it may receive, such as "1gbit"; None for no limit.
+
+        Raises:
+            InvalidConfig: this process has not the rights, there is such a cluster already, or the sizes are odd.
+            MissingPackage: a tool of the system is not here.
+        """
+        require_rights()
+        if not 1 <= num_nodes <= MOST_NODES:
+            raise InvalidConfig(f"nodes: got {num_nodes}, expected 1 to {MOST_NODES}")
+        bits = None if rate is None else rate_in_bits(rate)
+        if self._namespaces():
+            how = "" if self.name == "moe_rt" else f" --cluster {self.name}"
+            raise InvalidConfig(
+                f"nodes: got a cluster {self.name} that is up, or a part of one, expected none; moe-rt nodes down{how}"
+            )
+        _say(f"ip netns add {self._switch}")  # of two that do so at once, one gets no further
+        try:
+            _say(f"ip -n {self._switch} link add bridge up type bridge")
+            for node in range(num_nodes):
+                self._add_node(node, num_nodes, bits)
+        except BaseException:
+            self.down()
+            raise
+
+    def down(self) -> None:
+        """Ends all processes of all nodes and takes the nodes away; there may be none, or parts of some.
+
+        Raises:
+            InvalidConfig: this process has not the rights, or a process could not be ended.
+            MissingPackage: a tool of the system is not here.
+        """
+        require_rights()
+        namespaces = self._namespaces()
+        deadline = time.monotonic() + _END_S
+        while processes := [pid for namespace in namespaces for pid in _processes_of(namespace)]:
+            for pid in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise InvalidConfig(f"nodes: got processes {processes} that do not end, expected none")
+            time.sleep(_LOOK_S)
+        for namespace in namespaces:
+            _say(f"ip netns delete {namespace}")
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.down()
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._namespaces()) - ((NETNS / self._switch).exists())
+
+    def address(self, node: int) -> str:
+        """Where the others reach a node."""
+        return f"10.78.0.{node + 1}"
+
+    def init_process(self, node: int) -> int:
+        """The process, by its id outside, whose namespaces are the node's; all of the node end with it.
+
+        Raises:
+            InvalidConfig: there is no such node, or its init process was killed.
+        """
+        for pid in _processes_of(f"{self.name}-node{node}"):
+            if _ids_of(pid)[1:] == [1]:
+                return pid
+        what = f"{self.num_nodes} nodes" if self.num_nodes > 0 else "no nodes"
+        raise InvalidConfig(f"nodes: got no node {node} that is up among {what}, expected one; moe-rt nodes up 2")
+
+    def processes(self, node: int) -> Iterator[int]:
+        """The ids, outside, of what runs in a node besides its init process."""
+        init = self.init_process(node)
+        space = os.stat(f"/proc/{init}/ns/pid").st_ino
+        for pid in _processes_of(f"{self.name}-node{node}"):
+            with contextlib.suppress(OSError):
+                if pid != init and os.stat(f"/proc/{pid}/ns/pid").st_ino == space:
+                    yield pid
+
+    def traffic(self, node: int) -> Traffic:
+        """What has gone through a node's interface so far."""
+        counters = json.loads(_say(f"ip -n {self.name}-node{node} -json -statistics link show eth0"))[0]["stats64"]
+        return Traffic(sent=counters["tx"]["bytes"], received=counters["rx"]["bytes"])
+
+    def cut(self, node: int) -> None:
+        """Takes the link of a node down, as if its cable were pulled: nobody is told."""
+        _say(f"ip -n {self._switch} link set port{node} nomaster")
+
+    def mend(self, node: int) -> None:
+        """Undoes `cut`."""
+        _say(f"ip -n {self._switch} link set port{node} master bridge")
+
+    def _add_node(self, node: int, num_nodes: int, bits: int | None) -> None:
+        name, port = f"{self.name}-node{node}", f"port{node}"
+        _say(f"ip netns add {name}")
+        _say(f"ip -n {self._switch} link add {port} type veth peer name eth0 netns {name}")
+        _say(f"ip -n {self._switch} link set {port} master bridge up")
+        _say(f"ip -n {name} link set lo up")
+        _say(f"ip -n {name} link set eth0 up")
+        _say(f"ip -n {name} address add {self.address(node)}/24 dev eth0")
+        if bits is not None:
+            # A queue shapes what goes into an interface: one end shapes what the node sends, the other what it gets.
+            for namespace, device in ((name, "eth0"), (self._switch, port)):
+                shape = f"tbf rate {bits}bit burst {_BURST_BYTES} latency {_LATENCY}"
+                _say(f"tc -n {namespace} qdisc add dev {device} root {shape}")
+        hosts = "127.0.0.1 localhost\\n" + "".join(f"{self.address(n)} node{n}\\n" for n in range(num_nodes))
+        unshare = "unshare --mount --pid --uts --ipc --fork --kill-child --mount-proc"
+        init = subprocess.Popen(
+            [*f"ip netns exec {name} {unshare} sh -c".split(), _INIT, "init", f"node{node}", hosts],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        assert init.stdout is not None
+        assert init.stderr is not None
+        if init.stdout.readline() != "up\n":
+            raise InvalidConfig(_refused("unshare", init.stderr.read()))
+        init.returncode = 0  # it lives until `down`; Python would warn of a child that it has not waited for
+        init.stdout.close()
+        init.stderr.close()
+
+    def _namespaces(self) -> list[str]:
+        """Nodes first, in no order."""
+        of_this = re.compile(rf"{self.name}-(node\d+|switch)")
+        names = [path.name for path in NETNS.glob(f"{self.name}-*") if of_this.fullmatch(path.name)]
+        return sorted(names, key=lambda name: name == self._switch)
+
+
+def require_rights() -> None:
+    """Raises what `Cluster.up` does where this process cannot make a cluster."""
+    for tool, package in _TOOLS.items():
+        if shutil.which(tool) is None:
+            raise MissingPackage(f"nodes: got no program {tool}, expected one; apt-get install {package}")
+    if os.geteuid() != 0:
+        raise InvalidConfig("nodes: got a user without rights to make namespaces, expected root; sudo moe-rt nodes ...")
+
+
+def _say(command: str) -> str:
+    """What the command prints; its own words where it fails."""
+    done = subprocess.run(command.split(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise InvalidConfig(_refused(command, done.stderr))
+    return done.stdout
+
+
+def _refused(command: str, why: str) -> str:
+    got = " ".join(why.split()) or "nothing on stderr"
+    return f"nodes: {command}: got {got!r}, expected rights to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)"
+
+
+def _processes_of(namespace: str) -> list[int]:
+    """Who is in a network namespace, or would be: the process that waits for the init process of a node is, too."""
+    with contextlib.suppress(InvalidConfig):  # no such namespace
+        return [int(pid) for pid in _say(f"ip netns pids {namespace}").split()]
+    return []
+
+
+def _ids_of(pid: int) -> list[int]:
+    """A process's ids in the process-id namespaces that it is in, from here inwards; none if it has ended."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return [int(word) for word in status.split("NSpid:")[1].splitlines()[0].split()]
+    return []
