@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_rt.gpucheck import emulated
 from moe_rt.gpucheck.steps import STEPS, Check, Step, perform
 from moe_rt.testing.programs import Program, end_with_starter, running, wait
 from moe_rt.testing.thread_ranks import ENVIRONMENT
@@ -25,7 +26,13 @@ def run_in_child(step: Step, check: Check) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder:
         result = Path(folder, "result.json")
         command = child_command(
-            step.name, str(check.device), quick=check.quick, seconds=check.seconds, sizes=check.sizes, result=result
+            step.name,
+            str(check.device),
+            quick=check.quick,
+            seconds=check.seconds,
+            sizes=check.sizes,
+            result=result,
+            nproc=check.nproc,
         )
         ended, log = run_command(command, check.seconds, ENVIRONMENT if step.virtual else {})
         record = json.loads(result.read_text()) if result.is_file() else check.record(step.name, "running", 0.0)
@@ -36,9 +43,17 @@ def run_in_child(step: Step, check: Check) -> dict[str, Any]:
 
 
 def child_command(
-    step: str, device: str, *, quick: bool, seconds: float, sizes: tuple[int, ...] | None, result: Path
+    step: str,
+    device: str,
+    *,
+    quick: bool,
+    seconds: float,
+    sizes: tuple[int, ...] | None,
+    result: Path,
+    nproc: int = 1,
 ) -> list[str]:
     job = {"step": step, "device": device, "quick": quick, "seconds": seconds, "sizes": sizes, "result": str(result)}
+    job["nproc"] = nproc
     return [sys.executable, "-m", "moe_rt.gpucheck.child", json.dumps(job)]
 
 
@@ -62,8 +77,11 @@ def main(job: dict[str, Any]) -> None:
     result, step = Path(job["result"]), STEPS[job["step"]]
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, job["seconds"] - _LAST_WORDS_S))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(job["device"])
+    device = job["device"]
+    if device == emulated.DEVICE:
+        device = emulated.prepare(step.name)
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(device)
 
     def save(record: dict[str, Any]) -> None:
         partial = result.with_suffix(".partial")
@@ -71,7 +89,7 @@ def main(job: dict[str, Any]) -> None:
         partial.replace(result)
 
     sizes = tuple(job["sizes"]) if job["sizes"] else None
-    check = Check(job["device"], job["quick"], job["seconds"] - 2 * _LAST_WORDS_S, sizes)
+    check = Check(device, job["quick"], job["seconds"] - 2 * _LAST_WORDS_S, sizes, job["nproc"])
     check.save = lambda found: save(found.record(step.name, "running", 0.0))
     save(perform(step, check))
     faulthandler.cancel_dump_traceback_later()

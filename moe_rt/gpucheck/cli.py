@@ -20,18 +20,38 @@ from moe_rt.gpucheck.steps import STEPS, Check
 @click.option(
     "--only", type=click.Choice(list(STEPS)), metavar="STEP", multiple=True, help="From the list below; default: all."
 )
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="One process on each of so many GPUs, too.",
+)
 @click.option("--quick", is_flag=True, help="Less of everything.")
 @click.option("--compile-only", is_flag=True, help="Compile the kernels for each --arch and read their PTX; no GPU.")
+@click.option(
+    "--emulated",
+    "on_cpu",
+    is_flag=True,
+    help="Rehearse the steps in a checkout, with small sizes: kernels are executed on the CPU; no GPU.",
+)
 @click.option("--arch", "archs", multiple=True, metavar="SM", help="Such as sm_90a; with --compile-only.")
 def gpucheck(
-    device: str, report: Path | None, only: tuple[str, ...], quick: bool, compile_only: bool, archs: tuple[str, ...]
+    device: str,
+    report: Path | None,
+    only: tuple[str, ...],
+    nproc: int,
+    quick: bool,
+    compile_only: bool,
+    on_cpu: bool,
+    archs: tuple[str, ...],
 ) -> None:
     """Check on this machine's GPU that everything works, and how fast.
 
     Every step runs in a process of its own and within its time. The last line is one JSON document. The exit status is
     1 if a step failed; a missed target of speed is no failure.
     """
-    from moe_rt.gpucheck import child, run
+    from moe_rt.gpucheck import child, emulated, run
     from moe_rt.gpucheck.report import show, write_report
     from moe_rt.native.nvrtc import find_toolkit
     from moe_rt.testing.output import console, make_directory
@@ -40,21 +60,34 @@ def gpucheck(
         raise click.UsageError("--compile-only and --arch need each other")
     if compile_only and only:
         raise click.UsageError("--compile-only is a step by itself; leave out --only")
+    if compile_only and on_cpu:
+        raise click.UsageError(
+            "--compile-only runs nothing, and --emulated compiles for the CPU; leave out one of them"
+        )
     try:
         if report is not None:
             make_directory(report)
         if compile_only:
             find_toolkit(nvshmem=True)  # one sentence, not one for each kernel
-        gpu = {} if compile_only else run.gpu_card(device)
+        elif on_cpu:
+            emulated.tests_directory()
+        gpu = {} if compile_only else emulated.CARD if on_cpu else run.gpu_card(device, nproc)
     except MoeRtError as error:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
     if compile_only:
         records = [_compile_only(archs)]
     else:
         records = run.run_steps(
-            only or tuple(STEPS), device, quick, child.run_in_child, lambda t: click.echo(t, err=True)
+            only or tuple(STEPS),
+            emulated.DEVICE if on_cpu else device,
+            quick or on_cpu,
+            child.run_in_child,
+            lambda t: click.echo(t, err=True),
+            patience=emulated.PATIENCE if on_cpu else 1,
+            nproc=max(nproc, emulated.NPROC) if on_cpu else nproc,
+            skipped=emulated.NOT_REHEARSED if on_cpu else {},
         )
-    document = run.document(records, gpu)
+    document = run.document(records, gpu, emulated=on_cpu)
     out = console()
     out.print(show(document))
     if report is not None:

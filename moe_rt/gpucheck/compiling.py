@@ -1,4 +1,4 @@
-"""Compiles every kind of kernel for given architectures, on all cores: what each needs, and what its PTX says."""
+"""Compiles every kind of kernel for given architectures, on all cores: what each needs, and what its code says."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
+from moe_rt.gpucheck.code_limits import LIMITED_ARCH, LIMITS, find_wrong
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
+from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.native.gpu import Gpu
-from moe_rt.native.jit import compile_kernels, compile_ptx, source_dir
+from moe_rt.native.jit import Binary, compile_kernels, compile_ptx, source_dir
 from moe_rt.native.launcher import NETWORK_THREADS, THREADS
 
 NO_SPILLS_UP_TO_TOPK = 8
@@ -39,6 +41,10 @@ class Variant:
             sizes |= {f"MOE_RT_{way}_CODEC": self.codec.enumerator for way in ("DISPATCH", "COMBINE")}
         return {"MOE_RT_ELEM": self.elem, **sizes, "MOE_RT_THREADS": _THREADS[self.source]}
 
+    def limited(self) -> bool:
+        """Whether its machine code has limits of its own: those of the largest rows."""
+        return (self.source, self.elem, self.hidden, self.topk) == ("kernels.cu", "Bf16", 7168, 8)
+
     def cells(self) -> list[Any]:
         elem = self.elem if self.codec is Codec.RAW else f"{self.elem} {self.codec.name}"
         return [self.source, elem, self.hidden or "any", self.topk or "any"]
@@ -61,6 +67,7 @@ NEEDED = (
     Variant("kernels.cu", "F32", 17, 3),
     Variant("kernels.cu", "Bf16", 17, 3),
     Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),
+    Variant("kernels.cu", "Bf16", 132, 3, Codec.INT8),
     *(Variant("kernels.cu", elem, 1024, 4) for elem in ("F32", "Bf16")),
     Variant(NETWORK, "F32", 20, 3),
 )
@@ -76,12 +83,13 @@ class Job:
 
 def check(check: Check) -> None:
     """The step: everything for this GPU, into the cache."""
-    compile_all((Gpu(check.device).arch,), (*VARIANTS, *NEEDED), check, cache=True)
+    gpu = check.device if hasattr(check.device, "arch") else Gpu(check.device)
+    compile_all((gpu.arch,), (*VARIANTS, *NEEDED), check, cache=True)
 
 
 def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Check, *, cache: bool) -> None:
-    """Compiles all variants whose source there is; fails of the check are what did not compile, spilled, or lacks an
-    order that the protocol needs."""
+    """Compiles all variants whose source there is; fails of the check are what did not compile, spilled, lacks an order
+    that the protocol needs, or whose machine code is not what speed rests on."""
     present = [v for v in variants if (source_dir() / "device" / v.source).is_file()]
     if absent := sorted({v.source for v in variants} - {v.source for v in present}):
         check.say(f"no source {', '.join(absent)}")
@@ -100,7 +108,13 @@ def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Ch
         if needs["spill_bytes"] and job.variant.topk <= NO_SPILLS_UP_TO_TOPK
     )
     check.failures.extend(f"PTX of {_name(job)}: {problem}" for job, r in results for problem in r.get("problems", ()))
+    check.failures.extend(
+        f"machine code of {_name(job)}: {wrong}" for job, r in results for wrong in r.get("wrong", ())
+    )
+    if not any("code" in r for _, r in results):
+        check.say(f"machine code was not read: {INSTALL}")
     check.add(_resources_table(compiled))
+    check.add(_code_table([(job, r["code"]) for job, r in results if "code" in r]))
     check.add(_orders_table([(job, r["orders"]) for job, r in results if "orders" in r]))
 
 
@@ -129,9 +143,29 @@ def run_job(job: Job) -> dict[str, Any]:
             return {"orders": {name: asdict(o) for name, o in orders.items()}, "problems": find_problems(orders)}
         binary = compile_kernels(v.source, job.arch, v.defines(), nvshmem=v.source == NETWORK, cache=job.cache)
         kernels = {name: asdict(needs) for name, needs in sorted(binary.resources.items())}
-        return {"kernels": kernels, "from_cache": binary.from_cache, "seconds": binary.seconds}
+        return {
+            "kernels": kernels,
+            "from_cache": binary.from_cache,
+            "seconds": binary.seconds,
+            **_read_code(job, binary),
+        }
     except Exception:
         return {"error": traceback.format_exc()}
+
+
+def _read_code(job: Job, binary: Binary) -> dict[str, Any]:
+    """What the disassembler shows of the kernels, and what of that is wrong; nothing where there is none."""
+    tool = find_disassembler()
+    if tool is None:
+        return {}
+    found = read_machine_code(disassemble(tool, binary.cubin))
+    codes = {name: code for name, code in sorted(found.items()) if name in binary.resources}
+    variant = job.variant
+    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source == NETWORK  # NVSHMEM's functions have stacks
+    # Only for one architecture limits are known; of the others the table tells.
+    judged = job.arch == LIMITED_ARCH and not may_spill
+    wrong = find_wrong(codes, LIMITS[variant.codec] if variant.limited() else {}) if judged else []
+    return {"code": {name: asdict(code) for name, code in codes.items()}, "wrong": wrong}
 
 
 def _name(job: Job) -> str:
@@ -147,6 +181,21 @@ def _resources_table(compiled: list[tuple[Job, dict[str, Any]]]) -> Table:
     ]
     columns = ["source", "dtype", "hidden", "topk", "arch", "kernel", "registers", "stack", "spills", "shared"]
     return Table("Kernels", columns, rows, "per thread; stack and spills in bytes, static shared memory per block")
+
+
+def _code_table(found: list[tuple[Job, dict[str, Any]]]) -> Table:
+    rows = [
+        [*job.variant.cells(), job.arch, name, *(_cell(value) for value in code.values())]
+        for job, kernels in found
+        for name, code in kernels.items()
+    ]
+    columns = ["source", "dtype", "hidden", "topk", "arch", "kernel", *MachineCode.__dataclass_fields__]
+    note = "loads and stores by bytes of a lane; ahead: how many are issued before one is needed"
+    return Table("Machine code", columns, rows, note)
+
+
+def _cell(value: Any) -> Any:
+    return " ".join(f"{key}:{n}" for key, n in sorted(value.items())) if isinstance(value, dict) else value
 
 
 def _orders_table(found: list[tuple[Job, dict[str, Any]]]) -> Table:

@@ -55,7 +55,7 @@ def cases(size: int, quick: bool) -> list[Case]:
     scattered = [(e * 5 + 2) % size for e in range(9)]
     drop = {"capacity_factor": 0.4, "overflow": "drop"}
     bf16, tokens = {"dtype": torch.bfloat16}, {"layout": "tokens"}
-    fp8 = {"dispatch_dtype": FP8, "combine_dtype": FP8}
+    fp8, int8 = ({f"{op}_dtype": d for op in ("dispatch", "combine")} for d in (FP8, torch.int8))
     found = [Case(f"random {_short(d)}", changes={"dtype": d}) for d in dtypes]
     found += [
         Case("distinct", "topk"),
@@ -69,6 +69,8 @@ def cases(size: int, quick: bool) -> list[Case]:
         Case("rows with scales", changes=bf16, row=RowFormat(FP8, 20, torch.float32, 2)),
         Case("two codes in a byte", changes=bf16 | tokens, row=RowFormat(torch.uint8, 10, torch.uint8, 5)),
         Case("codes of the buffer", changes=bf16 | fp8, coded=True),
+        Case("fp8 both ways", "topk", changes=bf16 | fp8),
+        Case("int8 both ways", changes=bf16 | int8 | {"hidden": 132}),
     ]
     if set(scattered) == set(range(size)):
         found.append(Case("scattered placement", changes={"placement": scattered}))
@@ -82,6 +84,7 @@ def cases(size: int, quick: bool) -> list[Case]:
         found.append(Case("large rows", "topk", most=8, changes=real))
         scaled = RowFormat(FP8, 7168, torch.float32, 56)
         found.append(Case("large rows with scales", "topk", most=8, changes=real, row=scaled))
+        found.append(Case("large rows as fp8", "topk", most=8, changes=real | fp8))
     return found
 
 

@@ -18,6 +18,7 @@ from moe_rt.testing.thread_ranks import torch_device
 
 # Largest difference over the largest value. bf16 has 8 bits, and products of two sums of rounded values.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+DTYPES = tuple(TOLERANCE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class LayerSizes:
 
 def check(check: Check, sizes: LayerSizes = LayerSizes()) -> None:
     rows: list[list[Any]] = []
-    for dtype in TOLERANCE:
+    for dtype in DTYPES:
         layer, x = make_layer(check.device, dtype, sizes)
         eager: dict[str, Tensor] = {}
         with check.part(f"eager {dtype}"):
@@ -42,9 +43,46 @@ def check(check: Check, sizes: LayerSizes = LayerSizes()) -> None:
             compiled = forward_backward(layer, torch.compile(layer, fullgraph=True), x)
             compare(f"compiled {dtype}", compiled, eager, TOLERANCE[dtype], rows)
         layer.buffer.close()
+    with check.part("another default device"):
+        for default in dict.fromkeys(("meta", "cpu", torch_device(check.device).type)):
+            made_under(check.device, default, sizes, rows)
+    with check.part("experts without tokens"):
+        with_idle_experts(check.device, sizes, rows)
     check.say(f"{len(rows)} tensors agree")
     columns = ["layer", "tensor", "difference", "allowed"]
     check.add(Table("Layer", columns, rows, "of the largest value; eager against a dense loop, compiled against eager"))
+
+
+def made_under(device: Any, default: str, sizes: LayerSizes, rows: list[list[Any]]) -> None:
+    """Whatever the default device, a layer's parameters are where its group is, and its results the same."""
+    layer, x = make_layer(device, torch.float32, sizes)
+    expected = forward_backward(layer, layer, x)
+    layer.buffer.close()
+    with torch.device(default):
+        layer, x = make_layer(device, torch.float32, sizes)
+        got = forward_backward(layer, layer, x)
+    compare(f"made under {default}", got, expected, TOLERANCE[torch.float32], rows)
+    layer.buffer.close()
+
+
+def with_idle_experts(device: Any, sizes: LayerSizes, rows: list[list[Any]]) -> None:
+    """All tokens go to the same few experts; the others' weights must have gradients, and these must be zero.
+
+    Raises:
+        WrongOutput: a gradient is not.
+    """
+    layer, x = make_layer(device, torch.bfloat16, sizes)
+    with torch.no_grad():
+        x[:, 0] = 4.0
+        layer.router.weight[:, 0] = -8.0
+        layer.router.weight[: sizes.topk, 0] = 8.0
+    got = forward_backward(layer, layer, x)
+    compare("experts without tokens", got, dense_results(layer, x), TOLERANCE[torch.bfloat16], rows)
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        idle = got[name][sizes.topk :]
+        if not torch.equal(idle, torch.zeros_like(idle)):
+            raise WrongOutput(f"experts without tokens, {name}: got a gradient that is not zero, expected zeros")
+    layer.buffer.close()
 
 
 def make_layer(device: Any, dtype: torch.dtype, sizes: LayerSizes) -> tuple[MoELayer, Tensor]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import IO, Any
@@ -53,12 +54,31 @@ def run_processes(device: str, size: int, heap: str, seconds: float) -> None:
     Raises:
         RuntimeError: a process failed or took too long, with what it wrote.
     """
+    run_programs("moe_rt.gpucheck.network", {"device": device, "heap": heap, "seconds": seconds}, size, seconds, {})
+
+
+def run_programs(
+    module: str, job: Mapping[str, Any], size: int, seconds: float, statuses: Mapping[int, int]
+) -> list[str]:
+    """Runs a module as `size` processes, each with the job, its rank, the size and the place of a store.
+
+    Args:
+        statuses: ranks that shall not end with 0, and how they end.
+
+    Returns:
+        What each wrote.
+
+    Raises:
+        RuntimeError: a process failed or took too long, with what it wrote.
+    """
     with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder, ExitStack() as stack:
         logs = [stack.enter_context(open(f"{folder}/{rank}.log", "w+")) for rank in range(size)]
-        job = {"device": device, "size": size, "store": f"{folder}/store", "heap": heap, "seconds": seconds}
-        command = [sys.executable, "-m", "moe_rt.gpucheck.network"]
+        shared = {**job, "size": size, "store": f"{folder}/store"}
+        command = [sys.executable, "-m", module]
         programs = [
-            Program([*command, json.dumps({**job, "rank": rank})], {**NO_NETWORK, **os.environ}, log, subprocess.STDOUT)
+            Program(
+                [*command, json.dumps({**shared, "rank": rank})], {**NO_NETWORK, **os.environ}, log, subprocess.STDOUT
+            )
             for rank, log in enumerate(logs)
         ]
         failed: list[tuple[int, Any]] = []
@@ -66,12 +86,16 @@ def run_processes(device: str, size: int, heap: str, seconds: float) -> None:
         with running(programs) as processes:
             for rank, process in enumerate(processes):
                 code: Any = wait(process, max(0.0, deadline - time.monotonic()))
-                if code != 0:
+                if code != statuses.get(rank, 0):
                     failed.append((rank, f"no end within {seconds:.0f} s" if code is None else code))
         texts = [_last_words(log) for log in logs]
     if failed:
         rank, code = failed[0]
-        raise RuntimeError(f"rank {rank} of {size}: got exit status {code}, expected 0; it wrote\n{texts[rank]}")
+        expected = statuses.get(rank, 0)
+        raise RuntimeError(
+            f"rank {rank} of {size}: got exit status {code}, expected {expected}; it wrote\n{texts[rank]}"
+        )
+    return texts
 
 
 def _last_words(log: IO[str]) -> str:

@@ -12,12 +12,14 @@ from rich.text import Text
 
 from moe_rt.testing.output import write_document
 
+EMULATED = "EMULATED: no GPU was there; compiled kernels were executed on the CPU, and no time below is one of a GPU."
 _STYLES = {"ok": "green", "skipped": "yellow", "failed": "bold red"}
 
 
 def show(document: dict[str, Any]) -> RenderableType:
-    parts: list[RenderableType] = [Text(f"{name} {value}") for name, value in document["machine"].items()]
-    summary = Table("step", "result", "seconds", "detail", title="gpucheck", title_justify="left")
+    parts: list[RenderableType] = [Text(EMULATED, "bold red")] if document["emulated"] else []
+    parts += [Text(f"{name} {value}") for name, value in document["machine"].items()]
+    summary = Table("step", "result", "seconds", "detail", title=_title(document), title_justify="left")
     for record in document["steps"]:
         style = _STYLES[record["result"]]
         summary.add_row(
@@ -29,6 +31,10 @@ def show(document: dict[str, Any]) -> RenderableType:
         if record["error"]:
             parts.append(Text(f"{record['step']}: {record['error']}", "red"))
     return Group(*parts)
+
+
+def _title(document: dict[str, Any]) -> str:
+    return "gpucheck, emulated" if document["emulated"] else "gpucheck"
 
 
 def _table(found: dict[str, Any]) -> RenderableType:
@@ -54,7 +60,8 @@ def markdown(document: dict[str, Any]) -> str:
         "note": "",
     }
     machine = {"title": "Machine", "columns": ["what", "value"], "rows": list(document["machine"].items()), "note": ""}
-    parts = ["# moe-rt gpucheck", f"`{document['command']}`", _markdown_table(summary), _markdown_table(machine)]
+    parts = [f"# moe-rt {_title(document)}", *([f"**{EMULATED}**"] if document["emulated"] else [])]
+    parts += [f"`{document['command']}`", _markdown_table(summary), _markdown_table(machine)]
     for record in document["steps"]:
         parts += [_markdown_table(table) for table in record["tables"]]
         if record["error"]:

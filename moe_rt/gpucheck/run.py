@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,18 +27,35 @@ Perform = Callable[[Step, Check], dict[str, Any]]
 
 
 def run_steps(
-    names: Sequence[str], device: Any, quick: bool, perform: Perform, tell: Callable[[str], None] = lambda text: None
+    names: Sequence[str],
+    device: Any,
+    quick: bool,
+    perform: Perform,
+    tell: Callable[[str], None] = lambda text: None,
+    *,
+    patience: float = 1,
+    skipped: Mapping[str, str] = MappingProxyType({}),
+    nproc: int = 1,
 ) -> list[dict[str, Any]]:
-    """The records of the steps, in the order of STEPS; none gets more time than is left of the whole run's."""
+    """The records of the steps, in the order of STEPS; none gets more time than is left of the whole run's.
+
+    Args:
+        patience: multiplies the time of a step and of the run.
+        skipped: steps that cannot run here, and why.
+        nproc: see Check.
+    """
     records = []
-    deadline = time.monotonic() + BUDGET_S
+    deadline = time.monotonic() + patience * BUDGET_S
     for step in STEPS.values():
         if step.name not in names:
             continue
         tell(f"{step.name}: {step.title}")
-        begin, seconds = time.monotonic(), min(step.seconds, deadline - time.monotonic())
-        check = Check(device, quick, seconds)
-        if seconds < LEAST_S:
+        begin, seconds = time.monotonic(), min(patience * step.seconds, deadline - time.monotonic())
+        check = Check(device, quick, seconds, nproc=nproc)
+        if step.name in skipped:
+            check.details.append(skipped[step.name])
+            record = check.record(step.name, "skipped", 0.0)
+        elif seconds < LEAST_S:
             check.failures.append(f"no time left of the {BUDGET_S:.0f} s for all steps; run it alone with --only")
             record = check.record(step.name, "failed", 0.0)
         else:
@@ -46,18 +65,24 @@ def run_steps(
     return records
 
 
-def document(records: list[dict[str, Any]], gpu: dict[str, Any]) -> dict[str, Any]:
-    """What the last line of the output holds."""
+def document(records: list[dict[str, Any]], gpu: dict[str, Any], *, emulated: bool = False) -> dict[str, Any]:
+    """What the last line of the output holds; `emulated` tells that no GPU was there."""
     machine = {**gpu, **machine_card(), **_versions()}
     ok = all(record["result"] != "failed" for record in records)
-    return {"ok": ok, "command": " ".join(["moe-rt", *sys.argv[1:]]), "machine": machine, "steps": records}
+    return {
+        "ok": ok,
+        "emulated": emulated,
+        "command": " ".join(["moe-rt", *sys.argv[1:]]),
+        "machine": machine,
+        "steps": records,
+    }
 
 
-def gpu_card(device: str) -> dict[str, Any]:
+def gpu_card(device: str, nproc: int = 1) -> dict[str, Any]:
     """What the GPU is.
 
     Raises:
-        InvalidConfig: torch cannot use the device, or any.
+        InvalidConfig: torch cannot use the device, or any, or finds fewer than nproc.
     """
     from moe_rt.native.gpu import Gpu
 
@@ -65,9 +90,15 @@ def gpu_card(device: str) -> dict[str, Any]:
     if torch.version.cuda is None:
         raise InvalidConfig(f"torch: got {torch.__version__}, a build without CUDA, expected one with it; {_INSTEAD}")
     if not count:
-        raise InvalidConfig(f"device: got {device}, but torch finds no GPU here; {_INSTEAD}")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden!r}"
+        raise InvalidConfig(f"device: got {device}, but torch finds no GPU here{why}; {_INSTEAD}")
     if device not in ("cuda", *(f"cuda:{index}" for index in range(count))):
         raise InvalidConfig(f"device: got {device}, expected cuda:0 to cuda:{count - 1}")
+    if nproc > count:
+        raise InvalidConfig(
+            f"--nproc: got {nproc}, but torch finds {count} GPUs here; CUDA_VISIBLE_DEVICES may hide some"
+        )
     gpu = Gpu(device)
     properties = torch.cuda.get_device_properties(gpu.device)
     card = {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.num_sms, "gpu_gib": round(properties.total_memory / 2**30, 1)}

@@ -38,7 +38,8 @@ STEPS = {
         Step("syncfree", "moe_rt.gpucheck.syncfree", 60, "a layer's step never makes the host wait"),
         Step("graphs", "moe_rt.gpucheck.graphs", 60, "captured rounds, replayed on changed inputs", True),
         Step("layer", "moe_rt.gpucheck.layers", 120, "the layer equals a dense loop, eager and compiled"),
-        Step("timing", "moe_rt.gpucheck.timing", 120, "how fast, next to a plain copy", True),
+        Step("timing", "moe_rt.gpucheck.timing", 150, "how fast, next to a plain copy", True),
+        Step("processes", "moe_rt.gpucheck.processes", 180, "one process per GPU, with --nproc"),
         Step("nvshmem", "moe_rt.gpucheck.network", 90, "a round over NVSHMEM"),
         Step("serving", "moe_rt.gpucheck.serving", 240, "vLLM over moe_rt, if it is installed", True),
         Step("sanitizer", "moe_rt.gpucheck.sanitizing", 310, "compute-sanitizer on a round"),
@@ -67,6 +68,7 @@ class Check:
         quick: less of everything.
         seconds: the step's share of time.
         sizes: numbers of ranks to try, or None for all.
+        nproc: processes, and so GPUs, that steps may use which use more than one.
         save: called whenever there is something new, so that it is not lost with the process.
     """
 
@@ -74,6 +76,7 @@ class Check:
     quick: bool = False
     seconds: float = 60.0
     sizes: tuple[int, ...] | None = None
+    nproc: int = 1
     save: Callable[[Check], None] = lambda check: None
     details: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)

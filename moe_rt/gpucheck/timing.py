@@ -12,42 +12,15 @@ import torch
 from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.bandwidth import OPS, ROLES, TARGETS, CopyCeiling, Flush, count_pulled, fewest_bytes
 from moe_rt.gpucheck.latency import add_latency
+from moe_rt.gpucheck.load import Load
+from moe_rt.gpucheck.overlap import add_overlap
 from moe_rt.gpucheck.profiles import kernels
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.testing.rounds import WrongOutput
-from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
+from moe_rt.testing.thread_ranks import ThreadRanks, num_sms, torch_device
 
 WARM_UP, RUNS, QUICK_RUNS = 5, 20, 5
-TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True)
-class Load:
-    """One size. From two ranks on recv_x is not sized for the worst case, which would take most of the memory."""
-
-    ranks: int
-    tokens: int = 4096
-    hidden: int = 7168
-    topk: int = 8
-    experts: int = 64
-
-    def buffer_kwargs(self) -> dict[str, Any]:
-        return {
-            "num_max_tokens_per_rank": self.tokens,
-            "hidden": self.hidden,
-            "num_topk": self.topk,
-            "num_experts": self.experts,
-            "dtype": torch.bfloat16,
-            "capacity_factor": None if self.ranks == 1 else 1.5,
-            "overflow": "raise" if self.ranks == 1 else "drop",
-            "timeout_s": TIMEOUT_S,
-        }
-
-    def capacity_bytes(self) -> int:
-        """Of recv_x on one rank."""
-        balanced = self.tokens * self.topk * self.hidden * 2
-        return balanced if self.ranks == 1 else balanced * 3 // 2
 
 
 @dataclass
@@ -69,6 +42,31 @@ def check(check: Check) -> None:
             add_measured(check, load, measure(device, load, runs, check.seconds / 3), ceiling)
             torch.cuda.empty_cache()
     add_latency(check, runs)
+    add_loads(check, runs)
+    add_overlap(check, runs)
+
+
+def add_loads(check: Check, runs: int) -> None:
+    """Ops by events alone: few tokens on either side of one per block, few blocks, and every count looked at."""
+    rows: list[list[Any]] = []
+    for name, load in loads(check.device).items():
+        with check.part(name):
+            spans, num_bytes = run_pairs(check.device, load, runs, check.seconds / 3)
+            rates = [sum(num_bytes[part] for part in OPS[op]) / spans[op] / 1e9 for op in OPS]
+            figures = [*(spans[op] * 1e6 for op in OPS), *rates]
+            rows.append([name, load.ranks, load.tokens, load.num_sms or "all", *(float(f"{f:.4g}") for f in figures)])
+            torch.cuda.empty_cache()
+    columns = ["what", "ranks", "tokens", "blocks", "dispatch us", "combine us", "dispatch GB/s", "combine GB/s"]
+    check.add(
+        Table("Other loads: bf16", columns, rows, "fewest bytes of all ranks together; medians of spans by events")
+    )
+
+
+def loads(device: Any) -> dict[str, Load]:
+    """Where a launch has as many rows as blocks and where it has a few more, speed must not fall off a cliff."""
+    few = {f"{tokens} tokens on 8 ranks": Load(8, tokens) for tokens in (128, 133)}
+    narrow = {f"{n or 'all'} blocks": Load(1, 4096, num_sms=n) for n in (8, 24, None) if (n or 0) <= num_sms(device)}
+    return few | narrow | {"capacity that raises": Load(8, 4096, raises=True)}
 
 
 def measure(device: Any, load: Load, runs: int, seconds: float) -> Measured:

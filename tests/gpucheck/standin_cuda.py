@@ -6,11 +6,12 @@ import contextlib
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
-import pytest
 import torch
 from device.emulated import EmulatedGpu
+
+from moe_rt.native.gpu import Launches
 
 
 class TimedGpu(EmulatedGpu):
@@ -28,10 +29,11 @@ class TimedKernels:
     def __init__(self, kernels: Any, events: list[Any]) -> None:
         self._kernels, self._events = kernels, events
 
-    def launch(self, name: str, **how: Any) -> None:
-        start = time.perf_counter() * 1e6
-        self._kernels.launch(name, **how)
-        self._events.append(device_event(name, start, time.perf_counter() * 1e6))
+    def launch(self, launches: Launches, **how: Any) -> None:
+        for name, blocks in launches:
+            start = time.perf_counter() * 1e6
+            self._kernels.launch([(name, blocks)], **how)
+            self._events.append(device_event(name, start, time.perf_counter() * 1e6))
 
 
 def device_event(name: str, start: float, end: float, device: str = "CUDA", annotation: bool = False) -> Any:
@@ -65,8 +67,12 @@ class SmallFlush:
         pass
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, gpu: TimedGpu) -> None:
-    """Until the test ends, torch.cuda and the profiler are those of `gpu`."""
+class Patch(Protocol):
+    def setattr(self, target: Any, name: str, value: Any) -> None: ...
+
+
+def stand_in(patch: Patch, gpu: Any) -> None:
+    """Makes torch.cuda and the profiler those of `gpu`, for as long as the patch lasts."""
 
     class Profile:
         def __init__(self, **options: Any) -> None:
@@ -88,10 +94,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, gpu: TimedGpu) -> None:
         yield
         gpu.events.append(device_event(name, start, time.perf_counter() * 1e6, "CPU", annotation=True))
 
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", ClockEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.profiler, "record_function", record_function)
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
+    patch.setattr(torch.cuda, "Stream", lambda device=None: stream)
+    patch.setattr(torch.cuda, "Event", ClockEvent)
+    patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    patch.setattr(torch.profiler, "profile", Profile)
+    patch.setattr(torch.profiler, "record_function", record_function)

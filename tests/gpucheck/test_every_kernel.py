@@ -26,7 +26,7 @@ def test_compile_only(archs: tuple[str, ...]) -> None:
     result = CliRunner().invoke(main, ["gpucheck", "--compile-only", *(a for arch in archs for a in ("--arch", arch))])
     assert result.exit_code == 0, result.output[-3000:]
     document = json.loads(result.output.splitlines()[-1])
-    kernels, orders = document["steps"][0]["tables"]
+    kernels, _, orders = document["steps"][0]["tables"]
     compiled = {(row[0], row[1], row[2], row[3], row[4]) for row in kernels["rows"]}
     assert len(compiled) == len(VARIANTS) * len(archs)
     assert {row[4] for row in orders["rows"]} == set(archs)
@@ -52,5 +52,5 @@ def test_long_rows(archs: tuple[str, ...], some: tuple[Variant, ...]) -> None:
     check = Check(None, seconds=LIMIT_S)
     compile_all(archs, some, check, cache=False)
     assert check.failures == []
-    kernels, orders = check.tables
+    kernels, _, orders = check.tables
     assert {row[4] for row in kernels.rows} == {row[4] for row in orders.rows} == set(archs)

@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 from device.jit_tools import require_compiler
 
 from moe_rt.cli import main
-from moe_rt.gpucheck import child, compiling, network, run, sanitizing, serving
+from moe_rt.gpucheck import child, compiling, network, run, serving
 from moe_rt.gpucheck.compiling import Variant
 from moe_rt.gpucheck.ptx import find_problems, read_orders
+from moe_rt.gpucheck.sass import find_disassembler
 from moe_rt.gpucheck.steps import STEPS, Check, Skipped, Step, Table, perform
-from moe_rt.testing.rounds import WrongOutput
 
 SMALL = (Variant("kernels.cu", "F32", 20, 3), Variant("not_written.cu", "F32"))
 
@@ -54,7 +54,7 @@ def fake_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name, which in {"correctness": "fail", "chains": "skip", "errors": "crash", "layer": "work"}.items():
         monkeypatch.setitem(STEPS, name, Step(name, f"gpucheck_step_{which}", 60, which))
-    monkeypatch.setattr(run, "gpu_card", lambda device: {"gpu": "none"})
+    monkeypatch.setattr(run, "gpu_card", lambda device, nproc: {"gpu": "none"})
     monkeypatch.setattr(child, "run_in_child", perform)
 
 
@@ -86,6 +86,7 @@ def test_without_the_gpu_it_says_so(
     cuda: str | None, count: int, device: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one sentence, and before any step."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     result = call("--device", device)
@@ -94,10 +95,17 @@ def test_without_the_gpu_it_says_so(
     assert result.output.count("\n") == 1
 
 
+def test_hidden_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "torch finds no GPU here with CUDA_VISIBLE_DEVICES='7'; without a GPU" in call().output
+
+
 def test_report_that_cannot_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(run, "run_steps", lambda *arguments: pytest.fail("a step was run"))
-    monkeypatch.setattr(run, "gpu_card", lambda device: {})
+    monkeypatch.setattr(run, "gpu_card", lambda device, nproc: {})
     result = call("--report", str(tmp_path / "file" / "report"))
     assert result.exit_code == 1
     assert "InvalidConfig: report: got" in result.output
@@ -122,6 +130,15 @@ def test_failing_step_ends_only_itself(fake_steps: None, tmp_path: Path) -> None
     assert document["machine"]["date"] in page
 
 
+def test_what_is_not_rehearsed_is_skipped(fake_steps: None) -> None:
+    names = ("errors", "layer")
+    records = run.run_steps(names, "cpu", True, perform, patience=2, skipped={"errors": "not here"})
+    assert [(r["step"], r["result"], r["detail"]) for r in records] == [
+        ("errors", "skipped", "not here"),
+        ("layer", "ok", ""),
+    ]
+
+
 def test_without_failures_the_status_is_0(fake_steps: None) -> None:
     result = call("--only", "layer", "--only", "chains")
     assert result.exit_code == 0
@@ -142,10 +159,12 @@ def test_compile_only(monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("--compile-only", "--arch", "sm_90a")
     assert result.exit_code == 0, result.stdout
     (record,) = last_line(result)["steps"]
-    kernels, orders = record["tables"]
+    kernels, code, orders = record["tables"]
     assert {row[5] for row in kernels["rows"]} >= {"dispatch_send", "dispatch_receive", "combine_send"}
     assert all(row[4] == "sm_90a" and 0 < row[6] <= 128 for row in kernels["rows"])
     assert len(orders["rows"]) == len(kernels["rows"])
+    assert len(code["rows"]) == (len(kernels["rows"]) if find_disassembler() else 0)
+    assert ("machine code was not read" in record["detail"]) == (find_disassembler() is None)
     assert "no source not_written.cu" in record["detail"]
 
 
@@ -190,7 +209,7 @@ def test_ptx_is_read_by_entry() -> None:
 def test_step_in_a_process_of_its_own() -> None:
     record = child.run_in_child(STEPS["correctness"], Check("cpu", quick=True, seconds=100))
     assert (record["result"], record["error"]) == ("ok", "")
-    assert len(record["tables"][0]["rows"]) == 28
+    assert len(record["tables"][0]["rows"]) == 32
 
 
 def test_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
@@ -229,35 +248,3 @@ def test_network_step_without_mps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_serving_step_without_vllm() -> None:
     with pytest.raises(Skipped, match="vllm is not installed"):
         serving.check(Check("cuda:0"))
-
-
-def test_sanitizer_summaries() -> None:
-    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
-    assert sanitizing.judge(clean) == "ERROR SUMMARY: 0 errors"
-    raced = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
-    assert sanitizing.judge(raced).startswith("RACECHECK SUMMARY")
-    with pytest.raises(WrongOutput, match="3 error"):
-        sanitizing.judge("========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors\n")
-    with pytest.raises(WrongOutput, match="no summary"):
-        sanitizing.judge("killed")
-
-
-def test_sanitizer_runs_the_step_under_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / sanitizing.TOOL
-    tool.write_text(
-        '#!/bin/sh\nwhile [ "$1" != --target-processes ]; do shift; done\nshift 2\n'
-        '"$@" && echo "========= ERROR SUMMARY: 0 errors"\n'
-    )
-    tool.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    check = Check("cpu", seconds=200)
-    sanitizing.check(check)
-    assert not check.failures
-    assert check.details == [f"{name}: ERROR SUMMARY: 0 errors" for name in sanitizing.TOOLS]
-
-
-def test_sanitizer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    with pytest.raises(Skipped, match="not on PATH"):
-        sanitizing.check(Check("cuda:0"))

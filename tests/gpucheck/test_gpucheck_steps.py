@@ -32,7 +32,8 @@ def test_correctness(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["many tokens", "large rows", "large rows with scales", "no tokens", "scattered placement"]
+    "name",
+    ["many tokens", "large rows", "large rows with scales", "large rows as fp8", "no tokens", "scattered placement"],
 )
 def test_cases_of_the_full_run(name: str) -> None:
     (case,) = [case for case in correctness.cases(2, quick=False) if case.name == name]
@@ -48,16 +49,17 @@ def test_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chains() -> None:
-    chains.run_chain(EmulatedGpu(), 60)
+    chains.run_chain(EmulatedGpu(), 60, seconds=600.0)
 
 
 def test_wrong_output_of_a_chain_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chains, "experts", lambda rows, rank: rows)
     with pytest.raises(WrongOutput, match="pair 49"):
-        chains.run_chain(EmulatedGpu(), 60)
+        chains.run_chain(EmulatedGpu(), 60, seconds=600.0)
 
 
-def test_errors() -> None:
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "SLACK_S", 100.0)  # how soon a stand-in hears of it says nothing
     check = Check(EmulatedGpu(num_sms=8))
     failures.check(check)
     assert not check.failures
@@ -71,14 +73,33 @@ def test_error_of_a_shared_stream() -> None:
 
 
 def test_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(layers.TOLERANCE, torch.float32)  # which tests/layer compiles
+    monkeypatch.setattr(layers, "DTYPES", (torch.bfloat16,))  # tests/layer compiles the other
     check = Check(EmulatedGpu())
     layers.check(check, LayerSizes(64, 32, 8, 2, 16))
     assert not check.failures
-    assert len(check.tables[0].rows) == 10
+    names = {row[0] for row in check.tables[0].rows}
+    assert len(check.tables[0].rows) == 5 * len(names)
+    assert names == {f"{how} torch.bfloat16" for how in ("eager", "compiled")} | {
+        "made under meta",
+        "made under cpu",
+        "experts without tokens",
+    }
     wrong = {"out": torch.ones(2)}
     with pytest.raises(WrongOutput, match=r"out: got a difference of 0\.5"):
         layers.compare("x", wrong, {"out": torch.tensor([2.0, 1.0])}, 1e-3, [])
+
+
+def test_idle_experts_without_zeros_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = layers.forward_backward
+
+    def wrong(layer: Any, call: Any, x: Any) -> dict[str, Any]:
+        found = right(layer, call, x)
+        found["experts.down_proj"][-1, 0, 0] = 1e-30
+        return found
+
+    monkeypatch.setattr(layers, "forward_backward", wrong)
+    with pytest.raises(WrongOutput, match=r"down_proj: got a gradient that is not zero"):
+        layers.with_idle_experts(EmulatedGpu(), LayerSizes(64, 32, 8, 2, 16), [])
 
 
 def test_first_error_of_ranks_is_raised() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from standin_cuda import SmallFlush, TimedGpu, device_event, stand_in
 
-from moe_rt.gpucheck import bandwidth, graphs, latency, syncfree, timing
+from moe_rt.gpucheck import bandwidth, graphs, latency, overlap, syncfree, timing
 from moe_rt.gpucheck.layers import LayerSizes
+from moe_rt.gpucheck.load import Load
 from moe_rt.gpucheck.profiles import RANGE, host_waits, kernels
 from moe_rt.gpucheck.steps import Check
 from moe_rt.testing.rounds import WrongOutput
@@ -65,6 +66,40 @@ def test_latency_tables(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[0] for row in pairs.rows] == [1, 8]
     assert overheads.rows[0] == ["pair of 1 token in a graph", 10.0, "met (< 25)"]
     assert len(overheads.rows) == 3
+
+
+def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens on many ranks, few blocks, and capacity that raises; each with what is asked of a buffer."""
+    found = timing.loads(gpu)
+    assert [(load.ranks, load.tokens, load.num_sms, load.raises) for load in found.values()] == [
+        (8, 128, None, False),
+        (8, 133, None, False),
+        (1, 4096, 8, False),
+        (1, 4096, 24, False),
+        (1, 4096, None, False),
+        (8, 4096, None, True),
+    ]
+    assert found["capacity that raises"].buffer_kwargs()["overflow"] == "raise"
+    small = {name: Load(min(2, f.ranks), 8, 64, 2, 4, f.raises, f.num_sms) for name, f in found.items()}
+    monkeypatch.setattr(timing, "loads", lambda device: small)
+    check = Check(gpu)
+    timing.add_loads(check, 2)
+    assert not check.failures
+    (table,) = check.tables
+    assert [row[0] for row in table.rows] == list(small)
+    assert all(figure > 0 for row in table.rows for figure in row[4:])
+
+
+def test_overlap(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "Load", lambda ranks, tokens, num_sms=None: Load(1, 8, 64, 2, 4, num_sms=num_sms))
+    monkeypatch.setattr(overlap, "SIDE", 16)
+    check = Check(gpu)
+    overlap.add_overlap(check, 2)
+    assert not check.failures
+    (table,) = check.tables
+    assert [row[0] for row in table.rows] == [8, 24]
+    for _, alone, product, both, hidden in table.rows:
+        assert hidden == pytest.approx((alone + product - both) / min(alone, product), abs=0.01)
 
 
 def test_receiving_counts_from_the_end_of_sending() -> None:

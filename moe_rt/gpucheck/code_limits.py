@@ -1,0 +1,84 @@
+"""What the machine code of rows of 14,336 bytes must be like: tables to tighten with the kernels, never to loosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_rt.config.codec import Codec
+from moe_rt.gpucheck.sass import MachineCode
+
+LIMITED_ARCH = "sm_90a"
+NARROW = (1, 2)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one kernel.
+
+    Attributes:
+        load: bytes of the loads that rows are read by, and how many such loads are issued before the first is needed,
+            at least.
+        store: bytes of the widest store.
+        narrow: accesses of one or two bytes, at most; None where rows with scales, of any size, have such.
+        system_fences: at most; each waits for all that its lane has written, to peers too. None where the paths of
+            failures have such.
+        barriers: of a block, at most.
+    """
+
+    load: tuple[int, int]
+    narrow: int | None
+    system_fences: int | None
+    barriers: int
+    store: int = 16
+
+
+_RAW = {
+    "dispatch_send": Limits((16, 4), narrow=None, system_fences=1, barriers=13),
+    "dispatch_receive": Limits((16, 4), narrow=None, system_fences=None, barriers=12),
+    "combine_send": Limits((16, 8), narrow=0, system_fences=1, barriers=6),
+    "combine_receive": Limits((16, 8), narrow=0, system_fences=None, barriers=4),
+    "combine_backward_send": Limits((16, 4), narrow=0, system_fences=1, barriers=6),
+    "combine_backward_receive": Limits((16, 5), narrow=1, system_fences=None, barriers=4),
+}
+_CODED = _RAW | {
+    "dispatch_send": Limits((16, 8), narrow=None, system_fences=1, barriers=13),
+    "dispatch_receive": Limits((16, 8), narrow=None, system_fences=None, barriers=12),
+}
+LIMITS: dict[Codec, dict[str, Limits]] = {Codec.RAW: _RAW, Codec.FP8: _CODED, Codec.INT8: _CODED}
+
+
+def find_wrong(codes: Mapping[str, MachineCode], limits: Mapping[str, Limits]) -> list[str]:
+    """What kernels miss of their limits; none may keep anything of a lane's in memory, whether it has limits or not."""
+    wrong = [f"{name}: got no such kernel" for name in limits if name not in codes]
+    for name, code in codes.items():
+        if code.local:
+            wrong.append(f"{name}: got {code.local} accesses to local memory, expected none")
+        if name in limits:
+            wrong += [f"{name}: {problem}" for problem in _beyond(code, limits[name])]
+    return wrong
+
+
+def _beyond(code: MachineCode, limits: Limits) -> list[str]:
+    width, ahead = limits.load
+    problems = []
+    if (got := code.ahead.get(width, 0)) < ahead:
+        problems.append(f"got {got} loads of {width} bytes before the first use, expected {ahead} at least")
+    if (widest := max(code.stores, default=0)) < limits.store:
+        problems.append(f"got stores of at most {widest} bytes, expected {limits.store}")
+    counts = {
+        "accesses of one or two bytes": (
+            sum(of.get(n, 0) for of in (code.loads, code.stores) for n in NARROW),
+            limits.narrow,
+        ),
+        "fences of the system": (
+            sum(n for kind, n in code.fences.items() if kind.endswith("SYS")),
+            limits.system_fences,
+        ),
+        "barriers": (code.barriers, limits.barriers),
+    }
+    return problems + [
+        f"got {got} {what}, expected {most} at most"
+        for what, (got, most) in counts.items()
+        if most is not None and got > most
+    ]

@@ -1,0 +1,246 @@
+"""How long each launch must take at least, by formula: what it moves, how much is under way, and whom it waits for.
+
+Nothing here is measured. A launch takes its start, then its dependent steps one after the other, each as long as a load
+from memory or from a peer, and then as long as its rows need: limited by the links, by memory, or by the loads that
+lanes have under way, of which machine code has been asked how many (code_limits.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_rt.config.codec import Codec
+from moe_rt.config.spec import PUSHED_TOKENS
+from moe_rt.gpucheck.code_limits import LIMITS
+from moe_rt.native.cuda import WAIT_APART_FROM
+from moe_rt.native.launcher import THREADS
+
+WARP, INDEX_BYTES = 32, 8
+LAUNCH_S = 2e-6  # from the end of one kernel of a stream to the first load of the next
+# Of routing (cuda/protocol/flat/routing_tiles.h): entries of topk_idx in a tile for each lane; blocks for one
+# that routes; instructions of a warp for 32 entries that it writes; and instructions of an SM in a cycle.
+TILE_ENTRIES, ROUTERS, WRITING, PER_CYCLE = 2, 8, 300, 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a kind of GPU is taken to do: bytes per second, seconds, and its clock in Hz."""
+
+    name: str
+    sms: int
+    memory: float
+    link: float  # one direction, of all links to peers together, as copies reach it
+    from_memory_s: float  # a load that no cache answers
+    from_peer_s: float
+    clock: float
+
+
+# Memory: NVIDIA's data sheets. Links: what kernels have been seen to reach, 340 to 370 GB/s of 450 on Hopper and 726 to
+# 753 of 900 on Blackwell. A load from a peer: 1.5 to 2 us on Hopper, and taken to be as long on Blackwell.
+MACHINES = (
+    Machine("H100", 132, 3.35e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9),
+    Machine("H200", 132, 4.8e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9),
+    Machine("B200", 148, 8.0e12, 735e9, 0.75e-6, 1.75e-6, 1.8e9),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The sizes of one op, of a rank among `ranks` with a GPU each; experts are drawn evenly.
+
+    Attributes:
+        row: bytes of a row in memory.
+        wire: bytes of a row that travels in dispatch.
+    """
+
+    tokens: int
+    ranks: int = 8
+    topk: int = 8
+    experts: int = 256
+    hidden: int = 7168
+    elem: int = 2
+    coded: bool = False
+
+    @property
+    def row(self) -> int:
+        return self.hidden * self.elem
+
+    @property
+    def wire(self) -> int:
+        return self.hidden + 4 * math.ceil(self.hidden / 128) if self.coded else self.row
+
+    @property
+    def ranks_of_a_token(self) -> float:
+        """How many distinct ranks hold a token's experts, in the mean."""
+        here = self.experts // self.ranks
+        none_here = math.comb(self.experts - here, self.topk) / math.comb(self.experts, self.topk)
+        return self.ranks * (1 - none_here)
+
+    @property
+    def pulled(self) -> float:
+        """(token, rank) pairs that a rank receives, and sends."""
+        return self.tokens * self.ranks_of_a_token
+
+    @property
+    def copies(self) -> int:
+        """Rows of recv_x."""
+        return self.tokens * self.topk
+
+    @property
+    def away(self) -> float:
+        """The share of rows that cross a link."""
+        return 1 - 1 / self.ranks
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a launch works through.
+
+    Attributes:
+        number: of rows, a warp or a block for each.
+        load_bytes: of one row, from each of its sources.
+        sources: loads of one place that are added up.
+        remote: whether sources lie with peers.
+        link_bytes, memory_bytes, fewest_bytes: of all rows; the last are those of `memory_bytes` and `link_bytes` that
+            no way to do the op could save.
+    """
+
+    number: float
+    load_bytes: int
+    sources: float
+    remote: bool
+    link_bytes: float
+    memory_bytes: float
+    fewest_bytes: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a launch waits for before its rows flow, one after the other; counted by hand in the sources.
+
+    Attributes:
+        memory: dependent loads from memory, and atomics.
+        peers: dependent loads from peers, or writes that must have arrived there.
+        routes: whether it makes lists.
+    """
+
+    memory: int
+    peers: int
+    routes: bool = False
+
+
+STEPS = {
+    # ids, placement, lists, the count of blocks | the signal
+    "dispatch_send": Steps(memory=5, peers=1, routes=True),
+    # mailbox, sums of counts | counts, a pull, its copies; the row itself comes on top
+    "dispatch_receive": Steps(memory=2, peers=3),
+    # the plan: head, pull, rows and weights; the count of blocks | partials have arrived, the signal
+    "combine_send": Steps(memory=4, peers=2),
+    # mailbox, send_plan
+    "combine_receive": Steps(memory=2, peers=0),
+    # the head of the plan, the count of blocks | the signal
+    "combine_backward_send": Steps(memory=2, peers=1),
+    # mailbox, the plan: pull, rows and weights; the row of a peer comes on top
+    "combine_backward_receive": Steps(memory=3, peers=0),
+}
+# Of small batches, whose lists the sender pushes.
+PUSHED_STEPS = {
+    # own lists are read again | they have arrived, the signal
+    "dispatch_send": Steps(memory=7, peers=2, routes=True),
+    # counts, a pull and its copies are at home
+    "dispatch_receive": Steps(memory=5, peers=0),
+}
+OPS = {
+    "dispatch": ("dispatch_send", "dispatch_receive"),
+    "combine": ("combine_send", "combine_receive"),
+    "combine backward": ("combine_backward_send", "combine_backward_receive"),
+}
+# DeepEP on eight H200, in us, published: 1 and 128 tokens by its low-latency kernels, 4096 by its normal ones.
+TARGETS_US = {("dispatch", 1): 11.9, ("dispatch", 128): 35.1, ("dispatch", 4096): 501.9}
+TARGETS_US |= {("combine", 1): 12.6, ("combine", 128): 67.8, ("combine", 4096): 979.2}
+
+
+def rows_of(kernel: str, load: Load) -> Rows:
+    """The rows of a launch of the mapped kernels, gradients uncoded."""
+    tokens, pulled, copies, away = load.tokens, load.pulled, load.copies, load.away
+    backward = kernel.startswith("combine_backward")
+    wire = load.row if backward else load.wire
+    lists = 16 * pulled + 20 * copies
+    if kernel in ("dispatch_send", "combine_backward_send"):
+        moved: float = tokens * (load.row + wire)
+        extra = 0.0 if backward else INDEX_BYTES * copies + lists
+        return Rows(tokens, load.row, 1, False, 0, moved + extra, moved)
+    if kernel == "dispatch_receive":
+        taken = pulled * wire
+        written = copies * load.row
+        return Rows(pulled, wire, 1, True, away * (taken + lists), written + taken + lists, taken + written)
+    if kernel == "combine_send":
+        read, sent = copies * load.row, pulled * load.row
+        return Rows(pulled, load.row, copies / pulled, False, away * sent, read + sent, read + sent)
+    if kernel == "combine_receive":
+        moved = (pulled + tokens) * load.row
+        return Rows(tokens, load.row, load.ranks_of_a_token, False, 0, moved, moved)
+    taken, own = pulled * load.row, 2 * copies * load.row
+    return Rows(pulled, load.row, 1, True, away * taken, taken + own, taken + own)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one launch, in seconds; `bytes_per_sm` are under way while rows flow."""
+
+    seconds: float
+    steps_s: float
+    rows_s: float
+    bytes_per_sm: int
+    rows: Rows
+
+
+def steps_of(kernel: str, load: Load) -> Steps:
+    """What a launch waits for, in a buffer for as many tokens as the load has."""
+    pushed = PUSHED_STEPS if load.tokens <= PUSHED_TOKENS else {}
+    return pushed.get(kernel, STEPS[kernel])
+
+
+def warps_together(num_rows: float, blocks: int) -> int:
+    """How many warps take a row (cuda/device/ops.h)."""
+    warps = THREADS // WARP
+    while warps > 1 and num_rows > blocks * (THREADS // WARP // warps):
+        warps //= 2
+    return warps
+
+
+def estimate(kernel: str, load: Load, machine: Machine, num_sms: int | None = None) -> Estimate:
+    """One launch on an idle GPU, of at most num_sms blocks whose lanes move rows."""
+    rows, steps = rows_of(kernel, load), steps_of(kernel, load)
+    width, ahead = LIMITS[Codec.FP8 if load.coded else Codec.RAW][kernel].load  # to which machine code is held
+    blocks = min(machine.sms, num_sms or machine.sms)
+    latency = machine.from_peer_s if rows.remote else machine.from_memory_s
+    together = 1 if kernel == "combine_backward_receive" else warps_together(rows.number, blocks)
+    groups = blocks * (THREADS // WARP // together)
+    places = math.ceil(rows.load_bytes / (width * WARP * together))  # of a lane in a row
+    rounds = math.ceil(places * rows.sources / ahead)
+    serial_s = math.ceil(rows.number / groups) * rounds * latency
+    flow_s = max(serial_s, rows.link_bytes / machine.link, rows.memory_bytes / machine.memory)
+    steps_s = steps.memory * machine.from_memory_s + steps.peers * machine.from_peer_s
+    if steps.routes:
+        flow_s = max(flow_s, routing_s(load, machine, blocks))
+    if kernel.endswith("_receive") and load.tokens >= WAIT_APART_FROM:
+        steps_s += LAUNCH_S + machine.from_memory_s  # of the launch that waits
+    return Estimate(LAUNCH_S + steps_s + flow_s, steps_s, flow_s, THREADS * width * ahead, rows)
+
+
+def routing_s(load: Load, machine: Machine, blocks: int) -> float:
+    """Of the block that routes most: it counts all tokens but those of a tile, and writes its own tiles."""
+    tile = TILE_ENTRIES * THREADS // load.topk
+    tiles = math.ceil(load.tokens / tile)
+    own = math.ceil(tiles / min(tiles, max(1, blocks // ROUTERS)))
+    counting = 12 * load.topk + 2 * load.topk * (load.topk - 1) + 2 * load.topk  # instructions for a token
+    counted = max(0, load.tokens - tile) / WARP * counting
+    written = min(load.tokens, own * tile) * load.topk / WARP * WRITING
+    return (counted + written) / (PER_CYCLE * machine.clock) + 3 * machine.from_memory_s
+
+
+def op_us(op: str, load: Load, machine: Machine) -> float:
+    """Both launches of an op, in us."""
+    return 1e6 * sum(estimate(kernel, load, machine).seconds for kernel in OPS[op])

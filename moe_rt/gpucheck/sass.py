@@ -1,0 +1,119 @@
+"""What machine code says of each kernel: how wide and how far ahead it loads, what it keeps in memory, how it orders.
+
+NVIDIA's disassembler turns a cubin into text; the driver runs exactly these instructions.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+
+TOOL = "nvdisasm"
+INSTALL = f"reading machine code needs {TOOL} on PATH or in a package; pip install nvidia-cuda-nvdisasm"
+SECONDS = 600.0  # ends a tool that hangs
+_KERNEL = re.compile(r"^\.text\.(\w+):", re.MULTILINE)
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)\s*([^;]*);")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+_GLOBAL = re.compile(r"(LD|LDG|ST|STG)\.")
+_BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+_LEAVES = ("BRA", "EXIT", "RET", "BAR", "BRX", "JMP")
+_DEPENDS = re.compile(r"!?U?P\d")  # a jump's condition, where it is an operand
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Counts of one kernel's instructions.
+
+    Attributes:
+        loads: of global or generic memory, by the bytes that one lane loads.
+        stores: likewise.
+        ahead: by the same bytes, the most loads in the listing before an instruction needs what one of them brings.
+        local: accesses to local memory: spills, and arrays that found no registers.
+        barriers: of a block.
+        fences: by kind, such as MEMBAR.SC.GPU.
+        instructions: all.
+    """
+
+    loads: dict[int, int]
+    stores: dict[int, int]
+    ahead: dict[int, int]
+    local: int
+    barriers: int
+    fences: dict[str, int]
+    instructions: int
+
+
+def find_disassembler() -> str | None:
+    """Its path: on PATH, in an NVIDIA package or under CUDA_HOME; None where there is none."""
+    if found := shutil.which(TOOL):
+        return found
+    try:
+        from cuda.pathfinder import find_nvidia_binary_utility
+    except ImportError:  # absent, or older than the function
+        return None
+    return find_nvidia_binary_utility(TOOL)
+
+
+def disassemble(tool: str, cubin: bytes) -> str:
+    """The text of a cubin.
+
+    Raises:
+        RuntimeError: the tool cannot read it, with what it said; an older one does not know newer cubins.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "--print-code", file.name], capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode:
+        raise RuntimeError(f"{tool}: got exit status {done.returncode}, expected 0: {done.stderr.strip()}")
+    return done.stdout
+
+
+def read_machine_code(text: str) -> dict[str, MachineCode]:
+    """By the name of each kernel, and of each function that is no part of one."""
+    _, *parts = _KERNEL.split(text)
+    return {name: _read(body.split("\t.section")[0]) for name, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _read(body: str) -> MachineCode:
+    loads: Counter[int] = Counter()
+    stores: Counter[int] = Counter()
+    fences: Counter[str] = Counter()
+    ahead: Counter[int] = Counter()
+    local = barriers = instructions = 0
+    under_way: dict[int, int] = {}  # register -> the bytes of the load that fills it
+    run: Counter[int] = Counter()
+    for match in _LINE.finditer(body):
+        opcode, operands = match[1], match[2]
+        instructions += 1
+        name = opcode.split(".")[0]
+        local += name in ("LDL", "STL")
+        barriers += opcode.startswith("BAR.SYNC")
+        if name in ("MEMBAR", "FENCE"):
+            fences[opcode] += 1
+        registers = [int(register) for register in _REGISTER.findall(operands)]
+        is_load = bool(_GLOBAL.match(f"{opcode}.")) and name.startswith("LD")
+        used = registers[1:] if is_load else registers
+        # A jump that is not taken leads on to the next line, so only those without a condition end a run.
+        conditional = "@" in match[0] or _DEPENDS.match(operands) or opcode.startswith("BRA.DIV")
+        ends = name in _LEAVES and not conditional
+        if ends or not under_way.keys().isdisjoint(used):
+            under_way, run = {}, Counter()
+        if is_load:
+            width = _width(opcode)
+            loads[width] += 1
+            run[width] += 1
+            ahead[width] = max(ahead[width], run[width])
+            if registers:
+                under_way.update((registers[0] + i, width) for i in range(max(1, width // 4)))
+        elif _GLOBAL.match(f"{opcode}."):
+            stores[_width(opcode)] += 1
+    return MachineCode(dict(loads), dict(stores), dict(ahead), local, barriers, dict(fences), instructions)
+
+
+def _width(opcode: str) -> int:
+    return next((_BYTES[part] for part in opcode.split(".") if part in _BYTES), 4)

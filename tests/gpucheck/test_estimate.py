@@ -1,0 +1,101 @@
+"""Estimates are what the formula says, and the document's tables are those of today's kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_sass import require_disassembler
+
+from moe_rt.config.codec import Codec
+from moe_rt.gpucheck import code_limits, estimate
+from moe_rt.gpucheck.bandwidth import fewest_bytes
+from moe_rt.gpucheck.code_limits import LIMITS, Limits
+from moe_rt.gpucheck.estimate import MACHINES, STEPS, Load, rows_of
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = next(machine for machine in MACHINES if machine.name == "H200")
+
+
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("estimates_tool", ROOT / "tools/estimates.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(1800)
+def test_tables_are_those_of_the_kernels() -> None:
+    """And the limits that they are made of are what the machine code has, neither more nor less."""
+    require_disassembler()
+    module = tool()
+    codes = module.read_kernels()
+    for coded, codec in ((False, Codec.RAW), (True, Codec.FP8)):
+        found = {name: codes[coded][name].ahead[limits.load[0]] for name, limits in LIMITS[codec].items()}
+        told = {name: limits.load[1] for name, limits in LIMITS[codec].items()}
+        assert found == told
+    assert module.generated(ROOT) == (ROOT / module.DOCUMENT).read_text(), "run python tools/estimates.py --write"
+
+
+def test_a_changed_kernel_changes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tool()
+    before = module.launches_table()
+    assert before.count("\n") == 1 + len(STEPS) + 2
+    slower = LIMITS[Codec.RAW] | {"combine_receive": Limits((16, 1), narrow=0, system_fences=None, barriers=4)}
+    monkeypatch.setitem(code_limits.LIMITS, Codec.RAW, slower)
+    after = module.launches_table()
+    changed = [a.split("`")[1] for a, b in zip(before.split("\n"), after.split("\n"), strict=True) if a != b]
+    assert changed == ["combine_receive"]
+
+
+def test_rows_are_counted_as_gpucheck_counts_them() -> None:
+    """Without lists, a launch moves what gpucheck takes for the fewest bytes."""
+    load = Load(4096)
+    counted = fewest_bytes(load.tokens, round(load.pulled), load.copies, load.row)
+    for kernel, num_bytes in counted.items():
+        assert rows_of(kernel, load).fewest_bytes == pytest.approx(num_bytes, rel=1e-4)
+    assert load.ranks_of_a_token == pytest.approx(5.29, abs=0.01)
+    assert Load(1, ranks=1).ranks_of_a_token == 1
+    assert Load(1, coded=True).wire == 7168 + 4 * 56
+
+
+def test_what_limits_a_launch() -> None:
+    """One token takes its steps; many take the links' time."""
+    one = estimate.estimate("dispatch_receive", Load(1), H200)
+    steps = estimate.LAUNCH_S + 5 * 0.65e-6
+    assert one.seconds == pytest.approx(steps + 1.75e-6), "896 vectors, 512 lanes, 4 at once: one round"
+    more = estimate.estimate("dispatch_receive", Load(129), H200)
+    assert more.steps_s == pytest.approx(2 * 0.65e-6 + 3 * 1.75e-6), "lists are read where they were made"
+    many = estimate.estimate("dispatch_receive", Load(4096), H200)
+    assert many.rows_s == pytest.approx(many.rows.link_bytes / 355e9)
+    assert many.steps_s == pytest.approx(more.steps_s + estimate.LAUNCH_S + 0.65e-6), "a launch waits before"
+    assert many.bytes_per_sm == 512 * 16 * 4
+
+
+def test_narrow_loads_take_their_latency_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bytewise = LIMITS[Codec.FP8] | {"dispatch_receive": Limits((1, 1), None, None, 12)}
+    monkeypatch.setitem(code_limits.LIMITS, Codec.FP8, bytewise)
+    coded = estimate.estimate("dispatch_receive", Load(4096, coded=True), H200)
+    assert coded.rows_s == pytest.approx(11 * 231 * 1.75e-6), "11 rows of a warp, 231 loads of a byte each, one by one"
+    assert coded.bytes_per_sm == 512
+
+
+def test_one_row_more_than_blocks_takes_little_longer() -> None:
+    assert [estimate.warps_together(rows, 132) for rows in (1, 132, 133, 1056, 1057, 5000)] == [16, 16, 8, 2, 1, 1]
+
+
+def test_few_blocks_have_less_under_way() -> None:
+    few, all_of_them = (estimate.estimate("combine_receive", Load(4096), H200, n).rows_s for n in (8, None))
+    assert few > 4 * all_of_them
+
+
+def test_routing_counts_all_tokens_and_writes_its_own() -> None:
+    long = estimate.routing_s(Load(4096), H200, 132)
+    counted, written = (4096 - 128) / 32 * (12 * 8 + 2 * 8 * 7 + 2 * 8), 256 * 8 / 32 * 300
+    assert long == pytest.approx((counted + written) / (2 * 1.7e9) + 3 * 0.65e-6)
+    assert estimate.routing_s(Load(1), H200, 132) == pytest.approx(8 / 32 * 300 / (2 * 1.7e9) + 3 * 0.65e-6)
+    assert estimate.routing_s(Load(4096), H200, 8) > 5 * long, "one block routes"

@@ -1,0 +1,48 @@
+"""The step of one process per GPU, rehearsed with CPU ranks: each part, what it reports, and what it notices."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from moe_rt.cli import main
+from moe_rt.gpucheck import processes, run
+from moe_rt.gpucheck.steps import STEPS, Check, perform
+
+SIZE = 3
+
+
+def test_every_part() -> None:
+    check = Check("cpu", nproc=SIZE, seconds=300)
+    record = perform(STEPS["processes"], check)
+    assert (record["result"], record["error"]) == ("ok", "")
+    rounds, links, killed = check.details
+    assert rounds == f"rounds: {processes.ROUNDS} rounds of {SIZE} processes equal"
+    assert links.startswith("links: ")
+    assert killed.startswith("killed: PeerDead ")
+    (table,) = check.tables
+    assert [row[0] for row in table.rows] == ["dispatch", "combine"] * len(processes.TOKENS)
+    assert all(number > 0 for row in table.rows for number in row[1:4])
+
+
+def test_one_process_is_skipped() -> None:
+    record = perform(STEPS["processes"], Check("cpu"))
+    assert record["result"] == "skipped"
+    assert "--nproc 8" in record["detail"]
+
+
+def test_a_process_that_lives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part for a killed process expects how the last one ends."""
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2: got exit status 0, expected -9"):
+        processes.run_programs(processes.MODULE, {"part": "rounds", "device": "cpu", "seconds": 60}, 2, 60, {1: -9})
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 2)
+    result = CliRunner().invoke(main, ["gpucheck", "--nproc", "8"])
+    assert result.exit_code == 1
+    assert result.output == (
+        "Error: InvalidConfig: --nproc: got 8, but torch finds 2 GPUs here; CUDA_VISIBLE_DEVICES may hide some "
+        "(docs/errors.md#invalidconfig)\n"
+    )

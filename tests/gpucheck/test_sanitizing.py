@@ -1,0 +1,43 @@
+"""The step that runs another one under compute-sanitizer: how it is called, and how its summaries are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_rt.gpucheck import sanitizing
+from moe_rt.gpucheck.steps import Check, Skipped
+from moe_rt.testing.rounds import WrongOutput
+
+
+def test_sanitizer_summaries() -> None:
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitizing.judge(clean) == "ERROR SUMMARY: 0 errors"
+    raced = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    assert sanitizing.judge(raced).startswith("RACECHECK SUMMARY")
+    with pytest.raises(WrongOutput, match="3 error"):
+        sanitizing.judge("========= Invalid __global__ read\n========= ERROR SUMMARY: 3 errors\n")
+    with pytest.raises(WrongOutput, match="no summary"):
+        sanitizing.judge("killed")
+
+
+def test_sanitizer_runs_the_step_under_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / sanitizing.TOOL
+    tool.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --target-processes ]; do shift; done\nshift 2\n'
+        '"$@" && echo "========= ERROR SUMMARY: 0 errors"\n'
+    )
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    check = Check("cpu", seconds=200)
+    sanitizing.check(check)
+    assert not check.failures
+    assert check.details == [f"{name}: ERROR SUMMARY: 0 errors" for name in sanitizing.TOOLS]
+
+
+def test_sanitizer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(Skipped, match="not on PATH"):
+        sanitizing.check(Check("cuda:0"))

@@ -1,0 +1,124 @@
+"""Machine code is read right: by snippets whose counts are known, and the project's kernels are as expected of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from device.jit_tools import require_compiler
+
+from moe_rt.config.codec import Codec
+from moe_rt.gpucheck import compiling, sass
+from moe_rt.gpucheck.code_limits import LIMITED_ARCH, LIMITS, Limits, find_wrong
+from moe_rt.gpucheck.compiling import LARGEST, compile_all
+from moe_rt.gpucheck.sass import MachineCode, disassemble, find_disassembler, read_machine_code
+from moe_rt.gpucheck.steps import Check
+
+HEAD = '\t.section\t.text.{0},"ax",@progbits\n.text.{0}:\n'
+# Two loads are issued before R8 is needed; a third one waits for the first two; then one whose use is the next line.
+AHEAD = """        /*0000*/                   LDC R1, c[0x0][0x28] ;                 /* 0x00 */
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/              @!P0 LDG.E.128.STRONG.SYS R8, desc[UR4][R2.64+0x200] ;
+.L_x_1:
+        /*0030*/               @P1 BRA `(.L_x_1) ;
+        /*0040*/                   LD.E.128 R12, desc[UR4][R10.64] ;
+        /*0050*/                   STG.E.128 desc[UR4][R16.64], R4 ;
+        /*0060*/                   LDG.E.U8 R20, desc[UR4][R2.64] ;
+        /*0070*/                   FADD R4, R20, R21 ;
+        /*0080*/                   EXIT ;
+"""
+
+
+def of(body: str, name: str = "small") -> MachineCode:
+    return read_machine_code(HEAD.format(name) + body)[name]
+
+
+def test_widths_and_loads_ahead() -> None:
+    code = of(AHEAD)
+    assert code.loads == {16: 3, 1: 1}
+    assert code.stores == {16: 1}
+    assert code.ahead == {16: 2, 1: 1}, "the address of the third is brought by the second"
+    assert code.instructions == 9
+    assert (code.local, code.barriers, code.fences) == (0, 0, {})
+
+
+def test_vectors_are_needed_as_soon_as_one_register_is() -> None:
+    two = "/*0000*/ LDG.E.128 R4, [R2.64] ;\n/*0010*/ {} ;\n/*0020*/ LDG.E.128 R8, [R2.64] ;\n"
+    assert of(two.format("FADD R20, R7, R21")).ahead == {16: 1}
+    assert of(two.format("FADD R20, R22, R21")).ahead == {16: 2}
+    assert of(two.format("BRA `(.L_x_3)")).ahead == {16: 1}
+    assert of(two.format("@P0 BRA `(.L_x_3)")).ahead == {16: 2}
+    assert of(two.format("BRA.U UP0, `(.L_x_3)")).ahead == {16: 2}
+    assert of(two.format("BAR.SYNC.DEFER_BLOCKING 0x0")).ahead == {16: 1}
+
+
+def test_orders_and_memory_of_lanes() -> None:
+    code = of(
+        "/*0000*/ MEMBAR.SC.SYS ;\n/*0010*/ MEMBAR.ALL.GPU ;\n/*0020*/ BAR.SYNC.DEFER_BLOCKING 0x0 ;\n"
+        "/*0030*/ STL.128 [R1], R4 ;\n/*0040*/ @P0 LDL R4, [R1+0x10] ;\n/*0050*/ MEMBAR.SC.SYS ;\n"
+        "/*0060*/ LDS.128 R4, [R9] ;\n/*0070*/ ST.E.U16 desc[UR4][R2.64], R8 ;\n/*0080*/ LDG.E.64 R2, [R4.64] ;\n"
+    )
+    assert code.fences == {"MEMBAR.SC.SYS": 2, "MEMBAR.ALL.GPU": 1}
+    assert (code.local, code.barriers) == (2, 1)
+    assert (code.loads, code.stores) == ({8: 1}, {2: 1})
+
+
+def test_kernels_are_told_apart() -> None:
+    text = HEAD.format("first") + AHEAD + HEAD.format("second") + "/*0000*/ EXIT ;\n"
+    found = read_machine_code(text)
+    assert {name: code.instructions for name, code in found.items()} == {"first": 9, "second": 1}
+
+
+def test_limits_are_compared() -> None:
+    limits = {"small": Limits((16, 3), narrow=0, system_fences=0, barriers=0)}
+    assert find_wrong({"small": of(AHEAD)}, limits) == [
+        "small: got 2 loads of 16 bytes before the first use, expected 3 at least",
+        "small: got 1 accesses of one or two bytes, expected 0 at most",
+    ]
+    fences = "/*0000*/ STL [R1], R4 ;\n/*0010*/ MEMBAR.SC.SYS ;\n/*0020*/ BAR.SYNC 0x0 ;\n"
+    assert find_wrong({"small": of(fences)}, limits) == [
+        "small: got 1 accesses to local memory, expected none",
+        "small: got 0 loads of 16 bytes before the first use, expected 3 at least",
+        "small: got stores of at most 0 bytes, expected 16",
+        "small: got 1 fences of the system, expected 0 at most",
+        "small: got 1 barriers, expected 0 at most",
+    ]
+    unlimited = {"small": Limits((16, 2), narrow=None, system_fences=None, barriers=1)}
+    assert find_wrong({"small": of(AHEAD)}, unlimited) == []
+    assert find_wrong({}, limits) == ["small: got no such kernel"]
+
+
+def require_disassembler() -> str:
+    require_compiler()
+    if tool := find_disassembler():
+        return tool
+    if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
+        pytest.fail(sass.INSTALL)
+    pytest.skip(sass.INSTALL)
+
+
+def test_what_is_no_cubin_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"nvdisasm: got exit status \d+"):
+        disassemble(require_disassembler(), b"no cubin")
+
+
+LIMITED = tuple(v for v in compiling.VARIANTS if v.limited())
+
+
+@pytest.mark.timeout(1800)
+def test_kernels_are_as_expected() -> None:
+    require_disassembler()
+    assert [v.codec for v in LIMITED] == list(LIMITS)
+    check = Check(None, seconds=1700)
+    compile_all((LIMITED_ARCH,), LIMITED, check, cache=True)
+    assert check.failures == []
+    (table,) = (table for table in check.tables if table.title == "Machine code")
+    assert {row[5] for row in table.rows} >= LIMITS[Codec.RAW].keys()
+
+
+def test_the_gate_fails_where_a_kernel_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_disassembler()
+    limits = LIMITS[Codec.RAW] | {"combine_send": Limits((16, 9), narrow=0, system_fences=1, barriers=6)}
+    monkeypatch.setitem(LIMITS, Codec.RAW, limits)
+    result = compiling.run_job(compiling.Job(LARGEST, LIMITED_ARCH, cache=True))
+    assert result["wrong"] == ["combine_send: got 8 loads of 16 bytes before the first use, expected 9 at least"]

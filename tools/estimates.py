@@ -1,0 +1,119 @@
+"""Writes the estimates of docs/cuda.md from sizes and from what machine code is held to; needs no GPU.
+
+python tools/estimates.py          # says whether the document differs from the kernels, and exits with 1 if it does
+python tools/estimates.py --write  # makes it equal
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_rt.config.codec import Codec
+from moe_rt.config.spec import PUSHED_TOKENS
+from moe_rt.gpucheck.compiling import LARGEST, Variant
+from moe_rt.gpucheck.estimate import MACHINES, OPS, STEPS, TARGETS_US, Load, estimate, op_us, steps_of
+from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
+from moe_rt.native.jit import compile_kernels
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = "docs/cuda.md"
+ARCH = "sm_90a"
+TOKENS = (1, 128, 4096)
+CODED = Variant("kernels.cu", "Bf16", 7168, 8, Codec.FP8)
+
+Codes = dict[bool, dict[str, MachineCode]]  # whether rows travel coded -> kernel -> what it does
+
+
+def read_kernels() -> Codes:
+    """The kernels of 14,336-byte rows, raw and as fp8, from the cache if they are there.
+
+    Raises:
+        RuntimeError: there is no disassembler.
+    """
+    tool = find_disassembler()
+    if tool is None:
+        raise RuntimeError(INSTALL)
+    found = {}
+    for variant in (LARGEST, CODED):
+        binary = compile_kernels(variant.source, ARCH, variant.defines())
+        found[variant is CODED] = read_machine_code(disassemble(tool, binary.cubin))
+    return found
+
+
+def launches_table() -> str:
+    """Every launch: what it moves for the most tokens, and its least time for each number of them and each GPU."""
+    lines = [
+        "| Launch | under way per SM | moved | of which by links | fewest | steps: memory, peers | "
+        + " | ".join(f"T = {t}" for t in TOKENS)
+        + " |",
+        "|---|---|---|---|---|---|" + "---|" * len(TOKENS),
+    ]
+    for coded in (False, True):
+        for kernel in STEPS:
+            if coded and not kernel.startswith("dispatch"):
+                continue
+            every = [[estimate(kernel, Load(t, coded=coded), m) for m in MACHINES] for t in TOKENS]
+            most = every[-1][0]
+            times = " | ".join(" / ".join(us(each.seconds) for each in of) for of in every)
+            name = f"`{kernel}`, rows as fp8" if coded else f"`{kernel}`"
+            moved = " | ".join(mb(n) for n in (most.rows.memory_bytes, most.rows.link_bytes, most.rows.fewest_bytes))
+            few, many = (steps_of(kernel, Load(t)) for t in (TOKENS[0], TOKENS[-1]))
+            steps = f"{many.memory}, {many.peers}"
+            steps = steps if few == many else f"{few.memory}, {few.peers} up to {PUSHED_TOKENS} tokens; {steps}"
+            flow = f"{most.bytes_per_sm / 1024:g} KiB | {moved} | {steps}"
+            lines.append(f"| {name} | {flow} | {times} |")
+    return "\n".join(lines)
+
+
+def targets_table() -> str:
+    """Both launches of an op on an H200, next to what DeepEP publishes for eight."""
+    (h200,) = (machine for machine in MACHINES if machine.name == "H200")
+    lines = ["| Op on 8 H200 | T | estimate, us | DeepEP, us | |", "|---|---|---|---|---|"]
+    for name, op, coded in (
+        ("dispatch", "dispatch", False),
+        ("dispatch, rows as fp8", "dispatch", True),
+        ("combine", "combine", False),
+    ):
+        for tokens in TOKENS:
+            got, target = op_us(op, Load(tokens, coded=coded), h200), TARGETS_US[op, tokens]
+            verdict = "at most" if got <= target else f"{got / target:.2f} times as long"
+            lines.append(f"| {name} | {tokens} | {us(got / 1e6)} | {target:g} | {verdict} |")
+    return "\n".join(lines)
+
+
+def us(seconds: float) -> str:
+    value = seconds * 1e6
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.0f} MB"
+
+
+def generated(root: Path) -> str:
+    """The document as it should be."""
+    from moe_rt.testing.output import with_section
+
+    text = (root / DOCUMENT).read_text()
+    assert OPS.keys() >= {op for op, _ in TARGETS_US}
+    text = with_section(text, "estimates:launches", launches_table())
+    return with_section(text, "estimates:targets", targets_table())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Estimates of docs/cuda.md, from the machine code of today's kernels.")
+    parser.add_argument("--write", action="store_true", help="write what differs")
+    write = parser.parse_args().write
+    text = generated(ROOT)
+    if text == (ROOT / DOCUMENT).read_text():
+        return 0
+    print(f"{DOCUMENT} {'written' if write else 'differs from the kernels'}")
+    if write:
+        (ROOT / DOCUMENT).write_text(text)
+    return 0 if write else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
