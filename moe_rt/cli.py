@@ -27,6 +27,7 @@ from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
 from moe_rt.gpucheck.cli import gpucheck
+from moe_rt.nodes.cli import nodes
 from moe_rt.testing.host_info import machine_card
 from moe_rt.testing.output import console, make_directory
 
@@ -212,3 +213,4 @@ def _run_with_progress(cases: list[Case], settings: Settings, sweep: bool) -> di
 
 main.add_command(chaos)
 main.add_command(gpucheck)
+main.add_command(nodes)

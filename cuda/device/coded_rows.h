@@ -1,13 +1,91 @@
-// Coding and decoding a row by a group of lanes: a team of lanes takes a block of 128 elements, a few for each lane.
+// Coding and decoding rows by a group of lanes: sixteen elements to a lane where their number divides a row, so that codes
+// move in 16 bytes. A block of 128 elements, which has one scale, is then of eight neighbouring lanes.
 //
-// A team is a warp, whichever group it is part of, so that its lanes agree on a largest magnitude without a barrier.
+// Rows of other lengths, and groups without eight lanes side by side, go element by element: encode_row and decode_row.
 #pragma once
 
-#include "../protocol/core/codec.h"
+#include "codes.h"
+#include "sums.h"
 
 namespace moe_rt {
 
-// Codes value(i), i < hidden, into a coded row.
+inline constexpr int kCodesAtOnce = 16;
+inline constexpr int kLanesOfBlock = kCodecBlock / kCodesAtOnce;
+
+struct alignas(16) SixteenCodes {
+  uint32_t words[kCodesAtOnce / 4];
+};
+
+struct CodesWithScale {
+  SixteenCodes codes;
+  float scale;
+};
+
+// Pieces of coded rows, of a buffer's codec.
+template <class AccType>
+struct CodesFormat {
+  using Acc = AccType;
+  using Piece = CodesWithScale;
+  static constexpr int kSize = kCodesAtOnce, kAtOnce = 8, kTogether = 4;
+  Codec codec;
+  int64_t scales_at;
+  MOE_RT_FN Piece load(const char* row, int at) const {
+    return {reinterpret_cast<const SixteenCodes*>(row)[at],
+            reinterpret_cast<const float*>(row + scales_at)[at / kLanesOfBlock]};
+  }
+  MOE_RT_FN void widen(const Piece& piece, Acc* x) const {
+    unrolled<kSize, 4>([&](int k) {
+      float decoded[4];
+      decode_four(codec, piece.codes.words[k / 4], piece.scale, decoded);
+      for (int i = 0; i < 4; ++i) x[k + i] = Acc(decoded[i]);
+    });
+  }
+};
+
+// Pieces as long as codes', of rows in vectors of elements.
+template <class Elem, class Vector, int kElems>
+struct ElementsFormat {
+  using Acc = typename Elem::Acc;
+  static constexpr int kVectors = kCodesAtOnce / kElems, kSize = kCodesAtOnce;
+  static constexpr int kAtOnce = kVectors < 8 ? 8 / kVectors : 1, kTogether = kAtOnce;
+  struct Piece {
+    Loaded<Vector> vectors[kVectors];
+  };
+  MOE_RT_FN Piece load(const char* row, int at) const {
+    Piece piece;
+    unrolled<kVectors>([&](int i) { piece.vectors[i] = load_vector<Vector>(row, at * kVectors + i); });
+    return piece;
+  }
+  MOE_RT_FN void widen(const Piece& piece, Acc* x) const {
+    unrolled<kVectors>([&](int i) {
+      const Vector vector = unpacked<Vector>(piece.vectors[i]);
+      unrolled<kElems>([&](int k) { x[i * kElems + k] = vector.elem[k].wide(); });
+    });
+  }
+};
+
+// Codes piece `at` of a row of so many. All lanes of a warp call it; a piece past the last one is
+// of zeros.
+template <class Group, class Acc>
+MOE_RT_FN void encode_piece(const Group& group, Codec codec, char* dst, int64_t scales_at, int num_pieces, int at,
+                            const Acc* sum) {
+  if (at - group.team_lane() >= num_pieces) return;
+  float x[kCodesAtOnce];
+  uint32_t largest = 0;
+  unrolled<kCodesAtOnce>([&](int k) {
+    x[k] = float(sum[k]);
+    const uint32_t bits = magnitude_bits(x[k]);
+    largest = bits > largest ? bits : largest;
+  });
+  const CodecScale s = codec_scale(codec, group.template team_max<kLanesOfBlock>(largest));
+  SixteenCodes codes;
+  unrolled<kCodesAtOnce, 4>([&](int k) { codes.words[k / 4] = encode_four(codec, x + k, s.inverse); });
+  if (at >= num_pieces) return;
+  reinterpret_cast<SixteenCodes*>(dst)[at] = codes;
+  if (at % kLanesOfBlock == 0) reinterpret_cast<float*>(dst + scales_at)[at / kLanesOfBlock] = s.scale;
+}
+
+// Codes value(i), i < hidden, into a coded row, each block by a team of lanes.
 template <class Group, class Value>
 MOE_RT_FN void encode_row(const Group& group, Codec codec, int hidden, char* dst, Value&& value) {
   constexpr int kEach = kCodecBlock / Group::kTeamLanes;
@@ -23,7 +101,7 @@ MOE_RT_FN void encode_row(const Group& group, Codec codec, int hidden, char* dst
       const uint32_t bits = magnitude_bits(values[i]);
       largest = bits > largest ? bits : largest;
     }
-    const CodecScale s = codec_scale(codec, group.team_max(largest));
+    const CodecScale s = codec_scale(codec, group.template team_max<Group::kTeamLanes>(largest));
     for (int i = 0; i < kEach; ++i) {
       if (first + i < hidden) codes[first + i] = encode(codec, values[i], s.inverse);
     }

@@ -32,10 +32,13 @@ __device__ __forceinline__ void run(const World& w, const Control& c, const Link
 #define MOE_RT_KERNEL(name, Args) MOE_RT_KERNEL_CALLING(name, Args, launch.name(a))
 
 MOE_RT_KERNEL(dispatch_send, moe_rt::DispatchArgs)
+MOE_RT_KERNEL(dispatch_wait, moe_rt::DispatchArgs)
 MOE_RT_KERNEL(dispatch_receive, moe_rt::DispatchArgs)
 MOE_RT_KERNEL(combine_send, moe_rt::CombineArgs)
+MOE_RT_KERNEL(combine_wait, moe_rt::CombineArgs)
 MOE_RT_KERNEL(combine_receive, moe_rt::CombineArgs)
 MOE_RT_KERNEL(combine_backward_send, moe_rt::CombineBackwardArgs)
+MOE_RT_KERNEL(combine_backward_wait, moe_rt::CombineBackwardArgs)
 MOE_RT_KERNEL(combine_backward_receive, moe_rt::CombineBackwardArgs)
 MOE_RT_KERNEL(abort_group, moe_rt::EndArgs)
 MOE_RT_KERNEL(leave, moe_rt::EndArgs)

@@ -3,6 +3,7 @@
 //
 // No block waits for another block of its own launch. The sending launch never waits: its last block announces. Every
 // block of the receiving launch waits by itself for every peer, and the peers' sending launches need none of its room.
+// A launch of one block may have waited before, so that a late peer holds no more than that.
 // Sequence numbers and turns live in device memory and the kernels advance them, so a captured graph can be replayed.
 #pragma once
 
@@ -103,11 +104,11 @@ MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
   return answer;
 }
 
-// Runs send(window) on every block; the last block announces to every peer. Where an entry was found bad, it announces
-// what refuse(header, entry) makes of the header.
-template <class Machine, class Send, class Refuse>
-MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send,
-                     Refuse&& refuse) {
+// Runs send(window) on every block; the last block runs complete(window) and announces to every peer. Where an entry was
+// found bad, it announces what refuse(header, entry) makes of the header.
+template <class Machine, class Send, class Refuse, class Complete>
+MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send, Refuse&& refuse,
+                     Complete&& complete) {
   if (!healthy(m, c)) return;
   const auto block = m.block();
   const Kind kind = kind_of(call.op);
@@ -118,6 +119,8 @@ MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const C
   if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
   block.sync();
   if (!m.shared().flag) return;
+  complete(c.state->windows.next(kind));
+  block.sync();
   Header header = w.header(seq, call);
   if (const int64_t bad = load_relaxed(c.state->bad_entry); bad != kNoBadEntry) refuse(header, bad);
   const auto link = m.link();
@@ -131,6 +134,12 @@ MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const C
   c.state->bad_entry = kNoBadEntry;
   c.state->seq[int(kind)] = seq;
   c.state->windows.take(kind);
+}
+
+template <class Machine, class Send, class Refuse>
+MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send,
+                     Refuse&& refuse) {
+  begin(m, w, c, call, send, refuse, [](int) {});
 }
 
 // Orders failures: the highest code, then the lowest peer, is the smallest key.

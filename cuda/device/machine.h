@@ -11,38 +11,52 @@ struct BlockCoop {
   MOE_RT_FN void sync() const { __syncthreads(); }
 };
 
-// The lanes of one warp, on one row after another; every lane runs the role, so branches do not diverge.
-struct WarpGroup {
-  static constexpr int kLanes = 32, kTeamLanes = kLanes;
-  int64_t index, count;
-  __device__ Range share(int64_t n) const { return {index, n, count}; }
-  __device__ bool leader() const { return lane() == 0; }
-  __device__ void sync() const { __syncwarp(); }
-  __device__ int lane() const { return int(threadIdx.x) % kLanes; }
-  __device__ static constexpr int lanes() { return kLanes; }
-  __device__ static constexpr int team() { return 0; }
-  __device__ static constexpr int teams() { return 1; }
-  __device__ int team_lane() const { return lane(); }
-  __device__ uint32_t team_max(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
-  template <class T>
-  __device__ T sum(T x) const {
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+// What lanes of a warp do together, each of which runs all of a role, so that branches do not diverge.
+struct WarpLanes {
+  static constexpr int kTeamLanes = 32;
+  __device__ static int team_lane() { return int(threadIdx.x) % kTeamLanes; }
+  // Of each kLanes neighbouring lanes.
+  template <int kLanes>
+  __device__ static uint32_t team_max(uint32_t x) {
+    if constexpr (kLanes == kTeamLanes) return __reduce_max_sync(0xffffffffu, x);
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, x, mask);
+      x = other > x ? other : x;
+    }
     return x;
   }
 };
 
-// All lanes of a block on one row. Its rows are only moved and summed element by element: there is no sum over lanes.
-struct BlockGroup {
-  static constexpr int kTeamLanes = WarpGroup::kLanes;
+// The lanes of one warp, on one row after another.
+struct WarpGroup : WarpLanes {
   int64_t index, count;
+  __device__ WarpGroup(int64_t i, int64_t n) : index(i), count(n) {}
   __device__ Range share(int64_t n) const { return {index, n, count}; }
-  __device__ bool leader() const { return threadIdx.x == 0; }
-  __device__ int lane() const { return int(threadIdx.x); }
-  __device__ int lanes() const { return int(blockDim.x); }
-  __device__ int team() const { return lane() / kTeamLanes; }
-  __device__ int teams() const { return lanes() / kTeamLanes; }
-  __device__ int team_lane() const { return lane() % kTeamLanes; }
-  __device__ uint32_t team_max(uint32_t x) const { return __reduce_max_sync(0xffffffffu, x); }
+  __device__ bool leader() const { return lane() == 0; }
+  __device__ void sync() const { __syncwarp(); }
+  __device__ int lane() const { return team_lane(); }
+  __device__ static constexpr int lanes() { return kTeamLanes; }
+  __device__ static constexpr int team() { return 0; }
+  __device__ static constexpr int teams() { return 1; }
+  template <class T>
+  __device__ T sum(T x) const {
+    for (int mask = kTeamLanes / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+    return x;
+  }
+};
+
+// Some warps of a block on one row after another. These are only moved and summed element by element: no warp waits for
+// another, and there is no sum over lanes.
+struct WarpsGroup : WarpLanes {
+  int64_t index, count;
+  int lane_, lanes_;
+  __device__ WarpsGroup(int64_t i, int64_t n, int lane, int lanes) : index(i), count(n), lane_(lane), lanes_(lanes) {}
+  __device__ Range share(int64_t n) const { return {index, n, count}; }
+  __device__ bool leader() const { return lane_ == 0; }
+  __device__ int lane() const { return lane_; }
+  __device__ int lanes() const { return lanes_; }
+  __device__ int team() const { return lane_ / kTeamLanes; }
+  __device__ int teams() const { return lanes_ / kTeamLanes; }
 };
 
 // How the peers of this build are reached; part of every launch's arguments.
@@ -76,12 +90,14 @@ struct CudaMachine {
   }
   __device__ void nap() const { __nanosleep(kNapNs); }
   __device__ WarpGroup warps(int first_block) const {
-    const int each = int(blockDim.x) / WarpGroup::kLanes;
-    return {int64_t{block_index() - first_block} * each + int(threadIdx.x) / WarpGroup::kLanes,
-            int64_t{num_blocks() - first_block} * each};
+    const int64_t blocks = num_blocks() - first_block, each = int(blockDim.x) / WarpGroup::kTeamLanes;
+    return {int(threadIdx.x) / WarpGroup::kTeamLanes * blocks + block_index() - first_block, each * blocks};
   }
-  __device__ BlockGroup blocks(int first_block) const {
-    return {block_index() - first_block, num_blocks() - first_block};
+  __device__ WarpsGroup warps(int first_block, int together) const {
+    const int64_t blocks = num_blocks() - first_block, lanes = together * WarpsGroup::kTeamLanes;
+    const int first = int(threadIdx.x) / int(lanes);
+    return {first * blocks + block_index() - first_block, int(blockDim.x) / int(lanes) * blocks,
+            int(threadIdx.x) - first * int(lanes), int(lanes)};
   }
   __device__ auto link() const { return links.link(); }
   template <class Group>

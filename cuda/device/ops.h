@@ -5,13 +5,16 @@
 //   combine             combine_send           push              | combine_receive           wait, reduce
 //   dispatch backward   combine_send           push, scalars     | combine_receive           wait, reduce, scalars
 //   combine backward    combine_backward_send  publish           | combine_backward_receive  wait, gather_grad
+// Between the two, `*_wait` may wait on one block: the blocks of a launch that finishes then find everything there.
 // A Machine has block(), shared(), scratch(), num_blocks(), block_index(), clock_ns(), nap(), link(), and groups of
-// lanes that move rows: warps(first) and blocks(first), over the launch's blocks from `first` on.
+// lanes that move rows: warps(first), and warps(first, n) of n warps of a block each, over the launch's blocks from
+// `first` on. Neighbouring groups are of different blocks, so that a few rows are spread over all.
 #pragma once
 
 #include "../protocol/core/calls.h"
 #include "../protocol/flat/combine.h"
 #include "../protocol/flat/dispatch.h"
+#include "../protocol/flat/pushed_lists.h"
 #include "exchange.h"
 #include "rows.h"
 #include "scaled_rows.h"
@@ -19,16 +22,22 @@
 
 namespace moe_rt {
 
-// A warp for each of many rows, a block for each of few: one row alone is too small to wait for.
+// How many of a block's warps take a row together: as many as leave no row waiting for another, or one.
+MOE_RT_FN int warps_together(int64_t num_rows, int64_t num_blocks, int warps) {
+  int together = warps;
+  while (together > 1 && num_rows > num_blocks * (warps / together)) together = together % 2 == 0 ? together / 2 : 1;
+  return together;
+}
+
+// Groups of lanes for so many rows: whatever their number is, all warps have work, and one row more takes little longer.
 template <class Machine, class Fn>
 MOE_RT_FN void with_groups(const Machine& m, int first_block, int64_t num_rows, Fn&& fn) {
-  if constexpr (!Machine::kWarpsOnly) {
-    if (num_rows <= m.num_blocks() - first_block) {
-      fn(m.blocks(first_block));
-      return;
-    }
+  if constexpr (Machine::kWarpsOnly) {
+    fn(m.warps(first_block));
+  } else {
+    const int warps = m.block().size() / decltype(m.warps(first_block))::kTeamLanes;
+    fn(m.warps(first_block, warps_together(num_rows, m.num_blocks() - first_block, warps)));
   }
-  fn(m.warps(first_block));
 }
 
 template <class Dims, class Elem, class Machine>
@@ -74,32 +83,41 @@ struct Launch {
     });
   }
 
-  // How many of a launch's first blocks route, one for each destination if that leaves enough to publish. There are two
-  // blocks at least.
-  MOE_RT_FN int num_routers(int64_t num_tokens) const {
-    const int64_t half = m.num_blocks() / 2, publishers = num_tokens < 1 ? 1 : smaller<int64_t>(num_tokens, half);
-    return int(smaller<int64_t>(w.shape.num_ranks, m.num_blocks() - publishers));
+  // How many of a launch's first blocks route: one for each tile of tokens, of an eighth of all at most, since routing a
+  // token takes far less than moving its row. There are two blocks at least.
+  MOE_RT_FN int num_routers(const Tiles& tiles, int64_t num_tokens) const {
+    const int64_t most = m.num_blocks() < 16 ? 1 : m.num_blocks() / 8;
+    return int(smaller(Tiles::number(num_tokens, tiles.tokens), most));
   }
 
   MOE_RT_FN void dispatch_send(const DispatchArgs& a) const {
     const ExpertIds ids = ids_of(a);
     const auto send = [&](int window) {
-      const int routers = num_routers(a.num_tokens);
+      const Tiles tiles = Tiles::view(m.scratch(), w.shape, tile_for(m.block().size(), w.shape));
+      const int routers = num_routers(tiles, a.num_tokens);
       if (m.block_index() >= routers) {
         if (a.scaled.row_format) return publish(routers, window, a.x, a.num_tokens, a.scaled);
         publish(routers, window, a.x, a.num_tokens, dims.dispatch_codec());
         return;
       }
-      for (int dest = m.block_index(); dest < w.shape.num_ranks; dest += routers) {
-        const int num_local = w.placement.rank_first[dest + 1] - w.placement.rank_first[dest];
-        const Tiles tiles = Tiles::view(m.scratch(), tile_for(m.block().size(), num_local), num_local);
-        route_to(m.block(), dims, w, dest, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, tiles,
-                 RouteLists<Acc>::view(w, w.rank, window), a.send_plan, c.state->bad_entry);
-        m.block().sync();  // the next destination lays its tiles over these
-      }
+      const TileRouter router{m.block(),
+                              dims,
+                              w,
+                              ids,
+                              static_cast<const Acc*>(a.topk_weights),
+                              a.num_tokens,
+                              tiles,
+                              RouteLists<Acc>::view(w, w.rank, window),
+                              a.send_plan,
+                              c.state->bad_entry};
+      router.route(m.block_index(), routers);
     };
-    begin(m, w, c, call_of(a, c.tag), send,
-          [&](Header& header, int64_t bad) { header.refuse(Code::kInvalidRouting, ids[bad], w.shape.num_experts); });
+    const auto refuse_ids = [&](Header& header, int64_t bad) {
+      header.refuse(Code::kInvalidRouting, ids[bad], w.shape.num_experts);
+    };
+    begin(m, w, c, call_of(a, c.tag), send, refuse_ids, [&](int window) {
+      if (pushes_lists(w, a.max_tokens)) push_lists<Acc>(m.block(), w, window);
+    });
   }
 
   // No rows: later launches that are handed these outputs read and write nothing through them.
@@ -110,18 +128,30 @@ struct Launch {
     if (m.block().rank() == 0) *plan(a.recv_plan).head = {};
   }
 
+  // What a launch that finishes the op does before it reads, and nothing else: what it finds wrong it reports, and that
+  // launch does nothing then.
+  MOE_RT_FN void wait(const Call& call) const {
+    finish(m, w, c, call, [](uint64_t, int) {}, [] {});
+  }
+  MOE_RT_FN void dispatch_wait(const DispatchArgs& a) const { wait(call_of(a, c.tag)); }
+  MOE_RT_FN void combine_wait(const CombineArgs& a) const { wait(call_of(a, c.tag, plan(a.recv_plan))); }
+  MOE_RT_FN void combine_backward_wait(const CombineBackwardArgs& a) const {
+    wait(call_of(a, c.tag, plan(a.recv_plan)));
+  }
+
   MOE_RT_FN void dispatch_receive(const DispatchArgs& a) const {
     const auto nothing = [&] { receive_nothing(a); };
     const auto receive = [&](uint64_t seq, int window) {
       const auto block = m.block();
       Blocks blocks = Blocks::view(m.scratch(), w.shape, w.num_local_experts());
+      blocks.pushed = pushes_lists(w, a.max_tokens);
       Status status{.op = Op::kDispatch, .phase = Phase::kGather, .seq = seq};
       status.peer = index_blocks<Acc>(block, w, window, blocks);
       if (status.peer >= 0) {
         status.code = Code::kCorruptPeer;
       } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, window, blocks)) >= 0) {
         status.code = Code::kCapacityOverflow;
-        status.got = rows_for(w, window, status.peer);
+        status.got = rows_for(w, window, blocks, status.peer);
         status.expected = room_for_rows(w, seq, status.peer);
       }
       if (!status.ok()) {

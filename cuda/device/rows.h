@@ -2,13 +2,14 @@
 //
 // Lanes take neighbouring vectors, several at once, so that many loads are under way before the first is used. Sums are
 // taken in the accumulator type, in the order given, and rounded once: the bits of the CPU engine. Coded rows
-// (protocol/core/codec.h) go by teams of lanes, a block of 128 elements each: coded_rows.h.
+// (protocol/core/codec.h) go sixteen elements to a lane: coded_rows.h.
 #pragma once
 
 #include "../protocol/core/dims.h"
 #include "coded_rows.h"
 #include "elements.h"
 #include "moving.h"
+#include "sums.h"
 
 namespace moe_rt {
 
@@ -26,14 +27,31 @@ struct VectorBytes<FixedDims<kHidden, kTopk, kDispatch, kCombine>> {
   }
 };
 
+template <class ElemType, int kNum>
+struct alignas(sizeof(ElemType) * kNum) RowVector {
+  ElemType elem[kNum];
+};
+
+// Pieces of rows as they are: a vector each.
+template <class Elem, int kElems>
+struct VectorFormat {
+  using Acc = typename Elem::Acc;
+  using Vector = RowVector<Elem, kElems>;
+  using Piece = Loaded<Vector>;
+  static constexpr int kSize = kElems, kAtOnce = 8, kTogether = 8;
+  MOE_RT_FN Piece load(const char* row, int at) const { return load_vector<Vector>(row, at); }
+  MOE_RT_FN void widen(const Piece& piece, Acc* x) const {
+    const Vector vector = unpacked<Vector>(piece);
+    unrolled<kSize>([&](int k) { x[k] = vector.elem[k].wide(); });
+  }
+};
+
 template <class Elem, class Dims, class Group>
 struct DeviceRows {
   using Acc = typename Elem::Acc;
   static constexpr int kBytes = VectorBytes<Dims>::of(sizeof(Elem));
   static constexpr int kElems = kBytes / int(sizeof(Elem));
-  struct alignas(kBytes) Vector {
-    Elem elem[kElems];
-  };
+  using Vector = RowVector<Elem, kElems>;
 
   Dims dims;
   Group group;
@@ -49,7 +67,7 @@ struct DeviceRows {
   MOE_RT_FN void publish(char* dst, const char* x, int64_t row) const {
     const char* const src = x + row * tensor_row_bytes();
     if (codec != Codec::kRaw) {
-      encode_row(group, codec, dims.hidden(), dst, [&](int i) { return float(element(src, i)); });
+      encode<AtMost<1>>(dst, &src, one, 1);
       return;
     }
     move_vectors<Vector>(group, num_vectors(), src, [&](auto&& to_row) { to_row(dst); });
@@ -62,61 +80,33 @@ struct DeviceRows {
 
   // One row to n rows of `to`; those that are negative are left out. It is read once.
   MOE_RT_FN void spread(char* to, const int32_t* rows, int n, const char* src) const {
-    if (codec != Codec::kRaw) {
-      decode_row(group, codec, dims.hidden(), [&](int i, auto&& decoded) {
-        const Elem x = Elem::round(Acc(decoded(src)));
-        for_topk<Dims>(n, [&](int j) {
-          if (rows[j] >= 0) reinterpret_cast<Elem*>(to + rows[j] * tensor_row_bytes())[i] = x;
-        });
+    const auto each_row = [&](auto&& put) {
+      for_topk<Dims>(n, [&](int i) {
+        if (rows[i] >= 0) put(to + rows[i] * tensor_row_bytes());
       });
+    };
+    if (codec != Codec::kRaw) {
+      decode<AtMost<1>>(&src, 1, each_row);
       return;
     }
-    move_vectors<Vector>(group, num_vectors(), src, [&](auto&& to_row) {
-      for_topk<Dims>(n, [&](int i) {
-        if (rows[i] >= 0) to_row(to + rows[i] * tensor_row_bytes());
-      });
-    });
+    move_vectors<Vector>(group, num_vectors(), src, each_row);
   }
 
+  // dst = sum of weights[i] * srcs[i]; sources that are nullptr add nothing.
   MOE_RT_FN void encode_sum(char* dst, const char* const* srcs, const Acc* weights, int n) const {
+    const auto weight = [&](int i, bool there) { return there ? weights[i] : Acc(0); };
     if (codec == Codec::kRaw) {
-      weighted_sum(dst, srcs, [&](int i) { return weights[i]; }, n);
-      return;
+      weighted_sum(dst, srcs, weight, n);
+    } else {
+      encode<Dims>(dst, srcs, weight, n);
     }
-    encode_row(group, codec, dims.hidden(), dst, [&](int at) {
-      Acc sum = 0;
-      for_topk<Dims>(n, [&](int i) {
-        if (srcs[i]) sum += weights[i] * element(srcs[i], at);
-      });
-      return float(sum);
-    });
   }
 
   MOE_RT_FN void decode_sum(char* dst, const char* const* srcs, int n) const {
     if (codec == Codec::kRaw) {
-      weighted_sum(dst, srcs, [](int) { return Acc(1); }, n);
-      return;
-    }
-    decode_row(group, codec, dims.hidden(), [&](int at, auto&& decoded) {
-      Acc sum = 0;
-      for_topk<Dims>(n, [&](int i) { sum += Acc(decoded(srcs[i])); });
-      reinterpret_cast<Elem*>(dst)[at] = Elem::round(sum);
-    });
-  }
-
-  // dst = sum of weight(i) * srcs[i]; sources that are nullptr add nothing.
-  template <class WeightOf>
-  MOE_RT_FN void weighted_sum(char* dst, const char* const* srcs, WeightOf&& weight, int n) const {
-    for (int at = group.lane(); at < num_vectors(); at += group.lanes()) {
-      Acc sum[kElems] = {};
-      for_topk<Dims>(n, [&](int i) {
-        if (!srcs[i]) return;
-        const Vector v = vectors(srcs[i])[at];
-        for (int e = 0; e < kElems; ++e) sum[e] += weight(i) * v.elem[e].wide();
-      });
-      Vector out;
-      for (int e = 0; e < kElems; ++e) out.elem[e] = Elem::round(sum[e]);
-      vectors(dst)[at] = out;
+      weighted_sum(dst, srcs, one, n);
+    } else {
+      decode<Dims>(srcs, n, [&](auto&& put) { put(dst); });
     }
   }
 
@@ -124,22 +114,115 @@ struct DeviceRows {
   // g is read once. Two tensors and their rows take fewer registers than as many addresses.
   MOE_RT_FN void scale_dots(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g, Acc* dots,
                             int n) const {
-    for_topk<Dims>(n, [&](int i) { dots[i] = 0; });
-    for (int at = group.lane(); at < num_vectors(); at += group.lanes()) {
-      const Vector grad = vectors(g)[at];
-      for_topk<Dims>(n, [&](int i) {
-        if (rows[i] < 0) return;
-        const int64_t place = int64_t{rows[i]} * num_vectors() + at;
-        const Vector value = vectors(y)[place];
-        Vector out;
-        for (int e = 0; e < kElems; ++e) {
-          dots[i] += grad.elem[e].wide() * value.elem[e].wide();
-          out.elem[e] = Elem::round(weights[i] * grad.elem[e].wide());
-        }
-        vectors(dst)[place] = out;
+    with_count<smaller(kRowsOfDots, Dims::kTopkBound)>(n, [&](auto count) {
+      constexpr int kRows = decltype(count)::value;
+      using Bound = conditional_t<(kRows < kRowsOfDots), AtMost<kRows>, Dims>;
+      scale_together<kRows, Bound>(dst, y, rows, weights, g, dots, n);
+    });
+    for_topk<Dims>(n, [&](int i) { dots[i] = group.sum(dots[i]); });
+  }
+
+ private:
+  static constexpr int kRowsOfDots = 4;
+  MOE_RT_FN static Acc one(int, bool) { return 1; }
+
+  // Each lane's part of the dots: of g and kRows rows, several vectors of each where rows are few, all are loaded before
+  // the first is used. Where there may be more rows, so many after so many. Without branches but around loads and stores,
+  // as sums (sums.h).
+  template <int kRows, class Bound>
+  MOE_RT_FN void scale_together(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g,
+                                Acc* dots, int n) const {
+    constexpr int kEach = kRowsOfDots / (kRows + 1) > 0 ? kRowsOfDots / (kRows + 1) : 1;
+    const auto there = [&](int i) { return i < Bound::kTopkBound && i < n && rows[i] >= 0; };
+    Acc sums[round_up(Bound::kTopkBound, kRows)] = {};
+    for (int first = group.lane(); first < num_vectors(); first += group.lanes() * kEach) {
+      const auto at = [&](int e) { return first + e * group.lanes(); };
+      const auto place = [&](int i, int e) { return int64_t{rows[i]} * num_vectors() + at(e); };
+      Loaded<Vector> grads[kEach], values[kRows][kEach];
+      unrolled<kEach>([&](int e) {
+        grads[e] = {};
+        if (at(e) < num_vectors()) grads[e] = load_vector<Vector>(g, at(e));
+      });
+      for_topk<Bound, kRows>(n, [&](int start) {
+        unrolled<kRows * kEach>([&](int k) {
+          const int i = k / kEach, e = k % kEach;
+          values[i][e] = {};
+          const bool kept = there(start + i), inside = at(e) < num_vectors();
+          if (kept & inside) values[i][e] = load_vector<Vector>(y, place(start + i, e));
+        });
+        unrolled<kRows * kEach>([&](int k) {
+          const int i = k / kEach, e = k % kEach;
+          const bool kept = there(start + i), inside = at(e) < num_vectors();
+          const Acc weight = kept ? weights[start + i] : Acc(0);
+          const Vector grad = unpacked<Vector>(grads[e]), value = unpacked<Vector>(values[i][e]);
+          Vector out;
+          unrolled<kElems>([&](int x) {
+            sums[start + i] += grad.elem[x].wide() * value.elem[x].wide();
+            out.elem[x] = Elem::round(weight * grad.elem[x].wide());
+          });
+          if (kept & inside) vectors(dst)[place(start + i, e)] = out;
+        });
       });
     }
-    for_topk<Dims>(n, [&](int i) { dots[i] = group.sum(dots[i]); });
+    for_topk<Bound>(n, [&](int i) { dots[i] = sums[i]; });
+  }
+
+  template <class WeightOf>
+  MOE_RT_FN void weighted_sum(char* dst, const char* const* srcs, WeightOf&& weight, int n) const {
+    sum_rows<Dims>(group, VectorFormat<Elem, kElems>{}, num_vectors(), srcs, weight, n, [&](int at, const Acc* sum) {
+      if (at < num_vectors()) vectors(dst)[at] = rounded(sum);
+    });
+  }
+  MOE_RT_FN static Vector rounded(const Acc* x) {
+    Vector out;
+    unrolled<kElems>([&](int k) { out.elem[k] = Elem::round(x[k]); });
+    return out;
+  }
+
+  MOE_RT_FN int64_t scales_at() const { return codec_parts(dims.hidden()).scales_at(); }
+  MOE_RT_FN int num_pieces() const { return dims.hidden() / kCodesAtOnce; }
+
+  // The coded sum of weight(i) * srcs[i], of which Bound::kTopkBound are the most.
+  template <class Bound, class WeightOf>
+  MOE_RT_FN void encode(char* dst, const char* const* srcs, WeightOf&& weight, int n) const {
+    if constexpr (Group::kTeamLanes % kLanesOfBlock == 0) {
+      if (dims.hidden() % kCodesAtOnce == 0) {
+        sum_rows<Bound>(
+            group, ElementsFormat<Elem, Vector, kElems>{}, num_pieces(), srcs, weight, n,
+            [&](int at, const Acc* sum) { encode_piece(group, codec, dst, scales_at(), num_pieces(), at, sum); });
+        return;
+      }
+    }
+    encode_row(group, codec, dims.hidden(), dst, [&](int at) {
+      Acc sum = 0;
+      for_topk<Bound>(n, [&](int i) {
+        if (srcs[i]) sum += weight(i, true) * element(srcs[i], at);
+      });
+      return float(sum);
+    });
+  }
+
+  // The sum of coded rows, of which Bound::kTopkBound are the most, to each row that each_row gives to its argument.
+  template <class Bound, class EachRow>
+  MOE_RT_FN void decode(const char* const* srcs, int n, EachRow&& each_row) const {
+    if (dims.hidden() % kCodesAtOnce == 0) {
+      sum_rows<Bound>(
+          group, CodesFormat<Acc>{codec, scales_at()}, num_pieces(), srcs, one, n, [&](int at, const Acc* sum) {
+            if (at >= num_pieces()) return;
+            Vector out[kCodesAtOnce / kElems];
+            unrolled<kCodesAtOnce / kElems>([&](int i) { out[i] = rounded(sum + i * kElems); });
+            each_row([&](char* dst) {
+              unrolled<kCodesAtOnce / kElems>([&](int i) { vectors(dst)[at * (kCodesAtOnce / kElems) + i] = out[i]; });
+            });
+          });
+      return;
+    }
+    decode_row(group, codec, dims.hidden(), [&](int at, auto&& decoded) {
+      Acc sum = 0;
+      for_topk<Bound>(n, [&](int i) { sum += Acc(decoded(srcs[i])); });
+      const Elem x = Elem::round(sum);
+      each_row([&](char* dst) { reinterpret_cast<Elem*>(dst)[at] = x; });
+    });
   }
 };
 

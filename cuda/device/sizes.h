@@ -8,22 +8,21 @@ namespace moe_rt {
 
 // What every GPU grants a block without asking, less what the frame keeps for itself.
 inline constexpr int64_t kScratchBytes = 48 * 1024 - 64;
+static_assert(kScratchBytes / 8 <= kMaxPlaces, "an expert takes a set of bits and a count, and fits an entry");
 
-// A token per lane, or fewer where the destination's experts leave no room for that many; whole warps.
-MOE_RT_FN int32_t tile_for(int32_t lanes, int32_t num_local) {
-  int32_t tile = lanes;
-  while (tile > 32 && Tiles::num_ints(tile, num_local) * 4 > kScratchBytes) tile = int32_t(round_up(tile / 2, 32));
-  return tile;
+// Two entries per lane, or fewer where experts and ranks leave no room for that many: few steps, and small batches are
+// one tile. Whole words of bits where there are more tokens than one has.
+MOE_RT_FN int32_t tile_for(int32_t lanes, const Shape& s) {
+  int32_t tokens = 2 * lanes / s.num_topk;
+  if (tokens > 32) tokens -= tokens % 32;
+  while (tokens > 1 && Tiles::num_ints(s, tokens) * 4 > kScratchBytes) tokens = tokens > 32 ? tokens - 32 : tokens / 2;
+  return tokens > 1 ? tokens : 1;
 }
 
 MOE_RT_FN int64_t scratch_bytes(const World& w, int32_t lanes) {
-  int64_t ints = Blocks::num_ints(w.shape, w.num_local_experts());
-  for (int r = 0; r < w.shape.num_ranks; ++r) {
-    const int32_t num_local = w.placement.rank_first[r + 1] - w.placement.rank_first[r];
-    const int64_t tiles = Tiles::num_ints(tile_for(lanes, num_local), num_local);
-    ints = tiles > ints ? tiles : ints;
-  }
-  return ints * 4;
+  const int64_t blocks = Blocks::num_ints(w.shape, w.num_local_experts());
+  const int64_t tiles = Tiles::num_ints(w.shape, tile_for(lanes, w.shape));
+  return (tiles > blocks ? tiles : blocks) * 4;
 }
 
 // Symmetric memory of this rank besides its segment, and the segment as the network knows it.

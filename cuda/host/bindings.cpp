@@ -72,7 +72,7 @@ NB_MODULE(_engine, m) {
       .def(
           "__init__",
           [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes,
-             bool by_token, int alignment) {
+             bool by_token, int alignment, int num_pushed_tokens) {
             new (self) Shape{.num_ranks = num_ranks,
                              .num_experts = num_experts,
                              .num_max_tokens = num_max_tokens,
@@ -81,11 +81,16 @@ NB_MODULE(_engine, m) {
                              .elem_bytes = elem_bytes,
                              .acc_bytes = elem_bytes == 8 ? 8 : 4,
                              .recv_layout = by_token ? RecvLayout::kTokens : RecvLayout::kExperts,
-                             .alignment = alignment};
+                             .alignment = alignment,
+                             .num_pushed_tokens = num_pushed_tokens};
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
-          nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"), nb::arg("alignment"))
+          nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"), nb::arg("alignment"),
+          nb::arg("num_pushed_tokens"))
       .def("row_bytes", &Shape::row_bytes)
+      .def(
+          "tokens_at", [](const Shape& s, int window) { return Layout::make(s).window[window].tokens; },
+          nb::arg("window"))
       .def("segment_bytes", [](const Shape& s) { return Layout::make(s).bytes; })
       .def(
           "recv_plan_ints", [](const Shape& s, int num_local) { return RecvPlan::num_ints(s, num_local); },
@@ -182,6 +187,7 @@ NB_MODULE(_engine, m) {
           "poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); }, nb::kw_only(),
           nb::arg("code"), nb::arg("peer"))
       .def("needed_rows", &Engine::needed_rows)
+      .def("next_token_window", &Engine::next_token_window)
       .def("health", &Engine::health)
       .def("op_record", [](const Engine& e) { return OpRecord(e.op_record()); })
       .def("arrival_ns", &Engine::arrival_ns)

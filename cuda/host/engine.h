@@ -59,6 +59,9 @@ class Engine {
   // Takes part in an op only to say that this rank refuses it, so that every rank raises and none waits.
   Status refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag);
 
+  // Which token window the next op takes if it is a dispatch.
+  int next_token_window() const { return windows_.next(Kind::kDispatch); }
+
   // After kCapacityOverflow: the rows that this rank would have received.
   int64_t needed_rows() const { return needed_rows_; }
 

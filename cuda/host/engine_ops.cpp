@@ -83,7 +83,7 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
         status = {.code = Code::kCapacityOverflow,
                   .phase = Phase::kGather,
                   .peer = full,
-                  .got = rows_for(world_, window, full),
+                  .got = rows_for(world_, window, blocks, full),
                   .expected = room_for_rows(world_, seq, full)};
       } else {
         status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = corrupt_source};

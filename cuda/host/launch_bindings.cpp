@@ -2,9 +2,12 @@
 // that engine and kernels read, so that Python knows no C++ layout.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "../device/exchange.h"
 #include "../device/sizes.h"
@@ -117,6 +120,15 @@ void bind_group(nb::module_& m) {
       .def_prop_ro("address", [](const Links& links) { return reinterpret_cast<Address>(&links); });
 }
 
+// The device's own is in its memory; a host that has queued all ops itself knows what it will be.
+void bind_window_selector(nb::module_& m) {
+  nb::class_<WindowSelector>(m, "WindowSelector")
+      .def("__init__", [](WindowSelector* self) { new (self) WindowSelector{}; })
+      .def(
+          "next", [](const WindowSelector& s, int op) { return s.next(kind_of(static_cast<Op>(op))); }, nb::arg("op"))
+      .def("take", [](WindowSelector& s, int op) { return s.take(kind_of(static_cast<Op>(op))); }, nb::arg("op"));
+}
+
 // Sizes and tables that the host prepares.
 void bind_sizes(nb::module_& m) {
   nb::class_<PlacementTables>(m, "PlacementTables")
@@ -152,6 +164,28 @@ void bind_sizes(nb::module_& m) {
       nb::arg("shape"), nb::arg("expert_rank"), nb::arg("rank"), nb::arg("threads"));
 }
 
+// The driver's cuLaunchKernel, found at run time: nothing here is built with CUDA or linked with it.
+using LaunchKernel = int (*)(void* function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z,
+                             unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared_bytes,
+                             void* stream, void** params, void** extra);
+
+// Queues kernels, each a function and its blocks, until the driver refuses one: how many are queued, and what it said of
+// the next. Other threads run Python meanwhile, since a full queue waits for the device, on which a peer may wait for
+// them.
+std::pair<int, int> launch(Address launch_kernel, const std::vector<std::pair<Address, unsigned>>& grids,
+                           unsigned threads, unsigned shared_bytes, Address stream, Address params) {
+  const nb::gil_scoped_release released;
+  const auto call = reinterpret_cast<LaunchKernel>(launch_kernel);
+  int queued = 0;
+  for (const auto& [function, blocks] : grids) {
+    const int refused = call(at<void>(function), blocks, 1, 1, threads, 1, 1, shared_bytes, at<void>(stream),
+                             at<void*>(params), nullptr);
+    if (refused != 0) return {queued, refused};
+    ++queued;
+  }
+  return {queued, 0};
+}
+
 }  // namespace
 
 void bind_launch(nb::module_& m) {
@@ -159,6 +193,9 @@ void bind_launch(nb::module_& m) {
   bind_plan(m);
   bind_group(m);
   bind_sizes(m);
+  bind_window_selector(m);
+  m.def("launch", launch, nb::arg("launch_kernel"), nb::arg("grids"), nb::arg("threads"), nb::arg("shared_bytes"),
+        nb::arg("stream"), nb::arg("params"));
   m.def("device_state", [] {
     DeviceState state{};
     state.bad_entry = kNoBadEntry;

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
@@ -42,7 +44,33 @@ class Observed:
     @property
     def num_bytes(self) -> int:
         """Symmetric memory of this rank; docs/protocol.md has the formula."""
-        return self.spec.shape().segment_bytes()
+        return self._engine.shape.segment_bytes()
+
+    def token_window(self, num_tokens: int) -> Tensor:
+        """Memory for the rows of the next dispatch, which then copies none of them. Local.
+
+        Write rows into it, in place, and give it, or its first rows, to `dispatch` as x: what is left to publish is
+        their routing. That dispatch has to be the next op of this buffer; after any op the tensor is refused, on every
+        rank, and what lies in it is unspecified. Ask again for each dispatch. On a GPU, write it on the stream of the
+        ops. Not for training: a dispatch that gradients are recorded of refuses it.
+
+        Args:
+            num_tokens: rows, in [0, num_max_tokens_per_rank].
+
+        Returns:
+            [num_tokens, H] of the buffer's dtype, uninitialised; contiguous where a row's bytes are a multiple of 64.
+
+        Raises:
+            InvalidInput: num_tokens is out of range.
+            InvalidConfig: the buffer has a dispatch_dtype, whose codes are made on the way into the window; or the
+                stream is being captured into a CUDA graph, or an op of this buffer was.
+            PeerDead, PeerTimeout, GroupPoisoned, GroupClosed: the group is over.
+        """
+        compiler = set_eval_frame(None)  # which would look into C++ below
+        try:
+            return self._engine.token_window(num_tokens)
+        finally:
+            set_eval_frame(compiler)
 
     def check(self) -> None:
         """Raises what has ended the group, if anything has. Local; never blocks."""

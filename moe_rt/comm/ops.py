@@ -233,6 +233,7 @@ def dispatch(
     """torch.ops.moe_rt.dispatch: recv_x, recv_weights, offs, recv_plan, send_plan."""
     if unwatched(x, topk_idx, topk_weights):
         if torch.is_grad_enabled():
+            engine.require_no_grad_into_window(tag, x, topk_weights)
             return DispatchFunction.apply(x, topk_idx, topk_weights, engine, tag, max_tokens)
         return engine.dispatch(x, topk_idx, topk_weights, tag, max_tokens)
     engine.require_call(Op.DISPATCH, tag, max_tokens, x=x, topk_idx=topk_idx, topk_weights=topk_weights)

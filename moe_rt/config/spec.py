@@ -17,7 +17,8 @@ from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
+PUSHED_TOKENS = 128  # batches of decoding; memory for them grows with the number of ranks
 
 # Dtypes of rows in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {getattr(torch, name): i for i, (name, _) in enumerate(_engine.elements())}
@@ -122,8 +123,8 @@ class BufferSpec(SharedOptions):
         step = self.expert_alignment
         return -(-(rows + num_local * (step - 1)) // step) * step
 
-    def shape(self) -> _engine.Shape:
-        """The same sizes as the engine's type."""
+    def shape(self, *, pushes_lists: bool = False) -> _engine.Shape:
+        """The same sizes as the engine's type; with room for the lists that GPUs push to each other, or without."""
         return _engine.Shape(
             num_ranks=self.num_ranks,
             num_experts=self.num_experts,
@@ -133,6 +134,7 @@ class BufferSpec(SharedOptions):
             elem_bytes=self.dtype.itemsize,
             by_token=self.by_token,
             alignment=self.expert_alignment,
+            num_pushed_tokens=min(self.num_max_tokens_per_rank, PUSHED_TOKENS) if pushes_lists else 0,
         )
 
     def arguments(self) -> dict[str, Any]:

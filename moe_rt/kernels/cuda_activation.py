@@ -104,4 +104,4 @@ def _launch(name: str, out: Tensor, args: _engine.SwigluArgs | _engine.SwigluBac
     gpu = _gpus[out.device]
     blocks = min(-(-num_vectors // _THREADS), gpu.num_sms * _BLOCKS_PER_SM)
     params = (ctypes.c_void_p * 1)(args.address)
-    kernels.launch(name, blocks=blocks, threads=_THREADS, shared_bytes=0, stream=gpu.stream(), params=params)
+    kernels.launch([(name, blocks)], threads=_THREADS, shared_bytes=0, stream=gpu.stream(), params=params)

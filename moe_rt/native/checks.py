@@ -13,6 +13,7 @@ from moe_rt import _engine
 from moe_rt.config.row_format import CODES, MOST_SCALES, SCALES, RowFormat
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidInput, MoeRtError, Op
+from moe_rt.native.token_window import TokenWindows
 
 # A layer's tag travels in so many bits.
 NUM_TAGS = 1 << _engine.TAG_BITS
@@ -28,6 +29,11 @@ class Checks(ABC):
     plan_ints: int
     by_token: bool
     _acc_dtype: torch.dtype
+    _windows: TokenWindows | None
+
+    @abstractmethod
+    def _next_window(self) -> int | None:
+        """Which token window the next op takes if it is a dispatch; None where the host does not know."""
 
     @abstractmethod
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
@@ -63,6 +69,22 @@ class Checks(ABC):
             got = "codes, or coded=True, in a dispatch that gradients are recorded of"
             message = f"x: got {got}, expected torch.no_grad(), as codes have none"
             self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
+
+    def require_no_grad_into_window(self, tag: int, x: Any, topk_weights: Any) -> None:
+        """Refuses a dispatch from a token window where autograd would keep what later ops overwrite."""
+        if self._windows is not None and _recorded(x, topk_weights) and isinstance(x, Tensor) and self._windows.hold(x):
+            got = "a token window in a dispatch that gradients are recorded of"
+            message = f"x: got {got}, expected torch.no_grad(), or rows in memory of their own: windows are overwritten"
+            self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
+
+    def _check_window(self, tag: int, x: Tensor, scaled: bool) -> None:
+        """Whether rows in a token window are all that lies there, for this op."""
+        assert self._windows is not None
+        got = "codes in a token window" if scaled else self._windows.why_not(x, self._next_window())
+        if got:
+            expected = "all rows of the tensor that token_window gave since the last op, or memory of their own"
+            error = InvalidInput(f"x: got {got}, expected {expected}", rank=self.rank, op=Op.DISPATCH)
+            self._refuse(Op.DISPATCH, tag, error, 0, 0)
 
     def _check_scaled(self, tag: int, x: Tensor, scales: Tensor | None) -> RowFormat:
         """What this dispatch delivers: x and scales, or, without any, what the buffer makes of x."""

@@ -42,6 +42,8 @@ class CpuEngine(Engine):
         ValueError: this machine or build has no `isa`.
     """
 
+    pushes_lists = False
+
     def __init__(
         self,
         spec: BufferSpec,
@@ -97,7 +99,12 @@ class CpuEngine(Engine):
     def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         return self._memory.empty(num_rows, columns, dtype)
 
+    def _next_window(self) -> int:
+        return self._engine.next_token_window()
+
     def _run(self, op: Op, args: Args, tag: int) -> None:
+        if self._windows is not None:
+            self._windows.retire()
         status = self._ops[op](args, tag)
         if status.code:
             raise self._error(status)

@@ -23,6 +23,7 @@ from typing import Any
 FORMAT = 1
 LOCK_SECONDS = 120.0
 _POLL_SECONDS = 0.02
+_NOT_KEPT = "compiled kernels are not kept"
 
 
 def cache_directory() -> Path:
@@ -41,7 +42,7 @@ def open_cache() -> Iterator[CubinCache | None]:
     try:
         cache = CubinCache(cache_directory())
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
-        _warn(f"compiled kernels are not kept: {error}")
+        _warn(f"{_NOT_KEPT}: {error}; set MOE_RT_CACHE to a directory of your own that can be written")
     try:
         yield cache
     finally:
@@ -91,7 +92,7 @@ class CubinCache:
                 file.write(json.dumps(header).encode() + b"\n" + payload)
             os.rename(temporary, _entry(key), src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except OSError as error:
-            _warn(f"compiled kernels are not kept: {error}")
+            _warn(f"{_NOT_KEPT}: {error}")
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=self._fd)
 

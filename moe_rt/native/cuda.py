@@ -1,4 +1,4 @@
-"""The CUDA engine for tensors: two launches an op on torch's current stream, and never a look at the device.
+"""The CUDA engine for tensors: two or three launches an op on torch's current stream, and never a look at the device.
 
 What goes wrong on the device is reported to page-locked host memory and raised at the next op or check. By then this
 rank may have queued ops that its peers have not, so on CUDA every error ends the group.
@@ -37,20 +37,26 @@ from moe_rt.native.statuses import error_from_status
 
 
 class _Launches(NamedTuple):
-    """The two launches of an op, and what each works through: this rank's tokens, or the rows it received."""
+    """The launches of an op, and what each works through: this rank's tokens, or the rows it received."""
 
     send: str
+    wait: str  # by one block, where many tokens are worth a launch
     receive: str
     sends_received: bool
 
 
 _VECTOR_BYTES = 16
-_COMBINE = _Launches("combine_send", "combine_receive", sends_received=True)
+# Tokens of this rank from which on one block waits for the peers before all move rows, so that a rank that is late does
+# not hold this GPU. One launch more is a few microseconds, which few tokens do not take.
+WAIT_APART_FROM = 1024
+_COMBINE = _Launches("combine_send", "combine_wait", "combine_receive", sends_received=True)
 _LAUNCHES = {
-    Op.DISPATCH: _Launches("dispatch_send", "dispatch_receive", sends_received=False),
+    Op.DISPATCH: _Launches("dispatch_send", "dispatch_wait", "dispatch_receive", sends_received=False),
     Op.COMBINE: _COMBINE,
     Op.DISPATCH_BACKWARD: _COMBINE,
-    Op.COMBINE_BACKWARD: _Launches("combine_backward_send", "combine_backward_receive", sends_received=False),
+    Op.COMBINE_BACKWARD: _Launches(
+        "combine_backward_send", "combine_backward_wait", "combine_backward_receive", sends_received=False
+    ),
 }
 
 
@@ -64,6 +70,8 @@ class CudaEngine(Engine):
     Raises:
         As Launcher.
     """
+
+    pushes_lists = True
 
     def __init__(
         self,
@@ -82,6 +90,8 @@ class CudaEngine(Engine):
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended: MoeRtError | None = None
+        # The device's turns of windows, as long as it runs the ops that were queued here and no others: replays.
+        self._turns, self._captured = _engine.WindowSelector(), False
         self._closed = False
 
     def _rows(self, num_rows: int) -> Tensor:
@@ -101,22 +111,32 @@ class CudaEngine(Engine):
     def _grow(self, max_tokens: int) -> bool:
         return False  # the host does not look
 
+    def _next_window(self) -> int | None:
+        return None if self._captured or self._gpu.is_capturing() else self._turns.next(Op.DISPATCH)
+
     def _run(self, op: Op, args: Args, tag: int) -> None:
         launches = _LAUNCHES[op]
         tokens, received = args.num_tokens, self.spec.num_ranks * self.spec.num_max_tokens_per_rank
         before, after = (received, tokens) if launches.sends_received else (tokens, received)
         sending = self._blocks(before)
-        if op is Op.DISPATCH:  # some blocks route; no more than the others may have, or they would start after those
-            sending = max(2, min(self.spec.num_ranks + sending, self._launcher.max_blocks))
+        if op is Op.DISPATCH:  # an eighth may route; no more than the others may have, or they would start after those
+            sending = max(2, min(1 + tokens + tokens // 7, self._launcher.max_blocks))
         try:
             with self._exclusive(op):
                 self.health()
                 stream = self._stream()
                 self._launcher.set_call(args, tag)
-                self._launcher.launch(launches.send, sending, stream)
+                queue = [(launches.send, sending)]
+                if tokens >= WAIT_APART_FROM:
+                    queue.append((launches.wait, 1))
                 if self._network is not None and op is Op.DISPATCH:
-                    self._launcher.launch("dispatch_fetch", min(self.spec.num_ranks, self._launcher.max_blocks), stream)
-                self._launcher.launch(launches.receive, self._blocks(after), stream)
+                    queue.append(("dispatch_fetch", min(self.spec.num_ranks, self._launcher.max_blocks)))
+                queue.append((launches.receive, self._blocks(after)))
+                self._launcher.launch(queue, stream)
+                self._turns.take(op)
+                self._captured = self._captured or self._gpu.is_capturing()
+                if self._windows is not None:
+                    self._windows.retire()
         except LaunchFailed as error:  # perhaps between two launches: peers must not wait for the second
             self._end(Code.POISONED, error)
             raise
@@ -206,7 +226,7 @@ class CudaEngine(Engine):
     def _tell_peers(self, kernel: str, code: int) -> None:
         with self._lock:
             self._launcher.set_call(_engine.EndArgs(code=code), 0)
-            self._launcher.launch(kernel, 1, self._gpu.stream())
+            self._launcher.launch([(kernel, 1)], self._gpu.stream())
 
 
 def blocks_of_a_wait(num_ranks: int, gpu: Gpu, num_sms: int | None, *, shared: bool) -> int:

@@ -78,7 +78,11 @@ class Dispatching(Checks):
         idx_dtype = torch.int32 if topk_idx.dtype is torch.int32 else torch.int64
         self._check(Op.DISPATCH, tag, "topk_idx", topk_idx, (num_tokens, s.num_topk), idx_dtype)
         self._check(Op.DISPATCH, tag, "topk_weights", topk_weights, (num_tokens, s.num_topk), self._acc_dtype)
-        x, topk_idx, topk_weights = self._input(x), self._input(topk_idx), self._input(topk_weights)
+        if self._windows is not None and self._windows.hold(x):
+            self._check_window(tag, x, scaled)
+        else:
+            x = self._input(x)
+        topk_idx, topk_weights = self._input(topk_idx), self._input(topk_weights)
         if scales is not None:
             scales = self._input(scales)
         try:
@@ -86,6 +90,7 @@ class Dispatching(Checks):
         except CapacityOverflow:  # all ranks see the same overflow and the same need, so all retry alike, and once
             if not self._grow(most):
                 raise
+        x = x.contiguous()  # of an earlier op's window now, whose rows may lie apart
         return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
 
     def _dispatch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,8 +20,10 @@ from torch.autograd.graph import increment_version
 from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.diagnostics.report import Report
-from moe_rt.errors import Code, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
+from moe_rt.errors import Code, GroupClosed, InvalidConfig, InvalidInput, MoeRtError, Op, TooManyTokens
+from moe_rt.heap.segments import Segments
 from moe_rt.native.dispatching import Dispatching
+from moe_rt.native.token_window import TokenWindows
 
 REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
@@ -34,15 +36,20 @@ _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 class Engine(Dispatching):
     """One rank's engine. Ops name it by `id`, an integer that a traced graph can hold."""
 
+    _segments: Segments
+    pushes_lists: ClassVar[bool]  # small batches' lists are written to where they are read
+
     def __init__(self, spec: BufferSpec, rank: int, device: torch.device, timeout_s: float) -> None:
         self.spec, self.rank, self.device, self.timeout_s = spec, rank, device, timeout_s
         self.num_local_experts = spec.placement.num_local(rank)
         self._capacities = {spec.num_max_tokens_per_rank: spec.capacity(rank)}  # of each bound that was used
-        self.plan_ints = spec.shape().recv_plan_ints(self.num_local_experts)
-        self.ids_at = spec.shape().recv_ids_at(self.num_local_experts)
+        self.shape = spec.shape(pushes_lists=self.pushes_lists)  # of the segments
+        self.plan_ints = self.shape.recv_plan_ints(self.num_local_experts)
+        self.ids_at = self.shape.recv_ids_at(self.num_local_experts)
         self.by_token = spec.by_token
         self.num_parts = spec.num_ranks if spec.by_token else self.num_local_experts  # of recv_x, between offs
         self._acc_dtype = spec.acc_dtype
+        self._windows: TokenWindows | None = None  # once a producer has asked
         # Compilers keep graphs on disk by their text, in which this number is all that tells what shapes an op returns.
         shapes = repr((spec.hash(), rank, self.capacity, self.plan_ints)).encode()
         self.id = next(_ids) << 32 | zlib.crc32(shapes)
@@ -167,6 +174,32 @@ class Engine(Dispatching):
         )
         self._run(op, args, tag)
         return grad_y
+
+    def token_window(self, num_tokens: int) -> Tensor:
+        """[num_tokens, H], for the next op; see moe_rt.Buffer.token_window."""
+        self.health()
+        s = self.spec
+        if s.dispatch_dtype is not None:
+            got, expected = (
+                f"a buffer with dispatch_dtype={s.dispatch_dtype}",
+                "None: rows are coded on their way there",
+            )
+            raise InvalidConfig(f"token_window: got {got}, expected {expected}", rank=self.rank)
+        most = s.num_max_tokens_per_rank
+        if type(num_tokens) is not int or not 0 <= num_tokens <= most:
+            message = f"num_tokens: got {num_tokens!r}, expected an integer in [0, num_max_tokens_per_rank = {most}]"
+            raise InvalidInput(message, rank=self.rank)
+        window = self._next_window()
+        if window is None:
+            got = "a stream that is being captured, or a buffer whose ops were, in a CUDA graph"
+            message = f"token_window: got {got}, expected neither: only the device knows which window a replay takes"
+            raise InvalidConfig(message, rank=self.rank)
+        if self._windows is None:
+            segments = self._segments
+            self._windows = TokenWindows(
+                s, self.shape, segments.addresses[self.rank], self.device, list(segments.mappings)
+            )
+        return self._windows.hand_out(window, num_tokens)
 
     @abstractmethod
     def health(self) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from moe_rt import _engine
 from moe_rt.errors import InvalidConfig, LaunchFailed
+
+_DRIVER_VERSION = 12000  # whose cuLaunchKernel this is, in cuda.h's way of counting
+# Of each kernel: its name, and how many blocks.
+Launches: TypeAlias = Sequence[tuple[str, int]]
 
 
 class Kernels(Protocol):
     """Compiled kernels that can be launched by name."""
 
     def launch(
-        self, name: str, *, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
+        self, launches: Launches, *, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
-        """Queues a launch; `params` holds the address of each argument, which is copied before this returns."""
+        """Queues launches, in order; `params` holds the address of each argument, copied before this returns."""
         ...
 
 
@@ -88,6 +93,19 @@ class Gpu:
         return CudaModule(binary.cubin, list(binary.resources), self.device, nvshmem=nvshmem)
 
 
+# How drivers say that they do not know such machine code.
+_TOO_NEW = ("CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+
+def _driver_too_old(error: str, driver: tuple[int, int], compiler: tuple[int, int]) -> str:
+    known, made = (".".join(map(str, version)) for version in (driver, compiler))
+    package = "nvidia-cuda-nvrtc" if driver >= (13, 0) else f"nvidia-cuda-nvrtc-cu{driver[0]}"
+    return (
+        f"cuModuleLoadData: got {error} from a driver for CUDA {known}, expected one for {made}, as NVRTC is; "
+        f"install a newer driver, or a compiler as old as this one: pip install '{package}=={known}.*'"
+    )
+
+
 class CudaModule:
     """A loaded cubin. Modules stay loaded: kernels of a buffer may still be queued when the buffer is gone."""
 
@@ -99,44 +117,61 @@ class CudaModule:
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes sure that the device's context exists and is current
             self._context = self._checked("cuCtxGetCurrent", driver.cuCtxGetCurrent())
-            module = self._checked("cuModuleLoadData", driver.cuModuleLoadData(cubin))
-            self._functions = {
+            module = self._loaded(cubin)
+            functions = {
                 name: self._checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, name.encode()))
                 for name in names
             }
             # Loading at the first launch may wait for the whole device, on which a peer's kernel may wait for us.
-            for function in self._functions.values():
+            for function in functions.values():
                 self._checked("cuFuncLoad", driver.cuFuncLoad(function))
+            self._functions = {name: int(function) for name, function in functions.items()}
+            # An op's launches are one call of C++, which knows the driver by this address alone.
+            found = driver.cuGetProcAddress(b"cuLaunchKernel", _DRIVER_VERSION, 0)
+            self._launch_kernel = int(self._checked("cuGetProcAddress", found[:2]))
             if nvshmem:
                 from moe_rt.heap.nvshmem import register_module
 
                 register_module(int(module))
 
+    def _loaded(self, cubin: bytes) -> Any:
+        code, *module = self._driver.cuModuleLoadData(cubin)
+        if code.name in _TOO_NEW:
+            from moe_rt.native.nvrtc import nvrtc_version
+
+            _, number = self._driver.cuDriverGetVersion()
+            known, made = (number // 1000, number % 1000 // 10), nvrtc_version()
+            if known < made:
+                raise LaunchFailed(_driver_too_old(code.name, known, made))
+        return self._checked("cuModuleLoadData", (code, *module))
+
     def launch(
-        self, name: str, *, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
+        self, launches: Launches, *, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
         """As Kernels.launch.
 
         Raises:
-            LaunchFailed: naming the kernel and the driver's error.
+            LaunchFailed: naming the kernel and the driver's error; those before it are queued.
         """
         if torch._C._cuda_getDevice() != self._device.index:
             with torch.cuda.device(self._device):
-                self._launch(name, blocks, threads, shared_bytes, stream, params)
+                self._launch(launches, threads, shared_bytes, stream, params)
         else:
-            self._launch(name, blocks, threads, shared_bytes, stream, params)
+            self._launch(launches, threads, shared_bytes, stream, params)
 
     def _launch(
-        self, name: str, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
+        self, launches: Launches, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
         if not hasattr(self._bound, "context"):
             # A thread that torch has made, autograd's for one, may have a current device but no context yet.
             self._checked("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
             self._bound.context = self._context
-        result = self._driver.cuLaunchKernel(
-            self._functions[name], blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(params), 0
+        grids = [(self._functions[name], blocks) for name, blocks in launches]
+        queued, code = _engine.launch(
+            self._launch_kernel, grids, threads, shared_bytes, stream, ctypes.addressof(params)
         )
-        self._checked(name, result)
+        if code:
+            self._checked(launches[queued][0], (self._driver.CUresult(code),))
 
     def _checked(self, what: str, result: tuple[Any, ...]) -> Any:
         code, *value = result

@@ -22,6 +22,9 @@ _ARCH = re.compile(r"sm_\d{2,3}[af]?")
 _MACRO = re.compile(r"[A-Za-z_]\w*")
 _PARTS = ("protocol", "device")
 _PRELUDE = "nvshmem_prelude.h"
+# CCCL's atomics ask of every address whether it is on a lane's stack, and have code of their own for that. No atomic
+# here is on a stack. The CCCL that torch 2.11 to 2.14 pin knows the first name.
+_NO_ATOMICS_OF_STACKS = ("_LIBCUDACXX_ATOMIC_UNSAFE_AUTOMATIC_STORAGE", "_CCCL_ATOMIC_UNSAFE_AUTOMATIC_STORAGE")
 
 _ENTRY = re.compile(r"^.*Compiling entry function '([^']+)'.*$", re.MULTILINE)
 _USED = re.compile(r"Used (\d+) registers(.*)")
@@ -185,6 +188,7 @@ class _Job:
         # NVRTC 13.0 takes a lambda inside a device function for a host function, and so refuses to call it; and
         # NVSHMEM's older headers leave out `__device__` here and there.
         options.append("--device-as-default-execution-space")
+        options += [f"--define-macro={name}" for name in _NO_ATOMICS_OF_STACKS]
         options += [f"--define-macro={name}={value}" for name, value in self._defines]
         if self._nvshmem:
             # NVSHMEM's older headers use volatile in ways that C++20 frowns on.

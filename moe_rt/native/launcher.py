@@ -16,7 +16,7 @@ from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.heap.segments import Segments
 from moe_rt.native.dispatching import Args
-from moe_rt.native.gpu import Gpu
+from moe_rt.native.gpu import Gpu, Launches
 
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
 THREADS = 512
@@ -64,7 +64,7 @@ class Launcher:
         timeout_s: float,
         max_blocks: int,
     ) -> None:
-        shape, placement = spec.shape(), list(spec.placement.ranks)
+        shape, placement = spec.shape(pushes_lists=True), list(spec.placement.ranks)
         self.max_blocks, self._threads = max_blocks, THREADS if network is None else NETWORK_THREADS
         self._shared_bytes = _engine.scratch_bytes(shape, placement, rank, self._threads)
         if self._shared_bytes > _engine.MAX_SCRATCH_BYTES:
@@ -124,11 +124,10 @@ class Launcher:
         self._params[len(self._given)] = args.address
         self._control.tag = tag
 
-    def launch(self, name: str, blocks: int, stream: int) -> None:
-        """Queues a kernel."""
+    def launch(self, launches: Launches, stream: int) -> None:
+        """Queues kernels, one behind the other."""
         self._kernels.launch(
-            name,
-            blocks=blocks,
+            launches,
             threads=self._threads,
             shared_bytes=self._shared_bytes,
             stream=stream,

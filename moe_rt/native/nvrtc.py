@@ -41,6 +41,14 @@ class Toolkit:
     identity: tuple[str, ...]
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """Of the compiler that find_toolkit finds, such as (13, 0)."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return major, minor
+
+
 @functools.cache
 def find_toolkit(nvshmem: bool) -> Toolkit:
     """Finds the compiler and its headers: in wheels, Conda environments, or the toolkit under CUDA_HOME.

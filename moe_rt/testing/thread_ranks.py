@@ -64,7 +64,7 @@ class ThreadRanks:
         self.size, self.device = size, device
         self._streams, self._reserve_bytes = streams, reserve_bytes
 
-    def run(self, work: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> list[Any]:
+    def run(self, work: Callable[..., Any], *arguments: Any, seconds: float = 600.0) -> list[Any]:
         """Runs work(group, *arguments) on every rank and returns what each returned.
 
         Raises:
@@ -75,7 +75,7 @@ class ThreadRanks:
             raise errors[0]
         return outcomes
 
-    def outcomes(self, work: Callable[..., Any], *arguments: Any, seconds: float = 60.0) -> list[Any]:
+    def outcomes(self, work: Callable[..., Any], *arguments: Any, seconds: float = 600.0) -> list[Any]:
         """What every rank returned or raised, or the TimeoutError; one that fails cuts no other short."""
         return self._live(work, arguments, seconds, seconds)[0]
 

@@ -29,19 +29,25 @@ struct FixedDims {
   MOE_RT_FN static constexpr Codec combine_codec() { return kCombine; }
 };
 
-// fn(i) for i in [0, n), n <= num_topk. With a small constant bound the loop is unrolled, so that arrays indexed by i
-// stay in registers: a GPU would keep them in memory otherwise.
-template <class Dims, class Fn>
-MOE_RT_FN void for_topk(int n, Fn&& fn) {
-  if constexpr (Dims::kUnrolled) {
+// fn(i) for i in [0, kCount), without a loop: arrays indexed by i stay in registers, where a GPU would keep them in
+// memory otherwise.
+template <int kCount, int kStep = 1, class Fn>
+MOE_RT_FN void unrolled(Fn&& fn) {
 #if defined(__CUDACC__)
 #pragma unroll
 #endif
-    for (int i = 0; i < Dims::kTopkBound; ++i) {
+  for (int i = 0; i < kCount; i += kStep) fn(i);
+}
+
+// fn(i) for every kStep-th i in [0, n), n <= num_topk; unrolled where num_topk is a small constant.
+template <class Dims, int kStep = 1, class Fn>
+MOE_RT_FN void for_topk(int n, Fn&& fn) {
+  if constexpr (Dims::kUnrolled) {
+    unrolled<Dims::kTopkBound, kStep>([&](int i) {
       if (i < n) fn(i);
-    }
+    });
   } else {
-    for (int i = 0; i < n; ++i) fn(i);
+    for (int i = 0; i < n; i += kStep) fn(i);
   }
 }
 

@@ -2,9 +2,10 @@
 //
 //   control     segment header | poison | mailboxes [kind][source rank] | members [R] | op records [64] | last words
 //   2 windows   route counts, offsets, lists and weights | tokens [T][H] | partials [S][T][H] | scalars [T][K]
+//               pushed lists [R]: of small batches, from each source (flat/pushed_lists.h); none on a CPU
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
 // Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
-// per-expert and per-rank numbers grow with E and R.
+// per-expert and per-rank numbers, and room for lists that are pushed, grow with E and R.
 #pragma once
 
 #include "op_record.h"
@@ -34,7 +35,8 @@ struct Shape {
   int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk;
   int32_t elem_bytes, acc_bytes;  // payload element; accumulator and routing weight (fp32, or fp64 for fp64 payloads)
   RecvLayout recv_layout = RecvLayout::kExperts;
-  int32_t alignment = 1;  // where rows are for experts: those of each begin and end at a multiple
+  int32_t alignment = 1;          // where rows are for experts: those of each begin and end at a multiple
+  int32_t num_pushed_tokens = 0;  // of a batch, at most, whose lists are written to where they are read
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
   MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
@@ -43,8 +45,12 @@ struct Shape {
 struct Layout {
   int64_t poison, mailboxes, members, op_records, last_words;  // the segment header is at 0
   struct Window {
-    int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars;
+    int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars, pushed;
   } window[2];
+  // Of one source's pushed lists, from where they begin.
+  struct Lists {
+    int64_t counts, pull_offs, copy_offs, pulls, copies, weights, bytes;
+  } pushed;
   int64_t bytes;
 
   MOE_RT_FN static Layout make(const Shape& s) {
@@ -56,6 +62,19 @@ struct Layout {
       return at;
     };
     const int64_t tokens = s.num_max_tokens;
+    const auto take_lists = [&](auto& lists, int64_t of_tokens) {
+      lists.counts = take(int64_t{4} * s.num_experts, kLinePair);
+      lists.pull_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
+      lists.copy_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
+      lists.pulls = take(of_tokens * s.num_slots() * int64_t{sizeof(Pull)}, kLinePair);
+      lists.copies = take(of_tokens * s.num_topk * int64_t{sizeof(Copy)}, kLinePair);
+      lists.weights = take(of_tokens * s.num_topk * s.acc_bytes, kLinePair);
+    };
+    if (s.num_pushed_tokens > 0) {
+      take_lists(l.pushed, s.num_pushed_tokens);
+      l.pushed.bytes = round_up(cursor, kLinePair);
+      cursor = 0;
+    }
     take(sizeof(SegmentHeader), kLinePair);
     l.poison = take(sizeof(uint64_t), kLinePair);
     l.mailboxes = take(int64_t{kNumKinds} * s.num_ranks * sizeof(Mailbox), kLinePair);
@@ -63,15 +82,11 @@ struct Layout {
     l.op_records = take(int64_t{kNumOpRecords} * sizeof(OpRecordSlot), kLinePair);
     l.last_words = take(sizeof(LastWords), kLinePair);
     for (Window& w : l.window) {
-      w.counts = take(int64_t{4} * s.num_experts, kLinePair);
-      w.pull_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
-      w.copy_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
-      w.pulls = take(tokens * s.num_slots() * int64_t{sizeof(Pull)}, kLinePair);
-      w.copies = take(tokens * s.num_topk * int64_t{sizeof(Copy)}, kLinePair);
-      w.weights = take(tokens * s.num_topk * s.acc_bytes, kLinePair);
+      take_lists(w, tokens);
       w.tokens = take(tokens * s.row_bytes(), kPage);
       w.partials = take(tokens * s.num_slots() * s.row_bytes(), kPage);
       w.scalars = take(tokens * s.num_topk * s.acc_bytes, kLinePair);
+      w.pushed = take(s.num_ranks * l.pushed.bytes, kLinePair);
     }
     l.bytes = round_up(cursor, kPage);
     return l;
@@ -143,6 +158,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 296 && sizeof(Header) == 56 && sizeof(Layout) == 192, "the host's layout");
+static_assert(sizeof(World) == 368 && sizeof(Header) == 56 && sizeof(Layout) == 264, "the host's layout");
 
 }  // namespace moe_rt

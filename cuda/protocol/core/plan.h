@@ -142,6 +142,18 @@ struct RouteLists {
             reinterpret_cast<int32_t*>(at(o.copy_offs)), reinterpret_cast<Pull*>(at(o.pulls)),
             reinterpret_cast<Copy*>(at(o.copies)),       reinterpret_cast<Weight*>(at(o.weights))};
   }
+  // Those that the source has pushed to the receiver.
+  MOE_RT_FN static RouteLists pushed(const World& w, int receiver, int source, int window) {
+    const Layout::Lists& o = w.layout.pushed;
+    const int64_t start = w.layout.window[window].pushed + source * o.bytes;
+    return {w.at<int32_t>(receiver, start + o.counts),    w.at<int32_t>(receiver, start + o.pull_offs),
+            w.at<int32_t>(receiver, start + o.copy_offs), w.at<Pull>(receiver, start + o.pulls),
+            w.at<Copy>(receiver, start + o.copies),       w.at<Weight>(receiver, start + o.weights)};
+  }
+  // Where this rank reads what the source lists for it.
+  MOE_RT_FN static RouteLists received(const World& w, int source, int window, bool are_pushed) {
+    return are_pushed ? pushed(w, w.rank, source, window) : view(w, source, window);
+  }
 };
 
 }  // namespace moe_rt

@@ -24,16 +24,20 @@
 namespace moe_rt {
 
 #if defined(__CUDACC_RTC__)
+using cuda::std::conditional_t;
 using cuda::std::int16_t;
 using cuda::std::int32_t;
 using cuda::std::int64_t;
+using cuda::std::is_trivially_copyable_v;
 using cuda::std::uint16_t;
 using cuda::std::uint32_t;
 using cuda::std::uint64_t;
 #else
+using std::conditional_t;
 using std::int16_t;
 using std::int32_t;
 using std::int64_t;
+using std::is_trivially_copyable_v;
 using std::uint16_t;
 using std::uint32_t;
 using std::uint64_t;

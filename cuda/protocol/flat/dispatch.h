@@ -14,10 +14,12 @@
 
 namespace moe_rt {
 
-// Rows enter the window here and nowhere else, once per token; rows.publish codes them if they travel coded.
+// Rows enter the window here, once per token, unless their producer wrote them there; rows.publish codes them if they
+// travel coded.
 template <class Coop, class Rows>
 MOE_RT_FN void publish_rows(const Coop& coop, const World& w, int window, const char* x, int64_t num_tokens,
                             const Rows& rows) {
+  if (x == w.at<const char>(w.rank, w.token_row(window, 0))) return;
   const Range tokens = coop.share(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; t += tokens.step) {
     rows.publish(w.at<char>(w.rank, w.token_row(window, t)), x, t);
@@ -38,7 +40,7 @@ struct Received {
 template <class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, int window, int source, int64_t i,
                             const Blocks& b, const Received<Weight>& out, const Rows& rows, const Link& link) {
-  const auto lists = RouteLists<Weight>::view(w, source, window);
+  const auto lists = RouteLists<Weight>::received(w, source, window, b.pushed);
   const Pull pull = lists.pulls[b.first_pull[source] + (i - b.pull_start[source])];
   const int32_t first_copy = b.first_copy[source], num_copies = b.copy_start[source + 1] - b.copy_start[source];
   if (pull.token < 0 || pull.token >= w.shape.num_max_tokens || pull.slot < 0 || pull.slot >= w.shape.num_slots() ||

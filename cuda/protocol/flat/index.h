@@ -17,6 +17,7 @@ struct Blocks {
   int32_t *first_pull, *first_copy;  // [R] where the entries for this rank begin in the source's lists
   int32_t *bad, *full;               // lowest source that cannot be believed, lowest rank that would overflow; or R
   int32_t* ends;                     // [L] behind an expert's last row, as if there were room for all
+  bool pushed = false;               // sources have pushed their lists here (pushed_lists.h)
 
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
     return int64_t{2} * num_local_experts * s.num_ranks + int64_t{4} * s.num_ranks + 4 + num_local_experts;
@@ -46,7 +47,8 @@ struct Blocks {
 // True when a source's lists cannot lead us out of bounds: a crashed or corrupted peer must not corrupt us. Called when
 // `start` still holds counts and `pull_start`, `copy_start` the ends of the source's lists.
 MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
-  const int64_t tokens = w.shape.num_max_tokens, num_ranks = w.shape.num_ranks;
+  const int64_t tokens = b.pushed ? w.shape.num_pushed_tokens : w.shape.num_max_tokens;
+  const int64_t num_ranks = w.shape.num_ranks;
   const int64_t first_pull = b.first_pull[source], end_pull = b.pull_start[source + 1];
   const int64_t first_copy = b.first_copy[source], end_copy = b.copy_start[source + 1];
   const int64_t pulls = end_pull - first_pull, copies = end_copy - first_copy;
@@ -95,10 +97,10 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks&
   if (coop.rank() == 0) *b.bad = *b.full = num_ranks;
   const Range blocks = strided(coop, num_blocks), sources = strided(coop, num_ranks);
   for (int64_t i = blocks.begin; i < blocks.end; i += blocks.step) {
-    b.start[i] = RouteLists<Weight>::view(w, int(i % num_ranks), window).counts[first + i / num_ranks];
+    b.start[i] = RouteLists<Weight>::received(w, int(i % num_ranks), window, b.pushed).counts[first + i / num_ranks];
   }
   for (int64_t s = sources.begin; s < sources.end; s += sources.step) {
-    const auto lists = RouteLists<Weight>::view(w, int(s), window);
+    const auto lists = RouteLists<Weight>::received(w, int(s), window, b.pushed);
     b.first_pull[s] = lists.pull_offs[me], b.pull_start[s + 1] = lists.pull_offs[me + 1];
     b.first_copy[s] = lists.copy_offs[me], b.copy_start[s + 1] = lists.copy_offs[me + 1];
   }
@@ -122,10 +124,10 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks&
   return -1;
 }
 
-MOE_RT_FN int64_t rows_for(const World& w, int window, int rank) {
+MOE_RT_FN int64_t rows_for(const World& w, int window, const Blocks& b, int rank) {
   int64_t rows = 0;
   for (int s = 0; s < w.shape.num_ranks; ++s) {
-    const auto lists = RouteLists<float>::view(w, s, window);
+    const auto lists = RouteLists<float>::received(w, s, window, b.pushed);
     const int32_t* offs = w.shape.by_token() ? lists.pull_offs : lists.copy_offs;
     rows += int64_t{offs[rank + 1]} - offs[rank];
   }
@@ -148,7 +150,7 @@ template <class Coop>
 MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, int window, const Blocks& b) {
   const Range ranks = strided(coop, w.shape.num_ranks);
   for (int64_t r = ranks.begin; r < ranks.end; r += ranks.step) {
-    if (rows_for(w, window, int(r)) > room_for_rows(w, seq, int(r))) fetch_min_relaxed(*b.full, int32_t(r));
+    if (rows_for(w, window, b, int(r)) > room_for_rows(w, seq, int(r))) fetch_min_relaxed(*b.full, int32_t(r));
   }
   coop.sync();
   const int full = load_relaxed(*b.full);

@@ -1,8 +1,9 @@
-// The source's half of routing for many lanes: the lists of routing.h for one destination rank, tile after tile.
+// The source's half of routing for many lanes: the lists of routing.h, by tiles of tokens that blocks share.
 //
-// A tile has one token per lane. Which tokens of the tile visit an expert is a set of bits, so a token's place among
-// them is a count of the bits before its own: stable whatever the order in which lanes set them. Destinations are
-// independent, each made by a block of its own, which counts what goes to the ranks before it and waits for no other.
+// Which tokens of a tile visit an expert is a set of bits, so a token's place among them is a count of the bits before
+// its own: stable whatever the order in which lanes set them. How many copies of a token go to a rank is a binary number,
+// each digit of which is a set, too. What is before and behind its own tiles a block counts for itself, once for all
+// destinations, and waits for no other.
 #pragma once
 
 #include "../core/coop.h"
@@ -11,169 +12,275 @@
 
 namespace moe_rt {
 
+// An entry of topk_idx, decoded: owner << 16 | flags | place. None is negative, and has no flag.
+inline constexpr int32_t kNoEntry = -(1 << 16);
+inline constexpr int32_t kRepeats = 1 << 15;  // an earlier entry of the token names the same expert
+inline constexpr int32_t kLeads = 1 << 14;    // of the token's entries of one owner, the one whose copy is first
+inline constexpr int32_t kMaxPlaces = 1 << 14;
+MOE_RT_FN constexpr int32_t owner_of(int32_t entry) { return entry >> 16; }
+MOE_RT_FN constexpr int32_t place_of(int32_t entry) { return entry & (kMaxPlaces - 1); }
+MOE_RT_FN constexpr bool has(int32_t entry, int32_t flag) { return (entry & flag) != 0; }
+
+// Tokens in a set of bits, of which only those before `end` count.
+MOE_RT_FN uint32_t bits_before(uint32_t bits, int32_t word, int32_t end) {
+  const int32_t rest = end - 32 * word;
+  return rest >= 32 ? bits : bits & ((1u << rest) - 1);
+}
+
 // Scratch of the lanes that route together.
 struct Tiles {
-  uint32_t* bits;        // [num_local][words] which lanes' tokens visit the expert
-  int32_t* rows;         // [num_local] rows of the tiles before
-  int32_t *sums, *next;  // [tile] packed counts of each token, and room for scanning
-  int32_t* before;       // [2] pulls and copies for the ranks before the destination
-  int32_t tile;          // tokens of a tile, at most one per lane
+  int32_t tokens, words, digits;  // of a tile; of a set of its tokens; of a number of copies
+  int32_t *decoded, *entries;     // [tokens][K] without flags, and with them
+  uint32_t* visits;               // [E][words] which tokens visit the expert
+  uint32_t* copies_to;            // [R][words][digits] how many copies of each token go to the rank
+  int32_t* rows;                  // [E] rows of the tokens before the tile
+  int32_t *pulls, *copies;        // [R] of the tokens before the tile; then where those of the tile begin in the lists
+  int32_t *all_pulls, *all_copies;  // [R] of the tokens behind the tile; then of all
 
-  MOE_RT_FN static int32_t words(int32_t tile) { return (tile + 31) / 32; }
-  MOE_RT_FN static int64_t num_ints(int32_t tile, int32_t num_local) {
-    return int64_t{num_local} * (words(tile) + 1) + 2 * tile + 2;
+  MOE_RT_FN static int32_t words_of(int32_t tokens) { return (tokens + 31) / 32; }
+  MOE_RT_FN static int32_t digits_of(int32_t number) {
+    int32_t digits = 0;
+    for (; number > 0; number /= 2) ++digits;
+    return digits;
   }
-  MOE_RT_FN static Tiles view(int32_t* ints, int32_t tile, int32_t num_local) {
-    int32_t* const rows = ints + int64_t{num_local} * words(tile);
-    int32_t* const sums = rows + num_local;
-    return {reinterpret_cast<uint32_t*>(ints), rows, sums, sums + tile, sums + 2 * tile, tile};
+  // Those that begin at zero come first.
+  MOE_RT_FN static int64_t num_cleared(const Shape& s, int32_t tokens) {
+    const int64_t words = words_of(tokens);
+    return s.num_experts * (words + 1) + s.num_ranks * (words * digits_of(s.num_topk) + 4);
   }
-};
-
-// A token's entries, decoded: place and owner of each, -1 for none; `first` is false for a repeated expert.
-template <class Dims>
-struct Entries {
-  int32_t place[Dims::kTopkBound], owner[Dims::kTopkBound];
-  bool first[Dims::kTopkBound];
-};
-
-// A bad expert id counts as none; the lowest of all is left in bad_entry, as an index into topk_idx.
-template <class Dims>
-MOE_RT_FN void decode(const Dims& dims, const World& w, const ExpertIds& topk_idx, int64_t token, Entries<Dims>& out,
-                      int64_t& bad_entry) {
-  for_topk<Dims>(dims.num_topk(), [&](int k) {
-    const int64_t at = token * dims.num_topk() + k, expert = topk_idx[at];
-    out.place[k] = out.owner[k] = -1;
-    if (expert < -1 || expert >= w.shape.num_experts) {
-      fetch_min_relaxed(bad_entry, at);
-    } else if (expert >= 0) {
-      out.place[k] = w.placement.position[expert];
-      out.owner[k] = w.placement.owner[out.place[k]];
-    }
-    out.first[k] = out.place[k] >= 0;
-    for_topk<Dims>(dims.num_topk(), [&](int j) {
-      if (j < k && out.place[j] == out.place[k]) out.first[k] = false;
-    });
-  });
-}
-
-// The token's distinct ranks below `rank`: the slot where a partial from `rank` comes back.
-template <class Dims>
-MOE_RT_FN int ranks_below(const Dims& dims, const Entries<Dims>& e, int rank) {
-  int n = 0;
-  for_topk<Dims>(dims.num_topk(), [&](int k) {
-    bool counts = e.owner[k] >= 0 && e.owner[k] < rank;
-    for_topk<Dims>(dims.num_topk(), [&](int j) {
-      if (j < k && e.owner[j] == e.owner[k]) counts = false;
-    });
-    n += counts;
-  });
-  return n;
-}
-
-// Leaves in tiles.before how many pulls and copies all tokens send to the ranks before `dest`.
-template <class Coop, class Dims>
-MOE_RT_FN void count_before(const Coop& coop, const Dims& dims, const World& w, int dest, const ExpertIds& topk_idx,
-                            int64_t num_tokens, const Tiles& tiles, int64_t& bad_entry) {
-  int32_t pulls = 0, copies = 0;
-  Entries<Dims> e;
-  const Range tokens = strided(coop, dest == 0 ? 0 : num_tokens);
-  for (int64_t t = tokens.begin; t < tokens.end; t += tokens.step) {
-    decode(dims, w, topk_idx, t, e, bad_entry);
-    pulls += ranks_below(dims, e, dest);
-    for_topk<Dims>(dims.num_topk(), [&](int k) { copies += e.first[k] && e.owner[k] < dest; });
+  MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t tokens) {
+    return num_cleared(s, tokens) + int64_t{2} * tokens * s.num_topk;
   }
-  if (pulls == 0) return;
-  fetch_add_relaxed(tiles.before[0], pulls);
-  fetch_add_relaxed(tiles.before[1], copies);
-}
+  // How many tiles there are, one of no tokens included.
+  MOE_RT_FN static int64_t number(int64_t num_tokens, int32_t tokens) {
+    return num_tokens > tokens ? (num_tokens + tokens - 1) / tokens : 1;
+  }
+  MOE_RT_FN static Tiles view(int32_t* ints, const Shape& s, int32_t tokens) {
+    Tiles t{};
+    t.tokens = tokens, t.words = words_of(tokens), t.digits = digits_of(s.num_topk);
+    t.visits = reinterpret_cast<uint32_t*>(ints);
+    t.copies_to = t.visits + int64_t{s.num_experts} * t.words;
+    t.rows = ints + int64_t{s.num_experts} * t.words + int64_t{s.num_ranks} * t.words * t.digits;
+    t.pulls = t.rows + s.num_experts;
+    t.copies = t.pulls + s.num_ranks;
+    t.all_pulls = t.copies + s.num_ranks;
+    t.all_copies = t.all_pulls + s.num_ranks;
+    t.decoded = t.all_copies + s.num_ranks;
+    t.entries = t.decoded + int64_t{tokens} * s.num_topk;
+    return t;
+  }
 
-// Writes one token's pull, copies, weights and send_plan entries for `dest`. `lane` is its place in the tile.
-template <class Dims, class Weight>
-MOE_RT_FN void write_token(const Dims& dims, const World& w, int dest, int64_t token, const Entries<Dims>& e, int lane,
-                           const Tiles& tiles, const Weight* topk_weights, int32_t pull_at, const Pull& pull,
-                           const RouteLists<Weight>& lists, int32_t* send_plan) {
-  const int num_topk = dims.num_topk(), first_place = w.placement.rank_first[dest];
-  const int32_t words = Tiles::words(tiles.tile);
-  lists.pulls[pull_at] = pull;
-  for_topk<Dims>(num_topk, [&](int k) {
-    if (e.owner[k] != dest) return;
-    int first_k = k, before = 0;
-    Weight weight = 0;
-    for_topk<Dims>(num_topk, [&](int j) {
-      if (e.place[j] == e.place[k]) {  // duplicates become one row, weights added
-        first_k = j < first_k ? j : first_k;
-        weight += topk_weights[token * num_topk + j];
+  MOE_RT_FN int32_t visits_before(int32_t place, int32_t end) const {
+    int32_t n = 0;
+    for (int32_t word = 0; 32 * word < end; ++word) n += popcount(bits_before(visits[place * words + word], word, end));
+    return n;
+  }
+  struct Sent {
+    int32_t pulls, copies;
+  };
+  // What the tile's tokens before `end` send to the rank.
+  MOE_RT_FN Sent sent_before(int32_t rank, int32_t end) const {
+    Sent sent{};
+    for (int32_t word = 0; 32 * word < end; ++word) {
+      uint32_t any = 0;
+      for (int32_t digit = 0; digit < digits; ++digit) {
+        const uint32_t bits = bits_before(copies_to[(rank * words + word) * digits + digit], word, end);
+        any |= bits;
+        sent.copies += popcount(bits) << digit;
       }
-      before += e.first[j] && e.owner[j] == dest && e.place[j] < e.place[k];
-    });
-    send_plan[token * num_topk + k] = send_entry(pull.slot, first_k);
-    if (!e.first[k]) return;
-    const int32_t expert = e.place[k] - first_place;
-    const uint32_t* bits = tiles.bits + int64_t{expert} * words;
-    int32_t index = tiles.rows[expert] + popcount(bits[lane / 32] & ((1u << lane % 32) - 1));
-    for (int word = 0; word < lane / 32; ++word) index += popcount(bits[word]);
-    lists.copies[pull.first + before] = {expert, index, k, 0};
-    lists.weights[pull.first + before] = weight;
-  });
-}
+      sent.pulls += popcount(any);
+    }
+    return sent;
+  }
+};
 
-// All of one destination's lists, and its entries of send_plan; destination 0 also marks those that go nowhere. Ends
-// out of step: callers sync before they announce.
 template <class Coop, class Dims, class Weight>
-MOE_RT_FN void route_to(const Coop& coop, const Dims& dims, const World& w, int dest, const ExpertIds& topk_idx,
-                        const Weight* topk_weights, int64_t num_tokens, const Tiles& tiles,
-                        const RouteLists<Weight>& lists, int32_t* send_plan, int64_t& bad_entry) {
-  constexpr int kPullShift = 20;  // a tile has at most 2^10 tokens of at most 2^7 copies
-  const int first_place = w.placement.rank_first[dest], num_local = w.placement.rank_first[dest + 1] - first_place;
-  const int32_t words = Tiles::words(tiles.tile), lane = coop.rank();
-  const Range experts = strided(coop, num_local), all_words = strided(coop, int64_t{num_local} * words);
-  for (int64_t i = all_words.begin; i < all_words.end; i += all_words.step) tiles.bits[i] = 0;
-  for (int64_t i = experts.begin; i < experts.end; i += experts.step) tiles.rows[i] = 0;
-  if (lane == 0) tiles.before[0] = tiles.before[1] = 0;
-  coop.sync();
-  count_before(coop, dims, w, dest, topk_idx, num_tokens, tiles, bad_entry);
-  coop.sync();
-  int32_t pulls = load_relaxed(tiles.before[0]), copies = load_relaxed(tiles.before[1]);
-  if (lane == 0) lists.pull_offs[dest] = pulls, lists.copy_offs[dest] = copies;
+struct TileRouter {
+  Coop coop;
+  const Dims& dims;
+  const World& w;
+  const ExpertIds& topk_idx;
+  const Weight* topk_weights;
+  int64_t num_tokens;
+  Tiles tiles;
+  RouteLists<Weight> lists;
+  int32_t* send_plan;
+  int64_t& bad_entry;  // the lowest index of an entry that is no expert, which counts as none
 
-  Entries<Dims> e;
-  for (int64_t start = 0; start < num_tokens; start += tiles.tile) {
-    const int32_t in_tile = int32_t(smaller<int64_t>(tiles.tile, num_tokens - start));
-    const int64_t token = start + lane;
-    int32_t num_copies = 0;
-    if (lane < in_tile) {
-      decode(dims, w, topk_idx, token, e, bad_entry);
-      for_topk<Dims>(dims.num_topk(), [&](int k) {
-        if (dest == 0 && e.owner[k] < 0) send_plan[token * dims.num_topk() + k] = kNowhere;
-        if (!e.first[k] || e.owner[k] != dest) return;
-        ++num_copies;
-        fetch_or_relaxed(tiles.bits[int64_t{e.place[k] - first_place} * words + lane / 32], 1u << lane % 32);
+  // The index-th share of the lists, of `count` that are made at the same time. Ends out of step: callers sync before
+  // they announce.
+  MOE_RT_FN void route(int index, int count) const {
+    const Range mine = contiguous_chunk(Tiles::number(num_tokens, tiles.tokens), index, count);
+    const Range cleared = strided(coop, Tiles::num_cleared(w.shape, tiles.tokens));
+    for (int64_t i = cleared.begin; i < cleared.end; i += cleared.step) tiles.visits[i] = 0;
+    for (int64_t tile = mine.begin; tile < mine.end; ++tile) {
+      const int64_t start = tile * tiles.tokens, end = smaller(start + tiles.tokens, num_tokens);
+      const auto in_tile = int32_t(end - start);
+      mark(start, in_tile);
+      if (tile == mine.begin) {
+        count_others(start, end);
+        coop.sync();
+        sum_up();
+        coop.sync();
+        find_places(index == 0);
+      }
+      coop.sync();
+      write(start, in_tile);
+      coop.sync();
+      pass_tile();
+      coop.sync();
+    }
+    if (index + 1 < count) return;
+    const Range experts = strided(coop, w.shape.num_experts);
+    for (int64_t i = experts.begin; i < experts.end; i += experts.step) lists.counts[i] = tiles.rows[i];
+  }
+
+ private:
+  MOE_RT_FN int32_t decode(int64_t at) const {
+    const int64_t expert = topk_idx[at];
+    if (expert < -1 || expert >= w.shape.num_experts) fetch_min_relaxed(bad_entry, at);
+    if (expert < 0 || expert >= w.shape.num_experts) return kNoEntry;
+    const int32_t place = w.placement.position[expert];
+    return w.placement.owner[place] << 16 | place;
+  }
+
+  // A lane for each entry: flags it, and sets the bits of its token. Begins and ends out of step.
+  MOE_RT_FN void mark(int64_t start, int32_t in_tile) const {
+    const int num_topk = dims.num_topk();
+    const int32_t num_entries = in_tile * num_topk;
+    for (int32_t i = coop.rank(); i < num_entries; i += coop.size()) tiles.decoded[i] = decode(start * num_topk + i);
+    coop.sync();
+    for (int32_t i = coop.rank(); i < num_entries; i += coop.size()) {
+      const int32_t token = i / num_topk, k = i % num_topk, entry = tiles.decoded[i];
+      bool repeats = false, leads = true;
+      for_topk<Dims>(num_topk, [&](int j) {
+        const int32_t other = tiles.decoded[token * num_topk + j];
+        const bool same = other == entry && j < k;
+        repeats |= same;
+        leads &= !(same || (owner_of(other) == owner_of(entry) && other < entry));
       });
-      tiles.sums[lane] = int32_t{num_copies > 0} << kPullShift | num_copies;
+      tiles.entries[i] = entry < 0 ? kNoEntry : entry | (repeats ? kRepeats : 0) | (leads ? kLeads : 0);
+      if (entry < 0 || repeats) continue;
+      fetch_or_relaxed(tiles.visits[place_of(entry) * tiles.words + token / 32], 1u << token % 32);
     }
     coop.sync();
-    const Scan scan = exclusive_scan(coop, tiles.sums, tiles.next, in_tile);
-    constexpr int32_t kCopies = (1 << kPullShift) - 1;
-    if (num_copies > 0) {
-      const int32_t before = scan.sums[lane];
-      const Pull pull{int32_t(token), ranks_below(dims, e, dest), copies + (before & kCopies), num_copies};
-      write_token(dims, w, dest, token, e, lane, tiles, topk_weights, pulls + (before >> kPullShift), pull, lists,
-                  send_plan);
-    }
-    coop.sync();
-    for (int64_t i = experts.begin; i < experts.end; i += experts.step) {
-      for (int word = 0; word < words; ++word) {
-        tiles.rows[i] += popcount(tiles.bits[i * words + word]);
-        tiles.bits[i * words + word] = 0;
+    for (int32_t i = coop.rank(); i < num_entries; i += coop.size()) {
+      const int32_t token = i / num_topk, entry = tiles.entries[i];
+      if (!has(entry, kLeads)) continue;
+      int32_t num_copies = 0;
+      for_topk<Dims>(num_topk, [&](int j) {
+        const int32_t other = tiles.entries[token * num_topk + j];
+        num_copies += owner_of(other) == owner_of(entry) && !has(other, kRepeats);
+      });
+      for (int32_t digit = 0; digit < tiles.digits; ++digit) {
+        if ((num_copies >> digit & 1) == 0) continue;
+        const int32_t word = owner_of(entry) * tiles.words + token / 32;
+        fetch_or_relaxed(tiles.copies_to[word * tiles.digits + digit], 1u << token % 32);
       }
     }
-    pulls += scan.total >> kPullShift;
-    copies += scan.total & kCopies;
-    coop.sync();
   }
-  for (int64_t i = experts.begin; i < experts.end; i += experts.step) lists.counts[first_place + i] = tiles.rows[i];
-  if (dest == w.shape.num_ranks - 1 && lane == 0) lists.pull_offs[dest + 1] = pulls, lists.copy_offs[dest + 1] = copies;
-}
+
+  // A lane for each token outside [begin, end): rows of each expert for those before; for the others copies alone, which
+  // are only needed for each rank.
+  MOE_RT_FN void count_others(int64_t begin, int64_t end) const {
+    const Range others = strided(coop, num_tokens - (end - begin));
+    for (int64_t i = others.begin; i < others.end; i += others.step) {
+      const bool before = i < begin;
+      const int64_t first = (before ? i : i + (end - begin)) * dims.num_topk();
+      int32_t token[Dims::kTopkBound];
+      for_topk<Dims>(dims.num_topk(), [&](int k) { token[k] = decode(first + k); });
+      for_topk<Dims>(dims.num_topk(), [&](int k) {
+        bool repeats = token[k] < 0, visited = repeats;
+        for_topk<Dims>(dims.num_topk(), [&](int j) {
+          repeats |= j < k && token[j] == token[k];
+          visited |= j < k && owner_of(token[j]) == owner_of(token[k]);
+        });
+        if (repeats) return;
+        const int32_t rank = owner_of(token[k]);
+        fetch_add_relaxed(before ? tiles.rows[place_of(token[k])] : tiles.all_copies[rank], 1);
+        if (!visited) fetch_add_relaxed(before ? tiles.pulls[rank] : tiles.all_pulls[rank], 1);
+      });
+    }
+  }
+
+  // Completes the counts of each rank.
+  MOE_RT_FN void sum_up() const {
+    const Range experts = strided(coop, w.shape.num_experts), ranks = strided(coop, w.shape.num_ranks);
+    for (int64_t i = experts.begin; i < experts.end; i += experts.step) {
+      if (tiles.rows[i] == 0) continue;
+      fetch_add_relaxed(tiles.copies[w.placement.owner[i]], tiles.rows[i]);
+      fetch_add_relaxed(tiles.all_copies[w.placement.owner[i]], tiles.rows[i]);
+    }
+    for (int64_t r = ranks.begin; r < ranks.end; r += ranks.step) {
+      const Tiles::Sent sent = tiles.sent_before(int32_t(r), tiles.tokens);
+      tiles.all_pulls[r] += tiles.pulls[r] + sent.pulls;
+      fetch_add_relaxed(tiles.all_copies[r], sent.copies);
+    }
+  }
+
+  MOE_RT_FN void find_places(bool tell_receivers) const {
+    const Range ends = strided(coop, w.shape.num_ranks + 1);
+    for (int64_t r = ends.begin; r < ends.end; r += ends.step) {
+      int32_t pulls = 0, copies = 0;
+      for (int32_t s = 0; s < r; ++s) pulls += tiles.all_pulls[s], copies += tiles.all_copies[s];
+      if (tell_receivers) lists.pull_offs[r] = pulls, lists.copy_offs[r] = copies;
+      if (r < w.shape.num_ranks) tiles.pulls[r] += pulls, tiles.copies[r] += copies;
+    }
+  }
+
+  // A lane for each entry: its copy, its weight, its token's pull and what combine needs.
+  MOE_RT_FN void write(int64_t start, int32_t in_tile) const {
+    const int num_topk = dims.num_topk();
+    for (int32_t i = coop.rank(); i < in_tile * num_topk; i += coop.size()) {
+      const int32_t token = i / num_topk, k = i % num_topk, entry = tiles.entries[i];
+      const int64_t first = (start + token) * num_topk;
+      if (entry < 0) {
+        send_plan[first + k] = kNowhere;
+        continue;
+      }
+      int32_t slot = 0, before = 0, num_copies = 0, first_k = k;
+      Weight weight = topk_weights[first + k];
+      for_topk<Dims>(num_topk, [&](int j) {
+        const int32_t other = tiles.entries[token * num_topk + j];
+        slot += has(other, kLeads) && owner_of(other) < owner_of(entry);
+        if (owner_of(other) != owner_of(entry)) return;
+        num_copies += !has(other, kRepeats);
+        before += !has(other, kRepeats) && place_of(other) < place_of(entry);
+        if (place_of(other) != place_of(entry)) return;
+        if (j < first_k) first_k = j;
+        if (j > k) weight += topk_weights[first + j];  // duplicates become one row, weights added
+      });
+      send_plan[first + k] = send_entry(slot, first_k);
+      if (has(entry, kRepeats)) continue;
+      const int32_t rank = owner_of(entry), place = place_of(entry);
+      const Tiles::Sent sent = tiles.sent_before(rank, token);
+      const int32_t first_copy = tiles.copies[rank] + sent.copies, at = first_copy + before;
+      lists.copies[at] = {place - w.placement.rank_first[rank], tiles.rows[place] + tiles.visits_before(place, token),
+                          k, 0};
+      lists.weights[at] = weight;
+      if (!has(entry, kLeads)) continue;
+      lists.pulls[tiles.pulls[rank] + sent.pulls] = {int32_t(start) + token, slot, first_copy, num_copies};
+    }
+  }
+
+  // The tile's tokens are before the next tile.
+  MOE_RT_FN void pass_tile() const {
+    const Range experts = strided(coop, w.shape.num_experts), ranks = strided(coop, w.shape.num_ranks);
+    for (int64_t i = experts.begin; i < experts.end; i += experts.step) {
+      tiles.rows[i] += tiles.visits_before(int32_t(i), tiles.tokens);
+      for (int32_t word = 0; word < tiles.words; ++word) tiles.visits[i * tiles.words + word] = 0;
+    }
+    const int32_t words = tiles.words * tiles.digits;
+    for (int64_t r = ranks.begin; r < ranks.end; r += ranks.step) {
+      const Tiles::Sent sent = tiles.sent_before(int32_t(r), tiles.tokens);
+      tiles.pulls[r] += sent.pulls, tiles.copies[r] += sent.copies;
+      for (int32_t word = 0; word < words; ++word) tiles.copies_to[r * words + word] = 0;
+    }
+  }
+};
+
+template <class Coop, class Dims, class Weight>
+TileRouter(Coop, const Dims&, const World&, const ExpertIds&, const Weight*, int64_t, Tiles, RouteLists<Weight>,
+           int32_t*, int64_t&) -> TileRouter<Coop, Dims, Weight>;
 
 }  // namespace moe_rt
