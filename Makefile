@@ -98,12 +98,13 @@ wheel: install
 stubs: install
 	$(BIN)/python -m nanobind.stubgen -m moe_rt._engine -o moe_rt/_engine.pyi
 
-# The model checker and the fuzzer are no Python packages, and .venv has the newest CUDA compiler only. Where one cannot
-# be installed, its tests are skipped and say so, or fail if MOE_RT_REQUIRE_TOOLS is 1.
+# The model checker, the fuzzer and ip are no Python packages, and .venv has the newest CUDA compiler only. Where one
+# cannot be installed, its tests are skipped and say so, or fail if MOE_RT_REQUIRE_TOOLS is 1.
 APT_INSTALL = [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq
 
 tools: install
 	@command -v spin >/dev/null || { $(APT_INSTALL) spin; } || echo "spin is not here: no model tests"
+	@command -v ip >/dev/null || { $(APT_INSTALL) iproute2; } || echo "ip is not here: no tests of several hosts"
 	@command -v clang++-16 >/dev/null || { $(APT_INSTALL) clang-16 libclang-rt-16-dev; } || { $(APT_INSTALL) clang; } || \
 	  echo "clang++-16 is not here: fuzz tests need another clang++ from 15 on, or run the kept inputs only"
 	@$(BIN)/python tools/install_third_party.py || echo "torchtitan, Megatron-Core or MPI are not here: no tests with them"

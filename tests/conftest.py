@@ -42,6 +42,7 @@ LONGEST = (
     "test_free_running.py",
     "test_real_torchtitan.py",
     "test_real_megatron.py",
+    "test_emulated_nodes.py",
 )
 # Programs that tests start would take a thread for each core, and spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,6 +15,7 @@ from compiled import compile_program
 from torch import Tensor
 
 from moe_rt.config.codec import Codec
+from moe_rt.native.gpu import Launches
 
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
 _CODECS = {codec.enumerator: codec for codec in Codec}
@@ -94,8 +95,12 @@ class EmulatedKernels:
         self._library = library(*ALIGNED, *constants) if gpu.constants else library()
 
     def launch(
-        self, name: str, *, blocks: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
+        self, launches: Launches, *, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
+        for name, blocks in launches:
+            self._launch(name, blocks, shared_bytes, params)
+
+    def _launch(self, name: str, blocks: int, shared_bytes: int, params: ctypes.Array[Any]) -> None:
         self.gpu.launched.append(name)
         own = ctypes.cast(params[2], ctypes.POINTER(ctypes.c_uint64))[0]  # NetworkMemory.segment
         known = self._library.emulated_launch(

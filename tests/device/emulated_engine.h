@@ -24,7 +24,8 @@ class Engine {
   static constexpr bool kNetwork = false;
   using Links = MappedLinks;
 #endif
-  static constexpr int kBlocks = 3;  // of a launch that moves rows: too few to route for each of four ranks at once
+  static constexpr int kBlocks = 3;              // of a launch that moves rows
+  static constexpr int kBlocksWithRouters = 16;  // of dispatch_send: two of them route
 
   explicit Engine(EngineConfig config)
       : config_(std::move(config)), placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
@@ -63,8 +64,9 @@ class Engine {
  private:
   Status run(const char* send, const char* receive, const void* args, uint32_t tag) {
     control_.tag = tag;
-    launch_one(send, args, kBlocks);
-    if (kNetwork && std::strcmp(send, "dispatch_send") == 0) launch_one("dispatch_fetch", args, 2);
+    const bool routes = std::strcmp(send, "dispatch_send") == 0;
+    launch_one(send, args, routes ? kBlocksWithRouters : kBlocks);
+    if (kNetwork && routes) launch_one("dispatch_fetch", args, 2);
     launch_one(receive, args, kBlocks);
     return load_acquire(record_.reported) ? record_.status : Status{};
   }
@@ -83,7 +85,7 @@ class Engine {
 
   void connect() {
     const Shape& shape = config_.shape;
-    const NetworkLayout n = NetworkLayout::make(shape, int64_t{kBlocks} * config_.num_lanes);
+    const NetworkLayout n = NetworkLayout::make(shape, int64_t{kBlocksWithRouters} * config_.num_lanes);
     // Exactly as much as there must be, so that a sanitizer sees one step too far.
     char* const memory = new (std::align_val_t{kPage}) char[n.bytes]();
     network_.reset(memory);

@@ -64,8 +64,9 @@ struct WarpLane {
     sync();
     return other;
   }
+  template <int kNeighbours>
   uint32_t team_max(uint32_t x) const {
-    for (int mask = kLanes / 2; mask > 0; mask /= 2) x = std::max(x, exchange(x, lane_ ^ mask));
+    for (int mask = kNeighbours / 2; mask > 0; mask /= 2) x = std::max(x, exchange(x, lane_ ^ mask));
     return x;
   }
   template <class T>
@@ -87,11 +88,12 @@ struct Warp : WarpLane<kLanes> {
   int teams() const { return 1; }
 };
 
+// Some warps of a block on one row.
 template <int kLanes>
-struct BlockGroup : WarpLane<kLanes> {
+struct WarpsGroup : WarpLane<kLanes> {
   int64_t index, count;
   int rank, size;
-  BlockGroup(int64_t i, int64_t n, int r, int s, WarpLane<kLanes> lane)
+  WarpsGroup(int64_t i, int64_t n, int r, int s, WarpLane<kLanes> lane)
       : WarpLane<kLanes>(lane), index(i), count(n), rank(r), size(s) {}
   Range share(int64_t n) const { return {index, n, count}; }
   bool leader() const { return rank == 0; }
@@ -130,11 +132,13 @@ struct Machine {
   int64_t clock_ns() const { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
   void nap() const { std::this_thread::sleep_for(std::chrono::microseconds(10)); }
   Warp<kWarpLanes> warps(int first) const {
-    const int each = block_.size_ / kWarpLanes;
-    return {int64_t{index - first} * each + block_.rank_ / kWarpLanes, int64_t{count - first} * each, warp_lane()};
+    const int64_t blocks = count - first, each = block_.size_ / kWarpLanes;
+    return {block_.rank_ / kWarpLanes * blocks + index - first, each * blocks, warp_lane()};
   }
-  BlockGroup<kWarpLanes> blocks(int first) const {
-    return {index - first, count - first, block_.rank_, block_.size_, warp_lane()};
+  WarpsGroup<kWarpLanes> warps(int first, int together) const {
+    const int64_t blocks = count - first, lanes = together * kWarpLanes;
+    return {block_.rank_ / lanes * blocks + index - first, block_.size_ / lanes * blocks,
+            static_cast<int>(block_.rank_ % lanes), static_cast<int>(lanes), warp_lane()};
   }
   WarpLane<kWarpLanes> warp_lane() const { return {block_.rank_ % kWarpLanes, warp_}; }
   auto link() const { return links.link(); }
@@ -202,10 +206,13 @@ bool run_body(const char* kernel, const Machine<Links, kWarpLanes>& m, const Dim
   const auto& end = *static_cast<const EndArgs*>(args);
   const auto is = [kernel](const char* name) { return std::strcmp(kernel, name) == 0; };
   if (is("dispatch_send")) return launch.dispatch_send(dispatch), true;
+  if (is("dispatch_wait")) return launch.dispatch_wait(dispatch), true;
   if (is("dispatch_receive")) return launch.dispatch_receive(dispatch), true;
   if (is("combine_send")) return launch.combine_send(combine), true;
+  if (is("combine_wait")) return launch.combine_wait(combine), true;
   if (is("combine_receive")) return launch.combine_receive(combine), true;
   if (is("combine_backward_send")) return launch.combine_backward_send(backward), true;
+  if (is("combine_backward_wait")) return launch.combine_backward_wait(backward), true;
   if (is("combine_backward_receive")) return launch.combine_backward_receive(backward), true;
   if (is("abort_group")) return launch.abort_group(end), true;
   if (is("leave")) return launch.leave(end), true;

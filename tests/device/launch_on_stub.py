@@ -19,16 +19,16 @@ def main() -> None:
     module = CudaModule(b"\x7fELF and so on", ["abc", "defgh"], torch.device("cuda", 0), nvshmem=False)
     words = [ctypes.c_uint64(41), ctypes.c_uint64(42)]
     params = (ctypes.c_void_p * 2)(*(ctypes.addressof(w) for w in words))
-    module.launch("defgh", blocks=7, threads=64, shared_bytes=99, stream=5, params=params)
+    module.launch([("defgh", 7)], threads=64, shared_bytes=99, stream=5, params=params)
     words[1].value = 43
-    module.launch("abc", blocks=1, threads=32, shared_bytes=0, stream=0, params=params)
+    module.launch([("abc", 1), ("defgh", 2)], threads=32, shared_bytes=0, stream=0, params=params)
     thread = threading.Thread(
-        target=lambda: module.launch("abc", blocks=2, threads=32, shared_bytes=0, stream=0, params=params)
+        target=lambda: module.launch([("abc", 2)], threads=32, shared_bytes=0, stream=0, params=params)
     )
     thread.start()
     thread.join()
     try:
-        module.launch("abc", blocks=1, threads=32, shared_bytes=2000, stream=0, params=params)
+        module.launch([("defgh", 1), ("abc", 1000), ("defgh", 1)], threads=32, shared_bytes=0, stream=0, params=params)
     except LaunchFailed as error:
         print(error)
     try:

@@ -1,6 +1,11 @@
-// What row primitives read and what a flush asks of the network, counted: exits with 1 and says where it is too much.
+// What row primitives read and when, who takes which row, and what a flush asks of the network: exits with 1 where that
+// is wrong, and says what it is.
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <limits>
 #include <thread>
+#include <vector>
 
 #include "emulated_network.h"
 
@@ -10,36 +15,148 @@ namespace {
 
 constexpr int kHidden = 7, kCopies = 3, kLanes = 4;
 
-// An element that knows when it is copied out of the row that is watched.
+// An element that knows when it is copied out of the rows that are watched, and how often that was before the first use.
 struct Watched {
   using Acc = float;
   static inline const char *begin = nullptr, *end = nullptr;
-  static inline int reads = 0;
+  static inline int reads = 0, reads_before_use = 0;
+  static void watch(const void* from, size_t bytes) {
+    begin = static_cast<const char*>(from);
+    end = begin + bytes;
+    reads = reads_before_use = 0;
+  }
   float bits = 0;
   Watched() = default;
   explicit Watched(float x) : bits(x) {}
-  Watched(const Watched& other) : bits(other.bits) {
+  Watched(const Watched& other) : bits(other.bits) { count(other); }
+  Watched& operator=(const Watched& other) {
+    bits = other.bits;
+    count(other);
+    return *this;
+  }
+  float wide() const {
+    if (reads_before_use == 0) reads_before_use = reads;
+    return bits;
+  }
+  static Watched round(float x) { return Watched(x); }
+
+ private:
+  static void count(const Watched& other) {
     const char* at = reinterpret_cast<const char*>(&other);
     reads += at >= begin && at < end;
   }
-  Watched& operator=(const Watched&) = default;
-  float wide() const { return bits; }
-  static Watched round(float x) { return Watched(x); }
 };
+using Rows = DeviceRows<Watched, RuntimeDims, emulation::Warp<1>>;
 
 // The row is of another rank: each of its elements crosses the link once, however many rows here copy it.
 int reads_of_a_remote_row() {
-  using Rows = DeviceRows<Watched, RuntimeDims, emulation::Warp<1>>;
   static Watched g[kHidden], y[kCopies][kHidden], out[kCopies][kHidden];
   const int32_t at[kCopies] = {2, 0, 1};
   const float weights[kCopies] = {1, 2, 3};
   float dots[kCopies];
-  Watched::begin = reinterpret_cast<const char*>(g);
-  Watched::end = reinterpret_cast<const char*>(g + kHidden);
+  Watched::watch(g, sizeof(g));
   const Rows rows{RuntimeDims{kHidden, kCopies}, emulation::Warp<1>{0, 1}, Codec::kRaw};
   rows.scale_dots(reinterpret_cast<char*>(out), reinterpret_cast<const char*>(y), at, weights, Watched::begin, dots,
                   kCopies);
   return Watched::reads;
+}
+
+// A sum of some of n rows: all that a lane has under way is loaded before the first element is used, rows that are not
+// there are not read, and what their weights are does not matter.
+bool sum_is_in_order(int n) {
+  constexpr int kRows = 20, kLength = 16;
+  static Watched rows[kRows][kLength], out[kLength];
+  const char* srcs[kRows];
+  float weights[kRows], expected[kLength] = {};
+  int there = 0;
+  for (int i = 0; i < n; ++i) {
+    const bool kept = i % 5 != 3;
+    srcs[i] = kept ? reinterpret_cast<const char*>(rows[i]) : nullptr;
+    weights[i] = kept ? 1.0f / float(i + 3) : std::numeric_limits<float>::quiet_NaN();
+    there += kept;
+    for (int k = 0; kept && k < kLength; ++k) {
+      rows[i][k].bits = std::ldexp(float(k * 7 + i - 9), (i * 5 + k) % 23);
+      expected[k] += weights[i] * rows[i][k].bits;
+    }
+  }
+  Watched::watch(rows, sizeof(rows));
+  const Rows primitive{RuntimeDims{kLength, kRows}, emulation::Warp<1>{0, 1}, Codec::kRaw};
+  primitive.encode_sum(reinterpret_cast<char*>(out), srcs, weights, n);
+  const int together = n <= 1 ? 8 : n <= 2 ? 4 : n <= 4 ? 2 : 1;  // of each row
+  const int loads = together * there - std::max(0, there - (n > 8 ? 7 : there));
+  bool right = Watched::reads == there * kLength && Watched::reads_before_use == loads;
+  for (int k = 0; k < kLength; ++k) right = right && out[k].bits == expected[k];
+  if (!right) std::printf("sum of %d rows: %d reads, %d before use\n", n, Watched::reads, Watched::reads_before_use);
+  return right;
+}
+
+// Codes by fours, as GPUs take them, are those of the codec: all codes, and numbers of every size.
+bool codes_are_equal() {
+  int wrong = 0;
+  for (const Codec codec : {Codec::kFp8, Codec::kInt8}) {
+    for (const float scale : {1.0f, 0.3f, 0.0f, 7.5e35f, 0x1p-109f, std::numeric_limits<float>::quiet_NaN()}) {
+      for (uint32_t code = 0; code < 256; ++code) {
+        float x[4];
+        decode_four(codec, code * 0x01000001u | (code ^ 0xffu) << 8 | 0x250000u, scale, x);
+        const uint32_t codes[] = {code, code ^ 0xffu, 0x25u, code};
+        for (int i = 0; i < 4; ++i) {
+          const float one = decode(codec, uint8_t(codes[i]), scale);
+          wrong += std::isnan(one) ? !std::isnan(x[i]) : float_bits(x[i]) != float_bits(one);
+        }
+      }
+    }
+    const float most = codec == Codec::kFp8 ? 448.0f : 127.0f;
+    for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += 40961) {  // of blocks whose largest is `most`
+      float x[4];
+      for (int i = 0; i < 4; ++i) x[i] = bits_float(uint32_t(bits + i * 0x3fffff));
+      const bool small = std::all_of(x, x + 4, [&](float v) { return std::fabs(v) <= most; });
+      const float inverse = small ? 1.0f : 0.0f;
+      const uint32_t four = encode_four(codec, x, inverse);
+      for (int i = 0; i < 4; ++i) wrong += uint8_t(four >> 8 * i) != encode(codec, x[i], inverse);
+    }
+  }
+  std::printf("codes that differ: %d\n", wrong);
+  return wrong == 0;
+}
+
+// Each row has one group, a group's lanes are those of warps side by side, and few rows are spread over all blocks.
+bool rows_have_groups(int num_blocks, int warps, int first_block, int num_rows) {
+  constexpr int kWarp = 4;
+  const int together = warps_together(num_rows, num_blocks - first_block, warps);
+  std::vector<int> lanes(num_rows), blocks(num_rows, -1), rows_of(num_blocks);
+  bool right = true;
+  for (int block = first_block; block < num_blocks; ++block) {
+    for (int rank = 0; rank < warps * kWarp; ++rank) {
+      const emulation::MappedLinks links{};
+      BlockShared shared{};
+      const emulation::Machine<emulation::MappedLinks, kWarp> m{
+          links, {rank, warps * kWarp, nullptr, nullptr}, nullptr, block, num_blocks, shared, nullptr};
+      const auto group = m.warps(first_block, together);
+      const Range share = group.share(num_rows);
+      for (int64_t row = share.begin; row < share.end; row += share.step) {
+        right = right && group.lane() == lanes[row]++ && (blocks[row] == -1 || blocks[row] == block);
+        blocks[row] = block;
+        rows_of[block] += group.leader();
+      }
+    }
+  }
+  for (int row = 0; row < num_rows; ++row) right = right && lanes[row] == together * kWarp;
+  const auto [least, most] = std::minmax_element(rows_of.begin() + first_block, rows_of.end());
+  right = right && *most - *least <= 1;
+  if (!right) std::printf("%d rows on %d blocks of %d warps, %d together\n", num_rows, num_blocks, warps, together);
+  return right;
+}
+
+bool rows_fill_the_blocks() {
+  bool right = true;
+  for (const int rows : {1, 3, 4, 5, 8, 9, 16, 17, 64, 65, 200}) {
+    for (const int warps : {16, 8, 6, 3, 1}) right = rows_have_groups(5, warps, rows % 3, rows) && right;
+  }
+  // On 132 blocks of 16 warps: one row more than blocks halves the warps of each, and they all go on at once.
+  const int rows[] = {0, 1, 132, 133, 264, 265, 528, 529, 1056, 1057, 2112, 2113, 65536};
+  const int expected[] = {16, 16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1};
+  for (size_t i = 0; i < std::size(rows); ++i) right = right && warps_together(rows[i], 132, 16) == expected[i];
+  return right;
 }
 
 // The lanes of one warp, side by side.
@@ -84,6 +201,9 @@ bool flush_is_one_quiet() {
 int main() {
   const int reads = reads_of_a_remote_row();
   std::printf("reads of a row of %d elements for %d copies: %d\n", kHidden, kCopies, reads);
-  const bool flushed = flush_is_one_quiet();
-  return reads == kHidden && flushed ? 0 : 1;
+  bool right = reads == kHidden;
+  for (int n = 0; n <= 20; ++n) right = sum_is_in_order(n) && right;
+  right = codes_are_equal() && right;
+  right = rows_fill_the_blocks() && right;
+  return flush_is_one_quiet() && right ? 0 : 1;
 }

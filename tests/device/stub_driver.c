@@ -1,10 +1,14 @@
 // A libcuda that remembers launches instead of running them: what reaches the driver can be checked without a GPU.
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef int CUresult;
 
-CUresult cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+CUresult cuDriverGetVersion(int* version) {
+  const char* told = getenv("STUB_DRIVER");
+  return *version = told ? atoi(told) : 99000, 0;
+}
 CUresult cuInit(unsigned flags) { return (void)flags, 0; }
 CUresult cuModuleLoadData(void** module, const void* image) {
   *module = (void*)0x1000;
@@ -20,7 +24,7 @@ CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, u
   printf("launch %lu grid %u %u %u block %u %u %u shared %u stream %lu extra %d words", (unsigned long)function - 0x1000,
          gx, gy, gz, bx, by, bz, shared, (unsigned long)stream, extra != 0);
   for (int i = 0; i < 2; ++i) printf(" %lu", *(unsigned long*)params[i]);
-  return printf("\n"), shared > 1000 ? 1 : 0;  // CUDA_ERROR_INVALID_VALUE
+  return printf("\n"), gx >= 1000 ? 1 : 0;  // CUDA_ERROR_INVALID_VALUE
 }
 CUresult cuCtxGetCurrent(void** context) { return *context = (void*)0x77, 0; }
 CUresult cuCtxSetCurrent(void* context) { return printf("context %lx\n", (unsigned long)context), 0; }
@@ -43,6 +47,7 @@ CUresult cuGetProcAddress_v2(const char* name, void** function, int version, uns
   for (unsigned i = 0; i < sizeof(table) / sizeof(table[0]); ++i) {
     if (strcmp(table[i].name, name) == 0) *function = table[i].function;
   }
+  if (strcmp("cuGetProcAddress", name) == 0) *function = (void*)cuGetProcAddress_v2;
   if (status) *status = *function ? 0 : 1;
   return *function ? 0 : 500;
 }

@@ -45,7 +45,8 @@ class EmulatedActivation:
     def __init__(self, gpu: EmulatedGpu, defines: Mapping[str, str | int]) -> None:
         self.gpu, self.elem = gpu, str(defines["MOE_RT_ELEM"])
 
-    def launch(self, name: str, *, blocks: int, params: ctypes.Array[Any], **_: Any) -> None:
+    def launch(self, launches: Any, *, params: ctypes.Array[Any], **_: Any) -> None:
+        ((name, blocks),) = launches
         self.gpu.launched.append(f"{name} {self.elem} {blocks}")
         backward = int(name == "swiglu_backward")
         library().emulated_activation(

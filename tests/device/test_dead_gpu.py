@@ -1,4 +1,4 @@
-"""A GPU that refuses every launch: the first error is raised, the buffer is closed, and the group is over."""
+"""A GPU that refuses every launch, or is not there: the first error is raised, and the buffer is closed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from device.emulated import EmulatedGpu
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.errors import GroupPoisoned, InvalidInput, LaunchFailed
+from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput, LaunchFailed
 
 SPEC = make_spec(1)
 
@@ -29,10 +30,11 @@ class DyingGpu(EmulatedGpu):
         kernels = super().kernels(source, defines, nvshmem=nvshmem)
         launch = kernels.launch
 
-        def refuse(name: str, **how: Any) -> None:
+        def refuse(launches: Any, **how: Any) -> None:
             if self.dead:
+                name = launches[0][0]
                 raise LaunchFailed(f"{name}: got CUDA_ERROR_ILLEGAL_ADDRESS from the CUDA driver, expected success")
-            launch(name, **how)
+            launch(launches, **how)
 
         kernels.launch = refuse  # type: ignore[method-assign]
         return kernels
@@ -71,3 +73,12 @@ def test_a_launch_that_failed_ends_the_group() -> None:
         with pytest.raises(GroupPoisoned, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
             buffer.dispatch(*inputs())
     assert isinstance(raised.value.__cause__, LaunchFailed)
+
+
+def test_no_gpu_here() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(InvalidConfig, match="expected a CUDA device that torch can use"):
+        Buffer(ThreadGroup.make(1, "cuda")[0], **buffer_kwargs(make_spec(1)))
+    with pytest.raises(InvalidConfig, match="expected a CUDA device that torch can use"):
+        Buffer(ThreadGroup.make(1)[0], heap="loopback", **buffer_kwargs(make_spec(1)))

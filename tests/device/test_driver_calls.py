@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from device.jit_tools import require_compiler
+
+from moe_rt.native.nvrtc import nvrtc_version
 
 HERE = Path(__file__).parent
 
@@ -34,10 +37,38 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
         "context 77",
         "launch 5 grid 7 1 1 block 64 1 1 shared 99 stream 5 extra 0 words 41 42",
         "launch 3 grid 1 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
+        "launch 5 grid 2 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
         "context 77",  # once for each thread
         "launch 3 grid 2 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
-        "launch 3 grid 1 1 1 block 32 1 1 shared 2000 stream 0 extra 0 words 41 43",
+        "launch 5 grid 1 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
+        "launch 3 grid 1000 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",  # refused: none follows
     ]
     section = "(docs/errors.md#launchfailed)"
     assert f"abc: got CUDA_ERROR_INVALID_VALUE from the CUDA driver, expected success {section}" in lines
     assert f"cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from the CUDA driver, expected success {section}" in lines
+
+
+@pytest.mark.parametrize(
+    ("version", "package"), [(12040, "nvidia-cuda-nvrtc-cu12==12.4.*"), (13000, "nvidia-cuda-nvrtc==13.0.*")]
+)
+def test_a_driver_older_than_the_compiler(stub: dict[str, str], version: int, package: str) -> None:
+    """What to install is named: a newer driver, or which compiler."""
+    require_compiler()
+    command = [sys.executable, str(HERE / "launch_on_stub.py")]
+    environment = {**stub, "STUB_DRIVER": str(version)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert result.returncode == 0, result.stderr
+    told = result.stdout.splitlines()[-1]
+    assert told.startswith(f"cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from a driver for CUDA {version // 1000}.")
+    assert f"pip install '{package}'" in told
+
+
+def test_a_driver_as_new_as_the_compiler_is_not_called_old(stub: dict[str, str]) -> None:
+    require_compiler()
+    major, minor = nvrtc_version()
+    command = [sys.executable, str(HERE / "launch_on_stub.py")]
+    environment = {**stub, "STUB_DRIVER": str(1000 * major + 10 * minor)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert result.returncode == 0, result.stderr
+    told = result.stdout.splitlines()[-1]
+    assert told.startswith("cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from the CUDA driver, expected success")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.cases_scaled_rows import as_they_lie, scaled_round
-from device.emulated import EmulatedGpu
+from device.emulated import EmulatedGpu, EmulatedKernels
 from harness import ThreadRanks
 from rounds import full_round, one_round
 from routing import buffer_kwargs, make_inputs, make_spec
@@ -15,10 +15,12 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.row_format import RowFormat
 from moe_rt.native.cuda import blocks_of_a_wait
+from moe_rt.native.gpu import Launches
 
 # 32 and more: warps of 32 lanes, and tiles of routing whose masks have a word or more; 33 lanes are no whole warps.
 LANES = (1, 3, 32, 33, 96, 256)
-# By the widest vector that divides a row: elements alone, 2, 4, 8 and 16 bytes; the last is coded, in two blocks.
+# By the widest vector that divides a row: elements alone, 2, 4, 8 and 16 bytes; the last are coded, in blocks of which
+# the last is short, by elements and by sixteen.
 SIZES: dict[str, dict[str, Any]] = {
     "2 bytes": dict(dtype=torch.bfloat16, hidden=5),
     "4 bytes": dict(dtype=torch.float16, hidden=6),
@@ -26,6 +28,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "16 bytes": dict(dtype=torch.float32, hidden=20),
     "coded": dict(
         dtype=torch.bfloat16, hidden=136, dispatch_dtype=torch.float8_e4m3fn, combine_dtype=torch.float8_e4m3fn
+    ),
+    "codes in 16 bytes": dict(
+        dtype=torch.bfloat16, hidden=400, dispatch_dtype=torch.int8, combine_dtype=torch.float8_e4m3fn
     ),
 }
 
@@ -45,8 +50,10 @@ class TestLanes:
         spec = make_spec(2, num_max_tokens_per_rank=2 * lanes + 5)
         ThreadRanks(2, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [2 * lanes + 5, lanes], 1, kind)
 
-    def test_coded_rows(self, lanes: int) -> None:
-        spec = make_spec(3, hidden=150, dispatch_dtype=torch.int8, combine_dtype=torch.int8)
+    @pytest.mark.parametrize("hidden", [150, 272])
+    def test_coded_rows(self, lanes: int, hidden: int) -> None:
+        """By elements, and by sixteen where warps have lanes for it."""
+        spec = make_spec(3, hidden=hidden, dispatch_dtype=torch.int8, combine_dtype=torch.int8)
         ThreadRanks(3, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [12, 0, 7], 2, "topk")
 
     def test_rows_with_scales(self, lanes: int) -> None:
@@ -98,6 +105,32 @@ def several_rounds(group: ThreadGroup, spec: Any, num_tokens: list[int]) -> None
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         for seed in range(5):
             one_round(buffer, make_inputs(spec, num_tokens, seed), seed)
+
+
+@pytest.mark.parametrize("kind", ["random", "one_expert"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_several_blocks_route(num_ranks: int, kind: str) -> None:
+    """Five of one rank, or two of each of two, with several tiles of two tokens."""
+    spec = make_spec(num_ranks, num_max_tokens_per_rank=40)
+    ThreadRanks(num_ranks, EmulatedGpu(num_sms=48, threads=4)).run(full_round, spec, [40, 33][:num_ranks], 5, kind)
+
+
+def test_blocks_that_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides a block for each row, until launches that move rows alone have no more."""
+    blocks: dict[str, list[int]] = {}
+    launch = EmulatedKernels.launch
+
+    def recorded(self: EmulatedKernels, launches: Launches, **options: Any) -> None:
+        for name, number in launches:
+            blocks.setdefault(name, []).append(number)
+        launch(self, launches, **options)
+
+    monkeypatch.setattr(EmulatedKernels, "launch", recorded)
+    for num_tokens in (0, 1, 30, 200):
+        spec = make_spec(1, num_max_tokens_per_rank=200)
+        ThreadRanks(1, EmulatedGpu(num_sms=40, threads=1)).run(full_round, spec, [num_tokens], 6, "random")
+    assert sorted(set(blocks["dispatch_send"])) == [2, 35, 40]
+    assert max(blocks["dispatch_receive"]) == 40
 
 
 def test_room_of_a_wait() -> None:

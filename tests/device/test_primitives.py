@@ -14,6 +14,7 @@ from rounds import one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
+from moe_rt.native.gpu import Launches
 from moe_rt.native.launcher import Launcher
 
 
@@ -38,9 +39,9 @@ def test_a_launch_that_routes_is_no_larger_than_others(
     launched: list[tuple[str, int, int]] = []
     launch = Launcher.launch
 
-    def noted(self: Launcher, name: str, blocks: int, stream: int) -> None:
-        launched.append((name, blocks, self.max_blocks))
-        launch(self, name, blocks, stream)
+    def noted(self: Launcher, launches: Launches, stream: int) -> None:
+        launched.extend((name, blocks, self.max_blocks) for name, blocks in launches)
+        launch(self, launches, stream)
 
     monkeypatch.setattr(Launcher, "launch", noted)
     gpu = EmulatedGpu(num_sms=24)

@@ -16,7 +16,7 @@ from moe_rt.diagnostics import Report
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.errors import MoeRtError
 
-WAIT_S = 100.0
+WAIT_S = 1000.0  # a command that looks at ranks which wait takes a minute on a busy core
 
 
 def late_rank(group: Any, faulty_rank: int, seconds: float, timeout_s: float) -> tuple[str, Report | None, Report]:

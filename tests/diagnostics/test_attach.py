@@ -88,8 +88,10 @@ def test_attach_says_who_is_late(ranks: ProcessRanks, tmp_path: Path) -> None:
             assert [(r.pid, r.process, r.problem) for r in report.ranks] == [(p, "running", "") for p in pids]
             assert report.conclusion.startswith(f"{LATE}last finished combine #1 ")
         shown = run_info(str(pids[0]))
-        document = json.loads(run_info(str(pids[2]), "--json").stdout)
+        written = run_info(str(pids[2]), "--json")
     assert LATE in shown.stdout, shown
+    assert written.returncode == 0, written
+    document = json.loads(written.stdout)
     assert [r["waits_for"] for r in document[0]["ranks"]] == [[1], [], [1]]
 
 

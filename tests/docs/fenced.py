@@ -30,6 +30,7 @@ SKIP_REASONS = (
     "is run by tests/gpucheck",
     "is run by make serve-test",
     "needs a GPU",
+    "needs root",
     "needs a server",
 )
 LIMIT_S = 800.0  # of hangs alone

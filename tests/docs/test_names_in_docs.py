@@ -48,7 +48,9 @@ TABLES = {
 
 
 def options_of(command: click.Command) -> set[str]:
-    return {"--help", *(name for parameter in command.params for name in parameter.opts + parameter.secondary_opts)}
+    parts = [command, *command.commands.values()] if isinstance(command, click.Group) else [command]
+    parameters = [parameter for part in parts for parameter in part.params]
+    return {"--help", *(name for parameter in parameters for name in parameter.opts + parameter.secondary_opts)}
 
 
 def commands() -> dict[str, click.Command]:

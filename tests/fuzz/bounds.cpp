@@ -11,6 +11,7 @@
 #include "../../cuda/device/rdma.h"
 #include "../../cuda/host/placement.h"
 #include "../../cuda/protocol/flat/dispatch.h"
+#include "../../cuda/protocol/flat/pushed_lists.h"
 #include "../../cuda/protocol/flat/routing.h"
 
 using namespace moe_rt;
@@ -25,13 +26,15 @@ constexpr int64_t kIdx[kTokens * kTopk] = {3, 4, 3, 4, 3, 4, 1, 4};
 struct Lists : RouteLists<float> {
   int32_t &first_pull, &end_pull, &first_copy, &end_copy;
   int32_t* counts_here;
-  explicit Lists(const RouteLists<float>& all, int first_expert)
+  int32_t num_max_tokens;
+  Lists(const RouteLists<float>& all, int first_expert, int32_t max_tokens)
       : RouteLists(all),
         first_pull(pull_offs[kMe]),
         end_pull(pull_offs[kMe + 1]),
         first_copy(copy_offs[kMe]),
         end_copy(copy_offs[kMe + 1]),
-        counts_here(counts + first_expert) {}
+        counts_here(counts + first_expert),
+        num_max_tokens(max_tokens) {}
   Pull& pull() const { return pulls[first_pull]; }
   Copy& copy() const { return copies[first_copy]; }
   // The same lists, so many entries further on; `others` are moved along where they name entries of each other.
@@ -65,9 +68,11 @@ struct NoRows {
   void spread(char*, const int32_t*, int, const char*) const {}
 };
 
-// Whether rank 2 believes the lists after `bend` has changed them.
-bool believed(const std::function<void(Lists&)>& bend) {
-  const Shape shape{3, 5, kTokens, 1, kTopk, 4, 4};
+// Whether rank 2 believes the lists after `bend` has changed them: in the peer's window, or pushed into its own segment,
+// where there is room for those of fewer tokens than a rank may have.
+bool believed(const std::function<void(Lists&)>& bend, bool pushed) {
+  Shape shape{3, 5, kTokens, 1, kTopk, 4, 4};
+  if (pushed) shape.num_max_tokens = 2 * kTokens, shape.num_pushed_tokens = kTokens;
   const Layout layout = Layout::make(shape);
   const PlacementTables tables = PlacementTables::make({0, 1, 2, 2, 2}, shape.num_ranks);
   std::vector<std::unique_ptr<char[]>> segments;
@@ -89,9 +94,11 @@ bool believed(const std::function<void(Lists&)>& bend) {
     place_lanes(w, counters, 1, RouteLists<float>::view(w, source, kWindow));
     write_lists(Solo{}, dims, w, kIdx, weights.data(), num_tokens, counters, cursor.data(),
                 RouteLists<float>::view(w, source, kWindow), plan.data());
+    if (pushed) push_lists<float>(Solo{}, w, kWindow);
   }
   const World w = world(kMe);
-  Lists lists(RouteLists<float>::view(w, kPeer, kWindow), w.placement.rank_first[kMe]);
+  Lists lists(RouteLists<float>::received(w, kPeer, kWindow, pushed), w.placement.rank_first[kMe],
+              shape.num_max_tokens);
   bend(lists);
   const int num_local = w.num_local_experts();
   std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local) + num_local), plan_ints(1 << 12);
@@ -99,6 +106,7 @@ bool believed(const std::function<void(Lists&)>& bend) {
   for (size_t i = 0; i < blocks_ints.size(); ++i) blocks_ints[i] = static_cast<int32_t>(1000 * i);
   std::vector<float> recv_x(1000), recv_weights(1000);
   Blocks blocks = Blocks::view(blocks_ints.data(), shape, num_local);
+  blocks.pushed = pushed;
   if (index_blocks<float>(Solo{}, w, kWindow, blocks) >= 0) return false;
   if (blocks.pull_start[shape.num_ranks] < 0) return true;  // a negative number of tokens was
   const Received<float> out{reinterpret_cast<char*>(recv_x.data()), recv_weights.data(), 100,
@@ -114,8 +122,8 @@ struct Case {
 
 const Case kCases[] = {
     {"nothing", true, [](Lists&) {}},
-    {"token: the last", true, [](Lists& l) { l.pull().token = kTokens - 1; }},
-    {"token: T", false, [](Lists& l) { l.pull().token = kTokens; }},
+    {"token: the last", true, [](Lists& l) { l.pull().token = l.num_max_tokens - 1; }},
+    {"token: T", false, [](Lists& l) { l.pull().token = l.num_max_tokens; }},
     {"token: -1", false, [](Lists& l) { l.pull().token = -1; }},
     {"slot: the last", true, [](Lists& l) { l.pull().slot = kTopk - 1; }},
     {"slot: as many as there are", false, [](Lists& l) { l.pull().slot = kTopk; }},
@@ -190,9 +198,11 @@ int main() {
     ++wrong;
   }
   for (const Case& c : kCases) {
-    if (believed(c.bend) == c.expected) continue;
-    std::printf("%s: got %s\n", c.name, c.expected ? "refused" : "believed");
-    ++wrong;
+    for (const bool pushed : {false, true}) {
+      if (believed(c.bend, pushed) == c.expected) continue;
+      std::printf("%s, %s: got %s\n", c.name, pushed ? "pushed" : "pulled", c.expected ? "refused" : "believed");
+      ++wrong;
+    }
   }
   std::printf("%zu cases, %d wrong\n", std::size(kCases), wrong);
   return wrong != 0;

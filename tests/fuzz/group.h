@@ -53,6 +53,9 @@ struct Group {
       drop = choices % 2 == 0;
       shape.recv_layout = choices / 2 == 0 ? RecvLayout::kExperts : RecvLayout::kTokens;
     }
+#if defined(MOE_RT_EMULATED_GPU)  // of what is there: kept inputs mean what they did
+    if (num_experts % 2 == 0) shape.num_pushed_tokens = shape.num_max_tokens;
+#endif
     for (int e = 0; e < num_experts; ++e) expert_rank.push_back(e < num_ranks ? e : in.between(0, num_ranks - 1));
     placement = PlacementTables::make(expert_rank, num_ranks);
     const int64_t bytes = Layout::make(shape).bytes;

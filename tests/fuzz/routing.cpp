@@ -144,19 +144,31 @@ int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
   return -1;
 }
 
-// The same with a block of lanes for each destination.
-int64_t route_many_lanes(const Input& in, const World& w, Lists& out) {
+// The same with blocks of lanes, each with its share of small tiles.
+int64_t route_many_lanes(const Input& in, const World& w, int tile, int most_blocks, Lists& out) {
   const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
   int64_t bad_entry = kNoBadEntry;
-  for (int dest = 0; dest < in.shape.num_ranks; ++dest) {
-    const int num_local = in.placement.rank_first[dest + 1] - in.placement.rank_first[dest];
-    const int32_t tile = tile_for(in.lanes, num_local);
-    std::vector<int32_t> ints(Tiles::num_ints(tile, num_local), -7);
+  const auto num_ints = Tiles::num_ints(in.shape, tile);
+  const int64_t num_tiles = Tiles::number(in.num_tokens, tile);
+  const int blocks = int(std::min<int64_t>(most_blocks, num_tiles));
+  for (int block = 0; block < blocks; ++block) {
+    std::vector<int32_t> ints(num_ints, -7);
     Barrier barrier(in.lanes);
     const auto work = [&](int lane) {
       uint32_t noise = lane;
-      route_to(emulation::Block{lane, in.lanes, &barrier, &noise}, dims, w, dest, in.ids(), in.weights.data(),
-               in.num_tokens, Tiles::view(ints.data(), tile, num_local), out.view(), out.send_plan.data(), bad_entry);
+      const emulation::Block coop{lane, in.lanes, &barrier, &noise};
+      const ExpertIds ids = in.ids();
+      const TileRouter router{coop,
+                              dims,
+                              w,
+                              ids,
+                              in.weights.data(),
+                              in.num_tokens,
+                              Tiles::view(ints.data(), in.shape, tile),
+                              out.view(),
+                              out.send_plan.data(),
+                              bad_entry};
+      router.route(block, blocks);
     };
     std::vector<std::thread> others;
     for (int lane = 1; lane < in.lanes; ++lane) others.emplace_back(work, lane);
@@ -181,11 +193,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const bool narrow : {false, true}) {
     if (narrow && in.narrow.size() != in.idx.size()) continue;
     in.use_narrow = narrow;
-    Lists few(in), many(in);
+    Lists few(in);
     expect(route_few_lanes(in, w, few) == lowest_bad, "few lanes named another bad entry");
     if (lowest_bad == -1) compare(few, expected);
-    expect(route_many_lanes(in, w, many) == lowest_bad, "many lanes named another bad entry");
-    compare(many, expected);
+    constexpr int kTilings[][2] = {{1, 1}, {1, 3}, {2, 2}, {5, 2}, {24, 1}};  // tokens of a tile, blocks
+    for (const auto& [tile, blocks] : kTilings) {
+      Lists many(in);
+      expect(route_many_lanes(in, w, tile, blocks, many) == lowest_bad, "many lanes named another bad entry");
+      compare(many, expected);
+    }
   }
   return 0;
 }

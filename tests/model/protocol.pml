@@ -12,8 +12,9 @@
  *    asserts: tokens between every pair are the worst case. Where zero tokens decide who waits for whom (SKIP_ZERO)
  *    they matter: ROUTES=r draws r routings before the run, which the dispatches use in turn; combine n carries the
  *    reverse of dispatch n.
+ *  - What a dispatch pushes, unless PUSHED_LISTS is set: a dispatch is then its lists alone, which lie in the destination.
  *
- * Must hold: no flag, ROUTES=r, and
+ * Must hold: no flag, ROUTES=r, PUSHED_LISTS, and
  *   REFUSE  A rank may refuse its input. It announces that in place of data, waits like everybody, and all go on.
  *   RAISE   A rank may raise at any moment and leave for good; it poisons its peers' memory, which every wait polls.
  *   DIE     A rank's process may end at any moment, also while it poisons; every wait sees whether its peer has ended.
@@ -101,10 +102,10 @@ proctype rank(byte me) {
 #endif
 
         /* Announce. */
-        if :: k == D && !refuse && !EARLY(D) -> payload[SLOT(me, me)] = BEGUN :: else fi;
+        if :: !PUSHES && !refuse && !EARLY(D) -> payload[SLOT(me, me)] = BEGUN :: else fi;
         MAY_FAIL;
         if
-        :: k == D ->
+        :: !PUSHES ->
             d_step { /* a peer that looked between the two would be as wrong as one that looks before */
                 payload[SLOT(me, me)] = (refuse || EARLY(D) -> payload[SLOT(me, me)] : DONE);
                 hdr[HEADER(me, me)] = HDR(refuse);
@@ -126,7 +127,7 @@ proctype rank(byte me) {
 #endif
         :: sent == ALL -> break
         od;
-        if :: k == D && EARLY(D) -> payload[SLOT(me, me)] = BEGUN; payload[SLOT(me, me)] = DONE :: else fi;
+        if :: !PUSHES && EARLY(D) -> payload[SLOT(me, me)] = BEGUN; payload[SLOT(me, me)] = DONE :: else fi;
 #ifdef LEAVE
         if :: refuse -> goto raise :: else fi;
 #endif

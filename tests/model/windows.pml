@@ -41,10 +41,17 @@ bit kinds[OPS]; /* drawn before the run; all ranks issue the same ops in the sam
 #define EARLY(kind) false
 #endif
 
-/* A dispatch writes one window in the source, whoever reads it; a combine writes one per source in the destination.
- * Headers have two places each, too, and always take turns. */
+/* A dispatch writes one window in the source, whoever reads it; a combine writes one per source in the destination, and
+ * so does a dispatch that pushes. Headers have two places each, too, and always take turns. */
+#ifdef PUSHED_LISTS
+#define SLOTS            (4 * N * N)
+#define PLACES(dst, src) (2 * ((k * N + (dst)) * N + (src)))
+#define PUSHES           true
+#else
 #define SLOTS            (2 * N + 2 * N * N)
 #define PLACES(dst, src) (k == D -> 2 * (src) : 2 * N + 2 * ((dst) * N + (src)))
+#define PUSHES           (k == C)
+#endif
 #define SLOT(dst, src)   (PLACES(dst, src) + window[k])
 #define HEADER(dst, src) (PLACES(dst, src) + SEQ % 2)
 #define SIG(dst, src)  sig[((k * LAYERS + LAYER) * N + (dst)) * N + (src)]
@@ -97,19 +104,19 @@ hidden byte tokens_overwritten, tokens_not_ready, partials_overwritten, partials
 hidden byte refusal_missed, completed_past_failure, other_call_consumed;
 hidden byte q, s, h, reads, newer, older;
 
-/* The next step towards peer p: a signal, and for a combine the push before it. The end of the push, the header and
+/* The next step towards peer p: a signal, and for an op that pushes the push before it. The end of the push, the header and
  * the signal are merged: p alone looks there, and a p that looked in between would be as wrong as one that sees the
  * half-written payload just before. */
 inline announce(p) {
     s = SLOT(p, me);
     h = HEADER(p, me);
     if
-    :: k == C && !refuse && TOKENS(me, p) && !(begun & BIT(p)) ->
+    :: PUSHES && !refuse && TOKENS(me, p) && !(begun & BIT(p)) ->
         begun = begun | BIT(p);
-        if :: EARLY(C) -> hdr[h] = HDR(refuse); SIG(p, me) = SEQ :: else -> payload[s] = BEGUN fi
+        if :: EARLY(k) -> hdr[h] = HDR(refuse); SIG(p, me) = SEQ :: else -> payload[s] = BEGUN fi
     :: else ->
         payload[s] = (begun & BIT(p) -> DONE : payload[s]);
-        hdr[h] = (k == C -> HDR(refuse) : hdr[h]);
+        hdr[h] = (PUSHES -> HDR(refuse) : hdr[h]);
         SIG(p, me) = SEQ;
         sent = sent | BIT(p)
     fi

@@ -193,8 +193,11 @@ int main(int argc, char** argv) {
   const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
   const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
   const bool with_scales = argc > 6 && std::string_view(argv[6]) == "scales";
-  const Shape shape{num_ranks, kExperts, kTokens, kHidden,
-                    kTopk,     4,        4,       by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
+  Shape shape{num_ranks, kExperts, kTokens, kHidden,
+              kTopk,     4,        4,       by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
+#if defined(MOE_RT_EMULATED_GPU)
+  if (num_ranks > 2) shape.num_pushed_tokens = kTokens;  // two ranks read lists where they are made
+#endif
   const Layout layout = Layout::make(shape);
   const int64_t bytes = layout.bytes;
   std::vector<uint64_t> segments;
