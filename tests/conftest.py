@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -48,6 +49,9 @@ LONGEST = (
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's compiler would start a process for each core in every program that compiles, each of which imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# A shell has its jobs in the background ignore Ctrl-C, and so would every program that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -80,7 +80,6 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
         [sys.executable, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a job in the background ignores
     )
     children: list[int] = []
     try:
