@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
+
 from moe_rt.errors import MissingPackage
 
 
 def how_to_install(extra: str) -> str:
     return f"pip install 'moe_rt[{extra}]'"
+
+
+def cuda_extra() -> str:
+    """The extra whose compiler and NVSHMEM are of the same CUDA as torch's build."""
+    return "cuda12" if (torch.version.cuda or "").startswith("12.") else "cuda"
 
 
 def require(package: str, extra: str, what: str) -> None:

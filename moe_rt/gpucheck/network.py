@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from moe_rt.comm.buffer import Buffer
+from moe_rt.extras import cuda_extra, how_to_install
 from moe_rt.gpucheck.steps import Check, Skipped
 from moe_rt.heap import nvshmem
 from moe_rt.heap.nvshmem_start import mps_is_running
@@ -29,7 +30,6 @@ from moe_rt.testing.programs import ONE_HOST, Program, end_with_starter, running
 from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
 from moe_rt.testing.thread_ranks import torch_device
 
-PACKAGE = "nvshmem4py-cu13"
 ROUNDS, PROCESS_S = 3, 60.0
 NO_NETWORK = {**ONE_HOST, "NVSHMEM_REMOTE_TRANSPORT": "none"}
 NO_MPS = "skipped: MPS is not running, and NVSHMEM needs it for two PEs on one GPU"
@@ -37,7 +37,7 @@ NO_MPS = "skipped: MPS is not running, and NVSHMEM needs it for two PEs on one G
 
 def check(check: Check) -> None:
     if importlib.util.find_spec("nvshmem") is None:
-        raise Skipped(f"the package {PACKAGE} is not installed")
+        raise Skipped(f"NVSHMEM's package is not installed; {how_to_install(cuda_extra())}")
     deadline = time.monotonic() + check.seconds
     for size in (1, 2):
         with check.part(f"{size} PEs"):

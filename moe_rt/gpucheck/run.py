@@ -20,7 +20,9 @@ from moe_rt.testing.host_info import machine_card
 
 BUDGET_S, LEAST_S = 470.0, 10.0
 _INSTEAD = "without a GPU the kernels can be compiled: moe-rt gpucheck --compile-only --arch sm_90a"
-_PACKAGES = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-nvshmem-cu13", "nvshmem4py-cu13", "triton", "vllm")
+_OF_CUDA_13 = ("nvidia-cuda-nvrtc", "nvidia-nvshmem-cu13", "nvshmem4py-cu13")
+_OF_CUDA_12 = ("nvidia-cuda-nvrtc-cu12", "nvidia-nvshmem-cu12", "nvshmem4py-cu12")
+_PACKAGES = ("cuda-bindings", *_OF_CUDA_13, *_OF_CUDA_12, "triton", "vllm")
 _QUERY = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
 
 Perform = Callable[[Step, Check], dict[str, Any]]

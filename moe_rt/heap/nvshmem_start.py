@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.extras import cuda_extra, how_to_install
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import all_or_none
 
@@ -30,7 +31,7 @@ def load(device: torch.device) -> tuple[Any, Any]:
         core.get_version()  # loads the library, without which init_status() fails instead of saying "no"
         return core, Device(torch.cuda.current_device() if device.index is None else device.index)
     except Exception as error:  # each of them loads libraries that may be missing
-        expected = f"the package nvshmem4py-cu13, a CUDA driver and {device}"
+        expected = f"NVSHMEM's package, a CUDA driver and {device}; {how_to_install(cuda_extra())}"
         message = f'heap "nvshmem": got {type(error).__name__}: {error}; expected {expected}'
         raise InvalidConfig(message) from error
 

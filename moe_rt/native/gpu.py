@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_rt import _engine
 from moe_rt.errors import InvalidConfig, LaunchFailed
+from moe_rt.extras import how_to_install
 
 _DRIVER_VERSION = 12000  # whose cuLaunchKernel this is, in cuda.h's way of counting
 # Of each kernel: its name, and how many blocks.
@@ -99,10 +100,12 @@ _TOO_NEW = ("CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ER
 
 def _driver_too_old(error: str, driver: tuple[int, int], compiler: tuple[int, int]) -> str:
     known, made = (".".join(map(str, version)) for version in (driver, compiler))
-    package = "nvidia-cuda-nvrtc" if driver >= (13, 0) else f"nvidia-cuda-nvrtc-cu{driver[0]}"
+    older = f"pip install 'nvidia-cuda-nvrtc{'' if driver >= (13, 0) else '-cu12'}=={known}.*'"
+    if driver[0] < compiler[0]:  # any compiler of the driver's CUDA will do
+        older = f"pip uninstall --yes nvshmem4py-cu13 && {how_to_install('cuda12')}"
     return (
         f"cuModuleLoadData: got {error} from a driver for CUDA {known}, expected one for {made}, as NVRTC is; "
-        f"install a newer driver, or a compiler as old as this one: pip install '{package}=={known}.*'"
+        f"install a newer driver, or a compiler as old as this one: {older}"
     )
 
 

@@ -165,7 +165,8 @@ class _Job:
             resources = _report(log)
             if self._nvshmem:
                 code, linked = link_program(self._toolkit, code, self._source, self._link_options())
-                resources = _linked_report(resources, linked)
+                if linked:
+                    resources = _linked_report(resources, linked)
         except CompileError as error:
             raise self._explained(error) from error
         return code, resources
@@ -196,7 +197,7 @@ class _Job:
         return options
 
     def _link_options(self) -> list[str]:
-        return [f"-arch={self._arch}", "-verbose", "-lineinfo"]
+        return [f"-arch={self._arch}", "-lineinfo"]
 
     def _explained(self, error: CompileError) -> CompileError:
         defines = " ".join(f"{name}={value}" for name, value in self._defines) or "nothing"

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_rt.errors import CompileError
+from moe_rt.extras import cuda_extra, how_to_install
 
-INSTALL = (
-    "compiling CUDA kernels needs cuda-bindings, cuda-pathfinder, nvidia-cuda-nvrtc, nvidia-cuda-runtime and "
-    "nvidia-cuda-cccl, and over a network nvidia-nvjitlink and nvidia-nvshmem-cu13; pip install 'moe_rt[cuda]'"
+_INSTALL = (
+    "compiling CUDA kernels needs NVRTC, cuda-bindings, cuda-pathfinder and the headers of the CUDA runtime and CCCL, "
+    f"and over a network nvJitLink and NVSHMEM; {how_to_install(cuda_extra())}"
 )
-# Of these alone depends what the compiler makes of a source, besides the source and the options.
-_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
-_NVSHMEM_PACKAGES = ("nvidia-nvjitlink", "nvidia-nvshmem-cu13")
 _VERSION_HEADERS = ("cuda_runtime_api.h", "cuda/std/__cccl/version.h", "non_abi/nvshmem_version.h")
 
 
@@ -65,17 +63,17 @@ def find_toolkit(nvshmem: bool) -> Toolkit:
         if nvshmem:
             identity.append(f"nvjitlink {nvjitlink.version()}")
     except (ImportError, RuntimeError, AttributeError) as error:
-        raise CompileError(f"got no NVRTC or nvJitLink ({error}); {INSTALL}") from error
+        raise CompileError(f"got no NVRTC or nvJitLink ({error}); {_INSTALL}") from error
     include = []
     for name in ("cudart", "cccl", *(["nvshmem"] if nvshmem else [])):
         found = find_nvidia_header_directory(name)
         if found is None:
-            raise CompileError(f"got no headers of {name}; {INSTALL}")
+            raise CompileError(f"got no headers of {name}; {_INSTALL}")
         include.append(found)
     library = Path(include[-1]).parent / "lib" / "libnvshmem_device.a" if nvshmem else None
     if library is not None and not library.is_file():
-        raise CompileError(f"got no {library.name} beside NVSHMEM's headers in {include[-1]}; {INSTALL}")
-    identity += [_installed(name) for name in (*_PACKAGES, *(_NVSHMEM_PACKAGES if nvshmem else ()))]
+        raise CompileError(f"got no {library.name} beside NVSHMEM's headers in {include[-1]}; {_INSTALL}")
+    identity += [_installed(name) for name in _packages(nvrtc_version()[0], nvshmem)]
     files = [Path(folder) / name for folder in include for name in _VERSION_HEADERS]
     files += [library] if library is not None else []
     identity += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
@@ -129,14 +127,15 @@ def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str
     """Links relocatable machine code with NVSHMEM's device library.
 
     Returns:
-        The cubin and the linker's log.
+        The cubin and the linker's log, which is empty from nvJitLink 12: it prints what it is asked to tell.
 
     Raises:
         CompileError: with the log.
     """
     nvjitlink = toolkit.nvjitlink
+    told = ["-verbose"] if nvjitlink.version()[0] >= 13 else []
     try:
-        linker = nvjitlink.create(len(options), list(options))
+        linker = nvjitlink.create(len(options) + len(told), [*options, *told])
     except nvjitlink.nvJitLinkError as error:
         raise CompileError(f"nvJitLink: {error}") from error
 
@@ -155,6 +154,13 @@ def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str
         raise CompileError(f"nvJitLink: {error}\n{log}") from error
     finally:
         nvjitlink.destroy(linker)
+
+
+def _packages(major: int, nvshmem: bool) -> list[str]:
+    """Of these alone depends what the compiler makes of a source, besides the source and the options."""
+    names = ["nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl", *(["nvidia-nvjitlink"] if nvshmem else [])]
+    named_by_major = "" if major >= 13 else f"-cu{major}"
+    return [f"{name}{named_by_major}" for name in names] + ([f"nvidia-nvshmem-cu{major}"] if nvshmem else [])
 
 
 def _installed(package: str) -> str:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from device.jit_tools import require_compiler
+from packaging.requirements import Requirement
 from tool_environments import ROOT, python_of
 
+from moe_rt.extras import cuda_extra
 from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, Variant
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 OLDEST, NEWEST = "torch-2.11", "torch-2.15"
+CUDA_12 = ("12.6", "12.8")
 ONE_ARCH, MORE_ARCHS = ("sm_90a",), ("sm_80", "sm_100a")
 EACH_SOURCE = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK or (v.hidden == 0 and v.elem == "Bf16"))
 # Each dtype, each code of rows, and each source once: what the sources ask of a compiler.
@@ -42,13 +52,15 @@ def pinned_python(name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "archs", "variants"),
     [
-        (OLDEST, ONE_ARCH, EACH_SOURCE),
-        pytest.param(OLDEST, ONE_ARCH, EACH_PART, marks=pytest.mark.sweep),
-        pytest.param(OLDEST, ONE_ARCH, VARIANTS, marks=pytest.mark.sweep),
-        pytest.param(OLDEST, MORE_ARCHS, EACH_SOURCE, marks=pytest.mark.sweep),
-        pytest.param(NEWEST, ONE_ARCH, EACH_SOURCE, marks=pytest.mark.sweep),
+        pytest.param(OLDEST, ONE_ARCH, EACH_SOURCE, id="oldest"),
+        pytest.param(CUDA_12[0], ONE_ARCH, EACH_SOURCE, id="12.6"),
+        pytest.param(CUDA_12[0], ("sm_80",), EACH_PART, marks=pytest.mark.sweep, id="12.6-each-part"),
+        pytest.param(CUDA_12[1], ("sm_90a", "sm_100a"), EACH_SOURCE, marks=pytest.mark.sweep, id="12.8"),
+        pytest.param(OLDEST, ONE_ARCH, EACH_PART, marks=pytest.mark.sweep, id="oldest-each-part"),
+        pytest.param(OLDEST, ONE_ARCH, VARIANTS, marks=pytest.mark.sweep, id="oldest-all-variants"),
+        pytest.param(OLDEST, MORE_ARCHS, EACH_SOURCE, marks=pytest.mark.sweep, id="oldest-more-architectures"),
+        pytest.param(NEWEST, ONE_ARCH, EACH_SOURCE, marks=pytest.mark.sweep, id="newest"),
     ],
-    ids=["oldest", "oldest-each-part", "oldest-all-variants", "oldest-more-architectures", "newest"],
 )
 def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Variant, ...]) -> None:
     require_compiler()
@@ -63,3 +75,21 @@ def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Vari
     pins = (ROOT / f"constraints-cuda-{name}.txt").read_text().splitlines()
     packages = {pin.replace("==", " ") for pin in pins if pin.startswith("nvidia-")}
     assert packages <= set(identity), "the pins are what compiled"
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [(None, "cuda"), ("12.6", "cuda12"), ("13.0", "cuda")])
+def test_the_extra_that_is_asked_for_fits_torch(monkeypatch: pytest.MonkeyPatch, cuda: str | None, extra: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert cuda_extra() == extra
+
+
+@pytest.mark.parametrize("name", CUDA_12)
+def test_the_extra_for_cuda_12_brings_what_is_pinned(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {r.name: r for r in map(Requirement, project["optional-dependencies"]["cuda12"])}
+    lines = (ROOT / f"constraints-cuda-{name}.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    required = {"nvidia-nvshmem-cu12"}  # by nvshmem4py
+    assert {pin.name for pin in pins} == extra.keys() - {"nvshmem4py-cu12"} | required
+    for pin in pins:
+        assert pin.name in required or str(pin.specifier).removeprefix("==") in extra[pin.name].specifier
