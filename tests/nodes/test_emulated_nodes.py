@@ -80,7 +80,8 @@ def await_none(cluster: Cluster, node: int) -> None:
 def test_a_node_has_its_own(cluster: Cluster) -> None:
     look = "hostname; cat /proc/sys/kernel/random/boot_id;"
     look += "for n in net pid mnt uts ipc; do readlink /proc/self/ns/$n; done"
-    nodes = [said(cluster, node, "sh", "-c", look).splitlines() for node in range(2)]
+    of_init = look.replace("self", "1")  # a run has a namespace for the host name of its own
+    nodes = [said(cluster, node, "sh", "-c", of_init).splitlines() for node in range(2)]
     here = subprocess.run(["sh", "-c", look], check=True, capture_output=True, text=True).stdout.splitlines()
     assert [node[0] for node in nodes] == ["node0", "node1"]
     for mine, other, outside in zip(*nodes, here, strict=True):
@@ -146,7 +147,7 @@ def test_a_status_comes_back(cluster: Cluster, command: str, status: int) -> Non
     assert start(cluster, 0, "sh", "-c", command).wait(HANG_S) == status
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> None:
     """As Ctrl-C in a terminal, which reaches the whole process group."""
     process = start(cluster, 0, "sh", "-c", DAEMON)
@@ -161,9 +162,18 @@ def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> No
     assert list(cluster.processes(0)) == []
 
 
-def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster) -> None:
-    assert said(cluster, 0, "sh", "-c", DAEMON.replace("; exec sleep 1000", "")) != ""
-    assert list(cluster.processes(0)) == []
+@pytest.mark.parametrize("change", ["", "env -i", "unshare --pid --fork"])
+def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster, change: str) -> None:
+    """Whatever it has changed of what it was started with: session, parent, environment, process ids."""
+    daemon = DAEMON.replace("; exec sleep 1000", "; sleep 0.2").replace("setsid", f"setsid {change}")
+    assert "gone" in said(cluster, 0, "sh", "-c", daemon)
+    node = os.stat(f"/proc/{cluster.init_process(0)}/ns/net").st_ino
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            inside = path.stat().st_ino == node
+        except OSError:
+            continue
+        assert not inside or "sleep\0001000" not in (path.parents[1] / "cmdline").read_text()
 
 
 def test_a_run_gives_signals_back(cluster: Cluster) -> None:
