@@ -118,7 +118,7 @@ def test_what_autograd_has_kept_is_not_read_again() -> None:
 
 
 def test_compiled() -> None:
-    """The window is a graph break; the dispatch from it is compiled, and takes the rows where they lie."""
+    """The window is a graph break, then memory like any other: the dispatch from it is compiled, and copies rows."""
     with open_alone(hidden=20) as buffer, torch.no_grad():
         _, idx, weights = cases.given(buffer)
 
@@ -132,3 +132,36 @@ def test_compiled() -> None:
         for seed in range(3):
             x = torch.randn(7, 20, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(compiled(x), step(x))
+
+
+@pytest.mark.parametrize("given_window", [False, True])
+def test_a_graph_does_not_write_over_the_next_rows(given_window: bool) -> None:
+    """What a graph writes in place it writes at its end, where peers may be reading what a later dispatch published."""
+    with open_alone(hidden=16) as buffer, torch.no_grad():
+        x, idx, weights = cases.given(buffer)
+
+        def two_layers(x: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
+            window = buffer.token_window(7) if window is None else window
+            window.copy_(x)
+            out = buffer.combine(*buffer.dispatch(window, idx, weights))
+            return buffer.dispatch(torch.full_like(out, 5.0), idx, weights)[0]
+
+        compiled = torch.compile(two_layers, backend="aot_eager")
+        window = buffer.token_window(7)
+        buffer.combine(*buffer.dispatch(window.copy_(x), idx, weights))
+        if given_window:
+            window = buffer.token_window(7)
+            with pytest.raises(InvalidInput, match=r"to be written and dispatched outside of torch"):
+                compiled(x, window)
+        else:
+            compiled(x, None)
+            assert torch.equal(window, torch.full_like(window, 5.0))
+
+
+def test_a_row_has_any_stride() -> None:
+    """Of one row nothing says how far the next is: views of it differ in that, and lie where it does."""
+    with open_alone(hidden=20) as buffer, torch.no_grad():
+        x, idx, weights = cases.given(buffer)
+        window = buffer.token_window(1)[0].unsqueeze(0).copy_(x[:1])
+        out = buffer.combine(*buffer.dispatch(window, idx[:1], weights[:1]))
+        assert torch.equal(out, buffer.combine(*buffer.dispatch(x[:1], idx[:1], weights[:1])))
