@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_rt.nodes.cluster import Cluster
+from moe_rt.errors import InvalidConfig
+from moe_rt.nodes.cluster import Cluster, refused, require_rights
 from moe_rt.testing.programs import wait
 
 _GRACE_S, _LOOK_S = 5.0, 0.02
@@ -26,11 +27,15 @@ def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
     SIGINT of a terminal reaches the command by itself; SIGTERM and SIGHUP are handed on. It then has 5 seconds.
 
     Raises:
-        InvalidConfig: there is no such node.
-        OSError: the system refuses.
+        InvalidConfig: there is no such node, or this process has not the rights.
+        MissingPackage: a tool of the system is not here.
     """
+    require_rights()  # or the processes of a node would be hidden from us, and no node be up
     init = cluster.init_process(node)
-    mark = _make_mark(init)
+    try:
+        mark = _make_mark(init)
+    except OSError as error:
+        raise InvalidConfig(refused("run", str(error))) from error
 
     def hand_on(number: int, frame: object) -> None:
         for pid in _marked(mark):

@@ -271,15 +271,16 @@ def test_without_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expected rights to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)" in done.stderr
     assert traces("norights") == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for act in (lambda: Cluster().up(2), Cluster().down):
+    for act in (lambda: Cluster().up(2), Cluster().down, lambda: run(Cluster(), 0, ["true"])):
         with pytest.raises(InvalidConfig, match="expected root; sudo moe-rt nodes"):
             act()
 
 
 def test_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.shutil, "which", lambda tool: None if tool == "ip" else tool)
-    with pytest.raises(MissingPackage, match="got no program ip, expected one; apt-get install iproute2"):
-        Cluster().up(2)
+    for act in (lambda: Cluster().up(2), lambda: run(Cluster(), 0, ["true"])):
+        with pytest.raises(MissingPackage, match="got no program ip, expected one; apt-get install iproute2"):
+            act()
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "0mbit", "10", "1.5gbit", "1gbit;"])
