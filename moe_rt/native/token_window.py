@@ -49,6 +49,8 @@ class TokenWindows:
 
     def hold(self, t: Tensor) -> bool:
         """Whether the tensor lies in a window, and reads as it lies there."""
+        if t.layout is not torch.strided:  # it has no address; what is wrong with it is said, and to peers, later
+            return False
         at = t.data_ptr()
         return any(start <= at < start + self._num_bytes for start in self._starts) and not t.is_neg()
 
@@ -63,7 +65,7 @@ class TokenWindows:
 
     def beside(self, x: Tensor) -> bool:
         """Whether rows lie elsewhere, though a window was handed out for them."""
-        return self._handed is not None and len(x) > 0 and not self.hold(x)
+        return self._handed is not None and x.numel() > 0 and not self.hold(x)
 
     def retire(self) -> None:
         """An op begins: what was handed out is the past."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from conformance import cases_token_window as cases
 from conftest import CPU_HEAPS, HEAPS
 from harness import Ranks
 from routing import make_spec
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput
@@ -165,3 +167,14 @@ def test_a_row_has_any_stride() -> None:
         window = buffer.token_window(1)[0].unsqueeze(0).copy_(x[:1])
         out = buffer.combine(*buffer.dispatch(window, idx[:1], weights[:1]))
         assert torch.equal(out, buffer.combine(*buffer.dispatch(x[:1], idx[:1], weights[:1])))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("rows", [torch.ones(7, 16).to_sparse(), torch.ones(())], ids=["sparse", "scalar"])
+def test_odd_rows_are_refused_while_a_window_is_out(rows: torch.Tensor, watched: bool) -> None:
+    """Not by an error of torch, of which peers would hear nothing."""
+    with open_alone(hidden=16) as buffer, FlopCounterMode(display=False) if watched else nullcontext():
+        _, idx, weights = cases.given(buffer)
+        buffer.token_window(7)
+        with pytest.raises(InvalidInput, match="x: got "):
+            buffer.dispatch(rows, idx, weights.clone().requires_grad_())
