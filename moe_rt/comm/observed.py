@@ -52,7 +52,8 @@ class Observed:
         Write rows into it, in place, and give it, or its first rows, to `dispatch` as x: what is left to publish is
         their routing. That dispatch has to be the next op of this buffer; after any op the tensor is refused, on every
         rank, and what lies in it is unspecified. Ask again for each dispatch. On a GPU, write it on the stream of the
-        ops. Not for training: a dispatch that gradients are recorded of refuses it.
+        ops. Not for training: a dispatch that gradients are recorded of refuses it. Under torch.compile it is memory
+        like any other, whose rows are copied, since a graph writes to what it is given at its end.
 
         Args:
             num_tokens: rows, in [0, num_max_tokens_per_rank].
@@ -68,7 +69,7 @@ class Observed:
         """
         compiler = set_eval_frame(None)  # which would look into C++ below
         try:
-            return self._engine.token_window(num_tokens)
+            return self._engine.token_window(num_tokens, compiled=compiler is not None)
         finally:
             set_eval_frame(compiler)
 

@@ -63,7 +63,9 @@ _lib.define(
 def _dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int, max_tokens: int | None = None
 ) -> tuple[Tensor, ...]:
-    return engine_by_id(engine).dispatch(x, topk_idx, topk_weights, tag, max_tokens)
+    e = engine_by_id(engine)
+    e.require_window_as_handed_out(tag, x)
+    return e.dispatch(x, topk_idx, topk_weights, tag, max_tokens)
 
 
 def _dispatch_scaled(

@@ -77,6 +77,13 @@ class Checks(ABC):
             message = f"x: got {got}, expected torch.no_grad(), or rows in memory of their own: windows are overwritten"
             self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
 
+    def require_window_as_handed_out(self, tag: int, x: Tensor) -> None:
+        """Refuses rows that a graph has copied: it writes its inputs at its end, when peers may read the next op's."""
+        if self._windows is not None and self._windows.beside(x):
+            got = "rows that a graph has copied from a token window, or beside one"
+            message = f"x: got {got}, expected token_window to be written and dispatched outside of torch.compile"
+            self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
+
     def _check_window(self, tag: int, x: Tensor, scaled: bool) -> None:
         """Whether rows in a token window are all that lies there, for this op."""
         assert self._windows is not None

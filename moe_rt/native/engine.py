@@ -175,8 +175,8 @@ class Engine(Dispatching):
         self._run(op, args, tag)
         return grad_y
 
-    def token_window(self, num_tokens: int) -> Tensor:
-        """[num_tokens, H], for the next op; see moe_rt.Buffer.token_window."""
+    def token_window(self, num_tokens: int, compiled: bool = False) -> Tensor:
+        """[num_tokens, H], for the next op, or memory like any other; see moe_rt.Buffer.token_window."""
         self.health()
         s = self.spec
         if s.dispatch_dtype is not None:
@@ -194,6 +194,8 @@ class Engine(Dispatching):
             got = "a stream that is being captured, or a buffer whose ops were, in a CUDA graph"
             message = f"token_window: got {got}, expected neither: only the device knows which window a replay takes"
             raise InvalidConfig(message, rank=self.rank)
+        if compiled:
+            return self._rows(num_tokens)
         if self._windows is None:
             segments = self._segments
             self._windows = TokenWindows(

@@ -49,6 +49,8 @@ class TokenWindows:
 
     def hold(self, t: Tensor) -> bool:
         """Whether the tensor lies in a window, and reads as it lies there."""
+        if t.layout is not torch.strided:  # it has no address; what is wrong with it is said, and to peers, later
+            return False
         at = t.data_ptr()
         return any(start <= at < start + self._num_bytes for start in self._starts) and not t.is_neg()
 
@@ -56,9 +58,14 @@ class TokenWindows:
         """What is wrong with rows that lie in a window and are to be published by an op that takes `window`; or ""."""
         if self._handed is None or self._handed != window:
             return "a token window of an earlier op"
-        if x.data_ptr() != self._starts[window] or x.stride() != self._rows[window].stride():
+        strides = zip(x.shape, x.stride(), self._rows[window].stride(), strict=True)
+        if x.data_ptr() != self._starts[window] or any(n > 1 and got != own for n, got, own in strides):
             return "part of a token window"
         return ""
+
+    def beside(self, x: Tensor) -> bool:
+        """Whether rows lie elsewhere, though a window was handed out for them."""
+        return self._handed is not None and x.numel() > 0 and not self.hold(x)
 
     def retire(self) -> None:
         """An op begins: what was handed out is the past."""

@@ -200,7 +200,7 @@ class Cluster:
         assert init.stdout is not None
         assert init.stderr is not None
         if init.stdout.readline() != "up\n":
-            raise InvalidConfig(_refused("unshare", init.stderr.read()))
+            raise InvalidConfig(refused("unshare", init.stderr.read()))
         init.returncode = 0  # it lives until `down`; Python would warn of a child that it has not waited for
         init.stdout.close()
         init.stderr.close()
@@ -225,11 +225,12 @@ def _say(command: str) -> str:
     """What the command prints; its own words where it fails."""
     done = subprocess.run(command.split(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
-        raise InvalidConfig(_refused(command, done.stderr))
+        raise InvalidConfig(refused(command, done.stderr))
     return done.stdout
 
 
-def _refused(command: str, why: str) -> str:
+def refused(command: str, why: str) -> str:
+    """How to say that the system did not let us."""
     got = " ".join(why.split()) or "nothing on stderr"
     return f"nodes: {command}: got {got!r}, expected rights to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)"
 

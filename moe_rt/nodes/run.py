@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import signal
 import subprocess
 import time
@@ -13,47 +12,58 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.nodes.cluster import Cluster
+from moe_rt.nodes.cluster import Cluster, refused, require_rights
 from moe_rt.testing.programs import wait
 
-_MARK = "MOE_RT_NODES_RUN"  # in the environment of all that a run starts, wherever it went from there
 _GRACE_S, _LOOK_S = 5.0, 0.02
 # linux/sched.h: mounts, host name, IPC, process ids of children, network
-_NAMESPACES = 0x0002_0000 | 0x0400_0000 | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
+_UTS = 0x0400_0000
+_NAMESPACES = 0x0002_0000 | _UTS | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
 
 
 def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
     """Runs the command in the node, in this directory, and returns its exit status, or 128 + the signal that ended it.
 
-    SIGINT of a terminal reaches the command by itself; SIGTERM is handed on. It then has 5 seconds.
+    SIGINT of a terminal reaches the command by itself; SIGTERM and SIGHUP are handed on. It then has 5 seconds.
 
     Raises:
-        InvalidConfig: there is no such node.
+        InvalidConfig: there is no such node, or this process has not the rights.
+        MissingPackage: a tool of the system is not here.
     """
-    mark = f"{_MARK}={secrets.token_hex(8)}"
-    inside = ["nsenter", "--target", str(cluster.init_process(node)), "--mount", "--uts", "--ipc", "--net", "--pid"]
-    process = subprocess.Popen([*inside, "--", "env", f"--chdir={Path.cwd()}", mark, *command], text=True)
+    require_rights()  # or the processes of a node would be hidden from us, and no node be up
+    init = cluster.init_process(node)
+    try:
+        mark = _make_mark(init)
+    except OSError as error:
+        raise InvalidConfig(refused("run", str(error))) from error
 
     def hand_on(number: int, frame: object) -> None:
-        for pid in _marked(cluster, node, mark):
+        for pid in _marked(mark):
             _kill(pid, number)
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, hand_on)
+    inside = ["nsenter", "--target", str(init), f"--uts=/proc/{os.getpid()}/fd/{mark}"]
+    inside += ["--mount", "--ipc", "--net", "--pid", "--", "env", f"--chdir={Path.cwd()}"]
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGHUP)}
+    process = None
     try:
+        process = subprocess.Popen([*inside, *command], text=True)
         status = wait(process)
     except BaseException:
         deadline = time.monotonic() + _GRACE_S
-        while _marked(cluster, node, mark) and time.monotonic() < deadline:
+        while _marked(mark) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
-        while left := _marked(cluster, node, mark):
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        while left := _marked(mark):
             for pid in left:
                 _kill(pid, signal.SIGKILL)
             time.sleep(_LOOK_S)
-        process.wait()
+        if process is not None:
+            process.wait()
+        os.close(mark)
     assert status is not None
     return status if status >= 0 else 128 - status
 
@@ -69,22 +79,43 @@ def join(cluster: Cluster, node: int) -> None:
     """
     init = os.pidfd_open(cluster.init_process(node))
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(init, _NAMESPACES) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot join node {node}")
+        _call("setns", init, _NAMESPACES)
     finally:
         os.close(init)
 
 
-def _marked(cluster: Cluster, node: int, mark: str) -> list[int]:
-    """What runs in the node with the mark in its environment; nothing where the node is gone."""
-    found = []
-    with contextlib.suppress(InvalidConfig):
-        for pid in cluster.processes(node):
-            with contextlib.suppress(OSError):
-                if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found.append(pid)
+def _make_mark(init: int) -> int:
+    """A namespace, open, with the node's host name: who is in it was started by one run, whatever has become of it.
+
+    Processes pass theirs on to all that they start; an environment, a session or a parent they may change or lose.
+    """
+    here = os.open("/proc/thread-self/ns/uts", os.O_RDONLY)
+    try:
+        with open(f"/proc/{init}/ns/uts", "rb") as node:
+            _call("setns", node.fileno(), _UTS)
+        try:
+            _call("unshare", _UTS)
+            return os.open("/proc/thread-self/ns/uts", os.O_RDONLY)
+        finally:
+            _call("setns", here, _UTS)
+    finally:
+        os.close(here)
+
+
+def _marked(mark: int) -> list[int]:
+    """Who is in that namespace, with the nsenter that waits for the command."""
+    found, space = [], os.fstat(mark).st_ino
+    for path in Path("/proc").glob("[0-9]*/ns/uts"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.stat().st_ino == space:
+                found.append(int(path.parts[2]))
     return found
+
+
+def _call(name: str, *arguments: int) -> None:
+    """A call of the C library; Python has these from 3.12 on."""
+    if ctypes.CDLL(None, use_errno=True)[name](*arguments) != 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def _kill(pid: int, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from conformance import cases_token_window as cases
 from conftest import CPU_HEAPS, HEAPS
 from harness import Ranks
 from routing import make_spec
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput
@@ -118,7 +120,7 @@ def test_what_autograd_has_kept_is_not_read_again() -> None:
 
 
 def test_compiled() -> None:
-    """The window is a graph break; the dispatch from it is compiled, and takes the rows where they lie."""
+    """The window is a graph break, then memory like any other: the dispatch from it is compiled, and copies rows."""
     with open_alone(hidden=20) as buffer, torch.no_grad():
         _, idx, weights = cases.given(buffer)
 
@@ -132,3 +134,47 @@ def test_compiled() -> None:
         for seed in range(3):
             x = torch.randn(7, 20, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(compiled(x), step(x))
+
+
+@pytest.mark.parametrize("given_window", [False, True])
+def test_a_graph_does_not_write_over_the_next_rows(given_window: bool) -> None:
+    """What a graph writes in place it writes at its end, where peers may be reading what a later dispatch published."""
+    with open_alone(hidden=16) as buffer, torch.no_grad():
+        x, idx, weights = cases.given(buffer)
+
+        def two_layers(x: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
+            window = buffer.token_window(7) if window is None else window
+            window.copy_(x)
+            out = buffer.combine(*buffer.dispatch(window, idx, weights))
+            return buffer.dispatch(torch.full_like(out, 5.0), idx, weights)[0]
+
+        compiled = torch.compile(two_layers, backend="aot_eager")
+        window = buffer.token_window(7)
+        buffer.combine(*buffer.dispatch(window.copy_(x), idx, weights))
+        if given_window:
+            window = buffer.token_window(7)
+            with pytest.raises(InvalidInput, match=r"to be written and dispatched outside of torch"):
+                compiled(x, window)
+        else:
+            compiled(x, None)
+            assert torch.equal(window, torch.full_like(window, 5.0))
+
+
+def test_a_row_has_any_stride() -> None:
+    """Of one row nothing says how far the next is: views of it differ in that, and lie where it does."""
+    with open_alone(hidden=20) as buffer, torch.no_grad():
+        x, idx, weights = cases.given(buffer)
+        window = buffer.token_window(1)[0].unsqueeze(0).copy_(x[:1])
+        out = buffer.combine(*buffer.dispatch(window, idx[:1], weights[:1]))
+        assert torch.equal(out, buffer.combine(*buffer.dispatch(x[:1], idx[:1], weights[:1])))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("rows", [torch.ones(7, 16).to_sparse(), torch.ones(())], ids=["sparse", "scalar"])
+def test_odd_rows_are_refused_while_a_window_is_out(rows: torch.Tensor, watched: bool) -> None:
+    """Not by an error of torch, of which peers would hear nothing."""
+    with open_alone(hidden=16) as buffer, FlopCounterMode(display=False) if watched else nullcontext():
+        _, idx, weights = cases.given(buffer)
+        buffer.token_window(7)
+        with pytest.raises(InvalidInput, match="x: got "):
+            buffer.dispatch(rows, idx, weights.clone().requires_grad_())

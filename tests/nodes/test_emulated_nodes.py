@@ -78,9 +78,9 @@ def await_none(cluster: Cluster, node: int) -> None:
 
 
 def test_a_node_has_its_own(cluster: Cluster) -> None:
-    look = "hostname; cat /proc/sys/kernel/random/boot_id;"
-    look += "for n in net pid mnt uts ipc; do readlink /proc/self/ns/$n; done"
-    nodes = [said(cluster, node, "sh", "-c", look).splitlines() for node in range(2)]
+    look = "hostname; cat /proc/sys/kernel/random/boot_id; cd /proc/self/ns; readlink net pid mnt uts ipc"
+    of_init = look.replace("self", "1")  # a run has a namespace for the host name of its own
+    nodes = [said(cluster, node, "sh", "-c", of_init).splitlines() for node in range(2)]
     here = subprocess.run(["sh", "-c", look], check=True, capture_output=True, text=True).stdout.splitlines()
     assert [node[0] for node in nodes] == ["node0", "node1"]
     for mine, other, outside in zip(*nodes, here, strict=True):
@@ -146,24 +146,26 @@ def test_a_status_comes_back(cluster: Cluster, command: str, status: int) -> Non
     assert start(cluster, 0, "sh", "-c", command).wait(HANG_S) == status
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> None:
     """As Ctrl-C in a terminal, which reaches the whole process group."""
     process = start(cluster, 0, "sh", "-c", DAEMON)
     assert process.stdout is not None
     assert {process.stdout.readline() for _ in range(2)} == {"started\n", "gone\n"}
     assert len(list(cluster.processes(0))) >= 2
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     process.wait(HANG_S)
     assert list(cluster.processes(0)) == []
 
 
-def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster) -> None:
-    assert said(cluster, 0, "sh", "-c", DAEMON.replace("; exec sleep 1000", "")) != ""
-    assert list(cluster.processes(0)) == []
+@pytest.mark.parametrize("change", ["", "env -i", "unshare --pid --fork"])
+def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster, change: str) -> None:
+    """Whatever it has changed of what it was started with: session, parent, environment, process ids."""
+    daemon = DAEMON.replace("exec sleep 1000", "sleep 0.2").replace("setsid", f"setsid {change}")
+    look = ["ip", "netns", "pids", f"{cluster.name}-node0"]
+    before = subprocess.check_output(look)
+    assert "gone" in said(cluster, 0, "sh", "-c", daemon)
+    assert subprocess.check_output(look) == before
 
 
 def test_a_run_gives_signals_back(cluster: Cluster) -> None:
@@ -269,15 +271,16 @@ def test_without_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expected rights to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)" in done.stderr
     assert traces("norights") == []
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    for act in (lambda: Cluster().up(2), Cluster().down):
+    for act in (lambda: Cluster().up(2), Cluster().down, lambda: run(Cluster(), 0, ["true"])):
         with pytest.raises(InvalidConfig, match="expected root; sudo moe-rt nodes"):
             act()
 
 
 def test_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.shutil, "which", lambda tool: None if tool == "ip" else tool)
-    with pytest.raises(MissingPackage, match="got no program ip, expected one; apt-get install iproute2"):
-        Cluster().up(2)
+    for act in (lambda: Cluster().up(2), lambda: run(Cluster(), 0, ["true"])):
+        with pytest.raises(MissingPackage, match="got no program ip, expected one; apt-get install iproute2"):
+            act()
 
 
 @pytest.mark.parametrize("rate", ["", "fast", "0mbit", "10", "1.5gbit", "1gbit;"])
