@@ -7,11 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
 from moe_rt.diagnostics.report import Report
 from moe_rt.native.engine import Engine
+
+
+@_disable_dynamo  # a graph break that dynamo knows: what it finds by itself it warns of
+def _rows_for_a_graph(engine: Engine, num_tokens: int) -> Tensor:
+    return engine.token_window(num_tokens, compiled=True)
 
 
 class Observed:
@@ -67,7 +74,9 @@ class Observed:
                 stream is being captured into a CUDA graph, or an op of this buffer was.
             PeerDead, PeerTimeout, GroupPoisoned, GroupClosed: the group is over.
         """
-        compiler = set_eval_frame(None)  # which would look into C++ below
+        if is_dynamo_compiling():
+            return _rows_for_a_graph(self._engine, num_tokens)
+        compiler = set_eval_frame(None)  # of the code that a broken graph leaves; it would look into C++ below
         try:
             return self._engine.token_window(num_tokens, compiled=compiler is not None)
         finally:

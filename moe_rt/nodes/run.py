@@ -44,7 +44,8 @@ def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
 
     inside = ["nsenter", "--target", str(init), f"--uts=/proc/{os.getpid()}/fd/{mark}"]
     inside += ["--mount", "--ipc", "--net", "--pid", "--", "env", f"--chdir={Path.cwd()}"]
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hand_on) for number in heard}  # nohup has SIGHUP ignored
     process = None
     try:
         process = subprocess.Popen([*inside, *command], text=True)

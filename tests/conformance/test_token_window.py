@@ -119,6 +119,7 @@ def test_what_autograd_has_kept_is_not_read_again() -> None:
             product.backward()
 
 
+@pytest.mark.filterwarnings("error")
 def test_compiled() -> None:
     """The window is a graph break, then memory like any other: the dispatch from it is compiled, and copies rows."""
     with open_alone(hidden=20) as buffer, torch.no_grad():
