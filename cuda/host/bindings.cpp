@@ -2,17 +2,20 @@
 // moe_rt/native gives them shapes. The GIL is released for the whole of every op, waits included, but for the moments in
 // which a long wait lets Python handle signals.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <optional>
 #include <system_error>
 
 #include "arguments.h"
 #include "engine.h"
 #include "process.h"
+#include "tensor_reader.h"
 
 namespace nb = nanobind;
 using namespace moe_rt;
@@ -40,6 +43,13 @@ Status run(Fn&& op) {
   }
   if (PyErr_Occurred()) nb::raise_python_error();
   return status;
+}
+
+// The same for an op that nearly always goes well: no object says so, as making it and asking it takes long.
+template <class Fn>
+std::optional<Status> failure_of(Fn&& op) {
+  const Status status = run(op);
+  return status.ok() ? std::nullopt : std::optional(status);
 }
 
 // The engine starts threads, which the system may refuse: an OSError then.
@@ -123,6 +133,23 @@ NB_MODULE(_engine, m) {
       .def_prop_ro("at", [](const Fault& f) { return static_cast<int>(f.at); })
       .def("strike", &Fault::strike, nb::call_guard<nb::gil_scoped_release>());
 
+  nb::class_<TensorReader>(m, "TensorReader")
+      .def(
+          "__init__",
+          [](TensorReader* self, nb::handle tensor, const Shape& shape, int elem, int64_t plan_ints, bool on_cuda,
+             int device_index, int64_t vector_bytes) {
+            const int device_type = on_cuda ? nb::device::cuda::value : nb::device::cpu::value;
+            new (self) TensorReader(tensor, shape, static_cast<rows::Elem>(elem), plan_ints,
+                                    {device_type, device_index}, vector_bytes);
+          },
+          nb::kw_only(), nb::arg("tensor"), nb::arg("shape"), nb::arg("elem"), nb::arg("plan_ints"), nb::arg("on_cuda"),
+          nb::arg("device_index"), nb::arg("vector_bytes"))
+      .def("dispatch", &TensorReader::dispatch, nb::arg().none(), nb::arg().none(), nb::arg().none(),
+           nb::sig("def dispatch(self, x: object, topk_idx: object, topk_weights: object, /) -> int"))
+      .def("combine", &TensorReader::combine, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+           nb::sig("def combine(self, y: object, recv_weights: object | None, recv_plan: object, send_plan: object, /)"
+                   " -> tuple[int, int, int] | None"));
+
   nb::class_<Engine::StreamFrom>(m, "StreamFrom")
       .def_ro("published", &Engine::StreamFrom::published)
       .def_ro("received", &Engine::StreamFrom::received)
@@ -162,18 +189,22 @@ NB_MODULE(_engine, m) {
       // By position, as nanobind finds these fastest: what has many fields is in the arguments.
       .def(
           "dispatch",
-          [](Engine& e, const DispatchArgs& args, uint32_t tag) { return run([&] { return e.dispatch(args, tag); }); },
-          nb::sig("def dispatch(self, args: DispatchArgs, tag: int, /) -> Status"))
+          [](Engine& e, const DispatchArgs& args, uint32_t tag) {
+            return failure_of([&] { return e.dispatch(args, tag); });
+          },
+          nb::sig("def dispatch(self, args: DispatchArgs, tag: int, /) -> Status | None"))
       .def(
           "combine",
-          [](Engine& e, const CombineArgs& args, uint32_t tag) { return run([&] { return e.combine(args, tag); }); },
-          nb::sig("def combine(self, args: CombineArgs, tag: int, /) -> Status"))
+          [](Engine& e, const CombineArgs& args, uint32_t tag) {
+            return failure_of([&] { return e.combine(args, tag); });
+          },
+          nb::sig("def combine(self, args: CombineArgs, tag: int, /) -> Status | None"))
       .def(
           "combine_backward",
           [](Engine& e, const CombineBackwardArgs& args, uint32_t tag) {
-            return run([&] { return e.combine_backward(args, tag); });
+            return failure_of([&] { return e.combine_backward(args, tag); });
           },
-          nb::sig("def combine_backward(self, args: CombineBackwardArgs, tag: int, /) -> Status"))
+          nb::sig("def combine_backward(self, args: CombineBackwardArgs, tag: int, /) -> Status | None"))
       .def(
           "refuse",
           [](Engine& e, int op, int code, int64_t got, int64_t expected, uint32_t tag) {

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from moe_rt.errors import Op
@@ -35,6 +36,16 @@ def unwatched(*tensors: Tensor) -> bool:
         if type(t) is not Tensor:
             return False
     return True
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether a Function would leave a mark: a node of the graph, or torch's refusal of dual numbers."""
+    if not torch.is_grad_enabled():
+        return False
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            return True
+    return forward_ad._current_level >= 0
 
 
 def _backward(kind: Op, op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:

@@ -22,6 +22,7 @@ from moe_rt.comm.gradients import (
     differentiate_combine,
     differentiate_dispatch,
     differentiate_twice,
+    recorded,
     save_for_combine_backward,
     save_for_dispatch_backward,
     unwatched,
@@ -234,7 +235,7 @@ def dispatch(
 ) -> tuple[Tensor, ...]:
     """torch.ops.moe_rt.dispatch: recv_x, recv_weights, offs, recv_plan, send_plan."""
     if unwatched(x, topk_idx, topk_weights):
-        if torch.is_grad_enabled():
+        if recorded(x, topk_weights):
             engine.require_no_grad_into_window(tag, x, topk_weights)
             return DispatchFunction.apply(x, topk_idx, topk_weights, engine, tag, max_tokens)
         return engine.dispatch(x, topk_idx, topk_weights, tag, max_tokens)
@@ -265,7 +266,7 @@ def combine(
 ) -> Tensor:
     """torch.ops.moe_rt.combine: out."""
     if unwatched(y, y if recv_weights is None else recv_weights, recv_plan, send_plan):
-        if torch.is_grad_enabled():
+        if recorded(y, recv_weights):
             return CombineFunction.apply(y, recv_weights, recv_plan, send_plan, engine, tag)
         return engine.combine(y, recv_weights, recv_plan, send_plan, tag)
     plans = {"handle.recv_plan": recv_plan, "handle.send_plan": send_plan}

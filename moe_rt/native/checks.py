@@ -30,6 +30,7 @@ class Checks(ABC):
     by_token: bool
     _acc_dtype: torch.dtype
     _windows: TokenWindows | None
+    _reader: _engine.TensorReader  # whose answer to plain input is the only one that is asked for
 
     @abstractmethod
     def _next_window(self) -> int | None:

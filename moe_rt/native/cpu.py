@@ -86,15 +86,15 @@ class CpuEngine(Engine):
             num_cores=num_cores([pid for pid, _ in segments.members]),
         )
         self._fault = fault
-        self._ops: dict[Op, Callable[..., _engine.Status]] = {
+        self._ops: dict[Op, Callable[..., _engine.Status | None]] = {
             Op.DISPATCH: self._engine.dispatch,
             Op.COMBINE: self._engine.combine,
             Op.DISPATCH_BACKWARD: self._engine.combine,
             Op.COMBINE_BACKWARD: self._engine.combine_backward,
         }
 
-    def _rows(self, num_rows: int) -> Tensor:
-        return self._memory.empty(num_rows, self.spec.hidden, self.spec.dtype)
+    def _rows(self, num_rows: int, like: Tensor) -> Tensor:
+        return self._memory.empty_like(like, num_rows, self.spec.hidden)
 
     def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         return self._memory.empty(num_rows, columns, dtype)
@@ -105,9 +105,9 @@ class CpuEngine(Engine):
     def _run(self, op: Op, args: Args, tag: int) -> None:
         if self._windows is not None:
             self._windows.retire()
-        status = self._ops[op](args, tag)
-        if status.code:
-            raise self._error(status)
+        failed = self._ops[op](args, tag)
+        if failed is not None:
+            raise self._error(failed)
 
     def _grow(self, max_tokens: int) -> bool:
         if self.spec.overflow != "retry":

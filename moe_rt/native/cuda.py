@@ -45,7 +45,6 @@ class _Launches(NamedTuple):
     sends_received: bool
 
 
-_VECTOR_BYTES = 16
 # Tokens of this rank from which on one block waits for the peers before all move rows, so that a rank that is late does
 # not hold this GPU. One launch more is a few microseconds, which few tokens do not take.
 WAIT_APART_FROM = 1024
@@ -72,6 +71,7 @@ class CudaEngine(Engine):
     """
 
     pushes_lists = True
+    vector_bytes = 16
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class CudaEngine(Engine):
         self._turns, self._captured = _engine.WindowSelector(), False
         self._closed = False
 
-    def _rows(self, num_rows: int) -> Tensor:
-        return torch.empty(num_rows, self.spec.hidden, dtype=self.spec.dtype, device=self.device)
+    def _rows(self, num_rows: int, like: Tensor) -> Tensor:
+        return like.new_empty(num_rows, self.spec.hidden)
 
     def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_rows, columns, dtype=dtype, device=self.device)
@@ -103,10 +103,10 @@ class CudaEngine(Engine):
     def _input(self, t: Tensor) -> Tensor:
         t = super()._input(t)
         # A view may start anywhere; kernels load whole vectors.
-        return t if t.data_ptr() % _VECTOR_BYTES == 0 else t.clone()
+        return t if t.data_ptr() % self.vector_bytes == 0 else t.clone()
 
     def _writable(self, out: Tensor) -> Tensor:
-        return out if out.data_ptr() % _VECTOR_BYTES == 0 else self._rows(out.shape[0])  # as of inputs
+        return out if out.data_ptr() % self.vector_bytes == 0 else self._rows(out.shape[0], out)  # as of inputs
 
     def _grow(self, max_tokens: int) -> bool:
         return False  # the host does not look

@@ -24,8 +24,8 @@ class Dispatching(Checks):
     _capacities: dict[int, int]  # of each bound that was used
 
     @abstractmethod
-    def _rows(self, num_rows: int) -> Tensor:
-        """An uninitialised output [num_rows, H] of the payload's dtype."""
+    def _rows(self, num_rows: int, like: Tensor) -> Tensor:
+        """An uninitialised output [num_rows, H] of the payload's dtype, which is that of `like`."""
 
     @abstractmethod
     def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -63,16 +63,37 @@ class Dispatching(Checks):
         """
         if type(tag) is not int or not 0 <= tag < NUM_TAGS:
             self._refuse_tag(Op.DISPATCH, tag)
-        s, num_tokens, most = self.spec, length(x), self.spec.num_max_tokens_per_rank
+        most = self.spec.num_max_tokens_per_rank
         if max_tokens is not None:
             if type(max_tokens) is not int or not 1 <= max_tokens <= most:
                 self._refuse_bound(tag, max_tokens)
             most = max_tokens
         row = self._check_scaled(tag, x, scales) if scaled else None
+        plain = row is None and self._windows is None
+        num_tokens = self._reader.dispatch(x, topk_idx, topk_weights) if plain else -1
+        if not 0 <= num_tokens <= most:
+            limit = "num_max_tokens_per_rank" if max_tokens is None else "max_tokens"
+            x, topk_idx, topk_weights, scales = self._check_dispatch(
+                tag, x, topk_idx, topk_weights, scaled, scales, limit, most
+            )
+            num_tokens = x.shape[0]
+        try:
+            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+        except CapacityOverflow:  # all ranks see the same overflow and the same need, so all retry alike, and once
+            if not self._grow(most):
+                raise
+        x = x.contiguous()  # of an earlier op's window now, whose rows may lie apart
+        return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+
+    def _check_dispatch(
+        self, tag: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, scaled: bool, scales: Tensor | None,
+        limit: str, most: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Says what is wrong, or gives what is right as C++ reads it."""
+        s, num_tokens = self.spec, length(x)
         if scales is None:
             self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype)
         if num_tokens > most:
-            limit = "num_max_tokens_per_rank" if max_tokens is None else "max_tokens"
             error = TooManyTokens(f"x: got {num_tokens} tokens, expected at most {limit} = {most}")
             self._refuse(Op.DISPATCH, tag, error, num_tokens, most)
         idx_dtype = torch.int32 if topk_idx.dtype is torch.int32 else torch.int64
@@ -82,27 +103,18 @@ class Dispatching(Checks):
             self._check_window(tag, x, scaled)
         else:
             x = self._input(x)
-        topk_idx, topk_weights = self._input(topk_idx), self._input(topk_weights)
-        if scales is not None:
-            scales = self._input(scales)
-        try:
-            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
-        except CapacityOverflow:  # all ranks see the same overflow and the same need, so all retry alike, and once
-            if not self._grow(most):
-                raise
-        x = x.contiguous()  # of an earlier op's window now, whose rows may lie apart
-        return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+        return x, self._input(topk_idx), self._input(topk_weights), None if scales is None else self._input(scales)
 
     def _dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens: int, tag: int, max_tokens: int,
         row: RowFormat | None, scales: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
-        recv_x = self._rows(capacity) if row is None else self._matrix(capacity, row.num_codes, row.codes)
+        recv_x = self._rows(capacity, x) if row is None else self._matrix(capacity, row.num_codes, row.codes)
         recv_weights = topk_weights.new_empty(self.weights_shape(capacity) if self.by_token else capacity)
         offs = topk_idx.new_empty(self.num_parts, dtype=torch.int32)
-        recv_plan = topk_idx.new_empty(self.plan_ints, dtype=torch.int32)
-        send_plan = topk_idx.new_empty(num_tokens, self.spec.num_topk, dtype=torch.int32)
+        recv_plan = offs.new_empty(self.plan_ints)  # to name the dtype again would take longer
+        send_plan = offs.new_empty(num_tokens, self.spec.num_topk)
         args = _engine.DispatchArgs(
             x=x.data_ptr(),
             topk_idx=topk_idx.data_ptr(),

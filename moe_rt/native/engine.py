@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from moe_rt import _engine
-from moe_rt.config.spec import BufferSpec
+from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import Code, GroupClosed, InvalidConfig, InvalidInput, MoeRtError, Op, TooManyTokens
 from moe_rt.heap.segments import Segments
+from moe_rt.native.checks import NUM_TAGS
 from moe_rt.native.dispatching import Dispatching
 from moe_rt.native.token_window import TokenWindows
 
@@ -29,6 +30,9 @@ REFUSAL_CODES: dict[type[MoeRtError], Code] = {
     TooManyTokens: Code.TOO_MANY_TOKENS,
     InvalidInput: Code.INVALID_INPUT,
 }
+# Plain integers: C++ takes longer over an enumerator than over all other fields together.
+_COMBINE, _DISPATCH_BACKWARD = int(Op.COMBINE), int(Op.DISPATCH_BACKWARD)
+_Given: TypeAlias = tuple[Tensor, Any, Tensor, Tensor]  # rows, weights or None, recv_plan, send_plan
 _ids = itertools.count(1)
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
@@ -38,6 +42,7 @@ class Engine(Dispatching):
 
     _segments: Segments
     pushes_lists: ClassVar[bool]  # small batches' lists are written to where they are read
+    vector_bytes: ClassVar[int] = 1  # inputs begin at a multiple
 
     def __init__(self, spec: BufferSpec, rank: int, device: torch.device, timeout_s: float) -> None:
         self.spec, self.rank, self.device, self.timeout_s = spec, rank, device, timeout_s
@@ -49,6 +54,15 @@ class Engine(Dispatching):
         self.by_token = spec.by_token
         self.num_parts = spec.num_ranks if spec.by_token else self.num_local_experts  # of recv_x, between offs
         self._acc_dtype = spec.acc_dtype
+        self._reader = _engine.TensorReader(
+            tensor=Tensor,
+            shape=self.shape,
+            elem=ELEMENTS[spec.dtype],
+            plan_ints=self.plan_ints,
+            on_cuda=device.type == "cuda",
+            device_index=device.index or 0,
+            vector_bytes=self.vector_bytes,
+        )
         self._windows: TokenWindows | None = None  # once a producer has asked
         # Compilers keep graphs on disk by their text, in which this number is all that tells what shapes an op returns.
         shapes = repr((spec.hash(), rank, self.capacity, self.plan_ints)).encode()
@@ -60,22 +74,20 @@ class Engine(Dispatching):
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """y [N, H], recv_weights [capacity] or None -> out [T, H]; N may be less than capacity."""
-        self._check_plans(Op.COMBINE, tag, recv_plan, send_plan)
-        recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
+        plans = recv_plan, send_plan
         if (recv_weights is None) is not self.by_token:
+            self._check_plans(Op.COMBINE, tag, *plans)
             self._refuse_weights(Op.COMBINE, tag)
-        num_rows, capacity = self._check_rows(Op.COMBINE, tag, "y", y, "recv_weights", recv_weights)
-        y = self._input(y)
-        if recv_weights is not None:
-            recv_weights = self._input(recv_weights)
-        num_tokens = send_plan.shape[0]
+        given, sizes = self._returned(Op.COMBINE, tag, ("y", "recv_weights"), (y, recv_weights, *plans))
+        y, recv_weights, recv_plan, send_plan = given
+        num_rows, capacity, num_tokens = sizes
         if out is None:
-            written = self._rows(num_tokens)
+            written = self._rows(num_tokens, y)
         else:
             self._check_out(Op.COMBINE, tag, out, num_tokens)
             written = self._writable(out)
         args = _engine.CombineArgs(
-            op=Op.COMBINE,
+            op=_COMBINE,
             y=y.data_ptr(),
             recv_weights=0 if recv_weights is None else recv_weights.data_ptr(),
             grad_recv_weights=0,
@@ -100,18 +112,14 @@ class Engine(Dispatching):
         self, grad_recv_x: Tensor, grad_recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int
     ) -> tuple[Tensor, Tensor]:
         """Gradients of recv_x [capacity, H] and recv_weights -> grad_x [T, H], grad_topk_weights [T, K]."""
-        op = Op.DISPATCH_BACKWARD
-        self._check_plans(op, tag, recv_plan, send_plan)
-        recv_plan, send_plan = recv_plan.contiguous(), send_plan.contiguous()
-        num_rows, capacity = self._check_rows(
-            op, tag, "grad_recv_x", grad_recv_x, "grad_recv_weights", grad_recv_weights
-        )
-        grad_recv_x, grad_recv_weights = self._input(grad_recv_x), self._input(grad_recv_weights)
-        num_tokens = send_plan.shape[0]
-        grad_x = self._rows(num_tokens)
+        op, names = Op.DISPATCH_BACKWARD, ("grad_recv_x", "grad_recv_weights")
+        given, sizes = self._returned(op, tag, names, (grad_recv_x, grad_recv_weights, recv_plan, send_plan))
+        grad_recv_x, grad_recv_weights, recv_plan, send_plan = given
+        num_rows, capacity, num_tokens = sizes
+        grad_x = self._rows(num_tokens, grad_recv_x)
         grad_topk_weights = grad_recv_weights.new_empty(num_tokens, self.spec.num_topk)
         args = _engine.CombineArgs(
-            op=op,
+            op=_DISPATCH_BACKWARD,
             y=grad_recv_x.data_ptr(),
             recv_weights=0,
             grad_recv_weights=grad_recv_weights.data_ptr(),
@@ -126,6 +134,19 @@ class Engine(Dispatching):
         self._run(op, args, tag)
         return grad_x, grad_topk_weights
 
+    def _returned(self, op: Op, tag: int, names: tuple[str, str], given: _Given) -> tuple[_Given, tuple[int, int, int]]:
+        """What a combine-type op is given, as C++ reads it, and its numbers of rows, weights and tokens."""
+        sizes = self._reader.combine(*given) if type(tag) is int and 0 <= tag < NUM_TAGS else None
+        if sizes is not None:
+            return given, sizes
+        rows, weights, recv_plan, send_plan = given
+        self._check_plans(op, tag, recv_plan, send_plan)
+        num_rows, capacity = self._check_rows(op, tag, names[0], rows, names[1], weights)
+        if weights is not None:
+            weights = self._input(weights)
+        given = self._input(rows), weights, recv_plan.contiguous(), send_plan.contiguous()
+        return given, (num_rows, capacity, send_plan.shape[0])
+
     def combine_backward(
         self, grad_out: Tensor, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, tag: int
     ) -> tuple[Tensor, Tensor]:
@@ -137,7 +158,7 @@ class Engine(Dispatching):
             self._refuse_weights(op, tag)
         num_rows, capacity = self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
         y, recv_weights = self._input(y), self._input(recv_weights)
-        grad_y = self._rows(num_rows)
+        grad_y = self._rows(num_rows, y)
         grad_recv_weights = torch.empty_like(recv_weights)
         args = _engine.CombineBackwardArgs(
             grad_out=grad_out.data_ptr(),
@@ -160,7 +181,7 @@ class Engine(Dispatching):
         grad_out, recv_plan = self._input(grad_out), recv_plan.contiguous()
         if not self.by_token:
             self._refuse_weights(op, tag)
-        grad_y = self._rows(num_rows)
+        grad_y = self._rows(num_rows, grad_out)
         args = _engine.CombineBackwardArgs(
             grad_out=grad_out.data_ptr(),
             num_tokens=num_tokens,

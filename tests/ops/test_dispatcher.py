@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
@@ -135,6 +136,33 @@ def test_an_output_that_nobody_uses_adds_nothing(
     expected = visits.sum(1, keepdim=True).expand(T, H), visits
     assert torch.equal(grads[used], expected[used])
     assert not grads[1 - used].any()
+
+
+def test_a_call_whose_gradients_nobody_wants_makes_no_node(
+    buffer: Buffer, passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although they are recorded where somebody does."""
+    x, idx, w = tokens()
+    for function in (gradients.DispatchFunction, gradients.CombineFunction):
+        monkeypatch.setattr(function, "apply", lambda *args: pytest.fail("a Function was called"))
+    recv_x, recv_weights, handle = buffer.dispatch(x.detach(), idx, w.detach())
+    assert buffer.combine(recv_x, recv_weights, handle).grad_fn is None
+    assert passes == []
+    for wanted in ((x, w.detach()), (x.detach(), w)):
+        with pytest.raises(pytest.fail.Exception, match="a Function was called"):
+            buffer.dispatch(wanted[0], idx, wanted[1])
+
+
+@pytest.mark.parametrize("op", [0, 1], ids=["dispatch", "combine"])
+def test_dual_numbers_are_refused(buffer: Buffer, op: int) -> None:
+    """Their tangents would be lost: torch has no rule for them."""
+    x, idx, w = (t.detach() for t in tokens())
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
+    calls = lambda x: buffer.dispatch(x, idx, w), lambda y: buffer.combine(y, recv_weights, handle)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual((x, recv_x)[op], torch.ones_like((x, recv_x)[op]))
+        with pytest.raises(RuntimeError, match="jvp"):
+            calls[op](dual)
 
 
 @pytest.mark.parametrize("op", [0, 1], ids=["dispatch", "combine"])

@@ -16,14 +16,15 @@ import_vllm()  # once, by the process that all engines and servers are forked fr
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """model(family): where it is saved."""
-    saved: dict[str, Path] = {}
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """model(family, **sizes): where it is saved; `sizes` replace the family's."""
+    saved: dict[tuple[Any, ...], Path] = {}
 
-    def get(family: str) -> Path:
-        if family not in saved:
-            saved[family] = save_apart(family, tmp_path_factory.mktemp(family))
-        return saved[family]
+    def get(family: str, **sizes: Any) -> Path:
+        key = (family, *sorted(sizes.items()))
+        if key not in saved:
+            saved[key] = save_apart(family, tmp_path_factory.mktemp(family), **sizes)
+        return saved[key]
 
     return get
 

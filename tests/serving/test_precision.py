@@ -1,15 +1,19 @@
 """In bf16 a token's sums are rounded once more on their way, so that near ties may fall the other way.
 
-How far apart answers may then be is a property of the model: one rank of stock vLLM that rounds as often tells.
+How far apart answers may then be is a property of the model. Where weights are as small as its family draws them, each
+answer is held to a number; where they are four times as large, to one rank of stock vLLM that rounds as often.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import pytest
 from asked import LENGTHS, PROMPTS, dealt, gathered, prompts
 
 from moe_rt.testing.serving.answers import Parting, parting
@@ -18,6 +22,7 @@ from moe_rt.testing.serving.engines import EngineRanks
 Tell = Callable[[str], None]
 BF16 = dict(dtype="bfloat16")
 NEAR = 0.05  # of a log-probability
+OWN_SCALE = dict(initializer_range=0.02)  # what the configurations of these families say; other tests have 0.08
 MANY = PROMPTS + prompts(*range(3, 43), seed=9)
 MANY_LENGTHS = LENGTHS + [40] * (len(MANY) - len(PROMPTS))
 
@@ -40,6 +45,23 @@ def round_rows() -> None:
         out.copy_(total)
 
     cpu_moe.cpu_fused_moe = rounded
+
+
+def spoil(what: str) -> None:
+    """Makes one rank of two, this one if it is, send home less than its experts have made."""
+    if os.environ["VLLM_DP_RANK"] != "1":
+        return
+    from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
+
+    send_home = MoeRtPrepareAndFinalize._send_home
+
+    def spoiled(self: Any, y: Any, output: Any) -> None:
+        lost = len(y) if what == "all" else int(self._sent[1].offs[0])
+        y = y.clone()
+        y[:lost] = 0
+        send_home(self, y, output)
+
+    MoeRtPrepareAndFinalize._send_home = spoiled
 
 
 def answers_of(model: Path, size: int, before: Callable[[], object] = lambda: None) -> list[Any]:
@@ -71,6 +93,42 @@ def test_answers_part_as_those_of_one_rank_that_rounds_as_often(model: Callable[
     # Which of two near ties falls the other way is chance: a fifth of all requests, more or less.
     assert sum(not left.same for left in ours) <= sum(not left.same for left in rounded) + len(MANY) // 5
     assert sum(left.apart > NEAR for left in ours) <= sum(left.apart > NEAR for left in rounded) + len(MANY) // 5
+
+
+def alone(model: Path) -> list[Any]:
+    """One rank of stock vLLM, given what each of two would get: kernels may depend on what else is in a batch."""
+    with EngineRanks(model, 1, **BF16) as stock:
+        assert stock.started() == [None]
+        shares = zip(dealt(MANY, 2), dealt(MANY_LENGTHS, 2), strict=True)
+        return gathered([gathered(stock.generate([asked], [n], logprobs=20)) for asked, n in shares])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_first_other_tokens_are_as_likely_where_weights_have_their_own_scale(
+    model: Callable[..., Path], tell: Tell, family: str
+) -> None:
+    path = model(family, **OWN_SCALE)
+    stock = alone(path)
+    found = [parting(wanted, got) for wanted, got in zip(stock, answers_of(path, 2), strict=True)]
+    apart, others = [left.apart for left in found], sum(not left.same for left in found)
+    texts = {tuple(answer["tokens"]) for answer in stock}
+    tell(
+        f"bf16, {family} at its own scale: {others} of {len(found)} requests differ; log-probabilities "
+        f"{median(apart):.4f} apart in the median, {max(apart):.4f} at most; {len(texts)} texts"
+    )
+    assert len(texts) == len(MANY)
+    assert others  # or rounding decides nothing here
+    assert max(apart) <= NEAR
+
+
+@pytest.mark.parametrize("what", ["all", "one expert"])
+def test_what_is_lost_shows_there(model: Callable[..., Path], tell: Tell, what: str) -> None:
+    """The sums of one rank, or what one expert of eight adds to them."""
+    path = model("qwen3_moe", **OWN_SCALE)
+    spoiled = answers_of(path, 2, partial(spoil, what))
+    apart = [parting(wanted, got).apart for wanted, got in zip(alone(path), spoiled, strict=True)]
+    tell(f"bf16, {what} of a rank lost: {median(apart):.3f} apart in the median, {max(apart):.3f} at most")
+    assert max(apart) > NEAR
 
 
 def test_a_long_text_is_as_likely(engines: Callable[..., Any], tell: Tell) -> None:

@@ -39,6 +39,8 @@ struct Shape {
   int32_t num_pushed_tokens = 0;  // of a batch, at most, whose lists are written to where they are read
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
+  // Up to the next multiple. Nearly always there is nothing to do, and a division would be the longest part of it.
+  MOE_RT_FN int64_t aligned(int64_t rows) const { return alignment == 1 ? rows : round_up(rows, alignment); }
   MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
 };
 

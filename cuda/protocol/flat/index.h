@@ -40,7 +40,7 @@ struct Blocks {
   }
   // Rows up to the end of a part of recv_x (World::num_parts), as if there were room for all.
   MOE_RT_FN int64_t part_end(const World& w, int64_t part) const {
-    return w.shape.by_token() ? pull_start[part + 1] : round_up(int64_t{ends[part]}, w.shape.alignment);
+    return w.shape.by_token() ? pull_start[part + 1] : w.shape.aligned(ends[part]);
   }
 };
 
@@ -79,7 +79,7 @@ MOE_RT_FN void end_experts(const Coop& coop, const World& w, int32_t num_rows, B
     for (int32_t e = 0; e < num_local; ++e) {
       b.spare[e] = int32_t(padding);
       b.ends[e] += int32_t(padding);
-      padding += round_up(int64_t{b.ends[e]}, w.shape.alignment) - b.ends[e];
+      padding += w.shape.aligned(b.ends[e]) - b.ends[e];
     }
   }
   coop.sync();
@@ -96,8 +96,13 @@ MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks&
   const int32_t num_blocks = w.num_local_experts() * num_ranks;
   if (coop.rank() == 0) *b.bad = *b.full = num_ranks;
   const Range blocks = strided(coop, num_blocks), sources = strided(coop, num_ranks);
+  // Divisions for every block would take a CPU as long as all else that it does for one token.
+  int32_t expert = coop.rank() / num_ranks, source = coop.rank() % num_ranks;
+  const int32_t next_expert = coop.size() / num_ranks, next_source = coop.size() % num_ranks;
   for (int64_t i = blocks.begin; i < blocks.end; i += blocks.step) {
-    b.start[i] = RouteLists<Weight>::received(w, int(i % num_ranks), window, b.pushed).counts[first + i / num_ranks];
+    b.start[i] = RouteLists<Weight>::received(w, source, window, b.pushed).counts[first + expert];
+    const int32_t beyond = source + next_source >= num_ranks ? 1 : 0;
+    source += next_source - beyond * num_ranks, expert += next_expert + beyond;
   }
   for (int64_t s = sources.begin; s < sources.end; s += sources.step) {
     const auto lists = RouteLists<Weight>::received(w, int(s), window, b.pushed);
