@@ -216,7 +216,7 @@ class Engine(Dispatching):
             message = f"token_window: got {got}, expected neither: only the device knows which window a replay takes"
             raise InvalidConfig(message, rank=self.rank)
         if compiled:
-            return self._rows(num_tokens)
+            return self._matrix(num_tokens, s.hidden, s.dtype)
         if self._windows is None:
             segments = self._segments
             self._windows = TokenWindows(
