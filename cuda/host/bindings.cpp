@@ -2,6 +2,7 @@
 // moe_rt/native gives them shapes. The GIL is released for the whole of every op, waits included, but for the moments in
 // which a long wait lets Python handle signals.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -13,12 +14,14 @@
 #include "arguments.h"
 #include "engine.h"
 #include "process.h"
+#include "ucx_network.h"
 
 namespace nb = nanobind;
 using namespace moe_rt;
 
-void bind_report(nb::module_& m);  // report_bindings.cpp
-void bind_launch(nb::module_& m);  // launch_bindings.cpp
+void bind_report(nb::module_& m);   // report_bindings.cpp
+void bind_launch(nb::module_& m);   // launch_bindings.cpp
+void bind_network(nb::module_& m);  // network_bindings.cpp
 
 namespace {
 
@@ -111,6 +114,7 @@ NB_MODULE(_engine, m) {
 
   bind_report(m);
   bind_launch(m);
+  bind_network(m);
 
   nb::class_<Fault>(m, "Fault")
       .def(
@@ -135,7 +139,8 @@ NB_MODULE(_engine, m) {
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
              std::vector<int32_t> expert_rank, std::vector<uint64_t> segments, std::vector<int> watches,
              double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow, int num_lanes,
-             std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores) {
+             std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores,
+             std::shared_ptr<UcxNetwork> network) {
             make_engine(self, EngineConfig{.shape = shape,
                                            .elem = static_cast<rows::Elem>(elem),
                                            .rank = rank,
@@ -153,12 +158,14 @@ NB_MODULE(_engine, m) {
                                            .cache_bytes = cache_bytes,
                                            .near_ns = near_ns,
                                            .num_cores = num_cores,
-                                           .interrupted = interrupted});
+                                           .interrupted = interrupted,
+                                           .network = std::move(network)});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
           nb::arg("expert_rank"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
           nb::arg("dispatch_codec"), nb::arg("combine_codec"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
-          nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"))
+          nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"),
+          nb::arg("network").none())
       // By position, as nanobind finds these fastest: what has many fields is in the arguments.
       .def(
           "dispatch",

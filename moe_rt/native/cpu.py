@@ -83,7 +83,8 @@ class CpuEngine(Engine):
             fault=fault,
             cache_bytes=cache_bytes(),
             near_ns=NEAR_NS,
-            num_cores=num_cores([pid for pid, _ in segments.members]),
+            num_cores=num_cores([pid for pid, _ in segments.members if pid]),
+            network=segments.network,
         )
         self._fault = fault
         self._ops: dict[Op, Callable[..., _engine.Status]] = {
@@ -190,7 +191,7 @@ class CpuEngine(Engine):
 
     def _last_words_of(self, peer: int) -> str:
         mappings = list(self._segments.mappings)
-        if not 0 <= peer < len(mappings):  # a poison word may name anyone
+        if not 0 <= peer < len(mappings) or mappings[peer] is None:  # a poison word may name anyone
             return ""
         with suppress(ValueError):  # overwritten
             return readable(_engine.read_segment(mappings[peer]).last_words)
