@@ -191,6 +191,17 @@ NB_MODULE(_engine, m) {
           "leave_words", [](Engine& e, const nb::bytes& text) { e.leave_words({text.c_str(), text.size()}); },
           nb::arg("text"))
       .def(
+          "far_last_words",
+          [](Engine& e, int peer) {
+            std::string words;
+            {
+              const nb::gil_scoped_release release;
+              words = e.far_last_words(peer);
+            }
+            return nb::bytes(words.data(), words.size());
+          },
+          nb::arg("peer"))
+      .def(
           "poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); }, nb::kw_only(),
           nb::arg("code"), nb::arg("peer"))
       .def("needed_rows", &Engine::needed_rows)

@@ -70,6 +70,8 @@ class Engine {
 
   // Says why this rank is about to leave, for peers that learn of it. Idempotent: the first words stay.
   void leave_words(std::string_view text);
+  // Those of a peer that is not mapped; empty where they cannot be had.
+  std::string far_last_words(int peer) { return far_ ? far_->last_words(world_, peer) : std::string(); }
   // Tells every peer that this rank will not go on; their waits end. Idempotent: the first cause stays.
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.

@@ -12,11 +12,13 @@
 #include <sys/mman.h>
 
 #include <cerrno>
+#include <string>
 #include <system_error>
 #include <vector>
 
 #include "../protocol/core/plan.h"
 #include "network.h"
+#include "recording.h"
 #include "waiting.h"
 
 namespace moe_rt {
@@ -140,6 +142,17 @@ class FarPeers {
     return {};
   }
 
+  // Why a peer left, if it can still be asked, or nothing. It was said before the poison word was sent, or `closed`.
+  std::string last_words(const World& w, int peer) {
+    network_.get(peer, w.layout.last_words, &words_, sizeof(words_));
+    network_.flush(peer);
+    for (const auto end = HostIdle::Clock::now() + kWordsWithin; HostIdle::Clock::now() < end; network_.drive()) {
+      if (network_.flushed(peer)) return network_.lost(peer) ? "" : read_last_words(words_);
+      sched_yield();
+    }
+    return {};
+  }
+
   // The first cause of a failure, to all: see Engine::poison.
   void poison(const World& w, uint64_t word) {
     for (const int r : ranks_) {
@@ -197,7 +210,9 @@ class FarPeers {
   std::vector<char*> mirrors_, rows_, scalars_;  // [R]; nullptr of peers that are mapped
   char* memory_ = nullptr;
   int64_t bytes_ = 0;
-  Header header_{};  // of the running op: it is sent from here
+  Header header_{};    // of the running op: it is sent from here
+  LastWords words_{};  // of the peer that was asked last
+  static constexpr std::chrono::milliseconds kWordsWithin{500};
 };
 
 // How a role reaches peers of which some are far (protocol/core/link.h). A partial row is put as soon as it is summed.

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -303,9 +304,13 @@ class UcxWorker {
   }
 
   void tear_down() {
+    const auto under_way = [](const Peer& p) { return load_relaxed(p.flushing) != 0; };
+    for (int i = 0; worker_ && i < kClosingSteps && std::any_of(peers_.begin(), peers_.end(), under_way); ++i) {
+      api_.worker_progress(worker_);
+    }
     std::vector<void*> closing;
     for (Peer& p : peers_) {
-      if (p.key && load_relaxed(p.flushing) == 0) api_.rkey_destroy(p.key);  // else what is under way may look at it
+      if (p.key && !under_way(p)) api_.rkey_destroy(p.key);  // else what is under way may look at it
       if (!p.endpoint) continue;
       RequestParams given{};
       given.mask = given.kFlags, given.flags = given.kForceClose;

@@ -181,7 +181,9 @@ class CpuEngine(Engine):
         if code in (Code.PEER_TIMEOUT, Code.PEER_DEAD, Code.CALL_ORDER_MISMATCH):
             report = self._report = self._report or keep(self.report(), self.rank)
         found = ""
-        if code in (Code.POISONED, Code.PEER_CLOSED):
+        if status.code == Code.PEER_DEAD:
+            found = self._lost_link(status.peer)
+        elif code in (Code.POISONED, Code.PEER_CLOSED):
             found = self._last_words_of(status.peer)
         elif code == Code.CALL_ORDER_MISMATCH and report and report.disagreement:
             found = report.disagreement.calls
@@ -191,11 +193,18 @@ class CpuEngine(Engine):
 
     def _last_words_of(self, peer: int) -> str:
         mappings = list(self._segments.mappings)
-        if not 0 <= peer < len(mappings) or mappings[peer] is None:  # a poison word may name anyone
+        if not 0 <= peer < len(mappings):  # a poison word may name anyone
             return ""
+        if mappings[peer] is None:
+            return readable(self._engine.far_last_words(peer))
         with suppress(ValueError):  # overwritten
             return readable(_engine.read_segment(mappings[peer]).last_words)
         return ""
+
+    def _lost_link(self, peer: int) -> str:
+        network = self._segments.network
+        problem = network.problem(peer) if network is not None else ""
+        return f"the process of rank {peer} ended, or the link to it is down ({problem})" if problem else ""
 
     def _elsewhere(self, late: int, report: Report) -> str:
         own = report.ranks[self.rank].last_ops
