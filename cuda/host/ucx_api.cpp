@@ -2,11 +2,14 @@
 #include "ucx_api.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 namespace moe_rt::ucx {
 
@@ -57,6 +60,26 @@ const Api& Api::open(const char* library) {
   const std::lock_guard lock(mutex);
   const auto found = opened.find(library);
   return found != opened.end() ? found->second : opened.emplace(library, find_all(library)).first->second;
+}
+
+Handle Api::context() const {
+  static std::mutex mutex;
+  static std::map<std::pair<const Api*, pid_t>, Handle> contexts;  // a forked child needs one of its own
+  const std::lock_guard lock(mutex);
+  Handle& context = contexts[{this, getpid()}];
+  if (context) return context;
+  Handle config = nullptr, made = nullptr;
+  const auto require = [this](Status status, const char* what) {
+    if (status != kOk) throw std::runtime_error(std::string("UCX could not ") + what + ": " + status_string(status));
+  };
+  require(config_read(nullptr, nullptr, &config), "read its settings");
+  Params params{};
+  params.field_mask = params.kFeatures;
+  params.features = kRma | kWakeup;
+  const Status status = init_version(kMajor, kOldestMinor, &params, config, &made);
+  config_release(config);
+  require(status, "start");
+  return context = made;
 }
 
 }  // namespace moe_rt::ucx

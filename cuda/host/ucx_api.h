@@ -95,6 +95,10 @@ struct Api {
   // The library of a path, or of a name that the system's loader finds; opened once in a process. Throws
   // std::runtime_error where there is none, or one of another interface.
   static const Api& open(const char* library);
+
+  // The process's one context: it takes half a second to find the machine's devices. Never cleaned up. Throws
+  // std::runtime_error where UCX refuses.
+  Handle context() const;
 };
 
 }  // namespace moe_rt::ucx

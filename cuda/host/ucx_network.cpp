@@ -32,29 +32,21 @@ void UcxNetwork::connect(int peer, const std::string& address, const std::string
 std::string UcxNetwork::problem(int peer) const { return worker_->problem(peer); }
 
 void UcxNetwork::get(int peer, int64_t offset, void* to, int64_t bytes) {
-  worker_->post(peer, [&](UcxWorker::Peer& p, const ucx::Api& api) {
-    const auto given = UcxWorker::params(p);
-    return api.get_nbx(p.endpoint, to, bytes, p.base + offset, p.key, &given);
-  });
+  worker_->ask(peer, [=](UcxPeer& p) { p.get(offset, to, bytes); });
 }
-
 void UcxNetwork::put(int peer, int64_t offset, const void* from, int64_t bytes) {
-  worker_->post(peer, [&](UcxWorker::Peer& p, const ucx::Api& api) {
-    const auto given = UcxWorker::params(p);
-    return api.put_nbx(p.endpoint, from, bytes, p.base + offset, p.key, &given);
-  });
+  worker_->ask(peer, [=](UcxPeer& p) { p.put(offset, from, bytes); });
 }
-
 void UcxNetwork::put_last(int peer, int64_t offset, uint64_t word) {
-  worker_->post(peer, [&](UcxWorker::Peer& p, const ucx::Api& api) -> void* {
-    if (p.last) return nullptr;
+  worker_->ask(peer, [=](UcxPeer& p) {
+    if (p.last != 0) return;
     p.last = word;
-    const auto given = UcxWorker::params(p);
-    return api.put_nbx(p.endpoint, &p.last, sizeof(word), p.base + offset, p.key, &given);
+    p.put(offset, &p.last, sizeof(word));
   });
 }
-
-void UcxNetwork::flush(int peer) { worker_->flush(peer); }
+void UcxNetwork::flush(int peer) {
+  worker_->ask(peer, [](UcxPeer& p) { p.flush(); });
+}
 // SYNC POINT flush, reader side: pairs with UcxWorker::flush. Without it a lane could read a row as it was before.
 bool UcxNetwork::flushed(int peer) const { return load_acquire(worker_->peer(peer).flushing) == 0; }
 bool UcxNetwork::lost(int peer) const { return load_acquire(worker_->peer(peer).lost) != 0; }

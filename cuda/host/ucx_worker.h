@@ -6,13 +6,11 @@
 
 #include <poll.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -25,26 +23,12 @@
 
 #include "../protocol/core/layout.h"
 #include "ucx_api.h"
+#include "ucx_peer.h"
 
 namespace moe_rt {
 
 class UcxWorker {
  public:
-  using RequestParams = ucx::RequestParams;
-
-  struct Peer {
-    ucx::Handle endpoint = nullptr, key = nullptr;
-    const ucx::Api* api = nullptr;
-    uint64_t base = 0, last = 0;
-    uint32_t flushing = 0, lost = 0;
-    ucx::Status why = ucx::kOk;
-    void lose(ucx::Status status) {
-      if (load_relaxed(lost)) return;
-      why = status;
-      store_release(lost, 1u);
-    }
-  };
-
   // As UcxNetwork's.
   UcxWorker(const char* library, int descriptor, const Shape& shape, int rank)
       : api_(ucx::Api::open(library)), layout_(Layout::make(shape)), rank_(rank), peers_(shape.num_ranks) {
@@ -67,36 +51,24 @@ class UcxWorker {
 
   void connect(int peer, const std::string& address, const std::string& key, uint64_t base) {
     const std::lock_guard lock(mutex_);
-    Peer& p = peers_.at(peer);
+    UcxPeer& p = peers_.at(peer);
     p.api = &api_, p.base = base;
     ucx::EndpointParams params{};
     params.field_mask = params.kAddress | params.kErrorMode | params.kErrorHandler;
     params.address = address.data();
     params.error_mode = params.kTellPeerErrors;
-    params.on_error = [](void* argument, void*, ucx::Status status) { static_cast<Peer*>(argument)->lose(status); };
+    params.on_error = [](void* argument, void*, ucx::Status status) { static_cast<UcxPeer*>(argument)->lose(status); };
     params.argument = &p;
     require(api_.ep_create(worker_, &params, &p.endpoint), "connect to a peer");
     require(api_.ep_rkey_unpack(p.endpoint, key.data(), &p.key), "take a peer's key");
-    flush(p);
+    p.flush();
   }
 
-  // What `call`(peer, api) asks UCX for; nothing where the peer is lost, which shows there.
-  template <class Call>
-  void post(int peer, Call&& call) {
+  // Does `act`(peer), unless the peer is lost, which shows there.
+  template <class Act>
+  void ask(int peer, Act&& act) {
     const std::lock_guard lock(mutex_);
-    Peer& p = peers_[peer];
-    if (p.endpoint && !load_relaxed(p.lost)) judge(p, call(p, api_));
-  }
-  static RequestParams params(Peer& p) {
-    RequestParams params{};
-    params.mask = params.kCallback | params.kUserData;
-    params.on_end = end;
-    params.user_data = &p;
-    return params;
-  }
-  void flush(int peer) {
-    const std::lock_guard lock(mutex_);
-    flush(peers_[peer]);
+    if (peers_[peer].can_be_asked()) act(peers_[peer]);
   }
   void keep(std::shared_ptr<const void> memory) {
     const std::lock_guard lock(mutex_);
@@ -118,14 +90,12 @@ class UcxWorker {
     if (leaving_ || stop_) return;
     leaving_ = true, left_ = Clock::now();
     for (int kind = 0; kind < kNumKinds; ++kind) last_seq_[kind] = last_seq[kind];
-    for (Peer& p : peers_) {
-      if (!p.endpoint || load_relaxed(p.lost)) continue;
+    for (UcxPeer& p : peers_) {
+      if (!p.can_be_asked()) continue;
       for (int kind = 0; kind < kNumKinds; ++kind) {
-        const RequestParams given = params(p);
-        const int64_t at = mailbox_offset(kind, rank_) + int64_t{offsetof(Mailbox, closed)};
-        judge(p, api_.put_nbx(p.endpoint, &kOne, sizeof(kOne), p.base + at, p.key, &given));
+        p.put(mailbox_offset(kind, rank_) + int64_t{offsetof(Mailbox, closed)}, &kOne, sizeof(kOne));
       }
-      flush(p);
+      p.flush();
     }
     wake_up();
   }
@@ -158,7 +128,7 @@ class UcxWorker {
     const std::lock_guard lock(mutex_);
     return load_relaxed(peers_.at(peer).lost) ? api_.status_string(peers_[peer].why) : "";
   }
-  const Peer& peer(int rank) const { return peers_[rank]; }
+  const UcxPeer& peer(int rank) const { return peers_[rank]; }
   const std::string& address() const { return address_; }
   const std::string& key() const { return key_; }
   const char* segment() const { return segment_; }
@@ -179,30 +149,6 @@ class UcxWorker {
     return *all;
   }
 
-  static void end(void* request, ucx::Status status, void* peer) {
-    Peer& p = *static_cast<Peer*>(peer);
-    if (status != ucx::kOk) p.lose(status);
-    p.api->request_free(request);
-  }
-  // SYNC POINT flush, writer side: pairs with UcxNetwork::flushed. Release: what was got comes before the count.
-  static void end_flush(void* request, ucx::Status status, void* peer) {
-    Peer& p = *static_cast<Peer*>(peer);
-    end(request, status, peer);
-    store_release(p.flushing, load_relaxed(p.flushing) - 1);
-  }
-  static void judge(Peer& p, const void* answer) {
-    if (const ucx::Status status = ucx::status_of(answer); status < 0) p.lose(status);
-  }
-  void flush(Peer& p) {
-    if (!p.endpoint || load_relaxed(p.lost)) return;
-    RequestParams given = params(p);
-    given.on_end = end_flush;
-    store_relaxed(p.flushing, load_relaxed(p.flushing) + 1);
-    const void* const answer = api_.ep_flush_nbx(p.endpoint, &given);
-    if (ucx::is_request(answer)) return;
-    judge(p, answer);
-    store_release(p.flushing, load_relaxed(p.flushing) - 1);
-  }
   void require(ucx::Status status, const char* what) const {
     if (status == ucx::kOk) return;
     throw std::runtime_error(std::string("UCX could not ") + what + ": " + api_.status_string(status));
@@ -211,30 +157,11 @@ class UcxWorker {
     return layout_.mailboxes + (int64_t{kind} * int64_t(peers_.size()) + source) * int64_t{sizeof(Mailbox)};
   }
 
-  // One for all workers of the process, since it takes half a second to find the machine's devices; never cleaned up.
-  ucx::Handle context() const {
-    static std::mutex mutex;
-    static std::map<std::pair<const ucx::Api*, pid_t>, ucx::Handle> contexts;
-    const std::lock_guard lock(mutex);
-    ucx::Handle& context = contexts[{&api_, getpid()}];
-    if (context) return context;
-    ucx::Handle config = nullptr;
-    require(api_.config_read(nullptr, nullptr, &config), "read its settings");
-    ucx::Params params{};
-    params.field_mask = params.kFeatures;
-    params.features = ucx::kRma | ucx::kWakeup;
-    const ucx::Status made = api_.init_version(ucx::kMajor, ucx::kOldestMinor, &params, config, &context);
-    api_.config_release(config);
-    if (made != ucx::kOk) context = nullptr;
-    require(made, "start");
-    return context;
-  }
-
   void make(int descriptor) {
     void* const mapped = mmap(nullptr, layout_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
     segment_ = static_cast<char*>(mapped);
-    context_ = context();
+    context_ = api_.context();
     ucx::WorkerParams of_worker{};
     of_worker.field_mask = of_worker.kThreadMode;
     of_worker.thread_mode = of_worker.kSerialized;
@@ -284,7 +211,7 @@ class UcxWorker {
     const bool over = load_acquire(*reinterpret_cast<const uint64_t*>(segment_ + layout_.poison)) != 0;
     if (over && Clock::now() > left_ + kLastWords) return true;
     for (size_t r = 0; r < peers_.size(); ++r) {
-      const Peer& p = peers_[r];
+      const UcxPeer& p = peers_[r];
       if (!p.endpoint || load_acquire(p.lost)) continue;
       if (load_acquire(p.flushing) != 0 || !(over || has_gone_on(int(r)))) return false;
     }
@@ -304,20 +231,13 @@ class UcxWorker {
   }
 
   void tear_down() {
-    const auto under_way = [](const Peer& p) { return load_relaxed(p.flushing) != 0; };
+    const auto under_way = [](const UcxPeer& p) { return p.is_flushing(); };
     for (int i = 0; worker_ && i < kClosingSteps && std::any_of(peers_.begin(), peers_.end(), under_way); ++i) {
       api_.worker_progress(worker_);
     }
     std::vector<void*> closing;
-    for (Peer& p : peers_) {
-      if (p.key && !under_way(p)) api_.rkey_destroy(p.key);  // else what is under way may look at it
-      if (!p.endpoint) continue;
-      RequestParams given{};
-      given.mask = given.kFlags, given.flags = given.kForceClose;
-      void* const answer = api_.ep_close_nbx(p.endpoint, &given);
-      if (ucx::is_request(answer)) closing.push_back(answer);
-      p.endpoint = p.key = nullptr;
-      p.lose(ucx::kOk);
+    for (UcxPeer& p : peers_) {
+      if (void* const request = p.close()) closing.push_back(request);
     }
     for (int i = 0; i < kClosingSteps && !closing.empty(); ++i) api_.worker_progress(worker_);
     for (void* const request : closing) api_.request_free(request);
@@ -331,7 +251,7 @@ class UcxWorker {
   const ucx::Api& api_;
   Layout layout_;
   int rank_, descriptor_ = -1;
-  std::vector<Peer> peers_;
+  std::vector<UcxPeer> peers_;
   ucx::Handle context_ = nullptr, worker_ = nullptr, memory_ = nullptr;
   char* segment_ = nullptr;
   std::string address_, key_;

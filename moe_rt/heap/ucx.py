@@ -1,7 +1,7 @@
 """Heap for CPU ranks on several hosts: memfds as in `shm`, mapped on their host, and reached over UCX from all others.
 
 UCX is opened when the first buffer asks for it: the library of the package libucx-cu13 (the extra `ucx`), or one that
-the system has. Ranks tell each other through the store where they are, as JSON; what comes is checked before it is used.
+the system has. Ranks tell each other through the store where they are, as JSON; what comes is checked before its use.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def describe() -> str:
 
 
 def allocate(rendezvous: Rendezvous, shape: _engine.Shape, timeout_s: float) -> Segments:
-    """Makes this rank's segment, maps those of its host and connects to all others. Collective: all succeed or all raise.
+    """Makes this rank's segment, maps those of its host and connects to all others. Collective: all succeed or raise.
 
     Raises:
         MissingPackage: some rank has no UCX; its peers raise GroupPoisoned.
@@ -155,8 +155,8 @@ def _agree(places: list[dict[str, Any]], me: int) -> str:
         expected = (places[me]["version"], places[me]["ucx"].split(".")[:2])
         if got != expected:
             raise InvalidConfig(
-                f'heap "ucx": got moe_rt {record["version"]} with UCX {record["ucx"]} on rank {peer}, expected what rank '
-                f"{me} has, moe_rt {places[me]['version']} with UCX {places[me]['ucx']}",
+                f'heap "ucx": got moe_rt {record["version"]} with UCX {record["ucx"]} on rank {peer}, expected what '
+                f"rank {me} has, moe_rt {places[me]['version']} with UCX {places[me]['ucx']}",
                 rank=me,
                 peer=peer,
             )
@@ -174,7 +174,7 @@ def _checked(far: Any, num_bytes: int, me: int, peer: int) -> tuple[bytes, bytes
             sizes = [len(far["address"]), len(far["key"])]
             address, key = (base64.b64decode(far[name], validate=True) for name in ("address", "key"))
             whole = 0 < far["base"] < 2**63 - num_bytes and far["base"] % 4096 == 0
-            if whole and 0 < min(sizes) and max(sizes) <= _MOST_BYTES and address and key:
+            if whole and min(sizes) > 0 and max(sizes) <= _MOST_BYTES and address and key:
                 return address, key, far["base"]
     message = f"address of rank {peer}: got {str(far)[:80]}, expected the fields {list(_FAR)} of a segment"
     raise CorruptPeer(message, rank=me, peer=peer)

@@ -1,4 +1,4 @@
-"""Hosts, links and ranks of other hosts that fail, on emulated nodes: every rank is told what happened, and none hangs."""
+"""Hosts, links and ranks of other hosts that fail, on emulated nodes: every rank is told, and none hangs."""
 
 from __future__ import annotations
 

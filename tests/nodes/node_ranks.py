@@ -28,14 +28,18 @@ class NodeRanks(ProcessRanks):
 
     heap = "ucx"
 
-    def __init__(self, nodes: tuple[int, ...], rate: str | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, nodes: tuple[int, ...], rate: str | None = None, **environment: str) -> None:
         self.size = sum(nodes)
         self.node_of = [node for node, number in enumerate(nodes) for _ in range(number)]
         self.cluster = new_cluster(len(nodes), rate, name="ranks" + "x".join(map(str, nodes)))
-        self._environment = environment or {}
+        self._environment = environment
         self._ranks = process_ranks.ProcessRanks(in_server=True)
         self._hang, self._lives = False, 0
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.cluster.down()
+            raise
 
     def _start(self) -> None:
         if self.size not in self._ranks:  # the first time, or all were killed after a hang
