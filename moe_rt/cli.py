@@ -27,6 +27,7 @@ from moe_rt.diagnostics.show import show_report
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
 from moe_rt.gpucheck.cli import gpucheck
+from moe_rt.heap import ucx
 from moe_rt.nodes.cli import nodes
 from moe_rt.testing.host_info import machine_card
 from moe_rt.testing.output import console, make_directory
@@ -53,11 +54,15 @@ def info(pid: int | None, as_json: bool) -> None:
     card = machine_card()
     card["isas"] = ", ".join(_engine.isas())
     card["GPUs"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none"
-    card["heaps"] = "shm (processes), threads (threads), nvshmem (processes, a GPU each), loopback (threads, one GPU)"
+    card["heaps"] = (
+        "shm (processes), ucx (processes on several hosts), threads (threads), "
+        "nvshmem (processes, a GPU each), loopback (threads, one GPU)"
+    )
     card['heap="auto"'] = (
-        "nvshmem for a process group with NCCL where torch sees a GPU, otherwise shm; "
+        "nvshmem for a process group with NCCL where torch sees a GPU, otherwise shm, or ucx on several hosts; "
         "loopback for a ThreadGroup on a GPU, otherwise threads"
     )
+    card["UCX"] = ucx.describe()
     for name, value in card.items():
         click.echo(f"{name:12} {value}")
 

@@ -110,11 +110,11 @@ class ProcessRanks(Ranks):
         del self._store
 
 
-def _serve(channel: Channel, rank: int, size: int, port: int, life: str) -> None:
+def _serve(channel: Channel, rank: int, size: int, port: int, life: str, host: str = "127.0.0.1") -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     faulthandler.register(TELL_STACKS, all_threads=True)
-    store = dist.PrefixStore(life, dist.TCPStore("127.0.0.1", port))
+    store = dist.PrefixStore(life, dist.TCPStore(host, port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     message = _next(channel)
     while message:

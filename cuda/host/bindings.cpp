@@ -3,6 +3,7 @@
 // which a long wait lets Python handle signals.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -16,12 +17,14 @@
 #include "engine.h"
 #include "process.h"
 #include "tensor_reader.h"
+#include "ucx_network.h"
 
 namespace nb = nanobind;
 using namespace moe_rt;
 
-void bind_report(nb::module_& m);  // report_bindings.cpp
-void bind_launch(nb::module_& m);  // launch_bindings.cpp
+void bind_report(nb::module_& m);   // report_bindings.cpp
+void bind_launch(nb::module_& m);   // launch_bindings.cpp
+void bind_network(nb::module_& m);  // network_bindings.cpp
 
 namespace {
 
@@ -121,6 +124,7 @@ NB_MODULE(_engine, m) {
 
   bind_report(m);
   bind_launch(m);
+  bind_network(m);
 
   nb::class_<Fault>(m, "Fault")
       .def(
@@ -162,7 +166,8 @@ NB_MODULE(_engine, m) {
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
              std::vector<int32_t> expert_rank, std::vector<uint64_t> segments, std::vector<int> watches,
              double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow, int num_lanes,
-             std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores) {
+             std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores,
+             std::shared_ptr<UcxNetwork> network) {
             make_engine(self, EngineConfig{.shape = shape,
                                            .elem = static_cast<rows::Elem>(elem),
                                            .rank = rank,
@@ -180,12 +185,14 @@ NB_MODULE(_engine, m) {
                                            .cache_bytes = cache_bytes,
                                            .near_ns = near_ns,
                                            .num_cores = num_cores,
-                                           .interrupted = interrupted});
+                                           .interrupted = interrupted,
+                                           .network = std::move(network)});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
           nb::arg("expert_rank"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
           nb::arg("dispatch_codec"), nb::arg("combine_codec"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
-          nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"))
+          nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"),
+          nb::arg("network").none())
       // By position, as nanobind finds these fastest: what has many fields is in the arguments.
       .def(
           "dispatch",
@@ -214,6 +221,17 @@ NB_MODULE(_engine, m) {
       .def(
           "leave_words", [](Engine& e, const nb::bytes& text) { e.leave_words({text.c_str(), text.size()}); },
           nb::arg("text"))
+      .def(
+          "far_last_words",
+          [](Engine& e, int peer) {
+            std::string words;
+            {
+              const nb::gil_scoped_release release;
+              words = e.far_last_words(peer);
+            }
+            return nb::bytes(words.data(), words.size());
+          },
+          nb::arg("peer"))
       .def(
           "poison", [](Engine& e, int code, int peer) { e.poison(static_cast<Code>(code), peer); }, nb::kw_only(),
           nb::arg("code"), nb::arg("peer"))

@@ -16,7 +16,9 @@ constexpr double kNearNs = 60;  // between the two, as far as we know
 class CacheLocality {
  public:
   // A peer is near until a line of its takes longer than `near_ns`.
-  CacheLocality(int num_ranks, int rank, double near_ns) : line_latency_ns_(num_ranks), near_ns_(near_ns), peer_(rank) {
+  // `num_far` have no memory in common with this rank, and never look near.
+  CacheLocality(int num_ranks, int num_far, int rank, double near_ns)
+      : line_latency_ns_(num_ranks), near_ns_(near_ns), num_far_(num_far), peer_(rank) {
     for (int i = 0; i < 16; ++i) clock_ns_ = std::min(clock_ns_, since(Clock::now()));
   }
 
@@ -26,7 +28,7 @@ class CacheLocality {
     const int num_ranks = w.shape.num_ranks;
     peer_ = (peer_ + 1) % num_ranks;
     if (peer_ == w.rank) peer_ = (peer_ + 1) % num_ranks;
-    if (peer_ == w.rank) return false;  // there is no peer
+    if (peer_ == w.rank || !w.base[peer_]) return false;  // there is no peer, or nothing of it is read here
     const auto lists = RouteLists<float>::view(w, peer_, window);
     const int64_t first = lists.pull_offs[w.rank], end = lists.pull_offs[w.rank + 1];
     // The source's word, which nobody has judged yet.
@@ -39,8 +41,8 @@ class CacheLocality {
 
   // Ranks that share this rank's cache, itself included.
   int num_near() const {
-    return static_cast<int>(
-        std::count_if(line_latency_ns_.begin(), line_latency_ns_.end(), [&](double ns) { return ns <= near_ns_; }));
+    const auto near = [&](double ns) { return ns <= near_ns_; };
+    return static_cast<int>(std::count_if(line_latency_ns_.begin(), line_latency_ns_.end(), near)) - num_far_;
   }
   // [R] what a line of each peer takes, as far as is known; 0 where nothing is.
   const std::vector<double>& line_latency_ns() const { return line_latency_ns_; }
@@ -72,7 +74,7 @@ class CacheLocality {
 
   std::vector<double> line_latency_ns_;
   double near_ns_, clock_ns_ = 1e9;
-  int peer_;
+  int num_far_, peer_;
 };
 
 }  // namespace moe_rt

@@ -1,6 +1,7 @@
 // What every op of the engine shares: exclusive use, announcing, waiting, judging headers, and failing for good.
 #include "engine.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "exchange.h"
@@ -9,11 +10,18 @@
 
 namespace moe_rt {
 
+namespace {
+
+int num_far(const EngineConfig& c) { return static_cast<int>(std::count(c.segments.begin(), c.segments.end(), 0u)); }
+
+}  // namespace
+
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
       dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_codec, config_.combine_codec},
       table_(rows::find_table(config_.isa.c_str())),
-      cache_locality_(config_.shape.num_ranks, config_.rank, config_.near_ns) {
+      num_mapped_(config_.shape.num_ranks - num_far(config_)),
+      cache_locality_(config_.shape.num_ranks, num_far(config_), config_.rank, config_.near_ns) {
   if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
   const Shape& shape = config_.shape;
   if (shape.num_topk < 1 || shape.num_topk > kMaxTopk) {
@@ -31,6 +39,12 @@ Engine::Engine(EngineConfig config)
             .rank = config_.rank,
             .config = config_.config_hash,
             .plan_mark = new_plan_mark()};
+  if (num_mapped_ < num_ranks) {
+    if (!config_.network) throw std::invalid_argument("segments that are not mapped, and no network");
+    far_ = std::make_shared<FarPeers>(shape, world_.layout, base_, *config_.network);
+    config_.network->keep(far_);
+    world_.mirror = far_->mirrors();
+  }
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
   copy_cursors_.resize(int64_t{lanes} * num_ranks);
@@ -43,7 +57,7 @@ Engine::Engine(EngineConfig config)
   if (lanes > 1) team_ = std::make_unique<Team>(lanes);
   pid_ = getpid();
   set_stream_from();
-  oversubscribed_ = num_ranks * lanes > config_.num_cores;
+  oversubscribed_ = num_mapped_ * lanes > config_.num_cores;
 }
 
 Engine::~Engine() {
@@ -55,9 +69,18 @@ Engine::~Engine() {
 Status Engine::post_all(const Header& header) {
   const int num_ranks = world_.shape.num_ranks;
   const Status injected{.code = Code::kFaultInjected};
+  const auto announce_far = [&] {
+    HostIdle waits = idle(op_of(header));
+    return far_->announce(world_, header, waits);
+  };
   for (int i = 0; i < num_ranks; ++i) {
+    const int peer = (world_.rank + i) % num_ranks;
     if (i == num_ranks - 1 && fault_point_ == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
-    post(world_.mailbox((world_.rank + i) % num_ranks, kind_of(op_of(header)), world_.rank), header);
+    if (world_.base[peer]) post(world_.mailbox(peer, kind_of(op_of(header)), world_.rank), header);
+  }
+  if (far_) {
+    config_.network->begin_driving();
+    if (const Status s = announce_far(); !s.ok()) return s;
   }
   return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }
@@ -67,7 +90,7 @@ Status Engine::post_all(const Header& header) {
 Status Engine::wait_all(const Header& ours) {
   const Op op = op_of(ours);
   const Kind kind = kind_of(op);
-  HostIdle idle(world_, op, seq_, config_.timeout_s, oversubscribed_, config_.interrupted);
+  HostIdle idle = this->idle(op);
   const auto start = Clock::now();
   int64_t before = 0;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
@@ -95,6 +118,16 @@ Status Engine::wait_all(const Header& ours) {
   return worst;
 }
 
+HostIdle Engine::idle(Op op) const {
+  return {world_,
+          op,
+          seq_,
+          config_.timeout_s,
+          oversubscribed_,
+          config_.interrupted,
+          far_ ? config_.network.get() : nullptr};
+}
+
 // Ranks that share a cache have equal parts of it. What is written for a rank with another cache had better not stay in
 // this one: fetching it from here takes longer than from memory.
 void Engine::set_stream_from() {
@@ -102,7 +135,7 @@ void Engine::set_stream_from() {
   const auto from = [&](double share) { return static_cast<int64_t>(part * share); };
   const rows::StreamShares& shares = table_->stream;
   stream_from_ = {from(shares.published), from(shares.received), from(shares.pushed), from(shares.combined)};
-  if (cache_locality_.num_near() < world_.shape.num_ranks) stream_from_.published = stream_from_.pushed = 0;
+  if (cache_locality_.num_near() < num_mapped_) stream_from_.published = stream_from_.pushed = 0;
 }
 
 Status Engine::fail(Status status) {
@@ -140,7 +173,10 @@ void Engine::poison(Code code, int peer) {
   uint64_t& own = world_.poison(world_.rank);
   replace_acq_rel(own, uint64_t{0}, poison_word(code, world_.rank, peer));
   const uint64_t first = load_acquire(own);
-  for (int r = 0; r < world_.shape.num_ranks; ++r) replace_acq_rel(world_.poison(r), uint64_t{0}, first);
+  for (int r = 0; r < world_.shape.num_ranks; ++r) {
+    if (world_.base[r]) replace_acq_rel(world_.poison(r), uint64_t{0}, first);
+  }
+  if (far_) far_->poison(world_, first);
 }
 
 Status Engine::health() const {
@@ -154,10 +190,12 @@ Status Engine::health() const {
 bool Engine::close() {
   if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return false;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    if (!world_.base[peer]) continue;
     for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
       post_closed(world_.mailbox(peer, kind, world_.rank));
     }
   }
+  if (far_) config_.network->leave(seq_);
   // Taking the engine for good: whoever comes later finds it busy and closed, and touches no segment.
   return exchange_acquire(busy_, 1u) == 0;
 }

@@ -16,6 +16,7 @@
 #include "../protocol/flat/dispatch.h"
 #include "../protocol/flat/routing.h"
 #include "cache_locality.h"
+#include "far_peers.h"
 #include "fault.h"
 #include "placement.h"
 #include "scaled_rows.h"
@@ -29,8 +30,9 @@ struct EngineConfig {
   int rank;
   uint64_t config_hash;
   std::vector<int32_t> expert_rank;  // [E]
-  std::vector<uint64_t> segments;    // [R] addresses; each Layout::bytes long, zero-filled before first use
-  std::vector<int> watches;          // [R] or empty; see HostIdle::watch
+  std::vector<uint64_t>
+      segments;              // [R] addresses; each Layout::bytes long, zero-filled before first use; 0: not mapped
+  std::vector<int> watches;  // [R] or empty; see HostIdle::watch
   double timeout_s;
   Codec dispatch_codec, combine_codec;  // how rows travel forward; gradients travel as they are
   bool drop_overflow;                   // false: overflow is refused by all ranks
@@ -41,7 +43,8 @@ struct EngineConfig {
   int64_t cache_bytes = int64_t{32} << 20;  // of the last-level cache
   double near_ns = kNearNs;                 // most that a line takes from a cache that is shared
   int num_cores = static_cast<int>(std::thread::hardware_concurrency());  // that all ranks together may run on
-  bool (*interrupted)() = nullptr;  // asked a few times a second in long waits; true ends the op, and the group
+  bool (*interrupted)() = nullptr;     // asked a few times a second in long waits; true ends the op, and the group
+  std::shared_ptr<Network> network{};  // by which peers are reached that are not mapped
 };
 
 class Engine {
@@ -67,6 +70,8 @@ class Engine {
 
   // Says why this rank is about to leave, for peers that learn of it. Idempotent: the first words stay.
   void leave_words(std::string_view text);
+  // Those of a peer that is not mapped; empty where they cannot be had.
+  std::string far_last_words(int peer) { return far_ ? far_->last_words(world_, peer) : std::string(); }
   // Tells every peer that this rank will not go on; their waits end. Idempotent: the first cause stays.
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.
@@ -90,19 +95,26 @@ class Engine {
 
  private:
   struct Pending;
-  template <class Send, class Receive>
-  Status run(const Call& call, Send&& send, Receive&& receive, const Status& refusal = {});
+  // What is received from peers that are not mapped has to be fetched first; of most ops there is nothing.
+  static constexpr auto kNothing = [](const auto&...) { return Status{}; };
+  template <class Send, class Receive, class Fetch = decltype(kNothing)>
+  Status run(const Call& call, Send&& send, Receive&& receive, const Status& refusal = {},
+             const Fetch& fetch = kNothing);
   Pending open(const Call& call, const Status& refusal);
   template <class Fn>
   void run_lanes(Fn&& fn);
   template <class Coop, class Send>
   bool begin(const Coop& coop, Pending& op, Send&& send);
-  template <class Coop, class Receive>
-  void finish(const Coop& coop, Pending& op, Receive&& receive);
+  template <class Coop, class Receive, class Fetch>
+  void finish(const Coop& coop, Pending& op, Receive&& receive, const Fetch& fetch);
   template <class Coop>
   bool goes_on(const Coop& coop, Point point, Pending& op);
   Status post_all(const Header& header);
   Status wait_all(const Header& ours);
+  HostIdle idle(Op op) const;
+  void settle(Pending& op);
+  template <class Fn>
+  void with_link(int window, Fn&& fn) const;
   Status fail(Status status);
   void set_stream_from();
   void record(int64_t OpRecord::* step, std::chrono::steady_clock::time_point when);
@@ -129,6 +141,8 @@ class Engine {
   const rows::Table* table_;
   PlacementTables placement_;
   std::vector<char*> base_;
+  std::shared_ptr<FarPeers> far_;  // if there are any
+  int num_mapped_;
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
   std::vector<int64_t> lane_fault_;
   int64_t needed_rows_ = 0;

@@ -92,7 +92,9 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     }
     write_index(coop, world_, seq, a.num_tokens, a.capacity, blocks, a.offs, out.plan);
     const auto take = [&](const auto& rows) {
-      lane_fault_[coop.rank()] = gather(coop, dims_, world_, window, blocks, out, rows, MappedLink{});
+      with_link(window, [&](const auto& link) {
+        lane_fault_[coop.rank()] = gather(coop, dims_, world_, window, blocks, out, rows, link);
+      });
       clear_padding(coop, world_, blocks.ends, a.capacity, out.recv_x, out.recv_weights, rows);
     };
     const int64_t num_rows = blocks.part_end(world_, world_.num_parts() - 1);
@@ -107,7 +109,12 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       if (peer >= 0) status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = int32_t(peer)};
     }
   };
-  return run(call_of(a, tag), send, receive);
+  const auto fetch = [&](int window, HostIdle& idle) {
+    const int64_t row_bytes = a.scaled.code_bytes ? RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes()
+                                                  : row_ops<Acc>(0, 0, dims_.dispatch_codec()).encoded_row_bytes();
+    return far_->fetch<Acc>(world_, window, row_bytes, idle);
+  };
+  return run(call_of(a, tag), send, receive, {}, fetch);
 }
 
 // Whether an op may follow its plans, and its rows are all there. Before anything is announced, so that every rank hears
@@ -146,11 +153,13 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const bool all_pushed = out_overlaps_rows(a);
   const auto send = [&](const auto& coop, int window, Header&) {
     const auto rows = row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec);
-    if (all_pushed) {
-      push<LocalPushed>(coop, dims_, world_, window, in, rows, MappedLink{});
-    } else {
-      push<Own>(coop, dims_, world_, window, in, rows, MappedLink{});
-    }
+    with_link(window, [&](const auto& link) {
+      if (all_pushed) {
+        push<LocalPushed>(coop, dims_, world_, window, in, rows, link);
+      } else {
+        push<Own>(coop, dims_, world_, window, in, rows, link);
+      }
+    });
   };
   const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
     const auto reduce_with = [&](auto own) {
@@ -179,11 +188,16 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
     const auto rows = row_ops<Acc>(plan.head->num_rows, stream_from_.received, Codec::kRaw);
     auto* const grad_y = static_cast<char*>(a.grad_y);
     auto* const grad_recv_weights = static_cast<Acc*>(a.grad_recv_weights);
-    gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
-                             static_cast<const Acc*>(a.recv_weights), grad_y, grad_recv_weights, rows, MappedLink{});
+    with_link(window, [&](const auto& link) {
+      gather_grad<RuntimeDims>(coop, world_, window, plan, static_cast<const char*>(a.y),
+                               static_cast<const Acc*>(a.recv_weights), grad_y, grad_recv_weights, rows, link);
+    });
     clear_padding(coop, world_, plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
   };
-  return run(call_of(a, tag, plan), send, receive);
+  const auto fetch = [&](int window, HostIdle& idle) {
+    return far_->fetch(world_, window, plan, row_ops<Acc>(0, 0, Codec::kRaw).encoded_row_bytes(), idle);
+  };
+  return run(call_of(a, tag, plan), send, receive, {}, fetch);
 }
 
 template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t);

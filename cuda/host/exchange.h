@@ -68,10 +68,15 @@ bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
 
 // `receive(coop, seq, window, status)` reads peers' windows and may report a failure; it does not run where the wait
 // was in vain.
-template <class Coop, class Receive>
-void Engine::finish(const Coop& coop, Pending& op, Receive&& receive) {
+template <class Coop, class Receive, class Fetch>
+void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Fetch& fetch) {
   if (coop.rank() == 0) {
     if (op.status.ok()) op.status = wait_all(op.header);
+    if (far_ && op.status.ok()) {
+      HostIdle waits = idle(op.call.op);
+      op.status = fetch(op.window, waits);
+    }
+    if (far_) config_.network->end_driving();  // lanes may be busy for long now
     record(&OpRecord::heard_ns, Clock::now());
     if (op.status.ok() && op.call.op == Op::kDispatch && cache_locality_.look(world_, op.window)) set_stream_from();
   }
@@ -101,9 +106,31 @@ inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
   return {call, refusal, windows_.take(kind), header, {}};
 }
 
+// What is kept for sending is free again after this, and the op's signals have arrived before those of the next. A peer
+// that is lost by now has announced this op: the next one tells.
+inline void Engine::settle(Pending& op) {
+  if (op.status.ok() || is_refusal(op.status.code)) {
+    config_.network->begin_driving();
+    HostIdle waits = idle(op.call.op);
+    const Status s = far_->settle(Phase::kReduce, waits);
+    if (!s.ok() && s.code != Code::kPeerDead) op.status = s;
+  }
+  config_.network->end_driving();
+}
+
+// How roles reach their peers in an op that uses this window.
+template <class Fn>
+void Engine::with_link(int window, Fn&& fn) const {
+  if (far_) {
+    fn(FarLink{*far_, window});
+  } else {
+    fn(MappedLink{});
+  }
+}
+
 // Takes the engine for a whole op: both halves in one pass of the lanes.
-template <class Send, class Receive>
-Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal) {
+template <class Send, class Receive, class Fetch>
+Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal, const Fetch& fetch) {
   if (exchange_acquire(busy_, 1u)) {
     if (load_acquire(closed_)) return health();
     return {.code = Code::kConcurrentUse, .op = call.op};
@@ -112,8 +139,9 @@ Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Statu
   if (status.ok()) {
     Pending op = open(call, refusal);
     run_lanes([&](const auto& coop) {
-      if (begin(coop, op, send)) finish(coop, op, receive);
+      if (begin(coop, op, send)) finish(coop, op, receive, fetch);
     });
+    if (far_) settle(op);
     op.status.op = call.op;
     op.status.seq = op.header.seq;
     status = fail(op.status);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../protocol/core/layout.h"
+#include "network.h"
 #include "process.h"
 
 #if defined(__x86_64__)
@@ -24,13 +25,16 @@ class HostIdle {
   using Clock = std::chrono::steady_clock;
 
   // `seq` holds this rank's own numbers per kind. `interrupted` may be null, or says whether a signal ends this wait.
-  HostIdle(const World& world, Op op, const uint64_t* seq, double timeout_s, bool oversubscribed, bool (*interrupted)())
+  // `network`, where some peer is reached through one, is driven from here; else nullptr.
+  HostIdle(const World& world, Op op, const uint64_t* seq, double timeout_s, bool oversubscribed, bool (*interrupted)(),
+           Network* network = nullptr)
       : world_(world),
         op_(op),
         kind_(kind_of(op)),
         seq_(seq),
         timeout_s_(timeout_s),
         interrupted_(interrupted),
+        network_(network),
         looked_(Clock::now()),
         look_at_process_(looked_ + kLookAtProcessEvery),
         look_for_signals_(looked_ + kLookForSignalsEvery),
@@ -39,7 +43,13 @@ class HostIdle {
   // `process` is an open /proc/<pid>/stat; negative (ranks that are threads): never looked at.
   void watch(int peer, int process) { peer_ = peer, process_ = process; }
 
-  Code pause(const Mailbox& mailbox, uint64_t seq) {
+  Code pause(const Mailbox& mailbox, uint64_t seq) { return pause(&mailbox, seq); }
+  // Between looks at what the network has to finish for op `seq`, of which no peer announces anything.
+  Code pause(uint64_t seq) { return pause(nullptr, seq); }
+
+ private:
+  Code pause(const Mailbox* mailbox, uint64_t seq) {
+    if (network_) network_->drive();
     if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
     if (++pauses_ <= spins_) {
       relax();
@@ -57,7 +67,6 @@ class HostIdle {
     return code;
   }
 
- private:
   // About 5 us of spinning covers a peer that is already in the op; yielding covers one that shares our core; dozing
   // leaves the core to a peer that computes for long, at a cost that is small against such a wait.
   static constexpr int kSpins = 256, kSpinsOversubscribed = 8, kLookEvery = 64;
@@ -75,15 +84,18 @@ class HostIdle {
 #endif
   }
 
-  Code look_around(const Mailbox& mailbox, uint64_t seq) {
+  Code look_around(const Mailbox* mailbox, uint64_t seq) {
     const Clock::time_point now = Clock::now();
     waited_ += std::min(now - looked_, kLongestGap);
     looked_ = now;
     dozing_ = waited_ > kDozeAfter;
-    const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
-    if (closed_before(mailbox, seq)) return Code::kPeerClosed;
-    if (out_of_order(mailbox, seq, world_.mailbox(world_.rank, other, peer_), seq_[static_cast<int>(other)])) {
-      return Code::kCallOrderMismatch;
+    if (mailbox) {
+      const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
+      if (closed_before(*mailbox, seq)) return Code::kPeerClosed;
+      if (out_of_order(*mailbox, seq, world_.mailbox(world_.rank, other, peer_), seq_[static_cast<int>(other)])) {
+        return Code::kCallOrderMismatch;
+      }
+      if (network_ && network_->lost(peer_)) return Code::kPeerDead;
     }
     if (is_due(look_at_process_, kLookAtProcessEvery) && has_ended(process_)) return Code::kPeerDead;
     if (interrupted_ && is_due(look_for_signals_, kLookForSignalsEvery) && interrupted_()) return Code::kInterrupted;
@@ -113,6 +125,7 @@ class HostIdle {
   const uint64_t* seq_;
   double timeout_s_;
   bool (*interrupted_)();
+  Network* network_;
   Clock::time_point looked_, look_at_process_, look_for_signals_;
   Clock::duration waited_{0};
   int spins_, pauses_ = 0, peer_ = -1, process_ = -1;

@@ -23,7 +23,7 @@ from moe_rt.errors import InvalidConfig, InvalidInput, Op
 from moe_rt.faults import Point, planned, reach
 from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.native.backend import Backend, choose_backend, make_engine
+from moe_rt.native.backend import Backend, choose_backend, find_hosts, make_engine
 from moe_rt.native.leaving import first_failure, leave
 
 
@@ -48,8 +48,8 @@ class Buffer(Observed):
         expert_alignment: 1, 8, 16, 32 or 128: with layout="experts", each expert's rows begin and end at a multiple.
             What is between the last of them and the end is zero, in recv_x, recv_weights and gradients; `handle.ends`
             and `handle.row_experts` tell it from rows.
-        heap: "shm" (ranks are processes of one host), "threads", "nvshmem" (processes with a GPU each), "loopback"
-            (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
+        heap: "shm" (ranks are processes of one host), "ucx" (of several), "threads", "nvshmem" (processes with a GPU
+            each), "loopback" (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
         capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
             of a perfectly balanced load.
         overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered;
@@ -125,9 +125,10 @@ class Buffer(Observed):
 
         with rendezvous:  # whichever way this rank leaves, its peers learn of it
             self.spec = agree(rendezvous, make_spec, init_timeout_s)
-            self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, backends[0].heap
+            backend = find_hosts(backends[0], rendezvous, init_timeout_s)
+            self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, backend.heap
             self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
-            self._engine = make_engine(backends[0], rendezvous, self.spec, options, faults[0])
+            self._engine = make_engine(backend, rendezvous, self.spec, options, faults[0])
         self._acc_dtype = self.spec.acc_dtype
         self._tells_more = self.spec.by_token or self.spec.expert_alignment > 1
         self._num_tags = 0

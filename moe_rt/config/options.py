@@ -14,7 +14,7 @@ from moe_rt.config.expect import expect
 from moe_rt.config.placement import Placement
 
 # What provides symmetric memory; docs/heap.md.
-HeapKind = Literal["shm", "threads", "loopback", "nvshmem"]
+HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem"]
 GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem")
 Overflow = Literal["raise", "drop", "retry"]
 # What a row of recv_x is; moe_rt.Buffer explains both.

@@ -68,6 +68,8 @@ def stragglers(waits_for: Sequence[set[int]]) -> list[int]:
 
 
 def _look_at(rank: int, num_ranks: int, pid: int, mapping: Any, watch: Watch | None) -> _View:
+    if pid == 0:
+        return _View(pid, "unknown", None, "on another host")
     process = "dead" if watch is not None and watch.has_ended() else _process_state(pid)
     if mapping is None:
         return _View(pid, process, None, "not mapped here")

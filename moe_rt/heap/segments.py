@@ -115,7 +115,8 @@ def _as_ours(error: Exception, rank: int, what: str) -> MoeRtError:
 class Segments:
     """`addresses[r]` is rank r's segment, zero-filled when handed out; mapped until `release`.
 
-    An address is 0 where the segment cannot be reached by loads and stores, but only through the heap's network.
+    An address is 0 where the segment cannot be reached by loads and stores, but only through the heap's network; CPU
+    ranks have no mapping of it then, None, and do not know its process, 0.
 
     Attributes:
         watches: of the processes of CPU ranks that are not this one.
@@ -125,6 +126,7 @@ class Segments:
         streams: where ranks share one GPU: the stream that each rank's kernels run on, one table for all ranks, which
             fill it. None elsewhere.
         members: of CPU ranks: the process of each, and the inode of its segment, 0 where it is no file.
+        network: of CPU ranks: how peers on other hosts are reached, if there are any.
         maker: of ranks that are threads: this rank's ThreadGroup, the same object in all its buffers.
         on_release: called once by `release`.
     """
@@ -135,8 +137,16 @@ class Segments:
     symmetric: int = 0
     streams: dict[int, int] | None = None
     members: list[tuple[int, int]] = field(default_factory=list)
+    network: Any = field(default=None, repr=False)
     maker: object = field(default=None, repr=False)
     on_release: Callable[[], None] | None = field(default=None, repr=False)
+
+    def add_far(self) -> None:
+        """The next rank is on another host."""
+        self.addresses.append(0)
+        self.mappings.append(None)
+        self.members.append((0, 0))
+        self.watches.append(None)
 
     def release(self) -> None:
         """Drops the mappings and stops watching. Peers keep theirs: memory lives until the last rank lets go.
@@ -144,7 +154,7 @@ class Segments:
         It waits for nothing, so work on the memory may still be queued on a GPU. Before the memory is given to someone
         else the nvshmem heap waits for the GPU, and torch's allocator for the streams that it was told of.
         """
-        self.watches, self.addresses, self.symmetric = [], [], 0
+        self.watches, self.addresses, self.symmetric, self.network = [], [], 0, None
         self.mappings.clear()
         on_release, self.on_release = self.on_release, None
         if on_release is not None:

@@ -40,16 +40,10 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     segments = Segments([], [], [])
 
     def look() -> dict[str, Any]:
-        _require_room(num_bytes * rendezvous.size, rendezvous.rank)
-        return {}
+        return look_for_room(num_bytes * rendezvous.size, rendezvous.rank)
 
     def make() -> dict[str, Any]:
-        try:
-            return _create(num_bytes, opened)
-        except (OSError, ValueError, OverflowError) as error:
-            if no_memory(error):
-                raise _out_of_memory(error, num_bytes, rendezvous.rank) from error
-            raise SegmentPermission(f"rank {rendezvous.rank} could not make a segment: {error}") from error
+        return make_segment(num_bytes, opened, rendezvous.rank)
 
     def attach() -> None:
         _attach_all(rendezvous.rank, records, num_bytes, opened, segments)
@@ -67,8 +61,12 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
     return segments
 
 
-def _require_room(num_bytes: int, rank: int) -> None:
-    """Reserving more than there is would not fail: it would wake the kernel's out-of-memory killer."""
+def look_for_room(num_bytes: int, rank: int) -> dict[str, Any]:
+    """Reserving more than there is would not fail: it would wake the kernel's out-of-memory killer.
+
+    Raises:
+        OutOfSharedMemory: there is less than the segments of this host's ranks need together.
+    """
     with open("/proc/meminfo") as f:
         meminfo = dict(line.split(":") for line in f)
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
@@ -78,6 +76,21 @@ def _require_room(num_bytes: int, rank: int) -> None:
     if num_bytes > available:
         message = f"rank {rank}: got segments of {num_bytes} bytes for all ranks of this host, expected at most"
         raise OutOfSharedMemory(f"{message} {available}", rank=rank)
+    return {}
+
+
+def make_segment(num_bytes: int, opened: list[int], rank: int) -> dict[str, Any]:
+    """A new segment of this rank: its descriptor goes to `opened`, and what peers on this host need is returned.
+
+    Raises:
+        OutOfSharedMemory, SegmentPermission: the system refuses.
+    """
+    try:
+        return _create(num_bytes, opened)
+    except (OSError, ValueError, OverflowError) as error:
+        if no_memory(error):
+            raise _out_of_memory(error, num_bytes, rank) from error
+        raise SegmentPermission(f"rank {rank} could not make a segment: {error}") from error
 
 
 def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
@@ -122,38 +135,56 @@ def _out_of_memory(error: Exception, num_bytes: int, rank: int) -> OutOfSharedMe
 
 def _attach_all(me: int, records: list[dict[str, Any]], num_bytes: int, opened: list[int], segments: Segments) -> None:
     for peer, record in enumerate(records):
-        if {name: type(value) for name, value in record.items()} != _RECORD:  # a path is made of it
-            message = f"segment of rank {peer}: got the record {record}, expected the fields {list(_RECORD)}"
-            raise CorruptPeer(message, rank=me, peer=peer)
+        _check_record(me, peer, record)
         if record["host"] != records[me]["host"]:
-            raise InvalidConfig(f'heap "shm": got rank {peer} on another host than rank {me}, expected one host')
-        path = f"/proc/{record['pid']}/fd/{record['fd']}"
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            message = (
-                f"rank {me} cannot open the segment of rank {peer} ({error.strerror}): ranks must be processes of one "
-                "user in one process-id namespace"
-            )
-            raise SegmentPermission(message, rank=me, peer=peer) from error
-        opened.append(fd)
-        stat = os.fstat(fd)
-        got = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid, _seals(fd) & _SEALS)
-        expected = (record["dev"], record["ino"], num_bytes, os.geteuid(), _SEALS)
-        if got != expected:
-            message = f"segment of rank {peer}: got device, inode, size, user, seals {got}, expected {expected}"
-            raise SegmentPermission(message, rank=me, peer=peer)
-        try:
-            mapping = mmap.mmap(fd, num_bytes)
-        except OSError as error:
-            if not no_memory(error):
-                raise
-            raise _out_of_memory(error, num_bytes, me) from error
-        ask_for_huge_pages(mapping)
-        segments.mappings.append(mapping)
-        segments.addresses.append(address_of(mapping))
-        segments.members.append((record["pid"], record["ino"]))
-        segments.watches.append(None if peer == me else watch(record["pid"]))
+            message = f'heap "shm": got rank {peer} on another host than rank {me}, expected one host'
+            raise InvalidConfig(f'{message}; heap "ucx" is for several')
+        attach_segment(me, peer, record, num_bytes, opened, segments)
+
+
+def _check_record(me: int, peer: int, record: dict[str, Any]) -> None:
+    """Before a path is made of it."""
+    if {name: type(value) for name, value in record.items()} != _RECORD:
+        message = f"segment of rank {peer}: got the record {record}, expected the fields {list(_RECORD)}"
+        raise CorruptPeer(message, rank=me, peer=peer)
+
+
+def attach_segment(
+    me: int, peer: int, record: dict[str, Any], num_bytes: int, opened: list[int], segments: Segments
+) -> None:
+    """Maps the segment of a peer on this host, or the own one, of which it has said `record`.
+
+    Raises:
+        CorruptPeer, SegmentPermission, OutOfSharedMemory: as `allocate`.
+    """
+    _check_record(me, peer, record)
+    path = f"/proc/{record['pid']}/fd/{record['fd']}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        message = (
+            f"rank {me} cannot open the segment of rank {peer} ({error.strerror}): ranks must be processes of one "
+            "user in one process-id namespace"
+        )
+        raise SegmentPermission(message, rank=me, peer=peer) from error
+    opened.append(fd)
+    stat = os.fstat(fd)
+    got = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid, _seals(fd) & _SEALS)
+    expected = (record["dev"], record["ino"], num_bytes, os.geteuid(), _SEALS)
+    if got != expected:
+        message = f"segment of rank {peer}: got device, inode, size, user, seals {got}, expected {expected}"
+        raise SegmentPermission(message, rank=me, peer=peer)
+    try:
+        mapping = mmap.mmap(fd, num_bytes)
+    except OSError as error:
+        if not no_memory(error):
+            raise
+        raise _out_of_memory(error, num_bytes, me) from error
+    ask_for_huge_pages(mapping)
+    segments.mappings.append(mapping)
+    segments.addresses.append(address_of(mapping))
+    segments.members.append((record["pid"], record["ino"]))
+    segments.watches.append(None if peer == me else watch(record["pid"]))
 
 
 def _seals(fd: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,8 +14,9 @@ from moe_rt.config.options import BufferOptions, HeapKind
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point
-from moe_rt.heap import loopback, nvshmem, shm, threads
-from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
+from moe_rt.heap import loopback, nvshmem, shm, threads, ucx
+from moe_rt.heap.processes import place
+from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup, all_gather_records
 from moe_rt.heap.segments import Segments, all_or_none
 from moe_rt.native.cpu import CpuEngine
 from moe_rt.native.cuda import CudaEngine, blocks_of_a_wait
@@ -29,17 +30,21 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 @dataclass(frozen=True)
 class Backend:
-    """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one."""
+    """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one.
+
+    `anywhere` where the caller leaves to `find_hosts` whether processes share the memory of one host.
+    """
 
     heap: HeapKind
     gpu: Gpu | None
+    anywhere: bool = False
 
 
 def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | Literal["auto"]) -> Backend:
     """What this kind of group runs on.
 
     Threads share the CPU, or the CUDA device that their group names. Processes have a GPU each where their process
-    group has an NCCL backend and torch sees a GPU; otherwise they share the memory of one host.
+    group has an NCCL backend and torch sees a GPU; otherwise they share the memory of their hosts.
 
     Raises:
         InvalidConfig: `heap` does not fit the group, or the device does not exist.
@@ -52,15 +57,36 @@ def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | L
     else:
         cpu, cuda, device = "shm", "nvshmem", "cuda"
         on_cuda = torch.cuda.is_available() and _has_nccl(rendezvous)
+    if heap == "auto" and not on_cuda:
+        return Backend(cpu, None, anywhere=cpu == "shm")
     if heap == "auto":
-        heap = cuda if on_cuda else cpu
-    if heap not in (cpu, cuda):
-        raise InvalidConfig(f'heap: got "{heap}", expected "auto", "{cpu}" or "{cuda}" for this kind of group')
-    if heap == cpu:
+        heap = cuda
+    fitting = (cpu, "ucx", cuda) if cpu == "shm" else (cpu, cuda)
+    if heap not in fitting:
+        names = ", ".join(f'"{name}"' for name in fitting[:-1])
+        raise InvalidConfig(f'heap: got "{heap}", expected "auto", {names} or "{cuda}" for this kind of group')
+    if heap != cuda:
         return Backend(heap, None)
     if on_cuda and not isinstance(device, str | torch.device):
         return Backend(heap, device)
     return Backend(heap, Gpu(device if on_cuda else "cuda"))
+
+
+def find_hosts(backend: Backend, rendezvous: Rendezvous, timeout_s: float) -> Backend:
+    """The same back end, with the heap that fits the hosts that CPU ranks are on. Collective for those.
+
+    Raises:
+        InvalidConfig: ranks ask for different heaps.
+    """
+    if backend.heap not in ("shm", "ucx"):
+        return backend
+    asked = {"heap": "auto" if backend.anywhere else backend.heap}
+    records = all_gather_records(rendezvous, {**place(), **asked}, timeout_s)
+    named = {str(r.get("heap")) for r in records} - {"auto"}
+    if len(named) > 1:
+        raise InvalidConfig(f"heap: got {sorted(named)} on different ranks, expected one", rank=rendezvous.rank)
+    several = len({str(r.get("where")) for r in records}) > 1
+    return replace(backend, heap="ucx" if "ucx" in named or (several and not named) else "shm", anywhere=False)
 
 
 def make_engine(
@@ -78,8 +104,11 @@ def make_engine(
     num_bytes = spec.shape(pushes_lists=gpu is not None).segment_bytes()
     timeout_s, init_timeout_s = min(options.timeout_s, _FOREVER_S), options.init_timeout_s
     if gpu is None:
-        allocate = threads.allocate if backend.heap == "threads" else shm.allocate
-        segments = allocate(rendezvous, num_bytes, init_timeout_s)
+        if backend.heap == "ucx":
+            segments = ucx.allocate(rendezvous, spec.shape(), init_timeout_s)
+        else:
+            allocate = threads.allocate if backend.heap == "threads" else shm.allocate
+            segments = allocate(rendezvous, num_bytes, init_timeout_s)
         isa = os.environ.get("MOE_RT_ISA", "auto")
 
         def make_on_cpu() -> CpuEngine:

@@ -83,7 +83,8 @@ class CpuEngine(Engine):
             fault=fault,
             cache_bytes=cache_bytes(),
             near_ns=NEAR_NS,
-            num_cores=num_cores([pid for pid, _ in segments.members]),
+            num_cores=num_cores([pid for pid, _ in segments.members if pid]),
+            network=segments.network,
         )
         self._fault = fault
         self._ops: dict[Op, Callable[..., _engine.Status | None]] = {
@@ -180,7 +181,9 @@ class CpuEngine(Engine):
         if code in (Code.PEER_TIMEOUT, Code.PEER_DEAD, Code.CALL_ORDER_MISMATCH):
             report = self._report = self._report or keep(self.report(), self.rank)
         found = ""
-        if code in (Code.POISONED, Code.PEER_CLOSED):
+        if status.code == Code.PEER_DEAD:
+            found = self._lost_link(status.peer)
+        elif code in (Code.POISONED, Code.PEER_CLOSED):
             found = self._last_words_of(status.peer)
         elif code == Code.CALL_ORDER_MISMATCH and report and report.disagreement:
             found = report.disagreement.calls
@@ -192,9 +195,16 @@ class CpuEngine(Engine):
         mappings = list(self._segments.mappings)
         if not 0 <= peer < len(mappings):  # a poison word may name anyone
             return ""
+        if mappings[peer] is None:
+            return readable(self._engine.far_last_words(peer))
         with suppress(ValueError):  # overwritten
             return readable(_engine.read_segment(mappings[peer]).last_words)
         return ""
+
+    def _lost_link(self, peer: int) -> str:
+        network = self._segments.network
+        problem = network.problem(peer) if network is not None else ""
+        return f"the process of rank {peer} ended, or the link to it is down ({problem})" if problem else ""
 
     def _elsewhere(self, late: int, report: Report) -> str:
         own = report.ranks[self.rank].last_ops

@@ -8,6 +8,7 @@ import threading
 import torch.distributed as dist
 
 from moe_rt.errors import GroupPoisoned, MoeRtError, PeerDead
+from moe_rt.heap.ucx import await_peers
 from moe_rt.native.engine import Engine
 
 
@@ -19,6 +20,8 @@ def leave(engine: Engine) -> None:
     if error is not None:  # and it is none that somebody saw at a prompt and went on from
         engine.poison(error)
     engine.close("its program ended" if ends else "its buffer became garbage")
+    if ends:
+        await_peers()
 
 
 def first_failure(engine: Engine, error: BaseException) -> MoeRtError | None:

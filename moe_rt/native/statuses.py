@@ -111,10 +111,15 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str
             return f"{found or calls}; {_SAME_ORDER}"
         case Code.CORRUPT_PEER:
             return f"control data of {peer} cannot be true (got {got}, expected {expected})"
+        case Code.PEER_TIMEOUT if status.phase != Phase.WAIT:
+            return f"{peer} did not answer within {timeout_s:g} s while data of this op was under way; is it stopped?"
         case Code.PEER_TIMEOUT:
             return f"{peer} announced op {got}, expected {expected} within {timeout_s:g} s; {found or _NO_TOKENS}"
         case Code.PEER_DEAD:
-            return f"the process of {peer} ended: it announced op {got}, expected {expected}; {_NO_TOKENS}"
+            found = found or f"the process of {peer} ended"
+            if status.phase != Phase.WAIT:
+                return f"{found}: data of this op was still under way"
+            return f"{found}: it announced op {got}, expected {expected}; {_NO_TOKENS}"
         case Code.PEER_CLOSED:
             why = f" ({found})" if found else ""
             return f"{peer} closed its buffer{why}: it announced op {got}, expected {expected}; {_NO_TOKENS}"
@@ -139,8 +144,8 @@ def error_from_status(
 
     Args:
         report: adds its lines.
-        found: the last words of the rank that failed or left, where the late rank is instead, or what ranks called;
-            "" if unknown.
+        found: the last words of the rank that failed or left, where the late rank is instead, what ranks called, or how
+            a peer on another host was lost; "" if unknown.
     """
     code, peer = Code(status.code), status.peer
     kind = CLASSES[code]

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../device/emulated_engine.h"
+#include "late_network.h"
 
 using namespace moe_rt;
 
@@ -193,6 +194,7 @@ int main(int argc, char** argv) {
   const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
   const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
   const bool with_scales = argc > 6 && std::string_view(argv[6]) == "scales";
+  const int num_nodes = argc > 7 ? std::atoi(argv[7]) : 1;  // rank r is on node r % num_nodes, and maps no other
   Shape shape{num_ranks, kExperts, kTokens, kHidden,
               kTopk,     4,        4,       by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
 #if defined(MOE_RT_EMULATED_GPU)
@@ -219,12 +221,14 @@ int main(int argc, char** argv) {
 
   std::vector<std::unique_ptr<Rank>> engines;
   for (int r = 0; r < num_ranks; ++r) {
+    std::vector<uint64_t> mapped = segments;
+    for (int peer = 0; peer < num_ranks; ++peer) mapped[peer] = (peer - r) % num_nodes == 0 ? mapped[peer] : 0;
     engines.push_back(std::make_unique<Rank>(EngineConfig{.shape = shape,
                                                           .elem = rows::Elem::kFloat32,
                                                           .rank = r,
                                                           .config_hash = 7,
                                                           .expert_rank = expert_rank,
-                                                          .segments = segments,
+                                                          .segments = mapped,
                                                           .watches = {},
                                                           .timeout_s = 60.0,
                                                           .dispatch_codec = Codec::kRaw,
@@ -232,7 +236,8 @@ int main(int argc, char** argv) {
                                                           .drop_overflow = false,
                                                           .num_lanes = lanes,
                                                           .isa = "portable",
-                                                          .first_seq = first_seq}));
+                                                          .first_seq = first_seq,
+                                                          .network = std::make_shared<LateNetwork>(segments, r)}));
   }
   std::vector<std::thread> ranks;
   for (int r = 0; r < num_ranks; ++r) {

@@ -1,0 +1,41 @@
+// UcxNetwork for Python: heap/ucx.py makes it and connects it, and hands it to the engine.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "ucx_network.h"
+
+namespace nb = nanobind;
+using namespace moe_rt;
+
+namespace {
+
+std::string text(const nb::bytes& bytes) { return {static_cast<const char*>(bytes.data()), bytes.size()}; }
+nb::bytes bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+}  // namespace
+
+void bind_network(nb::module_& m) {
+  nb::class_<UcxNetwork>(m, "UcxNetwork")
+      .def(
+          "__init__",
+          [](UcxNetwork* self, const std::string& library, int descriptor, const Shape& shape, int rank) {
+            const nb::gil_scoped_release release;
+            new (self) UcxNetwork(library.c_str(), descriptor, shape, rank);
+          },
+          nb::kw_only(), nb::arg("library"), nb::arg("descriptor"), nb::arg("shape"), nb::arg("rank"))
+      .def("address", [](const UcxNetwork& n) { return bytes(n.address()); })
+      .def("key", [](const UcxNetwork& n) { return bytes(n.key()); })
+      .def("base", &UcxNetwork::base)
+      .def(
+          "connect",
+          [](UcxNetwork& n, int peer, const nb::bytes& address, const nb::bytes& key, uint64_t base) {
+            n.connect(peer, text(address), text(key), base);
+          },
+          nb::kw_only(), nb::arg("peer"), nb::arg("address"), nb::arg("key"), nb::arg("base"))
+      .def("flushed", &UcxNetwork::flushed, nb::arg("peer"))
+      .def("lost", &UcxNetwork::lost, nb::arg("peer"))
+      .def("problem", &UcxNetwork::problem, nb::arg("peer"));
+  m.def("ucx_version", &UcxNetwork::version, nb::arg("library"));
+  m.def("await_networks", &UcxNetwork::await_all, nb::arg("seconds"), nb::call_guard<nb::gil_scoped_release>());
+}

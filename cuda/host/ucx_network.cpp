@@ -1,0 +1,67 @@
+// UcxNetwork: what the engine asks, as calls of UCX; and the end of the program.
+#include "ucx_network.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "ucx_worker.h"
+
+namespace moe_rt {
+
+UcxNetwork::UcxNetwork(const char* library, int descriptor, const Shape& shape, int rank)
+    : worker_(std::make_shared<UcxWorker>(library, descriptor, shape, rank)), pid_(getpid()) {
+  worker_->start(worker_);
+}
+
+// A network that was left goes on by itself. In a forked child there is no thread, and locks may be held for ever.
+UcxNetwork::~UcxNetwork() {
+  if (pid_ != getpid()) {
+    new std::shared_ptr<UcxWorker>(std::move(worker_));
+  } else if (!worker_->leaving()) {
+    worker_->stop();
+  }
+}
+
+const std::string& UcxNetwork::address() const { return worker_->address(); }
+const std::string& UcxNetwork::key() const { return worker_->key(); }
+uint64_t UcxNetwork::base() const { return reinterpret_cast<uint64_t>(worker_->segment()); }
+void UcxNetwork::connect(int peer, const std::string& address, const std::string& key, uint64_t base) {
+  worker_->connect(peer, address, key, base);
+}
+std::string UcxNetwork::problem(int peer) const { return worker_->problem(peer); }
+
+void UcxNetwork::get(int peer, int64_t offset, void* to, int64_t bytes) {
+  worker_->ask(peer, [=](UcxPeer& p) { p.get(offset, to, bytes); });
+}
+void UcxNetwork::put(int peer, int64_t offset, const void* from, int64_t bytes) {
+  worker_->ask(peer, [=](UcxPeer& p) { p.put(offset, from, bytes); });
+}
+void UcxNetwork::put_last(int peer, int64_t offset, uint64_t word) {
+  worker_->ask(peer, [=](UcxPeer& p) {
+    if (p.last != 0) return;
+    p.last = word;
+    p.put(offset, &p.last, sizeof(word));
+  });
+}
+void UcxNetwork::flush(int peer) {
+  worker_->ask(peer, [](UcxPeer& p) { p.flush(); });
+}
+// SYNC POINT flush, reader side: pairs with UcxWorker::flush. Without it a lane could read a row as it was before.
+bool UcxNetwork::flushed(int peer) const { return load_acquire(worker_->peer(peer).flushing) == 0; }
+bool UcxNetwork::lost(int peer) const { return load_acquire(worker_->peer(peer).lost) != 0; }
+void UcxNetwork::drive() { worker_->drive(); }
+void UcxNetwork::begin_driving() { worker_->set_driven(true); }
+void UcxNetwork::end_driving() { worker_->set_driven(false); }
+void UcxNetwork::keep(std::shared_ptr<const void> memory) { worker_->keep(std::move(memory)); }
+void UcxNetwork::leave(const uint64_t (&last_seq)[2]) { worker_->leave(last_seq); }
+
+std::string UcxNetwork::version(const char* library) {
+  unsigned parts[3];
+  ucx::Api::open(library).get_version(&parts[0], &parts[1], &parts[2]);
+  return std::to_string(parts[0]) + "." + std::to_string(parts[1]) + "." + std::to_string(parts[2]);
+}
+
+void UcxNetwork::await_all(double seconds) { UcxWorker::await_all(std::min(seconds, 1e9)); }
+
+}  // namespace moe_rt

@@ -1,0 +1,266 @@
+// What UcxNetwork and its thread share: the worker, the registered segment, and an endpoint for each peer.
+//
+// One lock is around every call of UCX, and its callbacks run inside of calls. Flags that waits look at are words of
+// atomics.h, so that a look takes no lock.
+#pragma once
+
+#include <poll.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../protocol/core/layout.h"
+#include "ucx_api.h"
+#include "ucx_peer.h"
+
+namespace moe_rt {
+
+class UcxWorker {
+ public:
+  // As UcxNetwork's.
+  UcxWorker(const char* library, int descriptor, const Shape& shape, int rank)
+      : api_(ucx::Api::open(library)), layout_(Layout::make(shape)), rank_(rank), peers_(shape.num_ranks) {
+    try {
+      make(descriptor);
+    } catch (...) {
+      tear_down();
+      throw;
+    }
+  }
+  UcxWorker(const UcxWorker&) = delete;
+  UcxWorker& operator=(const UcxWorker&) = delete;
+
+  // Lets a thread serve peers, which holds `self` for as long as it runs.
+  void start(std::shared_ptr<UcxWorker> self) {
+    const std::lock_guard lock(all().mutex);
+    std::thread([self = std::move(self)] { self->serve(); }).detach();
+    all().running.insert(this);  // the thread needs the lock before it can leave
+  }
+
+  void connect(int peer, const std::string& address, const std::string& key, uint64_t base) {
+    const std::lock_guard lock(mutex_);
+    UcxPeer& p = peers_.at(peer);
+    p.api = &api_, p.base = base;
+    ucx::EndpointParams params{};
+    params.field_mask = params.kAddress | params.kErrorMode | params.kErrorHandler;
+    params.address = address.data();
+    params.error_mode = params.kTellPeerErrors;
+    params.on_error = [](void* argument, void*, ucx::Status status) { static_cast<UcxPeer*>(argument)->lose(status); };
+    params.argument = &p;
+    require(api_.ep_create(worker_, &params, &p.endpoint), "connect to a peer");
+    require(api_.ep_rkey_unpack(p.endpoint, key.data(), &p.key), "take a peer's key");
+    p.flush();
+  }
+
+  // Does `act`(peer), unless the peer is lost, which shows there.
+  template <class Act>
+  void ask(int peer, Act&& act) {
+    const std::lock_guard lock(mutex_);
+    if (peers_[peer].can_be_asked()) act(peers_[peer]);
+  }
+  void keep(std::shared_ptr<const void> memory) {
+    const std::lock_guard lock(mutex_);
+    if (!stop_) kept_ = std::move(memory);
+  }
+  void drive() {
+    const std::lock_guard lock(mutex_);
+    if (worker_) api_.worker_progress(worker_);
+  }
+  void set_driven(bool driven) {
+    const std::lock_guard lock(mutex_);
+    driven_ = driven;
+    if (!driven) changed_.notify_one();
+  }
+
+  // The thread ends once no peer reads here any more.
+  void leave(const uint64_t (&last_seq)[kNumKinds]) {
+    const std::lock_guard lock(mutex_);
+    if (leaving_ || stop_) return;
+    leaving_ = true, left_ = Clock::now();
+    for (int kind = 0; kind < kNumKinds; ++kind) last_seq_[kind] = last_seq[kind];
+    for (UcxPeer& p : peers_) {
+      if (!p.can_be_asked()) continue;
+      for (int kind = 0; kind < kNumKinds; ++kind) {
+        p.put(mailbox_offset(kind, rank_) + int64_t{offsetof(Mailbox, closed)}, &kOne, sizeof(kOne));
+      }
+      p.flush();
+    }
+    wake_up();
+  }
+  // The thread ends at once.
+  void stop() {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+    wake_up();
+  }
+  static void await_all(double seconds) {
+    std::unique_lock lock(all().mutex);
+    const auto none_leaving = [] {
+      for (UcxWorker* w : all().running) {
+        if (w->leaving()) return false;
+      }
+      return true;
+    };
+    if (all().ended.wait_for(lock, std::chrono::duration<double>(seconds), none_leaving)) return;
+    for (UcxWorker* w : all().running) {
+      if (w->leaving()) w->stop();
+    }
+    all().ended.wait_for(lock, kLastWords, none_leaving);
+  }
+
+  bool leaving() {
+    const std::lock_guard lock(mutex_);
+    return leaving_;
+  }
+  std::string problem(int peer) {
+    const std::lock_guard lock(mutex_);
+    return load_relaxed(peers_.at(peer).lost) ? api_.status_string(peers_[peer].why) : "";
+  }
+  const UcxPeer& peer(int rank) const { return peers_[rank]; }
+  const std::string& address() const { return address_; }
+  const std::string& key() const { return key_; }
+  const char* segment() const { return segment_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr uint64_t kOne = 1;
+  static constexpr int kPollMs = 1000, kPollLeavingMs = 20, kClosingSteps = 1000;
+  static constexpr std::chrono::milliseconds kLastWords{1000};  // to tell peers why, once the group is over
+
+  struct All {
+    std::mutex mutex;
+    std::condition_variable ended;
+    std::set<UcxWorker*> running;
+  };
+  static All& all() {
+    static auto* const all = new All;  // threads may outlive static objects
+    return *all;
+  }
+
+  void require(ucx::Status status, const char* what) const {
+    if (status == ucx::kOk) return;
+    throw std::runtime_error(std::string("UCX could not ") + what + ": " + api_.status_string(status));
+  }
+  int64_t mailbox_offset(int kind, int source) const {
+    return layout_.mailboxes + (int64_t{kind} * int64_t(peers_.size()) + source) * int64_t{sizeof(Mailbox)};
+  }
+
+  void make(int descriptor) {
+    void* const mapped = mmap(nullptr, layout_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
+    segment_ = static_cast<char*>(mapped);
+    context_ = api_.context();
+    ucx::WorkerParams of_worker{};
+    of_worker.field_mask = of_worker.kThreadMode;
+    of_worker.thread_mode = of_worker.kSerialized;
+    require(api_.worker_create(context_, &of_worker, &worker_), "make a worker");
+    require(api_.worker_get_efd(worker_, &descriptor_), "give a descriptor to sleep on");
+    ucx::MapParams of_segment{};
+    of_segment.field_mask = of_segment.kAddress | of_segment.kLength;
+    of_segment.address = segment_, of_segment.length = layout_.bytes;
+    require(api_.mem_map(context_, &of_segment, &memory_), "register the segment");
+    void* bytes = nullptr;
+    size_t num_bytes = 0;
+    require(api_.rkey_pack(context_, memory_, &bytes, &num_bytes), "make a key");
+    key_.assign(static_cast<char*>(bytes), num_bytes);
+    api_.rkey_buffer_release(bytes);
+    require(api_.worker_get_address(worker_, &bytes, &num_bytes), "say where it is");
+    address_.assign(static_cast<char*>(bytes), num_bytes);
+    api_.worker_release_address(worker_, bytes);
+  }
+
+  // The thread. It lets go of the lock between steps: an op may want to drive.
+  void serve() {
+    {
+      std::unique_lock lock(mutex_);
+      while (!stop_ && !(leaving_ && everyone_is_done())) {
+        if (driven_ && !leaving_) {
+          changed_.wait(lock);
+          continue;
+        }
+        const bool sleeps = api_.worker_progress(worker_) == 0 && api_.worker_arm(worker_) != ucx::kBusy;
+        pollfd events{descriptor_, POLLIN, 0};
+        const int timeout_ms = leaving_ ? kPollLeavingMs : kPollMs;
+        lock.unlock();
+        if (sleeps) poll(&events, 1, timeout_ms);
+        lock.lock();
+      }
+      stop_ = true;
+      tear_down();
+    }
+    const std::lock_guard lock(all().mutex);
+    all().running.erase(this);
+    all().ended.notify_all();
+  }
+
+  // Whether no peer reads this segment any more, and all have what this rank has told them. Who has closed, or gone on
+  // to a later op, has read all that this rank announced.
+  bool everyone_is_done() const {
+    const bool over = load_acquire(*reinterpret_cast<const uint64_t*>(segment_ + layout_.poison)) != 0;
+    if (over && Clock::now() > left_ + kLastWords) return true;
+    for (size_t r = 0; r < peers_.size(); ++r) {
+      const UcxPeer& p = peers_[r];
+      if (!p.endpoint || load_acquire(p.lost)) continue;
+      if (load_acquire(p.flushing) != 0 || !(over || has_gone_on(int(r)))) return false;
+    }
+    return true;
+  }
+  bool has_gone_on(int peer) const {
+    for (int kind = 0; kind < kNumKinds; ++kind) {
+      const auto& mailbox = *reinterpret_cast<const Mailbox*>(segment_ + mailbox_offset(kind, peer));
+      if (load_acquire(mailbox.closed) || reached(load_acquire(mailbox.signal), last_seq_[kind] + 1)) return true;
+    }
+    return false;
+  }
+
+  void wake_up() {
+    changed_.notify_one();
+    if (worker_) api_.worker_signal(worker_);
+  }
+
+  void tear_down() {
+    const auto under_way = [](const UcxPeer& p) { return p.is_flushing(); };
+    for (int i = 0; worker_ && i < kClosingSteps && std::any_of(peers_.begin(), peers_.end(), under_way); ++i) {
+      api_.worker_progress(worker_);
+    }
+    std::vector<void*> closing;
+    for (UcxPeer& p : peers_) {
+      if (void* const request = p.close()) closing.push_back(request);
+    }
+    for (int i = 0; i < kClosingSteps && !closing.empty(); ++i) api_.worker_progress(worker_);
+    for (void* const request : closing) api_.request_free(request);
+    if (memory_) api_.mem_unmap(context_, memory_);
+    if (worker_) api_.worker_destroy(worker_);
+    if (segment_) munmap(segment_, layout_.bytes);
+    kept_.reset();
+    memory_ = worker_ = nullptr, segment_ = nullptr;
+  }
+
+  const ucx::Api& api_;
+  Layout layout_;
+  int rank_, descriptor_ = -1;
+  std::vector<UcxPeer> peers_;
+  ucx::Handle context_ = nullptr, worker_ = nullptr, memory_ = nullptr;
+  char* segment_ = nullptr;
+  std::string address_, key_;
+  std::shared_ptr<const void> kept_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool driven_ = false, leaving_ = false, stop_ = false;
+  uint64_t last_seq_[kNumKinds] = {};
+  Clock::time_point left_;
+};
+
+}  // namespace moe_rt

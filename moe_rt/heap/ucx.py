@@ -1,0 +1,199 @@
+"""Heap for CPU ranks on several hosts: memfds as in `shm`, mapped on their host, and reached over UCX from all others.
+
+UCX is opened when the first buffer asks for it: the library of the package libucx-cu13 (the extra `ucx`), or one that
+the system has. Ranks tell each other through the store where they are, as JSON; what comes is checked before its use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import binascii
+import contextlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moe_rt import _engine
+from moe_rt.errors import CorruptPeer, InvalidConfig, MissingPackage, PeerTimeout
+from moe_rt.extras import how_to_install
+from moe_rt.heap import shm
+from moe_rt.heap.processes import place
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import Segments, all_or_none, take_all_or_none
+
+OLDEST = (1, 13)
+AT_EXIT_S = 10.0  # for peers to read what this rank announced last
+_LIBRARY = "libucp.so.0"
+# What UCX is told unless the user has: a link that is down is noticed within about two seconds; whoever sends data uses
+# one path, in order; and crashes of the program stay its own.
+_SETTINGS = {
+    "UCX_TCP_USER_TIMEOUT": "2s",
+    "UCX_TCP_KEEPIDLE": "1s",
+    "UCX_TCP_KEEPINTVL": "1s",
+    "UCX_TCP_KEEPCNT": "2",
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+_PLACE = {"where": str, "version": str, "ucx": str}
+_FAR = {"address": str, "key": str, "base": int}  # what far peers need besides a segment's record
+_MOST_BYTES = 1 << 16  # of an address or a key
+_PAUSE_S = 0.001
+
+
+def library() -> str:
+    """UCX's library: of the package, where it is installed, else the name that the system's loader looks for.
+
+    Raises:
+        MissingPackage: there is neither, or it is no library of UCX.
+        InvalidConfig: it is too old.
+    """
+    spec = importlib.util.find_spec("libucx")
+    name = _LIBRARY
+    if spec is not None and spec.submodule_search_locations:
+        of_package = Path(spec.submodule_search_locations[0]) / "lib" / _LIBRARY
+        name = str(of_package) if of_package.is_file() else name
+    for setting, value in _SETTINGS.items():  # some are read when it is loaded
+        os.environ.setdefault(setting, value)
+    try:
+        version = _engine.ucx_version(name)
+    except RuntimeError as error:
+        message = f'heap "ucx": got no library of UCX ({error}), expected one; {how_to_install("ucx")}'
+        raise MissingPackage(message) from error
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise InvalidConfig(f'heap "ucx": got UCX {version}, expected {oldest} or later; {how_to_install("ucx")}')
+    return name
+
+
+def describe() -> str:
+    """For people: the version and the library, or what is missing."""
+    try:
+        name = library()
+        return f"{_engine.ucx_version(name)}, {name}"
+    except (MissingPackage, InvalidConfig) as error:
+        return str(error)
+
+
+def allocate(rendezvous: Rendezvous, shape: _engine.Shape, timeout_s: float) -> Segments:
+    """Makes this rank's segment, maps those of its host and connects to all others. Collective: all succeed or raise.
+
+    Raises:
+        MissingPackage: some rank has no UCX; its peers raise GroupPoisoned.
+        InvalidConfig: versions differ, UCX refuses, or a peer cannot be reached.
+        PeerTimeout: a peer answered too late.
+        OutOfSharedMemory, SegmentPermission, CorruptPeer: as `shm.allocate`.
+    """
+    me, num_bytes = rendezvous.rank, shape.segment_bytes()
+    opened: list[int] = []
+    segments = Segments([], [], [])
+
+    def look() -> dict[str, Any]:
+        name = library()
+        return {**place(), "version": metadata.version("moe_rt"), "ucx": _engine.ucx_version(name)}
+
+    def make() -> dict[str, Any]:
+        record = shm.make_segment(num_bytes, opened, me)
+        network = _start(lambda: _engine.UcxNetwork(library=library(), descriptor=opened[0], shape=shape, rank=me))
+        segments.network = network
+        far = {"address": _text(network.address()), "key": _text(network.key()), "base": network.base()}
+        return {**record, "host": here, "far": far}
+
+    def attach() -> None:
+        for peer, record in enumerate(records):
+            far = record.pop("far", None)
+            if record.get("host") == here:
+                shm.attach_segment(me, peer, record, num_bytes, opened, segments)
+                continue
+            address, key, base = _checked(far, num_bytes, me, peer)
+            segments.add_far()
+            _start(lambda: segments.network.connect(peer=peer, address=address, key=key, base=base))  # noqa: B023
+        _await_connections(rendezvous, segments, timeout_s)
+
+    try:
+        places = all_or_none(rendezvous, look, "load UCX", timeout_s)
+        here = _agree(places, me)
+        neighbours = sum(record["where"] == here for record in places)
+        all_or_none(rendezvous, lambda: shm.look_for_room(num_bytes * neighbours, me), "look for memory", timeout_s)
+        records = all_or_none(rendezvous, make, "make its segment", timeout_s)
+        take_all_or_none(rendezvous, attach, "reach its peers", timeout_s)
+    except BaseException:
+        segments.release()
+        raise
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return segments
+
+
+def await_peers() -> None:
+    """At the end of the program: gives peers `AT_EXIT_S` to read what this rank announced last."""
+    _engine.await_networks(AT_EXIT_S)
+
+
+def _start(work: Callable[[], Any]) -> Any:
+    """InvalidConfig, with UCX's words, where it refuses."""
+    try:
+        return work()
+    except RuntimeError as error:
+        expected = "a network device that UCX can use; UCX_NET_DEVICES and UCX_TLS choose, ucx_info -d shows all"
+        raise InvalidConfig(f'heap "ucx": got "{error}", expected {expected}') from error
+
+
+def _agree(places: list[dict[str, Any]], me: int) -> str:
+    """Where this rank is, once all are known to run the same versions."""
+    for peer, record in enumerate(places):
+        if any(type(record.get(name)) is not kind for name, kind in _PLACE.items()):
+            message = f"place of rank {peer}: got the record {record}, expected the fields {list(_PLACE)}"
+            raise CorruptPeer(message, rank=me, peer=peer)
+        # Of UCX the first two numbers: it promises no more of what it sends.
+        got = (record["version"], record["ucx"].split(".")[:2])
+        expected = (places[me]["version"], places[me]["ucx"].split(".")[:2])
+        if got != expected:
+            raise InvalidConfig(
+                f'heap "ucx": got moe_rt {record["version"]} with UCX {record["ucx"]} on rank {peer}, expected what '
+                f"rank {me} has, moe_rt {places[me]['version']} with UCX {places[me]['ucx']}",
+                rank=me,
+                peer=peer,
+            )
+    return str(places[me]["where"])
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _checked(far: Any, num_bytes: int, me: int, peer: int) -> tuple[bytes, bytes, int]:
+    """Address, key and base of a far peer's segment; UCX judges the first two only where their form is its own."""
+    with contextlib.suppress(binascii.Error, ValueError):
+        if isinstance(far, dict) and {name: type(value) for name, value in far.items()} == _FAR:
+            sizes = [len(far["address"]), len(far["key"])]
+            address, key = (base64.b64decode(far[name], validate=True) for name in ("address", "key"))
+            whole = 0 < far["base"] < 2**63 - num_bytes and far["base"] % 4096 == 0
+            if whole and min(sizes) > 0 and max(sizes) <= _MOST_BYTES and address and key:
+                return address, key, far["base"]
+    message = f"address of rank {peer}: got {str(far)[:80]}, expected the fields {list(_FAR)} of a segment"
+    raise CorruptPeer(message, rank=me, peer=peer)
+
+
+def _await_connections(rendezvous: Rendezvous, segments: Segments, timeout_s: float) -> None:
+    start, network = time.monotonic(), segments.network
+    for peer in (r for r, address in enumerate(segments.addresses) if not address):
+        while not network.flushed(peer):
+            rendezvous.raise_first_failure()
+            if time.monotonic() - start > timeout_s:
+                message = f"rank {rendezvous.rank} did not reach rank {peer} over UCX within {timeout_s:g} s"
+                raise PeerTimeout(f"{message}; {_HINT}", rank=rendezvous.rank, peer=peer)
+            time.sleep(_PAUSE_S)
+        if network.lost(peer):
+            got = f'got "{network.problem(peer)}" from UCX'
+            message = f"rank {rendezvous.rank} cannot reach rank {peer}: {got}, expected a network that both share"
+            raise InvalidConfig(f"{message}; {_HINT}", rank=rendezvous.rank, peer=peer)
+
+
+_HINT = "UCX_NET_DEVICES names the interfaces to use, on every host; a firewall must let ranks through on any TCP port"
+atexit.register(await_peers)

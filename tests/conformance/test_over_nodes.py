@@ -1,0 +1,78 @@
+"""Ranks on emulated nodes, heap "ucx": the oracle's bits, as on one host, wherever ranks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import cases_scaled_rows
+import pytest
+import torch
+from nodes.node_ranks import NodeRanks
+from rounds import chain, full_round, rounds_in_a_row
+from routing import make_spec
+from test_conformance import tokens_for
+
+from moe_rt import Buffer
+
+LAYOUTS = {"2x2": (2, 2), "3x1": (1, 1, 1), "1+2": (1, 2)}
+PAIRS, MANY_PAIRS = 150, 2000
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def ranks(request: pytest.FixtureRequest) -> Iterator[NodeRanks]:
+    made = NodeRanks(LAYOUTS[request.param])
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_matches_reference(ranks: NodeRanks, dtype: torch.dtype) -> None:
+    spec = make_spec(ranks.size, dtype=dtype)
+    assert ranks.run(full_round, spec, tokens_for(ranks.size), 1, "random")
+
+
+@pytest.mark.parametrize("kind", ["topk", "one_expert"])
+def test_other_routings(ranks: NodeRanks, kind: str) -> None:
+    ranks.run(full_round, make_spec(ranks.size, num_topk=9), tokens_for(ranks.size), 2, kind)
+
+
+def test_a_node_without_tokens(ranks: NodeRanks) -> None:
+    idle = [0 if node == 1 else 9 for node in ranks.node_of]
+    ranks.run(rounds_in_a_row, make_spec(ranks.size), idle, [1, 2], "random")
+    ranks.run(full_round, make_spec(ranks.size), [0] * ranks.size, 3, "random")
+
+
+def test_drops_scattered_placement_and_lanes(ranks: NodeRanks) -> None:
+    placement = [(e * 5 + 2) % ranks.size for e in range(9)]
+    spec = make_spec(ranks.size, placement=placement, capacity_factor=0.4, overflow="drop")
+    ranks.run(rounds_in_a_row, spec, [12] * ranks.size, [6, 7, 8], "topk")
+    args = (make_spec(ranks.size, placement=placement), tokens_for(ranks.size), 8, "random")
+    assert ranks.run(full_round, *args, 3) == ranks.run(full_round, *args, 1)
+
+
+def test_rows_of_tokens_and_coded_rows(ranks: NodeRanks) -> None:
+    size, fp8 = ranks.size, torch.float8_e4m3fn
+    ranks.run(full_round, make_spec(size, layout="tokens"), tokens_for(size), 1, "random")
+    coded = make_spec(size, dtype=torch.bfloat16, hidden=300, dispatch_dtype=fp8, combine_dtype=fp8)
+    ranks.run(full_round, coded, tokens_for(size), 3, "random")
+    spec = make_spec(size, dtype=torch.bfloat16)
+    ranks.run(cases_scaled_rows.scaled_round, spec, cases_scaled_rows.PLAIN, tokens_for(size), [1, 2])
+
+
+@pytest.mark.parametrize("pairs", [PAIRS, pytest.param(MANY_PAIRS, marks=pytest.mark.sweep)])
+def test_chain(ranks: NodeRanks, pairs: int) -> None:
+    """Without a drain, with random pauses and ranks without tokens, every output checked."""
+    if ranks.size != 3:
+        return  # the chain is of three ranks
+    assert ranks.run(chain, pairs) == [pairs] * 3
+
+
+def heap_of_auto(group: object) -> str:
+    with Buffer(group, num_max_tokens_per_rank=4, hidden=16, num_topk=1, num_experts=4, dtype=torch.float32) as buffer:
+        return buffer.heap
+
+
+def test_auto_takes_it(ranks: NodeRanks) -> None:
+    assert ranks.run(heap_of_auto) == ["ucx"] * ranks.size

@@ -1,0 +1,174 @@
+"""Heap "ucx" without a network: what is missing, old, different or untrue is said before anything is made."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from compiled import compile_object
+from routing import make_spec
+
+from moe_rt import Buffer, _engine
+from moe_rt.cli import main
+from moe_rt.errors import CorruptPeer, InvalidConfig, MissingPackage
+from moe_rt.heap import ucx
+from moe_rt.native.backend import Backend, find_hosts
+
+HERE = Path(__file__).parent
+ADDRESS = {"address": "AAAA", "key": "AAAA", "base": 4096}
+NO_ADDRESSES: list[Any] = [
+    None,
+    {},
+    [ADDRESS],
+    {**ADDRESS, "more": 1},
+    {**ADDRESS, "base": 0},
+    {**ADDRESS, "base": -4096},
+    {**ADDRESS, "base": 4097},
+    {**ADDRESS, "base": 2**63 - 4096},
+    {**ADDRESS, "base": 4096.0},
+    {**ADDRESS, "base": True},
+    {**ADDRESS, "key": ""},
+    {**ADDRESS, "key": "A"},
+    {**ADDRESS, "address": "A" * (1 << 17)},
+    {**ADDRESS, "address": "\u00e4AAA"},
+    {**ADDRESS, "address": 7},
+]
+
+
+class Told:
+    """Rank 0 of two; the other one's record is its own with some changes."""
+
+    rank, size = 0, 2
+
+    def __init__(self, **changes: Any) -> None:
+        self._changes = changes
+
+    def __enter__(self) -> Told:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def raise_first_failure(self) -> None:
+        pass
+
+    def all_gather(self, payload: str, timeout_s: float) -> list[str]:
+        return [payload, json.dumps({**json.loads(payload), **self._changes})]
+
+
+def test_interface_is_that_of_the_headers() -> None:
+    """Sizes, places, flags and functions that moe_rt takes for granted, compared by the compiler."""
+    spec = importlib.util.find_spec("libucx")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    compile_object(HERE / "ucx_interface.cpp", f"-I{spec.submodule_search_locations[0]}/include", "-O0")
+
+
+@pytest.mark.parametrize("far", NO_ADDRESSES, ids=str)
+def test_addresses_are_checked(far: Any) -> None:
+    with pytest.raises(CorruptPeer, match="address of rank 1: got"):
+        ucx._checked(far, 4096, 0, 1)
+
+
+def test_an_address_is_taken() -> None:
+    assert ucx._checked(dict(ADDRESS), 4096, 0, 1) == (b"\0\0\0", b"\0\0\0", 4096)
+
+
+@pytest.mark.parametrize("changes", [{"version": "0.0.1"}, {"ucx": "1.13.1"}])
+def test_versions_must_agree(changes: dict[str, str]) -> None:
+    with pytest.raises(InvalidConfig, match="on rank 1, expected what rank 0 has"):
+        ucx.allocate(Told(**changes), make_spec(2).shape(), 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [{"version": 7}, {"ucx": None}, {"where": {}}])
+def test_places_are_checked(changes: dict[str, Any]) -> None:
+    with pytest.raises(CorruptPeer, match="place of rank 1"):
+        ucx.allocate(Told(**changes), make_spec(2).shape(), 1.0)  # type: ignore[arg-type]
+
+
+def test_a_network_alone() -> None:
+    """A peer that was never connected has nothing under way, and is not lost."""
+    fd = os.memfd_create("segment")
+    shape = make_spec(2).shape()
+    os.ftruncate(fd, shape.segment_bytes())
+    network = _engine.UcxNetwork(library=ucx.library(), descriptor=fd, shape=shape, rank=0)
+    os.close(fd)
+    assert network.base() % 4096 == 0
+    assert network.flushed(1)
+    assert not network.lost(1)
+    assert 0 < len(network.address()) <= ucx._MOST_BYTES
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ucx, "_LIBRARY", "libucp_that_is_not_here.so.0")
+    with pytest.raises(MissingPackage, match=r"expected one; pip install 'moe_rt\[ucx\]'"):
+        ucx.library()
+    assert "pip install" in ucx.describe()
+
+
+def test_another_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ucx, "_LIBRARY", "libc.so.6")
+    with pytest.raises(MissingPackage, match=r"libc\.so\.6 has no function ucp_get_version"):
+        ucx.library()
+
+
+def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "OLDEST", (9, 0))
+    with pytest.raises(InvalidConfig, match=r"got UCX 1\.\d+\.\d+, expected 9.0 or later"):
+        ucx.library()
+
+
+def test_settings_of_the_user_stay() -> None:
+    code = "import os; os.environ['UCX_TCP_USER_TIMEOUT'] = '7s'; from moe_rt.heap import ucx; ucx.library()\n"
+    code += "print(os.environ['UCX_TCP_USER_TIMEOUT'], os.environ['UCX_TCP_KEEPCNT'])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "7s 2\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "other", "expected"),
+    [
+        ("auto", {}, "shm"),
+        ("auto", {"where": "elsewhere"}, "ucx"),
+        ("shm", {"where": "elsewhere", "heap": "auto"}, "shm"),
+        ("auto", {"heap": "ucx"}, "ucx"),
+    ],
+)
+def test_the_heap_of_a_group(asked: str, other: dict[str, str], expected: str) -> None:
+    backend = Backend("shm", None, anywhere=asked == "auto")
+    assert find_hosts(backend, Told(**other), 1.0).heap == expected  # type: ignore[arg-type]
+
+
+def test_different_heaps_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"heap: got \['shm', 'ucx'\] on different ranks"):
+        find_hosts(Backend("ucx", None), Told(heap="shm"), 1.0)  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_host(make_ranks: Any) -> None:
+    """Nobody is far: segments are mapped, and ops are those of heap "shm"."""
+    assert make_ranks("shm", 2).run(one_host) == ["ucx"] * 2
+
+
+def one_host(group: Any) -> str:
+    sizes = dict(num_max_tokens_per_rank=4, hidden=16, num_topk=1, num_experts=4, dtype=torch.float32)
+    with Buffer(group, heap="ucx", **sizes) as buffer:
+        x = torch.ones(3, 16)
+        recv_x, recv_weights, handle = buffer.dispatch(x, torch.tensor([[0], [3], [2]]), torch.ones(3, 1))
+        assert torch.equal(buffer.combine(recv_x, recv_weights, handle), x)
+    return buffer.heap
+
+
+def test_info_tells() -> None:
+    text = CliRunner().invoke(main, ["info"]).output
+    assert "or ucx on several hosts" in text
+    assert f"UCX          {_engine.ucx_version(ucx.library())}, {ucx.library()}" in text

@@ -1,0 +1,100 @@
+// Compares what moe_rt takes for UCX's binary interface with the headers of the package: it compiles if they agree.
+#include <ucp/api/ucp.h>
+
+#include <type_traits>
+
+#include "../../cuda/host/ucx_api.h"
+
+namespace {
+
+using namespace moe_rt::ucx;
+
+#define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs), "size of " #theirs)
+#define SAME_PLACE(ours, a, theirs, b) static_assert(offsetof(ours, a) == offsetof(theirs, b), #theirs "." #b)
+
+SAME_SIZE(Status, ucs_status_t);
+static_assert(kOk == UCS_OK && kInProgress == UCS_INPROGRESS && kBusy == UCS_ERR_BUSY);
+static_assert(kMajor == UCP_API_MAJOR && kOldestMinor <= UCP_API_MINOR);
+
+SAME_SIZE(Params, ucp_params_t);
+SAME_PLACE(Params, features, ucp_params_t, features);
+static_assert(Params::kFeatures == UCP_PARAM_FIELD_FEATURES);
+static_assert(uint64_t(kRma) == UCP_FEATURE_RMA && uint64_t(kWakeup) == UCP_FEATURE_WAKEUP);
+
+SAME_SIZE(WorkerParams, ucp_worker_params_t);
+SAME_PLACE(WorkerParams, thread_mode, ucp_worker_params_t, thread_mode);
+static_assert(WorkerParams::kThreadMode == UCP_WORKER_PARAM_FIELD_THREAD_MODE);
+static_assert(WorkerParams::kSerialized == UCS_THREAD_MODE_SERIALIZED);
+
+SAME_SIZE(MapParams, ucp_mem_map_params_t);
+SAME_PLACE(MapParams, address, ucp_mem_map_params_t, address);
+SAME_PLACE(MapParams, length, ucp_mem_map_params_t, length);
+static_assert(MapParams::kAddress == UCP_MEM_MAP_PARAM_FIELD_ADDRESS);
+static_assert(MapParams::kLength == UCP_MEM_MAP_PARAM_FIELD_LENGTH);
+
+SAME_SIZE(EndpointParams, ucp_ep_params_t);
+SAME_PLACE(EndpointParams, address, ucp_ep_params_t, address);
+SAME_PLACE(EndpointParams, error_mode, ucp_ep_params_t, err_mode);
+SAME_PLACE(EndpointParams, on_error, ucp_ep_params_t, err_handler.cb);
+SAME_PLACE(EndpointParams, argument, ucp_ep_params_t, err_handler.arg);
+static_assert(EndpointParams::kAddress == UCP_EP_PARAM_FIELD_REMOTE_ADDRESS);
+static_assert(EndpointParams::kErrorMode == UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE);
+static_assert(EndpointParams::kErrorHandler == UCP_EP_PARAM_FIELD_ERR_HANDLER);
+static_assert(EndpointParams::kTellPeerErrors == UCP_ERR_HANDLING_MODE_PEER);
+
+SAME_SIZE(RequestParams, ucp_request_param_t);
+SAME_PLACE(RequestParams, mask, ucp_request_param_t, op_attr_mask);
+SAME_PLACE(RequestParams, flags, ucp_request_param_t, flags);
+SAME_PLACE(RequestParams, on_end, ucp_request_param_t, cb);
+SAME_PLACE(RequestParams, user_data, ucp_request_param_t, user_data);
+static_assert(RequestParams::kCallback == UCP_OP_ATTR_FIELD_CALLBACK);
+static_assert(RequestParams::kUserData == UCP_OP_ATTR_FIELD_USER_DATA);
+static_assert(RequestParams::kFlags == UCP_OP_ATTR_FIELD_FLAGS);
+static_assert(RequestParams::kForceClose == UCP_EP_CLOSE_FLAG_FORCE);
+
+// Of functions: what they take is as many pointers and integers of these sizes, and they answer with as much.
+template <class Ours, class... Mine, class Theirs, class... Args>
+constexpr bool alike(Ours (*)(Mine...), Theirs (*)(Args...)) {
+  if constexpr (sizeof...(Mine) != sizeof...(Args)) {
+    return false;
+  } else {
+    return ((sizeof(Mine) == sizeof(Args)) && ...) && [] {
+      if constexpr (std::is_void_v<Ours> || std::is_void_v<Theirs>) {
+        return std::is_void_v<Ours> && std::is_void_v<Theirs>;
+      } else {
+        return sizeof(Ours) == sizeof(Theirs);
+      }
+    }();
+  }
+}
+#define ALIKE(ours, theirs) static_assert(alike(decltype(Api::ours){}, decltype(&theirs){}), #theirs)
+
+ALIKE(get_version, ucp_get_version);
+ALIKE(config_read, ucp_config_read);
+ALIKE(config_release, ucp_config_release);
+ALIKE(init_version, ucp_init_version);
+ALIKE(mem_map, ucp_mem_map);
+ALIKE(mem_unmap, ucp_mem_unmap);
+ALIKE(rkey_pack, ucp_rkey_pack);
+ALIKE(rkey_buffer_release, ucp_rkey_buffer_release);
+ALIKE(worker_create, ucp_worker_create);
+ALIKE(worker_destroy, ucp_worker_destroy);
+ALIKE(worker_get_address, ucp_worker_get_address);
+ALIKE(worker_release_address, ucp_worker_release_address);
+ALIKE(worker_get_efd, ucp_worker_get_efd);
+ALIKE(worker_arm, ucp_worker_arm);
+ALIKE(worker_signal, ucp_worker_signal);
+ALIKE(worker_progress, ucp_worker_progress);
+ALIKE(ep_create, ucp_ep_create);
+ALIKE(ep_close_nbx, ucp_ep_close_nbx);
+ALIKE(ep_flush_nbx, ucp_ep_flush_nbx);
+ALIKE(ep_rkey_unpack, ucp_ep_rkey_unpack);
+ALIKE(rkey_destroy, ucp_rkey_destroy);
+ALIKE(get_nbx, ucp_get_nbx);
+ALIKE(put_nbx, ucp_put_nbx);
+ALIKE(request_free, ucp_request_free);
+ALIKE(status_string, ucs_status_string);
+
+}  // namespace
+
+int main() { return 0; }

@@ -1,0 +1,96 @@
+"""Ranks in emulated nodes, for cases as in harness.py: node n holds as many ranks as the n-th number says."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from harness import TELL_STACKS, ProcessRanks, _serve
+from nodes.needs_nodes import new_cluster
+
+from moe_rt.heap.ucx import await_peers
+from moe_rt.nodes.cluster import Cluster
+from moe_rt.nodes.run import join
+from moe_rt.testing import process_ranks
+from moe_rt.testing.channel import Channel
+
+_PR_SET_PDEATHSIG = 1
+_START_S = 60.0
+
+
+class NodeRanks(ProcessRanks):
+    """Skips the test where there are no rights to make nodes. The store is served by a process of its own in node 0."""
+
+    heap = "ucx"
+
+    def __init__(self, nodes: tuple[int, ...], rate: str | None = None, **environment: str) -> None:
+        self.size = sum(nodes)
+        self.node_of = [node for node, number in enumerate(nodes) for _ in range(number)]
+        self.cluster = new_cluster(len(nodes), rate, name="ranks" + "x".join(map(str, nodes)))
+        self._environment = environment
+        self._ranks = process_ranks.ProcessRanks(in_server=True)
+        self._hang, self._lives = False, 0
+        try:
+            self._start()
+        except BaseException:
+            self.cluster.down()
+            raise
+
+    def _start(self) -> None:
+        if self.size not in self._ranks:  # the first time, or all were killed after a hang
+            self._ranks.start(self.size, _enter, self.cluster.name, 0, _serve_store, self.cluster.address(0))
+            self._port = int(self._ranks.hear(self.size, _START_S))
+        for rank, node in enumerate(self.node_of):
+            serve = (rank, self.size, self._port, str(self._lives), self.cluster.address(0))
+            self._ranks.start(rank, _enter, self.cluster.name, node, _serve_rank, self._environment, *serve)
+        self.pids = [self._ranks.pid(rank) for rank in range(self.size)]
+        self._lives += 1
+
+    def restart(self) -> None:
+        """New processes for all ranks, after some have died."""
+        for rank in range(self.size):
+            self._ranks.kill(rank)
+        self._start()
+
+    def close(self) -> None:
+        try:
+            for rank in range(self.size):
+                self._ranks.hang_up(rank)
+            for rank in range(self.size):
+                self._ranks.await_end(rank, 20.0)
+            self._ranks.close()
+        finally:
+            self.cluster.down()
+
+
+def _serve_store(channel: Channel, address: str) -> None:
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    channel.send(str(store.port).encode())
+    with contextlib.suppress(EOFError):
+        channel.receive()
+
+
+def _serve_rank(channel: Channel, environment: dict[str, str], *serve: Any) -> None:
+    os.environ.update(environment)
+    _serve(channel, *serve)
+    await_peers()  # as Python does at its end: peers may still read
+
+
+def _enter(channel: Channel, cluster: str, node: int, work: Callable[..., None], *arguments: Any) -> None:
+    """This process joins the node; its child, which is wholly there, works. They end together."""
+    join(Cluster(cluster), node)
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        try:
+            work(channel, *arguments)
+        finally:
+            os._exit(0)
+    channel.close()
+    signal.signal(TELL_STACKS, lambda number, frame: os.kill(child, number))
+    os.waitpid(child, 0)

@@ -1,0 +1,81 @@
+// A network between ranks that are threads which does everything as late, and in as odd an order, as it may.
+//
+// What is asked of a peer is done only once a flush asks for it, in random order, a piece at a time whenever its rank
+// drives; a word of eight bytes arrives whole, anything longer byte after byte.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <random>
+#include <vector>
+
+#include "../../cuda/host/network.h"
+#include "../../cuda/protocol/core/atomics.h"
+
+namespace moe_rt {
+
+class LateNetwork final : public Network {
+ public:
+  // `segments`[r] is rank r's, as the network finds it.
+  LateNetwork(const std::vector<uint64_t>& segments, unsigned seed) : peers_(segments.size()), random_(seed) {
+    for (size_t r = 0; r < segments.size(); ++r) peers_[r].segment = reinterpret_cast<char*>(segments[r]);
+  }
+
+  void get(int peer, int64_t offset, void* to, int64_t bytes) override {
+    ask(peer, [=, from = peers_[peer].segment + offset] { std::memcpy(to, from, bytes); });
+  }
+  void put(int peer, int64_t offset, const void* from, int64_t bytes) override {
+    char* const to = peers_[peer].segment + offset;
+    if (bytes != sizeof(uint64_t) || offset % sizeof(uint64_t) != 0) {
+      ask(peer, [=] { std::memcpy(to, from, bytes); });
+    } else {
+      ask(peer, [=] { store_release(*reinterpret_cast<uint64_t*>(to), *static_cast<const uint64_t*>(from)); });
+    }
+  }
+  void put_last(int peer, int64_t offset, uint64_t word) override {
+    ask(peer, [=, to = peers_[peer].segment + offset] { store_release(*reinterpret_cast<uint64_t*>(to), word); });
+  }
+  void flush(int peer) override {
+    const std::lock_guard lock(mutex_);
+    Peer& p = peers_[peer];
+    std::shuffle(p.asked.begin(), p.asked.end(), random_);
+    p.due.insert(p.due.end(), p.asked.begin(), p.asked.end());
+    p.asked.clear();
+  }
+  bool flushed(int peer) const override {
+    const std::lock_guard lock(mutex_);
+    return peers_[peer].due.empty();
+  }
+  bool lost(int) const override { return false; }
+  void drive() override {
+    const std::lock_guard lock(mutex_);
+    for (Peer& p : peers_) {
+      for (unsigned n = random_() % 8; n > 0 && !p.due.empty(); --n) {
+        p.due.front()();
+        p.due.erase(p.due.begin());
+      }
+    }
+  }
+  void begin_driving() override {}
+  void end_driving() override {}
+  void keep(std::shared_ptr<const void> memory) override { kept_ = std::move(memory); }
+  void leave(const uint64_t (&)[2]) override {}
+
+ private:
+  struct Peer {
+    char* segment;
+    std::vector<std::function<void()>> asked, due;  // since the last flush; before it
+  };
+  void ask(int peer, std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    peers_[peer].asked.push_back(std::move(work));
+  }
+  std::vector<Peer> peers_;
+  std::mt19937 random_;
+  std::shared_ptr<const void> kept_;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace moe_rt

@@ -1,0 +1,24 @@
+"""Ranks that do not map each other, over a network that does everything as late as it may: every output is checked."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from engine_programs import compile_program
+
+ROUNDS = "60"
+
+
+@pytest.mark.parametrize("rows", ["experts", "tokens"])
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "lanes"), [("2", "2", "1"), ("3", "3", "2"), ("4", "2", "2"), ("5", "2", "1")]
+)
+@pytest.mark.parametrize("scales", ["", "scales"])
+def test_every_output(ranks: str, nodes: str, lanes: str, rows: str, scales: str) -> None:
+    """Chains of up to three dispatches in a row, across 32 bits of sequence numbers."""
+    program = compile_program("stress.cpp", "-O0")
+    arguments = [ranks, lanes, ROUNDS, str(2**32 - 3), rows, scales, nodes]
+    result = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{ranks} ranks of {lanes} lanes, {ROUNDS} rounds: every output as expected" in result.stdout
