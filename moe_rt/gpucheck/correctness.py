@@ -21,7 +21,7 @@ SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP8 = torch.float8_e4m3fn
 ROUNDS = 3  # windows take turns, and the third meets the first again
-TIMEOUT_S = 20.0
+TIMEOUT_S, CASE_S = 20.0, 60.0  # of a wait, and of a case
 Play: TypeAlias = Callable[[Buffer, int, torch.device], None]  # a rank's part of a turn
 
 
@@ -94,7 +94,7 @@ def check(check: Check) -> None:
         for case in cases(size, check.quick):
             with check.part(f"{case.name}, {size} ranks"):
                 rounds = 1 if check.quick else ROUNDS
-                run_case(check.device, size, case, rounds, seconds=min(60.0, check.seconds))
+                run_case(check.device, size, case, rounds, seconds=min(CASE_S, check.seconds))
                 rows.append([size, case.name, rounds, "equal"])
     check.say(f"{len(rows)} cases equal, {len(check.failures)} not")
     columns = ["ranks", "case", "rounds", "forward and backward"]

@@ -19,15 +19,18 @@ from moe_rt.errors import MoeRtError
 WAIT_S = 1000.0  # a command that looks at ranks which wait takes a minute on a busy core
 
 
-def late_rank(group: Any, faulty_rank: int, seconds: float, timeout_s: float) -> tuple[str, Report | None, Report]:
-    """The faulty rank comes late to its second round: the error, the report it carries, and one made afterwards."""
+def late_rank(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, Report | None, Report]:
+    """The faulty rank comes late to its second round, when the others have given up on it, however long a busy machine
+    takes for that: the error, the report it carries, and one made afterwards."""
     with open_buffer(group) as warm_up:  # a process is slow once, and the others' lateness must not be seen
         good_round(warm_up)
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
-    if buffer.rank == faulty_rank:
-        time.sleep(seconds)
     try:
+        deadline = time.monotonic() + WAIT_S
+        while buffer.rank == faulty_rank and time.monotonic() < deadline:
+            buffer.check()
+            time.sleep(0.01)
         good_round(buffer)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}", error.report, buffer.report()

@@ -18,6 +18,13 @@ from moe_rt.testing.rounds import WrongOutput, check_bits, check_close
 from moe_rt.testing.thread_ranks import ThreadRanks
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host threads on a busy machine take many times as long as a GPU."""
+    monkeypatch.setattr(correctness, "TIMEOUT_S", 600.0)
+    monkeypatch.setattr(correctness, "CASE_S", 600.0)
+
+
 class OneStream(EmulatedGpu):
     """Every rank's launches go to the same stream."""
 
@@ -27,7 +34,7 @@ class OneStream(EmulatedGpu):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_correctness(size: int) -> None:
-    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, sizes=(size,)))
+    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, seconds=600.0, sizes=(size,)))
     assert (record["result"], record["error"]) == ("ok", "")
 
 
@@ -43,7 +50,7 @@ def test_cases_of_the_full_run(name: str) -> None:
 def test_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     combine = Buffer.combine
     monkeypatch.setattr(Buffer, "combine", lambda self, *args: combine(self, *args) + 1)
-    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, sizes=(2,)))
+    record = perform(STEPS["correctness"], Check(EmulatedGpu(), quick=True, seconds=600.0, sizes=(2,)))
     assert record["result"] == "failed"
     assert "WrongOutput: out: " in record["error"]
 

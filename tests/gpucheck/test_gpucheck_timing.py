@@ -16,6 +16,8 @@ from moe_rt.gpucheck.profiles import RANGE, host_waits, kernels
 from moe_rt.gpucheck.steps import Check
 from moe_rt.testing.rounds import WrongOutput
 
+HANG_S = 1800.0  # steps take a part of it
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
@@ -27,14 +29,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
     for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "TOKENS": (1, 8), "REPLAYS": 2}.items():
         monkeypatch.setattr(latency, name, value)
     monkeypatch.setattr(latency, "OPS_IN_A_ROW", 5)
+    monkeypatch.setattr("moe_rt.gpucheck.load.TIMEOUT_S", HANG_S)
     return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bandwidth_table(gpu: TimedGpu, ranks: int) -> None:
     load = timing.Load(ranks, tokens=64, hidden=64, topk=2, experts=4)
-    check = Check(gpu)
-    measured = timing.measure(gpu, load, runs=3, seconds=60)
+    check = Check(gpu, seconds=HANG_S)
+    measured = timing.measure(gpu, load, runs=3, seconds=HANG_S)
     timing.add_measured(check, load, measured, bandwidth.CopyCeiling(gpu.device))
     (table,) = check.tables
     assert [row[0] for row in table.rows][-2:] == ["dispatch", "combine"]
@@ -54,12 +57,12 @@ def test_dropped_rows_are_no_measurement(gpu: TimedGpu, monkeypatch: pytest.Monk
     tight = {**load.buffer_kwargs(), "capacity_factor": 0.2}
     monkeypatch.setattr(timing.Load, "buffer_kwargs", lambda self: tight)
     with pytest.raises(WrongOutput, match="dropped"):
-        timing.run_pairs(gpu, load, 3, 60)
+        timing.run_pairs(gpu, load, 3, HANG_S)
 
 
 def test_latency_tables(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency.Pair, "replay_seconds", lambda self, runs: 1e-5)
-    check = Check(gpu)
+    check = Check(gpu, seconds=HANG_S)
     latency.add_latency(check, 2)
     assert not check.failures
     pairs, overheads = check.tables
@@ -82,7 +85,7 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["capacity that raises"].buffer_kwargs()["overflow"] == "raise"
     small = {name: Load(min(2, f.ranks), 8, 64, 2, 4, f.raises, f.num_sms) for name, f in found.items()}
     monkeypatch.setattr(timing, "loads", lambda device: small)
-    check = Check(gpu)
+    check = Check(gpu, seconds=HANG_S)
     timing.add_loads(check, 2)
     assert not check.failures
     (table,) = check.tables
@@ -93,7 +96,7 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overlap(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "Load", lambda ranks, tokens, num_sms=None: Load(1, 8, 64, 2, 4, num_sms=num_sms))
     monkeypatch.setattr(overlap, "SIDE", 16)
-    check = Check(gpu)
+    check = Check(gpu, seconds=HANG_S)
     overlap.add_overlap(check, 2)
     assert not check.failures
     (table,) = check.tables
@@ -152,7 +155,7 @@ def test_syncfree_asks_the_profiler(gpu: TimedGpu, monkeypatch: pytest.MonkeyPat
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(syncfree, "LayerSizes", lambda: LayerSizes(64, 32, 8, 2, 16))
-    check = Check(gpu)
+    check = Check(gpu, seconds=HANG_S)
     syncfree.check(check)
     assert not check.failures
     assert modes == ["error", "default"]
