@@ -115,7 +115,7 @@ def us(seconds: float) -> str:
 
 
 def mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.{0 if num_bytes >= 1e6 else 2}f} MB"
+    return f"{num_bytes / 1e6:.{2 if 0 < num_bytes < 1e6 else 0}f} MB"
 
 
 def generated(root: Path) -> str:
