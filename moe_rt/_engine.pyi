@@ -3,6 +3,8 @@ from collections.abc import Sequence
 
 MAX_TOPK: int = 128
 
+ROW_ALIGN: int = 64
+
 NEAR_NS: float = 60.0
 
 TAG_BITS: int = 28
@@ -10,7 +12,7 @@ TAG_BITS: int = 28
 def elements() -> list[tuple[str, str]]: ...
 
 class Shape:
-    def __init__(self, *, num_ranks: int, num_experts: int, num_max_tokens: int, hidden: int, num_topk: int, elem_bytes: int, by_token: bool, alignment: int, num_pushed_tokens: int) -> None: ...
+    def __init__(self, *, num_ranks: int, num_experts: int, num_max_tokens: int, hidden: int, num_topk: int, elem_bytes: int, by_token: bool, alignment: int, num_pushed_tokens: int, num_pushed_rows: int) -> None: ...
 
     def row_bytes(self) -> int: ...
 
@@ -224,7 +226,7 @@ class RecvPlan:
     num_dropped: int = 7
 
 class World:
-    def __init__(self, *, shape: Shape, rank: int, config_hash: int, position: int, owner: int, rank_first: int, base: int, mirror: int) -> None: ...
+    def __init__(self, *, shape: Shape, rank: int, config_hash: int, position: int, owner: int, rank_first: int, entries: int, base: int, mirror: int) -> None: ...
 
     @property
     def address(self) -> int: ...
@@ -259,6 +261,9 @@ class PlacementTables:
     @property
     def rank_first(self) -> list[int]: ...
 
+    @property
+    def entries(self) -> list[int]: ...
+
 class NetworkLayout:
     def __init__(self, shape: Shape, num_warps: int) -> None: ...
 
@@ -275,6 +280,10 @@ class NetworkLayout:
     def bytes(self) -> int: ...
 
 MAX_SCRATCH_BYTES: int = 49088
+
+WHOLE_TOKENS: int = 2
+
+def whole_tokens(shape: Shape) -> int: ...
 
 def scratch_bytes(shape: Shape, expert_rank: Sequence[int], rank: int, threads: int) -> int: ...
 

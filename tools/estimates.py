@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import PUSHED_TOKENS
-from moe_rt.gpucheck.compiling import LARGEST, Variant
-from moe_rt.gpucheck.estimate import MACHINES, OPS, STEPS, TARGETS_US, Load, estimate, op_us, steps_of
+from moe_rt.gpucheck.compiling import LARGEST, WHOLE, Variant
+from moe_rt.gpucheck.estimate import (
+    MACHINES,
+    OPS,
+    STEPS,
+    TARGETS_US,
+    WHOLE_OPS,
+    Estimate,
+    Load,
+    Machine,
+    Steps,
+    estimate,
+    launches_of,
+    op_us,
+    steps_of,
+)
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.native.jit import compile_kernels
 
@@ -35,15 +50,16 @@ def read_kernels() -> Codes:
     tool = find_disassembler()
     if tool is None:
         raise RuntimeError(INSTALL)
-    found = {}
-    for variant in (LARGEST, CODED):
-        binary = compile_kernels(variant.source, ARCH, variant.defines())
-        found[variant is CODED] = read_machine_code(disassemble(tool, binary.cubin))
+    found: Codes = {False: {}, True: {}}
+    for coded, variant in ((False, LARGEST), (True, CODED)):
+        for source in (WHOLE, variant.source):
+            binary = compile_kernels(source, ARCH, replace(variant, source=source).defines())
+            found[coded] |= read_machine_code(disassemble(tool, binary.cubin))
     return found
 
 
 def launches_table() -> str:
-    """Every launch: what it moves for the most tokens, and its least time for each number of them and each GPU."""
+    """Every launch: what it moves for the most tokens that it is for, and its least time for each number and GPU."""
     lines = [
         "| Launch | under way per SM | moved | of which by links | fewest | steps: memory, peers | "
         + " | ".join(f"T = {t}" for t in TOKENS)
@@ -54,21 +70,31 @@ def launches_table() -> str:
         for kernel in STEPS:
             if coded and not kernel.startswith("dispatch"):
                 continue
-            every = [[estimate(kernel, Load(t, coded=coded), m) for m in MACHINES] for t in TOKENS]
-            most = every[-1][0]
-            times = " | ".join(" / ".join(us(each.seconds) for each in of) for of in every)
+            every = [[estimated(kernel, Load(t, coded=coded), m) for m in MACHINES] for t in TOKENS]
+            (*_, most) = (each for of in every for each in of[:1] if each)
+            times = " | ".join(" / ".join(us(each.seconds) for each in of if each) or "-" for of in every)
             name = f"`{kernel}`, rows as fp8" if coded else f"`{kernel}`"
-            moved = " | ".join(mb(n) for n in (most.rows.memory_bytes, most.rows.link_bytes, most.rows.fewest_bytes))
-            few, many = (steps_of(kernel, Load(t)) for t in (TOKENS[0], TOKENS[-1]))
-            steps = f"{many.memory}, {many.peers}"
-            steps = steps if few == many else f"{few.memory}, {few.peers} up to {PUSHED_TOKENS} tokens; {steps}"
+            moved = " | ".join(mb(n) for n in (most.memory_bytes, most.link_bytes, most.fewest_bytes))
+            few, many = (steps_of(kernel, Load(t)) for t in (PUSHED_TOKENS, TOKENS[-1]))
+            steps = counted(many)
+            steps = steps if few == many else f"{counted(few)} up to {PUSHED_TOKENS} tokens; {steps}"
             flow = f"{most.bytes_per_sm / 1024:g} KiB | {moved} | {steps}"
             lines.append(f"| {name} | {flow} | {times} |")
     return "\n".join(lines)
 
 
+def estimated(kernel: str, load: Load, machine: Machine) -> Estimate | None:
+    """Nothing where the op has other launches."""
+    op = next(op for op, launches in OPS.items() if kernel in launches or WHOLE_OPS.get(kernel) == launches)
+    return estimate(kernel, load, machine) if kernel in launches_of(op, load) else None
+
+
+def counted(steps: Steps) -> str:
+    return f"{len(steps.memory)}, {len(steps.peers)}"
+
+
 def targets_table() -> str:
-    """Both launches of an op on an H200, next to what DeepEP publishes for eight."""
+    """The launches of an op on an H200, next to what DeepEP publishes for eight."""
     (h200,) = (machine for machine in MACHINES if machine.name == "H200")
     lines = ["| Op on 8 H200 | T | estimate, us | DeepEP, us | |", "|---|---|---|---|---|"]
     for name, op, coded in (
@@ -89,7 +115,7 @@ def us(seconds: float) -> str:
 
 
 def mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.0f} MB"
+    return f"{num_bytes / 1e6:.{2 if 0 < num_bytes < 1e6 else 0}f} MB"
 
 
 def generated(root: Path) -> str:

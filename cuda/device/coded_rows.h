@@ -64,11 +64,11 @@ struct ElementsFormat {
   }
 };
 
-// Codes piece `at` of a row of so many. All lanes of a warp call it; a piece past the last one is
-// of zeros.
-template <class Group, class Acc>
-MOE_RT_FN void encode_piece(const Group& group, Codec codec, char* dst, int64_t scales_at, int num_pieces, int at,
-                            const Acc* sum) {
+// Codes piece `at` of a row of so many, to each place that each_place gives to its argument. All lanes of a warp call it;
+// a piece past the last one is of zeros.
+template <class Group, class EachPlace, class Acc>
+MOE_RT_FN void encode_piece(const Group& group, Codec codec, EachPlace&& each_place, int64_t scales_at, int num_pieces,
+                            int at, const Acc* sum) {
   if (at - group.team_lane() >= num_pieces) return;
   float x[kCodesAtOnce];
   uint32_t largest = 0;
@@ -81,16 +81,16 @@ MOE_RT_FN void encode_piece(const Group& group, Codec codec, char* dst, int64_t 
   SixteenCodes codes;
   unrolled<kCodesAtOnce, 4>([&](int k) { codes.words[k / 4] = encode_four(codec, x + k, s.inverse); });
   if (at >= num_pieces) return;
-  reinterpret_cast<SixteenCodes*>(dst)[at] = codes;
-  if (at % kLanesOfBlock == 0) reinterpret_cast<float*>(dst + scales_at)[at / kLanesOfBlock] = s.scale;
+  each_place([&](char* dst) {
+    reinterpret_cast<SixteenCodes*>(dst)[at] = codes;
+    if (at % kLanesOfBlock == 0) reinterpret_cast<float*>(dst + scales_at)[at / kLanesOfBlock] = s.scale;
+  });
 }
 
-// Codes value(i), i < hidden, into a coded row, each block by a team of lanes.
-template <class Group, class Value>
-MOE_RT_FN void encode_row(const Group& group, Codec codec, int hidden, char* dst, Value&& value) {
+// Codes value(i), i < hidden, into a coded row at each place, each block by a team of lanes.
+template <class Group, class EachPlace, class Value>
+MOE_RT_FN void encode_row(const Group& group, Codec codec, int hidden, EachPlace&& each_place, Value&& value) {
   constexpr int kEach = kCodecBlock / Group::kTeamLanes;
-  auto* const codes = reinterpret_cast<uint8_t*>(dst);
-  auto* const scales = reinterpret_cast<float*>(dst + codec_parts(hidden).scales_at());
   const int num_blocks = (hidden + kCodecBlock - 1) / kCodecBlock;
   for (int block = group.team(); block < num_blocks; block += group.teams()) {
     const int first = block * kCodecBlock + group.team_lane() * kEach;
@@ -102,10 +102,13 @@ MOE_RT_FN void encode_row(const Group& group, Codec codec, int hidden, char* dst
       largest = bits > largest ? bits : largest;
     }
     const CodecScale s = codec_scale(codec, group.template team_max<Group::kTeamLanes>(largest));
-    for (int i = 0; i < kEach; ++i) {
-      if (first + i < hidden) codes[first + i] = encode(codec, values[i], s.inverse);
-    }
-    if (group.team_lane() == 0) scales[block] = s.scale;
+    each_place([&](char* dst) {
+      auto* const codes = reinterpret_cast<uint8_t*>(dst);
+      for (int i = 0; i < kEach; ++i) {
+        if (first + i < hidden) codes[first + i] = encode(codec, values[i], s.inverse);
+      }
+      if (group.team_lane() == 0) reinterpret_cast<float*>(dst + codec_parts(hidden).scales_at())[block] = s.scale;
+    });
   }
 }
 

@@ -3,7 +3,8 @@
 //
 // No block waits for another block of its own launch. The sending launch never waits: its last block announces. Every
 // block of the receiving launch waits by itself for every peer, and the peers' sending launches need none of its room.
-// A launch of one block may have waited before, so that a late peer holds no more than that.
+// A launch of one block may have waited before, so that a late peer holds no more than that. The halves of an op of very
+// few tokens may follow each other in one launch of one block (whole_ops.h).
 // Sequence numbers and turns live in device memory and the kernels advance them, so a captured graph can be replayed.
 #pragma once
 
@@ -44,8 +45,18 @@ static_assert(sizeof(Control) == 32 && sizeof(HostRecord) == 48 && sizeof(Device
 // What the lanes of a block tell each other.
 struct BlockShared {
   uint64_t worst;
+  int64_t bad_entry;  // as DeviceState's, where one block makes all lists
   uint32_t flag, unused;
 };
+
+// An op's number among those of its kind, and its window.
+struct Turn {
+  uint64_t seq;
+  int window;
+};
+MOE_RT_FN Turn next_turn(const Control& c, Kind kind) {
+  return {c.state->seq[int(kind)] + 1, c.state->windows.next(kind)};
+}
 
 // How a lane waits for its peers, one after the other, with one deadline for all: each with its own would make a launch
 // wait as many timeouts as a lane has silent peers.
@@ -104,25 +115,15 @@ MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
   return answer;
 }
 
-// Runs send(window) on every block; the last block runs complete(window) and announces to every peer. Where an entry was
-// found bad, it announces what refuse(header, entry) makes of the header.
-template <class Machine, class Send, class Refuse, class Complete>
-MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send, Refuse&& refuse,
-                     Complete&& complete) {
-  if (!healthy(m, c)) return;
+// Announces an op that all blocks have sent, to every peer, and takes its turn: all lanes of one block, which have met
+// since. Where an entry was found bad, it announces what refuse(header, entry) makes of the header.
+template <class Machine, class Refuse>
+MOE_RT_FN void announce_to_all(const Machine& m, const World& w, const Control& c, const Call& call, const Turn& turn,
+                               int64_t bad, Refuse&& refuse) {
   const auto block = m.block();
   const Kind kind = kind_of(call.op);
-  const uint64_t seq = c.state->seq[int(kind)] + 1;
-  send(c.state->windows.next(kind));
-  streaming_store_fence();
-  block.sync();
-  if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
-  block.sync();
-  if (!m.shared().flag) return;
-  complete(c.state->windows.next(kind));
-  block.sync();
-  Header header = w.header(seq, call);
-  if (const int64_t bad = load_relaxed(c.state->bad_entry); bad != kNoBadEntry) refuse(header, bad);
+  Header header = w.header(turn.seq, call);
+  if (bad != kNoBadEntry) refuse(header, bad);
   const auto link = m.link();
   const Range peers = strided(block, w.shape.num_ranks);
   for (int64_t i = peers.begin; i < peers.end; i += peers.step) {
@@ -132,14 +133,24 @@ MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const C
   if (block.rank() != 0) return;
   c.state->done = 0;
   c.state->bad_entry = kNoBadEntry;
-  c.state->seq[int(kind)] = seq;
+  c.state->seq[int(kind)] = turn.seq;
   c.state->windows.take(kind);
 }
 
+// Runs send(window) on every block; the last block announces.
 template <class Machine, class Send, class Refuse>
 MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send,
                      Refuse&& refuse) {
-  begin(m, w, c, call, send, refuse, [](int) {});
+  const auto block = m.block();
+  const Turn turn = next_turn(c, kind_of(call.op));  // at once with what healthy loads: one trip to memory
+  if (!healthy(m, c)) return;
+  send(turn.window);
+  streaming_store_fence();
+  block.sync();
+  if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
+  block.sync();
+  if (!m.shared().flag) return;
+  announce_to_all(m, w, c, call, turn, load_relaxed(c.state->bad_entry), refuse);
 }
 
 // Orders failures: the highest code, then the lowest peer, is the smallest key.
@@ -162,19 +173,14 @@ MOE_RT_FN Status wait_for(DeviceIdle<Machine>& idle, const World& w, Kind kind, 
           .expected = int64_t(ours.seq)};
 }
 
-// Waits for every peer and judges all headers, then runs receive(seq, window) on every block; otherwise() where the op
-// must be given up, so that whoever reads its outputs finds them empty.
+// Waits for every peer and judges all headers, then runs receive(seq, window); otherwise() where the op must be given up,
+// so that whoever reads its outputs finds them empty.
 template <class Machine, class Receive, class Otherwise>
-MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, const Call& call, Receive&& receive,
-                      Otherwise&& otherwise) {
-  if (!healthy(m, c)) {
-    otherwise();
-    return;
-  }
+MOE_RT_FN void wait_for_all(const Machine& m, const World& w, const Control& c, const Call& call, const Turn& turn,
+                            Receive&& receive, Otherwise&& otherwise) {
   const auto block = m.block();
   const Kind kind = kind_of(call.op);
-  const uint64_t seq = c.state->seq[int(kind)];
-  const Header ours = w.header(seq, call);
+  const Header ours = w.header(turn.seq, call);
   if (block.rank() == 0) m.shared().worst = ~uint64_t{0};
   block.sync();
   Status mine;
@@ -188,11 +194,21 @@ MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, const 
   block.sync();
   const uint64_t worst = load_relaxed(m.shared().worst);
   if (worst == ~uint64_t{0}) {
-    receive(seq, c.state->windows.taken(kind));
+    receive(turn.seq, turn.window);
     return;
   }
   if (!mine.ok() && severity(mine) == worst) fail(w, c, mine, m.link());
   otherwise();
+}
+
+// As wait_for_all, on every block, for the op that was announced last.
+template <class Machine, class Receive, class Otherwise>
+MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, const Call& call, Receive&& receive,
+                      Otherwise&& otherwise) {
+  const Kind kind = kind_of(call.op);
+  const Turn turn{c.state->seq[int(kind)], c.state->windows.taken(kind)};
+  if (!healthy(m, c)) return otherwise();
+  wait_for_all(m, w, c, call, turn, receive, otherwise);
 }
 
 }  // namespace moe_rt

@@ -38,4 +38,4 @@ using Links = RdmaLinks<Nvshmem>;
 
 #include "entry_points.h"
 
-MOE_RT_KERNEL_CALLING(dispatch_fetch, moe_rt::DispatchArgs, moe_rt::fetch_lists(launch, a))
+MOE_RT_KERNEL_CALLING(dispatch_fetch, moe_rt::DispatchArgs, false, moe_rt::fetch_lists(launch, a))

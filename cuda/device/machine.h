@@ -70,7 +70,8 @@ struct MappedLinks {
   }
 };
 
-template <class Links>
+// Of a launch of any number of blocks, or of one alone.
+template <class Links, bool kOneBlock = false>
 struct CudaMachine {
   static constexpr bool kWarpsOnly = Links::kWarpsOnly;
   static constexpr unsigned kNapNs = 32;
@@ -81,8 +82,8 @@ struct CudaMachine {
   __device__ BlockCoop block() const { return {}; }
   __device__ BlockShared& shared() const { return shared_; }
   __device__ int32_t* scratch() const { return scratch_; }
-  __device__ int num_blocks() const { return int(gridDim.x); }
-  __device__ int block_index() const { return int(blockIdx.x); }
+  __device__ int num_blocks() const { return kOneBlock ? 1 : int(gridDim.x); }
+  __device__ int block_index() const { return kOneBlock ? 0 : int(blockIdx.x); }
   __device__ int64_t clock_ns() const {
     int64_t now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));

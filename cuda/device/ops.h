@@ -6,6 +6,7 @@
 //   dispatch backward   combine_send           push, scalars     | combine_receive           wait, reduce, scalars
 //   combine backward    combine_backward_send  publish           | combine_backward_receive  wait, gather_grad
 // Between the two, `*_wait` may wait on one block: the blocks of a launch that finishes then find everything there.
+// whole_ops.h has ops in one launch.
 // A Machine has block(), shared(), scratch(), num_blocks(), block_index(), clock_ns(), nap(), link(), and groups of
 // lanes that move rows: warps(first), and warps(first, n) of n warps of a block each, over the launch's blocks from
 // `first` on. Neighbouring groups are of different blocks, so that a few rows are spread over all.
@@ -14,7 +15,7 @@
 #include "../protocol/core/calls.h"
 #include "../protocol/flat/combine.h"
 #include "../protocol/flat/dispatch.h"
-#include "../protocol/flat/pushed_lists.h"
+#include "../protocol/flat/pushing.h"
 #include "exchange.h"
 #include "rows.h"
 #include "scaled_rows.h"
@@ -61,11 +62,15 @@ struct Launch {
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
-  // The same answer on every lane. False where the handle is not of a dispatch of this engine with so many tokens, or
-  // rows are missing: the op is then announced as refused.
+  // False where the handle is not of a dispatch of this engine with so many tokens, or rows are missing.
+  template <class Args>
+  MOE_RT_FN bool can_follow(const RecvPlan& p, const Args& a) const {
+    return p.fits(w, a.num_tokens, a.capacity) && p.head->num_rows <= a.num_rows;
+  }
+  // The same answer on every lane; where it is no, the op is announced as refused.
   template <class Args>
   MOE_RT_FN bool followed(const RecvPlan& p, const Args& a) const {
-    if (p.fits(w, a.num_tokens, a.capacity) && p.head->num_rows <= a.num_rows) return true;
+    if (can_follow(p, a)) return true;
     fetch_min_relaxed(c.state->bad_entry, int64_t{0});
     return false;
   }
@@ -83,6 +88,23 @@ struct Launch {
     });
   }
 
+  // This rank's rows, to the ranks that they visit. Not over a network: there rows are pulled.
+  template <class Kind>
+  MOE_RT_FN void push_tokens(int first_block, int window, const RoutingTables& tables, const ExpertIds& ids,
+                             const DispatchArgs& a, const Kind& kind) const {
+    with_groups(m, first_block, a.num_tokens, [&](const auto& group) {
+      push_rows(group, dims, w, tables, ids, window, static_cast<const char*>(a.x), a.num_tokens, rows(group, kind));
+    });
+  }
+  template <class Kind>
+  MOE_RT_FN void send_tokens(int first_block, int window, const ExpertIds& ids, const DispatchArgs& a,
+                             const Kind& kind) const {
+    if constexpr (!Machine::kWarpsOnly) {
+      if (pushes_rows(w, a.max_tokens)) return push_tokens(first_block, window, RoutingTables::of(w), ids, a, kind);
+    }
+    publish(first_block, window, a.x, a.num_tokens, kind);
+  }
+
   // How many of a launch's first blocks route: one for each tile of tokens, of an eighth of all at most, since routing a
   // token takes far less than moving its row. There are two blocks at least.
   MOE_RT_FN int num_routers(const Tiles& tiles, int64_t num_tokens) const {
@@ -96,28 +118,28 @@ struct Launch {
       const Tiles tiles = Tiles::view(m.scratch(), w.shape, tile_for(m.block().size(), w.shape));
       const int routers = num_routers(tiles, a.num_tokens);
       if (m.block_index() >= routers) {
-        if (a.scaled.row_format) return publish(routers, window, a.x, a.num_tokens, a.scaled);
-        publish(routers, window, a.x, a.num_tokens, dims.dispatch_codec());
-        return;
+        if (a.scaled.row_format) return send_tokens(routers, window, ids, a, a.scaled);
+        return send_tokens(routers, window, ids, a, dims.dispatch_codec());
       }
+      const RoutingTables tables = RoutingTables::of(w);
+      const ListsFor<Acc> lists{w, w.base, window, pushes_lists(w, a.max_tokens)};
       const TileRouter router{m.block(),
                               dims,
                               w,
+                              tables,
                               ids,
                               static_cast<const Acc*>(a.topk_weights),
                               a.num_tokens,
                               tiles,
-                              RouteLists<Acc>::view(w, w.rank, window),
+                              lists,
                               a.send_plan,
                               c.state->bad_entry};
       router.route(m.block_index(), routers);
     };
-    const auto refuse_ids = [&](Header& header, int64_t bad) {
-      header.refuse(Code::kInvalidRouting, ids[bad], w.shape.num_experts);
-    };
-    begin(m, w, c, call_of(a, c.tag), send, refuse_ids, [&](int window) {
-      if (pushes_lists(w, a.max_tokens)) push_lists<Acc>(m.block(), w, window);
-    });
+    begin(m, w, c, call_of(a, c.tag), send, [&](Header& header, int64_t bad) { refuse(header, bad, a); });
+  }
+  MOE_RT_FN void refuse(Header& header, int64_t bad, const DispatchArgs& a) const {
+    header.refuse(Code::kInvalidRouting, ids_of(a)[bad], w.shape.num_experts);
   }
 
   // No rows: later launches that are handed these outputs read and write nothing through them.
@@ -140,35 +162,36 @@ struct Launch {
   }
 
   MOE_RT_FN void dispatch_receive(const DispatchArgs& a) const {
-    const auto nothing = [&] { receive_nothing(a); };
     const auto receive = [&](uint64_t seq, int window) {
-      const auto block = m.block();
-      Blocks blocks = Blocks::view(m.scratch(), w.shape, w.num_local_experts());
-      blocks.pushed = pushes_lists(w, a.max_tokens);
-      Status status{.op = Op::kDispatch, .phase = Phase::kGather, .seq = seq};
-      status.peer = index_blocks<Acc>(block, w, window, blocks);
-      if (status.peer >= 0) {
-        status.code = Code::kCorruptPeer;
-      } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, window, blocks)) >= 0) {
-        status.code = Code::kCapacityOverflow;
-        status.got = rows_for(w, window, blocks, status.peer);
-        status.expected = room_for_rows(w, seq, status.peer);
-      }
-      if (!status.ok()) {
-        if (block.rank() == 0) fail(w, c, status, m.link());
-        nothing();
-        return;
-      }
-      if (m.block_index() == 0) {
-        write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, plan(a.recv_plan));
-      }
-      if (a.scaled.code_bytes) {
-        take(a, seq, window, blocks, a.scaled);
-      } else {
-        take(a, seq, window, blocks, dims.dispatch_codec());
-      }
+      receive_tokens(a, seq, window, pushes_lists(w, a.max_tokens), pushes_rows(w, a.max_tokens));
     };
-    finish(m, w, c, call_of(a, c.tag), receive, nothing);
+    finish(m, w, c, call_of(a, c.tag), receive, [&] { receive_nothing(a); });
+  }
+
+  // Once all have announced; lists and rows are here or with their sources.
+  MOE_RT_FN void receive_tokens(const DispatchArgs& a, uint64_t seq, int window, bool pushed_lists,
+                                bool pushed_rows) const {
+    const auto block = m.block();
+    Blocks blocks = Blocks::view(m.scratch(), w.shape, w.num_local_experts());
+    blocks.pushed = pushed_lists, blocks.pushed_rows = pushed_rows;
+    Status status{.op = Op::kDispatch, .phase = Phase::kGather, .seq = seq};
+    status.peer = index_blocks<Acc>(block, w, window, blocks);
+    if (status.peer >= 0) {
+      status.code = Code::kCorruptPeer;
+    } else if (c.may_overflow && (status.peer = overflowing_rank(block, w, seq, window, blocks)) >= 0) {
+      status.code = Code::kCapacityOverflow;
+      status.got = rows_for(w, window, blocks, status.peer);
+      status.expected = room_for_rows(w, seq, status.peer);
+    }
+    if (!status.ok()) {
+      if (block.rank() == 0) fail(w, c, status, m.link());
+      return receive_nothing(a);
+    }
+    if (m.block_index() == 0) {
+      write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, plan(a.recv_plan));
+    }
+    if (a.scaled.code_bytes) return take(a, seq, window, blocks, a.scaled);
+    take(a, seq, window, blocks, dims.dispatch_codec());
   }
 
   // All that others send to this rank, as rows(group, kind) deliver it.
@@ -188,27 +211,31 @@ struct Launch {
   }
 
   MOE_RT_FN void combine_send(const CombineArgs& a) const {
-    const Returned<Acc> in{plan(a.recv_plan), static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-                           static_cast<const Acc*>(a.grad_recv_weights)};
+    const RecvPlan p = plan(a.recv_plan);
     const auto send = [&](int window) {
-      if (!followed(in.plan, a)) return;
-      with_groups(m, 0, in.plan.head->num_pulled, [&](const auto& group) {
-        const auto link = m.link(group);
-        push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), link);
-        link.flush();
-      });
+      if (followed(p, a)) send_partials(a, p, window);
     };
-    begin(m, w, c, call_of(a, c.tag, in.plan), send, [&](Header& header, int64_t) { refuse(header, in.plan, a); });
+    begin(m, w, c, call_of(a, c.tag, p), send, [&](Header& header, int64_t) { refuse(header, p, a); });
+  }
+  MOE_RT_FN void send_partials(const CombineArgs& a, const RecvPlan& p, int window) const {
+    const Returned<Acc> in{p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+                           static_cast<const Acc*>(a.grad_recv_weights)};
+    with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
+      const auto link = m.link(group);
+      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), link);
+      link.flush();
+    });
   }
 
   MOE_RT_FN void combine_receive(const CombineArgs& a) const {
-    const auto receive = [&](uint64_t, int window) {
-      with_groups(m, 0, a.num_tokens, [&](const auto& group) {
-        reduce(group, dims, w, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-               static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_codec(a.op)), LocalPushed{});
-      });
-    };
+    const auto receive = [&](uint64_t, int window) { add_partials(a, a.send_plan, window); };
     finish(m, w, c, call_of(a, c.tag, plan(a.recv_plan)), receive, [] {});
+  }
+  MOE_RT_FN void add_partials(const CombineArgs& a, const int32_t* send_plan, int window) const {
+    with_groups(m, 0, a.num_tokens, [&](const auto& group) {
+      reduce(group, dims, w, window, send_plan, a.num_tokens, static_cast<char*>(a.out),
+             static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_codec(a.op)), LocalPushed{});
+    });
   }
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {

@@ -65,12 +65,17 @@ struct DeviceRows {
   MOE_RT_FN static Vector* vectors(char* row) { return reinterpret_cast<Vector*>(row); }
 
   MOE_RT_FN void publish(char* dst, const char* x, int64_t row) const {
-    const char* const src = x + row * tensor_row_bytes();
+    publish_to(x + row * tensor_row_bytes(), row, [&](auto&& put) { put(dst); });
+  }
+
+  // The row at src to each place that each_place gives to its argument; it is read and coded once.
+  template <class EachPlace>
+  MOE_RT_FN void publish_to(const char* src, int64_t, EachPlace&& each_place) const {
     if (codec != Codec::kRaw) {
-      encode<AtMost<1>>(dst, &src, one, 1);
+      encode<AtMost<1>>(each_place, &src, one, 1);
       return;
     }
-    move_vectors<Vector>(group, num_vectors(), src, [&](auto&& to_row) { to_row(dst); });
+    move_vectors<Vector>(group, num_vectors(), src, each_place);
   }
 
   MOE_RT_FN void clear(char* to, int64_t row) const {
@@ -98,7 +103,7 @@ struct DeviceRows {
     if (codec == Codec::kRaw) {
       weighted_sum(dst, srcs, weight, n);
     } else {
-      encode<Dims>(dst, srcs, weight, n);
+      encode<Dims>([&](auto&& put) { put(dst); }, srcs, weight, n);
     }
   }
 
@@ -182,18 +187,20 @@ struct DeviceRows {
   MOE_RT_FN int64_t scales_at() const { return codec_parts(dims.hidden()).scales_at(); }
   MOE_RT_FN int num_pieces() const { return dims.hidden() / kCodesAtOnce; }
 
-  // The coded sum of weight(i) * srcs[i], of which Bound::kTopkBound are the most.
-  template <class Bound, class WeightOf>
-  MOE_RT_FN void encode(char* dst, const char* const* srcs, WeightOf&& weight, int n) const {
+  // The coded sum of weight(i) * srcs[i], of which Bound::kTopkBound are the most, to each place that each_place gives
+  // to its argument.
+  template <class Bound, class EachPlace, class WeightOf>
+  MOE_RT_FN void encode(EachPlace&& each_place, const char* const* srcs, WeightOf&& weight, int n) const {
     if constexpr (Group::kTeamLanes % kLanesOfBlock == 0) {
       if (dims.hidden() % kCodesAtOnce == 0) {
-        sum_rows<Bound>(
-            group, ElementsFormat<Elem, Vector, kElems>{}, num_pieces(), srcs, weight, n,
-            [&](int at, const Acc* sum) { encode_piece(group, codec, dst, scales_at(), num_pieces(), at, sum); });
+        sum_rows<Bound>(group, ElementsFormat<Elem, Vector, kElems>{}, num_pieces(), srcs, weight, n,
+                        [&](int at, const Acc* sum) {
+                          encode_piece(group, codec, each_place, scales_at(), num_pieces(), at, sum);
+                        });
         return;
       }
     }
-    encode_row(group, codec, dims.hidden(), dst, [&](int at) {
+    encode_row(group, codec, dims.hidden(), each_place, [&](int at) {
       Acc sum = 0;
       for_topk<Bound>(n, [&](int i) {
         if (srcs[i]) sum += weight(i, true) * element(srcs[i], at);

@@ -34,11 +34,17 @@ struct DeviceScaledRows {
   const char* scales;
   char* recv_scales;
 
+  MOE_RT_FN int64_t tensor_row_bytes() const { return parts.code_bytes; }
   MOE_RT_FN int64_t encoded_row_bytes() const { return parts.bytes(); }
   MOE_RT_FN void publish(char* dst, const char* x, int64_t row) const {
-    const int32_t first = 0;
-    spread_part(dst, &first, 1, x + row * parts.code_bytes, parts.code_bytes);
-    spread_part(dst + parts.scales_at(), &first, 1, scales + row * parts.scale_bytes, parts.scale_bytes);
+    publish_to(x + row * parts.code_bytes, row, [&](auto&& put) { put(dst); });
+  }
+  // The codes at src, and the scales of that row, to each place that each_place gives to its argument.
+  template <class EachPlace>
+  MOE_RT_FN void publish_to(const char* src, int64_t row, EachPlace&& each_place) const {
+    move_part(src, parts.code_bytes, each_place);
+    move_part(scales + row * parts.scale_bytes, parts.scale_bytes,
+              [&](auto&& put) { each_place([&](char* dst) { put(dst + parts.scales_at()); }); });
   }
   MOE_RT_FN void clear(char* to, int64_t row) const {
     clear_part(to + row * parts.code_bytes, parts.code_bytes);
@@ -50,12 +56,14 @@ struct DeviceScaledRows {
   }
 
  private:
+  template <class EachPlace>
+  MOE_RT_FN void move_part(const char* src, int64_t bytes, EachPlace&& each_place) const {
+    with_vectors(bytes, [&](auto vector, int count) { move_vectors<decltype(vector)>(group, count, src, each_place); });
+  }
   MOE_RT_FN void spread_part(char* to, const int32_t* rows, int n, const char* src, int64_t bytes) const {
-    with_vectors(bytes, [&](auto vector, int count) {
-      move_vectors<decltype(vector)>(group, count, src, [&](auto&& to_row) {
-        for_topk<Dims>(n, [&](int i) {
-          if (rows[i] >= 0) to_row(to + rows[i] * bytes);
-        });
+    move_part(src, bytes, [&](auto&& put) {
+      for_topk<Dims>(n, [&](int i) {
+        if (rows[i] >= 0) put(to + rows[i] * bytes);
       });
     });
   }

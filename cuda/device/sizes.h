@@ -19,10 +19,45 @@ MOE_RT_FN int32_t tile_for(int32_t lanes, const Shape& s) {
   return tokens > 1 ? tokens : 1;
 }
 
+// Tokens of a rank, at most, in a buffer whose ops are whole: one launch of one block (whole_ops.h). By estimate one block
+// is faster than two launches of many for so few (docs/cuda.md).
+inline constexpr int32_t kWholeTokens = 2;
+
+// What the block of a whole op has copied: the tables that routing reads and the op's short inputs, so that they come
+// in one trip to memory. Its routing tile lies before.
+template <class Weight>
+struct WholeScratch {
+  char** base;       // [R]
+  Weight* weights;   // [kWholeTokens][K]
+  int32_t* entries;  // [E]
+  int32_t* ids;      // [kWholeTokens][K]; or of combine, its send plan
+
+  MOE_RT_FN static int64_t tile_ints(const Shape& s) { return round_up(Tiles::num_ints(s, kWholeTokens), 4); }
+  MOE_RT_FN static int64_t num_ints(const Shape& s) {
+    const int64_t short_inputs = int64_t{kWholeTokens} * s.num_topk * (1 + int64_t{sizeof(Weight)} / 4);
+    return tile_ints(s) + 2 * int64_t{s.num_ranks} + s.num_experts + short_inputs;
+  }
+  MOE_RT_FN static WholeScratch view(int32_t* ints, const Shape& s) {
+    WholeScratch v{};
+    v.base = reinterpret_cast<char**>(ints + tile_ints(s));
+    v.weights = reinterpret_cast<Weight*>(v.base + s.num_ranks);
+    v.entries = reinterpret_cast<int32_t*>(v.weights + int64_t{kWholeTokens} * s.num_topk);
+    v.ids = v.entries + s.num_experts;
+    return v;
+  }
+};
+
+// As kWholeTokens, or none where a block has no room for the copies.
+MOE_RT_FN int32_t whole_tokens(const Shape& s) {
+  const int64_t ints = s.acc_bytes == 8 ? WholeScratch<double>::num_ints(s) : WholeScratch<float>::num_ints(s);
+  return ints * 4 > kScratchBytes || s.num_pushed_rows < s.num_max_tokens ? 0 : kWholeTokens;
+}
+
 MOE_RT_FN int64_t scratch_bytes(const World& w, int32_t lanes) {
   const int64_t blocks = Blocks::num_ints(w.shape, w.num_local_experts());
   const int64_t tiles = Tiles::num_ints(w.shape, tile_for(lanes, w.shape));
-  return (tiles > blocks ? tiles : blocks) * 4;
+  const int64_t whole = whole_tokens(w.shape) > 0 ? WholeScratch<double>::num_ints(w.shape) : 0;
+  return 4 * larger(larger(tiles, blocks), whole);
 }
 
 // Symmetric memory of this rank besides its segment, and the segment as the network knows it.

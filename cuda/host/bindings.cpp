@@ -73,6 +73,7 @@ NB_MODULE(_engine, m) {
   nb::set_leak_warnings(false);
 
   m.attr("MAX_TOPK") = kMaxTopk;
+  m.attr("ROW_ALIGN") = kRowAlign;
   m.attr("NEAR_NS") = kNearNs;
   m.attr("TAG_BITS") = kTagBits;
   m.def("elements", [] {
@@ -85,7 +86,7 @@ NB_MODULE(_engine, m) {
       .def(
           "__init__",
           [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes,
-             bool by_token, int alignment, int num_pushed_tokens) {
+             bool by_token, int alignment, int num_pushed_tokens, int num_pushed_rows) {
             new (self) Shape{.num_ranks = num_ranks,
                              .num_experts = num_experts,
                              .num_max_tokens = num_max_tokens,
@@ -95,11 +96,12 @@ NB_MODULE(_engine, m) {
                              .acc_bytes = elem_bytes == 8 ? 8 : 4,
                              .recv_layout = by_token ? RecvLayout::kTokens : RecvLayout::kExperts,
                              .alignment = alignment,
-                             .num_pushed_tokens = num_pushed_tokens};
+                             .num_pushed_tokens = num_pushed_tokens,
+                             .num_pushed_rows = num_pushed_rows};
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
           nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"), nb::arg("alignment"),
-          nb::arg("num_pushed_tokens"))
+          nb::arg("num_pushed_tokens"), nb::arg("num_pushed_rows"))
       .def("row_bytes", &Shape::row_bytes)
       .def(
           "tokens_at", [](const Shape& s, int window) { return Layout::make(s).window[window].tokens; },

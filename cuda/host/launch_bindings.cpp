@@ -86,12 +86,13 @@ void bind_group(nb::module_& m) {
       .def(
           "__init__",
           [](World* self, const Shape& shape, int rank, uint64_t config_hash, Address position, Address owner,
-             Address rank_first, Address base, Address mirror) {
+             Address rank_first, Address entries, Address base, Address mirror) {
             new (self) World{.shape = shape,
                              .layout = Layout::make(shape),
                              .placement = {.position = at<int32_t>(position),
                                            .owner = at<int32_t>(owner),
-                                           .rank_first = at<int32_t>(rank_first)},
+                                           .rank_first = at<int32_t>(rank_first),
+                                           .entries = at<int32_t>(entries)},
                              .base = at<char*>(base),
                              .mirror = at<char*>(mirror),
                              .rank = rank,
@@ -99,7 +100,7 @@ void bind_group(nb::module_& m) {
                              .plan_mark = new_plan_mark()};
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("position"),
-          nb::arg("owner"), nb::arg("rank_first"), nb::arg("base"), nb::arg("mirror"))
+          nb::arg("owner"), nb::arg("rank_first"), nb::arg("entries"), nb::arg("base"), nb::arg("mirror"))
       .def_prop_ro("address", [](const World& w) { return reinterpret_cast<Address>(&w); });
   bind_arguments<Control>(m, "Control", Field{"state", &Control::state}, Field{"record", &Control::record},
                           Field{"timeout_ns", &Control::timeout_ns}, Field{"tag", &Control::tag},
@@ -140,7 +141,8 @@ void bind_sizes(nb::module_& m) {
           nb::arg("expert_rank"), nb::arg("num_ranks"))
       .def_ro("position", &PlacementTables::position)
       .def_ro("owner", &PlacementTables::owner)
-      .def_ro("rank_first", &PlacementTables::rank_first);
+      .def_ro("rank_first", &PlacementTables::rank_first)
+      .def_ro("entries", &PlacementTables::entries);
   nb::class_<NetworkLayout>(m, "NetworkLayout")
       .def(
           "__init__",
@@ -153,6 +155,8 @@ void bind_sizes(nb::module_& m) {
       .def_ro("mirror_bytes", &NetworkLayout::mirror_bytes)
       .def_ro("bytes", &NetworkLayout::bytes);
   m.attr("MAX_SCRATCH_BYTES") = kScratchBytes;
+  m.attr("WHOLE_TOKENS") = kWholeTokens;
+  m.def("whole_tokens", whole_tokens, nb::arg("shape"));
   m.def(
       "scratch_bytes",
       [](const Shape& shape, const std::vector<int32_t>& expert_rank, int rank, int threads) {

@@ -8,7 +8,7 @@
 namespace moe_rt {
 
 struct PlacementTables {
-  std::vector<int32_t> position, owner, rank_first;
+  std::vector<int32_t> position, owner, rank_first, entries;
 
   static PlacementTables make(const std::vector<int32_t>& expert_rank, int num_ranks) {
     PlacementTables t;
@@ -22,9 +22,10 @@ struct PlacementTables {
     t.rank_first.push_back(static_cast<int32_t>(t.owner.size()));
     std::vector<int32_t> next(t.rank_first.begin(), t.rank_first.end() - 1);
     for (int e = 0; e < num_experts; ++e) t.position.push_back(next[expert_rank[e]]++);
+    for (const int32_t place : t.position) t.entries.push_back(int32_t(uint32_t(t.owner[place]) << 16 | place));
     return t;
   }
-  Placement view() const { return {position.data(), owner.data(), rank_first.data()}; }
+  Placement view() const { return {position.data(), owner.data(), rank_first.data(), entries.data()}; }
 };
 
 }  // namespace moe_rt

@@ -17,8 +17,10 @@ from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
 
-PROTOCOL_VERSION = 5
-PUSHED_TOKENS = 128  # batches of decoding; memory for them grows with the number of ranks
+PROTOCOL_VERSION = 6
+# Batches of decoding, whose lists GPUs push to each other, and rows where they are fewer still: memory for them grows
+# with the number of ranks, and rows take this much of a window at most.
+PUSHED_TOKENS, PUSHED_ROWS, PUSHED_ROWS_BYTES = 128, 64, 1 << 24
 
 # Dtypes of rows in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {getattr(torch, name): i for i, (name, _) in enumerate(_engine.elements())}
@@ -123,8 +125,11 @@ class BufferSpec(SharedOptions):
         step = self.expert_alignment
         return -(-(rows + num_local * (step - 1)) // step) * step
 
-    def shape(self, *, pushes_lists: bool = False) -> _engine.Shape:
-        """The same sizes as the engine's type; with room for the lists that GPUs push to each other, or without."""
+    def shape(self, *, pushes: bool = False) -> _engine.Shape:
+        """The same sizes as the engine's type; with room for what GPUs push to each other, or without."""
+        tokens, align = self.num_max_tokens_per_rank, _engine.ROW_ALIGN
+        row_bytes = -(-self.hidden * self.dtype.itemsize // align) * align
+        rows = min(tokens, PUSHED_ROWS, PUSHED_ROWS_BYTES // (self.num_ranks * row_bytes))
         return _engine.Shape(
             num_ranks=self.num_ranks,
             num_experts=self.num_experts,
@@ -134,7 +139,8 @@ class BufferSpec(SharedOptions):
             elem_bytes=self.dtype.itemsize,
             by_token=self.by_token,
             alignment=self.expert_alignment,
-            num_pushed_tokens=min(self.num_max_tokens_per_rank, PUSHED_TOKENS) if pushes_lists else 0,
+            num_pushed_tokens=min(tokens, PUSHED_TOKENS) if pushes else 0,
+            num_pushed_rows=rows if pushes else 0,
         )
 
     def arguments(self) -> dict[str, Any]:

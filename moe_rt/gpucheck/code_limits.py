@@ -10,6 +10,7 @@ from moe_rt.gpucheck.sass import MachineCode
 
 LIMITED_ARCH = "sm_90a"
 NARROW = (1, 2)
+WHOLE_KERNELS = ("dispatch_whole", "combine_whole")  # kernels of buffers for very few tokens
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,19 @@ class Limits:
 
 
 _RAW = {
-    "dispatch_send": Limits((16, 4), narrow=None, system_fences=1, barriers=13),
+    "dispatch_send": Limits((16, 4), narrow=None, system_fences=1, barriers=12),
     "dispatch_receive": Limits((16, 4), narrow=None, system_fences=None, barriers=12),
-    "combine_send": Limits((16, 8), narrow=0, system_fences=1, barriers=6),
+    "combine_send": Limits((16, 8), narrow=0, system_fences=1, barriers=5),
     "combine_receive": Limits((16, 8), narrow=0, system_fences=None, barriers=4),
-    "combine_backward_send": Limits((16, 4), narrow=0, system_fences=1, barriers=6),
+    "combine_backward_send": Limits((16, 4), narrow=0, system_fences=1, barriers=5),
     "combine_backward_receive": Limits((16, 5), narrow=1, system_fences=None, barriers=4),
+    "dispatch_whole": Limits((16, 4), narrow=None, system_fences=None, barriers=21),
+    "combine_whole": Limits((16, 8), narrow=0, system_fences=None, barriers=6),
 }
 _CODED = _RAW | {
-    "dispatch_send": Limits((16, 8), narrow=None, system_fences=1, barriers=13),
+    "dispatch_send": Limits((16, 8), narrow=None, system_fences=1, barriers=12),
     "dispatch_receive": Limits((16, 8), narrow=None, system_fences=None, barriers=12),
+    "dispatch_whole": Limits((16, 8), narrow=None, system_fences=None, barriers=21),
 }
 LIMITS: dict[Codec, dict[str, Limits]] = {Codec.RAW: _RAW, Codec.FP8: _CODED, Codec.INT8: _CODED}
 

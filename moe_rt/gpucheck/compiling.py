@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck.code_limits import LIMITED_ARCH, LIMITS, find_wrong
+from moe_rt.gpucheck.code_limits import LIMITED_ARCH, LIMITS, WHOLE_KERNELS, Limits, find_wrong
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check, Table
@@ -20,8 +20,8 @@ from moe_rt.native.jit import Binary, compile_kernels, compile_ptx, source_dir
 from moe_rt.native.launcher import NETWORK_THREADS, THREADS
 
 NO_SPILLS_UP_TO_TOPK = 8
-NETWORK = "kernels_rdma.cu"
-_THREADS = {"kernels.cu": THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
+NETWORK, WHOLE = "kernels_rdma.cu", "kernels_whole.cu"
+_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,12 @@ class Variant:
 
     def limited(self) -> bool:
         """Whether its machine code has limits of its own: those of the largest rows."""
-        return (self.source, self.elem, self.hidden, self.topk) == ("kernels.cu", "Bf16", 7168, 8)
+        return self.source in ("kernels.cu", WHOLE) and (self.elem, self.hidden, self.topk) == ("Bf16", 7168, 8)
+
+    def limits(self) -> dict[str, Limits]:
+        """Of the kernels that are of this source alone."""
+        limits = LIMITS[self.codec] if self.limited() else {}
+        return {name: of for name, of in limits.items() if (name in WHOLE_KERNELS) == (self.source == WHOLE)}
 
     def cells(self) -> list[Any]:
         elem = self.elem if self.codec is Codec.RAW else f"{self.elem} {self.codec.name}"
@@ -58,6 +63,7 @@ VARIANTS = (
     Variant("kernels.cu", "Bf16", 4096, 32),
     *(Variant("kernels.cu", elem, 2048, 4) for elem in ("F32", "F16", "F64")),
     *(Variant("kernels.cu", "Bf16", 7168, 8, codec) for codec in (Codec.FP8, Codec.INT8)),
+    *(Variant(WHOLE, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
     Variant(NETWORK, "Bf16", 7168, 8),
     *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
 )
@@ -164,7 +170,7 @@ def _read_code(job: Job, binary: Binary) -> dict[str, Any]:
     may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source == NETWORK  # NVSHMEM's functions have stacks
     # Only for one architecture limits are known; of the others the table tells.
     judged = job.arch == LIMITED_ARCH and not may_spill
-    wrong = find_wrong(codes, LIMITS[variant.codec] if variant.limited() else {}) if judged else []
+    wrong = find_wrong(codes, variant.limits()) if judged else []
     return {"code": {name: asdict(code) for name, code in codes.items()}, "wrong": wrong}
 
 

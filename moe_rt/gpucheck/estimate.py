@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from moe_rt import _engine
 from moe_rt.config.codec import Codec
-from moe_rt.config.spec import PUSHED_TOKENS
+from moe_rt.config.spec import PUSHED_ROWS, PUSHED_TOKENS
 from moe_rt.gpucheck.code_limits import LIMITS
 from moe_rt.native.cuda import WAIT_APART_FROM
 from moe_rt.native.launcher import THREADS
@@ -21,6 +22,7 @@ LAUNCH_S = 2e-6  # from the end of one kernel of a stream to the first load of t
 # Of routing (cuda/protocol/flat/routing_tiles.h): entries of topk_idx in a tile for each lane; blocks for one
 # that routes; instructions of a warp for 32 entries that it writes; and instructions of an SM in a cycle.
 TILE_ENTRIES, ROUTERS, WRITING, PER_CYCLE = 2, 8, 300, 2
+SM_BYTES = 64  # that a multiprocessor reads and writes in a cycle
 
 
 @dataclass(frozen=True)
@@ -120,42 +122,53 @@ class Steps:
     """What a launch waits for before its rows flow, one after the other; counted by hand in the sources.
 
     Attributes:
-        memory: dependent loads from memory, and atomics.
+        memory: dependent loads from memory, and atomics; what is named together is asked for at once.
         peers: dependent loads from peers, or writes that must have arrived there.
-        routes: whether it makes lists.
+        routing: loads from memory that making lists waits for besides, None where it makes none.
     """
 
-    memory: int
-    peers: int
-    routes: bool = False
+    memory: tuple[str, ...]
+    peers: tuple[str, ...]
+    routing: int | None = None
 
 
+_COUNTED = ("the count of blocks", "a bad entry")
+_HEARD = ("a mailbox", "its header")
 STEPS = {
-    # ids, placement, lists, the count of blocks | the signal
-    "dispatch_send": Steps(memory=5, peers=1, routes=True),
-    # mailbox, sums of counts | counts, a pull, its copies; the row itself comes on top
-    "dispatch_receive": Steps(memory=2, peers=3),
-    # the plan: head, pull, rows and weights; the count of blocks | partials have arrived, the signal
-    "combine_send": Steps(memory=4, peers=2),
-    # mailbox, send_plan
-    "combine_receive": Steps(memory=2, peers=0),
-    # the head of the plan, the count of blocks | the signal
-    "combine_backward_send": Steps(memory=2, peers=1),
-    # mailbox, the plan: pull, rows and weights; the row of a peer comes on top
-    "combine_backward_receive": Steps(memory=3, peers=0),
+    "dispatch_send": Steps(("state", "ids", "places", "weights", *_COUNTED), ("the signal",), routing=3),
+    # The row itself comes on top.
+    "dispatch_receive": Steps(_HEARD, ("counts", "a pull", "its copies")),
+    "combine_send": Steps(("state and head of the plan", "a pull", "its rows", *_COUNTED), ("partials", "the signal")),
+    "combine_receive": Steps((*_HEARD, "the send plan"), ()),
+    "combine_backward_send": Steps(("state and head of the plan", *_COUNTED), ("the signal",)),
+    # The row of a peer comes on top.
+    "combine_backward_receive": Steps((*_HEARD, "a pull", "its rows"), ()),
+    # Lists are made of copies in shared memory, and written to where they are read.
+    "dispatch_whole": Steps(
+        ("state, ids, weights, places and peers", *_HEARD, "counts", "a pull", "its copies"),
+        ("rows and lists", "the signal"),
+        routing=0,
+    ),
+    "combine_whole": Steps(
+        ("state, head of the plan and send plan", "a pull", "its rows", *_HEARD), ("partials", "the signal")
+    ),
 }
-# Of small batches, whose lists the sender pushes.
+# Of small batches, whose lists the sender writes to where they are read.
 PUSHED_STEPS = {
-    # own lists are read again | they have arrived, the signal
-    "dispatch_send": Steps(memory=7, peers=2, routes=True),
-    # counts, a pull and its copies are at home
-    "dispatch_receive": Steps(memory=5, peers=0),
+    "dispatch_send": Steps(
+        ("state", "ids", "places", "weights and peers", "places of counts", *_COUNTED),
+        ("rows and lists", "the signal"),
+        routing=3,
+    ),
+    "dispatch_receive": Steps((*_HEARD, "counts", "a pull", "its copies"), ()),
 }
 OPS = {
     "dispatch": ("dispatch_send", "dispatch_receive"),
     "combine": ("combine_send", "combine_receive"),
     "combine backward": ("combine_backward_send", "combine_backward_receive"),
 }
+# In one launch, what the two would do in a buffer for very few tokens.
+WHOLE_OPS = {"dispatch_whole": OPS["dispatch"], "combine_whole": OPS["combine"]}
 # DeepEP on eight H200, in us, published: 1 and 128 tokens by its low-latency kernels, 4096 by its normal ones.
 TARGETS_US = {("dispatch", 1): 11.9, ("dispatch", 128): 35.1, ("dispatch", 4096): 501.9}
 TARGETS_US |= {("combine", 1): 12.6, ("combine", 128): 67.8, ("combine", 4096): 979.2}
@@ -165,35 +178,56 @@ def rows_of(kernel: str, load: Load) -> Rows:
     """The rows of a launch of the mapped kernels, gradients uncoded."""
     tokens, pulled, copies, away = load.tokens, load.pulled, load.copies, load.away
     backward = kernel.startswith("combine_backward")
+    pushed = not backward and tokens <= PUSHED_ROWS
     wire = load.row if backward else load.wire
     lists = 16 * pulled + 20 * copies
+    taken = pulled * wire
     if kernel in ("dispatch_send", "combine_backward_send"):
-        moved: float = tokens * (load.row + wire)
+        sent = taken if pushed else tokens * wire
+        moved: float = tokens * load.row + sent
         extra = 0.0 if backward else INDEX_BYTES * copies + lists
-        return Rows(tokens, load.row, 1, False, 0, moved + extra, moved)
+        return Rows(tokens, load.row, 1, False, away * (taken + lists) if pushed else 0, moved + extra, moved)
     if kernel == "dispatch_receive":
-        taken = pulled * wire
         written = copies * load.row
-        return Rows(pulled, wire, 1, True, away * (taken + lists), written + taken + lists, taken + written)
+        link_bytes = 0 if pushed else away * (taken + lists)
+        return Rows(pulled, wire, 1, not pushed, link_bytes, written + taken + lists, taken + written)
     if kernel == "combine_send":
         read, sent = copies * load.row, pulled * load.row
         return Rows(pulled, load.row, copies / pulled, False, away * sent, read + sent, read + sent)
     if kernel == "combine_receive":
         moved = (pulled + tokens) * load.row
         return Rows(tokens, load.row, load.ranks_of_a_token, False, 0, moved, moved)
-    taken, own = pulled * load.row, 2 * copies * load.row
+    own = 2 * copies * load.row
     return Rows(pulled, load.row, 1, True, away * taken, taken + own, taken + own)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one launch, in seconds; `bytes_per_sm` are under way while rows flow."""
+    """Of one launch, in seconds; `bytes_per_sm` are under way while rows flow, `rows` those of each half in turn."""
 
     seconds: float
     steps_s: float
     rows_s: float
     bytes_per_sm: int
-    rows: Rows
+    rows: tuple[Rows, ...]
+
+    @property
+    def memory_bytes(self) -> float:
+        return sum(rows.memory_bytes for rows in self.rows)
+
+    @property
+    def link_bytes(self) -> float:
+        return sum(rows.link_bytes for rows in self.rows)
+
+    @property
+    def fewest_bytes(self) -> float:
+        return sum(rows.fewest_bytes for rows in self.rows)
+
+
+def launches_of(op: str, load: Load) -> tuple[str, ...]:
+    """The launches of an op that move rows, in a buffer for as many tokens as the load has."""
+    whole = [kernel for kernel, halves in WHOLE_OPS.items() if halves == OPS[op]]
+    return (whole[0],) if whole and load.tokens <= _engine.WHOLE_TOKENS else OPS[op]
 
 
 def steps_of(kernel: str, load: Load) -> Steps:
@@ -210,27 +244,37 @@ def warps_together(num_rows: float, blocks: int) -> int:
     return warps
 
 
-def estimate(kernel: str, load: Load, machine: Machine, num_sms: int | None = None) -> Estimate:
-    """One launch on an idle GPU, of at most num_sms blocks whose lanes move rows."""
-    rows, steps = rows_of(kernel, load), steps_of(kernel, load)
-    width, ahead = LIMITS[Codec.FP8 if load.coded else Codec.RAW][kernel].load  # to which machine code is held
-    blocks = min(machine.sms, num_sms or machine.sms)
+def moving_s(rows: Rows, machine: Machine, blocks: int, loads: tuple[int, int], together: int) -> float:
+    """How long rows flow; `loads` are how wide those of a lane are, and how many are under way."""
+    width, ahead = loads
     latency = machine.from_peer_s if rows.remote else machine.from_memory_s
-    together = 1 if kernel == "combine_backward_receive" else warps_together(rows.number, blocks)
     groups = blocks * (THREADS // WARP // together)
     places = math.ceil(rows.load_bytes / (width * WARP * together))  # of a lane in a row
-    rounds = math.ceil(places * rows.sources / ahead)
-    serial_s = math.ceil(rows.number / groups) * rounds * latency
-    flow_s = max(serial_s, rows.link_bytes / machine.link, rows.memory_bytes / machine.memory)
-    steps_s = steps.memory * machine.from_memory_s + steps.peers * machine.from_peer_s
-    if steps.routes:
-        flow_s = max(flow_s, routing_s(load, machine, blocks))
+    serial_s = math.ceil(rows.number / groups) * math.ceil(places * rows.sources / ahead) * latency
+    by_blocks = rows.memory_bytes / (blocks * SM_BYTES * machine.clock)
+    return max(serial_s, rows.link_bytes / machine.link, rows.memory_bytes / machine.memory, by_blocks)
+
+
+def estimate(kernel: str, load: Load, machine: Machine, num_sms: int | None = None) -> Estimate:
+    """One launch on an idle GPU, of at most num_sms blocks whose lanes move rows."""
+    steps = steps_of(kernel, load)
+    width, ahead = LIMITS[Codec.FP8 if load.coded else Codec.RAW][kernel].load  # to which machine code is held
+    blocks = 1 if kernel in WHOLE_OPS else min(machine.sms, num_sms or machine.sms)
+    halves = tuple(rows_of(half, load) for half in WHOLE_OPS.get(kernel, (kernel,)))
+    flow_s = 0.0
+    for rows in halves:
+        together = 1 if kernel == "combine_backward_receive" else warps_together(rows.number, blocks)
+        flow_s += moving_s(rows, machine, blocks, (width, ahead), together)
+    steps_s = len(steps.memory) * machine.from_memory_s + len(steps.peers) * machine.from_peer_s
+    if steps.routing is not None:
+        making_s = routing_s(load, machine, blocks, steps.routing)
+        flow_s = flow_s + making_s if kernel in WHOLE_OPS else max(flow_s, making_s)  # by the same block, or by others
     if kernel.endswith("_receive") and load.tokens >= WAIT_APART_FROM:
         steps_s += LAUNCH_S + machine.from_memory_s  # of the launch that waits
-    return Estimate(LAUNCH_S + steps_s + flow_s, steps_s, flow_s, THREADS * width * ahead, rows)
+    return Estimate(LAUNCH_S + steps_s + flow_s, steps_s, flow_s, THREADS * width * ahead, halves)
 
 
-def routing_s(load: Load, machine: Machine, blocks: int) -> float:
+def routing_s(load: Load, machine: Machine, blocks: int, waits: int) -> float:
     """Of the block that routes most: it counts all tokens but those of a tile, and writes its own tiles."""
     tile = TILE_ENTRIES * THREADS // load.topk
     tiles = math.ceil(load.tokens / tile)
@@ -238,9 +282,9 @@ def routing_s(load: Load, machine: Machine, blocks: int) -> float:
     counting = 12 * load.topk + 2 * load.topk * (load.topk - 1) + 2 * load.topk  # instructions for a token
     counted = max(0, load.tokens - tile) / WARP * counting
     written = min(load.tokens, own * tile) * load.topk / WARP * WRITING
-    return (counted + written) / (PER_CYCLE * machine.clock) + 3 * machine.from_memory_s
+    return (counted + written) / (PER_CYCLE * machine.clock) + waits * machine.from_memory_s
 
 
 def op_us(op: str, load: Load, machine: Machine) -> float:
-    """Both launches of an op, in us."""
-    return 1e6 * sum(estimate(kernel, load, machine).seconds for kernel in OPS[op])
+    """All launches of an op, in us."""
+    return 1e6 * sum(estimate(kernel, load, machine).seconds for kernel in launches_of(op, load))

@@ -101,7 +101,7 @@ def make_engine(
     `fault` is for CPU ranks.
     """
     gpu = backend.gpu
-    num_bytes = spec.shape(pushes_lists=gpu is not None).segment_bytes()
+    num_bytes = spec.shape(pushes=gpu is not None).segment_bytes()
     timeout_s, init_timeout_s = min(options.timeout_s, _FOREVER_S), options.init_timeout_s
     if gpu is None:
         if backend.heap == "ucx":

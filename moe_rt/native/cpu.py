@@ -42,7 +42,7 @@ class CpuEngine(Engine):
         ValueError: this machine or build has no `isa`.
     """
 
-    pushes_lists = False
+    pushes = False
 
     def __init__(
         self,

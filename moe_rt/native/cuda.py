@@ -1,4 +1,4 @@
-"""The CUDA engine for tensors: two or three launches an op on torch's current stream, and never a look at the device.
+"""The CUDA engine for tensors: one to three launches an op on torch's current stream, and never a look at the device.
 
 What goes wrong on the device is reported to page-locked host memory and raised at the next op or check. By then this
 rank may have queued ops that its peers have not, so on CUDA every error ends the group.
@@ -43,18 +43,21 @@ class _Launches(NamedTuple):
     wait: str  # by one block, where many tokens are worth a launch
     receive: str
     sends_received: bool
+    whole: str | None  # all of the op, in a buffer for very few tokens
 
 
 # Tokens of this rank from which on one block waits for the peers before all move rows, so that a rank that is late does
 # not hold this GPU. One launch more is a few microseconds, which few tokens do not take.
 WAIT_APART_FROM = 1024
-_COMBINE = _Launches("combine_send", "combine_wait", "combine_receive", sends_received=True)
+_COMBINE = _Launches("combine_send", "combine_wait", "combine_receive", sends_received=True, whole="combine_whole")
 _LAUNCHES = {
-    Op.DISPATCH: _Launches("dispatch_send", "dispatch_wait", "dispatch_receive", sends_received=False),
+    Op.DISPATCH: _Launches(
+        "dispatch_send", "dispatch_wait", "dispatch_receive", sends_received=False, whole="dispatch_whole"
+    ),
     Op.COMBINE: _COMBINE,
     Op.DISPATCH_BACKWARD: _COMBINE,
     Op.COMBINE_BACKWARD: _Launches(
-        "combine_backward_send", "combine_backward_wait", "combine_backward_receive", sends_received=False
+        "combine_backward_send", "combine_backward_wait", "combine_backward_receive", sends_received=False, whole=None
     ),
 }
 
@@ -70,7 +73,7 @@ class CudaEngine(Engine):
         As Launcher.
     """
 
-    pushes_lists = True
+    pushes = True
     vector_bytes = 16
 
     def __init__(
@@ -115,24 +118,12 @@ class CudaEngine(Engine):
         return None if self._captured or self._gpu.is_capturing() else self._turns.next(Op.DISPATCH)
 
     def _run(self, op: Op, args: Args, tag: int) -> None:
-        launches = _LAUNCHES[op]
-        tokens, received = args.num_tokens, self.spec.num_ranks * self.spec.num_max_tokens_per_rank
-        before, after = (received, tokens) if launches.sends_received else (tokens, received)
-        sending = self._blocks(before)
-        if op is Op.DISPATCH:  # an eighth may route; no more than the others may have, or they would start after those
-            sending = max(2, min(1 + tokens + tokens // 7, self._launcher.max_blocks))
         try:
             with self._exclusive(op):
                 self.health()
                 stream = self._stream()
                 self._launcher.set_call(args, tag)
-                queue = [(launches.send, sending)]
-                if tokens >= WAIT_APART_FROM:
-                    queue.append((launches.wait, 1))
-                if self._network is not None and op is Op.DISPATCH:
-                    queue.append(("dispatch_fetch", min(self.spec.num_ranks, self._launcher.max_blocks)))
-                queue.append((launches.receive, self._blocks(after)))
-                self._launcher.launch(queue, stream)
+                self._launcher.launch(self._queue(op, args), stream)
                 self._turns.take(op)
                 self._captured = self._captured or self._gpu.is_capturing()
                 if self._windows is not None:
@@ -140,6 +131,23 @@ class CudaEngine(Engine):
         except LaunchFailed as error:  # perhaps between two launches: peers must not wait for the second
             self._end(Code.POISONED, error)
             raise
+
+    def _queue(self, op: Op, args: Args) -> list[tuple[str, int]]:
+        """The launches of an op, and how many blocks each has."""
+        launches, most = _LAUNCHES[op], self._launcher.max_blocks
+        if launches.whole is not None and self._launcher.whole:
+            return [(launches.whole, 1)]
+        tokens, received = args.num_tokens, self.spec.num_ranks * self.spec.num_max_tokens_per_rank
+        before, after = (received, tokens) if launches.sends_received else (tokens, received)
+        sending = self._blocks(before)
+        if op is Op.DISPATCH:  # an eighth may route; no more than the others may have, or they would start after those
+            sending = max(2, min(1 + tokens + tokens // 7, most))
+        queue = [(launches.send, sending)]
+        if tokens >= WAIT_APART_FROM:
+            queue.append((launches.wait, 1))
+        if self._network is not None and op is Op.DISPATCH:
+            queue.append(("dispatch_fetch", min(self.spec.num_ranks, most)))
+        return [*queue, (launches.receive, self._blocks(after))]
 
     def _blocks(self, num_rows: int) -> int:
         return max(1, min(self._launcher.max_blocks, num_rows))

@@ -41,14 +41,14 @@ class Engine(Dispatching):
     """One rank's engine. Ops name it by `id`, an integer that a traced graph can hold."""
 
     _segments: Segments
-    pushes_lists: ClassVar[bool]  # small batches' lists are written to where they are read
+    pushes: ClassVar[bool]  # lists and rows of small batches are written to where they are read
     vector_bytes: ClassVar[int] = 1  # inputs begin at a multiple
 
     def __init__(self, spec: BufferSpec, rank: int, device: torch.device, timeout_s: float) -> None:
         self.spec, self.rank, self.device, self.timeout_s = spec, rank, device, timeout_s
         self.num_local_experts = spec.placement.num_local(rank)
         self._capacities = {spec.num_max_tokens_per_rank: spec.capacity(rank)}  # of each bound that was used
-        self.shape = spec.shape(pushes_lists=self.pushes_lists)  # of the segments
+        self.shape = spec.shape(pushes=self.pushes)  # of the segments
         self.plan_ints = self.shape.recv_plan_ints(self.num_local_experts)
         self.ids_at = self.shape.recv_ids_at(self.num_local_experts)
         self.by_token = spec.by_token

@@ -48,6 +48,9 @@ class Launcher:
         network: symmetric memory of `network_bytes`, where some peer's segment is not mapped.
         max_blocks: the most blocks of a launch that moves rows.
 
+    Attributes:
+        whole: whether the buffer is for so few tokens that a dispatch or a combine is one launch of one block.
+
     Raises:
         InvalidConfig: more experts than a block's shared memory has room for.
         CompileError: a kernel could not be compiled.
@@ -64,8 +67,9 @@ class Launcher:
         timeout_s: float,
         max_blocks: int,
     ) -> None:
-        shape, placement = spec.shape(pushes_lists=True), list(spec.placement.ranks)
+        shape, placement = spec.shape(pushes=True), list(spec.placement.ranks)
         self.max_blocks, self._threads = max_blocks, THREADS if network is None else NETWORK_THREADS
+        self.whole = network is None and spec.num_max_tokens_per_rank <= _engine.whole_tokens(shape)
         self._shared_bytes = _engine.scratch_bytes(shape, placement, rank, self._threads)
         if self._shared_bytes > _engine.MAX_SCRATCH_BYTES:
             raise InvalidConfig(
@@ -100,6 +104,7 @@ class Launcher:
             position=upload(tables.position, torch.int32),
             owner=upload(tables.owner, torch.int32),
             rank_first=upload(tables.rank_first, torch.int32),
+            entries=upload(tables.entries, torch.int32),
             base=upload(segments.addresses, torch.int64),
             mirror=upload(mirror, torch.int64) if network is not None else 0,
         )
@@ -116,6 +121,8 @@ class Launcher:
         self._given = (world, self._control, links)
         self._params = (ctypes.c_void_p * (len(self._given) + 1))(*(a.address for a in self._given))
         source = "kernels.cu" if network is None else "kernels_rdma.cu"
+        if self.whole:
+            source = "kernels_whole.cu"
         self._kernels = gpu.kernels(source, kernel_defines(spec, self._threads), nvshmem=network is not None)
 
     def set_call(self, args: Args | _engine.EndArgs, tag: int) -> None:

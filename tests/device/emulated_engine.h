@@ -47,6 +47,7 @@ class Engine {
                 .tag = 0,
                 .may_overflow = 1};
     noise_.seed(static_cast<uint32_t>(config_.rank) + 1);
+    whole_ = !kNetwork && config_.shape.num_max_tokens <= whole_tokens(config_.shape);
   }
 
 #if defined(MOE_RT_EMULATED_NETWORK)
@@ -54,9 +55,13 @@ class Engine {
 #endif
 
   Status dispatch(const DispatchArgs& args, uint32_t tag) {
+    if (whole_) return run_whole("dispatch_whole", &args, tag);
     return run("dispatch_send", "dispatch_receive", &args, tag);
   }
-  Status combine(const CombineArgs& args, uint32_t tag) { return run("combine_send", "combine_receive", &args, tag); }
+  Status combine(const CombineArgs& args, uint32_t tag) {
+    if (whole_) return run_whole("combine_whole", &args, tag);
+    return run("combine_send", "combine_receive", &args, tag);
+  }
   Status combine_backward(const CombineBackwardArgs& args, uint32_t tag) {
     return run("combine_backward_send", "combine_backward_receive", &args, tag);
   }
@@ -68,8 +73,14 @@ class Engine {
     launch_one(send, args, routes ? kBlocksWithRouters : kBlocks);
     if (kNetwork && routes) launch_one("dispatch_fetch", args, 2);
     launch_one(receive, args, kBlocks);
-    return load_acquire(record_.reported) ? record_.status : Status{};
+    return outcome();
   }
+  Status run_whole(const char* kernel, const void* args, uint32_t tag) {
+    control_.tag = tag;
+    launch_one(kernel, args, 1);
+    return outcome();
+  }
+  Status outcome() const { return load_acquire(record_.reported) ? record_.status : Status{}; }
   void launch_one(const char* kernel, const void* args, int blocks) {
     const int64_t bytes = scratch_bytes(world_, config_.num_lanes);
     launch(links_, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), nullptr, [&](const auto& m) {
@@ -117,6 +128,7 @@ class Engine {
   HostRecord record_{};
   Control control_{};
   std::mt19937 noise_;
+  bool whole_ = false;  // as Launcher chooses it
 };
 
 }  // namespace moe_rt::emulation

@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../cuda/device/ops.h"
+#include "../../cuda/device/whole_ops.h"
 #include "../../cuda/host/team.h"
 
 namespace moe_rt::emulation {
@@ -205,6 +205,10 @@ bool run_body(const char* kernel, const Machine<Links, kWarpLanes>& m, const Dim
   const auto& backward = *static_cast<const CombineBackwardArgs*>(args);
   const auto& end = *static_cast<const EndArgs*>(args);
   const auto is = [kernel](const char* name) { return std::strcmp(kernel, name) == 0; };
+  if constexpr (!Links::kWarpsOnly) {
+    if (is("dispatch_whole")) return dispatch_whole(launch, dispatch), true;
+    if (is("combine_whole")) return combine_whole(launch, combine), true;
+  }
   if (is("dispatch_send")) return launch.dispatch_send(dispatch), true;
   if (is("dispatch_wait")) return launch.dispatch_wait(dispatch), true;
   if (is("dispatch_receive")) return launch.dispatch_receive(dispatch), true;

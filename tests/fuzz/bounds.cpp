@@ -6,13 +6,14 @@
 #include <cstdio>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../../cuda/device/rdma.h"
 #include "../../cuda/host/placement.h"
 #include "../../cuda/protocol/flat/dispatch.h"
-#include "../../cuda/protocol/flat/pushed_lists.h"
 #include "../../cuda/protocol/flat/routing.h"
+#include "pushed.h"
 
 using namespace moe_rt;
 
@@ -68,11 +69,16 @@ struct NoRows {
   void spread(char*, const int32_t*, int, const char*) const {}
 };
 
-// Whether rank 2 believes the lists after `bend` has changed them: in the peer's window, or pushed into its own segment,
-// where there is room for those of fewer tokens than a rank may have.
-bool believed(const std::function<void(Lists&)>& bend, bool pushed) {
+// Where rank 2 reads: at its peers, or at home, where there is room for lists, or rows, of fewer tokens than a rank may
+// have.
+enum class Pushed { kNothing, kLists, kRows };
+
+// Whether rank 2 believes the lists after `bend` has changed them.
+bool believed(const std::function<void(Lists&)>& bend, Pushed what) {
+  const bool pushed = what != Pushed::kNothing;
   Shape shape{3, 5, kTokens, 1, kTopk, 4, 4};
   if (pushed) shape.num_max_tokens = 2 * kTokens, shape.num_pushed_tokens = kTokens;
+  if (what == Pushed::kRows) shape.num_pushed_rows = kTokens;
   const Layout layout = Layout::make(shape);
   const PlacementTables tables = PlacementTables::make({0, 1, 2, 2, 2}, shape.num_ranks);
   std::vector<std::unique_ptr<char[]>> segments;
@@ -94,11 +100,11 @@ bool believed(const std::function<void(Lists&)>& bend, bool pushed) {
     place_lanes(w, counters, 1, RouteLists<float>::view(w, source, kWindow));
     write_lists(Solo{}, dims, w, kIdx, weights.data(), num_tokens, counters, cursor.data(),
                 RouteLists<float>::view(w, source, kWindow), plan.data());
-    if (pushed) push_lists<float>(Solo{}, w, kWindow);
+    if (pushed) push_lists<float>(w, kWindow);
   }
   const World w = world(kMe);
   Lists lists(RouteLists<float>::received(w, kPeer, kWindow, pushed), w.placement.rank_first[kMe],
-              shape.num_max_tokens);
+              what == Pushed::kRows ? shape.num_pushed_rows : shape.num_max_tokens);
   bend(lists);
   const int num_local = w.num_local_experts();
   std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local) + num_local), plan_ints(1 << 12);
@@ -106,13 +112,16 @@ bool believed(const std::function<void(Lists&)>& bend, bool pushed) {
   for (size_t i = 0; i < blocks_ints.size(); ++i) blocks_ints[i] = static_cast<int32_t>(1000 * i);
   std::vector<float> recv_x(1000), recv_weights(1000);
   Blocks blocks = Blocks::view(blocks_ints.data(), shape, num_local);
-  blocks.pushed = pushed;
+  blocks.pushed = pushed, blocks.pushed_rows = what == Pushed::kRows;
   if (index_blocks<float>(Solo{}, w, kWindow, blocks) >= 0) return false;
   if (blocks.pull_start[shape.num_ranks] < 0) return true;  // a negative number of tokens was
   const Received<float> out{reinterpret_cast<char*>(recv_x.data()), recv_weights.data(), 100,
                             RecvPlan::view(plan_ints.data(), shape, num_local)};
   return gather(Solo{}, dims, w, kWindow, blocks, out, NoRows{}, MappedLink{}) < 0;
 }
+
+constexpr std::pair<Pushed, const char*> kPlaces[] = {
+    {Pushed::kNothing, "pulled"}, {Pushed::kLists, "pushed"}, {Pushed::kRows, "pushed with rows"}};
 
 struct Case {
   const char* name;
@@ -198,9 +207,9 @@ int main() {
     ++wrong;
   }
   for (const Case& c : kCases) {
-    for (const bool pushed : {false, true}) {
-      if (believed(c.bend, pushed) == c.expected) continue;
-      std::printf("%s, %s: got %s\n", c.name, pushed ? "pushed" : "pulled", c.expected ? "refused" : "believed");
+    for (const auto& [what, name] : kPlaces) {
+      if (believed(c.bend, what) == c.expected) continue;
+      std::printf("%s, %s: got %s\n", c.name, name, c.expected ? "refused" : "believed");
       ++wrong;
     }
   }

@@ -55,6 +55,7 @@ struct Group {
     }
 #if defined(MOE_RT_EMULATED_GPU)  // of what is there: kept inputs mean what they did
     if (num_experts % 2 == 0) shape.num_pushed_tokens = shape.num_max_tokens;
+    if (num_experts % 4 == 0) shape.num_pushed_rows = shape.num_max_tokens;
 #endif
     for (int e = 0; e < num_experts; ++e) expert_rank.push_back(e < num_ranks ? e : in.between(0, num_ranks - 1));
     placement = PlacementTables::make(expert_rank, num_ranks);

@@ -10,6 +10,7 @@
 
 #include "bytes.h"
 #include "group.h"
+#include "pushed.h"
 
 using namespace moe_rt;
 using fuzz::expect;
@@ -47,7 +48,7 @@ void publish_peers(Group& group, fuzz::Bytes& in) {
     place_lanes(w, counters, 1, lists);
     write_lists(Solo{}, dims, w, idx.data(), weights.data(), num_tokens, counters, cursor.data(), lists,
                 send_plan.data());
-    if (shape.num_pushed_tokens > 0) push_lists<Acc>(Solo{}, w, 1);
+    if (shape.num_pushed_tokens > 0) push_lists<Acc>(w, 1);
     for (const Op op : kOps) {
       const uint64_t seq = op == Op::kDispatch || op == Op::kCombine ? 1 : 2;
       Call call{.op = op, .tag = kTag, .handle_seq = op == Op::kDispatch ? uint64_t{0} : uint64_t{1}};
@@ -70,6 +71,7 @@ bool scribble(Group& group, fuzz::Bytes& in) {
       regions.push_back(at);
     }
     if (layout.pushed.bytes > 0) regions.push_back(w.pushed);
+    if (group.shape.num_pushed_rows > 0) regions.push_back(w.pushed_rows);
   }
   regions.push_back(layout.bytes);
   const int count = in.between(0, 15);

@@ -144,6 +144,13 @@ int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
   return -1;
 }
 
+// All lists in one place, whoever reads them.
+struct InOnePlace {
+  RouteLists<float> lists;
+  RouteLists<float> operator()(int32_t) const { return lists; }
+  int32_t number() const { return 1; }
+};
+
 // The same with blocks of lanes, each with its share of small tiles.
 int64_t route_many_lanes(const Input& in, const World& w, int tile, int most_blocks, Lists& out) {
   const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
@@ -158,14 +165,16 @@ int64_t route_many_lanes(const Input& in, const World& w, int tile, int most_blo
       uint32_t noise = lane;
       const emulation::Block coop{lane, in.lanes, &barrier, &noise};
       const ExpertIds ids = in.ids();
+      const RoutingTables tables = RoutingTables::of(w);
       const TileRouter router{coop,
                               dims,
                               w,
+                              tables,
                               ids,
                               in.weights.data(),
                               in.num_tokens,
                               Tiles::view(ints.data(), in.shape, tile),
-                              out.view(),
+                              InOnePlace{out.view()},
                               out.send_plan.data(),
                               bad_entry};
       router.route(block, blocks);

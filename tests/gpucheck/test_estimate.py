@@ -13,7 +13,7 @@ from moe_rt.config.codec import Codec
 from moe_rt.gpucheck import code_limits, estimate
 from moe_rt.gpucheck.bandwidth import fewest_bytes
 from moe_rt.gpucheck.code_limits import LIMITS, Limits
-from moe_rt.gpucheck.estimate import MACHINES, STEPS, Load, rows_of
+from moe_rt.gpucheck.estimate import MACHINES, STEPS, TARGETS_US, Load, op_us, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = next(machine for machine in MACHINES if machine.name == "H200")
@@ -44,7 +44,7 @@ def test_tables_are_those_of_the_kernels() -> None:
 def test_a_changed_kernel_changes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     module = tool()
     before = module.launches_table()
-    assert before.count("\n") == 1 + len(STEPS) + 2
+    assert before.count("\n") == 1 + len(STEPS) + 3
     slower = LIMITS[Codec.RAW] | {"combine_receive": Limits((16, 1), narrow=0, system_fences=None, barriers=4)}
     monkeypatch.setitem(code_limits.LIMITS, Codec.RAW, slower)
     after = module.launches_table()
@@ -61,17 +61,23 @@ def test_rows_are_counted_as_gpucheck_counts_them() -> None:
     assert load.ranks_of_a_token == pytest.approx(5.29, abs=0.01)
     assert Load(1, ranks=1).ranks_of_a_token == 1
     assert Load(1, coded=True).wire == 7168 + 4 * 56
+    pushed, pulled = rows_of("dispatch_send", Load(64)), rows_of("dispatch_send", Load(65))
+    assert pushed.link_bytes == pytest.approx(7 / 8 * (Load(64).pulled * 14336 + 16 * Load(64).pulled + 20 * 64 * 8))
+    assert pulled.link_bytes == 0
+    assert rows_of("dispatch_receive", Load(64)).link_bytes == 0
 
 
 def test_what_limits_a_launch() -> None:
-    """One token takes its steps; many take the links' time."""
-    one = estimate.estimate("dispatch_receive", Load(1), H200)
+    """Few tokens take their steps; many take the links' time."""
+    few = estimate.estimate("dispatch_receive", Load(3), H200)
     steps = estimate.LAUNCH_S + 5 * 0.65e-6
-    assert one.seconds == pytest.approx(steps + 1.75e-6), "896 vectors, 512 lanes, 4 at once: one round"
+    assert few.seconds == pytest.approx(steps + 0.65e-6), "896 vectors, 512 lanes, 4 at once: one round, at home"
+    few = estimate.estimate("dispatch_receive", Load(65, coded=True), H200)
+    assert few.rows_s > 2 * 1.75e-6, "of peers, 345 rows on 132 blocks"
     more = estimate.estimate("dispatch_receive", Load(129), H200)
     assert more.steps_s == pytest.approx(2 * 0.65e-6 + 3 * 1.75e-6), "lists are read where they were made"
     many = estimate.estimate("dispatch_receive", Load(4096), H200)
-    assert many.rows_s == pytest.approx(many.rows.link_bytes / 355e9)
+    assert many.rows_s == pytest.approx(many.link_bytes / 355e9)
     assert many.steps_s == pytest.approx(more.steps_s + estimate.LAUNCH_S + 0.65e-6), "a launch waits before"
     assert many.bytes_per_sm == 512 * 16 * 4
 
@@ -94,8 +100,40 @@ def test_few_blocks_have_less_under_way() -> None:
 
 
 def test_routing_counts_all_tokens_and_writes_its_own() -> None:
-    long = estimate.routing_s(Load(4096), H200, 132)
+    long = estimate.routing_s(Load(4096), H200, 132, 3)
     counted, written = (4096 - 128) / 32 * (12 * 8 + 2 * 8 * 7 + 2 * 8), 256 * 8 / 32 * 300
     assert long == pytest.approx((counted + written) / (2 * 1.7e9) + 3 * 0.65e-6)
-    assert estimate.routing_s(Load(1), H200, 132) == pytest.approx(8 / 32 * 300 / (2 * 1.7e9) + 3 * 0.65e-6)
-    assert estimate.routing_s(Load(4096), H200, 8) > 5 * long, "one block routes"
+    assert estimate.routing_s(Load(1), H200, 132, 3) == pytest.approx(8 / 32 * 300 / (2 * 1.7e9) + 3 * 0.65e-6)
+    assert estimate.routing_s(Load(4096), H200, 8, 3) > 5 * long, "one block routes"
+
+
+def test_an_op_of_one_launch() -> None:
+    """A launch, its steps, its rows twice, by one multiprocessor, and what routing is without waiting for memory."""
+    one = estimate.estimate("dispatch_whole", Load(1, coded=True), H200)
+    load = Load(1, coded=True)
+    received = rows_of("dispatch_receive", load).memory_bytes / (64 * 1.7e9)
+    assert one.steps_s == pytest.approx(6 * 0.65e-6 + 2 * 1.75e-6)
+    assert one.rows_s == pytest.approx(0.65e-6 + received + 8 / 32 * 300 / (2 * 1.7e9)), "114 KB are written by one"
+    assert one.seconds == pytest.approx(2e-6 + one.steps_s + one.rows_s)
+    for op in ("dispatch", "combine"):
+        assert estimate.launches_of(op, Load(2)) == (f"{op}_whole",)
+        assert estimate.launches_of(op, Load(3)) == estimate.OPS[op]
+
+
+def test_no_op_takes_longer_than_what_is_published() -> None:
+    """By estimate, with rows as fp8 in dispatch, as they are there."""
+    for (op, tokens), target in TARGETS_US.items():
+        assert op_us(op, Load(tokens, coded=op == "dispatch"), H200) <= target
+
+
+def test_an_op_is_whole_where_that_is_faster() -> None:
+    def both(op: str, tokens: int) -> tuple[float, float]:
+        load = Load(tokens, coded=True)
+        two = sum(estimate.estimate(kernel, load, H200).seconds for kernel in estimate.OPS[op])
+        return estimate.estimate(f"{op}_whole", load, H200).seconds, two
+
+    for op in ("dispatch", "combine"):
+        whole, two = both(op, 2)
+        assert whole <= two
+    whole, two = both("combine", 3)
+    assert whole > two

@@ -12,9 +12,9 @@
  *    asserts: tokens between every pair are the worst case. Where zero tokens decide who waits for whom (SKIP_ZERO)
  *    they matter: ROUTES=r draws r routings before the run, which the dispatches use in turn; combine n carries the
  *    reverse of dispatch n.
- *  - What a dispatch pushes, unless PUSHED_LISTS is set: a dispatch is then its lists alone, which lie in the destination.
+ *  - What a dispatch pushes, unless PUSHED is set: a dispatch is then its pushed lists and rows, in the destination's window.
  *
- * Must hold: no flag, ROUTES=r, PUSHED_LISTS, and
+ * Must hold: no flag, ROUTES=r, PUSHED, and
  *   REFUSE  A rank may refuse its input. It announces that in place of data, waits like everybody, and all go on.
  *   RAISE   A rank may raise at any moment and leave for good; it poisons its peers' memory, which every wait polls.
  *   DIE     A rank's process may end at any moment, also while it poisons; every wait sees whether its peer has ended.

@@ -38,9 +38,9 @@ HOLDS = [
     "N=3 RUN=2 OPS=4 DIE",
     "N=3 RUN=2 OPS=4 SWAP",
     "N=3 RUN=1 OPS=8 LEAVE",
-    "N=2 ANY_ORDER OPS=8 PUSHED_LISTS",
-    "N=2 RUN=3 OPS=12 ROUTES=3 PUSHED_LISTS",
-    "N=3 RUN=3 OPS=6 PUSHED_LISTS",
+    "N=2 ANY_ORDER OPS=8 PUSHED",
+    "N=2 RUN=3 OPS=12 ROUTES=3 PUSHED",
+    "N=3 RUN=3 OPS=6 PUSHED",
 ]
 
 # One op more each, which takes many times as long.
@@ -72,9 +72,9 @@ REFUTED = [
     ("N=2 RUN=1 OPS=4 DIE NO_WATCH", DEADLOCK),
     ("N=3 RUN=1 OPS=4 DIE NO_WATCH", DEADLOCK),
     ("N=3 RUN=2 OPS=4 SWAP NO_CHECK", "other_call_consumed"),
-    ("N=2 RUN=2 OPS=4 PUSHED_LISTS SINGLE_WINDOW=D", "tokens_overwritten"),
-    ("N=2 RUN=3 OPS=3 ROUTES=3 PUSHED_LISTS SKIP_ZERO", "tokens_overwritten"),
-    ("N=2 RUN=1 OPS=4 PUSHED_LISTS EARLY_SIGNAL=D", "tokens_not_ready"),
+    ("N=2 RUN=2 OPS=4 PUSHED SINGLE_WINDOW=D", "tokens_overwritten"),
+    ("N=2 RUN=3 OPS=3 ROUTES=3 PUSHED SKIP_ZERO", "tokens_overwritten"),
+    ("N=2 RUN=1 OPS=4 PUSHED EARLY_SIGNAL=D", "tokens_not_ready"),
 ]
 
 # The same mistakes where nothing shows: tests of the real thing must not stop at these settings. When dispatch and

@@ -43,7 +43,7 @@ bit kinds[OPS]; /* drawn before the run; all ranks issue the same ops in the sam
 
 /* A dispatch writes one window in the source, whoever reads it; a combine writes one per source in the destination, and
  * so does a dispatch that pushes. Headers have two places each, too, and always take turns. */
-#ifdef PUSHED_LISTS
+#ifdef PUSHED
 #define SLOTS            (4 * N * N)
 #define PLACES(dst, src) (2 * ((k * N + (dst)) * N + (src)))
 #define PUSHES           true

@@ -19,7 +19,8 @@ using namespace moe_rt;
 
 namespace {
 
-constexpr int kTokens = 9, kHidden = 24, kTopk = 3, kExperts = 8;
+constexpr int kHidden = 24, kTopk = 3, kExperts = 8;
+int most_tokens = 9;        // of a rank; set before there is any
 constexpr int kScales = 4;  // of a row that has some: its bytes are the codes then
 
 #if defined(MOE_RT_EMULATED_GPU)
@@ -52,15 +53,16 @@ struct Tensors {
 
 Tensors make_tensors(const Shape& shape, int num_local, int64_t capacity, bool with_scales) {
   Tensors t;
-  if (with_scales) t.scales.resize(kTokens * kScales), t.recv_scales.resize(capacity * kScales);
-  t.x.resize(kTokens * kHidden), t.out.resize(kTokens * kHidden), t.grad_x.resize(kTokens * kHidden);
-  t.weights.assign(kTokens * kTopk, 1.0f), t.grad_weights.resize(kTokens * kTopk), t.idx.resize(kTokens * kTopk);
+  if (with_scales) t.scales.resize(most_tokens * kScales), t.recv_scales.resize(capacity * kScales);
+  t.x.resize(most_tokens * kHidden), t.out.resize(most_tokens * kHidden), t.grad_x.resize(most_tokens * kHidden);
+  t.weights.assign(most_tokens * kTopk, 1.0f), t.grad_weights.resize(most_tokens * kTopk),
+      t.idx.resize(most_tokens * kTopk);
   t.capacity = capacity, t.by_token = shape.by_token();
   t.recv_x.resize(capacity * kHidden), t.grad_y.resize(capacity * kHidden);
   const int64_t num_weights = t.by_token ? capacity * kTopk : capacity;
   t.recv_weights.resize(num_weights), t.grad_recv_weights.resize(num_weights);
   t.offs.resize(t.by_token ? shape.num_ranks : num_local), t.recv_plan.resize(RecvPlan::num_ints(shape, num_local));
-  t.send_plan.resize(kTokens * kTopk);
+  t.send_plan.resize(most_tokens * kTopk);
   return t;
 }
 
@@ -83,7 +85,7 @@ struct Microbatch {
   int rank, round, num_tokens;
 
   void fill(std::mt19937& random) {
-    num_tokens = static_cast<int>(random() % (kTokens + 1));
+    num_tokens = static_cast<int>(random() % (most_tokens + 1));
     for (int token = 0; token < num_tokens; ++token) {
       for (int c = 0; c < kHidden; ++c) t.x[token * kHidden + c] = element(rank, round, token, c);
       std::copy_n(&t.x[token * kHidden], t.scales.empty() ? 0 : kScales, t.scales.begin() + token * kScales);
@@ -91,7 +93,7 @@ struct Microbatch {
     }
   }
   void dispatch(Rank& engine) {
-    expect_ok(engine.dispatch({t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, kTokens,
+    expect_ok(engine.dispatch({t.x.data(), t.idx.data(), sizeof(int64_t), t.weights.data(), num_tokens, most_tokens,
                                t.capacity, t.recv_x.data(), t.recv_weights.data(), t.offs.data(), t.recv_plan.data(),
                                t.send_plan.data(), t.scaled()},
                               1),
@@ -195,10 +197,13 @@ int main(int argc, char** argv) {
   const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
   const bool with_scales = argc > 6 && std::string_view(argv[6]) == "scales";
   const int num_nodes = argc > 7 ? std::atoi(argv[7]) : 1;  // rank r is on node r % num_nodes, and maps no other
-  Shape shape{num_ranks, kExperts, kTokens, kHidden,
-              kTopk,     4,        4,       by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
+  if (argc > 8) most_tokens = std::atoi(argv[8]);
+  Shape shape{num_ranks, kExperts, most_tokens, kHidden,
+              kTopk,     4,        4,           by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
 #if defined(MOE_RT_EMULATED_GPU)
-  if (num_ranks > 2) shape.num_pushed_tokens = kTokens;  // two ranks read lists where they are made
+  // Two ranks read lists where they are made; four have them pushed, and three the rows as well.
+  if (num_ranks > 2) shape.num_pushed_tokens = most_tokens;
+  if (num_ranks == 3) shape.num_pushed_rows = most_tokens;
 #endif
   const Layout layout = Layout::make(shape);
   const int64_t bytes = layout.bytes;
@@ -216,7 +221,7 @@ int main(int argc, char** argv) {
   std::vector<int> num_local(num_ranks, 0);
   for (const int32_t r : expert_rank) ++num_local[r];
   for (int r = 0; r < num_ranks; ++r) {
-    capacity.push_back(int64_t{num_ranks} * kTokens * (by_token ? 1 : std::min(kTopk, num_local[r])));
+    capacity.push_back(int64_t{num_ranks} * most_tokens * (by_token ? 1 : std::min(kTopk, num_local[r])));
   }
 
   std::vector<std::unique_ptr<Rank>> engines;

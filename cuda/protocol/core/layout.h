@@ -2,10 +2,11 @@
 //
 //   control     segment header | poison | mailboxes [kind][source rank] | members [R] | op records [64] | last words
 //   2 windows   route counts, offsets, lists and weights | tokens [T][H] | partials [S][T][H] | scalars [T][K]
-//               pushed lists [R]: of small batches, from each source (flat/pushed_lists.h); none on a CPU
+//               pushed lists [R] and pushed rows [R][T']: of small batches, from each source (flat/pushing.h); none on a
+//               CPU
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
 // Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
-// per-expert and per-rank numbers, and room for lists that are pushed, grow with E and R.
+// per-expert and per-rank numbers, and room for what is pushed, grow with E and R.
 #pragma once
 
 #include "op_record.h"
@@ -37,6 +38,7 @@ struct Shape {
   RecvLayout recv_layout = RecvLayout::kExperts;
   int32_t alignment = 1;          // where rows are for experts: those of each begin and end at a multiple
   int32_t num_pushed_tokens = 0;  // of a batch, at most, whose lists are written to where they are read
+  int32_t num_pushed_rows = 0;    // of a batch, at most, whose rows are, too; no more than those
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
   // Up to the next multiple. Nearly always there is nothing to do, and a division would be the longest part of it.
@@ -47,7 +49,7 @@ struct Shape {
 struct Layout {
   int64_t poison, mailboxes, members, op_records, last_words;  // the segment header is at 0
   struct Window {
-    int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars, pushed;
+    int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars, pushed, pushed_rows;
   } window[2];
   // Of one source's pushed lists, from where they begin.
   struct Lists {
@@ -89,6 +91,7 @@ struct Layout {
       w.partials = take(tokens * s.num_slots() * s.row_bytes(), kPage);
       w.scalars = take(tokens * s.num_topk * s.acc_bytes, kLinePair);
       w.pushed = take(s.num_ranks * l.pushed.bytes, kLinePair);
+      w.pushed_rows = take(int64_t{s.num_ranks} * s.num_pushed_rows * s.row_bytes(), kPage);
     }
     l.bytes = round_up(cursor, kPage);
     return l;
@@ -100,6 +103,7 @@ struct Placement {
   const int32_t* position;    // [E] expert id -> place in that order
   const int32_t* owner;       // [E] place -> rank
   const int32_t* rank_first;  // [R + 1] first place of each rank
+  const int32_t* entries;     // [E] expert id -> its owner and its place at once (flat/routing_tiles.h)
 };
 
 // One rank's view of its group: everything a role function needs besides its tensors.
@@ -151,6 +155,10 @@ struct World {
   MOE_RT_FN int64_t token_row(int window, int64_t token) const {
     return layout.window[window].tokens + token * shape.row_bytes();
   }
+  // At home, the row that a source has pushed.
+  MOE_RT_FN int64_t pushed_row(int window, int source, int64_t token) const {
+    return layout.window[window].pushed_rows + (int64_t{source} * shape.num_pushed_rows + token) * shape.row_bytes();
+  }
   // Token after token in each slot: whoever reads ahead of a row finds the next one that it wants.
   MOE_RT_FN int64_t partial_row(int window, int64_t token, int64_t slot) const {
     return layout.window[window].partials + (slot * shape.num_max_tokens + token) * shape.row_bytes();
@@ -160,6 +168,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 368 && sizeof(Header) == 56 && sizeof(Layout) == 264, "the host's layout");
+static_assert(sizeof(World) == 400 && sizeof(Header) == 56 && sizeof(Layout) == 280, "the host's layout");
 
 }  // namespace moe_rt

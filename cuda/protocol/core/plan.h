@@ -39,8 +39,9 @@ struct RecvPlan {
   int32_t* ends;  // [L], where rows of experts are aligned: behind the last one of each that is not padding
 
   MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
+  // Below 2^31, as the host has checked: a GPU holds such a number in one register.
   MOE_RT_FN static int64_t max_copies(const Shape& s, int32_t num_local_experts) {
-    return max_pulled(s) * smaller(s.num_topk, num_local_experts);
+    return s.num_ranks * s.num_max_tokens * smaller(s.num_topk, num_local_experts);
   }
   MOE_RT_FN static int64_t ids_at(const Shape& s, int32_t num_local_experts) {
     return int64_t(sizeof(Head) + max_pulled(s) * sizeof(Pulled)) / 4 + 2 * max_copies(s, num_local_experts);
@@ -142,17 +143,17 @@ struct RouteLists {
             reinterpret_cast<int32_t*>(at(o.copy_offs)), reinterpret_cast<Pull*>(at(o.pulls)),
             reinterpret_cast<Copy*>(at(o.copies)),       reinterpret_cast<Weight*>(at(o.weights))};
   }
-  // Those that the source has pushed to the receiver.
-  MOE_RT_FN static RouteLists pushed(const World& w, int receiver, int source, int window) {
+  // Those that the source has pushed, or pushes, into the receiver's segment.
+  MOE_RT_FN static RouteLists pushed(const World& w, char* segment, int source, int window) {
     const Layout::Lists& o = w.layout.pushed;
-    const int64_t start = w.layout.window[window].pushed + source * o.bytes;
-    return {w.at<int32_t>(receiver, start + o.counts),    w.at<int32_t>(receiver, start + o.pull_offs),
-            w.at<int32_t>(receiver, start + o.copy_offs), w.at<Pull>(receiver, start + o.pulls),
-            w.at<Copy>(receiver, start + o.copies),       w.at<Weight>(receiver, start + o.weights)};
+    char* const start = segment + (w.layout.window[window].pushed + source * o.bytes);
+    return {reinterpret_cast<int32_t*>(start + o.counts),    reinterpret_cast<int32_t*>(start + o.pull_offs),
+            reinterpret_cast<int32_t*>(start + o.copy_offs), reinterpret_cast<Pull*>(start + o.pulls),
+            reinterpret_cast<Copy*>(start + o.copies),       reinterpret_cast<Weight*>(start + o.weights)};
   }
   // Where this rank reads what the source lists for it.
   MOE_RT_FN static RouteLists received(const World& w, int source, int window, bool are_pushed) {
-    return are_pushed ? pushed(w, w.rank, source, window) : view(w, source, window);
+    return are_pushed ? pushed(w, w.base[w.rank], source, window) : view(w, source, window);
   }
 };
 

@@ -62,5 +62,9 @@ template <class T>
 MOE_RT_FN constexpr T smaller(T a, T b) {
   return b < a ? b : a;
 }
+template <class T>
+MOE_RT_FN constexpr T larger(T a, T b) {
+  return a < b ? b : a;
+}
 
 }  // namespace moe_rt

@@ -43,8 +43,9 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   const auto lists = RouteLists<Weight>::received(w, source, window, b.pushed);
   const Pull pull = lists.pulls[b.first_pull[source] + (i - b.pull_start[source])];
   const int32_t first_copy = b.first_copy[source], num_copies = b.copy_start[source + 1] - b.copy_start[source];
-  if (pull.token < 0 || pull.token >= w.shape.num_max_tokens || pull.slot < 0 || pull.slot >= w.shape.num_slots() ||
-      pull.copies < 1 || pull.copies > dims.num_topk() || pull.first < first_copy ||
+  const int32_t tokens = b.pushed_rows ? w.shape.num_pushed_rows : w.shape.num_max_tokens;
+  if (pull.token < 0 || pull.token >= tokens || pull.slot < 0 || pull.slot >= w.shape.num_slots() || pull.copies < 1 ||
+      pull.copies > dims.num_topk() || pull.first < first_copy ||
       pull.copies > num_copies - (pull.first - first_copy)) {
     return false;
   }
@@ -80,8 +81,10 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
     if (fits && by_token) out.plan.ids[entry] = copy.expert;
   });
   if (out_of_range) return false;
-  rows.spread(out.recv_x, to, pull.copies,
-              link.source_row(w, source, w.token_row(window, pull.token), rows.encoded_row_bytes()));
+  const char* const row = b.pushed_rows
+                              ? w.at<const char>(w.rank, w.pushed_row(window, source, pull.token))
+                              : link.source_row(w, source, w.token_row(window, pull.token), rows.encoded_row_bytes());
+  rows.spread(out.recv_x, to, pull.copies, row);
   return true;
 }
 

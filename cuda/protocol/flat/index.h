@@ -17,7 +17,8 @@ struct Blocks {
   int32_t *first_pull, *first_copy;  // [R] where the entries for this rank begin in the source's lists
   int32_t *bad, *full;               // lowest source that cannot be believed, lowest rank that would overflow; or R
   int32_t* ends;                     // [L] behind an expert's last row, as if there were room for all
-  bool pushed = false;               // sources have pushed their lists here (pushed_lists.h)
+  bool pushed = false;               // sources have pushed their lists here (pushing.h)
+  bool pushed_rows = false;          // and rows
 
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
     return int64_t{2} * num_local_experts * s.num_ranks + int64_t{4} * s.num_ranks + 4 + num_local_experts;

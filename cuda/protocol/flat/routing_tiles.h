@@ -9,17 +9,9 @@
 #include "../core/coop.h"
 #include "../core/dims.h"
 #include "../core/plan.h"
+#include "pushing.h"
 
 namespace moe_rt {
-
-// An entry of topk_idx, decoded: owner << 16 | flags | place. None is negative, and has no flag.
-inline constexpr int32_t kNoEntry = -(1 << 16);
-inline constexpr int32_t kRepeats = 1 << 15;  // an earlier entry of the token names the same expert
-inline constexpr int32_t kLeads = 1 << 14;    // of the token's entries of one owner, the one whose copy is first
-inline constexpr int32_t kMaxPlaces = 1 << 14;
-MOE_RT_FN constexpr int32_t owner_of(int32_t entry) { return entry >> 16; }
-MOE_RT_FN constexpr int32_t place_of(int32_t entry) { return entry & (kMaxPlaces - 1); }
-MOE_RT_FN constexpr bool has(int32_t entry, int32_t flag) { return (entry & flag) != 0; }
 
 // Tokens in a set of bits, of which only those before `end` count.
 MOE_RT_FN uint32_t bits_before(uint32_t bits, int32_t word, int32_t end) {
@@ -94,16 +86,18 @@ struct Tiles {
   }
 };
 
-template <class Coop, class Dims, class Weight>
+// `ListsFor` is pushing.h's, or of its kind.
+template <class Coop, class Dims, class Weight, class ListsFor>
 struct TileRouter {
   Coop coop;
   const Dims& dims;
   const World& w;
+  const RoutingTables& tables;
   const ExpertIds& topk_idx;
   const Weight* topk_weights;
   int64_t num_tokens;
   Tiles tiles;
-  RouteLists<Weight> lists;
+  ListsFor lists_for;
   int32_t* send_plan;
   int64_t& bad_entry;  // the lowest index of an entry that is no expert, which counts as none
 
@@ -132,16 +126,17 @@ struct TileRouter {
     }
     if (index + 1 < count) return;
     const Range experts = strided(coop, w.shape.num_experts);
-    for (int64_t i = experts.begin; i < experts.end; i += experts.step) lists.counts[i] = tiles.rows[i];
+    for (int64_t i = experts.begin; i < experts.end; i += experts.step) {
+      const int32_t entry = tables.entries[i], place = place_of(entry);
+      lists_for(owner_of(entry)).counts[place] = tiles.rows[place];
+    }
   }
 
  private:
   MOE_RT_FN int32_t decode(int64_t at) const {
     const int64_t expert = topk_idx[at];
     if (expert < -1 || expert >= w.shape.num_experts) fetch_min_relaxed(bad_entry, at);
-    if (expert < 0 || expert >= w.shape.num_experts) return kNoEntry;
-    const int32_t place = w.placement.position[expert];
-    return w.placement.owner[place] << 16 | place;
+    return tables.entry(expert);
   }
 
   // A lane for each entry: flags it, and sets the bits of its token. Begins and ends out of step.
@@ -223,7 +218,10 @@ struct TileRouter {
     for (int64_t r = ends.begin; r < ends.end; r += ends.step) {
       int32_t pulls = 0, copies = 0;
       for (int32_t s = 0; s < r; ++s) pulls += tiles.all_pulls[s], copies += tiles.all_copies[s];
-      if (tell_receivers) lists.pull_offs[r] = pulls, lists.copy_offs[r] = copies;
+      for (int32_t reader = 0; tell_receivers && reader < lists_for.number(); ++reader) {
+        const auto lists = lists_for(reader);
+        lists.pull_offs[r] = pulls, lists.copy_offs[r] = copies;
+      }
       if (r < w.shape.num_ranks) tiles.pulls[r] += pulls, tiles.copies[r] += copies;
     }
   }
@@ -253,6 +251,7 @@ struct TileRouter {
       send_plan[first + k] = send_entry(slot, first_k);
       if (has(entry, kRepeats)) continue;
       const int32_t rank = owner_of(entry), place = place_of(entry);
+      const auto lists = lists_for(rank);
       const Tiles::Sent sent = tiles.sent_before(rank, token);
       const int32_t first_copy = tiles.copies[rank] + sent.copies, at = first_copy + before;
       lists.copies[at] = {place - w.placement.rank_first[rank], tiles.rows[place] + tiles.visits_before(place, token),
@@ -279,8 +278,8 @@ struct TileRouter {
   }
 };
 
-template <class Coop, class Dims, class Weight>
-TileRouter(Coop, const Dims&, const World&, const ExpertIds&, const Weight*, int64_t, Tiles, RouteLists<Weight>,
-           int32_t*, int64_t&) -> TileRouter<Coop, Dims, Weight>;
+template <class Coop, class Dims, class Weight, class ListsFor>
+TileRouter(Coop, const Dims&, const World&, const RoutingTables&, const ExpertIds&, const Weight*, int64_t, Tiles,
+           ListsFor, int32_t*, int64_t&) -> TileRouter<Coop, Dims, Weight, ListsFor>;
 
 }  // namespace moe_rt

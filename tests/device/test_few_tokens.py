@@ -1,0 +1,154 @@
+"""Batches of few tokens: rows that are written to where they are read, and ops in one launch of one block."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from conformance.cases_scaled_rows import scaled_round
+from conformance.cases_token_window import check_round, written
+from device.emulated import EmulatedGpu
+from harness import ThreadRanks
+from rounds import full_round, rounds_in_a_row
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer
+from moe_rt.config.row_format import RowFormat
+from moe_rt.errors import CapacityOverflow, InvalidInput, InvalidRouting, MoeRtError, PeerTimeout
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+WHOLE = {"dispatch_whole", "combine_whole", "combine_backward_send", "combine_backward_receive", "leave"}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": dict(dtype=torch.bfloat16, hidden=136),
+    "fp64": dict(dtype=torch.float64, hidden=5),
+    "coded": dict(dtype=torch.bfloat16, hidden=400, dispatch_dtype=FP8, combine_dtype=INT8),
+    "rows of tokens": dict(layout="tokens"),
+    "aligned to 16": dict(expert_alignment=16),
+    "dropped": dict(capacity_factor=0.4, overflow="drop"),
+    "every expert": dict(num_topk=9),
+}
+
+
+def tokens_of(size: int, most: int) -> list[int]:
+    """The most, none and others among them."""
+    return [(most + 2 * rank) % (most + 1) if rank else most for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", CASES)
+class TestEqualToTheOracle:
+    @pytest.mark.parametrize("most", [1, 2])
+    def test_in_one_launch(self, name: str, most: int) -> None:
+        for size in (1, 2, 5):
+            gpu = EmulatedGpu(threads=32)
+            spec = make_spec(size, num_max_tokens_per_rank=most, **CASES[name])
+            ThreadRanks(size, gpu).run(rounds_in_a_row, spec, tokens_of(size, most), [1, 2, 3], "random")
+            assert set(gpu.launched) == WHOLE
+
+    def test_rows_are_pushed(self, name: str) -> None:
+        """Below and above the bound up to which they are, on one buffer or the other."""
+        for most in (3, 64, 65):
+            gpu = EmulatedGpu(threads=32)
+            spec = make_spec(3, num_max_tokens_per_rank=most, **CASES[name])
+            ThreadRanks(3, gpu).run(full_round, spec, tokens_of(3, most), 4, "random")
+            assert not set(gpu.launched) & {"dispatch_whole", "combine_whole"}
+
+
+@pytest.mark.parametrize("row", [RowFormat(FP8, 1600, torch.float32, 16), RowFormat(torch.uint8, 33, torch.uint8, 7)])
+@pytest.mark.parametrize("most", [2, 9])
+def test_rows_with_scales(most: int, row: RowFormat) -> None:
+    spec = make_spec(3, hidden=row.num_codes, dtype=torch.bfloat16, num_max_tokens_per_rank=most)
+    ThreadRanks(3, EmulatedGpu(threads=32)).run(scaled_round, spec, row, tokens_of(3, most), [1, 2, 3])
+
+
+def test_bounds_of_calls() -> None:
+    """Dispatches whose rows are pushed, whose lists alone are, and of which nothing is, in the same windows."""
+
+    def case(group: Any) -> None:
+        spec = make_spec(2, num_max_tokens_per_rank=140)
+        with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+            for seed, bound in enumerate((3, 140, 64, 65, 128, 2, 129, 1)):
+                inputs = make_inputs(spec, [bound, bound // 2], seed)
+                mine = [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
+                recv_x, recv_weights, handle = buffer.dispatch(*mine, max_tokens=bound)
+                out = buffer.combine(recv_x, recv_weights, handle)
+                weights = torch.where(mine[1] >= 0, mine[2], 0).sum(1, keepdim=True)
+                torch.testing.assert_close(out, weights * mine[0])
+
+    ThreadRanks(2, EmulatedGpu(threads=32)).run(case)
+
+
+@pytest.mark.parametrize("most", [2, 12])
+def test_rows_that_their_producer_wrote(most: int) -> None:
+    """They are pushed from the token window, into which nobody looks."""
+
+    def case(group: Any) -> None:
+        spec = make_spec(2, hidden=20, num_max_tokens_per_rank=most)
+        with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer, torch.no_grad():
+            for seed in range(4):
+                inputs = make_inputs(spec, [most, most - 1], seed)
+                check_round(buffer, inputs, written(buffer, inputs.xs[buffer.rank]))
+
+    ThreadRanks(2, EmulatedGpu(threads=32)).run(case)
+
+
+def bad_id(buffer: Buffer, mine: list[Any]) -> None:
+    if buffer.rank == 1:
+        mine[1][1, 1] = 2**32 + 1  # whose lower half is an expert
+    buffer.dispatch(*mine)
+
+
+def no_room(buffer: Buffer, mine: list[Any]) -> None:
+    mine[1][:] = torch.tensor([0, 1, 2])  # experts of rank 0
+    buffer.dispatch(*mine)
+
+
+def rows_missing(buffer: Buffer, mine: list[Any]) -> None:
+    recv_x, recv_weights, handle = buffer.dispatch(*mine)
+    buffer.combine(recv_x[: 1 if buffer.rank == 1 else None], recv_weights, handle)
+
+
+def silent_peer(buffer: Buffer, mine: list[Any]) -> None:
+    if buffer.rank == 0:
+        _, _, handle = buffer.dispatch(*mine)
+        assert handle.offs.tolist() == [0] * len(handle.offs)
+
+
+def attempt(act: Any, buffer: Buffer, mine: list[Any]) -> type | None:
+    try:
+        act(buffer, mine)
+    except MoeRtError as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("act", "changes", "raised"),
+    [
+        (bad_id, {}, InvalidRouting),
+        (no_room, dict(capacity_factor=1.0), CapacityOverflow),
+        (rows_missing, {}, InvalidInput),
+        (silent_peer, {}, PeerTimeout),
+    ],
+)
+def test_refusals_of_whole_ops(act: Any, changes: dict[str, Any], raised: type[MoeRtError]) -> None:
+    spec = make_spec(2, num_max_tokens_per_rank=2, **changes)
+    inputs = make_inputs(spec, [2, 2], seed=1, kind="topk")
+    gpu, told = EmulatedGpu(threads=32), threading.Barrier(2)
+
+    def case(group: Any) -> type | None:
+        with Buffer(group, timeout_s=1.0 if act is silent_peer else 60.0, **buffer_kwargs(spec)) as buffer:
+            found = attempt(
+                act, buffer, [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
+            )
+            told.wait(60.0)  # launches of both are over
+            found = found or attempt(lambda buffer, _: buffer.check(), buffer, [])
+            told.wait(60.0)
+        return found
+
+    found = ThreadRanks(2, gpu).outcomes(case)
+    assert found[0] is raised
+    assert act is silent_peer or found[1] is raised
+    assert gpu.launched.count("dispatch_whole") >= 1
