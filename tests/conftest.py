@@ -44,6 +44,8 @@ LONGEST = (
     "test_real_torchtitan.py",
     "test_real_megatron.py",
     "test_emulated_nodes.py",
+    "test_over_nodes.py",
+    "test_far_failures.py",
 )
 # Programs that tests start would take a thread for each core, and spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -26,9 +26,9 @@ struct HostScaledRows {
     std::memset(recv_scales + row * parts.scale_bytes, 0, parts.scale_bytes);
   }
   void spread(char* to, const int32_t* rows, int n, const char* src) const {
-    table->copy(Places(to, parts.code_bytes, rows, n).dsts, n, src, parts.code_bytes, stream);
-    const char* const scales_src = src + parts.scales_at();
-    table->copy(Places(recv_scales, parts.scale_bytes, rows, n).dsts, n, scales_src, parts.scale_bytes, stream);
+    const Places codes_to(to, parts.code_bytes, rows, n), scales_to(recv_scales, parts.scale_bytes, rows, n);
+    table->copy(codes_to.dsts, n, src, parts.code_bytes, stream);
+    table->copy(scales_to.dsts, n, src + parts.scales_at(), parts.scale_bytes, stream);
   }
 };
 

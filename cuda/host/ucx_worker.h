@@ -206,14 +206,14 @@ class UcxWorker {
   }
 
   // Whether no peer reads this segment any more, and all have what this rank has told them. Who has closed, or gone on
-  // to a later op, has read all that this rank announced.
+  // to a later op, has read all that this rank announced. Once the group is over, last words are all that is asked for.
   bool everyone_is_done() const {
     const bool over = load_acquire(*reinterpret_cast<const uint64_t*>(segment_ + layout_.poison)) != 0;
     if (over && Clock::now() > left_ + kLastWords) return true;
     for (size_t r = 0; r < peers_.size(); ++r) {
       const UcxPeer& p = peers_[r];
       if (!p.endpoint || load_acquire(p.lost)) continue;
-      if (load_acquire(p.flushing) != 0 || !(over || has_gone_on(int(r)))) return false;
+      if (load_acquire(p.flushing) != 0 || !has_gone_on(int(r))) return false;
     }
     return true;
   }

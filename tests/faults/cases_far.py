@@ -18,11 +18,16 @@ from moe_rt.testing.held import held, left_of
 _FOREVER_S = 200.0
 
 
-def rounds_until_failure(group: Any, begun: str, timeout_s: float) -> tuple[str, float]:
-    """What ended the rounds, and how long the last one took; a file says that this rank is in the midst of them."""
+def rounds_until_failure(group: Any, begun: str, timeout_s: float, absent_rank: int = -1) -> tuple[str, float]:
+    """What ended the rounds, and how long the last one took; a file says that this rank is in the midst of them.
+
+    The absent rank comes to no round but the first.
+    """
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
     Path(f"{begun}.{buffer.rank}").touch()
+    if buffer.rank == absent_rank:
+        time.sleep(_FOREVER_S)
     start = time.monotonic()
     while start < time.monotonic() + _FOREVER_S:
         start = time.monotonic()
