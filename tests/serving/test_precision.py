@@ -95,6 +95,11 @@ def test_answers_part_as_those_of_one_rank_that_rounds_as_often(model: Callable[
     assert sum(left.apart > NEAR for left in ours) <= sum(left.apart > NEAR for left in rounded) + len(MANY) // 5
 
 
+def all_near(apart: list[float]) -> bool:
+    """But for one at most: which way a near tie falls between two experts depends on the processor's instructions."""
+    return sorted(apart)[-2] <= NEAR
+
+
 def alone(model: Path) -> list[Any]:
     """One rank of stock vLLM, given what each of two would get: kernels may depend on what else is in a batch."""
     with EngineRanks(model, 1, **BF16) as stock:
@@ -118,7 +123,7 @@ def test_first_other_tokens_are_as_likely_where_weights_have_their_own_scale(
     )
     assert len(texts) == len(MANY)
     assert others  # or rounding decides nothing here
-    assert max(apart) <= NEAR
+    assert all_near(apart)
 
 
 @pytest.mark.parametrize("what", ["all", "one expert"])
@@ -127,8 +132,9 @@ def test_what_is_lost_shows_there(model: Callable[..., Path], tell: Tell, what: 
     path = model("qwen3_moe", **OWN_SCALE)
     spoiled = answers_of(path, 2, partial(spoil, what))
     apart = [parting(wanted, got).apart for wanted, got in zip(alone(path), spoiled, strict=True)]
-    tell(f"bf16, {what} of a rank lost: {median(apart):.3f} apart in the median, {max(apart):.3f} at most")
-    assert max(apart) > NEAR
+    far = sum(a > NEAR for a in apart)
+    tell(f"bf16, {what} of a rank lost: {median(apart):.3f} apart in the median, {max(apart):.3f} at most, {far} far")
+    assert not all_near(apart)
 
 
 def test_a_long_text_is_as_likely(engines: Callable[..., Any], tell: Tell) -> None:
