@@ -40,7 +40,6 @@ class LateNetwork final : public Network {
   void flush(int peer) override {
     const std::lock_guard lock(mutex_);
     Peer& p = peers_[peer];
-    std::shuffle(p.asked.begin(), p.asked.end(), random_);
     p.due.insert(p.due.end(), p.asked.begin(), p.asked.end());
     p.asked.clear();
   }
@@ -53,8 +52,9 @@ class LateNetwork final : public Network {
     const std::lock_guard lock(mutex_);
     for (Peer& p : peers_) {
       for (unsigned n = random_() % 8; n > 0 && !p.due.empty(); --n) {
-        p.due.front()();
-        p.due.erase(p.due.begin());
+        const auto any = p.due.begin() + random_() % p.due.size();  // one flush does not wait for another
+        (*any)();
+        p.due.erase(any);
       }
     }
   }
