@@ -10,7 +10,7 @@ namespace ptx {
 namespace {
 thread_local Clock host_clock;  // what this thread has waited for
 constexpr int kLookAgainUs = 100;
-}
+}  // namespace
 
 // Holds the device still for a host thread; the device's own thread lets those go first.
 class Device::Host {
