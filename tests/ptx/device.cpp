@@ -161,7 +161,6 @@ void Device::end_block(Block& block) {
   stream.clock.learn_launch(running.stream, running.number);
   ++stream.done;
   stream.running.reset();
-  done_.notify_all();
   told_hosts_ = true;
 }
 
@@ -251,7 +250,6 @@ void Device::die(const Lane& lane, const std::string& what) {
   report_ = what + "\n  at " + describe(here);
   dead_ = true;
   ready_.clear();
-  done_.notify_all();
 }
 
 }  // namespace ptx

@@ -152,7 +152,7 @@ class Device {
   static void enter();
 
   std::mutex mutex_;
-  std::condition_variable work_, done_;
+  std::condition_variable work_;
   std::mutex turnstile_;  // a host thread holds it while it waits for the device to stand still
   std::thread thread_;
   bool started_ = false, dead_ = false, real_time_ = false, told_hosts_ = false;

@@ -1,4 +1,6 @@
 // What host threads ask of the device, between two turns of its lanes.
+#include <unistd.h>
+
 #include <chrono>
 
 #include "device.h"
@@ -7,7 +9,8 @@ namespace ptx {
 
 namespace {
 thread_local Clock host_clock;  // what this thread has waited for
-}
+constexpr int kLookAgainUs = 100;
+}  // namespace
 
 // Holds the device still for a host thread; the device's own thread lets those go first.
 class Device::Host {
@@ -80,12 +83,16 @@ void Device::launch(uint32_t stream, std::shared_ptr<Launch> launch) {
 }
 
 bool Device::synchronize(uint32_t stream) {
-  Host host(*this);
-  Stream& s = *streams_[stream];
-  const uint32_t until = s.queued;
-  done_.wait(host.lock(), [&] { return dead_ || s.done >= until; });
-  host_clock.join(s.clock, names);
-  return !dead_;
+  // Looks again and again, each time let go first: a thread that is woken has no such right, and may find the device
+  // running lanes whenever it comes.
+  for (uint32_t until = 0;; usleep(kLookAgainUs)) {
+    const Host host(*this);
+    Stream& s = *streams_[stream];
+    if (until == 0) until = s.queued;
+    if (!dead_ && s.done < until) continue;
+    host_clock.join(s.clock, names);
+    return !dead_;
+  }
 }
 
 void Device::begin_capture(uint32_t stream) {
