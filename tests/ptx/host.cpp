@@ -12,13 +12,24 @@ thread_local Clock host_clock;  // what this thread has waited for
 // Holds the device still for a host thread; the device's own thread lets those go first.
 class Device::Host {
  public:
-  explicit Host(Device& device) {
-    const std::lock_guard first(device.turnstile_);
+  explicit Host(Device& device) : device_(device) {
+    ++device.coming_;
     lock_ = std::unique_lock(device.mutex_);
+    --device.coming_;
   }
-  std::unique_lock<std::mutex>& lock() { return lock_; }
+  ~Host() { device_.hosts_gone_.notify_one(); }
+
+  // Returns when launches have ended that had not before, or the device died.
+  void await_news() {
+    const uint64_t told = device_.told_;
+    ++device_.asleep_;
+    device_.hosts_gone_.notify_one();
+    device_.done_.wait(lock_, [&] { return device_.told_ != told; });
+    --device_.woken_;
+  }
 
  private:
+  Device& device_;
   std::unique_lock<std::mutex> lock_;
 };
 
@@ -48,6 +59,13 @@ uint64_t Device::clock_ns() const {
 std::string Device::report() {
   const Host host(*this);
   return report_;
+}
+
+uint64_t Device::facts() {
+  const Host host(*this);
+  size_t most = 0;
+  for (const auto& stream : streams_) most = std::max(most, stream->clock.size());
+  return most;
 }
 
 bool Device::dead() {
@@ -83,7 +101,7 @@ bool Device::synchronize(uint32_t stream) {
   Host host(*this);
   Stream& s = *streams_[stream];
   const uint32_t until = s.queued;
-  done_.wait(host.lock(), [&] { return dead_ || s.done >= until; });
+  while (!dead_ && s.done < until) host.await_news();
   host_clock.join(s.clock, names);
   return !dead_;
 }
