@@ -20,7 +20,7 @@ void Device::serve() {
   std::optional<Clock::time_point> idle_since;
   uint64_t looked = 0;  // naps in a row when hosts were waited for
   for (;;) {
-    hosts_gone_.wait(lock, [&] { return coming_ == 0 && woken_ == 0; });
+    hosts_gone_.wait(lock, [&] { return hosts_are_gone(); });
     start_blocks();
     check_deadlock();
     if (ready_.empty()) {
@@ -38,6 +38,11 @@ void Device::serve() {
     if (Clock::now() - *idle_since > kHang) die(*ready_[0], "hang: nothing but waits that nobody ends");
     work_.wait_for(lock, kPause);  // every lane has looked: leaves the core to hosts
   }
+}
+
+bool Device::hosts_are_gone() {
+  const std::lock_guard lock(door_);
+  return coming_ == 0 && woken_ == 0;
 }
 
 // Hosts that wait for a launch look before the next turn.

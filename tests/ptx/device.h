@@ -4,7 +4,6 @@
 // launches, wait for streams and make memory, between two turns of lanes.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -146,6 +145,7 @@ class Device {
   class Host;
   void serve();
   void tell_hosts();
+  bool hosts_are_gone();
   void start_blocks();
   void start_block(Stream& stream);
   void run(size_t turn);
@@ -156,9 +156,10 @@ class Device {
 
   std::mutex mutex_;
   std::condition_variable work_, done_, hosts_gone_;
-  std::atomic<int> coming_ = 0;  // host threads that wait for the device to stand still; it does not go on before
-  int asleep_ = 0, woken_ = 0;   // those that wait for a launch; of them, those that have yet to look again
-  uint64_t told_ = 0;            // how often those were told
+  std::mutex door_;             // of coming_
+  int coming_ = 0;              // host threads that wait for the device to stand still; it does not go on before
+  int asleep_ = 0, woken_ = 0;  // those that wait for a launch; of them, those that have yet to look again
+  uint64_t told_ = 0;           // how often those were told
   std::thread thread_;
   bool started_ = false, dead_ = false, real_time_ = false;
   uint64_t wound_ns_ = 1;

@@ -13,9 +13,9 @@ thread_local Clock host_clock;  // what this thread has waited for
 class Device::Host {
  public:
   explicit Host(Device& device) : device_(device) {
-    ++device.coming_;
+    come(1);
     lock_ = std::unique_lock(device.mutex_);
-    --device.coming_;
+    come(-1);
   }
   ~Host() { device_.hosts_gone_.notify_one(); }
 
@@ -29,6 +29,11 @@ class Device::Host {
   }
 
  private:
+  void come(int change) {
+    const std::lock_guard lock(device_.door_);
+    device_.coming_ += change;
+  }
+
   Device& device_;
   std::unique_lock<std::mutex> lock_;
 };
