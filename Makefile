@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test ptx-test serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test ptx-test ptx-conformance serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -53,6 +53,12 @@ test: install tools lint
 # The compiled kernels, executed on the CPU.
 ptx-test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/ptx
+
+# Every case of tests/conformance that runs on the emulated GPU, as PTX; SHARE=3/40 runs every fortieth, from the fourth on.
+SHARE ?= 0/1
+ptx-conformance: install
+	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 -p ptx.in_place_of_emulated -p no:cacheprovider --timeout 3600 \
+	  --ptx-share $(SHARE) -k loopback tests/conformance
 
 # moe_rt in real servers, each of which needs an environment of its own (3 GB under .venv).
 serve-test: install

@@ -2,7 +2,6 @@
 #include "bulk.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "device.h"
 #include "places.h"
@@ -49,7 +48,7 @@ char* side(Lane& lane, Space space, uint64_t address, uint32_t bytes, How how, u
   Record last;
   bool last_ordered = false;
   const auto ordered = [&](const Record& earlier) {
-    if (std::memcmp(&earlier.moment, &last.moment, sizeof(Moment)) == 0 && earlier.how == last.how) return last_ordered;
+    if (earlier.moment == last.moment && earlier.how == last.how) return last_ordered;
     last = earlier;
     const bool by_lanes = device.past(earlier.moment.block).owner == earlier.moment.block;
     const bool near = !by_lanes && device.past(earlier.moment.block).owner == lane.block->uid;

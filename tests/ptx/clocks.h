@@ -1,11 +1,13 @@
 // What a lane knows to have happened before: vector clocks over launches, blocks, warps and lanes.
 //
 // Most of what is known is known of whole launches (of a stream, in order) and whole blocks (up to a barrier), so a
-// clock holds those; of warps and single lanes only what they did since their block's last barrier.
+// clock holds those; of warps and single lanes only what they did since their block's last barrier. A clock says nothing of
+// streams that it never heard of, so that a process may have had any number of them.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace ptx {
@@ -15,6 +17,7 @@ namespace ptx {
 struct Moment {
   uint32_t block = 0;
   uint16_t lane = 0, barriers = 0, syncs = 0, releases = 0;
+  bool operator==(const Moment&) const = default;
 };
 
 inline constexpr uint16_t kWholeBlock = 0xffff, kWholeWarp = 0xff00;
@@ -32,18 +35,16 @@ struct BlockName {
 
 class Clock {
  public:
-  bool knows(const Moment& m, const BlockName& name, Proxy proxy = kLanes) const {
-    if (name.stream < launches_.size() && launches_[name.stream] > name.launch) return true;
-    for (const Known& k : known_[proxy]) {
-      if (k.block == m.block && k.until > until(k.lane, m)) return true;
+  bool knows(const Moment& m, const std::vector<BlockName>& names, Proxy proxy = kLanes) const {
+    if (is_over(names[m.block])) return true;
+    const std::vector<Known>& known = known_[proxy];
+    for (auto k = first_of(known, m.block); k != known.end() && k->block == m.block; ++k) {
+      if (k->until > until(k->lane, m)) return true;
     }
     return false;
   }
 
-  void learn_launch(uint32_t stream, uint32_t launch) {
-    if (launches_.size() <= stream) launches_.resize(stream + 1);
-    launches_[stream] = std::max(launches_[stream], launch + 1);
-  }
+  void learn_launch(uint32_t stream, uint32_t launch) { learn_launches(stream, launch + 1); }
   void learn_block(uint32_t block, uint16_t barriers) { learn(kLanes, {block, kWholeBlock, barriers}); }
   void learn_warp(uint32_t block, uint32_t warp, uint16_t syncs) {
     learn(kLanes, {block, uint16_t(kWholeWarp + warp), syncs});
@@ -79,40 +80,97 @@ class Clock {
   }
 
   void join(const Clock& other, const std::vector<BlockName>& names) {
-    if (launches_.size() < other.launches_.size()) launches_.resize(other.launches_.size());
-    for (size_t i = 0; i < other.launches_.size(); ++i) launches_[i] = std::max(launches_[i], other.launches_[i]);
+    bool grew = false;
+    for (const Launches& l : other.launches_) grew |= learn_launches(l.stream, l.number);
     for (int proxy = 0; proxy < kNumProxies; ++proxy) {
-      for (const Known& k : other.known_[proxy]) learn(Proxy(proxy), k);
-      std::erase_if(known_[proxy], [&](const Known& k) {
-        const BlockName& name = names[k.block];
-        return name.stream < launches_.size() && launches_[name.stream] > name.launch;
-      });
+      const bool more = !covers(known_[proxy], other.known_[proxy], names);
+      if (more) merge(known_[proxy], other.known_[proxy]);
+      if (!more && !grew) continue;
+      std::erase_if(known_[proxy], [&](const Known& k) { return is_over(names[k.block]); });
     }
   }
 
+  // How many facts it holds.
+  size_t size() const {
+    size_t facts = launches_.size();
+    for (const auto& known : known_) facts += known.size();
+    return facts;
+  }
+
  private:
+  struct Launches {
+    uint32_t stream, number;  // of launches that are known to be over
+  };
   struct Known {
     uint32_t block;
     uint16_t lane, until;  // everything before this barrier, or release
+    bool before(const Known& k) const { return block != k.block ? block < k.block : lane < k.lane; }
   };
+
   // What counts for a fact about `lane`; a moment that it does not speak of is never before its end.
   static uint16_t until(uint16_t lane, const Moment& m) {
     if (lane == kWholeBlock) return m.barriers;
     if (lane >= kWholeWarp) return lane - kWholeWarp == m.lane / 32 ? m.syncs : 0xffff;
     return lane == m.lane ? m.releases : 0xffff;
   }
-  void learn(Proxy proxy, const Known& fact) {
-    for (Known& k : known_[proxy]) {
-      if (k.block == fact.block && k.lane == fact.lane) {
-        k.until = std::max(k.until, fact.until);
-        return;
-      }
-    }
-    known_[proxy].push_back(fact);
+  static std::vector<Known>::const_iterator first_of(const std::vector<Known>& known, uint32_t block) {
+    return std::lower_bound(known.begin(), known.end(), block,
+                            [](const Known& k, uint32_t wanted) { return k.block < wanted; });
   }
 
-  std::vector<uint32_t> launches_;  // of each stream, how many are known to be over
-  std::vector<Known> known_[kNumProxies];
+  bool is_over(const BlockName& name) const {
+    for (const Launches& l : launches_) {
+      if (l.stream == name.stream) return l.number > name.launch;
+    }
+    return false;
+  }
+  // Whether that is news.
+  bool learn_launches(uint32_t stream, uint32_t number) {
+    for (Launches& l : launches_) {
+      if (l.stream == stream) return l.number < number && (l.number = number, true);
+    }
+    launches_.push_back({stream, number});
+    return true;
+  }
+
+  void learn(Proxy proxy, const Known& fact) {
+    std::vector<Known>& known = known_[proxy];
+    const auto place = std::lower_bound(known.begin(), known.end(), fact, [](auto& a, auto& b) { return a.before(b); });
+    if (place != known.end() && !fact.before(*place)) {
+      place->until = std::max(place->until, fact.until);
+    } else {
+      known.insert(place, fact);
+    }
+  }
+
+  // Whether `facts` say nothing that is not in `known`, one of this clock's.
+  bool covers(const std::vector<Known>& known, const std::vector<Known>& facts,
+              const std::vector<BlockName>& names) const {
+    auto k = known.begin();
+    for (const Known& fact : facts) {
+      while (k != known.end() && k->before(fact)) ++k;
+      const bool is_there = k != known.end() && !fact.before(*k) && k->until >= fact.until;
+      if (!is_there && !is_over(names[fact.block])) return false;
+    }
+    return true;
+  }
+  static void merge(std::vector<Known>& known, const std::vector<Known>& facts) {
+    std::vector<Known> merged;
+    merged.reserve(known.size() + facts.size());
+    auto k = known.begin();
+    for (const Known& fact : facts) {
+      while (k != known.end() && k->before(fact)) merged.push_back(*k++);
+      merged.push_back(fact);
+      if (k == known.end() || fact.before(*k)) continue;
+      merged.back().until = std::max(fact.until, k->until);
+      ++k;
+    }
+    merged.insert(merged.end(), k, known.end());
+    known = std::move(merged);
+  }
+
+  std::vector<Launches> launches_;
+  std::vector<Known> known_[kNumProxies];  // by block, then lane
 };
 
 }  // namespace ptx

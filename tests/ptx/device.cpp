@@ -1,49 +1,56 @@
 // The scheduler: which lane runs next, when blocks start and end, and what is reported.
 #include "device.h"
 
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdio>
+#include <optional>
 
 namespace ptx {
 
 namespace {
 constexpr auto kHang = std::chrono::seconds(300);  // of nothing but waits, which no peer ends
+constexpr auto kPause = std::chrono::microseconds(200);
 constexpr int kMostPatience = 128;
 constexpr int kTurnsToArrive = 16;  // of lanes, until the next part of a copy arrives
 }  // namespace
 
 void Device::serve() {
+  using Clock = std::chrono::steady_clock;
   std::unique_lock lock(mutex_);
-  auto progress = std::chrono::steady_clock::now();
+  std::optional<Clock::time_point> idle_since;
+  uint64_t looked = 0;  // naps in a row when hosts were waited for
   for (;;) {
+    hosts_gone_.wait(lock, [&] { return hosts_are_gone(); });
     start_blocks();
     check_deadlock();
     if (ready_.empty()) {
       work_.wait(lock);
-      progress = std::chrono::steady_clock::now();
       continue;
     }
     run(random() % ready_.size());
-    const bool idle = naps_in_a_row_ > 2 * ready_.size();
-    const bool waited_for = !turnstile_.try_lock();
-    if (!waited_for) turnstile_.unlock();
+    if (naps_in_a_row_ == 0) looked = 0, idle_since.reset();
+    const bool idle = naps_in_a_row_ - looked > 4 * ready_.size();
     if (!flight.empty() && (idle || random() % kTurnsToArrive == 0)) flight.arrive(random());
     if (!network.empty() && (idle || random() % kTurnsToArrive == 0)) network.arrive(random());
-    if (!idle) progress = std::chrono::steady_clock::now();
-    if (idle && std::chrono::steady_clock::now() - progress > kHang && !ready_.empty()) {
-      die(*ready_[0], "hang: nothing but waits that nobody ends");
-    }
-    if (!idle && !waited_for && !told_hosts_) continue;
-    lock.unlock();
-    if (idle || told_hosts_) usleep(50);
-    {
-      const std::lock_guard let_pass(turnstile_);
-    }
-    lock.lock();
-    told_hosts_ = false;
+    if (!idle || ready_.empty()) continue;
+    looked = naps_in_a_row_;
+    if (!idle_since) idle_since = Clock::now();
+    if (Clock::now() - *idle_since > kHang) die(*ready_[0], "hang: nothing but waits that nobody ends");
+    work_.wait_for(lock, kPause);  // every lane has looked: leaves the core to hosts
   }
+}
+
+bool Device::hosts_are_gone() {
+  const std::lock_guard lock(door_);
+  return coming_ == 0 && woken_ == 0;
+}
+
+// Hosts that wait for a launch look before the next turn.
+void Device::tell_hosts() {
+  woken_ += asleep_;
+  asleep_ = 0;
+  ++told_;
+  done_.notify_all();
 }
 
 void Device::start_blocks() {
@@ -84,7 +91,7 @@ void Device::start_block(Stream& stream) {
   block->lanes = std::vector<Lane>(launch.threads);
   block->warps = std::vector<Warp>((launch.threads + 31) / 32);
   names.push_back({running.stream, running.number});
-  history_[block->uid] = {&entry, block->index, running.stream, block->uid, -1};
+  past_.push_back({&entry, block->index, running.stream, block->uid, -1});
   for (uint32_t i = 0; i < launch.threads; ++i) {
     Lane& lane = block->lanes[i];
     lane.block = block.get();
@@ -100,7 +107,6 @@ void Device::run(size_t turn) {
   ready_[turn] = ready_.back();
   ready_.pop_back();
   lane.patience = 1 + int(random() % kMostPatience);
-  lane.napped = false;
   ++wound_ns_;
   current_ = &lane;
   if (lane.state == State::kFresh) {
@@ -113,7 +119,7 @@ void Device::run(size_t turn) {
   }
   current_ = nullptr;
   if (dead_) return;
-  naps_in_a_row_ = lane.napped ? naps_in_a_row_ + 1 : 0;
+  naps_in_a_row_ = lane.napped && lane.state == State::kReady ? naps_in_a_row_ + 1 : 0;
   if (lane.state == State::kDone) {
     stacks_.give(lane.stack);
     end_lane(lane);
@@ -161,7 +167,7 @@ void Device::end_block(Block& block) {
   stream.clock.learn_launch(running.stream, running.number);
   ++stream.done;
   stream.running.reset();
-  told_hosts_ = true;
+  tell_hosts();
 }
 
 void Device::check_deadlock() {
@@ -182,18 +188,16 @@ bool Device::ordered(Lane& lane, const Record& earlier, const Record& mine) cons
     if (m.lane == mine.moment.lane || m.barriers < block.barriers) return true;
     if (m.lane / 32 == mine.moment.lane / 32 && m.syncs < mine.moment.syncs) return true;
   }
-  const BlockName& name = names[m.block];
   if (earlier.how & mine.how & kAtomic) {
-    if (name.stream == names[block.uid].stream || (earlier.how & mine.how & kSystem)) return true;
+    if (names[m.block].stream == block.of->stream || (earlier.how & mine.how & kSystem)) return true;
   }
   return knows(lane, m, kLanes);
 }
 
 bool Device::knows(const Lane& lane, const Moment& m, Proxy proxy) const {
   const Block& block = *lane.block;
-  const BlockName& name = names[m.block];
-  return block.clock.knows(m, name, proxy) || block.warps[lane.ids.tid / 32].clock.knows(m, name, proxy) ||
-         (lane.learned && lane.learned->knows(m, name, proxy));
+  return block.clock.knows(m, names, proxy) || block.warps[lane.ids.tid / 32].clock.knows(m, names, proxy) ||
+         (lane.learned && lane.learned->knows(m, names, proxy));
 }
 
 Clock Device::knowledge(const Lane& lane) const {
@@ -218,22 +222,23 @@ Clock& Device::learned(Lane& lane) {
 }
 
 uint32_t Device::name_copies(const Lane& lane) {
-  names.push_back(names[lane.block->uid]);
-  Past past = history_.at(lane.block->uid);
+  const BlockName name = names[lane.block->uid];
+  Past past = past_[lane.block->uid];
   past.lane = int(lane.ids.tid);
-  history_[uint32_t(names.size() - 1)] = past;
-  return uint32_t(names.size() - 1);
+  names.push_back(name);
+  past_.push_back(past);
+  return uint32_t(past_.size() - 1);
 }
 
 uint32_t Device::name_puts(const Lane& lane) {
   const uint32_t uid = name_copies(lane);
   names[uid] = {kNobody, 0};  // the end of its launch says nothing of a put
-  history_[uid].owner = kNobody;
+  past_[uid].owner = kNobody;
   return uid;
 }
 
 std::string Device::describe(const Record& record) const {
-  const auto& [entry, index, stream, owner, lane] = history_.at(record.moment.block);
+  const auto& [entry, index, stream, owner, lane] = past_[record.moment.block];
   const Site& site = entry->sites[record.site];
   return std::string(entry->name) + ", block " + std::to_string(index) + ", lane " +
          std::to_string(lane < 0 ? record.moment.lane : lane) + ", stream " + std::to_string(stream) + ": `" +
@@ -250,6 +255,7 @@ void Device::die(const Lane& lane, const std::string& what) {
   report_ = what + "\n  at " + describe(here);
   dead_ = true;
   ready_.clear();
+  tell_hosts();
 }
 
 }  // namespace ptx

@@ -40,7 +40,7 @@ struct Lane {
   char* stack = nullptr;
   int patience = 0;  // accesses until others have a turn
   int site = 0;
-  bool napped = false;
+  bool napped = false;  // and has written nothing since: it waits, or has just seen what it waited for
   uint16_t releases = 0;
   std::unique_ptr<Clock> learned;  // since the last barrier
   std::vector<char> local;
@@ -104,6 +104,7 @@ class Device {
   void wind(int64_t ns);
   std::string report();
   uint64_t accesses() const { return accesses_; }
+  uint64_t facts();  // of the clock that holds most
 
   uint32_t make_stream();
   void launch(uint32_t stream, std::shared_ptr<Launch> launch);
@@ -131,7 +132,7 @@ class Device {
   Clock& learned(Lane& lane);
   uint32_t name_copies(const Lane& lane);  // a uid for copies of this lane
   uint32_t name_puts(const Lane& lane);    // and for puts of its warp, in this launch and later ones
-  const Past& past(uint32_t uid) const { return history_.at(uid); }
+  const Past& past(uint32_t uid) const { return past_[uid]; }
   Flight flight;
   Network network;
   Memory memory;
@@ -143,6 +144,8 @@ class Device {
  private:
   class Host;
   void serve();
+  void tell_hosts();
+  bool hosts_are_gone();
   void start_blocks();
   void start_block(Stream& stream);
   void run(size_t turn);
@@ -152,16 +155,19 @@ class Device {
   static void enter();
 
   std::mutex mutex_;
-  std::condition_variable work_;
-  std::mutex turnstile_;  // a host thread holds it while it waits for the device to stand still
+  std::condition_variable work_, done_, hosts_gone_;
+  std::mutex door_;             // of coming_
+  int coming_ = 0;              // host threads that wait for the device to stand still; it does not go on before
+  int asleep_ = 0, woken_ = 0;  // those that wait for a launch; of them, those that have yet to look again
+  uint64_t told_ = 0;           // how often those were told
   std::thread thread_;
-  bool started_ = false, dead_ = false, real_time_ = false, told_hosts_ = false;
+  bool started_ = false, dead_ = false, real_time_ = false;
   uint64_t wound_ns_ = 1;
   uint32_t room_ = 16;
   std::string report_;
   std::vector<std::unique_ptr<Stream>> streams_;
   std::map<uint32_t, std::unique_ptr<Block>> resident_;
-  std::map<uint32_t, Past> history_;  // by uid
+  std::vector<Past> past_{{}};  // by uid
   std::vector<Lane*> ready_;
   Stacks stacks_;
   jmp_buf scheduler_;

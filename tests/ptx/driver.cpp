@@ -167,6 +167,7 @@ void ptx_join_network(const uint64_t* begins, uint32_t num_ranks, uint32_t rank,
 }
 bool ptx_narrow(uint64_t begin, uint64_t bytes) { return Device::get().narrow(begin, bytes); }
 uint64_t ptx_accesses() { return Device::get().accesses(); }
+uint64_t ptx_facts() { return Device::get().facts(); }
 // What was found, or nothing; the text stays until the next call of this thread.
 const char* ptx_report() {
   thread_local std::string text;

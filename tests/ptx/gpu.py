@@ -50,6 +50,7 @@ def load() -> ctypes.CDLL:
     library.ptx_report.restype = ctypes.c_char_p
     library.ptx_reached.restype = ctypes.c_char_p
     library.ptx_accesses.restype = ctypes.c_uint64
+    library.ptx_facts.restype = ctypes.c_uint64
     ctypes.CDLL(str(allocator)).ptx_take_over()
     return library
 
@@ -140,6 +141,10 @@ class PtxGpu(gpu.Gpu):
     def accesses(self) -> int:
         """How many accesses were checked so far."""
         return int(self._library.ptx_accesses())
+
+    def facts(self) -> int:
+        """How much is known, at most, of what has happened before."""
+        return int(self._library.ptx_facts())
 
     def fault(self) -> str:
         """What was found, or nothing."""

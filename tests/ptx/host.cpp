@@ -1,6 +1,4 @@
 // What host threads ask of the device, between two turns of its lanes.
-#include <unistd.h>
-
 #include <chrono>
 
 #include "device.h"
@@ -9,19 +7,34 @@ namespace ptx {
 
 namespace {
 thread_local Clock host_clock;  // what this thread has waited for
-constexpr int kLookAgainUs = 100;
-}  // namespace
+}
 
 // Holds the device still for a host thread; the device's own thread lets those go first.
 class Device::Host {
  public:
-  explicit Host(Device& device) {
-    const std::lock_guard first(device.turnstile_);
+  explicit Host(Device& device) : device_(device) {
+    come(1);
     lock_ = std::unique_lock(device.mutex_);
+    come(-1);
   }
-  std::unique_lock<std::mutex>& lock() { return lock_; }
+  ~Host() { device_.hosts_gone_.notify_one(); }
+
+  // Returns when launches have ended that had not before, or the device died.
+  void await_news() {
+    const uint64_t told = device_.told_;
+    ++device_.asleep_;
+    device_.hosts_gone_.notify_one();
+    device_.done_.wait(lock_, [&] { return device_.told_ != told; });
+    --device_.woken_;
+  }
 
  private:
+  void come(int change) {
+    const std::lock_guard lock(device_.door_);
+    device_.coming_ += change;
+  }
+
+  Device& device_;
   std::unique_lock<std::mutex> lock_;
 };
 
@@ -51,6 +64,13 @@ uint64_t Device::clock_ns() const {
 std::string Device::report() {
   const Host host(*this);
   return report_;
+}
+
+uint64_t Device::facts() {
+  const Host host(*this);
+  size_t most = 0;
+  for (const auto& stream : streams_) most = std::max(most, stream->clock.size());
+  return most;
 }
 
 bool Device::dead() {
@@ -83,16 +103,12 @@ void Device::launch(uint32_t stream, std::shared_ptr<Launch> launch) {
 }
 
 bool Device::synchronize(uint32_t stream) {
-  // Looks again and again, each time let go first: a thread that is woken has no such right, and may find the device
-  // running lanes whenever it comes.
-  for (uint32_t until = 0;; usleep(kLookAgainUs)) {
-    const Host host(*this);
-    Stream& s = *streams_[stream];
-    if (until == 0) until = s.queued;
-    if (!dead_ && s.done < until) continue;
-    host_clock.join(s.clock, names);
-    return !dead_;
-  }
+  Host host(*this);
+  Stream& s = *streams_[stream];
+  const uint32_t until = s.queued;
+  while (!dead_ && s.done < until) host.await_news();
+  host_clock.join(s.clock, names);
+  return !dead_;
 }
 
 void Device::begin_capture(uint32_t stream) {

@@ -3,7 +3,8 @@
     python -m pytest -p ptx.in_place_of_emulated tests/conformance -k loopback
 
 The device's clock stands almost still, so that no wait expires however long lanes take; with PTX_CLOCK=host in the
-environment it is the host's, for tests of waits that expire.
+environment it is the host's, for tests of waits that expire. --ptx-share 3/40 leaves every fortieth test, from the
+fourth on. With pytest-xdist it is the workers that execute.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import os
 from typing import Any
 
 import device.emulated
+import harness
+import pytest
 from ptx.gpu import PtxGpu, load
+
+_OUTPUT = "ptx"
+_executed = [0, 0]  # launches and accesses, by workers
 
 
 class InPlaceOfEmulated(PtxGpu):
@@ -26,9 +32,39 @@ class InPlaceOfEmulated(PtxGpu):
         self.outlived.append(memory.data_ptr())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ptx-share", default="0/1", help="which part of the tests to run: index/number")
+
+
+@pytest.hookimpl(trylast=True)  # of what is left when others have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    index, number = map(int, config.getoption("--ptx-share").split("/"))
+    left_out = [item for at, item in enumerate(items) if at % number != index]
+    items[:] = items[index::number]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_OUTPUT] = _executed_here()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    launches, accesses = getattr(node, "workeroutput", {}).get(_OUTPUT, (0, 0))
+    _executed[0] += launches
+    _executed[1] += accesses
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    terminalreporter.write_line(f"executed PTX: {PtxGpu.num_launches} launches, {load().ptx_accesses()} accesses")
+    launches, accesses = (a + b for a, b in zip(_executed, _executed_here(), strict=True))
+    terminalreporter.write_line(f"executed PTX: {launches} launches, {accesses} accesses")
+
+
+def _executed_here() -> tuple[int, int]:
+    return PtxGpu.num_launches, int(load().ptx_accesses())
 
 
 load()  # before tests make tensors
+harness.CASE_TIMEOUT_S = 3600.0  # chains of many launches, on a busy machine
 device.emulated.EmulatedGpu = InPlaceOfEmulated  # type: ignore[assignment,misc]

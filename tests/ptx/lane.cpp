@@ -1,7 +1,7 @@
 // What lanes ask for: memory, with every access checked; barriers; and the collectives of a warp.
 #include "lane.h"
 
-#include <bit>
+#include <cstring>
 
 #include "device.h"
 #include "places.h"
@@ -34,17 +34,30 @@ void synchronize(Lane& lane, Extent& extent, uint64_t address, uint32_t how) {
 void check_race(Lane& lane, const Place& place, uint32_t bytes, uint32_t how) {
   Device& device = Device::get();
   const Record mine{device.now(lane), uint16_t(how), lane.site};
-  const auto ordered = [&](const Record& earlier) { return device.ordered(lane, earlier, mine); };
+  Record last;  // neighbouring cells mostly hold what one access left
+  bool last_ordered = false;
+  const auto ordered = [&](const Record& earlier) {
+    if (earlier.moment == last.moment && earlier.how == last.how) return last_ordered;
+    last = earlier;
+    return last_ordered = device.ordered(lane, earlier, mine);
+  };
   place.shadow->visit(place.offset, bytes, mine, ordered,
                       [&](const Record& other) { report_race(lane, place, how, other, nullptr); });
 }
 
 }  // namespace
 
+bool is_muted(const Lane& lane, int site) {
+  unsigned char& mark = lane.block->of->launch->entry->marks[site];
+  mark |= kReached;
+  return mark & kMuted;
+}
+
 // Waits until every lane of the mask is here; `given` of each is then in `got`. Whether this one came last.
 bool gather(Lane& lane, uint32_t value, uint32_t mask, int site) {
   Device& device = Device::get();
   lane.site = site;
+  lane.napped = false;
   device.pause(lane);
   Block& block = *lane.block;
   Warp& warp = block.warps[lane.ids.tid / 32];
@@ -63,9 +76,11 @@ bool gather(Lane& lane, uint32_t value, uint32_t mask, int site) {
     return false;
   }
   Lane* const first = &block.lanes[lane.ids.tid / 32 * 32];
+  uint32_t got[32];
+  for (uint32_t i = 0; i < 32; ++i) got[i] = mask >> i & 1 ? first[i].given : 0;
   for (uint32_t i = 0; i < 32; ++i) {
     if (!(mask >> i & 1)) continue;
-    for (uint32_t j = 0; j < 32; ++j) first[i].got[j] = mask >> j & 1 ? first[j].given : 0;
+    std::memcpy(first[i].got, got, sizeof(got));
     if (first[i].state == State::kInWarp) --block.blocked;
     device.make_ready(first[i]);
   }
@@ -77,6 +92,7 @@ bool meet(Lane& lane, bool whole_block, int site) {
   if (!whole_block) return gather(lane, 0, ~uint32_t{0}, site);
   Device& device = Device::get();
   lane.site = site;
+  lane.napped = false;
   device.pause(lane);
   Block& block = *lane.block;
   if (block.at_barrier > 0 && block.barrier_site != site) {
@@ -104,13 +120,10 @@ using ptx::Lane;
 
 void* ptx_access(Lane& lane, ptx::Space space, uint64_t address, uint32_t bytes, uint32_t how, int site) {
   lane.site = site;
-  if (how & ptx::kAtomic) {
-    unsigned char& mark = lane.block->of->launch->entry->marks[site];
-    mark |= ptx::kReached;
-    if (mark & ptx::kMuted) how &= ~(ptx::kAcquire | ptx::kRelease);
-  }
+  if ((how & ptx::kAtomic) && ptx::is_muted(lane, site)) how &= ~(ptx::kAcquire | ptx::kRelease);
   if ((how & ptx::kAtomic) || --lane.patience <= 0) Device::get().pause(lane);
   ++Device::get().accesses_;
+  if (how & ptx::kWrite) lane.napped = false;
   const ptx::Place place = ptx::find(lane, space, address, bytes, how, bytes);
   if (place.shadow) ptx::check_race(lane, place, bytes, how);
   if (place.extent && (how & ptx::kAtomic)) ptx::synchronize(lane, *place.extent, address, how);
@@ -118,9 +131,7 @@ void* ptx_access(Lane& lane, ptx::Space space, uint64_t address, uint32_t bytes,
 }
 
 void ptx_barrier(Lane& lane, int site) {
-  unsigned char& mark = lane.block->of->launch->entry->marks[site];
-  mark |= ptx::kReached;
-  if ((mark & ptx::kMuted) || !ptx::meet(lane, true, site)) return;
+  if (ptx::is_muted(lane, site) || !ptx::meet(lane, true, site)) return;
   Device& device = Device::get();
   ptx::Block& block = *lane.block;
   ++block.barriers;
@@ -139,6 +150,7 @@ void ptx_warp_barrier(Lane& lane, uint32_t mask, int site) {
   Device& device = Device::get();
   const uint32_t warp_index = lane.ids.tid / 32, size = std::min(lane.ids.ntid - 32 * warp_index, 32u);
   lane.site = site;
+  if (ptx::is_muted(lane, site)) return;
   if (mask << (32 - size) != ~uint32_t{0} << (32 - size)) {
     device.fail(lane, "wrong mask: a warp's barrier of some of its lanes, which the tool does not know");
   }

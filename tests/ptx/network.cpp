@@ -234,11 +234,13 @@ uint64_t ptx_network_replace(Lane& lane, uint64_t place, uint64_t expected, uint
 }
 void ptx_network_quiet(Lane& lane, int site) {
   lane.site = site;
+  if (ptx::is_muted(lane, site)) return;
   Device::get().pause(lane);
   Device::get().network.quiet(lane);
 }
 void ptx_network_fence(Lane& lane, int site) {
   lane.site = site;
+  if (ptx::is_muted(lane, site)) return;
   Device::get().pause(lane);
   Device::get().network.fence(lane);
 }
@@ -246,6 +248,7 @@ void ptx_network_fence(Lane& lane, int site) {
 // A fence at system scope. What it orders through relaxed words is not followed: nothing here leans on that.
 void ptx_show_network(Lane& lane, int site) {
   lane.site = site;
+  if (ptx::is_muted(lane, site)) return;
   const ptx::Clock all = Device::get().knowledge(lane);
   ++lane.releases;
   Device::get().learned(lane).show(all, ptx::kNetwork);

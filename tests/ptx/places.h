@@ -16,6 +16,9 @@ struct Place {
 
 Place find(Lane& lane, Space space, uint64_t address, uint32_t bytes, uint32_t how, uint32_t align);
 
+// Whether what a site orders is left out; it counts as reached.
+bool is_muted(const Lane& lane, int site);
+
 // Whether the lane is the last of its warp's lanes, or of its block's, to come; then all go on.
 bool gather(Lane& lane, uint32_t value, uint32_t mask, int site);
 bool meet(Lane& lane, bool block, int site);

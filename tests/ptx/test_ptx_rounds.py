@@ -93,6 +93,21 @@ def rounds_of_many_tokens() -> None:
     ThreadRanks(2, PtxGpu()).run(full_round, make_spec(2, num_max_tokens_per_rank=530), [530, 514], 3, "random")
 
 
+def test_what_is_known_does_not_grow() -> None:
+    """However many launches and streams there were, or long runs would take ever longer."""
+    facts = isolated(facts_of_rounds)
+    assert max(facts) < 2 * facts[0]
+
+
+def facts_of_rounds() -> list[int]:
+    """After each of some rounds, whose threads have streams of their own, and more and more buffers' memory."""
+    gpu, facts = PtxGpu(), []
+    for _ in range(8):
+        ThreadRanks(2, gpu).run(full_round, make_spec(2), [12, 7], 1, "random")
+        facts.append(gpu.facts())
+    return facts
+
+
 def test_no_room_to_spare() -> None:
     """Every wait has one block, beside one block that sends."""
     isolated(rounds_with_little_room)
