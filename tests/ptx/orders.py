@@ -1,4 +1,4 @@
-"""The barriers, releases and acquires of a module's kernels, and which line of source asks for each."""
+"""The barriers, fences, releases and acquires of a module's kernels, and which line of source asks for each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from moe_rt.native import jit
 _FILE = re.compile(r"\.file\s+(\d+) \"(.*)\"")
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?")
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
-_ORDER = re.compile(r"\s(bar\.sync|atom\.\w+\.acq_rel|ld\.acquire|st\.release)\b")
+_ORDER = re.compile(r"\s(bar\.sync|bar\.warp\.sync|fence\.acq_rel|atom\.\w+\.acq_rel|ld\.acquire|st\.release)\b")
+_CALL = re.compile(r"(nvshmem_quiet|nvshmem_fence)\b")  # which ends lines later
 # Whose lines say nothing of what is ordered.
 _BETWEEN = ("device/machine.h", "protocol/core/atomics.h")
 _DEEPEST = 40
+_BARE = re.compile(r"\s*(coop|block|group_)\.sync\(\);")  # which the line before tells from others
 
 Place = tuple[str, str, str]  # file number, line, column
 
@@ -35,6 +37,7 @@ def orders_of(ptx: str) -> Iterator[Order]:
     entry, begin = "", 0
     callers: dict[Place, Place] = {}
     last: Place = ("", "", "")
+    call = ""
     for number, line in enumerate(ptx.splitlines()):
         if head := _ENTRY.search(line):
             entry, begin, callers = head[1], number, {}
@@ -44,6 +47,11 @@ def orders_of(ptx: str) -> Iterator[Order]:
                 callers[last] = (loc[4], loc[5], loc[6])
         elif entry and _ORDER.search(line):
             yield Order(entry, number - begin + 1, line.strip(), _asked_by(last, callers, files))
+        elif entry and (called := _CALL.search(line)):
+            call = called[1]
+        elif call and ";" in line:
+            yield Order(entry, number - begin + 1, call, _asked_by(last, callers, files))
+            call = ""
 
 
 def _asked_by(place: Place, callers: dict[Place, Place], files: dict[str, str]) -> str:
@@ -53,7 +61,9 @@ def _asked_by(place: Place, callers: dict[Place, Place], files: dict[str, str]) 
             name = f"{part}/{path.rpartition(f'/{part}/')[2]}"
             source = jit.source_dir() / name
             if f"/{part}/" in path and name not in _BETWEEN and source.is_file():
-                return f"{name}: {source.read_text().splitlines()[int(place[1]) - 1].strip()}"
+                before, line = ["", *source.read_text().splitlines()][int(place[1]) - 1 :][:2]
+                shown = f"{before.strip()} {line.strip()}" if _BARE.fullmatch(line) else line.strip()
+                return f"{name}: {shown}"
         if place not in callers:
             break
         place = callers[place]

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ptx.orders import Order
+
 
 class NotNeeded(NamedTuple):
-    """Instructions of a kind that a line of source asks for."""
+    """Instructions of a kind that a line of source asks for, in some kernels or in all."""
 
     text: str
     place: str
     why: str
+    entries: tuple[str, ...] = ()
 
+    def speaks_of(self, kernels: str, order: Order) -> bool:
+        of_entry = not self.entries or f"{kernels} {order.entry}" in self.entries
+        return of_entry and order.place == self.place and order.text.startswith(self.text)
+
+
+_WAITS = tuple(f"mapped {op}_wait" for op in ("dispatch", "combine", "combine_backward"))
 
 NOT_NEEDED = (
+    NotNeeded(
+        "bar.sync",
+        "device/exchange.h: complete(c.state->windows.next(kind)); block.sync();",
+        "what a dispatch completes are lists that it pushes, where all peers are mapped; nothing is completed here",
+        ("mapped combine_send", "mapped combine_backward_send", "network dispatch_send"),
+    ),
+    NotNeeded(
+        "bar.sync",
+        "device/exchange.h: if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine)); block.sync();",
+        "behind it a launch that only waits reads nothing but which of several failures is the worst, and here is one",
+        _WAITS,
+    ),
+    NotNeeded(
+        "bar.sync",
+        "protocol/flat/routing_tiles.h: pass_tile(); coop.sync();",
+        "the next tile's first barrier comes before any of these are used; behind the last tile a lane reads its own",
+    ),
     NotNeeded(
         "bar.sync",
         "device/exchange.h: m.block().sync();  // before the flag says something else",
