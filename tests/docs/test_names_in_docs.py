@@ -27,6 +27,7 @@ MODULES: dict[str, click.Command] = {"train": train, "chaos.deaths": deaths, "ch
 # Options of others, which documents tell of beside ours.
 OF_OTHERS = {
     "--max-restarts": "torchrun",
+    "--rdzv-endpoint": "torchrun",
     "--training.disable_cuda_graphs": "torchtitan",
     "--compile.enable": "torchtitan",
 } | dict.fromkeys(
