@@ -18,6 +18,7 @@ from moe_rt import Buffer
 from moe_rt.config.row_format import RowFormat
 from moe_rt.errors import CapacityOverflow, InvalidInput, InvalidRouting, MoeRtError, PeerTimeout
 
+HANG_S = 600.0
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 WHOLE = {"dispatch_whole", "combine_whole", "combine_backward_send", "combine_backward_receive", "leave"}
 CASES: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def test_bounds_of_calls() -> None:
 
     def case(group: Any) -> None:
         spec = make_spec(2, num_max_tokens_per_rank=140)
-        with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+        with Buffer(group, timeout_s=HANG_S, **buffer_kwargs(spec)) as buffer:
             for seed, bound in enumerate((3, 140, 64, 65, 128, 2, 129, 1)):
                 inputs = make_inputs(spec, [bound, bound // 2], seed)
                 mine = [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
@@ -86,7 +87,7 @@ def test_rows_that_their_producer_wrote(most: int) -> None:
 
     def case(group: Any) -> None:
         spec = make_spec(2, hidden=20, num_max_tokens_per_rank=most)
-        with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer, torch.no_grad():
+        with Buffer(group, timeout_s=HANG_S, **buffer_kwargs(spec)) as buffer, torch.no_grad():
             for seed in range(4):
                 inputs = make_inputs(spec, [most, most - 1], seed)
                 check_round(buffer, inputs, written(buffer, inputs.xs[buffer.rank]))
@@ -139,13 +140,13 @@ def test_refusals_of_whole_ops(act: Any, changes: dict[str, Any], raised: type[M
     gpu, told = EmulatedGpu(threads=32), threading.Barrier(2)
 
     def case(group: Any) -> type | None:
-        with Buffer(group, timeout_s=1.0 if act is silent_peer else 60.0, **buffer_kwargs(spec)) as buffer:
+        with Buffer(group, timeout_s=1.0 if act is silent_peer else HANG_S, **buffer_kwargs(spec)) as buffer:
             found = attempt(
                 act, buffer, [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
             )
-            told.wait(60.0)  # launches of both are over
+            told.wait(HANG_S)  # launches of both are over
             found = found or attempt(lambda buffer, _: buffer.check(), buffer, [])
-            told.wait(60.0)
+            told.wait(HANG_S)
         return found
 
     found = ThreadRanks(2, gpu).outcomes(case)

@@ -15,7 +15,7 @@ from moe_rt import Buffer
 from moe_rt.heap.ucx import await_peers
 from moe_rt.testing.held import held, left_of
 
-_FOREVER_S = 200.0
+_FOREVER_S = 800.0
 
 
 def rounds_until_failure(group: Any, begun: str, timeout_s: float, absent_rank: int = -1) -> tuple[str, float]:
@@ -40,19 +40,23 @@ def rounds_until_failure(group: Any, begun: str, timeout_s: float, absent_rank: 
     return "no error", 0.0
 
 
-def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, stopped_s: float) -> str:
+def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) -> str:
+    """The faulty rank goes on when the others have given it up; a file of each says so."""
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
     if buffer.rank == faulty_rank:
-        stopped = os.getpid()
+        stopped, others = os.getpid(), [rank for rank in range(buffer.num_ranks) if rank != faulty_rank]
         if os.fork() == 0:
-            time.sleep(stopped_s)
+            deadline = time.monotonic() + _FOREVER_S
+            while time.monotonic() < deadline and not all(Path(f"{told}.{rank}").exists() for rank in others):
+                time.sleep(0.05)
             os.kill(stopped, signal.SIGCONT)
             os._exit(0)
         os.kill(stopped, signal.SIGSTOP)
     try:
         good_round(buffer)
     except RuntimeError as error:
+        Path(f"{told}.{buffer.rank}").touch()
         return f"{type(error).__name__}: {error}"
     finally:
         buffer.close()

@@ -15,8 +15,8 @@ import pytest
 from nodes.node_ranks import NodeRanks
 
 NODES = (1, 2)
-DEADLINE_S = 100.0  # of hangs alone
-TIMEOUT_S, STOPPED_S = 3.0, 8.0
+DEADLINE_S = 600.0  # of hangs alone
+TIMEOUT_S = 3.0
 NO_TIMEOUT_S = 90.0  # an end that comes before was noticed
 
 
@@ -67,9 +67,9 @@ def test_a_link_that_goes_down(ranks: NodeRanks, tmp_path: Path) -> None:
     assert len(ranks.run(cases.refused, 1)) == ranks.size
 
 
-def test_a_stopped_rank(ranks: NodeRanks) -> None:
+def test_a_stopped_rank(ranks: NodeRanks, tmp_path: Path) -> None:
     """It goes on when the others have gone: then it is told, or UCX ends its process (docs/howto/cluster.md)."""
-    first, *texts = ranks.outcomes(cases.stop_for_a_while, 0, TIMEOUT_S, STOPPED_S)
+    first, *texts = ranks.outcomes(cases.stop_for_a_while, 0, TIMEOUT_S, str(tmp_path / "told"))
     ranks.restart()
     assert any(text.startswith("PeerTimeout:") for text in texts), texts
     assert all(text.startswith(("PeerTimeout:", "GroupPoisoned:")) for text in texts), texts

@@ -20,7 +20,7 @@ from moe_rt.testing import process_ranks
 from moe_rt.testing.channel import Channel
 
 _PR_SET_PDEATHSIG = 1
-_START_S = 60.0
+_START_S = 600.0
 
 
 class NodeRanks(ProcessRanks):

@@ -22,7 +22,7 @@ from moe_rt.nodes.cluster import NETNS, Cluster, rate_in_bits
 from moe_rt.nodes.run import run
 
 BYTES = 1 << 20
-HANG_S = 60.0
+HANG_S = 600.0
 SEND = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 7000)) as s: s.sendall(bytes(int(sys.argv[2])))

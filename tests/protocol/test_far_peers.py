@@ -14,7 +14,7 @@ ROUNDS = "60"
 @pytest.mark.parametrize(
     ("ranks", "nodes", "lanes"), [("2", "2", "1"), ("3", "3", "2"), ("4", "2", "2"), ("5", "2", "1")]
 )
-@pytest.mark.parametrize("scales", ["", "scales"])
+@pytest.mark.parametrize("scales", ["", pytest.param("scales", marks=pytest.mark.sweep)])
 def test_every_output(ranks: str, nodes: str, lanes: str, rows: str, scales: str) -> None:
     """Chains of up to three dispatches in a row, across 32 bits of sequence numbers."""
     program = compile_program("stress.cpp", "-O0")
