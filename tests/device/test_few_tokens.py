@@ -42,7 +42,7 @@ def tokens_of(size: int, most: int) -> list[int]:
 class TestEqualToTheOracle:
     @pytest.mark.parametrize("most", [1, 2])
     def test_in_one_launch(self, name: str, most: int) -> None:
-        for size in (1, 2, 5):
+        for size in (1, 2, 5) if name == "plain" else (3,):
             gpu = EmulatedGpu(threads=32)
             spec = make_spec(size, num_max_tokens_per_rank=most, **CASES[name])
             ThreadRanks(size, gpu).run(rounds_in_a_row, spec, tokens_of(size, most), [1, 2, 3], "random")
@@ -50,7 +50,7 @@ class TestEqualToTheOracle:
 
     def test_rows_are_pushed(self, name: str) -> None:
         """Below and above the bound up to which they are, on one buffer or the other."""
-        for most in (3, 64, 65):
+        for most in (3, 64, 65) if name == "plain" else (3,):
             gpu = EmulatedGpu(threads=32)
             spec = make_spec(3, num_max_tokens_per_rank=most, **CASES[name])
             ThreadRanks(3, gpu).run(full_round, spec, tokens_of(3, most), 4, "random")

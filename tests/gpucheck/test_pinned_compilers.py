@@ -53,7 +53,7 @@ def pinned_python(name: str) -> Path:
     ("name", "archs", "variants"),
     [
         pytest.param(OLDEST, ONE_ARCH, EACH_SOURCE, id="oldest"),
-        pytest.param(CUDA_12[0], ONE_ARCH, EACH_SOURCE, id="12.6"),
+        pytest.param(CUDA_12[0], ONE_ARCH, EACH_SOURCE, marks=pytest.mark.sweep, id="cuda12"),
         pytest.param(CUDA_12[0], ("sm_80",), EACH_PART, marks=pytest.mark.sweep, id="12.6-each-part"),
         pytest.param(CUDA_12[1], ("sm_90a", "sm_100a"), EACH_SOURCE, marks=pytest.mark.sweep, id="12.8"),
         pytest.param(OLDEST, ONE_ARCH, EACH_PART, marks=pytest.mark.sweep, id="oldest-each-part"),
