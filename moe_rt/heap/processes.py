@@ -65,11 +65,14 @@ def num_cores(pids: Iterable[int]) -> int:
         return os.cpu_count() or 1
 
 
+UNKNOWN = "unknown "  # how a place begins that the system does not tell
+
+
 def place() -> dict[str, Any]:
     """Within what a process id has its meaning, a host and its process-id namespace, and this process's id there."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         where = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        where = secrets.token_hex(16)  # unknown: the same place as nobody's
+        where = UNKNOWN + secrets.token_hex(16)  # the same as nobody's
     return {"where": where, "pid": os.getpid()}

@@ -15,7 +15,7 @@ from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point
 from moe_rt.heap import loopback, nvshmem, shm, threads, ucx
-from moe_rt.heap.processes import place
+from moe_rt.heap.processes import UNKNOWN, place
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup, all_gather_records
 from moe_rt.heap.segments import Segments, all_or_none
 from moe_rt.native.cpu import CpuEngine
@@ -85,7 +85,8 @@ def find_hosts(backend: Backend, rendezvous: Rendezvous, timeout_s: float) -> Ba
     named = {str(r.get("heap")) for r in records} - {"auto"}
     if len(named) > 1:
         raise InvalidConfig(f"heap: got {sorted(named)} on different ranks, expected one", rank=rendezvous.rank)
-    several = len({str(r.get("where")) for r in records}) > 1
+    places = {str(r.get("where")) for r in records}
+    several = sum(not where.startswith(UNKNOWN) for where in places) > 1
     return replace(backend, heap="ucx" if "ucx" in named or (several and not named) else "shm", anywhere=False)
 
 

@@ -63,6 +63,7 @@ def die_at(group: Any, faulty_rank: int, at: str) -> str:
     """The faulty rank is killed; survivors return what they saw."""
     buffer = open_buffer(group)
     good_round(buffer)
+    group.barrier().wait()  # over a network, peers may still be reading what the round published
     x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
     weights = torch.ones(4, buffer.spec.num_topk, requires_grad=True)
     die = buffer.rank == faulty_rank

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from tool_environments import ROOT, python_of
 
 from moe_rt.extras import cuda_extra
-from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, Variant
+from moe_rt.gpucheck.compiling import LARGEST, NETWORK, VARIANTS, WHOLE, Variant
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,9 +24,10 @@ else:
 OLDEST, NEWEST = "torch-2.11", "torch-2.15"
 CUDA_12 = ("12.6", "12.8")
 ONE_ARCH, MORE_ARCHS = ("sm_90a",), ("sm_80", "sm_100a")
-EACH_SOURCE = tuple(v for v in VARIANTS if v == LARGEST or v.source == NETWORK or (v.hidden == 0 and v.elem == "Bf16"))
+ONE_OF_OTHERS = tuple(v for v in VARIANTS if v.source == NETWORK or (v.source == WHOLE and not v.codec))
+EACH_SOURCE = (LARGEST, *ONE_OF_OTHERS, *(v for v in VARIANTS if v.hidden == 0 and v.elem == "Bf16"))
 # Each dtype, each code of rows, and each source once: what the sources ask of a compiler.
-EACH_PART = tuple(v for v in VARIANTS if v == LARGEST or v.codec or v.source == NETWORK or v.elem != "Bf16")
+EACH_PART = tuple(v for v in VARIANTS if v == LARGEST or v.codec or v in ONE_OF_OTHERS or v.elem != "Bf16")
 LIMIT_S = 1800.0  # ends a compiler that hangs
 COMPILE = """
 import json, sys

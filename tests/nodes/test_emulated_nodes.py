@@ -45,7 +45,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 def start(cluster: Cluster, node: int, *command: str) -> subprocess.Popen[str]:
-    code = "import sys; from moe_rt.nodes.cluster import Cluster; from moe_rt.nodes.run import run\n"
+    code = "import signal, sys; from moe_rt.nodes.cluster import Cluster; from moe_rt.nodes.run import run\n"
+    code += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup has ignored
     code += "sys.exit(run(Cluster(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))"
     words = [sys.executable, "-c", code, cluster.name, str(node), *command]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)

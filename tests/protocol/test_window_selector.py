@@ -13,9 +13,11 @@ from torch import Tensor
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.comm.handle import Handle
+from moe_rt.config.spec import PUSHED_ROWS
 
 MakeRanks = Callable[[str, int], Ranks]
 TOKENS, HIDDEN = 3, 48  # rows of whole cache lines, which lie without gaps
+BOUND = PUSHED_ROWS + 1  # from which on GPUs, too, write rows into their own windows
 # Dispatches and combines, with the window that each is to use.
 CHAIN = "D0 C0 D0 C0 D0 D1 C0 C1 D1 D0 D1 C1 C0 C1 D1 C1"
 
@@ -34,7 +36,7 @@ def rows_of(op: int) -> Tensor:
 
 def run_chain(group: ThreadGroup) -> None:
     """Every token visits the other rank's expert with weight 2, so that its partial is twice its row."""
-    spec = make_spec(2, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=1, num_experts=2)
+    spec = make_spec(2, num_max_tokens_per_rank=BOUND, hidden=HIDDEN, num_topk=1, num_experts=2)
     idx, weights = torch.full((TOKENS, 1), 1 - group.rank), torch.full((TOKENS, 1), 2.0)
     waiting: list[tuple[Tensor, tuple[Tensor, Tensor, Handle]]] = []
     places: dict[str, set[int]] = {}
@@ -54,7 +56,7 @@ def run_chain(group: ThreadGroup) -> None:
 
 def run_step(group: ThreadGroup) -> None:
     """A training step, twice: both gradients' ops alternate, too."""
-    spec = make_spec(2, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=1, num_experts=2)
+    spec = make_spec(2, num_max_tokens_per_rank=BOUND, hidden=HIDDEN, num_topk=1, num_experts=2)
     idx, weights = torch.full((TOKENS, 1), 1 - group.rank), torch.full((TOKENS, 1), 2.0)
     tokens, partials = set(), set()
     with Buffer(group, **buffer_kwargs(spec)) as buffer:

@@ -91,7 +91,7 @@ struct Layout {
       w.partials = take(tokens * s.num_slots() * s.row_bytes(), kPage);
       w.scalars = take(tokens * s.num_topk * s.acc_bytes, kLinePair);
       w.pushed = take(s.num_ranks * l.pushed.bytes, kLinePair);
-      w.pushed_rows = take(int64_t{s.num_ranks} * s.num_pushed_rows * s.row_bytes(), kPage);
+      w.pushed_rows = take(int64_t{s.num_ranks} * s.num_pushed_rows * s.row_bytes(), s.num_pushed_rows ? kPage : 1);
     }
     l.bytes = round_up(cursor, kPage);
     return l;
