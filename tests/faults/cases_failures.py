@@ -13,15 +13,22 @@ import torch
 from cases_faults import good_round, open_buffer
 from routing import make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, ThreadGroup
 from moe_rt.testing.held import held, left_of
 
 kept: list[Buffer] = []
 
 
+def first_round(group: Any, buffer: Buffer) -> None:
+    """A round that is over on every rank: who fails next fails nobody's first one."""
+    good_round(buffer)
+    if not isinstance(group, ThreadGroup):  # it has none
+        group.barrier().wait()
+
+
 def peer_closes_first(group: Any, faulty_rank: int) -> str:
     buffer = open_buffer(group)
-    good_round(buffer)
+    first_round(group, buffer)
     if buffer.rank == faulty_rank:
         buffer.close()
         return "closed"
@@ -36,7 +43,7 @@ def raise_between_ops(group: Any, faulty_rank: int) -> str:
     """The faulty rank's own code raises between dispatch and combine."""
     try:
         with open_buffer(group) as buffer:
-            good_round(buffer)
+            first_round(group, buffer)
             if buffer.rank == faulty_rank:
                 raise KeyError("the user's own mistake")
             good_round(buffer)
@@ -62,8 +69,7 @@ def stay_away(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, floa
 def die_at(group: Any, faulty_rank: int, at: str) -> str:
     """The faulty rank is killed; survivors return what they saw."""
     buffer = open_buffer(group)
-    good_round(buffer)
-    group.barrier().wait()  # over a network, peers may still be reading what the round published
+    first_round(group, buffer)
     x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
     weights = torch.ones(4, buffer.spec.num_topk, requires_grad=True)
     die = buffer.rank == faulty_rank
