@@ -43,7 +43,7 @@ def test_stragglers_are_where_chains_end(waits_for: list[set[int]], expected: li
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_error_names_the_straggler(make_ranks: MakeRanks, heap: str) -> None:
-    outcomes = make_ranks(heap, SIZE).run(cases.late_rank, FAULTY_RANK, 1.0)
+    outcomes = make_ranks(heap, SIZE).run(cases.late_rank, FAULTY_RANK, 5.0)
     said = (
         f"rank {FAULTY_RANK} has not announced dispatch #2, for which ranks 0 and 2 wait; it last finished combine #1 "
     )
@@ -140,7 +140,7 @@ def test_cuda_ranks_are_not_watched() -> None:
 
 def test_report_goes_to_a_file(make_ranks: MakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPORT_DIR, str(tmp_path))
-    _, report, _ = make_ranks("threads", 2).run(cases.late_rank, 1, 0.5)[0]
+    _, report, _ = make_ranks("threads", 2).run(cases.late_rank, 1, 4.0)[0]
     (path,) = tmp_path.glob("moe_rt-rank0-*.json")
     assert path.stat().st_mode & 0o777 == 0o600
     document = json.loads(path.read_text())
@@ -151,7 +151,7 @@ def test_report_goes_to_a_file(make_ranks: MakeRanks, tmp_path: Path, monkeypatc
 def test_missing_directory_is_a_warning(make_ranks: MakeRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REPORT_DIR, str(tmp_path / "missing"))
     with pytest.warns(UserWarning, match=REPORT_DIR):
-        text, report, _ = make_ranks("threads", 2).run(cases.late_rank, 1, 0.5)[0]
+        text, report, _ = make_ranks("threads", 2).run(cases.late_rank, 1, 4.0)[0]
     assert text.startswith("PeerTimeout")
     assert report.path == ""
 
