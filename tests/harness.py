@@ -12,7 +12,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,9 @@ class Ranks:
 class ThreadRanks(Ranks):
     """On the CPU, or as virtual ranks of one GPU or what stands in for it."""
 
-    def __init__(self, size: int, device: Any = "cpu") -> None:
+    def __init__(self, size: int, device: Any = "cpu", nodes: Sequence[int] | None = None) -> None:
         self.size, self.heap = size, "threads" if device == "cpu" else "loopback"
-        self._ranks = thread_ranks.ThreadRanks(size, device)
+        self._ranks = thread_ranks.ThreadRanks(size, device, nodes=nodes)
 
     def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
         return self._ranks.outcomes(case, *args, seconds=CASE_TIMEOUT_S)

@@ -37,10 +37,10 @@ def one_round(buffer: Buffer, inputs: Inputs, seed: int, tag: int = 0) -> list[b
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in outputs]
 
 
-def chain(group: Any, pairs: int) -> int:
+def chain(group: Any, pairs: int, route: str = "auto") -> int:
     """Pairs of dispatch and combine without a drain between them, on three ranks; the last round in full."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
-    spec = make_spec(3, dtype=torch.bfloat16, hidden=64)
+    spec = make_spec(3, route=route, dtype=torch.bfloat16, hidden=64)
     pace = random.Random(rank)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         for i in range(pairs):

@@ -56,12 +56,19 @@ class ThreadRanks:
         streams: instead of one for each rank.
         reserve_bytes: device memory that a rank's stream gets before any rank begins: asking the driver for more may
             wait for the whole device, and so for peers that wait for this rank.
+        nodes: the node of each rank, as ThreadGroup.make takes them.
     """
 
     def __init__(
-        self, size: int, device: Any = "cpu", *, streams: Sequence[Any] | None = None, reserve_bytes: int = 64 << 20
+        self,
+        size: int,
+        device: Any = "cpu",
+        *,
+        streams: Sequence[Any] | None = None,
+        reserve_bytes: int = 64 << 20,
+        nodes: Sequence[int] | None = None,
     ) -> None:
-        self.size, self.device = size, device
+        self.size, self.device, self.nodes = size, device, nodes
         self._streams, self._reserve_bytes = streams, reserve_bytes
 
     def run(self, work: Callable[..., Any], *arguments: Any, seconds: float = 600.0) -> list[Any]:
@@ -83,7 +90,7 @@ class ThreadRanks:
         self, work: Callable[..., Any], arguments: Sequence[Any], seconds: float, grace_s: float
     ) -> tuple[list[Any], list[BaseException]]:
         """The outcome of every rank, and the errors in the order of time; after the first, ranks have grace_s left."""
-        groups = ThreadGroup.make(self.size, self.device)
+        groups = ThreadGroup.make(self.size, self.device, self.nodes)
         streams = streams_of(self.device, self.size) if self._streams is None else self._streams
         outcomes: list[Any] = [None] * self.size
         errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Ranks on emulated nodes, heap "ucx": the oracle's bits, as on one host, wherever ranks are."""
+"""Ranks on emulated nodes, heap "ucx": the oracle's bits, as on one host, wherever ranks are, by either route."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from nodes.node_ranks import NodeRanks
 from rounds import chain, full_round, rounds_in_a_row
 from routing import make_spec
 from test_conformance import tokens_for
+from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt import Buffer
+from moe_rt.errors import InvalidConfig
 
 LAYOUTS = {"2x2": (2, 2), "3x1": (1, 1, 1), "1+2": (1, 2)}
 # tests/faults/test_far_failures.py has those nodes, too.
@@ -29,52 +31,77 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[NodeRanks]:
         made.close()
 
 
+@pytest.fixture(params=["flat", "two_level"])
+def route(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_matches_reference(ranks: NodeRanks, dtype: torch.dtype) -> None:
-    spec = make_spec(ranks.size, dtype=dtype)
+def test_matches_reference(ranks: NodeRanks, route: str, dtype: torch.dtype) -> None:
+    spec = make_spec(ranks.size, route=route, dtype=dtype)
     assert ranks.run(full_round, spec, tokens_for(ranks.size), 1, "random")
 
 
 @pytest.mark.parametrize("kind", ["topk", "one_expert"])
-def test_other_routings(ranks: NodeRanks, kind: str) -> None:
-    ranks.run(full_round, make_spec(ranks.size, num_topk=9), tokens_for(ranks.size), 2, kind)
+def test_other_routings(ranks: NodeRanks, route: str, kind: str) -> None:
+    ranks.run(full_round, make_spec(ranks.size, route=route, num_topk=9), tokens_for(ranks.size), 2, kind)
 
 
-def test_a_node_without_tokens(ranks: NodeRanks) -> None:
+def test_a_node_without_tokens(ranks: NodeRanks, route: str) -> None:
     idle = [0 if node == 1 else 9 for node in ranks.node_of]
-    ranks.run(rounds_in_a_row, make_spec(ranks.size), idle, [1, 2], "random")
-    ranks.run(full_round, make_spec(ranks.size), [0] * ranks.size, 3, "random")
+    ranks.run(rounds_in_a_row, make_spec(ranks.size, route=route), idle, [1, 2], "random")
+    ranks.run(full_round, make_spec(ranks.size, route=route), [0] * ranks.size, 3, "random")
 
 
-def test_drops_scattered_placement_and_lanes(ranks: NodeRanks) -> None:
+def test_drops_scattered_placement_and_lanes(ranks: NodeRanks, route: str) -> None:
     placement = [(e * 5 + 2) % ranks.size for e in range(9)]
-    spec = make_spec(ranks.size, placement=placement, capacity_factor=0.4, overflow="drop")
+    spec = make_spec(ranks.size, route=route, placement=placement, capacity_factor=0.4, overflow="drop")
     ranks.run(rounds_in_a_row, spec, [12] * ranks.size, [6, 7, 8], "topk")
-    args = (make_spec(ranks.size, placement=placement), tokens_for(ranks.size), 8, "random")
+    args = (make_spec(ranks.size, route=route, placement=placement), tokens_for(ranks.size), 8, "random")
     assert ranks.run(full_round, *args, 3) == ranks.run(full_round, *args, 1)
 
 
-def test_rows_of_tokens_and_coded_rows(ranks: NodeRanks) -> None:
+def test_rows_of_tokens_and_coded_rows(ranks: NodeRanks, route: str) -> None:
     size, fp8 = ranks.size, torch.float8_e4m3fn
-    ranks.run(full_round, make_spec(size, layout="tokens"), tokens_for(size), 1, "random")
-    coded = make_spec(size, dtype=torch.bfloat16, hidden=300, dispatch_dtype=fp8, combine_dtype=fp8)
+    ranks.run(full_round, make_spec(size, route=route, layout="tokens"), tokens_for(size), 1, "random")
+    coded = make_spec(size, route=route, dtype=torch.bfloat16, hidden=300, dispatch_dtype=fp8, combine_dtype=fp8)
     ranks.run(full_round, coded, tokens_for(size), 3, "random")
-    spec = make_spec(size, dtype=torch.bfloat16)
+    spec = make_spec(size, route=route, dtype=torch.bfloat16)
     ranks.run(cases_scaled_rows.scaled_round, spec, cases_scaled_rows.PLAIN, tokens_for(size), [1, 2])
 
 
 @pytest.mark.parametrize("pairs", [PAIRS, pytest.param(MANY_PAIRS, marks=pytest.mark.sweep)])
-def test_chain(ranks: NodeRanks, pairs: int) -> None:
+def test_chain(ranks: NodeRanks, route: str, pairs: int) -> None:
     """Without a drain, with random pauses and ranks without tokens, every output checked."""
     if ranks.size != 3:
         return  # the chain is of three ranks
-    assert ranks.run(chain, pairs) == [pairs] * 3
+    assert ranks.run(chain, pairs, route) == [pairs] * 3
 
 
-def heap_of_auto(group: object) -> str:
-    with Buffer(group, num_max_tokens_per_rank=4, hidden=16, num_topk=1, num_experts=4, dtype=torch.float32) as buffer:
-        return buffer.heap
+SIZES = {"num_max_tokens_per_rank": 4, "hidden": 16, "num_topk": 1, "num_experts": 4, "dtype": torch.float32}
 
 
-def test_auto_takes_it(ranks: NodeRanks) -> None:
-    assert ranks.run(heap_of_auto) == ["ucx"] * ranks.size
+def choice_of_auto(group: object) -> tuple[str, str, tuple[int, ...]]:
+    with Buffer(group, **SIZES) as buffer:
+        return buffer.heap, buffer.route, buffer.topology.nodes
+
+
+def test_auto_takes_both(ranks: NodeRanks) -> None:
+    """The heap of several hosts, and two levels between the hosts that ranks are found on."""
+    assert ranks.run(choice_of_auto) == [("ucx", "two_level", tuple(ranks.node_of))] * ranks.size
+
+
+def over_mesh(group: object, shape: tuple[int, int], route: str) -> str:
+    mesh = init_device_mesh("cpu", shape)
+    with Buffer(mesh, **{**SIZES, "route": route}) as buffer:
+        return buffer.route
+
+
+def test_nodes_of_a_mesh_have_to_be_hosts(ranks: NodeRanks) -> None:
+    if ranks.node_of != [0, 0, 1, 1]:
+        return
+    assert ranks.run(over_mesh, (2, 2), "two_level") == ["two_level"] * 4
+    assert ranks.run(over_mesh, (4, 1), "auto") == ["flat"] * 4
+    for refusal in ranks.outcomes(over_mesh, (4, 1), "two_level"):
+        assert isinstance(refusal, InvalidConfig)
+        assert "expected nodes that are hosts, Topology([[0, 1], [2, 3]])" in str(refusal)

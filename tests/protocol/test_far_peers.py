@@ -15,10 +15,13 @@ ROUNDS = "60"
     ("ranks", "nodes", "lanes"), [("2", "2", "1"), ("3", "3", "2"), ("4", "2", "2"), ("5", "2", "1")]
 )
 @pytest.mark.parametrize("scales", ["", pytest.param("scales", marks=pytest.mark.sweep)])
-def test_every_output(ranks: str, nodes: str, lanes: str, rows: str, scales: str) -> None:
-    """Chains of up to three dispatches in a row, across 32 bits of sequence numbers."""
+@pytest.mark.parametrize(("route", "tokens"), [("flat", "9"), ("two_level", "9"), ("two_level", "150")])
+def test_every_output(ranks: str, nodes: str, lanes: str, rows: str, scales: str, route: str, tokens: str) -> None:
+    """Chains of up to three dispatches in a row, across 32 bits of sequence numbers. Lists of many tokens are fetched
+    in two steps."""
     program = compile_program("stress.cpp", "-O0")
-    arguments = [ranks, lanes, ROUNDS, str(2**32 - 3), rows, scales, nodes]
+    rounds = ROUNDS if tokens == "9" else "12"
+    arguments = [ranks, lanes, rounds, str(2**32 - 3), rows, scales, nodes, tokens, route]
     result = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"{ranks} ranks of {lanes} lanes, {ROUNDS} rounds: every output as expected" in result.stdout
+    assert f"{ranks} ranks of {lanes} lanes, {rounds} rounds: every output as expected" in result.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from routing import make_spec
 from moe_rt import _engine
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import ELEMENTS
+from moe_rt.config.topology import Topology
 from moe_rt.errors import Code, Op, Phase
 from moe_rt.faults import Action, Point
 from moe_rt.native.statuses import CLASSES
@@ -71,6 +73,26 @@ def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch
     spec = make_spec(num_ranks, num_max_tokens_per_rank=tokens, hidden=500, num_topk=8, num_experts=64, dtype=dtype)
     expected = documented_bytes(num_ranks, tokens, 500, 8, 64, dtype.itemsize)
     rounding = 2 * (7 * 128 + 2 * 4096) + 4096 + 256
+    assert expected <= spec.shape().segment_bytes() <= expected + rounding
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 100, 4096])
+def test_room_for_two_levels_is_the_formula(nodes: tuple[int, ...], tokens: int) -> None:
+    """That of docs/two_level.md: N nodes, G ranks on the largest, and F far ranks that the busiest forwarder serves."""
+    num_ranks, num_nodes, hidden, topk, experts, acc = len(nodes), max(nodes) + 1, 500, 4, 64, 4
+    per_node = [nodes.count(node) for node in range(num_nodes)]
+    served = max(sum(-(-g // h) for n, g in enumerate(per_node) if n != m) for m, h in enumerate(per_node))
+    sizes = {"num_max_tokens_per_rank": tokens, "hidden": hidden, "num_topk": topk, "num_experts": experts}
+    spec = replace(make_spec(num_ranks, **sizes), route="two_level", topology=Topology(nodes))
+    flat = documented_bytes(num_ranks, tokens, hidden, topk, experts, 4)
+    row, of_node = 2048, min(topk, max(per_node))  # of 2000 bytes
+    lists = 4 * experts + 8 * (num_ranks + 1) + 16 * tokens * min(topk, num_ranks) + (16 + acc) * tokens * topk
+    more_slots = of_node + num_nodes - 1 - min(topk, num_ranks)
+    windows = tokens * more_slots * row + (num_nodes - 1) * acc * tokens * topk
+    forwarded = served * (tokens * of_node * row + acc * tokens * topk)
+    expected = flat + 2 * (windows + forwarded) + served * (lists + tokens * row)
+    rounding = 2 * (8 * 128 + 3 * 4096) + 4096 + 256 + served * (6 * 128 + 2 * 4096) + 4096
     assert expected <= spec.shape().segment_bytes() <= expected + rounding
 
 

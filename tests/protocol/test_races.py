@@ -12,7 +12,7 @@ RANKS, LANES = "3", "3"
 # A round is one to three dispatches, as many combines, and backwards. Few are enough to see the order weakened.
 ROUNDS, FEW_ROUNDS = "150", "10"
 RACE = "WARNING: ThreadSanitizer: data race"
-FEW_TOKENS = "2"  # of a rank, at most: ops of the GPU are whole then
+MOST_TOKENS, FEW_TOKENS = "9", "2"  # of a rank, at most: ops of the GPU are whole then
 NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that 8 rounds take past 32 and 64 bits
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
@@ -45,8 +45,9 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
         assert "WARNING" not in result.stderr
         assert f"{ranks} ranks of {lanes} lanes, {rounds} rounds: every output as expected" in result.stdout
     if not machine:  # two nodes, with a network between them that does everything as late as it may
-        result = run(program, "4", "2", FEW_ROUNDS, "1", "experts", "", "2")
-        assert result.returncode == 0, result.stdout + result.stderr
+        for ranks, lanes, nodes, route in (("4", "2", "2", "flat"), ("5", "2", "2", "two_level"), ("3", "1", "3", "two_level")):
+            result = run(program, ranks, lanes, FEW_ROUNDS, "1", "experts", "", nodes, MOST_TOKENS, route)
+            assert result.returncode == 0, result.stdout + result.stderr
     for first_seq, *rows in (
         (NEAR_A_WRAP[0], "experts", ""),
         (NEAR_A_WRAP[1], "tokens", ""),

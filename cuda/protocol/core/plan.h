@@ -52,9 +52,8 @@ struct RecvPlan {
     const int64_t ends = s.alignment > 1 ? num_local_experts : 0;
     return ids_at(s, num_local_experts) + (s.by_token() ? max_pulled(s) * s.num_topk : ends);
   }
-  MOE_RT_FN static int64_t num_forwards(const Shape& s) { return int64_t{s.num_served} * s.num_max_tokens; }
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
-    return forwards_at(s, num_local_experts) + num_forwards(s);
+    return forwards_at(s, num_local_experts) + int64_t{s.num_served} * s.num_max_tokens;
   }
   MOE_RT_FN static RecvPlan view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     RecvPlan p;
@@ -95,7 +94,8 @@ struct RecvPlan {
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(rows[c]) - uint32_t(kDropped) >= end_row);
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(ks[c]) >= end_k);
     const auto end_slot = uint32_t(s.num_node_slots()) + 1;
-    for (int64_t i = 0; i < num_forwards(s); ++i) bad |= uint32_t(uint32_t(forwards[i]) >= end_slot);
+    const int64_t num_forwards = int64_t{w.nodes.num_served} * s.num_max_tokens;
+    for (int64_t i = 0; i < num_forwards; ++i) bad |= uint32_t(uint32_t(forwards[i]) >= end_slot);
     return !bad;
   }
 };
