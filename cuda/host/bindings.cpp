@@ -169,8 +169,8 @@ NB_MODULE(_engine, m) {
           "__init__",
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
              std::vector<int32_t> expert_rank, std::vector<int32_t> node_of, std::vector<uint64_t> segments,
-             std::vector<int> watches, double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow, int num_lanes,
-             std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores,
+             std::vector<int> watches, double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow,
+             int num_lanes, std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores,
              std::shared_ptr<Network> network) {
             make_engine(self, EngineConfig{.shape = shape,
                                            .elem = static_cast<rows::Elem>(elem),

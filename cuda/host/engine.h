@@ -31,7 +31,7 @@ struct EngineConfig {
   int rank;
   uint64_t config_hash;
   std::vector<int32_t> expert_rank;  // [E]
-  std::vector<int32_t> node_of;      // [R] where rows go in two levels, else empty
+  std::vector<int32_t> node_of{};    // [R] where rows go in two levels, else empty
   std::vector<uint64_t>
       segments;              // [R] addresses; each Layout::bytes long, zero-filled before first use; 0: not mapped
   std::vector<int> watches;  // [R] or empty; see HostIdle::watch

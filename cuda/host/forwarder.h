@@ -90,7 +90,8 @@ class Forwarder : public FarNetwork {
     if (const Status status = few ? Status{} : settle(served, Phase::kGather, idle); !status.ok()) return status;
     for (size_t i = 0; i < served.size(); ++i) {
       int32_t* const marks = forwards + int64_t(i) * w.shape.num_max_tokens;
-      if (!mark_tokens<Weight>(w, served[i], window, marks)) return failed(Code::kCorruptPeer, Phase::kGather, served[i]);
+      if (!mark_tokens<Weight>(w, served[i], window, marks))
+        return failed(Code::kCorruptPeer, Phase::kGather, served[i]);
     }
     return stage_rows(w, window, forwards, row_bytes, idle);
   }

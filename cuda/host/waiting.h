@@ -43,10 +43,10 @@ class HostIdle {
   // Who is waited for.
   struct Watched {
     int peer;
-    int announcer;          // the peer, or the rank that passes on what it announces
-    int process = -1;       // an open /proc/<pid>/stat of the latter; negative (ranks that are threads): never looked at
-    bool passed_on = false; // it comes after others have been waited for
-    bool in_order = true;   // the peer announces both kinds by itself, so that one tells of the other
+    int announcer;     // the peer, or the rank that passes on what it announces
+    int process = -1;  // an open /proc/<pid>/stat of the latter; negative (ranks that are threads): never looked at
+    bool passed_on = false;  // it comes after others have been waited for
+    bool in_order = true;    // the peer announces both kinds by itself, so that one tells of the other
   };
   void watch(const Watched& watched) { watched_ = watched; }
 

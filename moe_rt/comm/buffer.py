@@ -58,11 +58,7 @@ class Buffer(Observed):
         dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as codes of one byte with an fp32 scale
             for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
         combine_dtype: the same for the sums that come home.
-        route: how rows go between ranks of different nodes. "flat": a row to each rank that its token visits, and a sum
-            from each. "two_level": a row to each node, where a rank hands it on, and a sum from each node; sums are
-            taken node by node then. "auto": "two_level" where CPU ranks are on several hosts (heap "ucx"). On one host
-            "two_level" rehearses it, with nodes that the group names: a DeviceMesh of two dimensions, or
-            ThreadGroup.make(..., nodes=...).
+        route: how rows go between nodes: "flat", "two_level" or "auto"; see docs/two_level.md.
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf for ever.
         init_timeout_s: the same for making the buffer, in all its waits together.
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
@@ -105,8 +101,8 @@ class Buffer(Observed):
     ) -> None:
         options = BufferOptions(
             heap=heap, capacity_factor=capacity_factor, overflow=overflow, dispatch_dtype=dispatch_dtype,
-            combine_dtype=combine_dtype, route=route, timeout_s=timeout_s, init_timeout_s=init_timeout_s, placement=placement,
-            num_threads=num_threads, num_sms=num_sms,
+            combine_dtype=combine_dtype, route=route, timeout_s=timeout_s, init_timeout_s=init_timeout_s,
+            placement=placement, num_threads=num_threads, num_sms=num_sms,
         )  # fmt: skip
         rendezvous = rendezvous_of(group)
         backends: list[Backend] = []
@@ -288,8 +284,7 @@ class Buffer(Observed):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
-            return
+            return self.close()
         first = first_failure(self._engine, error)
         self.abort(error)
         if first is not None:

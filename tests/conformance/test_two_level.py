@@ -1,7 +1,7 @@
 """route="two_level" where memory is mapped: the bits of the oracle that adds up node by node, whatever the nodes.
 
-tests/conformance/test_over_nodes.py has the same over a network, and tests/protocol/test_far_peers.py over one that does
-everything late.
+tests/conformance/test_over_nodes.py has the same over a network, and tests/protocol/test_far_peers.py over one that
+does everything late.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_routes_that_make_no_sense() -> None:
     group = ThreadGroup.make(1)[0]
     with pytest.raises(InvalidConfig, match="route: got up, expected one of"):
         Buffer(group, **{**buffer_kwargs(make_spec(1)), "route": "up"})
-    with pytest.raises(InvalidConfig, match="nodes: got .0,., expected a node for each of 2 ranks"):
+    with pytest.raises(InvalidConfig, match=r"nodes: got \(0,\), expected a node for each of 2 ranks"):
         ThreadGroup.make(2, nodes=(0,))
     with Buffer(group, **{**buffer_kwargs(make_spec(1)), "route": "two_level"}) as buffer:
         assert buffer.route == "flat", "one node has one level"
