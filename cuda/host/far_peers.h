@@ -5,8 +5,8 @@
 // in the source's window, so that roles find them there, and no peer can change what was judged. All rows are asked for
 // at once: a row for which a lane waited would cost a round trip each.
 //
-// Nothing but flushes orders anything: a network may deliver in any order what lies between two of them. Rows and header
-// are flushed before the signal, and the signal before the op ends, so that of two signals none overtakes the other.
+// Nothing but flushes orders anything: a network may deliver in any order what lies between two of them. Rows are flushed
+// before the op is posted, and that before the op ends, so that of two signals none overtakes the other.
 #pragma once
 
 #include <sys/mman.h>
@@ -64,32 +64,25 @@ class FarPeers {
   char* scalar(int peer, int64_t offset, int64_t region) const { return scalars_[peer] + (offset - region); }
 
   // SYNC POINT signal over a network, writer side: pairs with wait_signal. Everything that this rank has put for a peer
-  // is there before its signal is put. A signal's bytes arrive at once, or from the lowest up, as TCP brings them: one more
-  // than the one before is then never seen too early. Who is lost is left out: what that means is for the wait to say.
+  // is there before its op is posted. Who is lost is left out: what that means is for the wait to say.
   Status announce(const World& w, const Header& header, HostIdle& idle) {
-    header_ = header;
+    seq_ = header.seq;
     const int kind = static_cast<int>(kind_of(op_of(header)));
     const int64_t mailbox =
         w.layout.mailboxes + (int64_t{kind} * w.shape.num_ranks + w.rank) * int64_t{sizeof(Mailbox)};
-    for (const int r : ranks_) {
-      const int64_t at =
-          mailbox + int64_t{offsetof(Mailbox, header)} + int64_t(header.seq & 1) * int64_t{sizeof(Header)};
-      network_.put(r, at, &header_, sizeof(Header));
-      network_.flush(r);
-    }
     std::vector<int> waiting = ranks_;
-    while (!waiting.empty()) {
+    for (const int r : waiting) network_.flush(r);
+    for (;;) {
       std::erase_if(waiting, [&](int r) {
         if (!network_.flushed(r)) return false;
-        network_.put(r, mailbox + int64_t{offsetof(Mailbox, signal)}, &header_.seq, sizeof(header_.seq));
+        network_.post(r, mailbox, header);
         network_.flush(r);
         return true;
       });
-      if (waiting.empty()) break;
+      if (waiting.empty()) return {};
       idle.watch(waiting[0], -1);
       if (const Code code = idle.pause(header.seq); code != Code::kOk) return failed(code, Phase::kPublish, waiting[0]);
     }
-    return {};
   }
 
   // What far sources list for this rank, and the rows that they list: before index_blocks, which judges the lists.
@@ -135,7 +128,7 @@ class FarPeers {
     for (const int r : ranks_) {
       idle.watch(r, -1);
       while (!network_.flushed(r)) {
-        if (const Code code = idle.pause(header_.seq); code != Code::kOk) return failed(code, phase, r);
+        if (const Code code = idle.pause(seq_); code != Code::kOk) return failed(code, phase, r);
       }
       if (network_.lost(r)) return failed(Code::kPeerDead, phase, r);
     }
@@ -210,7 +203,7 @@ class FarPeers {
   std::vector<char*> mirrors_, rows_, scalars_;  // [R]; nullptr of peers that are mapped
   char* memory_ = nullptr;
   int64_t bytes_ = 0;
-  Header header_{};    // of the running op: it is sent from here
+  uint64_t seq_ = 0;   // of the running op
   LastWords words_{};  // of the peer that was asked last
   static constexpr std::chrono::milliseconds kWordsWithin{500};
 };
