@@ -72,17 +72,18 @@ class FarPeers {
         w.layout.mailboxes + (int64_t{kind} * w.shape.num_ranks + w.rank) * int64_t{sizeof(Mailbox)};
     std::vector<int> waiting = ranks_;
     for (const int r : waiting) network_.flush(r);
-    for (;;) {
+    while (!waiting.empty()) {
       std::erase_if(waiting, [&](int r) {
         if (!network_.flushed(r)) return false;
         network_.post(r, mailbox, header);
         network_.flush(r);
         return true;
       });
-      if (waiting.empty()) return {};
+      if (waiting.empty()) break;
       idle.watch(waiting[0], -1);
       if (const Code code = idle.pause(header.seq); code != Code::kOk) return failed(code, Phase::kPublish, waiting[0]);
     }
+    return {};
   }
 
   // What far sources list for this rank, and the rows that they list: before index_blocks, which judges the lists.

@@ -91,8 +91,8 @@ struct Api {
   Status (*worker_set_am_recv_handler)(Handle worker, const HandlerParams*);
   Status (*ep_create)(Handle worker, const EndpointParams*, Handle* endpoint);
   void* (*ep_close_nbx)(Handle endpoint, const RequestParams*);
-  void* (*am_send_nbx)(Handle endpoint, unsigned id, const void* head, size_t head_bytes, const void* data, size_t bytes,
-                       const RequestParams*);
+  void* (*am_send_nbx)(Handle endpoint, unsigned id, const void* head, size_t head_bytes, const void* data,
+                       size_t bytes, const RequestParams*);
   void (*request_free)(void* request);
   const char* (*status_string)(Status);
 

@@ -17,7 +17,8 @@ enum class Ask : uint32_t {
 };
 
 struct Message {
-  uint64_t secret = 0;  // what the rank that it is for has told its group: it was not meant for an earlier process there
+  uint64_t secret =
+      0;  // what the rank that it is for has told its group: it was not meant for an earlier process there
   uint32_t source = 0;  // rank
   Ask ask{};
   int64_t offset = 0, bytes = 0;  // in the segment of whoever is asked; of the data that follows, or is asked for
@@ -27,7 +28,7 @@ static_assert(sizeof(Message) == 40 && sizeof(Message) + sizeof(Header) < 128, "
 
 // Of one message; more goes in several. A message of this size takes one step of UCX over TCP: neither side copies it
 // together.
-inline constexpr int64_t kMostBytes = 32 << 10;
+inline constexpr int64_t kMostBytes = 60 << 10;
 
 constexpr bool lies_within(int64_t offset, int64_t bytes, int64_t size) {
   return offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes;

@@ -31,13 +31,13 @@ class UcxPeer {
 
   // What a network is asked (network.h); of a peer that can be asked.
   void get(int64_t offset, void* to, int64_t bytes) {
-    char* const end = static_cast<char*>(to) + bytes;
-    for (auto* at = static_cast<char*>(to);; at += kMostBytes) {
-      const int64_t part = std::min<int64_t>(kMostBytes, end - at);
-      getting_.emplace_hint(getting_.end(), ++gets_, Getting{at, part});
-      send({.ask = Ask::kGet, .offset = offset + (at - static_cast<char*>(to)), .bytes = part, .number = gets_});
-      if (end - at <= kMostBytes || !can_be_asked()) return;
-    }
+    int64_t i = 0;
+    do {  // also of nothing: the answer says that the peer is there
+      const int64_t part = std::min(kMostBytes, bytes - i);
+      getting_.emplace_hint(getting_.end(), ++gets_, Getting{static_cast<char*>(to) + i, part});
+      send({.ask = Ask::kGet, .offset = offset + i, .bytes = part, .number = gets_});
+      i += kMostBytes;
+    } while (i < bytes && can_be_asked());
   }
   void put(int64_t offset, const void* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes && can_be_asked(); i += kMostBytes) {
@@ -125,14 +125,14 @@ class UcxPeer {
     if (!can_be_asked()) return;
     head.secret = secret_, head.source = self_;
     auto* const sending = new Sending{this, head, header ? *header : Header{}};
-    const bool has_data = data || header;
+    const int64_t bytes = data || header ? head.bytes : 0;
     ucx::RequestParams given{};
     given.mask = given.kCallback | given.kUserData | given.kFlags;
     given.flags = given.kEager;  // UCX asks for data that it sends on request with messages of its own
     given.on_end = end;
     given.user_data = sending;
     const void* const answer = api_->am_send_nbx(endpoint_, ucx::kMessageId, &sending->head, sizeof(Message),
-                                                 header ? &sending->header : data, has_data ? head.bytes : 0, &given);
+                                                 header ? &sending->header : data, bytes, &given);
     if (!ucx::is_request(answer)) sent(sending, ucx::status_of(answer));
   }
   static void end(void* request, ucx::Status status, void* sending) {
@@ -156,11 +156,11 @@ class UcxPeer {
   uint32_t self_ = 0, flushing_ = 0, lost_ = 0;
   uint64_t secret_ = 0, last_ = 0;
   const char* problem_ = "";
-  std::map<uint64_t, Getting> getting_;       // by number
-  uint64_t gets_ = 0, puts_ = 0;              // asked so far, posts among the latter
+  std::map<uint64_t, Getting> getting_;         // by number
+  uint64_t gets_ = 0, puts_ = 0;                // asked so far, posts among the latter
   uint64_t gets_to_end_ = 0, puts_to_end_ = 0;  // before the last flush ends
-  uint64_t puts_ended_ = 0, asked_of_ = 0;    // as the peer says; as it was asked to say
-  uint64_t taken_ = 0, flush_of_ = 0;         // of the peer's puts, those that are done, and that it flushes
+  uint64_t puts_ended_ = 0, asked_of_ = 0;      // as the peer says; as it was asked to say
+  uint64_t taken_ = 0, flush_of_ = 0;           // of the peer's puts, those that are done, and that it flushes
 };
 
 }  // namespace moe_rt

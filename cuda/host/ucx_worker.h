@@ -1,4 +1,4 @@
-// What UcxNetwork and its thread share: the worker, the segment, peers, and what is done with their messages.
+// What UcxNetwork and its thread share: the worker, the segment, and an endpoint for each peer.
 //
 // One lock is around every call of UCX, and its callbacks run inside of calls. Flags that waits look at are words of
 // atomics.h, so that a look takes no lock.
@@ -11,10 +11,8 @@
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -25,6 +23,7 @@
 
 #include "../protocol/core/layout.h"
 #include "ucx_api.h"
+#include "ucx_inbox.h"
 #include "ucx_peer.h"
 
 namespace moe_rt {
@@ -33,7 +32,11 @@ class UcxWorker {
  public:
   // As UcxNetwork's.
   UcxWorker(const char* library, int descriptor, const Shape& shape, int rank)
-      : api_(ucx::Api::open(library)), layout_(Layout::make(shape)), rank_(rank), peers_(shape.num_ranks), early_(shape.num_ranks) {
+      : api_(ucx::Api::open(library)),
+        layout_(Layout::make(shape)),
+        rank_(rank),
+        peers_(shape.num_ranks),
+        inbox_(layout_, peers_) {
     try {
       make(descriptor);
     } catch (...) {
@@ -65,7 +68,7 @@ class UcxWorker {
     p.connect(api_, endpoint, rank_, secret);
     p.get(0, nullptr, 0);  // whose answer says that both reach each other
     p.flush();
-    if (early_[peer].ask == Ask::kGet) p.answer(early_[peer], segment_);
+    inbox_.connected(peer);
   }
 
   // Does `act`(peer), unless the peer is lost, which shows there.
@@ -134,7 +137,7 @@ class UcxWorker {
   }
   const UcxPeer& peer(int rank) const { return peers_[rank]; }
   const std::string& address() const { return address_; }
-  uint64_t secret() const { return secret_; }
+  uint64_t secret() const { return inbox_.secret(); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -164,6 +167,7 @@ class UcxWorker {
     void* const mapped = mmap(nullptr, layout_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
     segment_ = static_cast<char*>(mapped);
+    inbox_.open(segment_);
     ucx::WorkerParams of_worker{};
     of_worker.field_mask = of_worker.kThreadMode;
     of_worker.thread_mode = of_worker.kSerialized;
@@ -179,8 +183,6 @@ class UcxWorker {
     require(api_.worker_get_address(worker_, &bytes, &num_bytes), "say where it is");
     address_.assign(static_cast<char*>(bytes), num_bytes);
     api_.worker_release_address(worker_, bytes);
-    std::random_device random;
-    secret_ = uint64_t{random()} << 32 | random();
   }
 
   static void on_error(void* peer, void*, ucx::Status status) {
@@ -189,67 +191,9 @@ class UcxWorker {
   }
   static ucx::Status on_message(void* worker, const void* head, size_t head_bytes, void* data, size_t bytes,
                                 const ucx::ReceiveParams* how) noexcept {
-    Message m;
-    if (head_bytes != sizeof(m)) return ucx::kOk;
-    std::memcpy(&m, head, sizeof(m));
     const bool is_here = (how->attributes & how->kIsOffer) == 0;
-    static_cast<UcxWorker*>(worker)->take(m, data, bytes, is_here);
+    static_cast<UcxWorker*>(worker)->inbox_.take(head, head_bytes, data, bytes, is_here);
     return ucx::kOk;
-  }
-  // What is of no rank of this group is left. A rank whose message cannot be meant is lost, as if its process had ended.
-  void take(const Message& m, const void* data, uint64_t bytes, bool is_here) {
-    if (m.secret != secret_ || m.source >= peers_.size()) return;
-    UcxPeer& p = peers_[m.source];
-    if (p.lost()) return;
-    if (!is_here || !can_be_meant(m, bytes, layout_, int(peers_.size())) || !obey(p, m, data)) {
-      p.lose("it has sent what no rank sends");
-    }
-  }
-  bool obey(UcxPeer& p, const Message& m, const void* data) {
-    switch (m.ask) {
-      case Ask::kGet:
-        if (p.is_connected()) {
-          p.answer(m, segment_);
-        } else {
-          early_[m.source] = m;
-        }
-        return true;
-      case Ask::kGot:
-        return p.has_got(m, data);
-      case Ask::kPut:
-        write(m, data);
-        p.count_taken();
-        return true;
-      case Ask::kPost:
-        announce(m, data);
-        p.count_taken();
-        return true;
-      case Ask::kFlush:
-        p.answer_flush(m);
-        return true;
-      case Ask::kFlushed:
-        return p.has_flushed(m);
-    }
-    return false;
-  }
-  // SYNC POINT word, writer side: a poison word pairs with health and waits, `closed` with closed_before. Without the
-  // release a reader could see the word and not what its writer has put before.
-  void write(const Message& m, const void* data) {
-    char* const to = segment_ + m.offset;
-    if (m.bytes == sizeof(uint64_t) && m.offset % int64_t{sizeof(uint64_t)} == 0) {
-      uint64_t word;
-      std::memcpy(&word, data, sizeof(word));
-      store_release(*reinterpret_cast<uint64_t*>(to), word);
-    } else if (m.bytes > 0) {
-      std::memcpy(to, data, m.bytes);
-    }
-  }
-  // SYNC POINT signal over a network, writer side: as `post` of a mapped peer, with which it pairs with wait_signal. Rows
-  // that the peer has flushed before were written by this thread, or by one that had the lock before.
-  void announce(const Message& m, const void* data) {
-    Header header;
-    std::memcpy(&header, data, sizeof(header));
-    post(*reinterpret_cast<Mailbox*>(segment_ + m.offset), header);
   }
 
   // The thread. It lets go of the lock between steps: an op may want to drive.
@@ -322,11 +266,10 @@ class UcxWorker {
   Layout layout_;
   int rank_, descriptor_ = -1;
   std::vector<UcxPeer> peers_;
-  std::vector<Message> early_;  // [R] the get of a peer that was not connected yet
+  UcxInbox inbox_;
   ucx::Handle worker_ = nullptr;
   char* segment_ = nullptr;
   std::string address_;
-  uint64_t secret_ = 0;
   std::shared_ptr<const void> kept_;
   std::mutex mutex_;
   std::condition_variable changed_;
