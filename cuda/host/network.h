@@ -26,8 +26,8 @@ class Network {
   // What was put for it must have been flushed before. The header is copied.
   virtual void post(int peer, int64_t mailbox, const Header& header) = 0;
 
-  // Starts to await the end of all that was asked of the peer so far: what was put or posted is in its memory
-  // then, and what was got is here. Of no order but that of flushes may anything be concluded.
+  // Starts to await the end of all that was asked of the peer so far: what was put or posted is in its memory then,
+  // and what was got is here. Of no order but that of flushes may anything be concluded.
   virtual void flush(int peer) = 0;
   // True once all flushes of the peer have ended, which they also do where it is lost.
   virtual bool flushed(int peer) const = 0;

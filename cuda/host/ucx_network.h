@@ -1,8 +1,8 @@
 // A network of CPU ranks on several hosts over UCX: one worker, an endpoint for each peer, and a thread that serves them.
 //
-// Nothing of this rank's segment is read or written by far peers but by messages that this rank takes (ucx_messages.h). While an op waits,
-// it does so itself; at any other time the thread does, which sleeps in poll() as long as nothing comes. It stays after
-// the buffer is closed, with the segment, for as long as a peer may still read there.
+// Far peers read and write this rank's segment by messages alone, which it takes only when it progresses its worker
+// (ucx_inbox.h). While an op waits, it does so itself; at any other time the thread does, which sleeps in poll() as long
+// as nothing comes. It stays after the buffer is closed, with the segment, for as long as a peer may still read there.
 #pragma once
 
 #include <sys/types.h>
