@@ -1,8 +1,8 @@
 // A network between ranks that are threads which does everything as late, and in as odd an order, as it may.
 //
 // What is asked of a peer is done only once a flush asks for it, in random order, a piece at a time whenever its rank
-// drives; a word of eight bytes arrives whole, anything longer byte after byte. The bytes of a posted header are a piece
-// each, and its signal is the last one.
+// drives; a word of eight bytes arrives whole, anything longer byte after byte. A posted header comes in several pieces,
+// and its signal is the last one.
 #pragma once
 
 #include <algorithm>
@@ -74,11 +74,13 @@ class LateNetwork final : public Network {
     char* segment;
     std::vector<std::function<void()>> asked, due;  // since the last flush; before it
   };
-  // The bytes of the header from here on, one at a time, and then the signal.
+  // The bytes of the header from here on, one at a time or, so that signals overtake what was put, all; then the signal.
   void post_from(int peer, Mailbox* to, const Header& header, size_t byte) {
     if (byte == sizeof(Header)) return store_release(to->signal, header.seq);
-    reinterpret_cast<char*>(&to->header[header.seq & 1])[byte] = reinterpret_cast<const char*>(&header)[byte];
-    peers_[peer].due.push_back([=, this] { post_from(peer, to, header, byte + 1); });
+    const size_t end = random_() % 2 ? byte + 1 : sizeof(Header);
+    auto* const there = reinterpret_cast<char*>(&to->header[header.seq & 1]);
+    std::memcpy(there + byte, reinterpret_cast<const char*>(&header) + byte, end - byte);
+    peers_[peer].due.push_back([=, this] { post_from(peer, to, header, end); });
   }
   void ask(int peer, std::function<void()> work) {
     const std::lock_guard lock(mutex_);
