@@ -95,7 +95,7 @@ Status Engine::post_all(Pending& op) {
       for (const int peer : far_->ranks()) postings.push_back({peer, world_.rank, header});
     }
     op.idle.resume();
-    if (const Status s = far_->announce(world_, std::move(postings), op.idle); !s.ok()) return s;
+    if (const Status s = far_->announce(world_, postings, op.idle); !s.ok()) return s;
   }
   return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }

@@ -1,7 +1,7 @@
 // What an engine does over its network in every op, whichever way rows take: announces, and waits until all is done.
 //
-// Nothing but flushes orders anything: a network may deliver in any order what lies between two of them. Rows and headers
-// are flushed before a signal, and the signal before the op ends, so that of two signals none overtakes the other.
+// Nothing but flushes orders anything: a network may deliver in any order what lies between two of them. Rows are flushed
+// before the op is posted, and that before the op ends, so that of two signals none overtakes the other.
 #pragma once
 
 #include <string>
@@ -36,23 +36,18 @@ class FarNetwork {
   };
 
   // SYNC POINT signal over a network, writer side: pairs with wait_signal. Everything that this rank has put for a peer
-  // is there before a signal is put. A signal's bytes arrive at once, or from the lowest up, as TCP brings them: one more
-  // than the one before is then never seen too early. Who is lost is left out: what that means is for the wait to say.
-  Status announce(const World& w, std::vector<Posting> postings, HostIdle& idle) {
-    postings_ = std::move(postings);
+  // is there before anything is posted to it. Who is lost is left out: what that means is for the wait to say.
+  Status announce(const World& w, const std::vector<Posting>& postings, HostIdle& idle) {
     std::vector<int> waiting;
-    for (const Posting& p : postings_) {
-      const int64_t slot = int64_t(p.header.seq & 1) * int64_t{sizeof(Header)};
-      network_.put(p.peer, mailbox(w, p) + int64_t{offsetof(Mailbox, header)} + slot, &p.header, sizeof(Header));
+    for (const Posting& p : postings) {
       if (waiting.empty() || waiting.back() != p.peer) waiting.push_back(p.peer);
     }
     for (const int r : waiting) network_.flush(r);
     while (!waiting.empty()) {
       std::erase_if(waiting, [&](int r) {
         if (!network_.flushed(r)) return false;
-        for (const Posting& p : postings_) {
-          if (p.peer != r) continue;
-          network_.put(r, mailbox(w, p) + int64_t{offsetof(Mailbox, signal)}, &p.header.seq, sizeof(p.header.seq));
+        for (const Posting& p : postings) {
+          if (p.peer == r) network_.post(r, mailbox(w, p), p.header);
         }
         network_.flush(r);
         return true;
@@ -128,8 +123,7 @@ class FarNetwork {
 
   Network& network_;
   std::vector<int> ranks_;
-  std::vector<Posting> postings_;  // of the running op: they are sent from here
-  LastWords words_{};              // of the peer that was asked last
+  LastWords words_{};  // of the peer that was asked last
   static constexpr std::chrono::milliseconds kWordsWithin{500};
 };
 

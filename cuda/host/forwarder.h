@@ -70,7 +70,7 @@ class Forwarder : public FarNetwork {
     for (const int to : tables_.served()) {
       for (const int source : tables_.neighbours()) postings.push_back({to, source, header_of(source)});
     }
-    return announce(w, std::move(postings), idle);
+    return announce(w, postings, idle);
   }
 
   // Brings what served sources list for this node, and each row that it wants, once. Fills `forwards` as mark_tokens.

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../protocol/core/atomics.h"
+#include "../protocol/core/signal.h"
 #include "network.h"
 
 namespace moe_rt {
@@ -22,14 +22,11 @@ class MappedNetwork final : public Network {
   void get(int peer, int64_t offset, void* to, int64_t bytes) override {
     std::memcpy(to, segments_[peer] + offset, bytes);
   }
-  // SYNC POINT signal, writer side: a word may be one, and pairs with wait_signal then.
   void put(int peer, int64_t offset, const void* from, int64_t bytes) override {
-    char* const to = segments_[peer] + offset;
-    if (bytes != sizeof(uint64_t) || offset % sizeof(uint64_t) != 0) {
-      std::memcpy(to, from, bytes);
-    } else {
-      store_release(*reinterpret_cast<uint64_t*>(to), *static_cast<const uint64_t*>(from));
-    }
+    std::memcpy(segments_[peer] + offset, from, bytes);
+  }
+  void post(int peer, int64_t mailbox, const Header& header) override {
+    moe_rt::post(*reinterpret_cast<Mailbox*>(segments_[peer] + mailbox), header);
   }
   // A poison word: the first one stays.
   void put_last(int peer, int64_t offset, uint64_t word) override {

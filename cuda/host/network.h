@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "../protocol/core/signal.h"
+
 namespace moe_rt {
 
 // Any thread may call it. What is given to `get` and `put` must stay as it is until a flush of that peer has ended.
@@ -20,8 +22,12 @@ class Network {
   // The same of a word that is kept here; another one for the same peer is left out.
   virtual void put_last(int peer, int64_t offset, uint64_t word) = 0;
 
-  // Starts to await the end of all that was asked of the peer so far: what was put is in its memory then, and what was
-  // got is here. Of no order but that of flushes may anything be concluded.
+  // Announces an op in the peer's mailbox at this offset, as `post` in protocol/core/signal.h does in one that is mapped.
+  // What was put for it must have been flushed before. The header is copied.
+  virtual void post(int peer, int64_t mailbox, const Header& header) = 0;
+
+  // Starts to await the end of all that was asked of the peer so far: what was put or posted is in its memory then,
+  // and what was got is here. Of no order but that of flushes may anything be concluded.
   virtual void flush(int peer) = 0;
   // True once all flushes of the peer have ended, which they also do where it is lost.
   virtual bool flushed(int peer) const = 0;

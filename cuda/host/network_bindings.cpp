@@ -10,13 +10,6 @@
 namespace nb = nanobind;
 using namespace moe_rt;
 
-namespace {
-
-std::string text(const nb::bytes& bytes) { return {static_cast<const char*>(bytes.data()), bytes.size()}; }
-nb::bytes bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
-
-}  // namespace
-
 void bind_network(nb::module_& m) {
   nb::class_<Network>(m, "Network");
   nb::class_<MappedNetwork, Network>(m, "MappedNetwork")
@@ -29,15 +22,14 @@ void bind_network(nb::module_& m) {
             new (self) UcxNetwork(library.c_str(), descriptor, shape, rank);
           },
           nb::kw_only(), nb::arg("library"), nb::arg("descriptor"), nb::arg("shape"), nb::arg("rank"))
-      .def("address", [](const UcxNetwork& n) { return bytes(n.address()); })
-      .def("key", [](const UcxNetwork& n) { return bytes(n.key()); })
-      .def("base", &UcxNetwork::base)
+      .def("address", [](const UcxNetwork& n) { return nb::bytes(n.address().data(), n.address().size()); })
+      .def("secret", &UcxNetwork::secret)
       .def(
           "connect",
-          [](UcxNetwork& n, int peer, const nb::bytes& address, const nb::bytes& key, uint64_t base) {
-            n.connect(peer, text(address), text(key), base);
+          [](UcxNetwork& n, int peer, const nb::bytes& address, uint64_t secret) {
+            n.connect(peer, {static_cast<const char*>(address.data()), address.size()}, secret);
           },
-          nb::kw_only(), nb::arg("peer"), nb::arg("address"), nb::arg("key"), nb::arg("base"))
+          nb::kw_only(), nb::arg("peer"), nb::arg("address"), nb::arg("secret"))
       .def("flushed", &UcxNetwork::flushed, nb::arg("peer"))
       .def("lost", &UcxNetwork::lost, nb::arg("peer"))
       .def("problem", &UcxNetwork::problem, nb::arg("peer"));

@@ -28,10 +28,6 @@ Api find_all(const char* library) {
   find(a.config_read, "ucp_config_read");
   find(a.config_release, "ucp_config_release");
   find(a.init_version, "ucp_init_version");
-  find(a.mem_map, "ucp_mem_map");
-  find(a.mem_unmap, "ucp_mem_unmap");
-  find(a.rkey_pack, "ucp_rkey_pack");
-  find(a.rkey_buffer_release, "ucp_rkey_buffer_release");
   find(a.worker_create, "ucp_worker_create");
   find(a.worker_destroy, "ucp_worker_destroy");
   find(a.worker_get_address, "ucp_worker_get_address");
@@ -40,13 +36,10 @@ Api find_all(const char* library) {
   find(a.worker_arm, "ucp_worker_arm");
   find(a.worker_signal, "ucp_worker_signal");
   find(a.worker_progress, "ucp_worker_progress");
+  find(a.worker_set_am_recv_handler, "ucp_worker_set_am_recv_handler");
   find(a.ep_create, "ucp_ep_create");
   find(a.ep_close_nbx, "ucp_ep_close_nbx");
-  find(a.ep_flush_nbx, "ucp_ep_flush_nbx");
-  find(a.ep_rkey_unpack, "ucp_ep_rkey_unpack");
-  find(a.rkey_destroy, "ucp_rkey_destroy");
-  find(a.get_nbx, "ucp_get_nbx");
-  find(a.put_nbx, "ucp_put_nbx");
+  find(a.am_send_nbx, "ucp_am_send_nbx");
   find(a.request_free, "ucp_request_free");
   find(a.status_string, "ucs_status_string");  // of libucs, which libucp brings along
   return a;
@@ -75,7 +68,7 @@ Handle Api::context() const {
   require(config_read(nullptr, nullptr, &config), "read its settings");
   Params params{};
   params.field_mask = params.kFeatures;
-  params.features = kRma | kWakeup;
+  params.features = kActiveMessages | kWakeup;
   const Status status = init_version(kMajor, kOldestMinor, &params, config, &made);
   config_release(config);
   require(status, "start");

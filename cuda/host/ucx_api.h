@@ -13,7 +13,7 @@ using Status = int8_t;  // zero is success, negative ones are errors
 inline constexpr Status kOk = 0, kInProgress = 1, kBusy = -15;
 inline constexpr unsigned kMajor = 1, kOldestMinor = 13;  // of the interface, and so of the oldest library
 
-enum Feature : uint64_t { kRma = 1 << 1, kWakeup = 1 << 4 };
+enum Feature : uint64_t { kWakeup = 1 << 4, kActiveMessages = 1 << 6 };
 struct Params {
   static constexpr uint64_t kFeatures = 1;
   uint64_t field_mask, features;
@@ -28,12 +28,21 @@ struct WorkerParams {
   char unused[188];
 };
 
-struct MapParams {
-  static constexpr uint64_t kAddress = 1, kLength = 2;
+struct ReceiveParams {
+  static constexpr uint64_t kIsOffer = 1 << 17;  // of data that the sender keeps until it is fetched
+  uint64_t attributes;
+  void* reply_endpoint;
+};
+
+inline constexpr unsigned kMessageId = 0;  // of moe_rt's one handler
+struct HandlerParams {
+  static constexpr uint64_t kId = 1, kFlags = 2, kFunction = 4, kArgument = 8;
+  static constexpr uint32_t kWholeMessages = 1;
   uint64_t field_mask;
-  void* address;
-  size_t length;
-  char unused[24];
+  uint32_t id, flags;
+  Status (*on_message)(void* argument, const void* head, size_t head_bytes, void* data, size_t bytes,
+                       const ReceiveParams*);
+  void* argument;
 };
 
 struct EndpointParams {
@@ -49,7 +58,8 @@ struct EndpointParams {
 
 struct RequestParams {
   static constexpr uint32_t kCallback = 1 << 1, kUserData = 1 << 2, kFlags = 1 << 4;
-  static constexpr uint32_t kForceClose = 1;
+  static constexpr uint32_t kForceClose = 1;  // a flag of closing an endpoint
+  static constexpr uint32_t kEager = 1 << 1;  // of a message
   uint32_t mask, flags;
   void* request;
   void (*on_end)(void* request, Status status, void* user_data);
@@ -64,16 +74,12 @@ inline Status status_of(const void* answer) {
   return is_request(answer) ? kInProgress : static_cast<Status>(reinterpret_cast<intptr_t>(answer));
 }
 
-using Handle = void*;  // of a context, worker, endpoint, memory or remote key
+using Handle = void*;  // of a context, worker or endpoint
 struct Api {
   void (*get_version)(unsigned* major, unsigned* minor, unsigned* release);
   Status (*config_read)(const char* prefix, const char* file, Handle* config);
   void (*config_release)(Handle config);
   Status (*init_version)(unsigned major, unsigned minor, const Params*, Handle config, Handle* context);
-  Status (*mem_map)(Handle context, const MapParams*, Handle* memory);
-  Status (*mem_unmap)(Handle context, Handle memory);
-  Status (*rkey_pack)(Handle context, Handle memory, void** buffer, size_t* bytes);
-  void (*rkey_buffer_release)(void* buffer);
   Status (*worker_create)(Handle context, const WorkerParams*, Handle* worker);
   void (*worker_destroy)(Handle worker);
   Status (*worker_get_address)(Handle worker, void** address, size_t* bytes);
@@ -82,13 +88,11 @@ struct Api {
   Status (*worker_arm)(Handle worker);
   Status (*worker_signal)(Handle worker);
   unsigned (*worker_progress)(Handle worker);
+  Status (*worker_set_am_recv_handler)(Handle worker, const HandlerParams*);
   Status (*ep_create)(Handle worker, const EndpointParams*, Handle* endpoint);
   void* (*ep_close_nbx)(Handle endpoint, const RequestParams*);
-  void* (*ep_flush_nbx)(Handle endpoint, const RequestParams*);
-  Status (*ep_rkey_unpack)(Handle endpoint, const void* buffer, Handle* rkey);
-  void (*rkey_destroy)(Handle rkey);
-  void* (*get_nbx)(Handle endpoint, void* to, size_t bytes, uint64_t from, Handle rkey, const RequestParams*);
-  void* (*put_nbx)(Handle endpoint, const void* from, size_t bytes, uint64_t to, Handle rkey, const RequestParams*);
+  void* (*am_send_nbx)(Handle endpoint, unsigned id, const void* head, size_t head_bytes, const void* data,
+                       size_t bytes, const RequestParams*);
   void (*request_free)(void* request);
   const char* (*status_string)(Status);
 

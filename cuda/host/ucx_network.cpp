@@ -24,10 +24,9 @@ UcxNetwork::~UcxNetwork() {
 }
 
 const std::string& UcxNetwork::address() const { return worker_->address(); }
-const std::string& UcxNetwork::key() const { return worker_->key(); }
-uint64_t UcxNetwork::base() const { return reinterpret_cast<uint64_t>(worker_->segment()); }
-void UcxNetwork::connect(int peer, const std::string& address, const std::string& key, uint64_t base) {
-  worker_->connect(peer, address, key, base);
+uint64_t UcxNetwork::secret() const { return worker_->secret(); }
+void UcxNetwork::connect(int peer, const std::string& address, uint64_t secret) {
+  worker_->connect(peer, address, secret);
 }
 std::string UcxNetwork::problem(int peer) const { return worker_->problem(peer); }
 
@@ -38,18 +37,16 @@ void UcxNetwork::put(int peer, int64_t offset, const void* from, int64_t bytes) 
   worker_->ask(peer, [=](UcxPeer& p) { p.put(offset, from, bytes); });
 }
 void UcxNetwork::put_last(int peer, int64_t offset, uint64_t word) {
-  worker_->ask(peer, [=](UcxPeer& p) {
-    if (p.last != 0) return;
-    p.last = word;
-    p.put(offset, &p.last, sizeof(word));
-  });
+  worker_->ask(peer, [=](UcxPeer& p) { p.put_last(offset, word); });
+}
+void UcxNetwork::post(int peer, int64_t mailbox, const Header& header) {
+  worker_->ask(peer, [=](UcxPeer& p) { p.post(mailbox, header); });
 }
 void UcxNetwork::flush(int peer) {
   worker_->ask(peer, [](UcxPeer& p) { p.flush(); });
 }
-// SYNC POINT flush, reader side: pairs with UcxWorker::flush. Without it a lane could read a row as it was before.
-bool UcxNetwork::flushed(int peer) const { return load_acquire(worker_->peer(peer).flushing) == 0; }
-bool UcxNetwork::lost(int peer) const { return load_acquire(worker_->peer(peer).lost) != 0; }
+bool UcxNetwork::flushed(int peer) const { return worker_->peer(peer).flushed(); }
+bool UcxNetwork::lost(int peer) const { return worker_->peer(peer).lost(); }
 void UcxNetwork::drive() { worker_->drive(); }
 void UcxNetwork::begin_driving() { worker_->set_driven(true); }
 void UcxNetwork::end_driving() { worker_->set_driven(false); }

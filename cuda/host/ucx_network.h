@@ -1,8 +1,8 @@
 // A network of CPU ranks on several hosts over UCX: one worker, an endpoint for each peer, and a thread that serves them.
 //
-// Over TCP nothing of this rank's segment is read or written unless this rank progresses its worker. While an op waits,
-// it does so itself; at any other time the thread does, which sleeps in poll() as long as nothing comes. It stays after
-// the buffer is closed, with the segment, for as long as a peer may still read there.
+// Far peers read and write this rank's segment by messages alone, which it takes only when it progresses its worker
+// (ucx_inbox.h). While an op waits, it does so itself; at any other time the thread does, which sleeps in poll() as long
+// as nothing comes. It stays after the buffer is closed, with the segment, for as long as a peer may still read there.
 #pragma once
 
 #include <sys/types.h>
@@ -26,19 +26,19 @@ class UcxNetwork final : public Network {
   UcxNetwork(const UcxNetwork&) = delete;
   UcxNetwork& operator=(const UcxNetwork&) = delete;
 
-  // What peers need to reach this rank: where it is, a key to its segment, and the segment's address here.
+  // What peers need to reach this rank: where it is, and a word without which it takes no message.
   const std::string& address() const;
-  const std::string& key() const;
-  uint64_t base() const;
-  // Starts to connect to a peer, of which it has said these three; it is reached once `flushed`, and not `lost`. Throws
+  uint64_t secret() const;
+  // Starts to connect to a peer, of which it has said these two; it is reached once `flushed`, and not `lost`. Throws
   // std::runtime_error where what it has said is no such thing.
-  void connect(int peer, const std::string& address, const std::string& key, uint64_t base);
-  // Why the peer is lost, in UCX's words; empty where it is not.
+  void connect(int peer, const std::string& address, uint64_t secret);
+  // Why the peer is lost, in UCX's words where it knows; empty where it is not.
   std::string problem(int peer) const;
 
   void get(int peer, int64_t offset, void* to, int64_t bytes) override;
   void put(int peer, int64_t offset, const void* from, int64_t bytes) override;
   void put_last(int peer, int64_t offset, uint64_t word) override;
+  void post(int peer, int64_t mailbox, const Header& header) override;
   void flush(int peer) override;
   bool flushed(int peer) const override;
   bool lost(int peer) const override;

@@ -1,4 +1,4 @@
-// What UcxNetwork and its thread share: the worker, the registered segment, and an endpoint for each peer.
+// What UcxNetwork and its thread share: the worker, the segment, and an endpoint for each peer.
 //
 // One lock is around every call of UCX, and its callbacks run inside of calls. Flags that waits look at are words of
 // atomics.h, so that a look takes no lock.
@@ -23,6 +23,7 @@
 
 #include "../protocol/core/layout.h"
 #include "ucx_api.h"
+#include "ucx_inbox.h"
 #include "ucx_peer.h"
 
 namespace moe_rt {
@@ -31,7 +32,11 @@ class UcxWorker {
  public:
   // As UcxNetwork's.
   UcxWorker(const char* library, int descriptor, const Shape& shape, int rank)
-      : api_(ucx::Api::open(library)), layout_(Layout::make(shape)), rank_(rank), peers_(shape.num_ranks) {
+      : api_(ucx::Api::open(library)),
+        layout_(Layout::make(shape)),
+        rank_(rank),
+        peers_(shape.num_ranks),
+        inbox_(layout_, peers_) {
     try {
       make(descriptor);
     } catch (...) {
@@ -49,19 +54,21 @@ class UcxWorker {
     all().running.insert(this);  // the thread needs the lock before it can leave
   }
 
-  void connect(int peer, const std::string& address, const std::string& key, uint64_t base) {
+  void connect(int peer, const std::string& address, uint64_t secret) {
     const std::lock_guard lock(mutex_);
     UcxPeer& p = peers_.at(peer);
-    p.api = &api_, p.base = base;
     ucx::EndpointParams params{};
     params.field_mask = params.kAddress | params.kErrorMode | params.kErrorHandler;
     params.address = address.data();
     params.error_mode = params.kTellPeerErrors;
-    params.on_error = [](void* argument, void*, ucx::Status status) { static_cast<UcxPeer*>(argument)->lose(status); };
+    params.on_error = on_error;
     params.argument = &p;
-    require(api_.ep_create(worker_, &params, &p.endpoint), "connect to a peer");
-    require(api_.ep_rkey_unpack(p.endpoint, key.data(), &p.key), "take a peer's key");
+    ucx::Handle endpoint = nullptr;
+    require(api_.ep_create(worker_, &params, &endpoint), "connect to a peer");
+    p.connect(api_, endpoint, rank_, secret);
+    p.get(0, nullptr, 0);  // whose answer says that both reach each other
     p.flush();
+    inbox_.connected(peer);
   }
 
   // Does `act`(peer), unless the peer is lost, which shows there.
@@ -126,12 +133,11 @@ class UcxWorker {
   }
   std::string problem(int peer) {
     const std::lock_guard lock(mutex_);
-    return load_relaxed(peers_.at(peer).lost) ? api_.status_string(peers_[peer].why) : "";
+    return peers_.at(peer).problem();
   }
   const UcxPeer& peer(int rank) const { return peers_[rank]; }
   const std::string& address() const { return address_; }
-  const std::string& key() const { return key_; }
-  const char* segment() const { return segment_; }
+  uint64_t secret() const { return inbox_.secret(); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -161,24 +167,33 @@ class UcxWorker {
     void* const mapped = mmap(nullptr, layout_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
     segment_ = static_cast<char*>(mapped);
-    context_ = api_.context();
+    inbox_.open(segment_);
     ucx::WorkerParams of_worker{};
     of_worker.field_mask = of_worker.kThreadMode;
     of_worker.thread_mode = of_worker.kSerialized;
-    require(api_.worker_create(context_, &of_worker, &worker_), "make a worker");
+    require(api_.worker_create(api_.context(), &of_worker, &worker_), "make a worker");
     require(api_.worker_get_efd(worker_, &descriptor_), "give a descriptor to sleep on");
-    ucx::MapParams of_segment{};
-    of_segment.field_mask = of_segment.kAddress | of_segment.kLength;
-    of_segment.address = segment_, of_segment.length = layout_.bytes;
-    require(api_.mem_map(context_, &of_segment, &memory_), "register the segment");
+    ucx::HandlerParams of_messages{};
+    of_messages.field_mask = of_messages.kId | of_messages.kFlags | of_messages.kFunction | of_messages.kArgument;
+    of_messages.id = ucx::kMessageId, of_messages.flags = of_messages.kWholeMessages;
+    of_messages.on_message = on_message, of_messages.argument = this;
+    require(api_.worker_set_am_recv_handler(worker_, &of_messages), "take messages");
     void* bytes = nullptr;
     size_t num_bytes = 0;
-    require(api_.rkey_pack(context_, memory_, &bytes, &num_bytes), "make a key");
-    key_.assign(static_cast<char*>(bytes), num_bytes);
-    api_.rkey_buffer_release(bytes);
     require(api_.worker_get_address(worker_, &bytes, &num_bytes), "say where it is");
     address_.assign(static_cast<char*>(bytes), num_bytes);
     api_.worker_release_address(worker_, bytes);
+  }
+
+  static void on_error(void* peer, void*, ucx::Status status) {
+    UcxPeer& p = *static_cast<UcxPeer*>(peer);
+    p.lose(p.words_of(status));
+  }
+  static ucx::Status on_message(void* worker, const void* head, size_t head_bytes, void* data, size_t bytes,
+                                const ucx::ReceiveParams* how) noexcept {
+    const bool is_here = (how->attributes & how->kIsOffer) == 0;
+    static_cast<UcxWorker*>(worker)->inbox_.take(head, head_bytes, data, bytes, is_here);
+    return ucx::kOk;
   }
 
   // The thread. It lets go of the lock between steps: an op may want to drive.
@@ -212,8 +227,8 @@ class UcxWorker {
     if (over && Clock::now() > left_ + kLastWords) return true;
     for (size_t r = 0; r < peers_.size(); ++r) {
       const UcxPeer& p = peers_[r];
-      if (!p.endpoint || load_acquire(p.lost)) continue;
-      if (load_acquire(p.flushing) != 0 || !has_gone_on(int(r))) return false;
+      if (!p.is_connected() || p.lost()) continue;
+      if (!p.flushed() || !has_gone_on(int(r))) return false;
     }
     return true;
   }
@@ -231,7 +246,7 @@ class UcxWorker {
   }
 
   void tear_down() {
-    const auto under_way = [](const UcxPeer& p) { return p.is_flushing(); };
+    const auto under_way = [](const UcxPeer& p) { return !p.flushed(); };
     for (int i = 0; worker_ && i < kClosingSteps && std::any_of(peers_.begin(), peers_.end(), under_way); ++i) {
       api_.worker_progress(worker_);
     }
@@ -241,20 +256,20 @@ class UcxWorker {
     }
     for (int i = 0; i < kClosingSteps && !closing.empty(); ++i) api_.worker_progress(worker_);
     for (void* const request : closing) api_.request_free(request);
-    if (memory_) api_.mem_unmap(context_, memory_);
     if (worker_) api_.worker_destroy(worker_);
     if (segment_) munmap(segment_, layout_.bytes);
     kept_.reset();
-    memory_ = worker_ = nullptr, segment_ = nullptr;
+    worker_ = nullptr, segment_ = nullptr;
   }
 
   const ucx::Api& api_;
   Layout layout_;
   int rank_, descriptor_ = -1;
   std::vector<UcxPeer> peers_;
-  ucx::Handle context_ = nullptr, worker_ = nullptr, memory_ = nullptr;
+  UcxInbox inbox_;
+  ucx::Handle worker_ = nullptr;
   char* segment_ = nullptr;
-  std::string address_, key_;
+  std::string address_;
   std::shared_ptr<const void> kept_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -40,8 +40,8 @@ _SETTINGS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 _PLACE = {"where": str, "version": str, "ucx": str}
-_FAR = {"address": str, "key": str, "base": int}  # what far peers need besides a segment's record
-_MOST_BYTES = 1 << 16  # of an address or a key
+_FAR = {"address": str, "secret": int}  # what far peers need besides a segment's record
+_MOST_BYTES = 1 << 16  # of an address
 _PAUSE_S = 0.001
 
 
@@ -100,7 +100,7 @@ def allocate(rendezvous: Rendezvous, shape: _engine.Shape, timeout_s: float) -> 
         record = shm.make_segment(num_bytes, opened, me)
         network = _start(lambda: _engine.UcxNetwork(library=library(), descriptor=opened[0], shape=shape, rank=me))
         segments.network = network
-        far = {"address": _text(network.address()), "key": _text(network.key()), "base": network.base()}
+        far = {"address": base64.b64encode(network.address()).decode(), "secret": network.secret()}
         return {**record, "host": here, "far": far}
 
     def attach() -> None:
@@ -109,9 +109,9 @@ def allocate(rendezvous: Rendezvous, shape: _engine.Shape, timeout_s: float) -> 
             if record.get("host") == here:
                 shm.attach_segment(me, peer, record, num_bytes, opened, segments)
                 continue
-            address, key, base = _checked(far, num_bytes, me, peer)
+            address, secret = _checked(far, me, peer)
             segments.add_far()
-            _start(lambda: segments.network.connect(peer=peer, address=address, key=key, base=base))  # noqa: B023
+            _start(lambda: segments.network.connect(peer=peer, address=address, secret=secret))  # noqa: B023
         _await_connections(rendezvous, segments, timeout_s)
 
     try:
@@ -163,19 +163,13 @@ def _agree(places: list[dict[str, Any]], me: int) -> str:
     return str(places[me]["where"])
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _checked(far: Any, num_bytes: int, me: int, peer: int) -> tuple[bytes, bytes, int]:
-    """Address, key and base of a far peer's segment; UCX judges the first two only where their form is its own."""
+def _checked(far: Any, me: int, peer: int) -> tuple[bytes, int]:
+    """Address and secret of a far peer; UCX judges the address, but only where its form is its own."""
     with contextlib.suppress(binascii.Error, ValueError):
         if isinstance(far, dict) and {name: type(value) for name, value in far.items()} == _FAR:
-            sizes = [len(far["address"]), len(far["key"])]
-            address, key = (base64.b64decode(far[name], validate=True) for name in ("address", "key"))
-            whole = 0 < far["base"] < 2**63 - num_bytes and far["base"] % 4096 == 0
-            if whole and min(sizes) > 0 and max(sizes) <= _MOST_BYTES and address and key:
-                return address, key, far["base"]
+            address = base64.b64decode(far["address"], validate=True)
+            if 0 < len(far["address"]) <= _MOST_BYTES and address and 0 <= far["secret"] < 2**64:
+                return address, far["secret"]
     message = f"address of rank {peer}: got {str(far)[:80]}, expected the fields {list(_FAR)} of a segment"
     raise CorruptPeer(message, rank=me, peer=peer)
 

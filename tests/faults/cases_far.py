@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases_faults import good_round, open_buffer
+from routing import make_spec
 
 from moe_rt import Buffer
 from moe_rt.heap.ucx import await_peers
 from moe_rt.testing.held import held, left_of
 
 _FOREVER_S = 800.0
+_ROUNDS_S = 0.5  # a few rounds of 64 rows on a link of 200 Mbit/s
 
 
 def rounds_until_failure(group: Any, begun: str, timeout_s: float, absent_rank: int = -1) -> tuple[str, float]:
@@ -47,9 +52,7 @@ def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) 
     if buffer.rank == faulty_rank:
         stopped, others = os.getpid(), [rank for rank in range(buffer.num_ranks) if rank != faulty_rank]
         if os.fork() == 0:
-            deadline = time.monotonic() + _FOREVER_S
-            while time.monotonic() < deadline and not all(Path(f"{told}.{rank}").exists() for rank in others):
-                time.sleep(0.05)
+            await_files(told, others)
             os.kill(stopped, signal.SIGCONT)
             os._exit(0)
         os.kill(stopped, signal.SIGSTOP)
@@ -61,6 +64,69 @@ def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) 
     finally:
         buffer.close()
     return "no error"
+
+
+def large_rounds(group: Any, faulty_rank: int, seed: int, pause_s: float) -> str:
+    """What ended the rounds, in which rows are under way most of the time: the faulty rank dies at a random moment.
+
+    All others are stopped a little before and after, so that they find what it has asked them for, and that it is gone.
+    """
+    buffer, delay_s = open_large_buffer(group, _FOREVER_S), random.Random(seed).random() * _ROUNDS_S
+    if buffer.rank == faulty_rank:
+        threading.Timer(delay_s + pause_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    elif pause_s > 0:
+        stop_this_process(delay_s, lambda: time.sleep(2 * pause_s))
+    return end_of_rounds(buffer)
+
+
+def large_rounds_with_a_stop(group: Any, faulty_rank: int, seed: int, timeout_s: float, told: str) -> str:
+    """The faulty rank is stopped at a random moment, and goes on when all others have given it up."""
+    buffer = open_large_buffer(group, timeout_s)
+    if buffer.rank == faulty_rank:
+        others = [rank for rank in range(buffer.num_ranks) if rank != faulty_rank]
+        stop_this_process(random.Random(seed).random() * _ROUNDS_S, lambda: await_files(told, others))
+    try:
+        return end_of_rounds(buffer)
+    finally:
+        Path(f"{told}.{buffer.rank}").touch()
+
+
+def open_large_buffer(group: Any, timeout_s: float) -> Buffer:
+    spec = make_spec(group.size(), num_max_tokens_per_rank=64, hidden=7168, dtype=torch.bfloat16)
+    buffer = open_buffer(group, spec, timeout_s=timeout_s)
+    good_round(buffer)
+    group.barrier().wait()
+    return buffer
+
+
+def end_of_rounds(buffer: Buffer) -> str:
+    deadline = time.monotonic() + _FOREVER_S
+    try:
+        while time.monotonic() < deadline:
+            good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        buffer.close()
+    return "no error"
+
+
+def stop_this_process(delay_s: float, until: Callable[[], None]) -> None:
+    """By a child, after a while; it goes on once `until` has returned."""
+    stopped = os.getpid()
+    if os.fork() != 0:
+        return
+    time.sleep(delay_s)
+    os.kill(stopped, signal.SIGSTOP)
+    until()
+    os.kill(stopped, signal.SIGCONT)
+    os._exit(0)
+
+
+def await_files(stem: str, ranks: list[int]) -> None:
+    deadline = time.monotonic() + _FOREVER_S
+    while time.monotonic() < deadline and not all(Path(f"{stem}.{rank}").exists() for rank in ranks):
+        time.sleep(0.05)
 
 
 def refused(group: Any, faulty_rank: int) -> str:

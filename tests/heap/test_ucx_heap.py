@@ -23,20 +23,18 @@ from moe_rt.heap import ucx
 from moe_rt.native.backend import Backend, find_hosts
 
 HERE = Path(__file__).parent
-ADDRESS = {"address": "AAAA", "key": "AAAA", "base": 4096}
+ADDRESS = {"address": "AAAA", "secret": 4096}
 NO_ADDRESSES: list[Any] = [
     None,
     {},
     [ADDRESS],
     {**ADDRESS, "more": 1},
-    {**ADDRESS, "base": 0},
-    {**ADDRESS, "base": -4096},
-    {**ADDRESS, "base": 4097},
-    {**ADDRESS, "base": 2**63 - 4096},
-    {**ADDRESS, "base": 4096.0},
-    {**ADDRESS, "base": True},
-    {**ADDRESS, "key": ""},
-    {**ADDRESS, "key": "A"},
+    {**ADDRESS, "secret": -1},
+    {**ADDRESS, "secret": 2**64},
+    {**ADDRESS, "secret": 4096.0},
+    {**ADDRESS, "secret": True},
+    {**ADDRESS, "address": ""},
+    {**ADDRESS, "address": "A"},
     {**ADDRESS, "address": "A" * (1 << 17)},
     {**ADDRESS, "address": "\u00e4AAA"},
     {**ADDRESS, "address": 7},
@@ -75,11 +73,11 @@ def test_interface_is_that_of_the_headers() -> None:
 @pytest.mark.parametrize("far", NO_ADDRESSES, ids=str)
 def test_addresses_are_checked(far: Any) -> None:
     with pytest.raises(CorruptPeer, match="address of rank 1: got"):
-        ucx._checked(far, 4096, 0, 1)
+        ucx._checked(far, 0, 1)
 
 
 def test_an_address_is_taken() -> None:
-    assert ucx._checked(dict(ADDRESS), 4096, 0, 1) == (b"\0\0\0", b"\0\0\0", 4096)
+    assert ucx._checked(dict(ADDRESS), 0, 1) == (b"\0\0\0", 4096)
 
 
 @pytest.mark.parametrize("changes", [{"version": "0.0.1"}, {"ucx": "1.13.1"}])
@@ -101,7 +99,6 @@ def test_a_network_alone() -> None:
     os.ftruncate(fd, shape.segment_bytes())
     network = _engine.UcxNetwork(library=ucx.library(), descriptor=fd, shape=shape, rank=0)
     os.close(fd)
-    assert network.base() % 4096 == 0
     assert network.flushed(1)
     assert not network.lost(1)
     assert 0 < len(network.address()) <= ucx._MOST_BYTES

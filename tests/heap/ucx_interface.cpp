@@ -19,18 +19,27 @@ static_assert(kMajor == UCP_API_MAJOR && kOldestMinor <= UCP_API_MINOR);
 SAME_SIZE(Params, ucp_params_t);
 SAME_PLACE(Params, features, ucp_params_t, features);
 static_assert(Params::kFeatures == UCP_PARAM_FIELD_FEATURES);
-static_assert(uint64_t(kRma) == UCP_FEATURE_RMA && uint64_t(kWakeup) == UCP_FEATURE_WAKEUP);
+static_assert(uint64_t(kActiveMessages) == UCP_FEATURE_AM && uint64_t(kWakeup) == UCP_FEATURE_WAKEUP);
 
 SAME_SIZE(WorkerParams, ucp_worker_params_t);
 SAME_PLACE(WorkerParams, thread_mode, ucp_worker_params_t, thread_mode);
 static_assert(WorkerParams::kThreadMode == UCP_WORKER_PARAM_FIELD_THREAD_MODE);
 static_assert(WorkerParams::kSerialized == UCS_THREAD_MODE_SERIALIZED);
 
-SAME_SIZE(MapParams, ucp_mem_map_params_t);
-SAME_PLACE(MapParams, address, ucp_mem_map_params_t, address);
-SAME_PLACE(MapParams, length, ucp_mem_map_params_t, length);
-static_assert(MapParams::kAddress == UCP_MEM_MAP_PARAM_FIELD_ADDRESS);
-static_assert(MapParams::kLength == UCP_MEM_MAP_PARAM_FIELD_LENGTH);
+SAME_SIZE(ReceiveParams, ucp_am_recv_param_t);
+SAME_PLACE(ReceiveParams, attributes, ucp_am_recv_param_t, recv_attr);
+static_assert(ReceiveParams::kIsOffer == UCP_AM_RECV_ATTR_FLAG_RNDV);
+
+SAME_SIZE(HandlerParams, ucp_am_handler_param_t);
+SAME_PLACE(HandlerParams, id, ucp_am_handler_param_t, id);
+SAME_PLACE(HandlerParams, flags, ucp_am_handler_param_t, flags);
+SAME_PLACE(HandlerParams, on_message, ucp_am_handler_param_t, cb);
+SAME_PLACE(HandlerParams, argument, ucp_am_handler_param_t, arg);
+static_assert(HandlerParams::kId == UCP_AM_HANDLER_PARAM_FIELD_ID);
+static_assert(HandlerParams::kFlags == UCP_AM_HANDLER_PARAM_FIELD_FLAGS);
+static_assert(HandlerParams::kFunction == UCP_AM_HANDLER_PARAM_FIELD_CB);
+static_assert(HandlerParams::kArgument == UCP_AM_HANDLER_PARAM_FIELD_ARG);
+static_assert(HandlerParams::kWholeMessages == UCP_AM_FLAG_WHOLE_MSG);
 
 SAME_SIZE(EndpointParams, ucp_ep_params_t);
 SAME_PLACE(EndpointParams, address, ucp_ep_params_t, address);
@@ -51,6 +60,7 @@ static_assert(RequestParams::kCallback == UCP_OP_ATTR_FIELD_CALLBACK);
 static_assert(RequestParams::kUserData == UCP_OP_ATTR_FIELD_USER_DATA);
 static_assert(RequestParams::kFlags == UCP_OP_ATTR_FIELD_FLAGS);
 static_assert(RequestParams::kForceClose == UCP_EP_CLOSE_FLAG_FORCE);
+static_assert(RequestParams::kEager == UCP_AM_SEND_FLAG_EAGER);
 
 // Of functions: what they take is as many pointers and integers of these sizes, and they answer with as much.
 template <class Ours, class... Mine, class Theirs, class... Args>
@@ -67,16 +77,13 @@ constexpr bool alike(Ours (*)(Mine...), Theirs (*)(Args...)) {
     }();
   }
 }
+static_assert(alike(decltype(HandlerParams::on_message){}, ucp_am_recv_callback_t{}), "ucp_am_recv_callback_t");
 #define ALIKE(ours, theirs) static_assert(alike(decltype(Api::ours){}, decltype(&theirs){}), #theirs)
 
 ALIKE(get_version, ucp_get_version);
 ALIKE(config_read, ucp_config_read);
 ALIKE(config_release, ucp_config_release);
 ALIKE(init_version, ucp_init_version);
-ALIKE(mem_map, ucp_mem_map);
-ALIKE(mem_unmap, ucp_mem_unmap);
-ALIKE(rkey_pack, ucp_rkey_pack);
-ALIKE(rkey_buffer_release, ucp_rkey_buffer_release);
 ALIKE(worker_create, ucp_worker_create);
 ALIKE(worker_destroy, ucp_worker_destroy);
 ALIKE(worker_get_address, ucp_worker_get_address);
@@ -85,13 +92,10 @@ ALIKE(worker_get_efd, ucp_worker_get_efd);
 ALIKE(worker_arm, ucp_worker_arm);
 ALIKE(worker_signal, ucp_worker_signal);
 ALIKE(worker_progress, ucp_worker_progress);
+ALIKE(worker_set_am_recv_handler, ucp_worker_set_am_recv_handler);
 ALIKE(ep_create, ucp_ep_create);
 ALIKE(ep_close_nbx, ucp_ep_close_nbx);
-ALIKE(ep_flush_nbx, ucp_ep_flush_nbx);
-ALIKE(ep_rkey_unpack, ucp_ep_rkey_unpack);
-ALIKE(rkey_destroy, ucp_rkey_destroy);
-ALIKE(get_nbx, ucp_get_nbx);
-ALIKE(put_nbx, ucp_put_nbx);
+ALIKE(am_send_nbx, ucp_am_send_nbx);
 ALIKE(request_free, ucp_request_free);
 ALIKE(status_string, ucs_status_string);
 

@@ -1,7 +1,8 @@
 // A network between ranks that are threads which does everything as late, and in as odd an order, as it may.
 //
 // What is asked of a peer is done only once a flush asks for it, in random order, a piece at a time whenever its rank
-// drives; a word of eight bytes arrives whole, anything longer byte after byte.
+// drives; a word of eight bytes arrives whole, anything longer byte after byte. A posted header comes in several pieces,
+// and its signal is the last one.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +38,10 @@ class LateNetwork final : public Network {
   void put_last(int peer, int64_t offset, uint64_t word) override {
     ask(peer, [=, to = peers_[peer].segment + offset] { store_release(*reinterpret_cast<uint64_t*>(to), word); });
   }
+  void post(int peer, int64_t mailbox, const Header& header) override {
+    auto* const to = reinterpret_cast<Mailbox*>(peers_[peer].segment + mailbox);
+    ask(peer, [=, this] { post_from(peer, to, header, 0); });
+  }
   void flush(int peer) override {
     const std::lock_guard lock(mutex_);
     Peer& p = peers_[peer];
@@ -53,8 +58,9 @@ class LateNetwork final : public Network {
     for (Peer& p : peers_) {
       for (unsigned n = random_() % 8; n > 0 && !p.due.empty(); --n) {
         const auto any = p.due.begin() + random_() % p.due.size();  // one flush does not wait for another
-        (*any)();
+        const auto work = std::move(*any);
         p.due.erase(any);
+        work();  // which may leave more to do
       }
     }
   }
@@ -68,6 +74,14 @@ class LateNetwork final : public Network {
     char* segment;
     std::vector<std::function<void()>> asked, due;  // since the last flush; before it
   };
+  // The bytes of the header from here on, one at a time or, so that signals overtake what was put, all; then the signal.
+  void post_from(int peer, Mailbox* to, const Header& header, size_t byte) {
+    if (byte == sizeof(Header)) return store_release(to->signal, header.seq);
+    const size_t end = random_() % 2 ? byte + 1 : sizeof(Header);
+    auto* const there = reinterpret_cast<char*>(&to->header[header.seq & 1]);
+    std::memcpy(there + byte, reinterpret_cast<const char*>(&header) + byte, end - byte);
+    peers_[peer].due.push_back([=, this] { post_from(peer, to, header, end); });
+  }
   void ask(int peer, std::function<void()> work) {
     const std::lock_guard lock(mutex_);
     peers_[peer].asked.push_back(std::move(work));

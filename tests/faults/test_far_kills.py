@@ -1,0 +1,47 @@
+"""Ranks that die, or stop, while rows are under way between emulated nodes: no survivor goes with them, and none hangs.
+
+UCX ended survivors here as long as its own one-sided gets and puts were used (docs/howto/cluster.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import cases_far as cases
+import pytest
+from nodes.node_ranks import NodeRanks
+
+SOME, MANY = range(4), range(4, 30)
+PAUSE_S, TIMEOUT_S = 0.2, 5.0
+FAILURES = ("PeerDead:", "GroupPoisoned:")
+# Who reported it may have lost the stopped rank, to which the others have said no more than that they closed.
+FAILURES_OF_A_STOP = (*FAILURES, "PeerTimeout:", "GroupClosed:")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[NodeRanks]:
+    made = NodeRanks((1, 1, 1), rate="200mbit")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("seed", [*SOME, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in MANY)])
+def test_a_kill_among_gets_and_puts(ranks: NodeRanks, seed: int) -> None:
+    killed = seed % ranks.size
+    outcomes = ranks.outcomes(cases.large_rounds, killed, seed, PAUSE_S * (seed % 2))
+    ranks.restart()
+    assert isinstance(outcomes.pop(killed), ChildProcessError), outcomes
+    assert [text for text in outcomes if not str(text).startswith(FAILURES)] == []
+
+
+@pytest.mark.parametrize("seed", [*SOME[:2], *(pytest.param(seed, marks=pytest.mark.sweep) for seed in MANY)])
+def test_a_stop_among_gets_and_puts(ranks: NodeRanks, seed: int, tmp_path: Path) -> None:
+    """Whoever goes on after its peers gave it up is told so."""
+    outcomes = ranks.outcomes(
+        cases.large_rounds_with_a_stop, seed % ranks.size, seed, TIMEOUT_S, str(tmp_path / "told")
+    )
+    ranks.restart()
+    assert [text for text in outcomes if not str(text).startswith(FAILURES_OF_A_STOP)] == []

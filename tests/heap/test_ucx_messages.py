@@ -1,0 +1,18 @@
+"""What UCX ranks send each other, without UCX: promises of a network, and a peer that asks for what lies elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from compiled import compile_program
+
+SOURCE = Path(__file__).parent / "ucx_messages.cpp"
+
+
+def test_promises_and_refusals() -> None:
+    """AddressSanitizer and UBSan see whatever lies beside a segment, or is used too late."""
+    program = compile_program(SOURCE, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "every promise kept, every message refused\n"

@@ -1,0 +1,186 @@
+// Two ranks over a UCX of this test's own, whose messages arrive in any order: what gets, puts, posts and flushes promise.
+// Then one of them sends what no rank sends. Prints what failed, and ends with 1.
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../cuda/host/ucx_inbox.h"
+
+using namespace moe_rt;
+
+namespace {
+
+const Shape kShape{.num_ranks = 2,
+                   .num_experts = 2,
+                   .num_max_tokens = 64,
+                   .hidden = 4096,
+                   .num_topk = 1,
+                   .elem_bytes = 4,
+                   .acc_bytes = 4};
+const Layout kLayout = Layout::make(kShape);
+
+// A rank, whose segment is a block of its own: AddressSanitizer sees what is next to it.
+struct Rank {
+  std::vector<UcxPeer> peers{2};
+  UcxInbox inbox{kLayout, peers};
+  char* segment = static_cast<char*>(std::aligned_alloc(kPage, kLayout.bytes));
+  std::vector<std::function<void()>> coming;
+  Rank() {
+    std::memset(segment, 0, kLayout.bytes);
+    inbox.open(segment);
+  }
+  ~Rank() { std::free(segment); }
+  Mailbox& mailbox(Kind kind, int source) {
+    return reinterpret_cast<Mailbox*>(segment + kLayout.mailboxes)[int(kind) * 2 + source];
+  }
+};
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::printf("%s\n", what.c_str());
+  std::exit(1);
+}
+
+// An endpoint is the rank at its other end. What is sent is read when it arrives, as UCX may.
+void* send(ucx::Handle endpoint, unsigned, const void* head, size_t head_bytes, const void* data, size_t bytes,
+           const ucx::RequestParams* given) {
+  auto& to = *static_cast<Rank*>(endpoint);
+  auto* const request = new char;
+  to.coming.push_back([=, &to, on_end = given->on_end, sending = given->user_data] {
+    to.inbox.take(head, head_bytes, data, bytes, true);
+    on_end(request, ucx::kOk, sending);
+  });
+  return request;
+}
+ucx::Api make_api() {
+  ucx::Api api{};
+  api.am_send_nbx = send;
+  api.request_free = [](void* request) { delete static_cast<char*>(request); };
+  api.status_string = [](ucx::Status) { return ""; };
+  return api;
+}
+const ucx::Api kApi = make_api();
+
+bool arrives(Rank& at, std::mt19937& random) {
+  if (at.coming.empty()) return false;
+  std::swap(at.coming[random() % at.coming.size()], at.coming.back());
+  const auto message = std::move(at.coming.back());
+  at.coming.pop_back();
+  message();
+  return true;
+}
+
+// Rounds of puts, gets and a post, each of a size from nothing to several messages; looked at when the flush has ended.
+void keep_promises(unsigned seed) {
+  std::mt19937 random(seed);
+  Rank a, b;
+  UcxPeer& peer = a.peers[1];
+  peer.connect(kApi, &b, 0, b.inbox.secret());
+  peer.get(0, nullptr, 0);
+  peer.flush();
+  arrives(b, random);
+  expect(!peer.flushed(), "connected before it was answered");
+  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  b.inbox.connected(0);
+  arrives(a, random);
+  expect(peer.flushed(), "not connected");
+  const int64_t rows = kLayout.window[0].tokens, half = int64_t{32} * kShape.row_bytes();
+  std::vector<char> here(half), there(half);
+  for (uint64_t round = 1; round < 60; ++round) {
+    const int64_t bytes = random() % 8 == 0 ? int64_t(random() % 20) : int64_t(random() % half);
+    for (char& c : there) c = char(random());
+    std::memcpy(b.segment + rows + half, there.data(), half);
+    std::vector<char> rows_here(there.rbegin(), there.rend());
+    std::fill(here.begin(), here.end(), char{0});
+    peer.put(rows, rows_here.data(), bytes);
+    peer.get(rows + half, here.data(), bytes);
+    if (random() % 2) peer.flush();  // an earlier flush does not end this one
+    peer.put(rows + bytes, &round, sizeof(round));
+    Header header{};
+    header.seq = round, header.config = random();
+    peer.post(kLayout.mailboxes + int64_t{sizeof(Mailbox)} * 2, header);
+    const uint64_t config = std::exchange(header.config, 0);  // it was copied
+    peer.flush();
+    while (!peer.flushed()) {
+      const bool moved =
+          random() % 2 ? arrives(a, random) || arrives(b, random) : arrives(b, random) || arrives(a, random);
+      expect(moved, "a flush does not end");
+    }
+    const Mailbox& mailbox = b.mailbox(Kind::kCombine, 0);
+    expect(mailbox.signal == round && mailbox.header[round & 1].config == config, "a post was not there when flushed");
+    expect(!std::memcmp(b.segment + rows, rows_here.data(), bytes), "what was put was not there when flushed");
+    expect(!std::memcmp(b.segment + rows + bytes, &round, sizeof(round)), "a word was not there when flushed");
+    expect(!std::memcmp(here.data(), there.data(), bytes), "what was got was not here when flushed");
+  }
+  while (arrives(a, random) || arrives(b, random)) {
+  }
+  peer.lose("test");
+}
+
+// What rank 1 sends to rank 0 that no rank sends: it is lost, and neither memory nor segment was touched.
+void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = true, bool is_here = true) {
+  Rank a, b;
+  a.peers[1].connect(kApi, &b, 0, 7);
+  static char asked[8];
+  a.peers[1].get(0, asked, sizeof(asked));
+  a.peers[1].put(0, asked, sizeof(asked));
+  a.peers[1].flush();
+  const std::vector<char> before(a.segment, a.segment + kLayout.bytes);
+  const size_t sent = b.coming.size();
+  m.secret ^= a.inbox.secret();
+  const std::vector<char> data(bytes, char{1});
+  a.inbox.take(&m, sizeof(m), data.data(), bytes, is_here);
+  expect(a.peers[1].lost() == loses, what + (loses ? ": its sender is not lost" : ": its sender is lost"));
+  expect(a.peers[1].flushed() == loses, what + ": a flush of who is lost goes on, or another one ended");
+  expect(b.coming.size() == sent, what + ": it was answered");
+  expect(std::equal(before.begin(), before.end(), a.segment), what + ": it was written");
+  std::mt19937 random(1);
+  while (arrives(b, random)) {
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (unsigned seed = 0; seed < 20; ++seed) keep_promises(seed);
+  const int64_t end = kLayout.bytes, most = kMostBytes, boxes = kLayout.mailboxes;
+  const auto from1 = [](Ask ask, int64_t offset, int64_t bytes, uint64_t number = 0) {
+    return Message{.source = 1, .ask = ask, .offset = offset, .bytes = bytes, .number = number};
+  };
+  for (const Ask ask : {Ask::kGet, Ask::kPut}) {
+    const std::string name = ask == Ask::kGet ? "get " : "put ";
+    const auto data = [ask](int64_t bytes) { return ask == Ask::kGet ? 0 : uint64_t(bytes); };
+    refuse(name + "past the end", from1(ask, end - 8, 16), data(16));
+    refuse(name + "behind the end", from1(ask, end, 8), data(8));
+    refuse(name + "before the start", from1(ask, -8, 16), data(16));
+    refuse(name + "far before the start", from1(ask, INT64_MIN, 8), data(8));
+    refuse(name + "whose end wraps", from1(ask, INT64_MAX - 4, 8), data(8));
+    refuse(name + "of a negative length", from1(ask, 64, -8), 0);
+    refuse(name + "of the least length", from1(ask, 64, INT64_MIN), 0);
+    refuse(name + "of another length", from1(ask, 64, 16), 8);
+  }
+  refuse("get of too much at once", from1(Ask::kGet, 0, most + 1), 0);
+  refuse("get with data", from1(Ask::kGet, 0, 8), 8);
+  refuse("post before the mailboxes", from1(Ask::kPost, boxes - 128, sizeof(Header)), sizeof(Header));
+  refuse("post behind the mailboxes", from1(Ask::kPost, boxes + 4 * 128, sizeof(Header)), sizeof(Header));
+  refuse("post between mailboxes", from1(Ask::kPost, boxes + 64, sizeof(Header)), sizeof(Header));
+  refuse("post of half a header", from1(Ask::kPost, boxes, 8), 8);
+  refuse("answer to no get", from1(Ask::kGot, 0, 8, 2), 8);
+  refuse("answer of another length", from1(Ask::kGot, 0, 16, 1), 16);
+  refuse("answer without its data", from1(Ask::kGot, 0, 8, 1), 0);
+  refuse("flush of more than was put", from1(Ask::kFlushed, 0, 0, 2), 0);
+  refuse("flush with data", from1(Ask::kFlush, 0, 0, 0), 8);
+  refuse("nothing that there is", from1(Ask(7), 0, 0), 0);
+  refuse("data that is kept back", from1(Ask::kPut, 0, 8), 8, true, false);
+  Message other = from1(Ask::kPut, 0, 8);
+  other.secret = 1;
+  refuse("message of another group", other, 8, false);
+  other = from1(Ask::kPut, 0, 8);
+  other.source = 2;
+  refuse("message of no rank", other, 8, false);
+  std::printf("every promise kept, every message refused\n");
+}
