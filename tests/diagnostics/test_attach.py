@@ -68,7 +68,7 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def run_info(*args: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=800)
+    return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=3000)
 
 
 def test_attach_finds_ranks_that_a_process_has_started(ranks: ProcessRanks, tmp_path: Path) -> None:

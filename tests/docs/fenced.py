@@ -33,7 +33,7 @@ SKIP_REASONS = (
     "needs root",
     "needs a server",
 )
-LIMIT_S = 800.0  # of hangs alone
+LIMIT_S = 3000.0  # of hangs alone
 WOULD_RECURSE = ("test", "quick", "sweep", "demo")
 INSIDE_A_BLOCK = "MOE_RT_DOCS_TEST"  # set while a block runs, so that it cannot start these tests again
 

@@ -102,7 +102,7 @@ def test_a_program_that_ends(tmp_path: Path, started: str, how: str) -> None:
         )
         for rank in range(2)
     ]
-    seen, _ = ranks[0].communicate(timeout=800)
+    seen, _ = ranks[0].communicate(timeout=3000)
     assert (ranks[1].wait(800) == 0) == (how == "exit")
     kind, said = ENDS[how]
     assert seen.startswith(kind), seen
@@ -134,7 +134,7 @@ def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=ENVIRONMENT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=ENVIRONMENT, check=False)
     assert done.returncode != 0
     assert "bad batch" in done.stderr.rpartition("Root Cause")[2], done.stderr
     survivor = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]

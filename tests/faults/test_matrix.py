@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def last_line(*command: str) -> dict[str, Any]:
     """The document that a command of ours prints last."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

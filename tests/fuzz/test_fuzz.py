@@ -27,7 +27,7 @@ CLANGS = ["clang++", *(f"clang++-{version}" for version in range(21, 14, -1))]
 
 
 def run(program: Path, directory: Path, *args: str | Path) -> None:
-    done = subprocess.run([program, *args], cwd=directory, capture_output=True, text=True, timeout=800)
+    done = subprocess.run([program, *args], cwd=directory, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr[-8000:]
 
 

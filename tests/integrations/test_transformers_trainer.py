@@ -25,7 +25,7 @@ def train(num_ranks: int, model: Path, out: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     command = [sys.executable, *([*TORCHRUN, str(num_ranks)] if num_ranks > 1 else []), JOB, str(model), str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(JOB).parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     [result] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(result.removeprefix("RESULT "))

@@ -20,7 +20,7 @@ NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # and no peer is mapped
 
 
 def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=800)
+    return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=3000)
 
 
 @pytest.mark.parametrize(

