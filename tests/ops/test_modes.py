@@ -16,8 +16,8 @@ MakeRanks = Callable[[str, int], Ranks]
 def any_two(heap: str, usual_by_default: bool) -> list[Any]:
     """Each mode before the usual ones, and by default each of these before all others; other pairs in a sweep.
 
-    Compiling takes most of the time: in a sweep alone it comes after what is not usual. The emulated GPU's engine shares
-    the Python of CPU ranks: there a sweep alone begins with what is not usual.
+    Compiling takes most of the time: in a sweep alone it comes after what is not usual. The emulated GPU's engine
+    shares the Python of CPU ranks: there a sweep alone begins with what is not usual.
     """
     found = []
     for first in cases.modes(heap):
