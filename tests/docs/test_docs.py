@@ -46,6 +46,14 @@ def test_block(block: Block) -> None:
         pytest.skip(block.skip_reason)
 
 
+def test_every_quotation_stands_in_the_code() -> None:
+    """Among the blocks above, and by a name that does not change with the line."""
+    quoted = [block for block in blocks(ROOT) if block.language in fenced.QUOTED]
+    assert quoted
+    for block in quoted:
+        fenced.check(block, ROOT)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_a_document_says_how_to_run_the_example(example: Path) -> None:
     """That block is run, so every example is: once."""
