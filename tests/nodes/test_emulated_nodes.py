@@ -141,7 +141,8 @@ def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> No
     assert {process.stdout.readline() for _ in range(2)} == {"started\n", "gone\n"}
     assert len(list(cluster.processes(0))) >= 2
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    process.wait(HANG_S)
+    status = process.wait(HANG_S)
+    assert number == signal.SIGINT or status == 128 + number
     assert list(cluster.processes(0)) == []
 
 
