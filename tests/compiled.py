@@ -19,6 +19,10 @@ KEPT = ROOT / "build/tests"
 FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread")
 
 
+class NotCompiled(Exception):
+    """The compiler refuses a source, and has said why. tools/mutants.py looks for this name: no test has failed."""
+
+
 def compile_program(source: Path, *flags: str) -> Path:
     """A program of one source, or with -shared a library, compiled with $CXX."""
     return link([compile_object(source, *flags)], *flags)
@@ -52,7 +56,8 @@ def kept(name: str, made_of: str, *arguments: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             partial = KEPT / f"{name}.partial"
-            subprocess.run([compiler, *FLAGS, *arguments, "-o", str(partial)], check=True)
+            if subprocess.run([compiler, *FLAGS, *arguments, "-o", str(partial)]).returncode != 0:
+                raise NotCompiled(" ".join(arguments))
             for old in set(KEPT.glob(f"{name}.*")) - {partial, KEPT / f"{name}.lock"}:
                 old.unlink()
             partial.replace(path)

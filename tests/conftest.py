@@ -27,7 +27,6 @@ LONGEST = (
     "test_soak.py",
     "test_run.py",
     "test_ptx_rounds.py",
-    "test_every_kernel.py",
     "test_parity.py",
     "test_survivors.py",
     "test_modes.py",

@@ -53,6 +53,8 @@ LIMIT_S = 300.0  # for the tests of one mutant; pytest fails a test that hangs b
 TEST_LIMIT = "--timeout=120"
 AT_ONCE = 10  # mutants whose tests are first run together without any
 
+NOT_COMPILED = "NotCompiled"  # what tests/compiled.py raises
+
 KILLED, SURVIVED = "killed", "SURVIVED"
 
 
@@ -151,6 +153,8 @@ def judge(tree: ScratchTree, mutant: Mutant) -> tuple[str, str]:
         with tree.changed({mutant.file: text}):
             status, output = tree.run_tests([TEST_LIMIT, *mutant.tests], LIMIT_S)
     # Only failed tests are a verdict: pytest has other statuses for tests that it could not import or find.
+    if status == 1 and NOT_COMPILED in output:
+        return "no verdict: it does not compile", output
     verdicts = {0: SURVIVED, 1: KILLED, None: "took too long"}
     return verdicts.get(status, f"no verdict: pytest ended with {status}"), output
 

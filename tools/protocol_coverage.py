@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine_sources import ENGINE, ROWS
+
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build/coverage"
 FLAGS = ("-std=c++20", "-O0", "-Wno-psabi", "-ffp-contract=off", "-pthread", "--coverage")
-ENGINE = tuple(f"cuda/host/{name}.cpp" for name in ("engine", "engine_ops", "rows", "rows_portable"))
-ROWS = ENGINE[2:]
+CPU = (*ENGINE, *ROWS)
 GPU, NETWORK = ("-DMOE_RT_EMULATED_GPU",), ("-DMOE_RT_EMULATED_GPU", "-DMOE_RT_EMULATED_NETWORK")
 STRESS, PEERS, ROUTING = "tests/protocol/stress.cpp", "tests/fuzz/peers.cpp", "tests/fuzz/routing.cpp"
 REPLAY, CORPUS = "tests/fuzz/replay.cpp", ROOT / "tests/fuzz/corpus"
@@ -25,10 +26,10 @@ CHAINS = ("3", "3", "20")  # ranks, lanes, rounds
 
 # Program -> its sources, its defines, and what it is given.
 PROGRAMS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
-    "chains": ((STRESS, *ENGINE), (), CHAINS),
+    "chains": ((STRESS, *CPU), (), CHAINS),
     "chains-gpu": ((STRESS, *ROWS), GPU, CHAINS),
     "chains-network": ((STRESS, *ROWS), NETWORK, CHAINS),
-    "peers": ((PEERS, REPLAY, *ENGINE), (), sorted(map(str, (CORPUS / "peers").iterdir()))),
+    "peers": ((PEERS, REPLAY, *CPU), (), sorted(map(str, (CORPUS / "peers").iterdir()))),
     "peers-gpu": ((PEERS, REPLAY, *ROWS), GPU, sorted(map(str, (CORPUS / "peers").iterdir()))),
     "routing": ((ROUTING, REPLAY, *ROWS), (), sorted(map(str, (CORPUS / "routing").iterdir()))),
 }

@@ -14,7 +14,7 @@ import torch
 from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants import memcpy
 from moe_rt.bench.expect import Expectation
-from moe_rt.bench.inputs import make_inputs, num_rotations
+from moe_rt.bench.inputs import make_inputs, num_rotations, route
 from moe_rt.bench.step import Unavailable
 from moe_rt.bench.traffic import Traffic, bytes_moved, count
 from moe_rt.gpucheck.bandwidth import count_pulled, fewest_bytes
@@ -222,3 +222,19 @@ def test_fewest_bytes_of_launches() -> None:
         "combine_send": (12 + 8) * 10,
         "combine_receive": (8 + 6) * 10,
     }
+
+
+def test_what_is_popular_is_so_on_all_ranks() -> None:
+    case = Case(ranks=4, tokens=200, experts=16, topk=2, routing="lognormal:2")
+    counts = [route(case, 0, rank, rank).flatten().bincount(minlength=16) for rank in range(4)]
+    first, *others = counts
+    assert int(first.max()) > 2 * case.tokens * case.topk // case.experts > 10 * int(first.min())
+    assert all(int((count - first).abs().sum()) < case.tokens * case.topk // 3 for count in others)
+
+
+def test_a_trace_is_read_on_where_the_rank_before_stopped(tmp_path: Path) -> None:
+    rows = np.array([[row, row + 1] for row in range(7)])
+    np.save(tmp_path / "trace.npy", rows)
+    case = Case(ranks=2, tokens=3, experts=8, topk=2, routing=f"trace:{tmp_path / 'trace.npy'}")
+    read = [route(case, 0, rank, rotation)[:, 0].tolist() for rotation in range(2) for rank in range(2)]
+    assert read == [[0, 1, 2], [3, 4, 5], [6, 0, 1], [2, 3, 4]]

@@ -24,8 +24,10 @@ _CODECS = {codec.enumerator: codec for codec in Codec}
 @functools.cache
 def library(*defines: str) -> ctypes.CDLL:
     """The emulation; ranks that are threads ask for it at once, and get the same."""
-    source = Path(__file__).with_name("emulation_constants.cpp" if defines else "emulation.cpp")
-    loaded = ctypes.CDLL(str(compile_program(source, "-O1", "-shared", "-fPIC", *defines)))
+    # Of constant sizes there are many libraries, and each runs a few rounds.
+    name, optimise = ("emulation_constants.cpp", "-O0") if defines else ("emulation.cpp", "-O1")
+    source = Path(__file__).with_name(name)
+    loaded = ctypes.CDLL(str(compile_program(source, optimise, "-shared", "-fPIC", *defines)))
     loaded.emulated_room.restype = ctypes.c_void_p
     return loaded
 

@@ -67,6 +67,6 @@ def compile_at_once(root: Path, directory: Path, processes: int) -> list[bool]:
         subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(processes)
     ]
-    outputs = [process.communicate(timeout=800)[0].strip() for process in running]
+    outputs = [process.communicate(timeout=3000)[0].strip() for process in running]
     assert all(process.returncode == 0 for process in running)
     return [output == "True" for output in outputs]

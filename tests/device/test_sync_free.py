@@ -26,7 +26,7 @@ def guard() -> Path:
 
 def trace(guard: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(HERE / "trace_cuda.py"), str(guard), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=800)
+    return subprocess.run(command, capture_output=True, text=True, timeout=3000)
 
 
 def test_layer_traces_without_a_sync(guard: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cases_diagnostics as cases
 import pytest
+from forked_python import run_python
 from harness import ProcessRanks
 
 from moe_rt.diagnostics import attach
@@ -24,7 +25,7 @@ from moe_rt.errors import InvalidConfig, MoeRtError
 
 FAULTY_RANK, SIZE = 1, 3
 LATE = "rank 1 has not announced dispatch #2, for which ranks 0 and 2 wait; it "
-INFO = [sys.executable, "-m", "moe_rt", "info", "--attach"]
+INFO = ["-m", "moe_rt", "info", "--attach"]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,9 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def run_info(*args: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*before, *INFO, *args], capture_output=True, text=True, timeout=800)
+    if not before:
+        return run_python(*INFO, *args)
+    return subprocess.run([*before, sys.executable, *INFO, *args], capture_output=True, text=True, timeout=3000)
 
 
 def test_attach_finds_ranks_that_a_process_has_started(ranks: ProcessRanks, tmp_path: Path) -> None:

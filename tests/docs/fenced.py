@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked_python
+
 RUN = ("python", "bash")
 QUOTED = ("cpp",)
 READ_ONLY = ("text", "plain", "mermaid", "c++", "json", "toml", "yaml", "diff", "promela")
@@ -33,7 +35,7 @@ SKIP_REASONS = (
     "needs root",
     "needs a server",
 )
-LIMIT_S = 800.0  # of hangs alone
+LIMIT_S = 3000.0  # of hangs alone
 WOULD_RECURSE = ("test", "quick", "sweep", "demo")
 INSIDE_A_BLOCK = "MOE_RT_DOCS_TEST"  # set while a block runs, so that it cannot start these tests again
 
@@ -165,7 +167,9 @@ def run_python(block: Block) -> None:
         script = Path(directory, f"{block.path.stem}_block.py")
         # Blank lines stand for the text above the block, so that a traceback gives the line in the Markdown file.
         script.write_text("\n" * block.line + block.text, encoding="utf-8")
-        run(block, [sys.executable, str(script)], cwd=Path(directory), environment={})
+        said = forked_python.run_python(script, cwd=Path(directory), env={**os.environ, INSIDE_A_BLOCK: "1"})
+        if said.returncode != 0:
+            raise BlockError(block, f"exit status {said.returncode}\n{block.text}\n{said.stdout}{said.stderr}")
 
 
 def run(block: Block, command: list[str], cwd: Path, environment: dict[str, str], limit_s: float = LIMIT_S) -> None:

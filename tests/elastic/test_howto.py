@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from forked_python import run_python
 
 PROGRAM = Path(__file__).resolve().parents[2] / "examples/elastic.py"
 
@@ -30,6 +30,6 @@ def test_a_death_inside_survivors(tmp_path: Path) -> None:
     assert one_dies in program
     path = tmp_path / "program.py"
     path.write_text(DEATH_IN_SURVIVORS + program.replace(one_dies, two_die))
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=800)
+    done = run_python(path)
     assert done.returncode == 0, done.stderr
     assert "rank 0: PeerTimeout" in done.stdout

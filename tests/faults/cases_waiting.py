@@ -16,7 +16,7 @@ from routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 
 
 class Alarm(Exception):

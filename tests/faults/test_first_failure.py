@@ -16,6 +16,7 @@ import cases_first_failure as cases
 import pytest
 import torch
 from conftest import CPU_HEAPS
+from forked_python import run_python
 from harness import Ranks
 from routing import buffer_kwargs, make_spec
 
@@ -102,7 +103,7 @@ def test_a_program_that_ends(tmp_path: Path, started: str, how: str) -> None:
         )
         for rank in range(2)
     ]
-    seen, _ = ranks[0].communicate(timeout=800)
+    seen, _ = ranks[0].communicate(timeout=3000)
     assert (ranks[1].wait(800) == 0) == (how == "exit")
     kind, said = ENDS[how]
     assert seen.startswith(kind), seen
@@ -133,8 +134,8 @@ def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
     """In its summary, whichever rank that names, and in the output of the survivor."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=ENVIRONMENT, check=False)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run_python(*torchrun, script, env=ENVIRONMENT)
     assert done.returncode != 0
     assert "bad batch" in done.stderr.rpartition("Root Cause")[2], done.stderr
     survivor = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from forked_python import run_python
 
 from moe_rt.chaos.injected_fault import InjectedFault
 from moe_rt.chaos.matrix import committed, injected_faults
@@ -21,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def last_line(*command: str) -> dict[str, Any]:
     """The document that a command of ours prints last."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    done = run_python(*command)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def matrix() -> dict[str, Any]:
-    return last_line(sys.executable, "-m", "moe_rt.chaos.matrix")
+    return last_line("-m", "moe_rt.chaos.matrix")
 
 
 def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:
@@ -49,7 +48,7 @@ def test_the_committed_table_is_what_happens(matrix: dict[str, Any]) -> None:
 
 
 def test_chaos() -> None:
-    document = last_line(sys.executable, "-m", "moe_rt", "chaos", "--rounds", "5", "--seed", "3")
+    document = last_line("-m", "moe_rt", "chaos", "--rounds", "5", "--seed", "3")
     assert document["complaints"] == []
     assert sum(action["rounds"] for action in document["actions"].values()) == 5
 
@@ -59,7 +58,7 @@ def test_chaos() -> None:
     [("kill", 8), ("heavy", 4), ("freeze", 4), ("interrupt", 9), ("limit", 12), ("evaluate", 6)],
 )
 def test_chaos_of_one_action(action: str, rounds: int) -> None:
-    document = last_line(sys.executable, "-m", "moe_rt", "chaos", "--rounds", str(rounds), "--action", action)
+    document = last_line("-m", "moe_rt", "chaos", "--rounds", str(rounds), "--action", action)
     assert document["complaints"] == []
     assert document["actions"][action]["rounds"] == rounds
     assert list(document["actions"]) == [action]

@@ -42,7 +42,7 @@ def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
         subprocess.Popen([*command, str(r)], env={**os.environ, **path}, stdout=subprocess.PIPE, text=True)
         for r in range(2)
     ]
-    said, _ = ranks[0].communicate(timeout=800)
+    said, _ = ranks[0].communicate(timeout=3000)
     assert ranks[1].wait(800) == 1
     assert said.split()[0] in ("GroupPoisoned", "PeerDead"), "not PeerTimeout: " + said
 

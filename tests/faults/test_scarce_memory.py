@@ -62,7 +62,7 @@ def test_full_dev_shm_is_not_in_the_way() -> None:
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"]).returncode != 0:
         pytest.skip("a mount namespace cannot be made here")
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", IN_FULL_SHM, sys.executable], capture_output=True, text=True, timeout=800
+        ["unshare", "-m", "sh", "-c", IN_FULL_SHM, sys.executable], capture_output=True, text=True, timeout=3000
     )
     assert done.stdout == "right\n", done.stderr
 

@@ -27,6 +27,15 @@ def one_gpu(size: int, **kwargs: Any) -> list[HostGpu]:
     return [HostGpu(**kwargs)] * size
 
 
+def test_memory_is_given_back_once() -> None:
+    given_back: list[int] = []
+    made = segments.Segments([], [], [], on_release=lambda: given_back.append(1))
+    made.release()
+    made.release()
+    del made
+    assert given_back == [1]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 def test_segments_are_slices_of_one_zeroed_region(size: int) -> None:
     gpus = one_gpu(size)

@@ -42,6 +42,15 @@ def on_threads(work: Callable[[int], None]) -> None:
         assert not thread.is_alive()
 
 
+def test_of_several_failures_the_first_counts() -> None:
+    store = dist.HashStore()
+    first, second, third = (meeting.Meeting(store, rank, SIZE) for rank in range(SIZE))
+    second.fail(InvalidConfig("what came first"))
+    third.fail(PeerTimeout("what follows from it"))
+    with pytest.raises(InvalidConfig, match="what came first"):
+        first.raise_first_failure()
+
+
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
 def test_keys_of_a_meeting_go_with_it(kind: str, tmp_path: Path) -> None:
     """Also those of one that failed on one rank, whichever round the others were in."""

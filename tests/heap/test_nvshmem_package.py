@@ -95,7 +95,7 @@ for device in ("cpu", "cuda:0", "cuda"):
 def run(code: str) -> list[str]:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=800)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -125,6 +125,12 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ucx.library()
 
 
+def test_the_oldest_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _engine.ucx_version(ucx.library())
+    monkeypatch.setattr(ucx, "OLDEST", tuple(map(int, found.split(".")[:2])))
+    assert _engine.ucx_version(ucx.library()) == found
+
+
 def test_settings_of_the_user_stay() -> None:
     code = "import os; os.environ['UCX_TCP_USER_TIMEOUT'] = '7s'; from moe_rt.heap import ucx; ucx.library()\n"
     code += "print(os.environ['UCX_TCP_USER_TIMEOUT'], os.environ['UCX_TCP_KEEPCNT'])"

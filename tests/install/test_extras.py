@@ -38,7 +38,7 @@ def used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     python = environment(path, request.param)
     result = subprocess.run(
         [python, "-I", Path(__file__).with_name("uses.py"), *LEFT_OUT.get(request.param, ())],
-        cwd=path, capture_output=True, text=True, timeout=800, check=True,
+        cwd=path, capture_output=True, text=True, timeout=3000, check=True,
         env=environments.variables(),
     )  # fmt: skip
     return request.param, json.loads(result.stdout)

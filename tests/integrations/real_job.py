@@ -12,7 +12,7 @@ import harness
 import triton_stand_in  # noqa: F401
 from harness import ProcessRanks, Ranks, ThreadRanks
 
-harness.CASE_TIMEOUT_S = 800  # every rank imports all of a package, which takes a loaded machine minutes
+harness.CASE_TIMEOUT_S = 2800  # every rank imports all of a package, which takes a loaded machine minutes
 
 
 def ranks_of(size: int) -> Ranks:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import run_python
 from needs_transformers import require_transformers
 
 require_transformers()
@@ -23,9 +22,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 def train(num_ranks: int, model: Path, out: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
-    command = [sys.executable, *([*TORCHRUN, str(num_ranks)] if num_ranks > 1 else []), JOB, str(model), str(out)]
+    launcher = [*TORCHRUN, str(num_ranks)] if num_ranks > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(JOB).parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    done = run_python(*launcher, JOB, model, out, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     [result] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(result.removeprefix("RESULT "))

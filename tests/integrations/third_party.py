@@ -11,7 +11,7 @@ from typing import Any
 
 from tool_environments import ROOT, python_of
 
-TIMEOUT_S = 850
+TIMEOUT_S = 3000
 
 
 def third_party_python(name: str) -> Path:

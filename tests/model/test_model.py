@@ -116,7 +116,7 @@ def tools() -> None:
 
 
 def run(directory: Path, *command: str) -> str:
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=3000)
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)} exited with {done.returncode}:\n{output}"
     return output

@@ -29,6 +29,7 @@ def test_it_fits_the_sources(mutant: tool.Mutant) -> None:
     for test in mutant.tests:
         file, *name = test.split("::")
         assert (ROOT / file).is_file(), file
+        assert not re.search(r":\d+\]$", test), f"{test} has the number of a line, which changes"
         if name:
             assert "::".join(name).split("[")[0] in find_tests(ROOT / file), test
 
@@ -116,6 +117,22 @@ def test_kills_survivors_and_what_is_no_verdict(tree: Path) -> None:
     assert "invisible (moe_rt/sums.py) is not visible: Something. Nobody reads it." in said
     assert re.search(r"^all +4 +1 +1 +1 +33%$", said, re.MULTILINE)
     assert (tree / "moe_rt/sums.py").read_text() == SOURCE, "it is the copy that is changed"
+
+
+def test_what_does_not_compile_is_no_verdict(tree: Path) -> None:
+    (tree / "tests/compiled.py").write_text((ROOT / "tests/compiled.py").read_text())
+    (tree / "tests/test_double.py").write_text(
+        "from pathlib import Path\n\nfrom compiled import compile_object\n\n\n"
+        'def test_compiles() -> None:\n    compile_object(Path(__file__).with_name("double.cpp"))\n'
+    )
+    (tree / "tests/double.cpp").write_text("int twice(int x) { return 2 * x; }\n")
+    find, replace, tests = "2 * x", "2 * y", 'tests = ["tests/test_double.py"]'
+    text = toml(find, replace, tests).replace("moe_rt/sums.py", "tests/double.cpp")
+    (tree / "tests/mutants/not-compiled.toml").write_text(text)
+    commit(tree)
+    status, said = run(tree, "--only", "not-compiled")
+    assert status == 2, said
+    assert "not-compiled (tests/double.cpp) no verdict: it does not compile: Something." in said
 
 
 def test_the_exit_status(tree: Path) -> None:

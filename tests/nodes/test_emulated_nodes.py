@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from nodes.commands import said, start
 from nodes.needs_nodes import new_cluster
 
 from moe_rt.cli import main
@@ -42,21 +43,6 @@ DAEMON = "(setsid sh -c 'echo gone; trap \"\" TERM INT; sleep 1000' &) ; echo st
 def cluster() -> Iterator[Cluster]:
     with new_cluster(2, "200mbit") as made:
         yield made
-
-
-def start(cluster: Cluster, node: int, *command: str) -> subprocess.Popen[str]:
-    code = "import signal, sys; from moe_rt.nodes.cluster import Cluster; from moe_rt.nodes.run import run\n"
-    code += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup has ignored
-    code += "sys.exit(run(Cluster(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))"
-    words = [sys.executable, "-c", code, cluster.name, str(node), *command]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def said(cluster: Cluster, node: int, *command: str) -> str:
-    process = start(cluster, node, *command)
-    out, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0
-    return out.strip()
 
 
 def traces(name: str) -> list[str]:
@@ -155,7 +141,8 @@ def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> No
     assert {process.stdout.readline() for _ in range(2)} == {"started\n", "gone\n"}
     assert len(list(cluster.processes(0))) >= 2
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    process.wait(HANG_S)
+    status = process.wait(HANG_S)
+    assert number == signal.SIGINT or status == 128 + number
     assert list(cluster.processes(0)) == []
 
 

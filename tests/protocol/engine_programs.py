@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from compiled import ROOT, compile_object, link
 
-HOST = ROOT / "cuda/host"
-ROWS, ENGINE = ("rows.cpp", "rows_portable.cpp"), ("engine.cpp", "engine_ops.cpp")
+sys.path.append(str(ROOT / "tools"))
+from engine_sources import ENGINE, ROWS
 
 
 def compile_program(source: str | Path, *flags: str, more: tuple[Path, ...] = ()) -> Path:
@@ -19,6 +20,6 @@ def compile_program(source: str | Path, *flags: str, more: tuple[Path, ...] = ()
     # Row primitives hold no order that a macro weakens. The emulated GPU has an engine of its own, in headers.
     plain = tuple(flag for flag in flags if not flag.startswith("-D"))
     engine = () if "-DMOE_RT_EMULATED_GPU" in flags else ENGINE
-    objects = [compile_object(path, *flags) for path in (Path(__file__).parent / source, *(HOST / e for e in engine))]
-    objects += [compile_object(path, *plain) for path in (*(HOST / r for r in ROWS), *more)]
+    objects = [compile_object(path, *flags) for path in (Path(__file__).parent / source, *(ROOT / e for e in engine))]
+    objects += [compile_object(path, *plain) for path in (*(ROOT / r for r in ROWS), *more)]
     return link(objects, *flags)

@@ -20,7 +20,7 @@ NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # and no peer is mapped
 
 
 def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=800)
+    return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=3000)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_sequence_numbers_compared_plainly_fail() -> None:
 )
 def test_weakened_order_is_reported(machine: list[str], weakened: str) -> None:
     """The detector sees relaxed signals, blocks that do not hand their writes over, and windows reused at once."""
-    program = compile_program("stress.cpp", "-fsanitize=thread", f"-D{weakened}", *machine)
+    program = compile_program("stress.cpp", "-O0", "-fsanitize=thread", f"-D{weakened}", *machine)
     for _ in range(5):  # an op may stumble over what it reads, and end the run, before the detector speaks up
         result = run(program, RANKS, LANES, FEW_ROUNDS)
         assert result.returncode != 0

@@ -24,7 +24,7 @@ def wait(machine: str, timeout_s: float, num_ranks: int, *late_s: float) -> Wait
     """Of rank 0: rank 1 announces after late_s[0], rank 2 after late_s[1] and so on; those without a time never do."""
     arguments = [machine, str(timeout_s), str(num_ranks), *map(str, late_s)]
     done = subprocess.run(
-        [compile_program("waiting.cpp"), *arguments], capture_output=True, text=True, check=True, timeout=800
+        [compile_program("waiting.cpp"), *arguments], capture_output=True, text=True, check=True, timeout=3000
     )
     code, peer, seconds, napped = done.stdout.split()
     return Wait(int(code), int(peer), float(seconds), float(napped))

@@ -27,7 +27,7 @@ def main(out: Path, how: str) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, failing)
-    train(tiny(out=out, timeout_s=600.0))
+    train(tiny(out=out, timeout_s=6000.0))
 
 
 main(Path(sys.argv[1]), sys.argv[2])

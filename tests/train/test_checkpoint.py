@@ -90,6 +90,11 @@ def test_keeps_the_last_two(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
 
 
+def test_the_last_step_is_kept_whatever_its_number(tmp_path: Path) -> None:
+    train(cases.tiny(out=tmp_path, steps=3, checkpoint_every=2))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
 @pytest.mark.parametrize(("field", "value", "saved"), [("num_experts", 4, 6), ("hidden", 64, 32), ("num_topk", 1, 2)])
 def test_refuses_another_model(straight: Path, field: str, value: int, saved: int) -> None:
     config = cases.tiny(**{**SHORT, "out": straight, "resume": True, field: value})

@@ -19,8 +19,16 @@ def test_batch_does_not_depend_on_who_asks() -> None:
     parts = [corpus.train_batch(seed=3, step=5, indices=range(i, i + 2), seq_len=SEQ_LEN)[0] for i in range(0, 8, 2)]
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(whole[:, 1:], targets[:, :-1])
+    assert len({tuple(sequence) for sequence in whole.tolist()}) == 8
     for seed, step in ((4, 5), (3, 6)):
         assert not torch.equal(corpus.train_batch(seed=seed, step=step, indices=range(8), seq_len=SEQ_LEN)[0], whole)
+
+
+def test_validation_sequences_are_spread_over_all_bytes() -> None:
+    stream = (torch.arange(100 * SEQ_LEN + 1) // SEQ_LEN).to(torch.uint8)
+    corpus = data.Corpus(train=stream, val=stream)
+    [(x, _)] = corpus.val_batches(num_sequences=5, batch_size=5, rows=range(5), seq_len=SEQ_LEN)
+    assert x[:, 0].tolist() == [0, 20, 40, 60, 80]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

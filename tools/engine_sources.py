@@ -1,0 +1,20 @@
+"""The CPU engine's C++ sources, as CMakeLists.txt lists them: what every program is linked of that runs the engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def listed(name: str, root: Path = ROOT) -> tuple[str, ...]:
+    """The sources of `set(name ...)`, relative to the root; not those that CMake appends for one kind of processor."""
+    text = (root / "CMakeLists.txt").read_text()
+    found = re.findall(rf"^set\({name} ([^)]*)\)", text, re.M)
+    if len(found) != 1:
+        raise ValueError(f"CMakeLists.txt has {len(found)} lists set({name} ...), expected one")
+    return tuple(source.replace("${HOST}", "cuda/host") for source in found[0].split())
+
+
+ENGINE, ROWS = listed("ENGINE"), listed("ROWS")
