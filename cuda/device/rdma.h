@@ -128,6 +128,7 @@ template <class Dims, class Elem, class Machine>
 MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const DispatchArgs& a) {
   using Acc = typename Elem::Acc;
   const auto& [m, dims, w, c] = launch;
+  m.await_launch_before();
   if (!healthy(m, c)) return;
   const auto block = m.block();
   const uint64_t seq = c.state->seq[int(Kind::kDispatch)];

@@ -46,7 +46,7 @@ def _aligned(gpu: PtxGpu) -> None:
     ThreadRanks(2, gpu).run(full_round, make_spec(2, expert_alignment=16), [12, 7], 1, "random")
 
 
-def _waits_apart(case: Callable[[PtxGpu], None]) -> Callable[[PtxGpu], None]:
+def waits_apart(case: Callable[[PtxGpu], None]) -> Callable[[PtxGpu], None]:
     def run(gpu: PtxGpu) -> None:
         apart_from, cuda.WAIT_APART_FROM = cuda.WAIT_APART_FROM, 8
         try:
@@ -105,8 +105,8 @@ KERNELS = {
         {
             "a round": _round,
             "a round of aligned experts": _aligned,
-            "a round that waits apart": _waits_apart(_round),
-            **{f"{act}, who waits apart": _waits_apart(_fails(act)) for act in ACTS_APART},
+            "a round that waits apart": waits_apart(_round),
+            **{f"{act}, who waits apart": waits_apart(_fails(act)) for act in ACTS_APART},
             **{act: _fails(act) for act in ACTS},
             "rounds in a row": _in_a_row,
             "two tiles": _two_tiles,

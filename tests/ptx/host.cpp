@@ -73,6 +73,13 @@ uint64_t Device::facts() {
   return most;
 }
 
+uint32_t Device::early() {
+  const Host host(*this);
+  uint32_t launches = 0;
+  for (const auto& stream : streams_) launches += stream->early;
+  return launches;
+}
+
 bool Device::dead() {
   const Host host(*this);
   return dead_;
