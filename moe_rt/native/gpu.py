@@ -43,7 +43,9 @@ class Gpu:
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda" or not torch.cuda.is_available():
-            raise InvalidConfig(f"device: got {self.device}, expected a CUDA device that torch can use")
+            raise InvalidConfig(
+                f"device: got {self.device}, expected a CUDA device that torch can use{why_there_is_none()}"
+            )
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
@@ -98,6 +100,19 @@ class Gpu:
         return CudaModule(
             binary.cubin, list(binary.resources), self.device, nvshmem=nvshmem, dependent=waits_for_launches(self.arch)
         )
+
+
+def why_there_is_none() -> str:
+    """Why torch can use no GPU here, to be appended to a sentence; nothing where it can."""
+    if torch.version.cuda is None:
+        return f"; torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        variable = "" if hidden is None else f", with CUDA_VISIBLE_DEVICES={hidden!r}"
+        return f"; torch says: {str(error).partition(' (Triggered')[0].splitlines()[0]}{variable}"
+    return ""
 
 
 def waits_for_launches(arch: str) -> bool:
