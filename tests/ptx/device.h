@@ -46,6 +46,7 @@ struct Lane {
   uint16_t releases = 0;
   std::unique_ptr<Clock> learned;  // since the last barrier
   std::vector<char> local;
+  std::vector<Moment> fetched;       // by the network, and not settled yet
   std::unique_ptr<Started> started;  // copies
   uint32_t given = 0, got[32] = {};  // to and from a warp's collective
 };
@@ -106,6 +107,7 @@ class Device {
   // What tests set before a launch: the order of turns, how many blocks run at once, and whether time passes by itself.
   void configure(uint64_t seed, uint32_t room, bool real_time);
   void wind(int64_t ns);
+  void slow_network(bool slow);  // puts arrive when somebody waits for them, or all lanes only wait
   std::string report();
   uint64_t accesses() const { return accesses_; }
   uint64_t facts();  // of the clock that holds most
@@ -168,7 +170,7 @@ class Device {
   int asleep_ = 0, woken_ = 0;  // those that wait for a launch; of them, those that have yet to look again
   uint64_t told_ = 0;           // how often those were told
   std::thread thread_;
-  bool started_ = false, dead_ = false, real_time_ = false;
+  bool started_ = false, dead_ = false, real_time_ = false, slow_network_ = false;
   uint64_t wound_ns_ = 1;
   uint32_t room_ = 16;
   std::string report_;

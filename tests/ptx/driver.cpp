@@ -187,6 +187,7 @@ Result cuGetProcAddress(const char* name, void** function, int version, unsigned
 }
 
 void ptx_configure(uint64_t seed, uint32_t room, bool real_time) { Device::get().configure(seed, room, real_time); }
+void ptx_slow_network(bool slow) { Device::get().slow_network(slow); }
 void ptx_wind(int64_t ns) { Device::get().wind(ns); }
 void* ptx_allocate(uint64_t bytes) { return Device::get().allocate(bytes); }
 void ptx_free(void* memory) { Device::get().free(memory); }
