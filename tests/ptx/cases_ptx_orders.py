@@ -137,7 +137,7 @@ def backwards_in_a_row(group: Any) -> None:
 
 def _closing_slowly(gpu: Any) -> None:
     with gpu.slow():
-        for _ in range(6):  # who is told that its peer has closed comes to no other meeting
+        for _ in range(16):  # who is told that its peer has closed comes to no other meeting
             ThreadRanks(2, gpu).run(closes_after_its_last_op, 1)
 
 

@@ -31,7 +31,7 @@ void Device::serve() {
     if (naps_in_a_row_ == 0) looked = 0, idle_since.reset();
     const bool idle = naps_in_a_row_ - looked > 4 * ready_.size();
     if (!flight.empty() && (idle || random() % kTurnsToArrive == 0)) flight.arrive(random());
-    if (!network.empty() && (idle || (!slow_network_ && random() % kTurnsToArrive == 0))) network.arrive(random());
+    if (!network.empty() && (idle || (!network.slow && random() % kTurnsToArrive == 0))) network.arrive(random());
     if (!idle || ready_.empty()) continue;
     looked = naps_in_a_row_;
     if (!idle_since) idle_since = Clock::now();

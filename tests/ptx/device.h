@@ -170,7 +170,7 @@ class Device {
   int asleep_ = 0, woken_ = 0;  // those that wait for a launch; of them, those that have yet to look again
   uint64_t told_ = 0;           // how often those were told
   std::thread thread_;
-  bool started_ = false, dead_ = false, real_time_ = false, slow_network_ = false;
+  bool started_ = false, dead_ = false, real_time_ = false;
   uint64_t wound_ns_ = 1;
   uint32_t room_ = 16;
   std::string report_;

@@ -57,7 +57,7 @@ void Device::wind(int64_t ns) {
 
 void Device::slow_network(bool slow) {
   const Host host(*this);
-  slow_network_ = slow;
+  network.slow = slow;
 }
 
 uint64_t Device::clock_ns() const {

@@ -10,6 +10,8 @@
 namespace ptx {
 namespace {
 
+constexpr int kTurnsOfSlow = 64;
+
 bool within(uint64_t address, uint64_t bytes, uint64_t begin, uint64_t size) {
   return address >= begin && address - begin <= size && bytes <= size - (address - begin);
 }
@@ -150,7 +152,7 @@ void Network::quiet(Lane& lane) {
     }
     if (late.empty()) break;
     arrive(*late[device.random() % late.size()]);
-    device.pause(lane);  // peers look now
+    for (int turn = 0; turn < (slow ? kTurnsOfSlow : 1); ++turn) device.pause(lane);  // peers look now
   }
   const Record mine = record_of(lane, kWrite);
   std::erase_if(puts_, [&](const auto& put) {

@@ -44,6 +44,7 @@ struct Put {
 
 class Network {
  public:
+  bool slow = false;  // whoever waits for its puts does so for long: peers look many times after each
   bool empty() const { return under_way_ == 0; }
   void arrive(uint64_t random);
   const Put* under_way_to(uint64_t begin, uint64_t bytes) const;
