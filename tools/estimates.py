@@ -71,14 +71,16 @@ def launches_table() -> str:
             if coded and not kernel.startswith("dispatch"):
                 continue
             every = [[estimated(kernel, Load(t, coded=coded), m) for m in MACHINES] for t in TOKENS]
-            (*_, most) = (each for of in every for each in of[:1] if each)
+            (*_, (most, *others)) = (of for of in every if of[0])
+            kib = [f"{each.bytes_per_sm / 1024:g}" for each in (most, *others) if each]
             times = " | ".join(" / ".join(us(each.seconds) for each in of if each) or "-" for of in every)
             name = f"`{kernel}`, rows as fp8" if coded else f"`{kernel}`"
             moved = " | ".join(mb(n) for n in (most.memory_bytes, most.link_bytes, most.fewest_bytes))
             few, many = (steps_of(kernel, Load(t)) for t in (PUSHED_TOKENS, TOKENS[-1]))
             steps = counted(many)
             steps = steps if few == many else f"{counted(few)} up to {PUSHED_TOKENS} tokens; {steps}"
-            flow = f"{most.bytes_per_sm / 1024:g} KiB | {moved} | {steps}"
+            under_way = " / ".join(kib if len(set(kib)) > 1 else kib[:1])
+            flow = f"{under_way} KiB | {moved} | {steps}"
             lines.append(f"| {name} | {flow} | {times} |")
     return "\n".join(lines)
 

@@ -5,6 +5,8 @@
 // block of the receiving launch waits by itself for every peer, and the peers' sending launches need none of its room.
 // A launch of one block may have waited before, so that a late peer holds no more than that. The halves of an op of very
 // few tokens may follow each other in one launch of one block (whole_ops.h).
+// A launch may begin while the one before it in its op still runs: once all blocks of that have sent their share. Until it
+// has awaited that one's end it touches nothing that an op before this one has not left there.
 // Sequence numbers and turns live in device memory and the kernels advance them, so a captured graph can be replayed.
 #pragma once
 
@@ -145,6 +147,7 @@ MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const C
   const Turn turn = next_turn(c, kind_of(call.op));  // at once with what healthy loads: one trip to memory
   if (!healthy(m, c)) return;
   send(turn.window);
+  m.let_next_begin();
   streaming_store_fence();
   block.sync();
   if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
@@ -206,6 +209,7 @@ template <class Machine, class Receive, class Otherwise>
 MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, const Call& call, Receive&& receive,
                       Otherwise&& otherwise) {
   const Kind kind = kind_of(call.op);
+  m.await_launch_before();  // which has advanced the state
   const Turn turn{c.state->seq[int(kind)], c.state->windows.taken(kind)};
   if (!healthy(m, c)) return otherwise();
   wait_for_all(m, w, c, call, turn, receive, otherwise);

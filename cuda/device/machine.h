@@ -90,6 +90,19 @@ struct CudaMachine {
     return now;
   }
   __device__ void nap() const { __nanosleep(kNapNs); }
+  // Of launches that depend on each other, which GPUs have from compute capability 9.0 on. The next may begin once all
+  // blocks have come here or ended.
+  __device__ void let_next_begin() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  }
+  // Until the launch before has ended, and what it wrote can be read here; at once where it ended before this one began.
+  __device__ void await_launch_before() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  }
   __device__ WarpGroup warps(int first_block) const {
     const int64_t blocks = num_blocks() - first_block, each = int(blockDim.x) / WarpGroup::kTeamLanes;
     return {int(threadIdx.x) / WarpGroup::kTeamLanes * blocks + block_index() - first_block, each * blocks};

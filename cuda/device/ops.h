@@ -271,8 +271,7 @@ struct Launch {
     const Range peers = strided(m.block(), m.block_index() == 0 ? w.shape.num_ranks : 0);
     const auto link = m.link();
     for (int64_t r = peers.begin; r < peers.end; r += peers.step) {
-      link.close(w, int(r), Kind::kDispatch);
-      link.close(w, int(r), Kind::kCombine);
+      link.close(w, int(r));
     }
   }
 };

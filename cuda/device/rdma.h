@@ -43,9 +43,9 @@ class RdmaLink {
     }
   }
   // Returns when what the whole group has put is there: a lane's quiet waits for all that its rank has handed to the
-  // network so far, so that one lane calls it, once the others have handed over theirs.
+  // network so far, so that one lane calls it. The others have handed over theirs: they met behind the last row, and
+  // values are put by that lane alone.
   MOE_RT_FN void flush() const {
-    group_.sync();
     if (group_.leader()) net_.quiet();
   }
 
@@ -81,13 +81,14 @@ class RdmaSignals {
       net_.replace(reinterpret_cast<uint64_t*>(memory_.segment + w.layout.poison), uint64_t{0}, word, peer);
     }
   }
-  MOE_RT_FN void close(const World& w, int peer, Kind kind) const {
+  MOE_RT_FN void close(const World& w, int peer) const {
     if (w.base[peer]) {
-      mapped_.close(w, peer, kind);
+      mapped_.close(w, peer);
     } else {
-      net_.quiet();  // the last signal first
-      net_.put_value(&mailbox(w, kind).closed, uint64_t{1}, peer);
-      net_.quiet();
+      net_.quiet();  // the last signals first
+      net_.put_value(&mailbox(w, Kind::kDispatch).closed, uint64_t{1}, peer);
+      net_.put_value(&mailbox(w, Kind::kCombine).closed, uint64_t{1}, peer);
+      net_.quiet();  // before the segment may go
     }
   }
 
@@ -128,6 +129,7 @@ template <class Dims, class Elem, class Machine>
 MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const DispatchArgs& a) {
   using Acc = typename Elem::Acc;
   const auto& [m, dims, w, c] = launch;
+  m.await_launch_before();
   if (!healthy(m, c)) return;
   const auto block = m.block();
   const uint64_t seq = c.state->seq[int(Kind::kDispatch)];

@@ -173,17 +173,46 @@ using LaunchKernel = int (*)(void* function, unsigned blocks_x, unsigned blocks_
                              unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared_bytes,
                              void* stream, void** params, void** extra);
 
+// And its cuLaunchKernelEx, which is told what else holds for a launch.
+struct LaunchAttribute {
+  uint32_t id, unused;
+  union {
+    int allowed;
+    char bytes[64];
+  } value;
+};
+struct LaunchConfig {
+  unsigned blocks_x, blocks_y, blocks_z, threads_x, threads_y, threads_z, shared_bytes;
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+using LaunchKernelEx = int (*)(const LaunchConfig* config, void* function, void** params, void** extra);
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h's layout");
+
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the one before it in the stream has
+// ended, for whose end its kernel waits by itself.
+constexpr LaunchAttribute kMayBeginEarly{.id = 6, .unused = 0, .value = {.allowed = 1}};
+
 // Queues kernels, each a function and its blocks, until the driver refuses one: how many are queued, and what it said of
-// the next. Other threads run Python meanwhile, since a full queue waits for the device, on which a peer may wait for
-// them.
-std::pair<int, int> launch(Address launch_kernel, const std::vector<std::pair<Address, unsigned>>& grids,
-                           unsigned threads, unsigned shared_bytes, Address stream, Address params) {
+// the next. All but the first may begin early, where there is a launch_kernel_ex. Other threads run Python meanwhile,
+// since a full queue waits for the device, on which a peer may wait for them.
+std::pair<int, int> launch(Address launch_kernel, Address launch_kernel_ex,
+                           const std::vector<std::pair<Address, unsigned>>& grids, unsigned threads,
+                           unsigned shared_bytes, Address stream, Address params) {
   const nb::gil_scoped_release released;
   const auto call = reinterpret_cast<LaunchKernel>(launch_kernel);
+  const auto call_ex = reinterpret_cast<LaunchKernelEx>(launch_kernel_ex);
   int queued = 0;
   for (const auto& [function, blocks] : grids) {
-    const int refused = call(at<void>(function), blocks, 1, 1, threads, 1, 1, shared_bytes, at<void>(stream),
-                             at<void*>(params), nullptr);
+    int refused;
+    if (queued == 0 || !call_ex) {
+      refused = call(at<void>(function), blocks, 1, 1, threads, 1, 1, shared_bytes, at<void>(stream), at<void*>(params),
+                     nullptr);
+    } else {
+      const LaunchConfig config{blocks, 1, 1, threads, 1, 1, shared_bytes, at<void>(stream), &kMayBeginEarly, 1};
+      refused = call_ex(&config, at<void>(function), at<void*>(params), nullptr);
+    }
     if (refused != 0) return {queued, refused};
     ++queued;
   }
@@ -198,8 +227,8 @@ void bind_launch(nb::module_& m) {
   bind_group(m);
   bind_sizes(m);
   bind_window_selector(m);
-  m.def("launch", launch, nb::arg("launch_kernel"), nb::arg("grids"), nb::arg("threads"), nb::arg("shared_bytes"),
-        nb::arg("stream"), nb::arg("params"));
+  m.def("launch", launch, nb::arg("launch_kernel"), nb::arg("launch_kernel_ex"), nb::arg("grids"), nb::arg("threads"),
+        nb::arg("shared_bytes"), nb::arg("stream"), nb::arg("params"));
   m.def("device_state", [] {
     DeviceState state{};
     state.bad_entry = kNoBadEntry;

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck.code_limits import LIMITED_ARCH, LIMITS, WHOLE_KERNELS, Limits, find_wrong
+from moe_rt.gpucheck.code_limits import LIMITS, WHOLE_KERNELS, Limits, find_wrong
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check, Table
@@ -45,9 +45,9 @@ class Variant:
         """Whether its machine code has limits of its own: those of the largest rows."""
         return self.source in ("kernels.cu", WHOLE) and (self.elem, self.hidden, self.topk) == ("Bf16", 7168, 8)
 
-    def limits(self) -> dict[str, Limits]:
+    def limits(self, arch: str) -> dict[str, Limits]:
         """Of the kernels that are of this source alone."""
-        limits = LIMITS[self.codec] if self.limited() else {}
+        limits = LIMITS[arch][self.codec] if self.limited() and arch in LIMITS else {}
         return {name: of for name, of in limits.items() if (name in WHOLE_KERNELS) == (self.source == WHOLE)}
 
     def cells(self) -> list[Any]:
@@ -111,7 +111,7 @@ def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Ch
         f"{_name(job)}: {name} spills {needs['spill_bytes']} bytes"
         for job, r in compiled
         for name, needs in r["kernels"].items()
-        if needs["spill_bytes"] and job.variant.topk <= NO_SPILLS_UP_TO_TOPK
+        if needs["spill_bytes"] and job.variant.topk <= NO_SPILLS_UP_TO_TOPK and not may_keep(job, name)
     )
     check.failures.extend(f"PTX of {_name(job)}: {problem}" for job, r in results for problem in r.get("problems", ()))
     check.failures.extend(
@@ -138,6 +138,12 @@ def _results(jobs: list[Job], seconds: float) -> Iterator[tuple[Job, dict[str, A
                 yield job, results.next(max(0.0, deadline - time.monotonic()))
             except multiprocessing.TimeoutError:
                 yield job, {"error": f"not compiled within {seconds:g} s"}
+
+
+def may_keep(job: Job, name: str) -> bool:
+    """Whether a kernel is known to need more registers than it has; how much more, its machine code is held to."""
+    limits = job.variant.limits(job.arch).get(name)
+    return limits is not None and limits.local > 0
 
 
 def run_job(job: Job) -> dict[str, Any]:
@@ -168,9 +174,9 @@ def _read_code(job: Job, binary: Binary) -> dict[str, Any]:
     codes = {name: code for name, code in sorted(found.items()) if name in binary.resources}
     variant = job.variant
     may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source == NETWORK  # NVSHMEM's functions have stacks
-    # Only for one architecture limits are known; of the others the table tells.
-    judged = job.arch == LIMITED_ARCH and not may_spill
-    wrong = find_wrong(codes, variant.limits()) if judged else []
+    # Of other architectures, and other sizes of rows on some, the table tells.
+    judged = job.arch in LIMITS and not may_spill
+    wrong = find_wrong(codes, variant.limits(job.arch)) if judged else []
     return {"code": {name: asdict(code) for name, code in codes.items()}, "wrong": wrong}
 
 

@@ -36,14 +36,15 @@ class Machine:
     from_memory_s: float  # a load that no cache answers
     from_peer_s: float
     clock: float
+    arch: str
 
 
 # Memory: NVIDIA's data sheets. Links: what kernels have been seen to reach, 340 to 370 GB/s of 450 on Hopper and 726 to
 # 753 of 900 on Blackwell. A load from a peer: 1.5 to 2 us on Hopper, and taken to be as long on Blackwell.
 MACHINES = (
-    Machine("H100", 132, 3.35e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9),
-    Machine("H200", 132, 4.8e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9),
-    Machine("B200", 148, 8.0e12, 735e9, 0.75e-6, 1.75e-6, 1.8e9),
+    Machine("H100", 132, 3.35e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
+    Machine("H200", 132, 4.8e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
+    Machine("B200", 148, 8.0e12, 735e9, 0.75e-6, 1.75e-6, 1.8e9, "sm_100a"),
 )
 
 
@@ -258,7 +259,9 @@ def moving_s(rows: Rows, machine: Machine, blocks: int, loads: tuple[int, int], 
 def estimate(kernel: str, load: Load, machine: Machine, num_sms: int | None = None) -> Estimate:
     """One launch on an idle GPU, of at most num_sms blocks whose lanes move rows."""
     steps = steps_of(kernel, load)
-    width, ahead = LIMITS[Codec.FP8 if load.coded else Codec.RAW][kernel].load  # to which machine code is held
+    width, ahead = LIMITS[machine.arch][Codec.FP8 if load.coded else Codec.RAW][
+        kernel
+    ].load  # to which machine code is held
     blocks = 1 if kernel in WHOLE_OPS else min(machine.sms, num_sms or machine.sms)
     halves = tuple(rows_of(half, load) for half in WHOLE_OPS.get(kernel, (kernel,)))
     flow_s = 0.0

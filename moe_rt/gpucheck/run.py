@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -86,15 +85,13 @@ def gpu_card(device: str, nproc: int = 1) -> dict[str, Any]:
     Raises:
         InvalidConfig: torch cannot use the device, or any, or finds fewer than nproc.
     """
-    from moe_rt.native.gpu import Gpu
+    from moe_rt.native.gpu import Gpu, why_there_is_none
 
     count = torch.cuda.device_count()
     if torch.version.cuda is None:
         raise InvalidConfig(f"torch: got {torch.__version__}, a build without CUDA, expected one with it; {_INSTEAD}")
-    if not count:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = "" if hidden is None else f" with CUDA_VISIBLE_DEVICES={hidden!r}"
-        raise InvalidConfig(f"device: got {device}, but torch finds no GPU here{why}; {_INSTEAD}")
+    if why := why_there_is_none():  # a driver that is too old, too: its GPUs are counted all the same
+        raise InvalidConfig(f"device: got {device}, but torch can use no GPU here{why}; {_INSTEAD}")
     if device not in ("cuda", *(f"cuda:{index}" for index in range(count))):
         raise InvalidConfig(f"device: got {device}, expected cuda:0 to cuda:{count - 1}")
     if nproc > count:
@@ -104,7 +101,7 @@ def gpu_card(device: str, nproc: int = 1) -> dict[str, Any]:
     gpu = Gpu(device)
     properties = torch.cuda.get_device_properties(gpu.device)
     card = {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.num_sms, "gpu_gib": round(properties.total_memory / 2**30, 1)}
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", f"--id={gpu.device.index}"]
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", f"--id=GPU-{gpu.uuid}"]
     with suppress(OSError, subprocess.SubprocessError):
         told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
         card.update(zip(_QUERY.split(","), told.split(", "), strict=False))

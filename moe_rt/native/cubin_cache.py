@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 import time
 import uuid
 import warnings
@@ -35,14 +36,33 @@ def cache_directory() -> Path:
     return Path.home() / ".cache" / "moe_rt"
 
 
+def temporary_directory() -> Path:
+    """This user's own in the directory for temporary files, which outlives no container, and often no restart."""
+    return Path(tempfile.gettempdir(), f"moe_rt-{os.geteuid()}")
+
+
 @contextlib.contextmanager
 def open_cache() -> Iterator[CubinCache | None]:
-    """The cache, or None where there can be none; a warning says why, once."""
-    cache = None
-    try:
-        cache = CubinCache(cache_directory())
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
-        _warn(f"{_NOT_KEPT}: {error}; set MOE_RT_CACHE to a directory of your own that can be written")
+    """The cache, or None where there can be none; a warning says why, once.
+
+    Where the directory cannot be written, as in a container whose home is read-only, processes share another one among
+    the temporary files; entries that the first has are found there, too. Who has set MOE_RT_CACHE gets no other.
+    """
+    cache, problem = None, ""
+    for directory in (cache_directory, *([] if os.environ.get("MOE_RT_CACHE") else [temporary_directory])):
+        try:
+            cache = CubinCache(directory(), beneath=cache)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+            problem = problem or str(error)
+            continue
+        if cache.is_writable():
+            break
+        problem = problem or f"{directory()} cannot be written"
+    if cache is None:
+        _warn(f"{_NOT_KEPT}: {problem}; set MOE_RT_CACHE to a directory of your own that can be written")
+    elif problem:
+        where = f"kept in {temporary_directory()} only" if cache.is_writable() else "not kept"
+        _warn(f"compiled kernels are {where}: {problem}; set MOE_RT_CACHE to a directory that lasts")
     try:
         yield cache
     finally:
@@ -53,22 +73,35 @@ def open_cache() -> Iterator[CubinCache | None]:
 class CubinCache:
     """Entries of one directory. Every access goes through its descriptor, so it cannot be exchanged after the check.
 
+    Args:
+        beneath: another, whose entries are found where this has none; it is closed with this one.
+
     Raises:
         OSError: the directory cannot be made, or is a link, another user's or writable by others.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, beneath: CubinCache | None = None) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         if not _is_private(os.fstat(self._fd)):
-            self.close()
+            os.close(self._fd)
             raise PermissionError(f"{directory} belongs to another user or can be written by others")
+        self._beneath = beneath
 
     def close(self) -> None:
         os.close(self._fd)
+        if self._beneath is not None:
+            self._beneath.close()
+
+    def is_writable(self) -> bool:
+        return os.access(f"/proc/self/fd/{self._fd}", os.W_OK | os.X_OK)
 
     def load(self, key: str) -> tuple[dict[str, Any], bytes] | None:
         """The facts and the payload saved under a key; None where nothing is, or anything is wrong with it."""
+        found = self._load(key)
+        return found if found is not None or self._beneath is None else self._beneath.load(key)
+
+    def _load(self, key: str) -> tuple[dict[str, Any], bytes] | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             # O_NONBLOCK: opening a fifo must not wait.
             fd = self._open(_entry(key), os.O_RDONLY | os.O_NONBLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -15,6 +16,9 @@ from moe_rt.errors import InvalidConfig, LaunchFailed
 from moe_rt.extras import how_to_install
 
 _DRIVER_VERSION = 12000  # whose cuLaunchKernel this is, in cuda.h's way of counting
+# From which on drivers capture launches that depend on each other, and GPUs have them.
+_DEPENDENT_DRIVER, _DEPENDENT_ARCH = 12030, 90
+_DEPENDENT_OFF = "0"  # of MOE_RT_DEPENDENT_LAUNCHES
 # Of each kernel: its name, and how many blocks.
 Launches: TypeAlias = Sequence[tuple[str, int]]
 
@@ -39,7 +43,9 @@ class Gpu:
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda" or not torch.cuda.is_available():
-            raise InvalidConfig(f"device: got {self.device}, expected a CUDA device that torch can use")
+            raise InvalidConfig(
+                f"device: got {self.device}, expected a CUDA device that torch can use{why_there_is_none()}"
+            )
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
@@ -91,7 +97,27 @@ class Gpu:
         from moe_rt.native.jit import compile_kernels  # not needed by CPU ranks
 
         binary = compile_kernels(source, self.arch, defines, nvshmem=nvshmem)
-        return CudaModule(binary.cubin, list(binary.resources), self.device, nvshmem=nvshmem)
+        return CudaModule(
+            binary.cubin, list(binary.resources), self.device, nvshmem=nvshmem, dependent=waits_for_launches(self.arch)
+        )
+
+
+def why_there_is_none() -> str:
+    """Why torch can use no GPU here, to be appended to a sentence; nothing where it can."""
+    if torch.version.cuda is None:
+        return f"; torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        variable = "" if hidden is None else f", with CUDA_VISIBLE_DEVICES={hidden!r}"
+        return f"; torch says: {str(error).partition(' (Triggered')[0].splitlines()[0]}{variable}"
+    return ""
+
+
+def waits_for_launches(arch: str) -> bool:
+    """Whether kernels for such a GPU wait by themselves for the launch before, and so may begin before it has ended."""
+    return int(arch.removeprefix("sm_").rstrip("af")) >= _DEPENDENT_ARCH
 
 
 # How drivers say that they do not know such machine code.
@@ -110,9 +136,16 @@ def _driver_too_old(error: str, driver: tuple[int, int], compiler: tuple[int, in
 
 
 class CudaModule:
-    """A loaded cubin. Modules stay loaded: kernels of a buffer may still be queued when the buffer is gone."""
+    """A loaded cubin. Modules stay loaded: kernels of a buffer may still be queued when the buffer is gone.
 
-    def __init__(self, cubin: bytes, names: list[str], device: torch.device, *, nvshmem: bool) -> None:
+    Args:
+        dependent: of what is launched together, all but the first may begin before the one before has ended: these
+            kernels wait for its end by themselves. Where the driver cannot, or MOE_RT_DEPENDENT_LAUNCHES=0, none does.
+    """
+
+    def __init__(
+        self, cubin: bytes, names: list[str], device: torch.device, *, nvshmem: bool, dependent: bool = False
+    ) -> None:
         from cuda.bindings import driver  # not needed by CPU ranks
 
         self._driver, self._device = driver, device
@@ -130,12 +163,20 @@ class CudaModule:
                 self._checked("cuFuncLoad", driver.cuFuncLoad(function))
             self._functions = {name: int(function) for name, function in functions.items()}
             # An op's launches are one call of C++, which knows the driver by this address alone.
-            found = driver.cuGetProcAddress(b"cuLaunchKernel", _DRIVER_VERSION, 0)
-            self._launch_kernel = int(self._checked("cuGetProcAddress", found[:2]))
+            self._launch_kernel = self._address_of(b"cuLaunchKernel")
+            self._launch_kernel_ex = self._address_of(b"cuLaunchKernelEx") if dependent and self._may_depend() else 0
             if nvshmem:
                 from moe_rt.heap.nvshmem import register_module
 
                 register_module(int(module))
+
+    def _address_of(self, call: bytes) -> int:
+        return int(self._checked("cuGetProcAddress", self._driver.cuGetProcAddress(call, _DRIVER_VERSION, 0)[:2]))
+
+    def _may_depend(self) -> bool:
+        if os.environ.get("MOE_RT_DEPENDENT_LAUNCHES") == _DEPENDENT_OFF:
+            return False
+        return int(self._checked("cuDriverGetVersion", self._driver.cuDriverGetVersion())) >= _DEPENDENT_DRIVER
 
     def _loaded(self, cubin: bytes) -> Any:
         code, *module = self._driver.cuModuleLoadData(cubin)
@@ -171,7 +212,7 @@ class CudaModule:
             self._bound.context = self._context
         grids = [(self._functions[name], blocks) for name, blocks in launches]
         queued, code = _engine.launch(
-            self._launch_kernel, grids, threads, shared_bytes, stream, ctypes.addressof(params)
+            self._launch_kernel, self._launch_kernel_ex, grids, threads, shared_bytes, stream, ctypes.addressof(params)
         )
         if code:
             self._checked(launches[queued][0], (self._driver.CUresult(code),))

@@ -59,14 +59,15 @@ def write_small_source(root: Path) -> Path:
     return root
 
 
-def compile_at_once(root: Path, directory: Path, processes: int) -> list[bool]:
-    """Whether each of several processes found the small source in the cache."""
+def compile_at_once(root: Path, processes: int, **environment: str) -> tuple[list[bool], list[str]]:
+    """Whether each of several processes found the small source in the cache; and what each said on its standard error.
+
+    Of the variables that name a cache they have those in `environment` alone.
+    """
     command = [sys.executable, "-c", COMPILE, str(root)]
-    environment = {**os.environ, "MOE_RT_CACHE": str(directory)}
-    running = [
-        subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for _ in range(processes)
-    ]
-    outputs = [process.communicate(timeout=3000)[0].strip() for process in running]
-    assert all(process.returncode == 0 for process in running)
-    return [output == "True" for output in outputs]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("MOE_RT_CACHE", "XDG_CACHE_HOME")}
+    how = dict(env=inherited | environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = [subprocess.Popen(command, **how) for _ in range(processes)]  # type: ignore[call-overload]
+    outputs = [process.communicate(timeout=3000) for process in running]
+    assert all(process.returncode == 0 for process in running), outputs
+    return [found.strip() == "True" for found, _ in outputs], [said for _, said in outputs]

@@ -7,9 +7,24 @@ import ctypes
 import threading
 
 import torch
+from cuda.bindings import driver
 
 from moe_rt.errors import LaunchFailed
 from moe_rt.native.gpu import CudaModule
+
+
+def launch_early(params: ctypes.Array[ctypes.c_void_p]) -> None:
+    """Three launches, two of which may begin early; and one of cuda-python, which says so in cuda.h's structs."""
+    module = CudaModule(b"\x7fELF and so on", ["ab", "cdef"], torch.device("cuda", 0), nvshmem=False, dependent=True)
+    early = [("ab", 1), ("cdef", 2), ("ab", 3)]
+    module.launch(early, threads=32, shared_bytes=7, stream=5, params=params)
+    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = 2, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 32, 1, 1
+    config.sharedMemBytes, config.hStream, config.attrs, config.numAttrs = 7, 5, [attribute], 1
+    driver.cuLaunchKernelEx(config, driver.CUfunction(0x1004), ctypes.addressof(params), 0)
 
 
 def main() -> None:
@@ -31,6 +46,7 @@ def main() -> None:
         module.launch([("defgh", 1), ("abc", 1000), ("defgh", 1)], threads=32, shared_bytes=0, stream=0, params=params)
     except LaunchFailed as error:
         print(error)
+    launch_early(params)
     try:
         CudaModule(b"not machine code", [], torch.device("cuda", 0), nvshmem=False)
     except LaunchFailed as error:

@@ -26,6 +26,27 @@ CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, u
   for (int i = 0; i < 2; ++i) printf(" %lu", *(unsigned long*)params[i]);
   return printf("\n"), gx >= 1000 ? 1 : 0;  // CUDA_ERROR_INVALID_VALUE
 }
+// As cuda.h has them.
+struct attribute {
+  int id;
+  char pad[4];
+  union {
+    char pad[64];
+    int allowed;
+  } value;
+};
+struct config {
+  unsigned gx, gy, gz, bx, by, bz, shared;
+  void* stream;
+  struct attribute* attributes;
+  unsigned num_attributes;
+};
+CUresult cuLaunchKernelEx(const struct config* c, void* function, void** params, void** extra) {
+  for (unsigned i = 0; i < c->num_attributes; ++i) {
+    printf("launch with attribute %d of %d\n", c->attributes[i].id, c->attributes[i].value.allowed);
+  }
+  return cuLaunchKernel(function, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, params, extra);
+}
 CUresult cuCtxGetCurrent(void** context) { return *context = (void*)0x77, 0; }
 CUresult cuCtxSetCurrent(void* context) { return printf("context %lx\n", (unsigned long)context), 0; }
 CUresult cuGetErrorName(CUresult error, const char** name) { return *name = error ? "error" : "success", 0; }
@@ -38,7 +59,7 @@ static struct {
     {"cuModuleLoadData", (void*)cuModuleLoadData},     {"cuModuleGetFunction", (void*)cuModuleGetFunction},
     {"cuFuncLoad", (void*)cuFuncLoad},                 {"cuLaunchKernel", (void*)cuLaunchKernel},
     {"cuGetErrorName", (void*)cuGetErrorName},         {"cuCtxGetCurrent", (void*)cuCtxGetCurrent},
-    {"cuCtxSetCurrent", (void*)cuCtxSetCurrent},
+    {"cuCtxSetCurrent", (void*)cuCtxSetCurrent},       {"cuLaunchKernelEx", (void*)cuLaunchKernelEx},
 };
 
 CUresult cuGetProcAddress_v2(const char* name, void** function, int version, unsigned long flags, int* status) {

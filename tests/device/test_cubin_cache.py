@@ -2,11 +2,68 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import warnings
 from pathlib import Path
 
 import pytest
+from device.jit_tools import compile_at_once, require_compiler, write_small_source
 
+from moe_rt.native import cubin_cache
 from moe_rt.native.cubin_cache import open_cache
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home's cache, in which an image keeps an entry, and which cannot be written now; not even by root."""
+    monkeypatch.delenv("MOE_RT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "image"))
+    monkeypatch.setattr(cubin_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cubin_cache, "_warn", lambda message: warnings.warn(message, RuntimeWarning, stacklevel=1))
+    with open_cache() as cache:
+        assert cache is not None
+        cache.save("old", {}, b"of the image")
+    access = os.access
+    image = tmp_path / "image" / "moe_rt"
+    monkeypatch.setattr(os, "access", lambda path, mode: not image.samefile(path) and access(path, mode))
+    return image
+
+
+def entries(keys: str, save: str = "") -> list[bytes | None]:
+    """The payloads under keys; then an entry is saved under another."""
+    with open_cache() as cache:
+        assert cache is not None
+        found = [entry and entry[1] for entry in map(cache.load, keys.split())]
+        if save:
+            cache.save(save, {}, b"code")
+        return found
+
+
+def test_where_the_directory_is_read_only_another_takes_new_entries(read_only: Path, tmp_path: Path) -> None:
+    says = "kept in .*/moe_rt-[0-9]+ only: .*/image/moe_rt cannot be written"
+    with pytest.warns(RuntimeWarning, match=says):
+        assert entries("old new", save="new") == [b"of the image", None]
+    with pytest.warns(RuntimeWarning, match=says):
+        assert entries("old new") == [b"of the image", b"code"]
+    assert [path.name for path in read_only.iterdir()] == ["old.cubin"]
+    assert [path.name for path in (tmp_path / f"moe_rt-{os.geteuid()}").iterdir()] == ["new.cubin"]
+
+
+def test_who_names_a_directory_gets_no_other(read_only: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MOE_RT_CACHE", str(read_only))
+    with pytest.warns(RuntimeWarning, match="kernels are not kept: .*/image/moe_rt cannot be written"):
+        assert entries("old") == [b"of the image"]
+    assert not list(tmp_path.glob("moe_rt-*"))
+
+
+def test_a_temporary_directory_of_others_is_not_used(read_only: Path, tmp_path: Path) -> None:
+    other = tmp_path / f"moe_rt-{os.geteuid()}"
+    other.mkdir()
+    other.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="kernels are not kept: "):
+        assert entries("old") == [b"of the image"]
+    assert not list(other.iterdir())
 
 
 def test_an_entry_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +77,15 @@ def test_an_entry_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path, mon
             cache.save("key", {}, b"code")
         assert cache.load("key") is None
     assert [path.name for path in tmp_path.iterdir()] == ["key.cubin"]
+
+
+def test_ranks_without_a_home_share_a_temporary_directory(tmp_path: Path) -> None:
+    """Eight at once, as in a container whose home cannot be written: one compiles, all are told where entries are."""
+    require_compiler()
+    small = write_small_source(tmp_path / "cuda")
+    found, said = compile_at_once(small, 8, HOME="/proc/nobody", TMPDIR=str(tmp_path))
+    assert sorted(found) == [False, *[True] * 7]
+    shared = tmp_path / f"moe_rt-{os.geteuid()}"
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+    assert [path.suffix for path in shared.iterdir()] == [".cubin"]
+    assert all(f"RuntimeWarning: compiled kernels are kept in {shared} only: " in text for text in said)

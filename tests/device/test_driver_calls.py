@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 from device.jit_tools import require_compiler
 
+from moe_rt.gpucheck.compiling import Variant
+from moe_rt.native import jit
+from moe_rt.native.gpu import waits_for_launches
 from moe_rt.native.nvrtc import nvrtc_version
 
 HERE = Path(__file__).parent
+# A launch that may begin before the one before it has ended.
+EARLY = ("launch with attribute 6 of 1", "launch 4 grid 2 1 1 block 32 1 1 shared 7 stream 5 extra 0 words 41 43")
 
 
 @pytest.fixture
@@ -42,10 +47,39 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
         "launch 3 grid 2 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
         "launch 5 grid 1 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
         "launch 3 grid 1000 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",  # refused: none follows
+        "function ab",
+        "function cdef",
+        "load 2",
+        "load 4",
+        "context 77",
+        "launch 2 grid 1 1 1 block 32 1 1 shared 7 stream 5 extra 0 words 41 43",
+        *EARLY,
+        "launch with attribute 6 of 1",
+        "launch 2 grid 3 1 1 block 32 1 1 shared 7 stream 5 extra 0 words 41 43",
+        *EARLY,
     ]
     section = "(docs/errors.md#launchfailed)"
     assert f"abc: got CUDA_ERROR_INVALID_VALUE from the CUDA driver, expected success {section}" in lines
     assert f"cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from the CUDA driver, expected success {section}" in lines
+
+
+@pytest.mark.parametrize(("arch", "waits"), [("sm_80", False), ("sm_89", False), ("sm_90a", True), ("sm_120a", True)])
+def test_which_kernels_wait_by_themselves(arch: str, waits: bool) -> None:
+    """As the sources say."""
+    require_compiler()
+    defines = Variant("kernels.cu", "F32", 20, 3).defines()
+    assert ("griddepcontrol.wait" in jit.compile_ptx("kernels.cu", arch, defines)) == waits
+    assert waits_for_launches(arch) == waits
+
+
+@pytest.mark.parametrize(
+    "how", [{"MOE_RT_DEPENDENT_LAUNCHES": "0"}, {"STUB_DRIVER": "12020"}], ids=["off", "old driver"]
+)
+def test_launches_that_must_not_begin_early(stub: dict[str, str], how: dict[str, str]) -> None:
+    command = [sys.executable, str(HERE / "launch_on_stub.py")]
+    result = subprocess.run(command, env={**stub, **how}, capture_output=True, text=True, timeout=800)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("launch with attribute") == 1, "cuda-python's own"
 
 
 @pytest.mark.parametrize(("version", "package"), [(12040, "moe_rt[cuda12]"), (13000, "nvidia-cuda-nvrtc==13.0.*")])

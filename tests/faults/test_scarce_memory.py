@@ -20,22 +20,32 @@ from moe_rt.heap.rendezvous import ThreadGroup
 MakeRanks = Callable[[str, int], Ranks]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user or mount")
 
-IN_FULL_SHM = """
-mount -t tmpfs -o size=1m tmpfs /dev/shm && dd if=/dev/zero of=/dev/shm/full bs=4k status=none 2>/dev/null
+FULL = "mount -t tmpfs -o size=1m tmpfs /dev/shm && dd if=/dev/zero of=/dev/shm/full bs=4k status=none 2>/dev/null"
+GONE = """
+set -e
+for file in null zero full random urandom; do touch "$1/$file"; mount --bind "/dev/$file" "$1/$file"; done
+mount --rbind "$1" /dev
+test ! -e /dev/shm
+"""
+TWO_RANKS = """
 exec "$0" -c '
+import os, sys
 import torch
 import torch.distributed as dist
 from moe_rt import Buffer
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-sizes = dict(num_max_tokens_per_rank=512, hidden=512, num_topk=1, num_experts=1, dtype=torch.float32)
+child = os.fork()
+rank = 1 if child == 0 else 0
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1] + ".store", 2), rank=rank, world_size=2)
+sizes = dict(num_max_tokens_per_rank=512, hidden=512, num_topk=1, num_experts=2, dtype=torch.float32)
 with Buffer(None, heap="shm", **sizes) as buffer:
     assert buffer.num_bytes > 2**20
     x = torch.randn(512, 512)
-    results = buffer.dispatch(x, torch.zeros(512, 1, dtype=torch.int64), torch.ones(512, 1))
+    results = buffer.dispatch(x, torch.full((512, 1), 1 - rank), torch.ones(512, 1))
     assert torch.equal(buffer.combine(*results), x)
+if rank == 0 and os.waitpid(child, 0)[1] == 0:
     print("right")
-'
+' "$1"
 """
 
 
@@ -58,12 +68,14 @@ def test_limit_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_root
-def test_full_dev_shm_is_not_in_the_way() -> None:
+@pytest.mark.parametrize("before", [FULL, GONE], ids=["full", "gone"])
+def test_full_dev_shm_is_not_in_the_way(before: str, tmp_path: Path) -> None:
+    """Nor is one that a container does not have."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"]).returncode != 0:
         pytest.skip("a mount namespace cannot be made here")
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", IN_FULL_SHM, sys.executable], capture_output=True, text=True, timeout=3000
-    )
+    command = ["unshare", "-m", "sh", "-c", before + TWO_RANKS, sys.executable, str(tmp_path / "dev")]
+    (tmp_path / "dev").mkdir()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
     assert done.stdout == "right\n", done.stderr
 
 

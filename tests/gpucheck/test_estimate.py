@@ -10,7 +10,7 @@ import pytest
 from test_sass import require_disassembler
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck import code_limits, estimate
+from moe_rt.gpucheck import estimate
 from moe_rt.gpucheck.bandwidth import fewest_bytes
 from moe_rt.gpucheck.code_limits import LIMITS, Limits
 from moe_rt.gpucheck.estimate import MACHINES, STEPS, TARGETS_US, Load, op_us, rows_of
@@ -33,10 +33,10 @@ def test_tables_are_those_of_the_kernels() -> None:
     """And the limits that they are made of are what the machine code has, neither more nor less."""
     require_disassembler()
     module = tool()
-    codes = module.read_kernels()
+    codes, hopper = module.read_kernels(), LIMITS[module.ARCH]
     for coded, codec in ((False, Codec.RAW), (True, Codec.FP8)):
-        found = {name: codes[coded][name].ahead[limits.load[0]] for name, limits in LIMITS[codec].items()}
-        told = {name: limits.load[1] for name, limits in LIMITS[codec].items()}
+        found = {name: codes[coded][name].ahead[limits.load[0]] for name, limits in hopper[codec].items()}
+        told = {name: limits.load[1] for name, limits in hopper[codec].items()}
         assert found == told
     assert module.generated(ROOT) == (ROOT / module.DOCUMENT).read_text(), "run python tools/estimates.py --write"
 
@@ -45,8 +45,10 @@ def test_a_changed_kernel_changes_the_tables(monkeypatch: pytest.MonkeyPatch) ->
     module = tool()
     before = module.launches_table()
     assert before.count("\n") == 1 + len(STEPS) + 3
-    slower = LIMITS[Codec.RAW] | {"combine_receive": Limits((16, 1), narrow=0, system_fences=None, barriers=4)}
-    monkeypatch.setitem(code_limits.LIMITS, Codec.RAW, slower)
+    slower = LIMITS["sm_90a"][Codec.RAW] | {
+        "combine_receive": Limits((16, 1), narrow=0, system_fences=None, barriers=4)
+    }
+    monkeypatch.setitem(LIMITS["sm_90a"], Codec.RAW, slower)
     after = module.launches_table()
     changed = [a.split("`")[1] for a, b in zip(before.split("\n"), after.split("\n"), strict=True) if a != b]
     assert changed == ["combine_receive"]
@@ -83,11 +85,17 @@ def test_what_limits_a_launch() -> None:
 
 
 def test_narrow_loads_take_their_latency_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    bytewise = LIMITS[Codec.FP8] | {"dispatch_receive": Limits((1, 1), None, None, 12)}
-    monkeypatch.setitem(code_limits.LIMITS, Codec.FP8, bytewise)
+    bytewise = LIMITS["sm_90a"][Codec.FP8] | {"dispatch_receive": Limits((1, 1), None, None, 12)}
+    monkeypatch.setitem(LIMITS["sm_90a"], Codec.FP8, bytewise)
     coded = estimate.estimate("dispatch_receive", Load(4096, coded=True), H200)
     assert coded.rows_s == pytest.approx(11 * 231 * 1.75e-6), "11 rows of a warp, 231 loads of a byte each, one by one"
     assert coded.bytes_per_sm == 512
+
+
+def test_each_gpu_has_what_its_machine_code_has_under_way() -> None:
+    load = Load(4096, coded=True)
+    kib = {m.name: estimate.estimate("dispatch_receive", load, m).bytes_per_sm // 1024 for m in MACHINES}
+    assert kib == {"H100": 64, "H200": 64, "B200": 32}
 
 
 def test_one_row_more_than_blocks_takes_little_longer() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ from click.testing import CliRunner, Result
 from device.jit_tools import require_compiler
 
 from moe_rt.cli import main
+from moe_rt.errors import InvalidConfig
 from moe_rt.gpucheck import child, compiling, network, run, serving
 from moe_rt.gpucheck.compiling import Variant
 from moe_rt.gpucheck.ptx import find_problems, read_orders
 from moe_rt.gpucheck.sass import find_disassembler
 from moe_rt.gpucheck.steps import STEPS, Check, Skipped, Step, Table, perform
+from moe_rt.native import gpu
+from moe_rt.native.gpu import Gpu
 
 SMALL = (Variant("kernels.cu", "F32", 20, 3), Variant("not_written.cu", "F32"))
 
@@ -76,7 +81,7 @@ INSTEAD = "without a GPU the kernels can be compiled: moe-rt gpucheck --compile-
     ("cuda", "count", "device", "said"),
     [
         (None, 0, "cuda:0", f"torch: got {torch.__version__}, a build without CUDA, expected one with it; {INSTEAD}"),
-        ("13.0", 0, "cuda:0", f"device: got cuda:0, but torch finds no GPU here; {INSTEAD}"),
+        ("13.0", 0, "cuda:0", f"device: got cuda:0, but torch can use no GPU here; torch says: No GPUs; {INSTEAD}"),
         ("13.0", 2, "cuda:2", "device: got cuda:2, expected cuda:0 to cuda:1"),
         ("13.0", 1, "cpu", "device: got cpu, expected cuda:0 to cuda:0"),
         ("13.0", 1, "the second", "device: got the second, expected cuda:0 to cuda:0"),
@@ -89,17 +94,60 @@ def test_without_the_gpu_it_says_so(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None if count else refuse("No GPUs"))
     result = call("--device", device)
     assert result.exit_code == 1
     assert result.output.startswith(f"Error: InvalidConfig: {said}")
     assert result.output.count("\n") == 1
 
 
-def test_hidden_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+def refuse(why: str) -> None:
+    raise RuntimeError(why)
+
+
+# As torch 2.13 says it.
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by"
+
+
+@pytest.mark.parametrize("visible", ["", "7", "MIG-c7384736-a75d-5afc-978f-d2f1294409fd"])
+def test_hidden_gpus_are_told(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "torch finds no GPU here with CUDA_VISIBLE_DEVICES='7'; without a GPU" in call().output
+    monkeypatch.setattr(torch.cuda, "init", lambda: refuse("No CUDA GPUs are available"))
+    said = f"torch says: No CUDA GPUs are available, with CUDA_VISIBLE_DEVICES={visible!r}"
+    assert f"torch can use no GPU here; {said}; without a GPU" in call().output
+    with pytest.raises(InvalidConfig, match=re.escape(f"expected a CUDA device that torch can use; {said}")):
+        Gpu()
+
+
+def test_a_driver_that_torch_finds_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPUs are counted all the same."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(
+        torch.cuda, "init", lambda: refuse(f"{TOO_OLD} (Triggered internally at CUDAFunctions.cpp:109.)")
+    )
+    assert f"torch can use no GPU here; torch says: {TOO_OLD}; without a GPU" in call().output
+    with pytest.raises(
+        InvalidConfig, match=re.escape(f"expected a CUDA device that torch can use; torch says: {TOO_OLD}")
+    ):
+        Gpu()
+
+
+def test_the_driver_is_asked_about_this_very_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is no other where CUDA_VISIBLE_DEVICES counts GPUs anew."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor word; do case $word in --id=*) echo "${word#--id=}, 1, 2, 3";; esac; done\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
+    known = SimpleNamespace(device=torch.device("cuda", 0), name="small", arch="sm_90a", num_sms=132, uuid="12-ab")
+    monkeypatch.setattr(gpu, "Gpu", lambda device: known)
+    assert run.gpu_card("cuda:0")["driver_version"] == "GPU-12-ab"
 
 
 def test_report_that_cannot_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

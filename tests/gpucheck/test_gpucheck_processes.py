@@ -40,6 +40,7 @@ def test_a_process_that_lives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.torch.version, "cuda", "13.0")
     monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(run.torch.cuda, "init", lambda: None)
     result = CliRunner().invoke(main, ["gpucheck", "--nproc", "8"])
     assert result.exit_code == 1
     assert result.output == (

@@ -9,7 +9,7 @@ from device.jit_tools import require_compiler
 
 from moe_rt.config.codec import Codec
 from moe_rt.gpucheck import compiling, sass
-from moe_rt.gpucheck.code_limits import LIMITED_ARCH, LIMITS, Limits, find_wrong
+from moe_rt.gpucheck.code_limits import LIMITS, Limits, find_wrong
 from moe_rt.gpucheck.compiling import LARGEST, compile_all
 from moe_rt.gpucheck.sass import MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check
@@ -83,6 +83,13 @@ def test_limits_are_compared() -> None:
         "small: got 1 fences of the system, expected 0 at most",
         "small: got 1 barriers, expected 0 at most",
     ]
+    kept = {"small": Limits((16, 0), narrow=0, system_fences=1, barriers=1, store=0, local=1)}
+    assert find_wrong({"small": of(fences)}, kept) == []
+    counts = "/*0000*/ MEMBAR.ALL.GPU ;\n/*0010*/ STL [R1], R4 ;\n/*0020*/ STL [R1], R4 ;\n"
+    assert find_wrong({"small": of(counts)}, kept) == [
+        "small: got 2 accesses to local memory, expected 1",
+        "small: got 1 fences of the device, expected 0 at most",
+    ]
     unlimited = {"small": Limits((16, 2), narrow=None, system_fences=None, barriers=1)}
     assert find_wrong({"small": of(AHEAD)}, unlimited) == []
     assert find_wrong({}, limits) == ["small: got no such kernel"]
@@ -106,20 +113,31 @@ LIMITED = tuple(v for v in compiling.VARIANTS if v.limited())
 
 
 @pytest.mark.timeout(1800)
-def test_kernels_are_as_expected() -> None:
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.sweep) for arch in ("sm_80", "sm_100a", "sm_120a"))]
+)
+def test_kernels_are_as_expected(arch: str) -> None:
     require_disassembler()
-    assert [v.codec for v in LIMITED if v.source == "kernels.cu"] == list(LIMITS)
+    assert [v.codec for v in LIMITED if v.source == "kernels.cu"] == list(LIMITS[arch])
     assert [v.codec for v in LIMITED if v.source == compiling.WHOLE] == [Codec.RAW, Codec.FP8]
     check = Check(None, seconds=1700)
-    compile_all((LIMITED_ARCH,), LIMITED, check, cache=True)
+    compile_all((arch,), LIMITED, check, cache=True)
     assert check.failures == []
     (table,) = (table for table in check.tables if table.title == "Machine code")
-    assert {row[5] for row in table.rows} >= LIMITS[Codec.RAW].keys()
+    assert {row[5] for row in table.rows} >= LIMITS[arch][Codec.RAW].keys()
+
+
+def test_limits_are_those_of_the_gpu() -> None:
+    hopper, blackwell = (LARGEST.limits(arch)["combine_send"] for arch in ("sm_90a", "sm_100a"))
+    assert (hopper.system_fences, blackwell.system_fences) == (1, 5)
+    coded = next(v for v in LIMITED if v.codec is Codec.FP8 and v.source == LARGEST.source)
+    assert [coded.limits(arch)["dispatch_receive"].local for arch in LIMITS] == [0, 0, 0, 10]
+    assert LARGEST.limits("sm_103a") == {}, "which nobody has looked at"
 
 
 def test_the_gate_fails_where_a_kernel_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     require_disassembler()
-    limits = LIMITS[Codec.RAW] | {"combine_send": Limits((16, 9), narrow=0, system_fences=1, barriers=6)}
-    monkeypatch.setitem(LIMITS, Codec.RAW, limits)
-    result = compiling.run_job(compiling.Job(LARGEST, LIMITED_ARCH, cache=True))
+    strict = Limits((16, 9), narrow=0, system_fences=1, barriers=6, device_fences=1)
+    monkeypatch.setitem(LIMITS["sm_90a"], Codec.RAW, LIMITS["sm_90a"][Codec.RAW] | {"combine_send": strict})
+    result = compiling.run_job(compiling.Job(LARGEST, "sm_90a", cache=True))
     assert result["wrong"] == ["combine_send: got 8 loads of 16 bytes before the first use, expected 9 at least"]

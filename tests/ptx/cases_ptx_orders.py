@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from conformance.cases_scaled_rows import PLAIN, make_scaled, open_buffer, play_scaled
 from device.test_network import closes_after_its_last_op, dispatches_in_a_row
 from harness import ThreadRanks
 from ptx.cases_ptx_failures import ACTS, outcomes_on
@@ -15,11 +17,13 @@ from ptx.modules import ptx_of
 from ptx.network import NetworkGpu
 from ptx.orders import Order, orders_of
 from ptx.test_ptx_failures import judge
-from rounds import full_round, rounds_in_a_row
-from routing import make_spec
+from rounds import CPU, full_round, one_round, rounds_in_a_row
+from routing import make_inputs, make_spec
 
+from moe_rt.errors import MoeRtError
 from moe_rt.native import cuda
 from moe_rt.native.launcher import NETWORK_THREADS, THREADS, kernel_defines
+from moe_rt.testing.rounds import check_bits
 
 # Waits of each op that fail.
 ACTS_APART = ("silent peer", "other op", "silent peer in backward")
@@ -46,7 +50,7 @@ def _aligned(gpu: PtxGpu) -> None:
     ThreadRanks(2, gpu).run(full_round, make_spec(2, expert_alignment=16), [12, 7], 1, "random")
 
 
-def _waits_apart(case: Callable[[PtxGpu], None]) -> Callable[[PtxGpu], None]:
+def waits_apart(case: Callable[[PtxGpu], None]) -> Callable[[PtxGpu], None]:
     def run(gpu: PtxGpu) -> None:
         apart_from, cuda.WAIT_APART_FROM = cuda.WAIT_APART_FROM, 8
         try:
@@ -74,6 +78,69 @@ def _three_ranks(gpu: PtxGpu) -> None:
     ThreadRanks(3, gpu).run(full_round, spec, [12, 7, 12], 1, "random")
 
 
+def _on_one_block(gpu: PtxGpu) -> None:
+    """A warp has several rows after one another, and the block that fetches has two sources."""
+    ThreadRanks(3, gpu).run(rounds_on_one_block)
+
+
+def rounds_on_one_block(group: Any) -> None:
+    spec = make_spec(3, placement=[e % 3 for e in range(9)])
+    with open_buffer(group, spec, num_sms=1) as buffer:
+        one_round(buffer, make_inputs(spec, [12, 7, 12], 1, "random"), 1)
+        inputs = make_inputs(spec, [12, 7, 12], 1)
+        play_scaled(buffer, inputs, make_scaled(PLAIN, inputs.num_tokens, 1), CPU, 1)
+
+
+def _refused_on_one_block(gpu: PtxGpu) -> None:
+    assert ThreadRanks(3, gpu).run(refused_on_one_block) == ["InvalidRouting"] * 3
+
+
+def refused_on_one_block(group: Any) -> str:
+    """The first of two sources has announced no lists."""
+    spec = make_spec(3)
+    inputs = make_inputs(spec, [12, 7, 12], 1)
+    with open_buffer(group, spec, num_sms=1) as buffer:
+        mine = [each[buffer.rank].clone() for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
+        if buffer.rank == 0:
+            mine[1][0, 0] = 99
+        try:
+            buffer.dispatch(*mine)
+            buffer.check()
+        except MoeRtError as error:
+            return type(error).__name__
+    return ""
+
+
+def backwards_in_a_row(group: Any) -> None:
+    """Of several combines, whose gradients nothing else orders; they are those of one pair after the other."""
+    spec = make_spec(2)
+    inputs = make_inputs(spec, [12, 7], 1)
+    with open_buffer(group, spec) as buffer:
+        x, idx, weights = (each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
+
+        def grads(pairs: int, at_once: bool) -> list[torch.Tensor]:
+            xs = [x.clone().requires_grad_() for _ in range(pairs)]
+            if not at_once:
+                for one in xs:
+                    recv_x, recv_weights, handle = buffer.dispatch(one, idx, weights)
+                    buffer.combine(recv_x, recv_weights, handle).square().sum().backward()
+            else:
+                sent = [buffer.dispatch(one, idx, weights) for one in xs]
+                outs = [buffer.combine(*each) for each in sent]
+                torch.stack(outs).square().sum().backward()
+            return [one.grad for one in xs if one.grad is not None]
+
+        expected = grads(1, at_once=False)
+        for grad in grads(5, at_once=True):
+            check_bits("grad_x", grad, expected[0])
+
+
+def _closing_slowly(gpu: Any) -> None:
+    with gpu.slow():
+        for _ in range(16):  # who is told that its peer has closed comes to no other meeting
+            ThreadRanks(2, gpu).run(closes_after_its_last_op, 1)
+
+
 @dataclass(frozen=True)
 class Kernels:
     """What is compiled from one source, for two ranks of `spec`.
@@ -98,6 +165,7 @@ class Kernels:
 
 
 NETWORK_SPEC = make_spec(2, placement=[e % 2 for e in range(9)])
+NETWORK_ALIGNED = make_spec(2, placement=[e % 2 for e in range(9)], expert_alignment=16)
 KERNELS = {
     "mapped": Kernels(
         "kernels.cu",
@@ -105,8 +173,8 @@ KERNELS = {
         {
             "a round": _round,
             "a round of aligned experts": _aligned,
-            "a round that waits apart": _waits_apart(_round),
-            **{f"{act}, who waits apart": _waits_apart(_fails(act)) for act in ACTS_APART},
+            "a round that waits apart": waits_apart(_round),
+            **{f"{act}, who waits apart": waits_apart(_fails(act)) for act in ACTS_APART},
             **{act: _fails(act) for act in ACTS},
             "rounds in a row": _in_a_row,
             "two tiles": _two_tiles,
@@ -118,8 +186,15 @@ KERNELS = {
         {
             "a round": _over_network(full_round, NETWORK_SPEC, [12, 7], 1, "random"),
             "a round with a peer that is mapped": _three_ranks,
+            "a round that waits apart": waits_apart(_over_network(full_round, NETWORK_SPEC, [12, 7], 1, "random")),
+            **{f"{act}, who waits apart": waits_apart(_fails(act)) for act in ACTS_APART},
             "dispatches in a row": _over_network(dispatches_in_a_row, 1),
+            "backwards in a row": _over_network(backwards_in_a_row),
             "closing after an op": _over_network(closes_after_its_last_op, 1),
+            "closing over a slow network": _closing_slowly,
+            "a round of aligned experts": _over_network(full_round, NETWORK_ALIGNED, [12, 7], 1, "random"),
+            "rounds on one block": _on_one_block,
+            "a refusal on one block": _refused_on_one_block,
             **{act: _fails(act) for act in ACTS_OVER_NETWORK},
             "rounds in a row": _over_network(rounds_in_a_row, NETWORK_SPEC, [12, 7], [5, 6], "random"),
         },
@@ -145,7 +220,16 @@ def noticed(which: str, order: Order, names: Sequence[str]) -> str:
             KERNELS[which].cases[name](gpu)
         except Exception as error:  # wrong bits and wrong errors are noticed, too
             return f"{name}: {gpu.fault() or repr(error)}"
+        if fault := gpu.fault():  # when memory went
+            return f"{name}: {fault}"
     return ""
+
+
+def fault_of(which: str, name: str) -> str:
+    """What is said of a case with all orders; nothing where all is right."""
+    gpu = KERNELS[which].make()
+    KERNELS[which].cases[name](gpu)
+    return gpu.fault()
 
 
 def orders(which: str, entry: str) -> list[Order]:

@@ -31,7 +31,7 @@ void Device::serve() {
     if (naps_in_a_row_ == 0) looked = 0, idle_since.reset();
     const bool idle = naps_in_a_row_ - looked > 4 * ready_.size();
     if (!flight.empty() && (idle || random() % kTurnsToArrive == 0)) flight.arrive(random());
-    if (!network.empty() && (idle || random() % kTurnsToArrive == 0)) network.arrive(random());
+    if (!network.empty() && (idle || (!network.slow && random() % kTurnsToArrive == 0))) network.arrive(random());
     if (!idle || ready_.empty()) continue;
     looked = naps_in_a_row_;
     if (!idle_since) idle_since = Clock::now();
@@ -56,28 +56,39 @@ void Device::tell_hosts() {
 void Device::start_blocks() {
   if (dead_) return;
   for (auto& stream : streams_) {
-    if (!stream->running && !stream->queue.empty()) {
-      auto launch = stream->queue.front();
-      stream->queue.pop_front();
-      auto running = std::make_unique<Running>();
-      running->launch = launch;
-      running->stream = uint32_t(&stream - streams_.data());
-      running->number = stream->done;
-      running->before = stream->clock;
-      running->before.join(launch->before, names);
-      running->after = running->before;
-      stream->running = std::move(running);
-    }
+    const auto may_begin = [&] {
+      if (stream->queue.empty() || stream->running.empty()) return !stream->queue.empty();
+      const Running& last = *stream->running.back();
+      return stream->queue.front()->early && last.lets_next == last.launch->blocks;
+    };
+    while (may_begin()) begin_launch(*stream);
   }
   // As a GPU does: whatever comes first takes the room.
   for (auto& stream : streams_) {
-    Running* const running = stream->running.get();
-    while (running && running->next_block < running->launch->blocks && resident_.size() < room_) start_block(*stream);
+    for (auto& running : stream->running) {
+      while (running->next_block < running->launch->blocks && resident_.size() < room_) start_block(*running);
+    }
   }
 }
 
-void Device::start_block(Stream& stream) {
-  Running& running = *stream.running;
+// One that may begin early knows nothing of the one before until it has awaited its end, whether or not that has ended.
+void Device::begin_launch(Stream& stream) {
+  auto launch = stream.queue.front();
+  stream.queue.pop_front();
+  auto running = std::make_unique<Running>();
+  running->launch = launch;
+  for (uint32_t i = 0; i < streams_.size(); ++i) {
+    if (streams_[i].get() == &stream) running->stream = i;
+  }
+  running->number = stream.begun++;
+  stream.early += !stream.running.empty();
+  running->before = launch->early ? stream.before : stream.clock;
+  running->before.join(launch->before, names);
+  stream.before = running->after = running->before;
+  stream.running.push_back(std::move(running));
+}
+
+void Device::start_block(Running& running) {
   const Launch& launch = *running.launch;
   const Entry& entry = *launch.entry;
   auto block = std::make_unique<Block>();
@@ -136,6 +147,7 @@ void Device::enter() {
   Warp& warp = block.warps[lane.ids.tid / 32];
   const uint32_t bit = 1u << lane.ids.tid % 32;
   leave_copies(lane);
+  if (block.of->launch->early && !lane.awaited) device.fail(lane, "a lane ends that has not awaited the launch before");
   if (block.at_barrier > 0) device.fail(lane, "barrier divergence: a lane ends while others wait at a barrier");
   if (warp.mask & bit) device.fail(lane, "wrong mask: a lane ends that its warp waits for");
   warp.gone |= bit;
@@ -160,14 +172,32 @@ void Device::end_block(Block& block) {
   Running& running = *block.of;
   running.after.join(block.clock, names);
   for (const Warp& warp : block.warps) running.after.join(warp.clock, names);
+  if (!block.lets_next) ++running.lets_next;
   resident_.erase(block.uid);
   if (++running.finished < running.launch->blocks) return;
   Stream& stream = *streams_[running.stream];
   stream.clock.join(running.after, names);
   stream.clock.learn_launch(running.stream, running.number);
   ++stream.done;
-  stream.running.reset();
+  stream.running.pop_front();
+  for (auto& [uid, other] : resident_) {
+    if (stream.running.empty() || other->of != stream.running.front().get()) continue;
+    for (Lane& lane : other->lanes) {
+      if (lane.state == State::kAwaitsLaunch) make_ready(lane);
+    }
+  }
   tell_hosts();
+}
+
+void Device::await_launch_before(Lane& lane) {
+  const Running& running = *lane.block->of;
+  Stream& stream = *streams_[running.stream];
+  while (stream.running.front().get() != &running) {
+    lane.state = State::kAwaitsLaunch;
+    pause(lane);
+  }
+  learned(lane).join(stream.clock, names);
+  lane.awaited = true;
 }
 
 void Device::check_deadlock() {

@@ -25,12 +25,13 @@ struct Launch {
   const Entry* entry;
   uint32_t blocks, threads, dynamic_bytes;
   std::vector<char> params;  // one after the other
+  bool early;                // may begin before the one before it has ended, for whose end its lanes wait
   Clock before = {};         // what the thread that launched it had waited for
 };
 
 struct Block;
 
-enum class State { kFresh, kReady, kAtBarrier, kInWarp, kDone };
+enum class State { kFresh, kReady, kAtBarrier, kInWarp, kAwaitsLaunch, kDone };
 
 struct Lane {
   Block* block = nullptr;
@@ -40,10 +41,12 @@ struct Lane {
   char* stack = nullptr;
   int patience = 0;  // accesses until others have a turn
   int site = 0;
-  bool napped = false;  // and has written nothing since: it waits, or has just seen what it waited for
+  bool awaited = false;  // the launch before
+  bool napped = false;   // and has written nothing since: it waits, or has just seen what it waited for
   uint16_t releases = 0;
   std::unique_ptr<Clock> learned;  // since the last barrier
   std::vector<char> local;
+  std::vector<Moment> fetched;       // by the network, and not settled yet
   std::unique_ptr<Started> started;  // copies
   uint32_t given = 0, got[32] = {};  // to and from a warp's collective
 };
@@ -64,7 +67,8 @@ struct Block {
   uint32_t alive, at_barrier = 0, blocked = 0;
   uint16_t barriers = 0;
   int barrier_site = 0;
-  Clock clock;  // of every lane since the last barrier
+  bool lets_next = false;  // begin
+  Clock clock;             // of every lane since the last barrier
   std::vector<char> shared;
   Shadow shadow;
   std::map<uint64_t, Mbarrier> mbarriers;  // by offset in shared memory
@@ -75,7 +79,7 @@ struct Block {
 // A launch whose blocks are being run.
 struct Running {
   std::shared_ptr<const Launch> launch;
-  uint32_t stream, number, next_block = 0, finished = 0;
+  uint32_t stream, number, next_block = 0, finished = 0, lets_next = 0;
   Clock before, after;
 };
 
@@ -88,9 +92,10 @@ struct Past {
 
 struct Stream {
   std::deque<std::shared_ptr<const Launch>> queue;
-  std::unique_ptr<Running> running;
-  uint32_t queued = 0, done = 0;
-  Clock clock;
+  std::deque<std::unique_ptr<Running>> running;  // more than one where launches begin early
+  uint32_t queued = 0, begun = 0, done = 0, early = 0;
+  Clock clock;   // of launches that have ended
+  Clock before;  // the launch that began last
   bool capturing = false;
   std::vector<std::shared_ptr<const Launch>> captured;
 };
@@ -102,9 +107,11 @@ class Device {
   // What tests set before a launch: the order of turns, how many blocks run at once, and whether time passes by itself.
   void configure(uint64_t seed, uint32_t room, bool real_time);
   void wind(int64_t ns);
+  void slow_network(bool slow);  // puts arrive when somebody waits for them, or all lanes only wait
   std::string report();
   uint64_t accesses() const { return accesses_; }
   uint64_t facts();  // of the clock that holds most
+  uint32_t early();  // launches that began before the one before had ended
 
   uint32_t make_stream();
   void launch(uint32_t stream, std::shared_ptr<Launch> launch);
@@ -125,6 +132,7 @@ class Device {
   std::string describe(const Record& record) const;
   void pause(Lane& lane);  // comes back when it is this lane's turn again
   void make_ready(Lane& lane);
+  void await_launch_before(Lane& lane);
   bool ordered(Lane& lane, const Record& earlier, const Record& mine) const;
   bool knows(const Lane& lane, const Moment& m, Proxy proxy) const;
   Clock knowledge(const Lane& lane) const;
@@ -147,7 +155,8 @@ class Device {
   void tell_hosts();
   bool hosts_are_gone();
   void start_blocks();
-  void start_block(Stream& stream);
+  void begin_launch(Stream& stream);
+  void start_block(Running& running);
   void run(size_t turn);
   void end_lane(Lane& lane);
   void end_block(Block& block);

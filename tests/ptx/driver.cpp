@@ -92,17 +92,44 @@ unsigned most_shared(const Entry* entry) {
   return found == granted.end() ? kMostShared : std::max(kMostShared, found->second);
 }
 
-Result cuLaunchKernel(const Entry* entry, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                      unsigned shared, void* stream, void** params, void** extra) {
+Result launch(const Entry* entry, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+              unsigned shared, void* stream, void** params, void** extra, bool early) {
   if (const Result dead = alive()) return dead;
   if (gx == 0 || gy != 1 || gz != 1 || bx == 0 || by != 1 || bz != 1 || bx > entry->max_threads) return kInvalidValue;
   if (entry->static_bytes + shared > most_shared(entry) || extra || !stream) return kInvalidValue;
-  auto launch = std::make_shared<Launch>(Launch{entry, gx, bx, shared, {}});
+  auto launch = std::make_shared<Launch>(Launch{entry, gx, bx, shared, {}, early});
   for (uint32_t i = 0; i < entry->num_params; ++i) {
     const auto* const from = static_cast<const char*>(params[i]);
     launch->params.insert(launch->params.end(), from, from + entry->param_bytes[i]);
   }
   return Device::get().launch(index_of(stream), std::move(launch)), kSuccess;
+}
+
+Result cuLaunchKernel(const Entry* entry, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                      unsigned shared, void* stream, void** params, void** extra) {
+  return launch(entry, gx, gy, gz, bx, by, bz, shared, stream, params, extra, false);
+}
+
+// As in cuda.h.
+struct Attribute {
+  int id, unused;
+  int value[16];
+};
+struct Config {
+  unsigned gx, gy, gz, bx, by, bz, shared;
+  void* stream;
+  const Attribute* attributes;
+  unsigned num_attributes;
+};
+
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and no other.
+Result cuLaunchKernelEx(const Config* c, const Entry* entry, void** params, void** extra) {
+  bool early = false;
+  for (unsigned i = 0; i < c->num_attributes; ++i) {
+    if (c->attributes[i].id != 6) return kInvalidValue;
+    early = c->attributes[i].value[0] != 0;
+  }
+  return launch(entry, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, params, extra, early);
 }
 
 Result cuStreamCreate(void** stream, unsigned) {
@@ -140,6 +167,7 @@ struct {
     KNOWN(cuStreamBeginCapture), KNOWN(cuStreamIsCapturing),
     KNOWN(cuStreamEndCapture),   KNOWN(cuGraphInstantiateWithFlags),
     KNOWN(cuGraphLaunch),        KNOWN(cuFuncSetAttribute),
+    KNOWN(cuLaunchKernelEx),
 };
 
 }  // namespace
@@ -159,6 +187,7 @@ Result cuGetProcAddress(const char* name, void** function, int version, unsigned
 }
 
 void ptx_configure(uint64_t seed, uint32_t room, bool real_time) { Device::get().configure(seed, room, real_time); }
+void ptx_slow_network(bool slow) { Device::get().slow_network(slow); }
 void ptx_wind(int64_t ns) { Device::get().wind(ns); }
 void* ptx_allocate(uint64_t bytes) { return Device::get().allocate(bytes); }
 void ptx_free(void* memory) { Device::get().free(memory); }
@@ -168,6 +197,7 @@ void ptx_join_network(const uint64_t* begins, uint32_t num_ranks, uint32_t rank,
 bool ptx_narrow(uint64_t begin, uint64_t bytes) { return Device::get().narrow(begin, bytes); }
 uint64_t ptx_accesses() { return Device::get().accesses(); }
 uint64_t ptx_facts() { return Device::get().facts(); }
+uint32_t ptx_early() { return Device::get().early(); }
 // What was found, or nothing; the text stays until the next call of this thread.
 const char* ptx_report() {
   thread_local std::string text;

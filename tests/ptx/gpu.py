@@ -51,6 +51,7 @@ def load() -> ctypes.CDLL:
     library.ptx_reached.restype = ctypes.c_char_p
     library.ptx_accesses.restype = ctypes.c_uint64
     library.ptx_facts.restype = ctypes.c_uint64
+    library.ptx_early.restype = ctypes.c_uint32
     ctypes.CDLL(str(allocator)).ptx_take_over()
     return library
 
@@ -145,6 +146,10 @@ class PtxGpu(gpu.Gpu):
     def facts(self) -> int:
         """How much is known, at most, of what has happened before."""
         return int(self._library.ptx_facts())
+
+    def early(self) -> int:
+        """How many launches began before the one before in their stream had ended."""
+        return int(self._library.ptx_early())
 
     def fault(self) -> str:
         """What was found, or nothing."""

@@ -55,6 +55,11 @@ void Device::wind(int64_t ns) {
   wound_ns_ += uint64_t(ns);
 }
 
+void Device::slow_network(bool slow) {
+  const Host host(*this);
+  network.slow = slow;
+}
+
 uint64_t Device::clock_ns() const {
   using std::chrono::nanoseconds, std::chrono::steady_clock;
   const auto now = std::chrono::duration_cast<nanoseconds>(steady_clock::now().time_since_epoch());
@@ -71,6 +76,13 @@ uint64_t Device::facts() {
   size_t most = 0;
   for (const auto& stream : streams_) most = std::max(most, stream->clock.size());
   return most;
+}
+
+uint32_t Device::early() {
+  const Host host(*this);
+  uint32_t launches = 0;
+  for (const auto& stream : streams_) launches += stream->early;
+  return launches;
 }
 
 bool Device::dead() {
@@ -135,7 +147,12 @@ void* Device::allocate(uint64_t bytes) {
 void Device::free(void* address) {
   const Host host(*this);
   const auto begin = reinterpret_cast<uint64_t>(address);
-  if (const Extent* const extent = memory.below(begin)) network.arrive_at(begin, extent->bytes);
+  if (const Put* const put = dead_ ? nullptr : network.under_way_to(begin, memory.bytes_at(begin))) {
+    report_ = std::string("freed too early: memory to which a put is under way, of ") + past_[put->clock].entry->name;
+    dead_ = true;
+    ready_.clear();
+    tell_hosts();
+  }
   memory.free(begin);
 }
 

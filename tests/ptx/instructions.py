@@ -288,6 +288,10 @@ _HANDLERS: dict[str, Callable[..., str | None]] = {
     "shfl": _shuffle,
     "redux": _reduce,
     "nanosleep": _sleep,
+    "griddepcontrol": _either(
+        _exactly(["launch_dependents"], (), "ptx_let_next_begin(lane, {site});"),
+        _exactly(["wait"], (), "ptx_await_launch_before(lane, {site});"),
+    ),
     "mbarrier": bulk.mbarrier,
     "cp": bulk.copy,
     "fence": bulk.fence,

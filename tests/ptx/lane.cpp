@@ -183,6 +183,21 @@ uint32_t ptx_reduce_max(Lane& lane, uint32_t value, uint32_t mask, int site) {
   return most;
 }
 
+// The first lane of a block speaks for all.
+void ptx_let_next_begin(Lane& lane, int site) {
+  lane.site = site;
+  ptx::Block& block = *lane.block;
+  if (!block.lets_next) block.lets_next = true, ++block.of->lets_next;
+}
+
+void ptx_await_launch_before(Lane& lane, int site) {
+  lane.site = site;
+  lane.napped = false;
+  Device& device = Device::get();
+  device.pause(lane);
+  if (!ptx::is_muted(lane, site)) device.await_launch_before(lane);
+}
+
 void ptx_sleep(Lane& lane, int site) {
   lane.site = site;
   lane.napped = true;

@@ -52,6 +52,9 @@ void ptx_barrier(ptx::Lane& lane, int site);
 ptx::Shuffled ptx_shuffle(ptx::Lane& lane, uint32_t value, uint32_t by, uint32_t clamp, uint32_t mask, int site);
 uint32_t ptx_reduce_max(ptx::Lane& lane, uint32_t value, uint32_t mask, int site);
 void ptx_warp_barrier(ptx::Lane& lane, uint32_t mask, int site);
+// Launches that depend on each other: griddepcontrol.
+void ptx_let_next_begin(ptx::Lane& lane, int site);
+void ptx_await_launch_before(ptx::Lane& lane, int site);
 void ptx_sleep(ptx::Lane& lane, int site);
 uint64_t ptx_clock(ptx::Lane& lane);
 // Where the lane's local and the block's shared memory begin, as generic addresses.

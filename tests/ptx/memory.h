@@ -68,6 +68,12 @@ class Memory {
     return offset < last_->bytes && bytes <= last_->bytes - offset ? last_ : nullptr;
   }
 
+  // Of what was allocated there, whatever parts of it may be accessed.
+  uint64_t bytes_at(uint64_t begin) const {
+    const auto block = blocks_.find(begin);
+    return block == blocks_.end() ? 0 : block->second.bytes;
+  }
+
   // The nearest extent below an address, for reports.
   const Extent* below(uint64_t address) const {
     const auto after = extents_.upper_bound(address);

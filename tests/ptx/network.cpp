@@ -10,6 +10,8 @@
 namespace ptx {
 namespace {
 
+constexpr int kTurnsOfSlow = 64;
+
 bool within(uint64_t address, uint64_t bytes, uint64_t begin, uint64_t size) {
   return address >= begin && address - begin <= size && bytes <= size - (address - begin);
 }
@@ -66,14 +68,17 @@ uint64_t Network::there(Lane& lane, uint64_t here, uint64_t bytes, uint32_t pe) 
 void Network::get(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32_t pe) {
   own(lane, to, bytes);
   const char* const source = through_card(lane, there(lane, from, bytes, pe), bytes, kRead);
-  std::memmove(through_card(lane, to, bytes, kWrite), source, bytes);
+  const Moment moment = next_of(lane, kGets);
+  written(lane, moment, to, uint32_t(bytes), kWrite);
+  std::memmove(reinterpret_cast<void*>(to), source, bytes);
+  lane.fetched.push_back(moment);
 }
 
 // The row's puts are ordered after those that were there before, by quiet, by a fence or by what peers have told.
-void Network::written(Lane& lane, const Put& put, uint64_t to, uint32_t bytes, uint32_t how) const {
+void Network::written(Lane& lane, const Moment& moment, uint64_t to, uint32_t bytes, uint32_t how) const {
   Device& device = Device::get();
   const Place place = find(lane, kGlobal, to, bytes, how, 1);
-  const Record mine{{put.clock, put.number, put.number, 0, 0}, uint16_t(how), lane.site}, own = record_of(lane, how);
+  const Record mine{moment, uint16_t(how), lane.site}, own = record_of(lane, how);
   const auto ordered = [&](const Record& earlier) {
     if (device.past(earlier.moment.block).owner != kNobody) return device.ordered(lane, earlier, own);
     return device.knows(lane, earlier.moment, kLanes) || device.knows(lane, earlier.moment, kNetwork);
@@ -82,15 +87,20 @@ void Network::written(Lane& lane, const Put& put, uint64_t to, uint32_t bytes, u
                       [&](const Record& other) { report_race(lane, place, how, other, nullptr); });
 }
 
-Put& Network::hand_over(Lane& lane, uint64_t to, const void* data, uint64_t bytes, bool is_signal) {
-  Device& device = Device::get();
+Moment Network::next_of(Lane& lane, Kind kind) {
   const Block& block = *lane.block;
-  Numbered& clock = clocks_[{block.of->stream, block.index, lane.ids.tid / 32, is_signal}];
-  if (clock.clock == 0) clock.clock = device.name_puts(lane);
-  if (clock.next >= kWholeWarp) device.fail(lane, "a warp has put more than the tool can count");
+  Numbered& clock = clocks_[{block.of->stream, block.index, lane.ids.tid / 32, kind}];
+  if (clock.clock == 0) clock.clock = Device::get().name_puts(lane);
+  if (clock.next >= kWholeWarp) Device::get().fail(lane, "a warp has put more than the tool can count");
+  const uint16_t number = clock.next++;
+  return {clock.clock, number, number, 0, 0};
+}
+
+Put& Network::hand_over(Lane& lane, uint64_t to, const void* data, uint64_t bytes, bool is_signal) {
+  const Moment moment = next_of(lane, is_signal ? kSignals : kRows);
   const auto* const begin = static_cast<const char*>(data);
-  puts_.push_back(std::make_unique<Put>(Put{block.of->stream, device.now(lane), clock.clock, clock.next++, is_signal,
-                                            to, std::vector<char>(begin, begin + bytes)}));
+  puts_.push_back(std::make_unique<Put>(Put{lane.block->of->stream, Device::get().now(lane), moment.block, moment.lane,
+                                            is_signal, to, std::vector<char>(begin, begin + bytes)}));
   ++under_way_;
   return *puts_.back();
 }
@@ -100,13 +110,13 @@ void Network::put(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32
   const uint64_t target = there(lane, to, bytes, pe);
   const char* const source = through_card(lane, from, bytes, kRead);
   const Put& put = hand_over(lane, target, source, bytes, false);
-  written(lane, put, target, uint32_t(bytes), kWrite);
+  written(lane, put.name(), target, uint32_t(bytes), kWrite);
 }
 
 void Network::put_word(Lane& lane, uint64_t to, uint64_t word, uint32_t bytes, bool is_signal, uint32_t pe) {
   const uint64_t target = there(lane, to, bytes, pe);
   const Put& put = hand_over(lane, target, &word, bytes, is_signal);
-  written(lane, put, target, bytes, kWrite | kAtomic | kSystem);
+  written(lane, put.name(), target, bytes, kWrite | kAtomic | kSystem);
 }
 
 void Network::put_signal(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint64_t flag, uint64_t value,
@@ -116,8 +126,8 @@ void Network::put_signal(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes,
   Clock tells = Device::get().knowledge(lane).as_seen_by(kNetwork);
   const char* const source = through_card(lane, from, bytes, kRead);
   Put& put = hand_over(lane, target, source, bytes, true);
-  written(lane, put, target, uint32_t(bytes), kWrite);
-  written(lane, put, flag_there, sizeof(value), kWrite | kAtomic | kSystem);
+  written(lane, put.name(), target, uint32_t(bytes), kWrite);
+  written(lane, put.name(), flag_there, sizeof(value), kWrite | kAtomic | kSystem);
   tells.learn_copy(kLanes, put.clock, put.number);
   put.flag = flag_there, put.value = value, put.tells = std::move(tells);
 }
@@ -142,7 +152,7 @@ void Network::quiet(Lane& lane) {
     }
     if (late.empty()) break;
     arrive(*late[device.random() % late.size()]);
-    device.pause(lane);  // peers look now
+    for (int turn = 0; turn < (slow ? kTurnsOfSlow : 1); ++turn) device.pause(lane);  // peers look now
   }
   const Record mine = record_of(lane, kWrite);
   std::erase_if(puts_, [&](const auto& put) {
@@ -185,10 +195,11 @@ void Network::arrive(uint64_t random) {
   }
 }
 
-void Network::arrive_at(uint64_t begin, uint64_t bytes) {
+const Put* Network::under_way_to(uint64_t begin, uint64_t bytes) const {
   for (const auto& put : puts_) {
-    if (!put->arrived && within(put->to, 1, begin, bytes)) arrive(*put);
+    if (!put->arrived && within(put->to, 1, begin, bytes)) return put.get();
   }
+  return nullptr;
 }
 
 }  // namespace ptx
@@ -249,6 +260,10 @@ void ptx_network_fence(Lane& lane, int site) {
 void ptx_show_network(Lane& lane, int site) {
   lane.site = site;
   if (ptx::is_muted(lane, site)) return;
+  for (const ptx::Moment& get : lane.fetched) {
+    Device::get().learned(lane).learn_copy(ptx::kLanes, get.block, get.lane);
+  }
+  lane.fetched.clear();
   const ptx::Clock all = Device::get().knowledge(lane);
   ++lane.releases;
   Device::get().learned(lane).show(all, ptx::kNetwork);

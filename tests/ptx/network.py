@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 from ptx.gpu import PtxGpu
@@ -22,6 +24,13 @@ class NetworkGpu(PtxGpu):
         super().__init__(**how)
         self._unreachable = UNREACHABLE[unreachable]
         nvshmem.register_module = lambda module: None
+
+    @contextlib.contextmanager
+    def slow(self) -> Iterator[None]:
+        """What is put arrives when somebody waits for it, or when all lanes only wait."""
+        self._library.ptx_slow_network(True)
+        yield
+        self._library.ptx_slow_network(False)
 
     def _allocate(self, rendezvous: Any, num_bytes: int, *rest: Any) -> Any:
         """As loopback.allocate, of symmetric memory."""

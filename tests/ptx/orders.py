@@ -12,7 +12,9 @@ from moe_rt.native import jit
 _FILE = re.compile(r"\.file\s+(\d+) \"(.*)\"")
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?")
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
-_ORDER = re.compile(r"\s(bar\.sync|bar\.warp\.sync|fence\.acq_rel|atom\.\w+\.acq_rel|ld\.acquire|st\.release)\b")
+_ORDER = re.compile(
+    r"\s(griddepcontrol\.wait|bar\.sync|bar\.warp\.sync|fence\.acq_rel|atom\.\w+\.acq_rel|ld\.acquire|st\.release)\b"
+)
 _CALL = re.compile(r"(nvshmem_quiet|nvshmem_fence)\b")  # which ends lines later
 # Whose lines say nothing of what is ordered.
 _BETWEEN = ("device/machine.h", "protocol/core/atomics.h")

@@ -8,27 +8,25 @@ from ptx.orders import Order
 
 
 class NotNeeded(NamedTuple):
-    """Instructions of a kind that a line of source asks for, in some kernels or in all."""
+    """Instructions of a kind that a line of source asks for, in some kernels, in all, or in all but some."""
 
     text: str
     place: str
     why: str
     entries: tuple[str, ...] = ()
+    but: tuple[str, ...] = ()
 
     def speaks_of(self, kernels: str, order: Order) -> bool:
-        of_entry = not self.entries or f"{kernels} {order.entry}" in self.entries
+        entry = f"{kernels} {order.entry}"
+        of_entry = (not self.entries or entry in self.entries) and entry not in self.but
         return of_entry and order.place == self.place and order.text.startswith(self.text)
 
 
-_WAITS = tuple(f"mapped {op}_wait" for op in ("dispatch", "combine", "combine_backward"))
+_WAITS = tuple(
+    f"{kernels} {op}_wait" for kernels in ("mapped", "network") for op in ("dispatch", "combine", "combine_backward")
+)
 
 NOT_NEEDED = (
-    NotNeeded(
-        "bar.sync",
-        "device/exchange.h: complete(c.state->windows.next(kind)); block.sync();",
-        "what a dispatch completes are lists that it pushes, where all peers are mapped; nothing is completed here",
-        ("mapped combine_send", "mapped combine_backward_send", "network dispatch_send"),
-    ),
     NotNeeded(
         "bar.sync",
         "device/exchange.h: if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine)); block.sync();",
@@ -43,7 +41,14 @@ NOT_NEEDED = (
     NotNeeded(
         "bar.sync",
         "device/exchange.h: m.block().sync();  // before the flag says something else",
-        "another comes before the flag's next value, but in dispatch_fetch: see test_ptx_network.py",
+        "another comes before the flag's next value",
+        but=("network dispatch_fetch",),
+    ),
+    NotNeeded(
+        "nvshmem_fence",
+        "device/kernels_rdma.cu: __device__ void fence() const { nvshmem_fence(); }",
+        "every warp has called quiet in this launch, and with it has waited for the combine's signal before",
+        ("network combine_send",),
     ),
     NotNeeded(
         "st.release",

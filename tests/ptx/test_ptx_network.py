@@ -9,6 +9,7 @@ import pytest
 import torch
 from device.jit_tools import require_compiler
 from device.test_network import closes_after_its_last_op, dispatches_in_a_row
+from ptx import cases_ptx_orders as cases
 from ptx.gpu import PtxFault
 from ptx.isolated import isolated, run_on
 from ptx.modules import ARCH, HERE, sources_with
@@ -56,6 +57,27 @@ def test_closing_does_not_overtake_the_last_signal() -> None:
     isolated(on_two_ranks, None, closes_after_its_last_op, 2)
 
 
+@pytest.mark.parametrize(
+    "name", ["backwards in a row", "closing over a slow network", "rounds on one block", "a refusal on one block"]
+)
+def test_cases_that_orders_are_taken_from(name: str) -> None:
+    """Nothing is reported of them with all orders there."""
+    assert isolated(cases.fault_of, "network", name) == ""
+
+
+def test_a_row_that_is_overwritten_while_it_is_put() -> None:
+    """A warp meets behind each row that it puts: another of its rows is summed in the same place."""
+    (order,) = [o for o in cases.orders("network", "combine_send") if "net_.put(" in o.place]
+    said = isolated(cases.noticed, "network", order, ["rounds on one block"])
+    assert "race on global memory" in said
+
+
+def test_memory_that_goes_while_something_is_put_there() -> None:
+    """A rank that closes waits for its last puts."""
+    last = [o for o in cases.orders("network", "leave") if o.text == "nvshmem_quiet"][-1]
+    assert "freed too early" in isolated(cases.noticed, "network", last, ["closing after an op"])
+
+
 def test_functions_are_those_of_nvshmem() -> None:
     require_compiler()
     files = {name: (HERE / name).read_text() for name in ("nvshmem_functions.h", "nvshmem_check.cu")}
@@ -100,6 +122,8 @@ PLANTED: dict[str, tuple[Callable[[str], str], tuple[Any, ...], str]] = {
         "race on shared memory",
     ),
     "a row read before it is here": (without("dispatch_receive", MEETING), ROUND, "race on global memory"),
+    "rows not settled": (without("combine_backward_receive", FENCE), ROUND, "race on global memory"),
+    "lists not settled": (without("dispatch_fetch", FENCE), ROUND, "race on global memory"),
     "a row put before it is summed": (without("combine_send", MEETING), ROUND, "race on global memory"),
 }
 

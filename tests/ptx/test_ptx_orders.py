@@ -10,8 +10,10 @@ from ptx.orders_not_needed import NOT_NEEDED
 
 OPS = ("dispatch", "combine", "combine_backward")
 LAUNCHES = (*(f"{op}_{half}" for op in OPS for half in ("send", "wait", "receive")), "abort_group", "leave")
-# Of the network kernels, the first; test_ptx_network.py takes some orders of the others away.
-ENTRIES = [*(("mapped", entry) for entry in LAUNCHES), ("network", "dispatch_send")]
+ENTRIES = [
+    *((kernels, entry) for kernels in cases.KERNELS for entry in LAUNCHES),
+    ("network", "dispatch_fetch"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,10 @@ struct MappedLink {
   MOE_RT_FN void poison(const World& w, int peer, uint64_t word) const {
     replace_acq_rel(w.poison(peer), uint64_t{0}, word);
   }
-  MOE_RT_FN void close(const World& w, int peer, Kind kind) const { post_closed(w.mailbox(peer, kind, w.rank)); }
+  MOE_RT_FN void close(const World& w, int peer) const {
+    post_closed(w.mailbox(peer, Kind::kDispatch, w.rank));
+    post_closed(w.mailbox(peer, Kind::kCombine, w.rank));
+  }
 };
 
 }  // namespace moe_rt
