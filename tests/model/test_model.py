@@ -146,9 +146,9 @@ REFUTED_TWO_LEVEL = [
     ("NODES=22 RUN=1 OPS=2 ORDER_OF_ALL", "blamed_in_vain"),
 ]
 
-# Again, dispatch and combine that alternate acknowledge each other, and silent ranks show in the third dispatch in a row. With a
-# rank on each node nothing is passed on, so that nothing can be hidden, overtaken or watched in the wrong place; with three
-# ranks, one that dies while it poisons has told the only one that is left.
+# Again, dispatch and combine that alternate acknowledge each other, and silent ranks show in the third dispatch in a
+# row. With a rank on each node nothing is passed on, so that nothing can be hidden, overtaken or watched in the wrong
+# place; with three ranks, one that dies while it poisons has told the only one that is left.
 UNSEEN_TWO_LEVEL = [
     "NODES=22 RUN=1 OPS=12 SINGLE=FORWARDED",
     "NODES=22 RUN=1 OPS=12 SINGLE=SUMS",
