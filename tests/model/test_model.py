@@ -97,6 +97,8 @@ HOLDS_TWO_LEVEL = [
     "NODES=22 RUN=3 OPS=6 ONE_WAY",
     "NODES=22 ANY_ORDER OPS=3",
     "NODES=22 RUN=1 OPS=2 REFUSE",
+    "NODES=22 RUN=1 OPS=2 RAISE",
+    "NODES=22 RUN=1 OPS=2 DIE",
     "NODES=22 RUN=1 OPS=3 CLOSE",
     "NODES=22 RUN=1 OPS=3 SWAP",
     "NODES=111 RUN=2 OPS=8",
@@ -112,9 +114,10 @@ HOLDS_TWO_LEVEL = [
 LONGER_TWO_LEVEL = [
     "NODES=22 ANY_ORDER OPS=5",
     "NODES=22 RUN=1 OPS=3 REFUSE",
-    "NODES=22 RUN=1 OPS=2 RAISE",
-    "NODES=22 RUN=1 OPS=2 DIE",
-    "NODES=22 RUN=2 OPS=2 DIE",
+    "NODES=22 RUN=1 OPS=3 RAISE",
+    "NODES=22 RUN=2 OPS=3 DIE",
+    "NODES=13 RUN=1 OPS=2 RAISE",
+    "NODES=13 RUN=1 OPS=2 DIE",
     "NODES=13 ANY_ORDER OPS=4",
 ]
 
@@ -146,15 +149,17 @@ REFUTED_TWO_LEVEL = [
     ("NODES=22 RUN=1 OPS=2 ORDER_OF_ALL", "blamed_in_vain"),
 ]
 
-# Again, dispatch and combine that alternate acknowledge each other, and silent ranks show in the third dispatch in a row. With a
-# rank on each node nothing is passed on, so that nothing can be hidden, overtaken or watched in the wrong place; with three
-# ranks, one that dies while it poisons has told the only one that is left.
+# Again, dispatch and combine that alternate acknowledge each other, and silent ranks show in the third dispatch in a
+# row. With a rank on each node nothing is passed on, so that nothing can be hidden, overtaken or watched in the wrong
+# place; with three ranks, one that dies while it poisons has told the only one that is left.
 UNSEEN_TWO_LEVEL = [
     "NODES=22 RUN=1 OPS=12 SINGLE=FORWARDED",
     "NODES=22 RUN=1 OPS=12 SINGLE=SUMS",
     "NODES=22 RUN=1 OPS=12 NOT_FOR_NEIGHBOURS=D",
     "NODES=22 RUN=2 OPS=4 ONE_WAY SKIP_SILENT",
     "NODES=111 RUN=2 OPS=8 ORDER_OF_ALL",
+    "NODES=22 RUN=1 OPS=12 SINGLE=ROWS",
+    "NODES=22 RUN=1 OPS=12 SINGLE=PARTIALS",
     "NODES=111 RUN=1 OPS=2 REFUSE HIDE=D",
     "NODES=111 RUN=1 OPS=3 CLOSE WATCH_SOURCE",
     "NODES=12 RUN=1 OPS=2 DIE NO_RELAY",
