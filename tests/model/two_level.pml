@@ -3,8 +3,10 @@
  * As in protocol.pml ranks run free, each through the same chain of OPS ops, RUN dispatches, RUN combines, RUN
  * dispatches, ... or in ANY_ORDER, and a cell of a window holds the number of the op that it was written for; what that
  * leaves out is said there. NODES=22 is two nodes of two ranks; 111, 12 and 13 are alike. Every op has two halves. In
- * the first a rank writes what is its own, tells those whom it tells itself, and waits for those with whom it forwards.
- * In the second it forwards, passes on what it has heard, and waits for all.
+ * the first a rank writes what is its own, tells those whom it tells itself, and waits for its neighbours and, of a
+ * dispatch, for those it serves. In the second it forwards, passes on what it has heard, and waits for all. Over a
+ * network nothing but flushes orders anything: that a header is there before its signal, and a signal before the next one
+ * of its rank, is taken for granted here.
  *
  * Must hold: no flag, ONE_WAY (only node 0 sends tokens to other nodes), and
  *   REFUSE  A rank may refuse its input. It announces that in place of data, and passes on what it hears.
