@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants.base import Delivery, Exchange
+from moe_rt.bench.crossing import Unit
 from moe_rt.bench.world import World
 from moe_rt.comm.buffer import Buffer
 from moe_rt.nn.experts import SwiGLUExperts
@@ -17,6 +18,7 @@ class MoeRt(Exchange):
     """`moe_rt.Buffer`, and for the layer op `moe_rt.MoELayer`."""
 
     name = "moe_rt"
+    unit: Unit | None = "rank"
 
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
@@ -53,6 +55,12 @@ class MoeRt(Exchange):
 
     def close(self) -> None:
         self.buffer.close()
+
+
+class Flat(MoeRt):
+    """With rows that cross the network once for each distinct rank."""
+
+    name = "moe_rt_flat"
 
 
 class _OutputOnly(nn.Module):
