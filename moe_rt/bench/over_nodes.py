@@ -21,7 +21,7 @@ _MPIRUN_FLAGS = (
 )
 # In place of ssh: whoever waits in that node for a command line gets it, and a shell there takes it apart, as with ssh.
 _AGENT = '#!/bin/sh\nhost=$1; shift; echo "$*" > "$(dirname "$0")/$host/command"\n'
-_AWAIT = 'read -r command < "$0"; eval "exec $command"'
+_AWAIT = 'read -r command < "$0"; eval "$command"'
 
 
 def programs(cluster: Cluster, case: Case, command: Sequence[str], environment: Mapping[str, str]) -> list[Program]:
