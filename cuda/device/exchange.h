@@ -73,7 +73,7 @@ class DeviceIdle {
     if (++looks_ % kLookEvery == 0) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
       const Mailbox& others = world_.mailbox(world_.rank, other, peer_);
-      if (closed_before(mailbox, seq)) return Code::kPeerClosed;
+      if (closed_before(mailbox, mailbox, seq)) return Code::kPeerClosed;
       if (out_of_order(mailbox, seq, others, control_.state->seq[int(other)])) return Code::kCallOrderMismatch;
       if (machine_.clock_ns() > deadline_) return Code::kPeerTimeout;
     }

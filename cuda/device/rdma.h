@@ -156,7 +156,7 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
     const int64_t pull = lists.pull_offs[w.rank], pulls_end = lists.pull_offs[w.rank + 1];
     const int64_t copy = lists.copy_offs[w.rank], copies_end = lists.copy_offs[w.rank + 1];
     const int64_t tokens = w.shape.num_max_tokens, most_copies = tokens * w.shape.num_topk;
-    fetch_entries(m, lists.pulls, there + o.pulls, pull, pulls_end, tokens * w.shape.num_slots(), source);
+    fetch_entries(m, lists.pulls, there + o.pulls, pull, pulls_end, tokens * w.shape.num_visits(), source);
     fetch_entries(m, lists.copies, there + o.copies, copy, copies_end, most_copies, source);
     fetch_entries(m, lists.weights, there + o.weights, copy, copies_end, most_copies, source);
   }

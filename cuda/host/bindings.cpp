@@ -15,9 +15,9 @@
 
 #include "arguments.h"
 #include "engine.h"
+#include "network.h"
 #include "process.h"
 #include "tensor_reader.h"
-#include "ucx_network.h"
 
 namespace nb = nanobind;
 using namespace moe_rt;
@@ -86,22 +86,24 @@ NB_MODULE(_engine, m) {
       .def(
           "__init__",
           [](Shape* self, int num_ranks, int num_experts, int num_max_tokens, int hidden, int num_topk, int elem_bytes,
-             bool by_token, int alignment, int num_pushed_tokens, int num_pushed_rows) {
-            new (self) Shape{.num_ranks = num_ranks,
-                             .num_experts = num_experts,
-                             .num_max_tokens = num_max_tokens,
-                             .hidden = hidden,
-                             .num_topk = num_topk,
-                             .elem_bytes = elem_bytes,
-                             .acc_bytes = elem_bytes == 8 ? 8 : 4,
-                             .recv_layout = by_token ? RecvLayout::kTokens : RecvLayout::kExperts,
-                             .alignment = alignment,
-                             .num_pushed_tokens = num_pushed_tokens,
-                             .num_pushed_rows = num_pushed_rows};
+             bool by_token, int alignment, int num_pushed_tokens, int num_pushed_rows,
+             const std::vector<int32_t>& node_of) {
+            const Shape shape{.num_ranks = num_ranks,
+                              .num_experts = num_experts,
+                              .num_max_tokens = num_max_tokens,
+                              .hidden = hidden,
+                              .num_topk = num_topk,
+                              .elem_bytes = elem_bytes,
+                              .acc_bytes = elem_bytes == 8 ? 8 : 4,
+                              .recv_layout = by_token ? RecvLayout::kTokens : RecvLayout::kExperts,
+                              .alignment = alignment,
+                              .num_pushed_tokens = num_pushed_tokens,
+                              .num_pushed_rows = num_pushed_rows};
+            new (self) Shape(NodeTables::sized(shape, node_of));
           },
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("num_experts"), nb::arg("num_max_tokens"), nb::arg("hidden"),
           nb::arg("num_topk"), nb::arg("elem_bytes"), nb::arg("by_token"), nb::arg("alignment"),
-          nb::arg("num_pushed_tokens"), nb::arg("num_pushed_rows"))
+          nb::arg("num_pushed_tokens"), nb::arg("num_pushed_rows"), nb::arg("node_of"))
       .def("row_bytes", &Shape::row_bytes)
       .def(
           "tokens_at", [](const Shape& s, int window) { return Layout::make(s).window[window].tokens; },
@@ -166,15 +168,16 @@ NB_MODULE(_engine, m) {
       .def(
           "__init__",
           [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash,
-             std::vector<int32_t> expert_rank, std::vector<uint64_t> segments, std::vector<int> watches,
-             double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow, int num_lanes,
+             std::vector<int32_t> expert_rank, std::vector<int32_t> node_of, std::vector<uint64_t> segments,
+             std::vector<int> watches, double timeout_s, int dispatch_codec, int combine_codec, bool drop_overflow, int num_lanes,
              std::string isa, const Fault& fault, int64_t cache_bytes, double near_ns, int num_cores,
-             std::shared_ptr<UcxNetwork> network) {
+             std::shared_ptr<Network> network) {
             make_engine(self, EngineConfig{.shape = shape,
                                            .elem = static_cast<rows::Elem>(elem),
                                            .rank = rank,
                                            .config_hash = config_hash,
                                            .expert_rank = std::move(expert_rank),
+                                           .node_of = std::move(node_of),
                                            .segments = std::move(segments),
                                            .watches = std::move(watches),
                                            .timeout_s = timeout_s,
@@ -191,7 +194,7 @@ NB_MODULE(_engine, m) {
                                            .network = std::move(network)});
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"),
-          nb::arg("expert_rank"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
+          nb::arg("expert_rank"), nb::arg("node_of"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"),
           nb::arg("dispatch_codec"), nb::arg("combine_codec"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
           nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"),
           nb::arg("network").none())

@@ -20,6 +20,7 @@ Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
       dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_codec, config_.combine_codec},
       table_(rows::find_table(config_.isa.c_str())),
+      nodes_(config_.node_of, config_.rank),
       num_mapped_(config_.shape.num_ranks - num_far(config_)),
       cache_locality_(config_.shape.num_ranks, num_far(config_), config_.rank, config_.near_ns) {
   if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
@@ -39,18 +40,13 @@ Engine::Engine(EngineConfig config)
             .rank = config_.rank,
             .config = config_.config_hash,
             .plan_mark = new_plan_mark()};
-  if (num_mapped_ < num_ranks) {
-    if (!config_.network) throw std::invalid_argument("segments that are not mapped, and no network");
-    far_ = std::make_shared<FarPeers>(shape, world_.layout, base_, *config_.network);
-    config_.network->keep(far_);
-    world_.mirror = far_->mirrors();
-  }
+  if (num_mapped_ < num_ranks) reach_far();
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
   copy_cursors_.resize(int64_t{lanes} * num_ranks);
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
-  scratch_rows_.resize(lanes * shape.row_bytes() / kRowAlign);
+  scratch_rows_.resize(lanes * kScratchRows * shape.row_bytes() / kRowAlign);
   arrival_ns_.resize(num_ranks);
   waited_ns_.resize(num_ranks);
   seq_[0] = seq_[1] = config_.first_seq - 1;
@@ -65,14 +61,26 @@ Engine::~Engine() {
   if (pid_ != getpid()) static_cast<void>(team_.release());  // its threads exist in the parent only
 }
 
+void Engine::reach_far() {
+  if (!config_.network) throw std::invalid_argument("segments that are not mapped, and no network");
+  if (config_.node_of.empty()) {
+    auto far = std::make_shared<FarPeers>(config_.shape, world_.layout, base_, *config_.network);
+    far_peers_ = far.get(), far_ = std::move(far);
+    world_.mirror = far_peers_->mirrors();
+  } else {
+    world_.nodes = nodes_.view();
+    auto far = std::make_shared<Forwarder>(world_, nodes_, *config_.network);
+    forwarder_ = far.get(), far_ = std::move(far);
+    world_.mirror = forwarder_->lists();
+  }
+  config_.network->keep(far_);
+}
+
 // Fails only where a fault is injected.
-Status Engine::post_all(const Header& header) {
+Status Engine::post_all(Pending& op) {
+  const Header& header = op.header;
   const int num_ranks = world_.shape.num_ranks;
   const Status injected{.code = Code::kFaultInjected};
-  const auto announce_far = [&] {
-    HostIdle waits = idle(op_of(header));
-    return far_->announce(world_, header, waits);
-  };
   for (int i = 0; i < num_ranks; ++i) {
     const int peer = (world_.rank + i) % num_ranks;
     if (i == num_ranks - 1 && fault_point_ == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
@@ -80,23 +88,35 @@ Status Engine::post_all(const Header& header) {
   }
   if (far_) {
     config_.network->begin_driving();
-    if (const Status s = announce_far(); !s.ok()) return s;
+    std::vector<FarNetwork::Posting> postings;
+    if (forwarder_) {
+      postings = forwarder_->own_postings(header, world_.rank);
+    } else {
+      for (const int peer : far_->ranks()) postings.push_back({peer, world_.rank, header});
+    }
+    op.idle.resume();
+    if (const Status s = far_->announce(world_, std::move(postings), op.idle); !s.ok()) return s;
   }
   return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }
 
-// Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not
-// decide which of two refusals is raised, and buffer reuse needs all of them.
-Status Engine::wait_all(const Header& ours) {
-  const Op op = op_of(ours);
-  const Kind kind = kind_of(op);
-  HostIdle idle = this->idle(op);
+// Waits for all peers, or for those that announce before anything is passed on.
+Status Engine::wait_for(Pending& op, bool first_ones) {
+  const Header& ours = op.header;
+  const Kind kind = kind_of(op.call.op);
   const auto start = Clock::now();
+  op.idle.resume(start);
   int64_t before = 0;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    if (first_ones && !nodes_.is_first(kind, peer)) continue;
     const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
-    idle.watch(peer, config_.watches.empty() ? -1 : config_.watches[peer]);
-    const Code code = wait_signal(mailbox, ours.seq, idle);
+    const int announcer = nodes_.announcer(kind, peer);
+    op.idle.watch({.peer = peer,
+                   .announcer = announcer,
+                   .process = config_.watches.empty() ? -1 : config_.watches[announcer],
+                   .passed_on = !nodes_.is_first(kind, peer),
+                   .in_order = nodes_.announces_itself(peer)});
+    const Code code = wait_signal(mailbox, ours.seq, op.idle);
     const int64_t arrival = nanoseconds(start, Clock::now()), waited = arrival - before;
     before = arrival;
     store_relaxed(waited_ns_[peer], waited_ns_[peer] + waited);
@@ -105,13 +125,31 @@ Status Engine::wait_all(const Header& ours) {
     const uint64_t announced = load_acquire(mailbox.signal);
     // What a look has found wrong with the peer does not count if it has announced meanwhile.
     if (code != Code::kOk && (code == Code::kPoisoned || !reached(announced, ours.seq))) {
-      return {
-          .code = code, .phase = Phase::kWait, .peer = peer, .got = int64_t(announced), .expected = int64_t(ours.seq)};
+      // Whoever has neither passed it on nor said that it waits for the peer itself is the one that is late.
+      return {.code = code,
+              .phase = Phase::kWait,
+              .peer = announcer,
+              .got = int64_t(announced),
+              .expected = int64_t(ours.seq)};
     }
     arrival_ns_[peer] = arrival;
   }
+  return {};
+}
+
+// Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not
+// decide which of two refusals is raised, and buffer reuse needs all of them.
+Status Engine::wait_all(Pending& op) {
+  const Status waited = wait_for(op, false);
+  return waited.ok() ? judge_headers(op.header, false) : waited;
+}
+
+// Of all peers, or of those that announce first.
+Status Engine::judge_headers(const Header& ours, bool first_ones) const {
+  const Kind kind = kind_of(op_of(ours));
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    if (first_ones && !nodes_.is_first(kind, peer)) continue;
     const Status s = check_header(world_.mailbox(world_.rank, kind, peer).header[ours.seq & 1], ours, peer);
     if (s.code > worst.code) worst = s;
   }

@@ -18,6 +18,7 @@
 #include "cache_locality.h"
 #include "far_peers.h"
 #include "fault.h"
+#include "forwarder.h"
 #include "placement.h"
 #include "scaled_rows.h"
 #include "team.h"
@@ -30,6 +31,7 @@ struct EngineConfig {
   int rank;
   uint64_t config_hash;
   std::vector<int32_t> expert_rank;  // [E]
+  std::vector<int32_t> node_of;      // [R] where rows go in two levels, else empty
   std::vector<uint64_t>
       segments;              // [R] addresses; each Layout::bytes long, zero-filled before first use; 0: not mapped
   std::vector<int> watches;  // [R] or empty; see HostIdle::watch
@@ -95,27 +97,36 @@ class Engine {
 
  private:
   struct Pending;
-  // What is received from peers that are not mapped has to be fetched first; of most ops there is nothing.
-  static constexpr auto kNothing = [](const auto&...) { return Status{}; };
-  template <class Send, class Receive, class Fetch = decltype(kNothing)>
-  Status run(const Call& call, Send&& send, Receive&& receive, const Status& refusal = {},
-             const Fetch& fetch = kNothing);
+  // What goes on over the network between the two halves of an op; of most there is nothing.
+  static constexpr auto kNothing = [](auto&&...) { return Status{}; };
+  template <class Fetch = decltype(kNothing), class Forward = decltype(kNothing)>
+  struct Between {
+    Fetch fetch{};      // (window, idle), by one lane: what is received from peers that are not mapped
+    Forward forward{};  // (coop, window, idle): what this rank does for ranks of other nodes
+  };
+  template <class Send, class Receive, class Middle = Between<>>
+  Status run(const Call& call, Send&& send, Receive&& receive, const Status& refusal = {}, const Middle& middle = {});
   Pending open(const Call& call, const Status& refusal);
   template <class Fn>
   void run_lanes(Fn&& fn);
   template <class Coop, class Send>
   bool begin(const Coop& coop, Pending& op, Send&& send);
-  template <class Coop, class Receive, class Fetch>
-  void finish(const Coop& coop, Pending& op, Receive&& receive, const Fetch& fetch);
+  template <class Coop, class Receive, class Middle>
+  void finish(const Coop& coop, Pending& op, Receive&& receive, const Middle& middle);
+  template <class Coop, class Forward>
+  void forward(const Coop& coop, Pending& op, const Forward& forward);
   template <class Coop>
   bool goes_on(const Coop& coop, Point point, Pending& op);
-  Status post_all(const Header& header);
-  Status wait_all(const Header& ours);
+  Status post_all(Pending& op);
+  Status wait_for(Pending& op, bool first_ones);
+  Status wait_all(Pending& op);
+  Status judge_headers(const Header& ours, bool first_ones) const;
   HostIdle idle(Op op) const;
   void settle(Pending& op);
   template <class Fn>
   void with_link(int window, Fn&& fn) const;
   Status fail(Status status);
+  void reach_far();
   void set_stream_from();
   void record(int64_t OpRecord::* step, std::chrono::steady_clock::time_point when);
   // For an op that writes n rows of a kind that is streamed from so many bytes on.
@@ -123,7 +134,10 @@ class Engine {
   rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Codec codec) const;
   // The same for rows with scales, which a dispatch publishes or delivers.
   rows::HostScaledRows scaled_rows(const ScaledArgs& args, int64_t n, int64_t stream_from) const;
-  char* scratch_row(int lane) { return scratch_rows_[lane * world_.shape.row_bytes() / sizeof(Line)].bytes; }
+  static constexpr int kScratchRows = 3;  // of a lane
+  char* scratch_row(int lane, int which = 0) {
+    return scratch_rows_[(lane * kScratchRows + which) * world_.shape.row_bytes() / sizeof(Line)].bytes;
+  }
 
   template <class Args>
   Status judge(Op op, const RecvPlan& plan, const int32_t* send_plan, const Args& args) const;
@@ -140,8 +154,11 @@ class Engine {
   RuntimeDims dims_;
   const rows::Table* table_;
   PlacementTables placement_;
+  NodeTables nodes_;
   std::vector<char*> base_;
-  std::shared_ptr<FarPeers> far_;  // if there are any
+  std::shared_ptr<FarNetwork> far_;  // where some peer is not mapped: one of the next two
+  FarPeers* far_peers_ = nullptr;
+  Forwarder* forwarder_ = nullptr;
   int num_mapped_;
   std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
   std::vector<int64_t> lane_fault_;
@@ -149,7 +166,7 @@ class Engine {
   struct alignas(kRowAlign) Line {
     char bytes[kRowAlign];
   };
-  std::vector<Line> scratch_rows_;  // a row of a window for every lane
+  std::vector<Line> scratch_rows_;  // rows of a window for every lane
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds];
   WindowSelector windows_{};

@@ -2,6 +2,7 @@
 // what it receives after everyone has announced.
 #include <algorithm>
 
+#include "../protocol/two_level/reduce.h"
 #include "exchange.h"
 #include "local_partials.h"
 
@@ -10,6 +11,16 @@ namespace moe_rt {
 namespace {
 
 constexpr int64_t kNoFault = -1, kNeverStreamed = INT64_MAX;
+
+// What lane 0 alone does between the halves of an op.
+template <class Fn>
+auto by_one_lane(Fn fn) {
+  return [fn](const auto& coop, int window, HostIdle& idle) {
+    if (coop.rank() != 0) return Status{};
+    idle.resume();
+    return fn(window, idle);
+  };
+}
 
 }  // namespace
 
@@ -109,12 +120,14 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       if (peer >= 0) status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = int32_t(peer)};
     }
   };
-  const auto fetch = [&](int window, HostIdle& idle) {
-    const int64_t row_bytes = a.scaled.code_bytes ? RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes()
-                                                  : row_ops<Acc>(0, 0, dims_.dispatch_codec()).encoded_row_bytes();
-    return far_->fetch<Acc>(world_, window, row_bytes, idle);
-  };
-  return run(call_of(a, tag), send, receive, {}, fetch);
+  const int64_t row_bytes = a.scaled.code_bytes ? RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes()
+                                                : row_ops<Acc>(0, 0, dims_.dispatch_codec()).encoded_row_bytes();
+  const Between middle{
+      [&](int window, HostIdle& idle) { return far_peers_->fetch<Acc>(world_, window, row_bytes, idle); },
+      by_one_lane([&](int window, HostIdle& idle) {
+        return forwarder_->stage<Acc>(world_, window, out.plan.forwards, row_bytes, idle);
+      })};
+  return run(call_of(a, tag), send, receive, {}, middle);
 }
 
 // Whether an op may follow its plans, and its rows are all there. Before anything is announced, so that every rank hears
@@ -161,18 +174,31 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
       }
     });
   };
+  const auto cached = row_ops<Acc>(1, kNeverStreamed, codec);
   const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
     const auto reduce_with = [&](auto own) {
-      reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
-             static_cast<Acc*>(a.grad_topk_weights), row_ops<Acc>(a.num_tokens, stream_from_.combined, codec), own);
+      const auto rows = row_ops<Acc>(a.num_tokens, stream_from_.combined, codec);
+      auto* const out = static_cast<char*>(a.out);
+      auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
+      if (forwarder_) {
+        reduce_nodes(coop, dims_, world_, window, a.send_plan, a.num_tokens, out, grads, rows, cached,
+                     scratch_row(coop.rank(), 1), own);
+      } else {
+        reduce(coop, dims_, world_, window, a.send_plan, a.num_tokens, out, grads, rows, own);
+      }
     };
     if (all_pushed) {
       reduce_with(LocalPushed{});
     } else {
-      reduce_with(Own{world_, window, in, row_ops<Acc>(1, kNeverStreamed, codec), scratch_row(coop.rank())});
+      reduce_with(Own{world_, window, in, cached, scratch_row(coop.rank())});
     }
   };
-  return run(call_of(a, tag, plan), send, receive);
+  const auto send_sums = [&](const auto& coop, int window, HostIdle&) {
+    forwarder_->send_sums(coop, world_, window, plan.forwards, cached, a.grad_recv_weights != nullptr,
+                          scratch_row(coop.rank()));
+    return Status{};
+  };
+  return run(call_of(a, tag, plan), send, receive, {}, Between<decltype(kNothing), decltype(send_sums)>{{}, send_sums});
 }
 
 template <class Acc>
@@ -194,10 +220,13 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
     });
     clear_padding(coop, world_, plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
   };
-  const auto fetch = [&](int window, HostIdle& idle) {
-    return far_->fetch(world_, window, plan, row_ops<Acc>(0, 0, Codec::kRaw).encoded_row_bytes(), idle);
-  };
-  return run(call_of(a, tag, plan), send, receive, {}, fetch);
+  const int64_t row_bytes = row_ops<Acc>(0, 0, Codec::kRaw).encoded_row_bytes();
+  const Between middle{
+      [&](int window, HostIdle& idle) { return far_peers_->fetch(world_, window, plan, row_bytes, idle); },
+      by_one_lane([&](int window, HostIdle& idle) {
+        return forwarder_->stage_rows(world_, window, plan.forwards, row_bytes, idle);
+      })};
+  return run(call_of(a, tag, plan), send, receive, {}, middle);
 }
 
 template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t);

@@ -23,6 +23,8 @@ struct Engine::Pending {
   int window;
   Header header;
   Status status;
+  HostIdle idle;       // of all its waits
+  bool moves = false;  // nobody refuses who announces first
 };
 
 template <class Fn>
@@ -60,21 +62,39 @@ bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
   coop.sync();
   if (!goes_on(coop, Point::kAfterPayload, op)) return false;
   if (coop.rank() == 0) {
-    op.status = post_all(op.header);
+    op.status = post_all(op);
     record(&OpRecord::announced_ns, Clock::now());
   }
   return true;
 }
 
+// What this rank does for ranks of other nodes, as soon as it has heard of those that take part: its neighbours, and the
+// ranks that it serves. What they announce is passed on whatever it says, refusals too, since nobody else tells.
+template <class Coop, class Forward>
+void Engine::forward(const Coop& coop, Pending& op, const Forward& forward) {
+  if (coop.rank() == 0 && op.status.ok()) {
+    op.status = wait_for(op, true);
+    op.moves = op.status.ok() && op.header.status == Code::kOk && judge_headers(op.header, true).ok();
+  }
+  coop.sync();
+  const Status s = op.moves ? forward(coop, op.window, op.idle) : Status{};
+  coop.sync();
+  if (coop.rank() != 0 || !op.status.ok()) return;
+  op.status = s;
+  op.idle.resume();
+  if (s.ok()) op.status = forwarder_->pass_on(world_, op.header, op.idle);
+}
+
 // `receive(coop, seq, window, status)` reads peers' windows and may report a failure; it does not run where the wait
 // was in vain.
-template <class Coop, class Receive, class Fetch>
-void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Fetch& fetch) {
+template <class Coop, class Receive, class Middle>
+void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Middle& middle) {
+  if (forwarder_) forward(coop, op, middle.forward);
   if (coop.rank() == 0) {
-    if (op.status.ok()) op.status = wait_all(op.header);
-    if (far_ && op.status.ok()) {
-      HostIdle waits = idle(op.call.op);
-      op.status = fetch(op.window, waits);
+    if (op.status.ok()) op.status = wait_all(op);
+    if (far_peers_ && op.status.ok()) {
+      op.idle.resume();
+      op.status = middle.fetch(op.window, op.idle);
     }
     if (far_) config_.network->end_driving();  // lanes may be busy for long now
     record(&OpRecord::heard_ns, Clock::now());
@@ -103,7 +123,7 @@ inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
                 .handle_seq = call.handle_seq};
   record(&OpRecord::start_ns, Clock::now());
   fault_point_ = config_.fault.take(call.op, seq_[0] + seq_[1]);
-  return {call, refusal, windows_.take(kind), header, {}};
+  return {call, refusal, windows_.take(kind), header, {}, idle(call.op)};
 }
 
 // What is kept for sending is free again after this, and the op's signals have arrived before those of the next. A peer
@@ -111,8 +131,8 @@ inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
 inline void Engine::settle(Pending& op) {
   if (op.status.ok() || is_refusal(op.status.code)) {
     config_.network->begin_driving();
-    HostIdle waits = idle(op.call.op);
-    const Status s = far_->settle(Phase::kReduce, waits);
+    op.idle.resume();
+    const Status s = far_->settle(far_->ranks(), Phase::kReduce, op.idle);
     if (!s.ok() && s.code != Code::kPeerDead) op.status = s;
   }
   config_.network->end_driving();
@@ -121,16 +141,18 @@ inline void Engine::settle(Pending& op) {
 // How roles reach their peers in an op that uses this window.
 template <class Fn>
 void Engine::with_link(int window, Fn&& fn) const {
-  if (far_) {
-    fn(FarLink{*far_, window});
+  if (forwarder_) {
+    fn(NodeLink{window});
+  } else if (far_peers_) {
+    fn(FarLink{*far_peers_, window});
   } else {
     fn(MappedLink{});
   }
 }
 
 // Takes the engine for a whole op: both halves in one pass of the lanes.
-template <class Send, class Receive, class Fetch>
-Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal, const Fetch& fetch) {
+template <class Send, class Receive, class Middle>
+Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal, const Middle& middle) {
   if (exchange_acquire(busy_, 1u)) {
     if (load_acquire(closed_)) return health();
     return {.code = Code::kConcurrentUse, .op = call.op};
@@ -139,7 +161,7 @@ Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Statu
   if (status.ok()) {
     Pending op = open(call, refusal);
     run_lanes([&](const auto& coop) {
-      if (begin(coop, op, send)) finish(coop, op, receive, fetch);
+      if (begin(coop, op, send)) finish(coop, op, receive, middle);
     });
     if (far_) settle(op);
     op.status.op = call.op;

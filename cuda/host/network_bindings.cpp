@@ -1,8 +1,10 @@
-// UcxNetwork for Python: heap/ucx.py makes it and connects it, and hands it to the engine.
+// The networks for Python, which makes them and hands them to the engine: heap/ucx.py also connects its own.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include "mapped_network.h"
 #include "ucx_network.h"
 
 namespace nb = nanobind;
@@ -16,7 +18,10 @@ nb::bytes bytes(const std::string& text) { return nb::bytes(text.data(), text.si
 }  // namespace
 
 void bind_network(nb::module_& m) {
-  nb::class_<UcxNetwork>(m, "UcxNetwork")
+  nb::class_<Network>(m, "Network");
+  nb::class_<MappedNetwork, Network>(m, "MappedNetwork")
+      .def(nb::init<const std::vector<uint64_t>&>(), nb::arg("segments"));
+  nb::class_<UcxNetwork, Network>(m, "UcxNetwork")
       .def(
           "__init__",
           [](UcxNetwork* self, const std::string& library, int descriptor, const Shape& shape, int rank) {

@@ -83,14 +83,15 @@ struct HostRows {
 
   int64_t tensor_row_bytes() const { return hidden * elem_bytes; }
   int64_t encoded_row_bytes() const { return codec_row_bytes(codec, hidden, elem_bytes); }
+  bool coded() const { return codec != Codec::kRaw; }
   void publish(char* dst, const char* x, int64_t row) const {
     const char* const src = x + row * tensor_row_bytes();
+    if (coded()) return encode(dst, src);
+    table->copy(&dst, 1, src, tensor_row_bytes(), stream);
+  }
+  void encode(char* dst, const char* src) const {
     const Acc one = 1;
-    if (codec == Codec::kRaw) {
-      table->copy(&dst, 1, src, tensor_row_bytes(), stream);
-    } else {
-      fn->encode_sum(codec, dst, &src, &one, 1, hidden);
-    }
+    fn->encode_sum(codec, dst, &src, &one, 1, hidden);
   }
   void clear(char* to, int64_t row) const { std::memset(to + row * tensor_row_bytes(), 0, tensor_row_bytes()); }
   void spread(char* to, const int32_t* rows, int n, const char* src) const {

@@ -40,15 +40,29 @@ class HostIdle {
         look_for_signals_(looked_ + kLookForSignalsEvery),
         spins_(oversubscribed ? kSpinsOversubscribed : kSpins) {}
 
-  // `process` is an open /proc/<pid>/stat; negative (ranks that are threads): never looked at.
-  void watch(int peer, int process) { peer_ = peer, process_ = process; }
+  // Who is waited for.
+  struct Watched {
+    int peer;
+    int announcer;          // the peer, or the rank that passes on what it announces
+    int process = -1;       // an open /proc/<pid>/stat of the latter; negative (ranks that are threads): never looked at
+    bool passed_on = false; // it comes after others have been waited for
+    bool in_order = true;   // the peer announces both kinds by itself, so that one tells of the other
+  };
+  void watch(const Watched& watched) { watched_ = watched; }
 
-  Code pause(const Mailbox& mailbox, uint64_t seq) { return pause(&mailbox, seq); }
-  // Between looks at what the network has to finish for op `seq`, of which no peer announces anything.
-  Code pause(uint64_t seq) { return pause(nullptr, seq); }
+  // The op waits again, after work that is no waiting. All its waits together end after timeout_s; where something is
+  // passed on, a quarter later, so that whoever waits for its source directly is the first to tell.
+  void resume(Clock::time_point now = Clock::now()) {
+    looked_ = now;
+    pauses_ = 0, this_wait_ = {}, dozing_ = false;
+  }
+
+  Code pause(const Mailbox& mailbox, uint64_t) { return pause(&mailbox); }
+  // Between looks at what the network has to finish, of which no peer announces anything.
+  Code pause() { return pause(nullptr); }
 
  private:
-  Code pause(const Mailbox* mailbox, uint64_t seq) {
+  Code pause(const Mailbox* mailbox) {
     if (network_) network_->drive();
     if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
     if (++pauses_ <= spins_) {
@@ -59,7 +73,7 @@ class HostIdle {
       sched_yield();
       return Code::kOk;
     }
-    const Code code = look_around(mailbox, seq);
+    const Code code = look_around(mailbox);
     if (dozing_ && code == Code::kOk) {
       const timespec nap{0, kNapNs};
       nanosleep(&nap, nullptr);
@@ -77,6 +91,7 @@ class HostIdle {
   // Looks are further apart than this if this process did not run: stopped, frozen, suspended. That is no waiting: when
   // a whole job is thawed, its ranks must not blame each other for the time in which none could do anything.
   static constexpr Clock::duration kLongestGap = std::chrono::milliseconds(100);
+  static constexpr double kPatience = 1.25;
 
   static void relax() {
 #if defined(__x86_64__)
@@ -84,26 +99,31 @@ class HostIdle {
 #endif
   }
 
-  Code look_around(const Mailbox* mailbox, uint64_t seq) {
+  Code look_around(const Mailbox* mailbox) {
     const Clock::time_point now = Clock::now();
-    waited_ += std::min(now - looked_, kLongestGap);
+    const Clock::duration gap = std::min(now - looked_, kLongestGap);
+    waited_ += gap, this_wait_ += gap;
     looked_ = now;
-    dozing_ = waited_ > kDozeAfter;
+    dozing_ = this_wait_ > kDozeAfter;
     if (mailbox) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
-      if (closed_before(*mailbox, seq)) return Code::kPeerClosed;
-      if (out_of_order(*mailbox, seq, world_.mailbox(world_.rank, other, peer_), seq_[static_cast<int>(other)])) {
+      const Mailbox& others = world_.mailbox(world_.rank, other, watched_.peer);
+      // Of the peer itself it means nothing where somebody passes its announcements on, and may be behind it.
+      const Mailbox& announcers = world_.mailbox(world_.rank, kind_, watched_.announcer);
+      if (closed_before(announcers, *mailbox, seq_of(kind_))) return Code::kPeerClosed;
+      if (watched_.in_order && out_of_order(*mailbox, seq_of(kind_), others, seq_of(other))) {
         return Code::kCallOrderMismatch;
       }
-      if (network_ && network_->lost(peer_)) return Code::kPeerDead;
+      if (network_ && network_->lost(watched_.announcer)) return Code::kPeerDead;
     }
-    if (is_due(look_at_process_, kLookAtProcessEvery) && has_ended(process_)) return Code::kPeerDead;
+    if (is_due(look_at_process_, kLookAtProcessEvery) && has_ended(watched_.process)) return Code::kPeerDead;
     if (interrupted_ && is_due(look_for_signals_, kLookForSignalsEvery) && interrupted_()) return Code::kInterrupted;
     const double waited = std::chrono::duration<double>(waited_).count();  // timeout_s may be more than a clock counts
-    if (waited > timeout_s_) return Code::kPeerTimeout;
-    if (waited > timeout_s_ / 10 && !std::exchange(warned_, true)) warn(seq);
+    if (waited > timeout_s_ * (watched_.passed_on ? kPatience : 1)) return Code::kPeerTimeout;
+    if (waited > timeout_s_ / 10 && !std::exchange(warned_, true)) warn();
     return Code::kOk;
   }
+  uint64_t seq_of(Kind kind) const { return seq_[static_cast<int>(kind)]; }
 
   bool is_due(Clock::time_point& when, Clock::duration every) const {
     if (looked_ < when) return false;
@@ -112,11 +132,11 @@ class HostIdle {
   }
 
   // Once per op, and straight to stderr: whoever looks at a job that hangs must see it, and Python may never run again.
-  void warn(uint64_t seq) const {
+  void warn() const {
     constexpr const char* kNames[] = {"no op", "dispatch", "combine", "dispatch_backward", "combine_backward"};
     std::fprintf(stderr, "moe_rt: %s #%llu on rank %d has waited %.3g s for rank %d; PeerTimeout after %g s\n",
-                 kNames[static_cast<int>(op_)], static_cast<unsigned long long>(seq), world_.rank, timeout_s_ / 10,
-                 peer_, timeout_s_);
+                 kNames[static_cast<int>(op_)], static_cast<unsigned long long>(seq_of(kind_)), world_.rank,
+                 timeout_s_ / 10, watched_.peer, timeout_s_);
   }
 
   const World& world_;
@@ -127,8 +147,9 @@ class HostIdle {
   bool (*interrupted_)();
   Network* network_;
   Clock::time_point looked_, look_at_process_, look_for_signals_;
-  Clock::duration waited_{0};
-  int spins_, pauses_ = 0, peer_ = -1, process_ = -1;
+  Clock::duration waited_{0}, this_wait_{0};  // in this op so far, and since it has last resumed
+  Watched watched_{-1, -1};
+  int spins_, pauses_ = 0;
   bool dozing_ = false, warned_ = false;
 };
 

@@ -16,14 +16,14 @@ from moe_rt.comm import ops
 from moe_rt.comm.agreement import agree
 from moe_rt.comm.handle import Handle
 from moe_rt.comm.observed import Observed
-from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout
+from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout, Route
 from moe_rt.config.placement import Placement
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, InvalidInput, Op
 from moe_rt.faults import Point, planned, reach
 from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.native.backend import Backend, choose_backend, find_hosts, make_engine
+from moe_rt.native.backend import Backend, choose_backend, choose_route, find_hosts, make_engine
 from moe_rt.native.leaving import first_failure, leave
 
 
@@ -58,6 +58,11 @@ class Buffer(Observed):
         dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as codes of one byte with an fp32 scale
             for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
         combine_dtype: the same for the sums that come home.
+        route: how rows go between ranks of different nodes. "flat": a row to each rank that its token visits, and a sum
+            from each. "two_level": a row to each node, where a rank hands it on, and a sum from each node; sums are
+            taken node by node then. "auto": "two_level" where CPU ranks are on several hosts (heap "ucx"). On one host
+            "two_level" rehearses it, with nodes that the group names: a DeviceMesh of two dimensions, or
+            ThreadGroup.make(..., nodes=...).
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf for ever.
         init_timeout_s: the same for making the buffer, in all its waits together.
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
@@ -91,6 +96,7 @@ class Buffer(Observed):
         overflow: Overflow = "raise",
         dispatch_dtype: torch.dtype | None = None,
         combine_dtype: torch.dtype | None = None,
+        route: Route | Literal["auto"] = "auto",
         timeout_s: float = 120.0,
         init_timeout_s: float = 300.0,
         placement: Placement | Sequence[int] | None = None,
@@ -99,7 +105,7 @@ class Buffer(Observed):
     ) -> None:
         options = BufferOptions(
             heap=heap, capacity_factor=capacity_factor, overflow=overflow, dispatch_dtype=dispatch_dtype,
-            combine_dtype=combine_dtype, timeout_s=timeout_s, init_timeout_s=init_timeout_s, placement=placement,
+            combine_dtype=combine_dtype, route=route, timeout_s=timeout_s, init_timeout_s=init_timeout_s, placement=placement,
             num_threads=num_threads, num_sms=num_sms,
         )  # fmt: skip
         rendezvous = rendezvous_of(group)
@@ -126,6 +132,7 @@ class Buffer(Observed):
         with rendezvous:  # whichever way this rank leaves, its peers learn of it
             self.spec = agree(rendezvous, make_spec, init_timeout_s)
             backend = find_hosts(backends[0], rendezvous, init_timeout_s)
+            self.spec = choose_route(self.spec, backend)
             self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, backend.heap
             self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
             self._engine = make_engine(backend, rendezvous, self.spec, options, faults[0])

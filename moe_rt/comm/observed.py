@@ -49,6 +49,11 @@ class Observed:
         return self.spec.topology
 
     @property
+    def route(self) -> str:
+        """How rows go between nodes: "flat", or "two_level"."""
+        return self.spec.route
+
+    @property
     def num_bytes(self) -> int:
         """Symmetric memory of this rank; docs/protocol.md has the formula."""
         return self._engine.shape.segment_bytes()

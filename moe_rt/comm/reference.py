@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.config.spec import BufferSpec
+from moe_rt.config.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -125,19 +126,27 @@ def combine(
     spec: BufferSpec,
     codec: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """out[t] = sum over ranks, in rank order, of the partial sum over that rank's rows of t.
+    """out[t] = sum over nodes, in their order, of the sum over the node's ranks, in rank order, of each rank's partial,
+    the sum over its rows of t. With route="flat" each rank counts as a node.
 
-    Partials are rounded to the dtype of rows, or coded from their accumulator as `codec`.
+    Partials are rounded to the dtype of rows, or coded from their accumulator as `codec`. So is a node's sum, from the
+    dtype of rows, where it is of more than one partial.
     """
     outs = []
+    topology = spec.topology if spec.route == "two_level" else Topology(tuple(range(spec.num_ranks)))
     for source in range(spec.num_ranks):
         out = torch.zeros(num_tokens[source], spec.hidden, dtype=spec.acc_dtype)
-        for rank in range(spec.num_ranks):
-            partial = torch.zeros_like(out)
-            for i, row in enumerate(received[rank].kept):
-                if row.source == source:
-                    partial[row.token] += recv_weights[rank][i] * ys[rank][i].to(spec.acc_dtype)
-            out += partial.to(spec.dtype).to(spec.acc_dtype) if codec is None else through_codec(partial, codec)
+        for node in range(topology.num_nodes):
+            of_node, num_partials = torch.zeros_like(out), torch.zeros(len(out), 1, dtype=torch.int64)
+            for rank in topology.ranks_of(node):
+                partial = torch.zeros_like(out)
+                for i, row in enumerate(received[rank].kept):
+                    if row.source == source:
+                        partial[row.token] += recv_weights[rank][i] * ys[rank][i].to(spec.acc_dtype)
+                of_node += partial.to(spec.dtype).to(spec.acc_dtype) if codec is None else through_codec(partial, codec)
+                num_partials[list({row.token for row in received[rank].rows if row.source == source})] += 1
+            rounded = through_codec(of_node.to(spec.dtype).to(spec.acc_dtype), codec)
+            out += torch.where(num_partials > 1, rounded, of_node)
         outs.append(out.to(spec.dtype))
     return outs
 

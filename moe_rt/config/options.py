@@ -17,6 +17,8 @@ from moe_rt.config.placement import Placement
 HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem"]
 GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem")
 Overflow = Literal["raise", "drop", "retry"]
+# How rows go between ranks of different nodes; moe_rt.Buffer explains both.
+Route = Literal["flat", "two_level"]
 # What a row of recv_x is; moe_rt.Buffer explains both.
 RecvLayout = Literal["experts", "tokens"]
 ALIGNMENTS = (1, 8, 16, 32, 128)  # of the rows of an expert
@@ -30,6 +32,7 @@ class SharedOptions:
     overflow: Overflow = "raise"
     dispatch_dtype: torch.dtype | None = None
     combine_dtype: torch.dtype | None = None
+    route: Route | Literal["auto"] = "auto"
 
     def check_shared(self, dtype: torch.dtype) -> None:
         """Whether they make sense for rows of `dtype`.
@@ -43,6 +46,8 @@ class SharedOptions:
             expected = f"None or one of {[str(d) for d in Codec.dtypes()]}, for rows of at most 32 bits"
             expect(fits, name, f"{codes} for rows of {dtype}", expected)
         expect(self.overflow in get_args(Overflow), "overflow", self.overflow, f"one of {get_args(Overflow)}")
+        routes = ("auto", *get_args(Route))
+        expect(self.route in routes, "route", self.route, f"one of {routes}")
         factor = self.capacity_factor
         positive = factor is None or (math.isfinite(factor) and factor > 0)
         expect(positive, "capacity_factor", factor, "None or a finite number > 0")

@@ -17,7 +17,7 @@ from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 # Batches of decoding, whose lists GPUs push to each other, and rows where they are fewer still: memory for them grows
 # with the number of ranks, and rows take this much of a window at most.
 PUSHED_TOKENS, PUSHED_ROWS, PUSHED_ROWS_BYTES = 128, 64, 1 << 24
@@ -141,7 +141,13 @@ class BufferSpec(SharedOptions):
             alignment=self.expert_alignment,
             num_pushed_tokens=min(tokens, PUSHED_TOKENS) if pushes else 0,
             num_pushed_rows=rows if pushes else 0,
+            node_of=self.node_of,
         )
+
+    @property
+    def node_of(self) -> list[int]:
+        """The node of each rank, where rows go in two levels; else nothing."""
+        return list(self.topology.nodes) if self.route == "two_level" else []
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of a `moe_rt.Buffer` that has this spec over such a group."""

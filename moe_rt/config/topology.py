@@ -36,6 +36,16 @@ class Topology:
         node_of = {member: node for node, row in enumerate(rows) for member in row}
         return cls(tuple(node_of[member] for member in ranks))
 
+    @classmethod
+    def of_places(cls, places: Sequence[str]) -> Topology:
+        """Ranks of one place share a node; nodes are numbered as ranks come to them."""
+        numbers = {place: node for node, place in enumerate(dict.fromkeys(places))}
+        return cls(tuple(numbers[place] for place in places))
+
+    def divides_as(self, other: Topology) -> bool:
+        """Whether ranks share a node in one if they do in the other, however nodes are numbered."""
+        return Topology.of_places(list(map(str, self.nodes))) == Topology.of_places(list(map(str, other.nodes)))
+
     @property
     def num_ranks(self) -> int:
         return len(self.nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from moe_rt.config.expect import expect
 from moe_rt.config.topology import Topology
 from moe_rt.errors import ConcurrentUse, CorruptPeer, InvalidConfig
 from moe_rt.heap.meeting import Meeting
@@ -121,12 +123,20 @@ class ThreadGroup(Rendezvous):
         device: "cpu", or the CUDA device that all ranks share as virtual ranks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: Any) -> None:
-        super().__init__(store, rank, size)
+    def __init__(self, store: Store, rank: int, size: int, device: Any, topology: Topology | None = None) -> None:
+        super().__init__(store, rank, size, topology)
         self.device = device
 
     @classmethod
-    def make(cls, size: int, device: Any = "cpu") -> list[ThreadGroup]:
-        """`size` ranks that share one meeting point and one device; hand one to each thread."""
-        store = HashStore()
-        return [cls(store, rank, size, device) for rank in range(size)]
+    def make(cls, size: int, device: Any = "cpu", nodes: Sequence[int] | None = None) -> list[ThreadGroup]:
+        """`size` ranks that share one meeting point and one device; hand one to each thread.
+
+        Args:
+            nodes: the node that each rank is said to be on, numbered from 0; None for one node.
+
+        Raises:
+            InvalidConfig: `nodes` are not of so many ranks, or leave a number out.
+        """
+        expect(nodes is None or len(nodes) == size, "nodes", nodes, f"a node for each of {size} ranks")
+        store, topology = HashStore(), None if nodes is None else Topology(tuple(nodes))
+        return [cls(store, rank, size, device, topology) for rank in range(size)]

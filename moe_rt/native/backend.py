@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from moe_rt import _engine
+from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions, HeapKind
 from moe_rt.config.spec import BufferSpec
+from moe_rt.config.topology import Topology
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point
 from moe_rt.heap import loopback, nvshmem, shm, threads, ucx
@@ -32,12 +34,14 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 class Backend:
     """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one.
 
-    `anywhere` where the caller leaves to `find_hosts` whether processes share the memory of one host.
+    `anywhere` where the caller leaves to `find_hosts` whether processes share the memory of one host, and `hosts` what
+    that has found of them.
     """
 
     heap: HeapKind
     gpu: Gpu | None
     anywhere: bool = False
+    hosts: Topology | None = None
 
 
 def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | Literal["auto"]) -> Backend:
@@ -73,7 +77,7 @@ def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | L
 
 
 def find_hosts(backend: Backend, rendezvous: Rendezvous, timeout_s: float) -> Backend:
-    """The same back end, with the heap that fits the hosts that CPU ranks are on. Collective for those.
+    """The same back end, with the hosts that CPU ranks are on and the heap that fits them. Collective for those.
 
     Raises:
         InvalidConfig: ranks ask for different heaps.
@@ -85,9 +89,31 @@ def find_hosts(backend: Backend, rendezvous: Rendezvous, timeout_s: float) -> Ba
     named = {str(r.get("heap")) for r in records} - {"auto"}
     if len(named) > 1:
         raise InvalidConfig(f"heap: got {sorted(named)} on different ranks, expected one", rank=rendezvous.rank)
-    places = {str(r.get("where")) for r in records}
-    several = sum(not where.startswith(UNKNOWN) for where in places) > 1
-    return replace(backend, heap="ucx" if "ucx" in named or (several and not named) else "shm", anywhere=False)
+    places = [str(r.get("where")) for r in records]
+    several = sum(not where.startswith(UNKNOWN) for where in set(places)) > 1
+    heap: HeapKind = "ucx" if "ucx" in named or (several and not named) else "shm"
+    return replace(backend, heap=heap, anywhere=False, hosts=Topology.of_places(places))
+
+
+def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
+    """The spec with its route and nodes: those of the group, or else the hosts that its ranks are on.
+
+    Raises:
+        InvalidConfig: rows are to go in two levels, on GPUs or between nodes that are not the hosts; on every rank.
+    """
+    if backend.gpu is not None:
+        expect(spec.route != "two_level", "route", spec.route, '"auto" or "flat" on CUDA ranks')
+        return replace(spec, route="flat")
+    if backend.heap != "ucx" or backend.hosts is None:  # memory is mapped: nodes are a rehearsal, for who asks for it
+        two_level = spec.route == "two_level" and spec.topology.num_nodes > 1
+        return replace(spec, route="two_level" if two_level else "flat")
+    told = spec.topology.num_nodes > 1
+    topology = spec.topology if told else backend.hosts
+    are_hosts = topology.divides_as(backend.hosts)
+    if spec.route == "two_level":
+        expect(are_hosts, "route", f'"two_level" with nodes {topology}', f"nodes that are hosts, {backend.hosts}")
+    two_level = spec.route != "flat" and are_hosts and topology.num_nodes > 1
+    return replace(spec, route="two_level" if two_level else "flat", topology=topology)
 
 
 def make_engine(

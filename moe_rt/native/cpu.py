@@ -66,13 +66,19 @@ class CpuEngine(Engine):
             config_hash=spec.hash(),
             members=segments.members,
         )
+        addresses, network = segments.addresses, segments.network
+        if spec.node_of and network is None:  # other nodes are one in name alone
+            network = _engine.MappedNetwork(segments=addresses)
+            here = spec.topology.node_of(rank)
+            addresses = [a if node == here else 0 for a, node in zip(addresses, spec.node_of, strict=True)]
         self._engine = _engine.Engine(
             shape=spec.shape(),
             elem=ELEMENTS[spec.dtype],
             rank=rank,
             config_hash=spec.hash(),
             expert_rank=list(spec.placement.ranks),
-            segments=segments.addresses,
+            node_of=spec.node_of,
+            segments=addresses,
             watches=[-1 if w is None else w.descriptor for w in segments.watches],
             timeout_s=timeout_s,
             dispatch_codec=Codec.of(spec.dispatch_dtype),
@@ -84,7 +90,7 @@ class CpuEngine(Engine):
             cache_bytes=cache_bytes(),
             near_ns=NEAR_NS,
             num_cores=num_cores([pid for pid, _ in segments.members if pid]),
-            network=segments.network,
+            network=network,
         )
         self._fault = fault
         self._ops: dict[Op, Callable[..., _engine.Status | None]] = {

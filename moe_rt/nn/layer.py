@@ -44,7 +44,7 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
         shared_intermediate: width of an expert that every token visits besides, on its own rank and without biases, or
             None for none; see `moe_rt.nn.shared_expert.SharedExpert`.
         shared_gate: the shared expert's output is scaled by a sigmoid gate of its own (Qwen2-MoE).
-        heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, placement, timeout_s, init_timeout_s,
+        heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, placement, timeout_s, init_timeout_s,
             num_threads, num_sms: see `moe_rt.Buffer`.
 
     Raises:

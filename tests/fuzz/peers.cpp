@@ -138,7 +138,7 @@ void check_plan(const Group& group, Tensors<Acc>& t) {
     const Pulled& p = plan.pulled[i];
     expect(p.source >= 0 && p.source < s.num_ranks, "a pulled token of no rank");
     expect(p.token >= 0 && p.token < s.num_max_tokens, "a pulled token out of range");
-    expect(p.slot >= 0 && p.slot < s.num_slots(), "a slot out of range");
+    expect(p.slot >= 0 && p.slot < s.num_node_slots(), "a slot out of range");
     expect(p.copies > 0 && p.copies <= s.num_topk && p.first >= 0 && p.first <= copies - p.copies,
            "a range out of bounds");
     for (int c = p.first; c < p.first + p.copies; ++c) {

@@ -63,7 +63,7 @@ struct Lists {
         pull_offs(in.shape.num_ranks + 1, -7),
         copy_offs(in.shape.num_ranks + 1, -7),
         send_plan(in.num_tokens * in.shape.num_topk, -7),
-        pulls(in.shape.num_max_tokens * in.shape.num_slots()),
+        pulls(in.shape.num_max_tokens * in.shape.num_visits()),
         copies(in.shape.num_max_tokens * in.shape.num_topk),
         weights(in.shape.num_max_tokens * in.shape.num_topk) {}
   RouteLists<float> view() {

@@ -198,8 +198,13 @@ int main(int argc, char** argv) {
   const bool with_scales = argc > 6 && std::string_view(argv[6]) == "scales";
   const int num_nodes = argc > 7 ? std::atoi(argv[7]) : 1;  // rank r is on node r % num_nodes, and maps no other
   if (argc > 8) most_tokens = std::atoi(argv[8]);
+  std::vector<int32_t> node_of;  // where rows go in two levels
+  for (int r = 0; r < num_ranks && argc > 9 && std::string_view(argv[9]) == "two_level"; ++r) {
+    node_of.push_back(r % num_nodes);
+  }
   Shape shape{num_ranks, kExperts, most_tokens, kHidden,
               kTopk,     4,        4,           by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
+  shape = NodeTables::sized(shape, node_of);
 #if defined(MOE_RT_EMULATED_GPU)
   // Two ranks read lists where they are made; four have them pushed, and three the rows as well.
   if (num_ranks > 2) shape.num_pushed_tokens = most_tokens;
@@ -233,6 +238,7 @@ int main(int argc, char** argv) {
                                                           .rank = r,
                                                           .config_hash = 7,
                                                           .expert_rank = expert_rank,
+                                                          .node_of = node_of,
                                                           .segments = mapped,
                                                           .watches = {},
                                                           .timeout_s = 60.0,

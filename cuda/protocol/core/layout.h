@@ -7,6 +7,12 @@
 // with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
 // Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
 // per-expert and per-rank numbers, and room for what is pushed, grow with E and R.
+//
+// Where ranks are on N nodes and rows go from node to node (two_level/), S = min(K, G) + N - 1 with G ranks on the
+// largest node: a partial of each rank of the own node and a sum of each other node; there is a block of scalars for
+// each node, and for each of the far sources that this rank serves
+//   staged        route lists and tokens [T][H], as in the source's window
+//   2 windows     forwarded partials [min(K, G)][T][H] | forwarded scalars [T][K]
 #pragma once
 
 #include "op_record.h"
@@ -39,8 +45,16 @@ struct Shape {
   int32_t alignment = 1;          // where rows are for experts: those of each begin and end at a multiple
   int32_t num_pushed_tokens = 0;  // of a batch, at most, whose lists are written to where they are read
   int32_t num_pushed_rows = 0;    // of a batch, at most, whose rows are, too; no more than those
+  int32_t num_nodes = 1;          // between which rows go in two levels; 1 where all ranks are alike
+  int32_t most_node_ranks = 0;    // of one of several nodes
+  int32_t num_served = 0;         // far sources, at most, that a rank serves
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
-  MOE_RT_FN int32_t num_slots() const { return smaller(num_topk, num_ranks); }
+  MOE_RT_FN bool two_level() const { return num_nodes > 1; }
+  // Ranks that a token may visit: of all, and of one node.
+  MOE_RT_FN int32_t num_visits() const { return smaller(num_topk, num_ranks); }
+  MOE_RT_FN int32_t num_node_slots() const { return two_level() ? smaller(num_topk, most_node_ranks) : num_visits(); }
+  // Rows that may come home for a token.
+  MOE_RT_FN int32_t num_slots() const { return num_node_slots() + num_nodes - 1; }
   // Up to the next multiple. Nearly always there is nothing to do, and a division would be the longest part of it.
   MOE_RT_FN int64_t aligned(int64_t rows) const { return alignment == 1 ? rows : round_up(rows, alignment); }
   MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
@@ -50,7 +64,12 @@ struct Layout {
   int64_t poison, mailboxes, members, op_records, last_words;  // the segment header is at 0
   struct Window {
     int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars, pushed, pushed_rows;
+    int64_t forwarded, forwarded_scalars;
   } window[2];
+  // Of the far sources that this rank serves: the first one's lists, its rows from there, and how far the next one is.
+  struct Staged {
+    int64_t lists, rows, bytes;
+  } staged;
   // Of one source's pushed lists, from where they begin.
   struct Lists {
     int64_t counts, pull_offs, copy_offs, pulls, copies, weights, bytes;
@@ -70,7 +89,7 @@ struct Layout {
       lists.counts = take(int64_t{4} * s.num_experts, kLinePair);
       lists.pull_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
       lists.copy_offs = take(int64_t{4} * (s.num_ranks + 1), kLinePair);
-      lists.pulls = take(of_tokens * s.num_slots() * int64_t{sizeof(Pull)}, kLinePair);
+      lists.pulls = take(of_tokens * s.num_visits() * int64_t{sizeof(Pull)}, kLinePair);
       lists.copies = take(of_tokens * s.num_topk * int64_t{sizeof(Copy)}, kLinePair);
       lists.weights = take(of_tokens * s.num_topk * s.acc_bytes, kLinePair);
     };
@@ -89,12 +108,23 @@ struct Layout {
       take_lists(w, tokens);
       w.tokens = take(tokens * s.row_bytes(), kPage);
       w.partials = take(tokens * s.num_slots() * s.row_bytes(), kPage);
-      w.scalars = take(tokens * s.num_topk * s.acc_bytes, kLinePair);
+      w.scalars = take(s.num_nodes * tokens * s.num_topk * s.acc_bytes, kLinePair);
       w.pushed = take(s.num_ranks * l.pushed.bytes, kLinePair);
       w.pushed_rows = take(int64_t{s.num_ranks} * s.num_pushed_rows * s.row_bytes(), s.num_pushed_rows ? kPage : 1);
+      w.forwarded = take(s.num_served * forwarded_bytes(s), s.num_served ? kPage : 1);
+      w.forwarded_scalars = take(s.num_served * tokens * s.num_topk * s.acc_bytes, s.num_served ? kLinePair : 1);
+    }
+    if (s.num_served > 0) {
+      l.staged.rows = round_up(l.window[0].tokens - l.window[0].counts, kPage);
+      l.staged.bytes = round_up(l.staged.rows + tokens * s.row_bytes(), kPage);
+      l.staged.lists = take(s.num_served * l.staged.bytes, kPage);
     }
     l.bytes = round_up(cursor, kPage);
     return l;
+  }
+  // Partials of one far source's tokens.
+  MOE_RT_FN static int64_t forwarded_bytes(const Shape& s) {
+    return int64_t{s.num_node_slots()} * s.num_max_tokens * s.row_bytes();
   }
 };
 
@@ -104,6 +134,20 @@ struct Placement {
   const int32_t* owner;       // [E] place -> rank
   const int32_t* rank_first;  // [R + 1] first place of each rank
   const int32_t* entries;     // [E] expert id -> its owner and its place at once (flat/routing_tiles.h)
+};
+
+// Who is on which node, as one rank sees it, where rows go in two levels. A rank's forwarder on another node is the rank
+// there that serves it: what it sends to that node comes in through it, and what comes home is added up by it.
+struct Nodes {
+  int32_t own = 0;                     // this rank's node
+  int32_t num_served = 0;              // far ranks that this rank serves
+  const int32_t* node_of = nullptr;    // [R]
+  const int32_t* forwarder = nullptr;  // [R] of a far rank, on this node; of a neighbour itself
+  const int32_t* served_at = nullptr;  // [R] a far rank's place among those that its forwarder serves
+  const int32_t* served = nullptr;     // [num_served]
+
+  // The place of another node among those that are not `from`.
+  MOE_RT_FN static int32_t far_index(int32_t node, int32_t from) { return node < from ? node : node - 1; }
 };
 
 // One rank's view of its group: everything a role function needs besides its tensors.
@@ -116,6 +160,7 @@ struct World {
   int32_t rank;
   uint64_t config;     // hash of shape, dtype and placement; equal on all ranks
   uint64_t plan_mark;  // of this rank's engine alone: whose plans it follows (plan.h)
+  Nodes nodes{};       // where the shape is of several nodes
 
   MOE_RT_FN int32_t num_local_experts() const { return num_local_experts_of(rank); }
   MOE_RT_FN int32_t num_local_experts_of(int r) const { return placement.rank_first[r + 1] - placement.rank_first[r]; }
@@ -166,8 +211,12 @@ struct World {
   MOE_RT_FN int64_t scalar(int window, int64_t token, int64_t k) const {
     return layout.window[window].scalars + (token * shape.num_topk + k) * shape.acc_bytes;
   }
+  // A token's scalars of other nodes lie behind those of the own one.
+  MOE_RT_FN int64_t far_scalar(int window, int64_t token, int64_t k, int64_t far_index) const {
+    return scalar(window, (far_index + 1) * shape.num_max_tokens + token, k);
+  }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 400 && sizeof(Header) == 56 && sizeof(Layout) == 280, "the host's layout");
+static_assert(sizeof(World) == 504 && sizeof(Header) == 56 && sizeof(Layout) == 336, "the host's layout");
 
 }  // namespace moe_rt

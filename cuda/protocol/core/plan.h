@@ -19,8 +19,8 @@ inline constexpr int64_t kAnyCapacity = -1;
 
 inline constexpr int32_t kNoExpert = -1;  // in a row's local experts: this entry of its token is for other ranks
 
-// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids or ends. Where rows are of tokens, all copies of
-// one share the row that the first of them names, and the others name none.
+// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids or ends | forwards. Where rows are of tokens, all
+// copies of one share the row that the first of them names, and the others name none.
 struct RecvPlan {
   struct Head {
     uint64_t mark;       // World::plan_mark of the engine that made it
@@ -37,6 +37,8 @@ struct RecvPlan {
   int32_t* ks;    // which of the token's top-k entries the copy serves
   int32_t* ids;   // [capacity][K], where rows are of tokens: the local expert of each entry, or kNoExpert
   int32_t* ends;  // [L], where rows of experts are aligned: behind the last one of each that is not padding
+  // [served][T], for each far source that this rank serves: how many ranks of this node each of its tokens visits.
+  int32_t* forwards;
 
   MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
   // Below 2^31, as the host has checked: a GPU holds such a number in one register.
@@ -46,9 +48,13 @@ struct RecvPlan {
   MOE_RT_FN static int64_t ids_at(const Shape& s, int32_t num_local_experts) {
     return int64_t(sizeof(Head) + max_pulled(s) * sizeof(Pulled)) / 4 + 2 * max_copies(s, num_local_experts);
   }
-  MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
+  MOE_RT_FN static int64_t forwards_at(const Shape& s, int32_t num_local_experts) {
     const int64_t ends = s.alignment > 1 ? num_local_experts : 0;
     return ids_at(s, num_local_experts) + (s.by_token() ? max_pulled(s) * s.num_topk : ends);
+  }
+  MOE_RT_FN static int64_t num_forwards(const Shape& s) { return int64_t{s.num_served} * s.num_max_tokens; }
+  MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
+    return forwards_at(s, num_local_experts) + num_forwards(s);
   }
   MOE_RT_FN static RecvPlan view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     RecvPlan p;
@@ -57,6 +63,7 @@ struct RecvPlan {
     p.rows = reinterpret_cast<int32_t*>(p.pulled + max_pulled(s));
     p.ks = p.rows + max_copies(s, num_local_experts);
     p.ids = p.ends = p.ks + max_copies(s, num_local_experts);
+    p.forwards = ints + forwards_at(s, num_local_experts);
     return p;
   }
 
@@ -80,13 +87,15 @@ struct RecvPlan {
     }
     for (int64_t i = 0; i < head->num_pulled; ++i) {
       const Pulled& p = pulled[i];
-      bad |= !(below(p.token, s.num_max_tokens) && below(p.source, s.num_ranks) && below(p.slot, s.num_slots()) &&
+      bad |= !(below(p.token, s.num_max_tokens) && below(p.source, s.num_ranks) && below(p.slot, s.num_node_slots()) &&
                below(int64_t{p.copies} - 1, s.num_topk) && below(p.first, int64_t{head->num_copies} - p.copies + 1));
     }
     const auto num_copies = head->num_copies;
     const auto end_row = uint32_t(head->num_rows) + 1, end_k = uint32_t(s.num_topk);  // dropped rows wrap around to 0
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(rows[c]) - uint32_t(kDropped) >= end_row);
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(ks[c]) >= end_k);
+    const auto end_slot = uint32_t(s.num_node_slots()) + 1;
+    for (int64_t i = 0; i < num_forwards(s); ++i) bad |= uint32_t(uint32_t(forwards[i]) >= end_slot);
     return !bad;
   }
 };

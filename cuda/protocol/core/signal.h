@@ -89,9 +89,10 @@ MOE_RT_FN void post(Mailbox& mailbox, const Header& header) {
   store_release(mailbox.signal, header.seq);
 }
 
-// SYNC POINT closed, reader side: true when the source is gone and has not announced `seq`.
-MOE_RT_FN bool closed_before(const Mailbox& mailbox, uint64_t seq) {
-  return load_acquire(mailbox.closed) != 0 && !reached(load_acquire(mailbox.signal), seq);
+// SYNC POINT closed, reader side: true when whoever announces `seq` in this mailbox is gone, by its own mailbox, and has
+// not done so.
+MOE_RT_FN bool closed_before(const Mailbox& announcers, const Mailbox& mailbox, uint64_t seq) {
+  return load_acquire(announcers.closed) != 0 && !reached(load_acquire(mailbox.signal), seq);
 }
 
 // Given what a peer announced in the other kind: true when it has moved past the op we wait for without issuing it. We

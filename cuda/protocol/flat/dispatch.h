@@ -44,7 +44,7 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   const Pull pull = lists.pulls[b.first_pull[source] + (i - b.pull_start[source])];
   const int32_t first_copy = b.first_copy[source], num_copies = b.copy_start[source + 1] - b.copy_start[source];
   const int32_t tokens = b.pushed_rows ? w.shape.num_pushed_rows : w.shape.num_max_tokens;
-  if (pull.token < 0 || pull.token >= tokens || pull.slot < 0 || pull.slot >= w.shape.num_slots() || pull.copies < 1 ||
+  if (pull.token < 0 || pull.token >= tokens || pull.slot < 0 || pull.slot >= w.shape.num_node_slots() || pull.copies < 1 ||
       pull.copies > dims.num_topk() || pull.first < first_copy ||
       pull.copies > num_copies - (pull.first - first_copy)) {
     return false;

@@ -53,7 +53,7 @@ MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
   const int64_t first_pull = b.first_pull[source], end_pull = b.pull_start[source + 1];
   const int64_t first_copy = b.first_copy[source], end_copy = b.copy_start[source + 1];
   const int64_t pulls = end_pull - first_pull, copies = end_copy - first_copy;
-  if (first_pull < 0 || end_pull > tokens * w.shape.num_slots()) return false;
+  if (first_pull < 0 || end_pull > tokens * w.shape.num_visits()) return false;
   if (first_copy < 0 || end_copy > tokens * w.shape.num_topk) return false;
   if (pulls < 0 || pulls > tokens || copies < pulls) return false;
   int64_t sum = 0;

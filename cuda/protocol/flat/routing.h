@@ -11,6 +11,7 @@
 #include "../core/coop.h"
 #include "../core/dims.h"
 #include "../core/plan.h"
+#include "../two_level/node_slots.h"
 
 namespace moe_rt {
 
@@ -138,8 +139,10 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
     copy_cursor[r] = first_copy(w, counters, coop.rank(), r, lists.copy_offs[r]);
   }
   int32_t order[Dims::kTopkBound];
+  NodeSlots<Dims> node_slots(w);
   const Range tokens = coop.chunk(num_tokens);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    node_slots.begin_token();
     const int64_t base = t * dims.num_topk();
     for (int i = 0; i < dims.num_topk(); ++i) order[i] = send_plan[base + i];
     Pull pull{int32_t(t), -1, 0, 0};
@@ -158,7 +161,7 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
       } else {
         const int32_t owner = w.placement.owner[place], at = copy_cursor[owner]++;
         const int32_t next = owner != last_owner;  // a pull for each rank, rewritten with every copy
-        pull.slot += next;
+        pull.slot = node_slots.slot_of(owner, next, pull.slot);
         pull.first = next ? at : pull.first;
         pull.copies = next ? 1 : pull.copies + 1;
         pulls[owner] += next;
@@ -167,7 +170,7 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
         lists.weights[at] = weight;
         last_place = place, last_owner = owner, first_k = k;
       }
-      send_plan[base + k] = send_entry(pull.slot, first_k);
+      send_plan[base + k] = send_entry(node_slots.slot_at_home(last_owner, pull.slot), first_k);
     }
   }
 }

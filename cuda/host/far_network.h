@@ -1,0 +1,171 @@
+// What an engine does over its network in every op, whichever way rows take: announces, and waits until all is done.
+//
+// Nothing but flushes orders anything: a network may deliver in any order what lies between two of them. Rows and headers
+// are flushed before a signal, and the signal before the op ends, so that of two signals none overtakes the other.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../protocol/core/plan.h"
+#include "network.h"
+#include "recording.h"
+#include "waiting.h"
+
+namespace moe_rt {
+
+class FarNetwork {
+ public:
+  // Far are the ranks whose `base` is nullptr.
+  FarNetwork(const std::vector<char*>& base, Network& network) : network_(network) {
+    for (size_t r = 0; r < base.size(); ++r) {
+      if (!base[r]) ranks_.push_back(int(r));
+    }
+  }
+  virtual ~FarNetwork() = default;
+  FarNetwork(const FarNetwork&) = delete;
+  FarNetwork& operator=(const FarNetwork&) = delete;
+
+  Network& network() const { return network_; }
+  const std::vector<int>& ranks() const { return ranks_; }
+
+  // A header for a far rank's mailbox of that source: this rank's own, or one that it passes on.
+  struct Posting {
+    int peer, source;
+    Header header;
+  };
+
+  // SYNC POINT signal over a network, writer side: pairs with wait_signal. Everything that this rank has put for a peer
+  // is there before a signal is put. A signal's bytes arrive at once, or from the lowest up, as TCP brings them: one more
+  // than the one before is then never seen too early. Who is lost is left out: what that means is for the wait to say.
+  Status announce(const World& w, std::vector<Posting> postings, HostIdle& idle) {
+    postings_ = std::move(postings);
+    std::vector<int> waiting;
+    for (const Posting& p : postings_) {
+      const int64_t slot = int64_t(p.header.seq & 1) * int64_t{sizeof(Header)};
+      network_.put(p.peer, mailbox(w, p) + int64_t{offsetof(Mailbox, header)} + slot, &p.header, sizeof(Header));
+      if (waiting.empty() || waiting.back() != p.peer) waiting.push_back(p.peer);
+    }
+    for (const int r : waiting) network_.flush(r);
+    while (!waiting.empty()) {
+      std::erase_if(waiting, [&](int r) {
+        if (!network_.flushed(r)) return false;
+        for (const Posting& p : postings_) {
+          if (p.peer != r) continue;
+          network_.put(r, mailbox(w, p) + int64_t{offsetof(Mailbox, signal)}, &p.header.seq, sizeof(p.header.seq));
+        }
+        network_.flush(r);
+        return true;
+      });
+      if (waiting.empty()) break;
+      idle.watch({.peer = waiting[0], .announcer = waiting[0]});
+      if (const Code code = idle.pause(); code != Code::kOk) return failed(code, Phase::kPublish, waiting[0]);
+    }
+    return {};
+  }
+
+  // Returns once everything that was asked of these ranks is done; PeerDead where one is lost.
+  Status settle(const std::vector<int>& ranks, Phase phase, HostIdle& idle) {
+    for (const int r : ranks) network_.flush(r);
+    for (const int r : ranks) {
+      idle.watch({.peer = r, .announcer = r});
+      while (!network_.flushed(r)) {
+        if (const Code code = idle.pause(); code != Code::kOk) return failed(code, phase, r);
+      }
+      if (network_.lost(r)) return failed(Code::kPeerDead, phase, r);
+    }
+    return {};
+  }
+
+  // Why a peer left, if it can still be asked, or nothing. It was said before the poison word was sent, or `closed`.
+  std::string last_words(const World& w, int peer) {
+    network_.get(peer, w.layout.last_words, &words_, sizeof(words_));
+    network_.flush(peer);
+    for (const auto end = HostIdle::Clock::now() + kWordsWithin; HostIdle::Clock::now() < end; network_.drive()) {
+      if (network_.flushed(peer)) return network_.lost(peer) ? "" : read_last_words(words_);
+      sched_yield();
+    }
+    return {};
+  }
+
+  // The first cause of a failure, to all: see Engine::poison.
+  void poison(const World& w, uint64_t word) {
+    for (const int r : ranks_) {
+      network_.put_last(r, w.layout.poison, word);
+      network_.flush(r);
+    }
+  }
+
+ protected:
+  static Status failed(Code code, Phase phase, int peer) {
+    return {.code = code, .phase = phase, .peer = code == Code::kInterrupted ? -1 : peer};
+  }
+
+  // What a source's lists have for the ranks from `first` on and before `end`, into `here`, as far as its ends can be
+  // true.
+  template <class Weight>
+  void get_lists(const World& w, int window, int source, const RouteLists<Weight>& here, int first, int end) {
+    const Layout::Window& o = w.layout.window[window];
+    const int64_t tokens = w.shape.num_max_tokens;
+    const int64_t pull = here.pull_offs[first], pulls_end = here.pull_offs[end];
+    const int64_t copy = here.copy_offs[first], copies_end = here.copy_offs[end];
+    get_entries(source, o.pulls, here.pulls, pull, pulls_end, tokens * w.shape.num_visits());
+    get_entries(source, o.copies, here.copies, copy, copies_end, tokens * w.shape.num_topk);
+    get_entries(source, o.weights, here.weights, copy, copies_end, tokens * w.shape.num_topk);
+  }
+
+ private:
+  static int64_t mailbox(const World& w, const Posting& p) {
+    const int kind = static_cast<int>(kind_of(op_of(p.header)));
+    return w.layout.mailboxes + (int64_t{kind} * w.shape.num_ranks + p.source) * int64_t{sizeof(Mailbox)};
+  }
+  // The entries [first, end) of a list, if that is a range of a list of `size`.
+  template <class T>
+  void get_entries(int peer, int64_t there, T* here, int64_t first, int64_t end, int64_t size) {
+    if (first < 0 || end > size || first >= end) return;
+    network_.get(peer, there + first * int64_t{sizeof(T)}, here + first, (end - first) * int64_t{sizeof(T)});
+  }
+
+  Network& network_;
+  std::vector<int> ranks_;
+  std::vector<Posting> postings_;  // of the running op: they are sent from here
+  LastWords words_{};              // of the peer that was asked last
+  static constexpr std::chrono::milliseconds kWordsWithin{500};
+};
+
+// Gets token rows of far sources, those of neighbouring tokens together, to where `to(source)` says that the first token's
+// row is.
+template <class To>
+class RowGetter {
+ public:
+  RowGetter(const World& w, Network& network, int window, int64_t row_bytes, To to)
+      : w_(w), network_(network), window_(window), row_bytes_(row_bytes), to_(to) {}
+  ~RowGetter() { end(); }
+  RowGetter(const RowGetter&) = delete;
+  RowGetter& operator=(const RowGetter&) = delete;
+  // Of a token that there is not, nothing: gather_token tells.
+  void get(int peer, int32_t token) {
+    if (!below(token, w_.shape.num_max_tokens)) return;
+    if (peer == peer_ && token == end_) {
+      ++end_;
+      return;
+    }
+    end();
+    peer_ = peer, first_ = token, end_ = token + 1;
+  }
+  void end() {
+    if (peer_ < 0) return;
+    const int64_t offset = w_.token_row(window_, first_), stride = w_.shape.row_bytes();
+    network_.get(peer_, offset, to_(peer_) + first_ * stride, (end_ - first_ - 1) * stride + row_bytes_);
+    peer_ = -1;
+  }
+
+ private:
+  const World& w_;
+  Network& network_;
+  int window_, peer_ = -1;
+  int64_t row_bytes_, first_ = 0, end_ = 0;
+  To to_;
+};
+
+}  // namespace moe_rt

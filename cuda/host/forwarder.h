@@ -1,0 +1,152 @@
+// What a CPU rank does for ranks of other nodes, where rows go in two levels (protocol/two_level/).
+//
+// For the far ranks that it serves it stages what they send to this node, each row once, and sends home what this node
+// makes of their tokens, one row for each. In between it hands on what they announce: no rank completes an op before it
+// has heard of all, so windows need no other acknowledgement than where all reach all (docs/two_level.md).
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <system_error>
+#include <vector>
+
+#include "../protocol/two_level/forward.h"
+#include "../protocol/two_level/link.h"
+#include "far_network.h"
+#include "node_tables.h"
+
+namespace moe_rt {
+
+class Forwarder : public FarNetwork {
+ public:
+  // Throws std::system_error where there is no address space for the sums; pages are taken when there are some.
+  Forwarder(const World& w, const NodeTables& tables, Network& network)
+      : FarNetwork({w.base, w.base + w.shape.num_ranks}, network),
+        tables_(tables),
+        lists_(w.shape.num_ranks),
+        bytes_(larger<int64_t>(w.shape.num_served * w.shape.num_max_tokens * w.shape.row_bytes(), kPage)) {
+    void* const mapped =
+        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
+    sums_ = static_cast<char*>(mapped);
+    for (int r = 0; r < w.shape.num_ranks; ++r) {
+      const int by = tables.view().forwarder[r];
+      if (by != r) lists_[r] = w.at<char>(by, staged(w, r));
+    }
+  }
+  ~Forwarder() override { munmap(sums_, bytes_); }
+
+  const NodeTables& tables() const { return tables_; }
+  char* const* lists() const { return lists_.data(); }  // World::mirror
+
+  // Those whom this rank tells itself what it announces: of other nodes its forwarders, in a dispatch-type op.
+  std::vector<Posting> own_postings(const Header& header, int rank) const {
+    std::vector<Posting> postings;
+    for (int node = 0; node < tables_.num_nodes() && kind_of(op_of(header)) == Kind::kDispatch; ++node) {
+      if (node != tables_.own()) postings.push_back({tables_.forwarder(node, rank), rank, header});
+    }
+    return postings;
+  }
+
+  // Passes on what is announced: of a dispatch-type op what served ranks have, to the neighbours, and of a combine-type
+  // op what this node's have, to served ranks. Headers go as they came: a refusal is for all to hear.
+  Status pass_on(const World& w, const Header& own, HostIdle& idle) {
+    const Kind kind = kind_of(op_of(own));
+    const auto header_of = [&](int source) {
+      return source == w.rank ? own : w.mailbox(w.rank, kind, source).header[own.seq & 1];
+    };
+    if (kind == Kind::kDispatch) {
+      // SYNC POINT signal, passed on: post releases what was staged, and pairs with wait_signal. That this rank has heard
+      // of the source comes before, so that the source's reads of the op before are over for whoever hears of it here.
+      for (const int source : tables_.served()) {
+        for (const int to : tables_.neighbours()) {
+          if (to != w.rank) post(w.mailbox(to, kind, source), header_of(source));
+        }
+      }
+      return {};
+    }
+    std::vector<Posting> postings;
+    for (const int to : tables_.served()) {
+      for (const int source : tables_.neighbours()) postings.push_back({to, source, header_of(source)});
+    }
+    return announce(w, std::move(postings), idle);
+  }
+
+  // Brings what served sources list for this node, and each row that it wants, once. Fills `forwards` as mark_tokens.
+  template <class Weight>
+  Status stage(const World& w, int window, int32_t* forwards, int64_t row_bytes, HostIdle& idle) {
+    const std::vector<int32_t>& served = tables_.served();
+    const Layout::Window& o = w.layout.window[window];
+    const bool few = o.tokens - o.counts <= kFewBytes;  // all lists in one trip
+    for (const int s : served) network().get(s, o.counts, lists_[s], (few ? o.tokens : o.pulls) - o.counts);
+    if (const Status status = settle(served, Phase::kGather, idle); !status.ok()) return status;
+    for (const int s : served) {
+      const auto lists = RouteLists<Weight>::view(w, s, window);
+      for (const int r : tables_.neighbours()) {
+        if (!few) get_lists(w, window, s, lists, r, r + 1);
+      }
+    }
+    if (const Status status = few ? Status{} : settle(served, Phase::kGather, idle); !status.ok()) return status;
+    for (size_t i = 0; i < served.size(); ++i) {
+      int32_t* const marks = forwards + int64_t(i) * w.shape.num_max_tokens;
+      if (!mark_tokens<Weight>(w, served[i], window, marks)) return failed(Code::kCorruptPeer, Phase::kGather, served[i]);
+    }
+    return stage_rows(w, window, forwards, row_bytes, idle);
+  }
+
+  // The rows alone, of an op that reuses a plan.
+  Status stage_rows(const World& w, int window, const int32_t* forwards, int64_t row_bytes, HostIdle& idle) {
+    const auto to = [&](int s) { return w.at<char>(w.rank, staged(w, s) + w.layout.staged.rows); };
+    RowGetter rows(w, network(), window, row_bytes, to);
+    for (const int s : tables_.served()) {
+      for (int32_t t = 0; t < w.shape.num_max_tokens; ++t) {
+        if (*forwards++ > 0) rows.get(s, t);
+      }
+    }
+    rows.end();
+    return settle(tables_.served(), Phase::kGather, idle);
+  }
+
+  // Adds up this node's partials of served ranks' tokens and sends the sums home, with scalars where there are any.
+  // Every lane calls it; `sum` is a row of scratch of this lane.
+  template <class Coop, class Rows>
+  void send_sums(const Coop& coop, const World& w, int window, const int32_t* forwards, const Rows& rows, bool scalars,
+                 char* sum) {
+    const Shape& s = w.shape;
+    const char* partials[kMaxTopk];
+    const int64_t tokens = s.num_max_tokens;
+    const Range share = coop.share(int64_t(tables_.served().size()) * tokens);
+    for (int64_t i = share.begin; i < share.end; i += share.step) {
+      if (forwards[i] == 0) continue;
+      const int to = tables_.served()[i / tokens];
+      const int64_t token = i % tokens, far = Nodes::far_index(tables_.own(), tables_.view().node_of[to]);
+      for (int slot = 0; slot < forwards[i]; ++slot) {
+        const int64_t home = w.partial_row(window, token, slot);
+        partials[slot] = NodeLink{window}.target_row(w, to, home);
+      }
+      const char* const row = sum_node(partials, forwards[i], rows, sum, sums_ + i * s.row_bytes());
+      network().put(to, w.partial_row(window, token, s.num_node_slots() + far), row, rows.encoded_row_bytes());
+      if (!scalars) continue;
+      const int64_t bytes = int64_t{s.num_topk} * s.acc_bytes;
+      network().put(to, w.far_scalar(window, token, 0, far),
+                    w.at<char>(w.rank, w.layout.window[window].forwarded_scalars + i * bytes), bytes);
+    }
+  }
+
+  Status settle_served(Phase phase, HostIdle& idle) { return settle(tables_.served(), phase, idle); }
+
+ private:
+  static constexpr int64_t kFewBytes = 16 << 10;
+
+  static int64_t staged(const World& w, int source) {
+    return w.layout.staged.lists + w.nodes.served_at[source] * w.layout.staged.bytes;
+  }
+
+  const NodeTables& tables_;
+  std::vector<char*> lists_;  // [R]; nullptr of this node's
+  int64_t bytes_;
+  char* sums_;  // [served][T] rows
+};
+
+}  // namespace moe_rt

@@ -1,0 +1,51 @@
+// A network of memory that is mapped: ranks of one host that take each other for ranks of several nodes.
+//
+// With it two levels can be tried, and tested, where there is one host only. What a network of hosts does late is done at
+// once here; tests/protocol has one that does all of it as late as it may.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "../protocol/core/atomics.h"
+#include "network.h"
+
+namespace moe_rt {
+
+class MappedNetwork final : public Network {
+ public:
+  // [R] the address of each rank's segment.
+  explicit MappedNetwork(const std::vector<uint64_t>& segments) {
+    for (const uint64_t s : segments) segments_.push_back(reinterpret_cast<char*>(s));
+  }
+
+  void get(int peer, int64_t offset, void* to, int64_t bytes) override {
+    std::memcpy(to, segments_[peer] + offset, bytes);
+  }
+  // SYNC POINT signal, writer side: a word may be one, and pairs with wait_signal then.
+  void put(int peer, int64_t offset, const void* from, int64_t bytes) override {
+    char* const to = segments_[peer] + offset;
+    if (bytes != sizeof(uint64_t) || offset % sizeof(uint64_t) != 0) {
+      std::memcpy(to, from, bytes);
+    } else {
+      store_release(*reinterpret_cast<uint64_t*>(to), *static_cast<const uint64_t*>(from));
+    }
+  }
+  // A poison word: the first one stays.
+  void put_last(int peer, int64_t offset, uint64_t word) override {
+    replace_acq_rel(*reinterpret_cast<uint64_t*>(segments_[peer] + offset), uint64_t{0}, word);
+  }
+  void flush(int) override {}
+  bool flushed(int) const override { return true; }
+  bool lost(int) const override { return false; }
+  void drive() override {}
+  void begin_driving() override {}
+  void end_driving() override {}
+  void keep(std::shared_ptr<const void>) override {}
+  void leave(const uint64_t (&)[2]) override {}
+
+ private:
+  std::vector<char*> segments_;
+};
+
+}  // namespace moe_rt

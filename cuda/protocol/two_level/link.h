@@ -1,0 +1,41 @@
+// How a role reaches ranks of other nodes: through the segment of the rank of this node that serves them.
+//
+// Rows of a far source lie there staged, and partials for it are left there, to be added up and sent home. The roles of
+// flat/ are the same: they name a place in the source's segment, which becomes one in its forwarder's.
+#pragma once
+
+#include "../core/layout.h"
+
+namespace moe_rt {
+
+struct NodeLink {
+  int window;
+
+  MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset, int64_t) const {
+    if (w.base[peer]) return w.at<const char>(peer, offset);
+    const Layout::Staged& staged = w.layout.staged;
+    return at<const char>(w, peer, staged.lists + staged.rows, staged.bytes, offset - w.layout.window[window].tokens);
+  }
+  MOE_RT_FN char* target_row(const World& w, int peer, int64_t offset) const {
+    if (w.base[peer]) return w.at<char>(peer, offset);
+    const Layout::Window& o = w.layout.window[window];
+    return at<char>(w, peer, o.forwarded, Layout::forwarded_bytes(w.shape), offset - o.partials);
+  }
+  MOE_RT_FN void deliver(const World&, int, int64_t, int64_t) const {}
+  template <class T>
+  MOE_RT_FN void put(const World& w, int peer, int64_t offset, T value) const {
+    const Layout::Window& o = w.layout.window[window];
+    const int64_t bytes = int64_t{w.shape.num_max_tokens} * w.shape.num_topk * w.shape.acc_bytes;
+    *(w.base[peer] ? w.at<T>(peer, offset) : at<T>(w, peer, o.forwarded_scalars, bytes, offset - o.scalars)) = value;
+  }
+
+ private:
+  // `inside` the part of so many bytes that a far rank has, in the segment of the one that serves it, in the region at
+  // `first`.
+  template <class T>
+  MOE_RT_FN static T* at(const World& w, int far, int64_t first, int64_t bytes, int64_t inside) {
+    return w.at<T>(w.nodes.forwarder[far], first + w.nodes.served_at[far] * bytes + inside);
+  }
+};
+
+}  // namespace moe_rt

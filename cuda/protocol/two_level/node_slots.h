@@ -1,0 +1,39 @@
+// Which slot a token's partial has, where partials are added up node by node and where they are not.
+#pragma once
+
+#include "../core/layout.h"
+
+namespace moe_rt {
+
+// Goes through a token's distinct ranks in rank order. A slot counts the ranks of the token before it: all of them, or
+// those of the same node, since each node's partials are added up apart.
+template <class Dims>
+class NodeSlots {
+ public:
+  MOE_RT_FN explicit NodeSlots(const World& w) : w_(w) {}
+
+  MOE_RT_FN void begin_token() { num_ranks_ = 0; }
+  // `next` is 1 where the token comes to `owner` now, 0 where it was there before, with the slot `last`.
+  MOE_RT_FN int32_t slot_of(int32_t owner, int32_t next, int32_t last) {
+    if (!w_.shape.two_level()) return last + next;
+    if (!next) return last;
+    const int32_t node = w_.nodes.node_of[owner];
+    int32_t slot = 0;
+    for (int i = 0; i < num_ranks_; ++i) slot += node_[i] == node;
+    node_[num_ranks_++] = node;
+    return slot;
+  }
+  // Where the source finds what comes home: a partial of its own node in that slot, else the sum of the rank's node.
+  MOE_RT_FN int32_t slot_at_home(int32_t owner, int32_t slot) const {
+    if (!w_.shape.two_level()) return slot;
+    const int32_t node = w_.nodes.node_of[owner];
+    return node == w_.nodes.own ? slot : w_.shape.num_node_slots() + Nodes::far_index(node, w_.nodes.own);
+  }
+
+ private:
+  const World& w_;
+  int num_ranks_ = 0;
+  int32_t node_[Dims::kTopkBound];  // of each rank that the token has come to
+};
+
+}  // namespace moe_rt
