@@ -24,6 +24,7 @@ from moe_rt.bench.expect import Expectation
 from moe_rt.bench.inputs import Inputs, make_inputs, num_rotations
 from moe_rt.bench.measure import measure
 from moe_rt.bench.observe import observe_layer, observe_pair
+from moe_rt.bench.round_trip import round_trip_us
 from moe_rt.bench.step import Step, Unavailable
 from moe_rt.bench.traffic import bytes_moved
 from moe_rt.bench.world import World, join_processes, run_threads
@@ -72,13 +73,13 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
     ]
     if case.nodes:
         links = Links(case, job.seed, rotations)
-        record["least_us"] = links.least_us
+        record["least_us"], record["round_trip_us"] = links.least_us, round_trip_us(world, case.topology)
         for (c, step), result in zip(entries, record["results"], strict=True):
             result["link"] = links.count(world, step, c.unit)
     for contestant in present:
         if type(contestant) is MoeRt:
             own = [step for c, step in entries if c is contestant]
-            record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes}
+            record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, "route": contestant.buffer.route}
             record["moe_rt"] |= _observe(world, job, contestant, own, inputs)
         contestant.close()
     return record

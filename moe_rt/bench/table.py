@@ -71,11 +71,13 @@ def notes(run: dict[str, Any]) -> list[str]:
         lines.append(
             "MB sent: a node's in an iteration, at its interface, mean over nodes; by formula: without headers"
         )
+        lines.append(f"a message takes {time(run['round_trip_us'])} there and back between two nodes over plain TCP")
     if run.get("least_us") is not None:
         lines.append(f"least: {time(run['least_us'])}, which links take for each token's row once for each far node")
     own = run.get("moe_rt")
     if own is not None:
-        lines.append(f"moe_rt: {own['heap_bytes'] / 1e6:.4g} MB of symmetric memory per rank")
+        route = f", route {own['route']}" if run["case"].get("nodes") else ""
+        lines.append(f"moe_rt: {own['heap_bytes'] / 1e6:.4g} MB of symmetric memory per rank{route}")
         lines.extend(_own_lines(own))
     lines.extend(f"{name} is absent: {why}" for name, why in run["absent"].items())
     lines.extend(f"{result['contestant']}: {error}" for result in run["results"] for error in result["errors"])

@@ -1,4 +1,4 @@
-"""Training over emulated nodes, as docs/howto/cluster.md shows: the loss curve of one node, and what a dead node leaves."""
+"""Training over emulated nodes, as docs/howto/cluster.md shows: the loss of one node, and what a dead node leaves."""
 
 from __future__ import annotations
 
