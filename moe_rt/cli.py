@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from moe_rt import _engine
 from moe_rt.bench.cases import CASES, DEFAULT_CASE, DTYPES, OPS, Case
-from moe_rt.bench.contestants import NAMES
+from moe_rt.bench.contestants import ON_NODES, ON_ONE_HOST
 from moe_rt.bench.inputs import ROUTING_HELP
 from moe_rt.bench.launch import RankFailed
 from moe_rt.bench.run import Settings, run, sweep_tokens
@@ -122,15 +122,23 @@ def _size(name: str, what: str) -> Any:
 @click.option(
     "--heap",
     type=click.Choice(get_args(HeapKind)),
-    help="CPU ranks: shm (processes), threads. With a GPU each: nvshmem; all on one: loopback. Default: shm.",
+    help="CPU ranks: shm, ucx (processes), threads. With a GPU each: nvshmem; all on one: loopback. Default: shm, or "
+    "ucx with --nodes.",
+)
+@click.option(
+    "--nodes",
+    type=Numbers(),
+    help="Emulated nodes that ranks are on, in equal parts, and 2 on each without --ranks; needs root. 2,4: both.",
+)
+@click.option(
+    "--rate", help="With --nodes: what each may send and receive, such as 200mbit,1gbit,unlimited for all three."
 )
 @click.option("--sweep", type=click.Choice(["tokens"]), help="Repeat a case at 1, 64, 128, ... tokens.")
 @click.option("--max-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Where --sweep ends.")
 @click.option(
     "--contestants",
-    default=",".join(NAMES),
-    show_default=True,
-    help="Who takes part, by name or as package.module:Class.",
+    help=f"Who takes part, by name or as package.module:Class; default: {','.join(ON_ONE_HOST)}, or with --nodes "
+    f"{','.join(ON_NODES)}.",
 )
 @click.option(
     "--iters", type=click.IntRange(min=1), help="Iterations of either kind; default: 200, or 20 of large ops."
@@ -153,7 +161,9 @@ def bench(
     names: tuple[str, ...],
     sweep: str | None,
     max_tokens: int,
-    contestants: str,
+    nodes: tuple[int, ...] | None,
+    rate: str | None,
+    contestants: str | None,
     iters: int | None,
     warmup: int,
     seed: int,
@@ -176,16 +186,17 @@ def bench(
         raise click.UsageError(f"only --op serve takes {', '.join(others)}")
     if sweep is not None and len(names) > 1:
         raise click.UsageError("--sweep takes one case")
+    if rate is not None and not nodes:
+        raise click.UsageError("--rate needs --nodes")
     changed = {name: value for name, value in sizes.items() if value is not None}
-    settings = Settings(
-        contestants=tuple(contestants.split(",")), iters=iters, warmup=warmup, seed=seed, malloc=malloc, cold=cold
-    )
+    taking_part = tuple(contestants.split(",")) if contestants is not None else ON_NODES if nodes else ON_ONE_HOST
+    settings = Settings(contestants=taking_part, iters=iters, warmup=warmup, seed=seed, malloc=malloc, cold=cold)
     try:
         if report is not None:
             require("matplotlib", "bench", "--report draws plots")
             make_directory(report)
             from moe_rt.bench.report import write_report  # takes a second, and fails where matplotlib is broken
-        cases = [CASES[name].changed(**changed) for name in names]
+        cases = [CASES[name].changed(**places, **changed) for name in names for places in _places(nodes, rate, changed)]
         if sweep is not None:
             cases = [point for case in cases for point in sweep_tokens(case, max_tokens)]
         document = _run_with_progress(cases, settings, sweep is not None)
@@ -202,6 +213,15 @@ def bench(
     click.echo(json.dumps(document, separators=(",", ":")))
     if any(result["errors"] for measured in document["runs"] for result in measured["results"]):
         raise click.ClickException("an output was wrong; its times mean nothing")
+
+
+def _places(nodes: tuple[int, ...] | None, rate: str | None, changed: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is different of a case for each number of nodes and each rate of their links."""
+    if not nodes:
+        return [{}]
+    rates = ["" if word == "unlimited" else word for word in (rate or "unlimited").split(",")]
+    places = [{"heap": "ucx", "ranks": 2 * number, "nodes": number, "rate": each} for number in nodes for each in rates]
+    return [{name: value for name, value in place.items() if name not in changed} for place in places]
 
 
 def _given(context: click.Context) -> dict[str, Any]:

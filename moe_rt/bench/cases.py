@@ -9,7 +9,9 @@ import torch
 
 from moe_rt.config.options import GPU_HEAPS, HeapKind
 from moe_rt.config.placement import Placement
+from moe_rt.config.topology import Topology
 from moe_rt.errors import InvalidConfig
+from moe_rt.nodes.cluster import rate_in_bits
 
 Op = Literal["dispatch", "combine", "pair", "layer"]
 CHANGED = "*"
@@ -19,7 +21,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One op and its sizes; `tokens` is per rank. `intermediate` is the experts' inner size, which only layers have."""
+    """One op and its sizes; `tokens` is per rank. `intermediate` is the experts' inner size, which only layers have.
+
+    With `nodes`, ranks are on so many emulated nodes, as many on each, and each node's link carries `rate`, such as
+    "1gbit", each way; "" for no limit.
+    """
 
     name: str = "custom"
     op: Op = "pair"
@@ -32,6 +38,8 @@ class Case:
     dtype: str = "bf16"
     routing: str = "uniform"
     heap: HeapKind = "shm"
+    nodes: int = 0
+    rate: str = ""
 
     def __post_init__(self) -> None:
         for field in ("ranks", "tokens", "hidden", "topk", "experts", "intermediate"):
@@ -40,6 +48,12 @@ class Case:
         if self.topk > self.experts or self.ranks > self.experts:
             sizes = f"{self.topk} and {self.ranks}"
             raise InvalidConfig(f"topk and ranks: got {sizes}, expected at most experts = {self.experts} of each")
+        if self.nodes and self.ranks % self.nodes:
+            raise InvalidConfig(f"ranks: got {self.ranks}, expected a multiple of {self.nodes} nodes")
+        if self.nodes and self.heap != "ucx":
+            raise InvalidConfig(f"heap: got {self.heap!r} for ranks on several nodes, expected 'ucx'")
+        if self.rate:
+            rate_in_bits(self.rate)
 
     @property
     def on_gpu(self) -> bool:
@@ -49,7 +63,12 @@ class Case:
     @property
     def as_processes(self) -> bool:
         """Whether ranks are processes, which torch.distributed needs, and no threads of one."""
-        return self.heap in ("shm", "nvshmem")
+        return self.heap in ("shm", "ucx", "nvshmem")
+
+    @property
+    def topology(self) -> Topology:
+        """Where ranks are: on one host, or in blocks on its emulated nodes."""
+        return Topology(tuple(rank * (self.nodes or 1) // self.ranks for rank in range(self.ranks)))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -82,13 +101,15 @@ class Case:
 
     def sizes(self) -> str:
         sizes = f"R={self.ranks} T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
-        return sizes + (f" F={self.intermediate}" if self.op == "layer" else "")
+        sizes += f" F={self.intermediate}" if self.op == "layer" else ""
+        return sizes + (f" on {self.nodes} nodes, {self.rate or 'no limit'}" if self.nodes else "")
 
     def in_words(self) -> str:
         """For who knows neither the names of cases nor the letters."""
         what = {"pair": "dispatch and combine", "layer": "a mixture-of-experts layer"}.get(self.op, self.op)
         tokens = "1 token" if self.tokens == 1 else f"{self.tokens} tokens"
-        return f"{what} of {tokens} on each of {self.ranks} ranks, {self.hidden} {self.dtype} elements a token,"
+        place = f" on {self.nodes} nodes" if self.nodes else ""
+        return f"{what} of {tokens} on each of {self.ranks} ranks{place}, {self.hidden} {self.dtype} elements a token,"
 
 
 DEEPSEEK_V3: dict[str, Any] = dict(hidden=7168, topk=8, experts=256, intermediate=2048)

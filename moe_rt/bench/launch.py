@@ -11,13 +11,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moe_rt.bench import over_nodes
 from moe_rt.bench.cases import Case
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
+from moe_rt.nodes.cluster import Cluster
 from moe_rt.testing.endings import Signals
 from moe_rt.testing.programs import ONE_HOST, Program, running, wait
 from moe_rt.testing.thread_ranks import ENVIRONMENT as SHARED_GPU
@@ -57,23 +59,44 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
         mpirun: starts the ranks, where given; otherwise they are started one by one.
         recycle: run every rank with RECYCLE in its environment.
         progress: called with the part of a case that has been done since the last call.
+
+    Raises:
+        InvalidConfig: the case is of emulated nodes, and this process has not the rights to make them.
+        MissingPackage: the same, and a tool of the system is not here.
     """
     case = job.cases[0]
     with (
         Signals(),
-        tempfile.TemporaryDirectory(prefix="moe_rt_bench_", dir=_shared_directory()) as directory,
+        _nodes(case) as cluster,
+        tempfile.TemporaryDirectory(prefix="moe_rt_bench_", dir=_shared_directory(case)) as directory,
     ):
         (Path(directory) / "job.json").write_text(job.to_json())
         (Path(directory) / "barrier").write_bytes(bytes(barrier_bytes(case.ranks)))
-        with running(_programs(case, directory, mpirun, recycle)) as processes:
+        with running(_programs(case, cluster, directory, mpirun, recycle)) as processes:
             return listen(processes, progress)
 
 
-def _programs(case: Case, directory: str, mpirun: str | None, recycle: bool) -> list[Program]:
+@contextlib.contextmanager
+def _nodes(case: Case) -> Iterator[Cluster | None]:
+    if not case.nodes:
+        yield None
+        return
+    cluster = Cluster(f"bench_{os.getpid()}")
+    cluster.up(case.nodes, case.rate or None)
+    with cluster:
+        yield cluster
+
+
+def _programs(case: Case, cluster: Cluster | None, directory: str, mpirun: str | None, recycle: bool) -> list[Program]:
     environment = {**ONE_HOST, **(RECYCLE if recycle else {}), **(SHARED_GPU if case.heap == "loopback" else {})}
     command = [sys.executable, "-m", "moe_rt.bench.rank", directory]
     if not case.as_processes:
         return [Program(command, environment)]
+    if cluster is not None and mpirun is not None:
+        start = [mpirun, *MPIRUN_FLAGS]
+        return over_nodes.programs_of_mpi(cluster, case, Path(directory), command, environment, start)
+    if cluster is not None:
+        return over_nodes.programs(cluster, case, command, environment)
     if mpirun is not None:
         return [Program([mpirun, *MPIRUN_FLAGS, "-n", str(case.ranks), *command], environment)]
     return [Program(command, {**environment, "RANK": str(rank)}) for rank in range(case.ranks)]
@@ -116,7 +139,10 @@ def _hear(line: str, records: list[dict[str, Any]], progress: Callable[[float], 
         records.append(record)
 
 
-def _shared_directory() -> str | None:
-    """Where the barrier lives: in memory if possible, so that the kernel never writes its page to a disk."""
+def _shared_directory(case: Case) -> str | None:
+    """Where the barrier lives: in memory if possible, so that the kernel never writes its page to a disk.
+
+    Nodes have memory of their own there, and share files elsewhere.
+    """
     memory = "/dev/shm"
-    return memory if os.access(memory, os.W_OK) else None
+    return memory if not case.nodes and os.access(memory, os.W_OK) else None

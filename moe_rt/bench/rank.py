@@ -19,10 +19,12 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants import find
 from moe_rt.bench.contestants.base import Contestant
 from moe_rt.bench.contestants.moe import MoeRt
+from moe_rt.bench.counting import Links
 from moe_rt.bench.expect import Expectation
 from moe_rt.bench.inputs import Inputs, make_inputs, num_rotations
 from moe_rt.bench.measure import measure
 from moe_rt.bench.observe import observe_layer, observe_pair
+from moe_rt.bench.round_trip import round_trip_us
 from moe_rt.bench.step import Step, Unavailable
 from moe_rt.bench.traffic import bytes_moved
 from moe_rt.bench.world import World, join_processes, run_threads
@@ -69,10 +71,15 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
     record["results"] = [
         {"contestant": c.name, "phase": step.phase, **asdict(t)} for (c, step), t in zip(entries, times, strict=True)
     ]
+    if case.nodes:
+        links = Links(case, job.seed, rotations)
+        record["least_us"], record["round_trip_us"] = links.least_us, round_trip_us(world, case.topology)
+        for (c, step), result in zip(entries, record["results"], strict=True):
+            result["link"] = links.count(world, step, c.unit)
     for contestant in present:
-        if isinstance(contestant, MoeRt):
+        if type(contestant) is MoeRt:
             own = [step for c, step in entries if c is contestant]
-            record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes}
+            record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, "route": contestant.buffer.route}
             record["moe_rt"] |= _observe(world, job, contestant, own, inputs)
         contestant.close()
     return record

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from moe_rt.bench import plots
 from moe_rt.bench.cases import Case
 from moe_rt.bench.headline import headline
-from moe_rt.bench.table import COLUMNS, cells, notes
+from moe_rt.bench.table import cells, columns, notes
 from moe_rt.testing.output import make_directory, write_document
 
 STYLE = """
@@ -80,7 +80,7 @@ def _section(title: str, figure: Figure) -> str:
 
 
 def _run(run: dict[str, Any]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("contestant", *COLUMNS, "output"))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("contestant", *columns(run), "output"))
     rows = "\n".join(f"<tr>{_row(cells(run, result))}{_verdict(result)}</tr>" for result in run["results"])
     said = "<br>".join(html.escape(text) for text in notes(run))
     title = html.escape(Case(**run["case"]).title())

@@ -23,6 +23,7 @@ def _result(raw: dict[str, Any], num_bytes: dict[str, int]) -> dict[str, Any]:
     # Backward moves what forward moved.
     times_moved = 2 if raw["phase"] == "forward+backward" else 1
     per_second = times_moved / (free_running["p50"] * 1e3)
+    link = {"link": raw["link"]} if "link" in raw else {}
     return {
         "contestant": raw["contestant"],
         "phase": raw["phase"],
@@ -30,6 +31,7 @@ def _result(raw: dict[str, Any], num_bytes: dict[str, int]) -> dict[str, Any]:
         "free_running_us": free_running,
         "logical_gbps": num_bytes["logical"] * per_second,
         "physical_gbps": num_bytes["physical"] * per_second,
+        **link,
         "errors": raw["errors"],
     }
 

@@ -15,6 +15,7 @@ from moe_rt.bench.launch import find_mpirun, launch
 from moe_rt.bench.rank import Job
 from moe_rt.bench.results import rounded, slopes, summarise
 from moe_rt.errors import InvalidConfig
+from moe_rt.nodes.cluster import require_rights
 from moe_rt.testing.host_info import cores, machine_card
 
 SMALL_OP_BYTES = 1 << 20
@@ -55,7 +56,7 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
         progress: called with the part of a case that has been done since the last call.
 
     Raises:
-        InvalidConfig: before any rank is started, for what can be seen here.
+        InvalidConfig, MissingPackage: before any rank is started, for what can be seen here.
         RankFailed: when a rank ends early.
     """
     names = [find(name).name for name in settings.contestants]
@@ -66,12 +67,14 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
     for case in cases:
         route(replace(case, tokens=1), settings.seed, 0, 0)
         _require_gpus(case)
-    with_mpi = "mpi" in settings.contestants and any(case.heap == "shm" for case in cases)
+    if any(case.nodes for case in cases):
+        require_rights()
+    with_mpi = "mpi" in settings.contestants and any(case.heap in ("shm", "ucx") for case in cases)
     mpirun = find_mpirun() if with_mpi else None
     card = machine_card()
     groups: dict[tuple[object, ...], list[int]] = {}
     for place, case in enumerate(cases):
-        groups.setdefault((case.ranks, case.heap, _iters(case, settings)), []).append(place)
+        groups.setdefault((case.ranks, case.heap, case.nodes, case.rate, _iters(case, settings)), []).append(place)
     measured: dict[int, dict[str, Any]] = {}  # by place, as the same case may be asked for twice
     for group in groups.values():  # ranks are started once for all cases that they can run
         job = Job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from rich.text import Text
 from moe_rt.bench.cases import Case
 
 COLUMNS = ("isolated p50", "p90", "p99", "free-running p50", "GB/s logical", "GB/s physical", "time / moe_rt")
+LINK_COLUMNS = ("MB sent", "by formula", "time / least")  # of ranks on several nodes
 
 
 def show_machine(card: dict[str, Any]) -> RenderableType:
@@ -21,7 +23,7 @@ def show_run(run: dict[str, Any]) -> RenderableType:
     """One case: who took how long, what moe_rt says about itself, who is absent and why."""
     table = Table(title=Case(**run["case"]).title(), title_justify="left")
     table.add_column("contestant", no_wrap=True)
-    for column in COLUMNS:
+    for column in columns(run):
         table.add_column(column, justify="right")
     table.add_column("output")
     for result in run["results"]:
@@ -30,7 +32,7 @@ def show_run(run: dict[str, Any]) -> RenderableType:
 
 
 def cells(run: dict[str, Any], result: dict[str, Any]) -> list[str]:
-    """A contestant's name and COLUMNS."""
+    """A contestant's name and columns."""
     isolated, free = result["isolated_us"], result["free_running_us"]
     ratio = run["ratios"].get(result["phase"], {}).get(result["contestant"])
     return [
@@ -40,6 +42,22 @@ def cells(run: dict[str, Any], result: dict[str, Any]) -> list[str]:
         f"{result['logical_gbps']:.2f}",
         f"{result['physical_gbps']:.2f}",
         "" if ratio is None else f"{ratio['isolated']:.2f}",
+        *_link_cells(run, result),
+    ]
+
+
+def columns(run: dict[str, Any]) -> tuple[str, ...]:
+    return COLUMNS + LINK_COLUMNS if "least_us" in run else COLUMNS
+
+
+def _link_cells(run: dict[str, Any], result: dict[str, Any]) -> list[str]:
+    if "link" not in result:
+        return []
+    sent, formula, least = result["link"]["sent"], result["link"]["formula"], run["least_us"]
+    return [
+        f"{fmean(sent) / 1e6:.4g}",
+        "" if formula is None else f"{fmean(formula) / 1e6:.4g}",
+        "" if least is None else f"{result['isolated_us']['p50'] / least:.2f}",
     ]
 
 
@@ -49,9 +67,17 @@ def notes(run: dict[str, Any]) -> list[str]:
     lines = [f"{run['device']}; per rank: {moved}"]
     if any(result["contestant"] == "memcpy" for result in run["results"]):
         lines.append("memcpy is a reference and no contestant: each rank copies as many bytes within its own memory")
+    if "least_us" in run:
+        lines.append(
+            "MB sent: a node's in an iteration, at its interface, mean over nodes; by formula: without headers"
+        )
+        lines.append(f"a message takes {time(run['round_trip_us'])} there and back between two nodes over plain TCP")
+    if run.get("least_us") is not None:
+        lines.append(f"least: {time(run['least_us'])}, which links take for each token's row once for each far node")
     own = run.get("moe_rt")
     if own is not None:
-        lines.append(f"moe_rt: {own['heap_bytes'] / 1e6:.4g} MB of symmetric memory per rank")
+        route = f", route {own['route']}" if run["case"].get("nodes") else ""
+        lines.append(f"moe_rt: {own['heap_bytes'] / 1e6:.4g} MB of symmetric memory per rank{route}")
         lines.extend(_own_lines(own))
     lines.extend(f"{name} is absent: {why}" for name, why in run["absent"].items())
     lines.extend(f"{result['contestant']}: {error}" for result in run["results"] for error in result["errors"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.nodes.cluster import Cluster, refused, require_rights
-from moe_rt.testing.programs import wait
+from moe_rt.testing.programs import STARTER, wait
 
 _GRACE_S, _LOOK_S = 5.0, 0.02
 # linux/sched.h: mounts, host name, IPC, process ids of children, network
@@ -42,8 +42,7 @@ def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
             _kill(pid, number)
         raise SystemExit(128 + number)
 
-    inside = ["nsenter", "--target", str(init), f"--uts=/proc/{os.getpid()}/fd/{mark}"]
-    inside += ["--mount", "--ipc", "--net", "--pid", "--", "env", f"--chdir={Path.cwd()}"]
+    inside = _entering(init, f"--uts=/proc/{os.getpid()}/fd/{mark}")
     heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}  # nohup has SIGHUP ignored
     process = None
@@ -69,6 +68,18 @@ def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
+def in_node(cluster: Cluster, node: int, command: Sequence[str]) -> list[str]:
+    """A command that runs `command` in the node, for as long as the process lives that starts it.
+
+    That one is told to end it, or the cluster is taken down: what it has started in turn may be left otherwise.
+
+    Raises:
+        InvalidConfig: there is no such node.
+    """
+    end_with_parent = ["setpriv", "--pdeathsig", "KILL"]
+    return [*end_with_parent, *_entering(cluster.init_process(node), "--uts"), *end_with_parent, *command]
+
+
 def join(cluster: Cluster, node: int) -> None:
     """From now on this process, which must have one thread, is in the node, and the processes that it forks are wholly.
 
@@ -83,6 +94,12 @@ def join(cluster: Cluster, node: int) -> None:
         _call("setns", init, _NAMESPACES)
     finally:
         os.close(init)
+
+
+def _entering(init: int, uts: str) -> list[str]:
+    """How a command begins that enters a node. Process ids of the outside mean nothing there."""
+    inside = ["nsenter", "--target", str(init), uts, "--mount", "--ipc", "--net", "--pid", "--"]
+    return [*inside, "env", f"--unset={STARTER}", f"--chdir={Path.cwd()}"]
 
 
 def _make_mark(init: int) -> int:

@@ -15,7 +15,7 @@ from moe_rt.testing.endings import Signals, end_with, ended_within
 # Ranks of one machine: a core each, and gloo without asking for a name.
 ONE_HOST = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 END_S = 10.0
-_STARTER = "MOE_RT_STARTED_BY"
+STARTER = "MOE_RT_STARTED_BY"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def running(programs: Sequence[Program]) -> Iterator[list[subprocess.Popen[str]]
 
 def start(program: Program) -> subprocess.Popen[str]:
     """In a session of its own, so that all its children can be ended with it; Ctrl-C reaches the caller alone."""
-    environment = {**os.environ, **program.environment, _STARTER: str(os.getpid())}
+    environment = {**os.environ, **program.environment, STARTER: str(os.getpid())}
     return subprocess.Popen(
         program.command,
         env=environment,
@@ -80,8 +80,8 @@ def wait(process: subprocess.Popen[str], seconds: float | None = None) -> int | 
 
 def end_with_starter() -> None:
     """What a program of ours does first: from then on it does not outlive who has called `running`."""
-    if _STARTER in os.environ:
-        end_with(int(os.environ[_STARTER]))
+    if STARTER in os.environ:
+        end_with(int(os.environ[STARTER]))
 
 
 def _end(processes: list[subprocess.Popen[str]]) -> None:

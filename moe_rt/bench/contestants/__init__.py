@@ -9,11 +9,14 @@ from moe_rt.errors import InvalidConfig
 
 NAMES = {
     "moe_rt": "moe_rt.bench.contestants.moe:MoeRt",
+    "moe_rt_flat": "moe_rt.bench.contestants.moe:Flat",
     "a2a": "moe_rt.bench.contestants.permuted:AllToAll",
     "transformers": "moe_rt.bench.contestants.transformers_ep:Transformers",
     "mpi": "moe_rt.bench.contestants.mpi:Mpi",
     "memcpy": "moe_rt.bench.contestants.memcpy:Memcpy",
 }
+ON_ONE_HOST = ("moe_rt", "a2a", "transformers", "mpi", "memcpy")
+ON_NODES = ("moe_rt", "moe_rt_flat", "a2a", "mpi")
 
 
 def find(name: str) -> type[Contestant]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rt.bench.cases import Case
+from moe_rt.bench.crossing import Unit
 from moe_rt.bench.expect import Expectation
 from moe_rt.bench.inputs import Inputs
 from moe_rt.bench.layers import ExchangeLayer, layer_steps
@@ -21,9 +22,14 @@ from moe_rt.nn.router import Router
 
 
 class Contestant(ABC):
-    """Made once per case, on every rank. `name` is what tables show."""
+    """Made once per case, on every rank. `name` is what tables show.
+
+    Attributes:
+        unit: what a token's row crosses the network once for; None where that is not known.
+    """
 
     name: ClassVar[str]
+    unit: Unit | None = None
 
     def __init__(self, case: Case, world: World) -> None:
         """Collective. Raises Unavailable, on every rank alike, where it cannot run."""
@@ -40,7 +46,7 @@ class Contestant(ABC):
 def require_processes(case: Case) -> None:
     """Raises Unavailable where ranks are threads."""
     if not case.as_processes:
-        raise Unavailable("torch.distributed needs ranks that are processes: --heap shm or nvshmem")
+        raise Unavailable("torch.distributed needs ranks that are processes: --heap shm, ucx or nvshmem")
 
 
 @dataclass

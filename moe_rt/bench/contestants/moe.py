@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 from torch import Tensor, nn
 
 from moe_rt.bench.cases import Case
 from moe_rt.bench.contestants.base import Delivery, Exchange
+from moe_rt.bench.crossing import Unit
 from moe_rt.bench.world import World
 from moe_rt.comm.buffer import Buffer
+from moe_rt.config.options import Route
 from moe_rt.nn.experts import SwiGLUExperts
 from moe_rt.nn.layer import MoEConfig, MoELayer
 from moe_rt.nn.router import Router
+
+UNITS: dict[Route, Unit] = {"flat": "rank", "two_level": "node"}
 
 
 class MoeRt(Exchange):
     """`moe_rt.Buffer`, and for the layer op `moe_rt.MoELayer`."""
 
     name = "moe_rt"
+    route: ClassVar[Route | Literal["auto"]] = "auto"
 
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
@@ -28,7 +35,9 @@ class MoeRt(Exchange):
             num_experts=case.experts,
             dtype=case.torch_dtype,
             heap=case.heap,
+            route=self.route,
         )
+        self.unit = UNITS[self.buffer.route]
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
         recv_x, recv_weights, handle = self.buffer.dispatch(x, topk_idx, topk_weights)
@@ -53,6 +62,13 @@ class MoeRt(Exchange):
 
     def close(self) -> None:
         self.buffer.close()
+
+
+class Flat(MoeRt):
+    """With rows that cross the network once for each distinct rank, not for each node."""
+
+    name = "moe_rt_flat"
+    route = "flat"
 
 
 class _OutputOnly(nn.Module):

@@ -1,4 +1,4 @@
-"""The same permuted rows over MPI_Alltoallv, which in Open MPI copies straight between processes (CMA)."""
+"""The same permuted rows over MPI_Alltoallv, which in Open MPI copies straight between processes of a host (CMA)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Mpi(Permuted):
     name = "mpi"
 
     def __init__(self, case: Case, world: World) -> None:
-        if case.heap != "shm":
-            raise Unavailable("it moves memory of the host between processes: --heap shm")
+        if case.on_gpu or not case.as_processes:
+            raise Unavailable("it moves memory of the host between processes: --heap shm or ucx")
         if not world.mpi:
             raise Unavailable(f"ranks were not started by mpirun; {how_to_install('bench')}")
         try:

@@ -32,6 +32,8 @@ class _State(NamedTuple):
 class Permuted(Exchange):
     """Everything but the transport."""
 
+    unit = "expert"
+
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
         self._ends = [0, *accumulate(case.local_experts)]

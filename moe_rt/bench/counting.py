@@ -1,0 +1,68 @@
+"""What a step sends over each node's link: counted at its interface, and what it has to send by the routing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from moe_rt.bench.cases import Case
+from moe_rt.bench.crossing import Rows, Unit, bytes_through, count_rows, least_us
+from moe_rt.bench.inputs import route
+from moe_rt.bench.step import Step
+from moe_rt.bench.world import World
+from moe_rt.nodes.inside import own_traffic
+
+MOST_INPUTS = 4  # each goes once through every contestant
+SETTLE_S = 0.2  # acknowledgements come later than what they acknowledge
+
+
+class Links:
+    """The links of a case's nodes, and the inputs that are counted.
+
+    Attributes:
+        least_us: what an iteration takes a link at the least; None without a limit.
+    """
+
+    def __init__(self, case: Case, seed: int, rotations: int) -> None:
+        self._case = case
+        self._inputs = range(min(MOST_INPUTS, rotations))
+        self._rows: list[Rows] = [
+            count_rows(case, [route(case, seed, rank, i) for rank in range(case.ranks)]) for i in self._inputs
+        ]
+        least = [us for rows in self._rows if (us := least_us(case, rows)) is not None]
+        self.least_us = fmean(least) if least else None
+
+    def count(self, world: World, step: Step, unit: Unit | None) -> dict[str, Any]:
+        """Bytes of each node's link in an iteration of a step, and those of the formula. Collective, and not timed.
+
+        Args:
+            unit: what the contestant sends a token's row once for; None where that is not known.
+        """
+        world.meet()
+        time.sleep(SETTLE_S)
+        before = own_traffic()
+        world.meet()
+        for i in self._inputs:
+            step.run(i)
+        world.meet()
+        time.sleep(SETTLE_S)
+        after = own_traffic()
+        own = after.sent - before.sent, after.received - before.received
+        ranks = [json.loads(text) for text in world.gather(json.dumps(own))]
+        topology = self._case.topology
+        first = [topology.ranks_of(node)[0] for node in range(topology.num_nodes)]
+        sent, received = zip(*(ranks[rank] for rank in first), strict=True)
+        return {"sent": self._mean(sent), "received": self._mean(received), "formula": self._formula(step, unit)}
+
+    def _mean(self, totals: Sequence[int]) -> list[float]:
+        return [total / len(self._inputs) for total in totals]
+
+    def _formula(self, step: Step, unit: Unit | None) -> list[float] | None:
+        if unit is None:
+            return None
+        times = 2 if step.phase == "forward+backward" else 1
+        each = [bytes_through(self._case, rows, unit, times) for rows in self._rows]
+        return [fmean(node.sent for node in nodes) for nodes in zip(*each, strict=True)]
