@@ -10,6 +10,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
+from moe_rt.config.options import Route
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
 from moe_rt.diagnostics.report import Report
@@ -49,9 +50,9 @@ class Observed:
         return self.spec.topology
 
     @property
-    def route(self) -> str:
+    def route(self) -> Route:
         """How rows go between nodes: "flat", or "two_level"."""
-        return self.spec.route
+        return "two_level" if self.spec.route == "two_level" else "flat"
 
     @property
     def num_bytes(self) -> int:
