@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "../../cuda/device/rdma.h"
+#include "../../cuda/host/node_tables.h"
 #include "../../cuda/host/placement.h"
 #include "../../cuda/protocol/flat/dispatch.h"
 #include "../../cuda/protocol/flat/routing.h"
+#include "../../cuda/protocol/two_level/forward.h"
 #include "pushed.h"
 
 using namespace moe_rt;
@@ -73,10 +75,11 @@ struct NoRows {
 // have.
 enum class Pushed { kNothing, kLists, kRows };
 
-// Whether rank 2 believes the lists after `bend` has changed them.
-bool believed(const std::function<void(Lists&)>& bend, Pushed what) {
+// Whether rank 2 believes the lists after `bend` has changed them; or, where ranks are on several nodes, rank 1, which
+// then forwards for it.
+bool believed(const std::function<void(Lists&)>& bend, Pushed what, const std::vector<int32_t>& node_of = {}) {
   const bool pushed = what != Pushed::kNothing;
-  Shape shape{3, 5, kTokens, 1, kTopk, 4, 4};
+  Shape shape = NodeTables::sized({3, 5, kTokens, 1, kTopk, 4, 4}, node_of);
   if (pushed) shape.num_max_tokens = 2 * kTokens, shape.num_pushed_tokens = kTokens;
   if (what == Pushed::kRows) shape.num_pushed_rows = kTokens;
   const Layout layout = Layout::make(shape);
@@ -87,7 +90,12 @@ bool believed(const std::function<void(Lists&)>& bend, Pushed what) {
     base.push_back(segments.emplace_back(new char[layout.bytes + kPage]()).get());
     base.back() += kPage - reinterpret_cast<uintptr_t>(base.back()) % kPage;
   }
-  const auto world = [&](int rank) { return World{shape, layout, tables.view(), base.data(), nullptr, rank, 1, 1}; };
+  std::vector<NodeTables> nodes;
+  for (int r = 0; r < shape.num_ranks; ++r) nodes.emplace_back(node_of, r);
+  const auto world = [&](int rank) {
+    const Nodes seen = node_of.empty() ? Nodes{} : nodes[rank].view();
+    return World{shape, layout, tables.view(), base.data(), nullptr, rank, 1, 1, seen};
+  };
   const RuntimeDims dims{shape.hidden, shape.num_topk};
   for (int source = 0; source < shape.num_ranks; ++source) {  // all but the peer have no tokens
     const int64_t num_tokens = source == kPeer ? kTokens : 0;
@@ -106,6 +114,10 @@ bool believed(const std::function<void(Lists&)>& bend, Pushed what) {
   Lists lists(RouteLists<float>::received(w, kPeer, kWindow, pushed), w.placement.rank_first[kMe],
               what == Pushed::kRows ? shape.num_pushed_rows : shape.num_max_tokens);
   bend(lists);
+  if (!node_of.empty()) {
+    std::vector<int32_t> forwards(kTokens + 2);  // and a place before and behind
+    return mark_tokens<float>(world(1), kPeer, kWindow, forwards.data() + 1);
+  }
   const int num_local = w.num_local_experts();
   std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local) + num_local), plan_ints(1 << 12);
   // What lies behind a list would be believed: growing, so that every difference is room for many.
@@ -175,6 +187,31 @@ const Case kCases[] = {
     {"copies: end after the list", false, [](Lists& l) { l.shift_copies(kTokens * kTopk + 1 - l.end_copy); }},
 };
 
+// What rank 1 judges of what rank 0 lists for itself and rank 2, which share a node.
+const Case kForwarded[] = {
+    {"nothing", true, [](Lists&) {}},
+    {"token: T", false, [](Lists& l) { l.pull() = {kTokens, 0, l.pull().first, 1}; }},
+    {"token: -1", false, [](Lists& l) { l.pull() = {-1, 0, l.pull().first, 1}; }},
+    {"slot: not the next one", false, [](Lists& l) { l.pull().slot = 1; }},
+    {"slot: -1", false, [](Lists& l) { l.pull().slot = -1; }},
+    {"slot: as many as a node has ranks", false,
+     [](Lists& l) {
+       l.repeat_pull(2);
+       l.pulls[l.end_pull - 2].slot = 1, l.pulls[l.end_pull - 1].slot = 2;
+     }},
+    {"slot: of a token that comes twice", true, [](Lists& l) { l.repeat_pull(1), l.pulls[l.end_pull - 1].slot = 1; }},
+    {"pulls: begin before the list", false,
+     [](Lists& l) {
+       l.shift_pulls(-l.first_pull - 1);  // which leaves rank 1 without any
+       l.pulls[l.end_pull - 1].slot = 0;
+     }},
+    {"pulls: end after the list", false,
+     [](Lists& l) {
+       l.shift_pulls(kTokens * kTopk + 1 - l.end_pull);
+       l.pull_offs[1] = l.first_pull, l.pulls[l.end_pull - 1].slot = 0;  // rank 1 has none
+     }},
+};
+
 // What a launch fetches of a list on an unmapped peer: [first, end) of so many entries, or nothing.
 struct Fetched {
   struct Net {
@@ -213,6 +250,11 @@ int main() {
       ++wrong;
     }
   }
-  std::printf("%zu cases, %d wrong\n", std::size(kCases), wrong);
+  for (const Case& c : kForwarded) {
+    if (believed(c.bend, Pushed::kNothing, {0, 1, 1}) == c.expected) continue;
+    std::printf("%s, forwarded: got %s\n", c.name, c.expected ? "refused" : "believed");
+    ++wrong;
+  }
+  std::printf("%zu cases, %d wrong\n", std::size(kCases) + std::size(kForwarded), wrong);
   return wrong != 0;
 }

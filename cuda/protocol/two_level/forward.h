@@ -21,11 +21,12 @@ MOE_RT_FN bool mark_tokens(const World& w, int source, int window, int32_t* forw
   for (int r = 0; r < w.shape.num_ranks; ++r) {
     if (w.nodes.node_of[r] != w.nodes.own) continue;
     const int32_t first = lists.pull_offs[r], end = lists.pull_offs[r + 1];
-    if (first < 0 || end > most || end - first > tokens) return false;
+    if (first < 0 || end > most) return false;
     for (int32_t i = first; i < end; ++i) {
       const Pull pull = lists.pulls[i];
-      if (!below(pull.token, tokens) || pull.slot != forwards[pull.token]) return false;
-      if (++forwards[pull.token] > w.shape.num_node_slots()) return false;
+      if (!below(pull.token, tokens) || !below(pull.slot, w.shape.num_node_slots())) return false;
+      if (pull.slot != forwards[pull.token]) return false;
+      ++forwards[pull.token];
     }
   }
   return true;
