@@ -181,10 +181,9 @@ Status Engine::fail(Status status) {
   if (status.code == Code::kPoisoned) {
     // pairs with poison: last words come before it
     status = poisoned(load_acquire(world_.poison(world_.rank)), status);
-    poison(status.code, status.peer);  // on to those whom its origin did not live to tell
-  } else {
-    poison(status.code, status.peer);
   }
+  // Also what another has found, who may not have lived to tell everyone.
+  poison(status.code, status.peer);
   return failure_ = status;
 }
 
