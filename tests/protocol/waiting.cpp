@@ -69,6 +69,7 @@ struct Gpu {
     return now_ns;
   }
   void nap() const { advance(kGpuNapNs), napped_ns += kGpuNapNs; }
+  void await_launch_before() const {}  // there is none
 };
 
 Status wait_on_cpu(const EngineConfig& config) {
