@@ -43,9 +43,9 @@ class RdmaLink {
     }
   }
   // Returns when what the whole group has put is there: a lane's quiet waits for all that its rank has handed to the
-  // network so far, so that one lane calls it. The others have handed over theirs: they met behind the last row, and
-  // values are put by that lane alone.
+  // network so far, so that one lane calls it, once the others have handed over theirs.
   MOE_RT_FN void flush() const {
+    group_.sync();
     if (group_.leader()) net_.quiet();
   }
 

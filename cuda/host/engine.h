@@ -104,6 +104,10 @@ class Engine {
     Fetch fetch{};      // (window, idle), by one lane: what is received from peers that are not mapped
     Forward forward{};  // (coop, window, idle): what this rank does for ranks of other nodes
   };
+  template <class Fetch, class Forward>
+  static Between<Fetch, Forward> between(Fetch fetch, Forward forward) {
+    return {fetch, forward};
+  }
   template <class Send, class Receive, class Middle = Between<>>
   Status run(const Call& call, Send&& send, Receive&& receive, const Status& refusal = {}, const Middle& middle = {});
   Pending open(const Call& call, const Status& refusal);

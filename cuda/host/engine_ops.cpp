@@ -122,11 +122,11 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   };
   const int64_t row_bytes = a.scaled.code_bytes ? RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes()
                                                 : row_ops<Acc>(0, 0, dims_.dispatch_codec()).encoded_row_bytes();
-  const Between middle{
-      [&](int window, HostIdle& idle) { return far_peers_->fetch<Acc>(world_, window, row_bytes, idle); },
-      by_one_lane([&](int window, HostIdle& idle) {
-        return forwarder_->stage<Acc>(world_, window, out.plan.forwards, row_bytes, idle);
-      })};
+  const auto middle =
+      between([&](int window, HostIdle& idle) { return far_peers_->fetch<Acc>(world_, window, row_bytes, idle); },
+              by_one_lane([&](int window, HostIdle& idle) {
+                return forwarder_->stage<Acc>(world_, window, out.plan.forwards, row_bytes, idle);
+              }));
   return run(call_of(a, tag), send, receive, {}, middle);
 }
 
@@ -198,7 +198,7 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
                           scratch_row(coop.rank()));
     return Status{};
   };
-  return run(call_of(a, tag, plan), send, receive, {}, Between<decltype(kNothing), decltype(send_sums)>{{}, send_sums});
+  return run(call_of(a, tag, plan), send, receive, {}, between(kNothing, send_sums));
 }
 
 template <class Acc>
@@ -221,11 +221,11 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
     clear_padding(coop, world_, plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
   };
   const int64_t row_bytes = row_ops<Acc>(0, 0, Codec::kRaw).encoded_row_bytes();
-  const Between middle{
-      [&](int window, HostIdle& idle) { return far_peers_->fetch(world_, window, plan, row_bytes, idle); },
-      by_one_lane([&](int window, HostIdle& idle) {
-        return forwarder_->stage_rows(world_, window, plan.forwards, row_bytes, idle);
-      })};
+  const auto middle =
+      between([&](int window, HostIdle& idle) { return far_peers_->fetch(world_, window, plan, row_bytes, idle); },
+              by_one_lane([&](int window, HostIdle& idle) {
+                return forwarder_->stage_rows(world_, window, plan.forwards, row_bytes, idle);
+              }));
   return run(call_of(a, tag, plan), send, receive, {}, middle);
 }
 

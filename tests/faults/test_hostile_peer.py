@@ -18,7 +18,7 @@ from moe_rt.errors import Code, MoeRtError
 
 POISON, MAILBOXES, MAILBOX_BYTES, HEADER_BYTES = 128, 256, 128, 56  # cuda/protocol/core/layout.h and signal.h
 DISPATCH_CALL = 1 << 60
-SPEC = make_spec(2)
+SPEC = make_spec(2, route="flat")
 CONFIG = SPEC.hash()
 
 
