@@ -19,7 +19,7 @@ from moe_rt.errors import MoeRtError
 WAIT_S = 1000.0  # a command that looks at ranks which wait takes a minute on a busy core
 
 
-_kept: list[Buffer] = []  # whoever lets its buffer go is reported as a rank that has closed it
+_kept: dict[int, Buffer] = {}  # whoever lets its buffer go is reported as a rank that has closed it
 
 
 def late_rank(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, Report | None, Report]:
@@ -28,7 +28,7 @@ def late_rank(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, Repo
     with open_buffer(group) as warm_up:  # a process is slow once, and the others' lateness must not be seen
         good_round(warm_up)
     buffer = open_buffer(group, timeout_s=timeout_s)
-    _kept[:] = [buffer]
+    _kept[buffer.rank] = buffer
     good_round(buffer)
     try:
         deadline = time.monotonic() + WAIT_S
