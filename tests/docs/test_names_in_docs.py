@@ -28,6 +28,8 @@ MODULES: dict[str, click.Command] = {"train": train, "chaos.deaths": deaths, "ch
 OF_OTHERS = {
     "--max-restarts": "torchrun",
     "--rdzv-endpoint": "torchrun",
+    "--rdzv-conf": "torchrun",
+    "--nproc-per-node": "torchrun",
     "--training.disable_cuda_graphs": "torchtitan",
     "--compile.enable": "torchtitan",
 } | dict.fromkeys(
