@@ -96,14 +96,13 @@ class FarNetwork {
     return {.code = code, .phase = phase, .peer = code == Code::kInterrupted ? -1 : peer};
   }
 
-  // What a source's lists have for the ranks from `first` on and before `end`, into `here`, as far as its ends can be
-  // true.
+  // What a source's lists have for that rank, into `here`, as far as its ends can be true.
   template <class Weight>
-  void get_lists(const World& w, int window, int source, const RouteLists<Weight>& here, int first, int end) {
+  void get_lists(const World& w, int window, int source, const RouteLists<Weight>& here, int rank) {
     const Layout::Window& o = w.layout.window[window];
     const int64_t tokens = w.shape.num_max_tokens;
-    const int64_t pull = here.pull_offs[first], pulls_end = here.pull_offs[end];
-    const int64_t copy = here.copy_offs[first], copies_end = here.copy_offs[end];
+    const int64_t pull = here.pull_offs[rank], pulls_end = here.pull_offs[rank + 1];
+    const int64_t copy = here.copy_offs[rank], copies_end = here.copy_offs[rank + 1];
     get_entries(source, o.pulls, here.pulls, pull, pulls_end, tokens * w.shape.num_visits());
     get_entries(source, o.copies, here.copies, copy, copies_end, tokens * w.shape.num_topk);
     get_entries(source, o.weights, here.weights, copy, copies_end, tokens * w.shape.num_topk);

@@ -57,7 +57,7 @@ class FarPeers : public FarNetwork {
     const Layout::Window& o = w.layout.window[window];
     for (const int r : ranks()) network().get(r, o.counts, mirrors_[r], o.pulls - o.counts);
     if (const Status s = settle(ranks(), Phase::kGather, idle); !s.ok()) return s;
-    for (const int r : ranks()) get_lists(w, window, r, RouteLists<Weight>::view(w, r, window), w.rank, w.rank + 1);
+    for (const int r : ranks()) get_lists(w, window, r, RouteLists<Weight>::view(w, r, window), w.rank);
     if (const Status s = settle(ranks(), Phase::kGather, idle); !s.ok()) return s;
     RowGetter rows(w, network(), window, row_bytes, [&](int r) { return rows_[r]; });
     for (const int r : ranks()) {

@@ -37,7 +37,6 @@ class Forwarder : public FarNetwork {
   }
   ~Forwarder() override { munmap(sums_, bytes_); }
 
-  const NodeTables& tables() const { return tables_; }
   char* const* lists() const { return lists_.data(); }  // World::mirror
 
   // Those whom this rank tells itself what it announces: of other nodes its forwarders, in a dispatch-type op.
@@ -84,7 +83,7 @@ class Forwarder : public FarNetwork {
     for (const int s : served) {
       const auto lists = RouteLists<Weight>::view(w, s, window);
       for (const int r : tables_.neighbours()) {
-        if (!few) get_lists(w, window, s, lists, r, r + 1);
+        if (!few) get_lists(w, window, s, lists, r);
       }
     }
     if (const Status status = few ? Status{} : settle(served, Phase::kGather, idle); !status.ok()) return status;
@@ -134,8 +133,6 @@ class Forwarder : public FarNetwork {
                     w.at<char>(w.rank, w.layout.window[window].forwarded_scalars + i * bytes), bytes);
     }
   }
-
-  Status settle_served(Phase phase, HostIdle& idle) { return settle(tables_.served(), phase, idle); }
 
  private:
   static constexpr int64_t kFewBytes = 16 << 10;

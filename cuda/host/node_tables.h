@@ -65,9 +65,7 @@ class NodeTables {
     return announcer(Kind::kDispatch, source) == source && announcer(Kind::kCombine, source) == source;
   }
 
-  Nodes view() const {
-    return {own(), int32_t(served_.size()), node_of_.data(), forwarder_.data(), served_at_.data(), served_.data()};
-  }
+  Nodes view() const { return {own(), int32_t(served_.size()), node_of_.data(), forwarder_.data(), served_at_.data()}; }
 
  private:
   int rank_;
