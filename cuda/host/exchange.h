@@ -158,6 +158,7 @@ Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Statu
     return {.code = Code::kConcurrentUse, .op = call.op};
   }
   Status status = health();
+  if (status.code == Code::kPoisoned) status = fail(status);  // some may wait for this rank, and have not been told
   if (status.ok()) {
     Pending op = open(call, refusal);
     run_lanes([&](const auto& coop) {

@@ -6,40 +6,30 @@
 // at once: a row for which a lane waited would cost a round trip each.
 #pragma once
 
-#include <sys/mman.h>
-
-#include <cerrno>
-#include <system_error>
 #include <vector>
 
 #include "../protocol/core/plan.h"
 #include "far_network.h"
+#include "lazy_memory.h"
 
 namespace moe_rt {
 
 class FarPeers : public FarNetwork {
  public:
-  // Those whose `base` is nullptr. Throws std::system_error where there is no address space for what they send; pages
-  // are taken when a row comes.
+  // Those whose `base` is nullptr. Throws std::system_error where there is no address space for what they send.
   FarPeers(const Shape& shape, const Layout& layout, const std::vector<char*>& base, Network& network)
-      : FarNetwork(base, network), mirrors_(base.size()), rows_(base.size()), scalars_(base.size()) {
-    int64_t list_bytes = 0;
-    for (const Layout::Window& o : layout.window) list_bytes = std::max(list_bytes, o.tokens - o.counts);
-    list_bytes = round_up(list_bytes, kPage);
-    const int64_t row_bytes = round_up(shape.num_max_tokens * shape.row_bytes(), kPage);
-    const int64_t scalar_bytes = round_up(int64_t{shape.num_max_tokens} * shape.num_topk * shape.acc_bytes, kPage);
-    bytes_ = int64_t(ranks().size()) * (list_bytes + row_bytes + scalar_bytes);
-    void* const mapped =
-        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
-    memory_ = static_cast<char*>(mapped);
-    char* at = memory_;
+      : FarNetwork(base, network),
+        parts_(shape, layout),
+        memory_(int64_t(ranks().size()) * parts_.bytes),
+        mirrors_(base.size()),
+        rows_(base.size()),
+        scalars_(base.size()) {
+    char* at = memory_.start();
     for (const int r : ranks()) {
-      mirrors_[r] = at, rows_[r] = at + list_bytes, scalars_[r] = rows_[r] + row_bytes;
-      at = scalars_[r] + scalar_bytes;
+      mirrors_[r] = at, rows_[r] = at + parts_.rows, scalars_[r] = at + parts_.scalars;
+      at += parts_.bytes;
     }
   }
-  ~FarPeers() override { munmap(memory_, bytes_); }
 
   char* const* mirrors() const { return mirrors_.data(); }  // World::mirror
 
@@ -81,9 +71,18 @@ class FarPeers : public FarNetwork {
   }
 
  private:
+  // Where the lists of a peer end and its rows begin, and where its scalars.
+  struct Parts {
+    int64_t rows, scalars, bytes;
+    Parts(const Shape& s, const Layout& layout) {
+      const Layout::Window& o = layout.window[0];  // lists of both are of one size
+      rows = round_up(o.tokens - o.counts, kPage);
+      scalars = rows + round_up(s.num_max_tokens * s.row_bytes(), kPage);
+      bytes = scalars + round_up(int64_t{s.num_max_tokens} * s.num_topk * s.acc_bytes, kPage);
+    }
+  } parts_;
+  LazyMemory memory_;
   std::vector<char*> mirrors_, rows_, scalars_;  // [R]; nullptr of peers that are mapped
-  char* memory_ = nullptr;
-  int64_t bytes_ = 0;
 };
 
 // How a role reaches peers of which some are far (protocol/core/link.h). A partial row is put as soon as it is summed.

@@ -5,37 +5,29 @@
 // has heard of all, so windows need no other acknowledgement than where all reach all (docs/two_level.md).
 #pragma once
 
-#include <sys/mman.h>
-
-#include <cerrno>
-#include <system_error>
 #include <vector>
 
 #include "../protocol/two_level/forward.h"
 #include "../protocol/two_level/link.h"
 #include "far_network.h"
+#include "lazy_memory.h"
 #include "node_tables.h"
 
 namespace moe_rt {
 
 class Forwarder : public FarNetwork {
  public:
-  // Throws std::system_error where there is no address space for the sums; pages are taken when there are some.
+  // Throws std::system_error where there is no address space for the sums.
   Forwarder(const World& w, const NodeTables& tables, Network& network)
       : FarNetwork({w.base, w.base + w.shape.num_ranks}, network),
         tables_(tables),
         lists_(w.shape.num_ranks),
-        bytes_(larger<int64_t>(w.shape.num_served * w.shape.num_max_tokens * w.shape.row_bytes(), kPage)) {
-    void* const mapped =
-        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
-    sums_ = static_cast<char*>(mapped);
+        sums_(int64_t(tables.served().size()) * w.shape.num_max_tokens * w.shape.row_bytes()) {
     for (int r = 0; r < w.shape.num_ranks; ++r) {
       const int by = tables.view().forwarder[r];
       if (by != r) lists_[r] = w.at<char>(by, staged(w, r));
     }
   }
-  ~Forwarder() override { munmap(sums_, bytes_); }
 
   char* const* lists() const { return lists_.data(); }  // World::mirror
 
@@ -125,7 +117,7 @@ class Forwarder : public FarNetwork {
         const int64_t home = w.partial_row(window, token, slot);
         partials[slot] = NodeLink{window}.target_row(w, to, home);
       }
-      const char* const row = sum_node(partials, forwards[i], rows, sum, sums_ + i * s.row_bytes());
+      const char* const row = sum_node(partials, forwards[i], rows, sum, sums_.start() + i * s.row_bytes());
       network().put(to, w.partial_row(window, token, s.num_node_slots() + far), row, rows.encoded_row_bytes());
       if (!scalars) continue;
       const int64_t bytes = int64_t{s.num_topk} * s.acc_bytes;
@@ -143,8 +135,7 @@ class Forwarder : public FarNetwork {
 
   const NodeTables& tables_;
   std::vector<char*> lists_;  // [R]; nullptr of this node's
-  int64_t bytes_;
-  char* sums_;  // [served][T] rows
+  LazyMemory sums_;           // [served][T] rows
 };
 
 }  // namespace moe_rt

@@ -46,6 +46,17 @@ def test_one_timeout_for_all_peers(machine: str) -> None:
     assert 1.0 < found.seconds < 1.1
 
 
+def test_what_is_passed_on_may_take_a_quarter_longer() -> None:
+    """Of ranks 0 and 1 on one node and 2 and 3 on another, 1 passes on what 3 announces, and knows first if 3 is late:
+    rank 0 gives it time to say so, and then takes 1 for the one that is late."""
+    found = wait("nodes", 1.0, 4, 0.1, 0.2)
+    assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 1)
+    assert 1.25 < found.seconds < 1.3
+    found = wait("nodes", 1.0, 4, 0.1)
+    assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 2), "it waits for 2 itself"
+    assert 1.0 < found.seconds < 1.05
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_long_wait_naps(machine: str) -> None:
     """All but the first milliseconds, which are for peers that are nearly there."""

@@ -1,7 +1,8 @@
 // Waits of a rank in a clock that moves by what they do: look, yield and nap. So it is by counting that a test learns
 // how long a wait lasts and for how much of it the core is left to others, and no machine is too slow for it.
 //
-// Usage: waiting cpu|gpu TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others never.
+// Usage: waiting cpu|gpu|nodes TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others
+// never. With "nodes" a CPU rank has half of the ranks on its node, and those of the other pass their signals on.
 // Prints the code that ends the op, the peer that it is for, how long the op took, and how much of that were naps.
 #include <sched.h>
 #include <time.h>
@@ -14,6 +15,7 @@
 
 #include "../../cuda/device/exchange.h"
 #include "../../cuda/host/engine.h"
+#include "../../cuda/host/mapped_network.h"
 
 using namespace moe_rt;
 
@@ -91,10 +93,12 @@ Status wait_on_gpu(const World& world, double timeout_s) {
 
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
-  const bool on_cpu = std::strcmp(argv[1], "cpu") == 0;
+  const bool on_nodes = std::strcmp(argv[1], "nodes") == 0, on_cpu = on_nodes || std::strcmp(argv[1], "cpu") == 0;
   const double timeout_s = std::atof(argv[2]);
   const int num_ranks = std::atoi(argv[3]);
-  const Shape shape{num_ranks, num_ranks, 1, 1, 1, 4, 4};
+  std::vector<int32_t> node_of;
+  for (int r = 0; r < num_ranks && on_nodes; ++r) node_of.push_back(r < num_ranks / 2 ? 0 : 1);
+  const Shape shape = NodeTables::sized({num_ranks, num_ranks, 1, 1, 1, 4, 4}, node_of);
   const Layout layout = Layout::make(shape);
   // One segment for all: what rank 0 sends to its peers lies in mailboxes that it does not read.
   const std::unique_ptr<char[]> memory(new char[layout.bytes + kPage]());
@@ -108,20 +112,25 @@ int main(int argc, char** argv) {
   }
   std::vector<int32_t> expert_rank(num_ranks);
   for (int r = 0; r < num_ranks; ++r) expert_rank[r] = r;
+  std::vector<uint64_t> segments(num_ranks, uint64_t(segment));
+  const auto network = std::make_shared<MappedNetwork>(segments);
+  for (int r = num_ranks / 2; r < num_ranks && on_nodes; ++r) segments[r] = 0;
   const int64_t start_ns = now_ns;
   const Status status = on_cpu ? wait_on_cpu({.shape = shape,
                                               .elem = rows::Elem::kFloat32,
                                               .rank = 0,
                                               .config_hash = 1,
                                               .expert_rank = expert_rank,
-                                              .segments = std::vector<uint64_t>(num_ranks, uint64_t(segment)),
+                                              .node_of = node_of,
+                                              .segments = segments,
                                               .watches = {},
                                               .timeout_s = timeout_s,
                                               .dispatch_codec = Codec::kRaw,
                                               .combine_codec = Codec::kRaw,
                                               .drop_overflow = false,
                                               .num_lanes = 1,
-                                              .isa = "portable"})
+                                              .isa = "portable",
+                                              .network = network})
                                : wait_on_gpu(world, timeout_s);
   const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kSecond; };
   std::printf("%d %d %.9g %.9g\n", static_cast<int>(status.code), status.peer, seconds(now_ns - start_ns),

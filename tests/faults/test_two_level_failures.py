@@ -1,0 +1,178 @@
+"""Two levels where something fails: everyone is told, by a rank that knows, and what a handle says is judged first."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device.emulated import EmulatedGpu
+from faults.cases_faults import good_round, open_buffer
+from harness import ThreadRanks
+from rounds import one_round
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.errors import Code, InvalidConfig
+
+NODES = (0, 0, 1, 1)
+FAULTY_RANK = 3  # of which rank 0 hears by others alone
+WAIT_S = 30.0  # where nobody is told; else nobody waits
+POISON = 128  # where a poison word is: cuda/protocol/core/layout.h
+
+
+def two_level(group: ThreadGroup, **more: Any) -> Buffer:
+    return open_buffer(group, make_spec(group.size, route="two_level", **more))
+
+
+def closes(buffer: Buffer) -> None:
+    buffer.close()
+
+
+def calls_another_op(buffer: Buffer) -> None:
+    inputs = make_inputs(buffer.spec, [3] * buffer.num_ranks, 1, "topk")
+    handle = buffer.dispatch(*(each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)))
+    buffer.dispatch(*(each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)))
+    buffer.combine(*handle)
+
+
+def aborts(buffer: Buffer) -> None:
+    buffer.abort(ValueError("mine"))
+
+
+def after_a_good_round(group: ThreadGroup, act: Callable[[Buffer], None]) -> str:
+    """The faulty rank does this in place of another round."""
+    buffer = two_level(group)
+    good_round(buffer)
+    try:
+        act(buffer) if group.rank == FAULTY_RANK else good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        buffer.close()
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("act", "cause"),
+    [(closes, "GroupClosed"), (calls_another_op, "CallOrderMismatch"), (aborts, "ValueError: mine")],
+)
+def test_everyone_names_the_rank(act: Callable[[Buffer], None], cause: str) -> None:
+    outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, act)
+    for rank, text in enumerate(outcomes):
+        if rank != FAULTY_RANK:
+            assert cause in text, outcomes
+            assert f"rank {FAULTY_RANK}" in text, outcomes
+
+
+def ends_with(group: ThreadGroup, last_op: str) -> str:
+    """A round, and one that ends there: a rank that is done with it goes on at once, and closes at its end."""
+    with two_level(group) as buffer:
+        good_round(buffer)
+        if last_op == "combine":
+            good_round(buffer)
+        else:
+            inputs = make_inputs(buffer.spec, [3] * group.size, 1, "topk")
+            buffer.dispatch(*(each[group.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)))
+    return "no error"
+
+
+@pytest.mark.parametrize("last_op", ["dispatch", "combine"])
+def test_what_a_rank_tells_itself_may_be_ahead(monkeypatch: pytest.MonkeyPatch, last_op: str) -> None:
+    """Rank 1 has announced its second dispatch, and is held up before it passes on to rank 0 what rank 3 has announced,
+    which meanwhile has ended that op, and closed or gone on to the combine. Neither is a failure."""
+    monkeypatch.setenv("MOE_RT_FAULT", "rank=1,op=3,at=after_all_flags,do=sleep=0.3")
+    assert ThreadRanks(4, nodes=NODES).run(ends_with, last_op) == ["no error"] * 4
+
+
+@pytest.mark.parametrize("route", ["flat", "two_level"])
+def test_whoever_finds_a_failure_passes_it_on(route: str) -> None:
+    """A rank that found one told rank 0 and did not live to tell the others, who wait for rank 0."""
+    groups = ThreadGroup.make(4, nodes=NODES)
+    waiting = threading.Barrier(4)
+
+    def live(group: ThreadGroup) -> str:
+        buffer = open_buffer(group, make_spec(4, route=route), timeout_s=WAIT_S)
+        good_round(buffer)
+        waiting.wait()
+        if group.rank == 0:
+            word = ctypes.c_uint64.from_address(buffer._engine._segments.addresses[0] + POISON)
+            word.value = 4 << 32 | 3 << 16 | Code.PEER_DEAD  # by rank 2, of rank 3
+        try:
+            good_round(buffer)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if group.rank != 0:  # who raises and lives on has closed nothing
+                buffer.close()
+            kept.append(buffer)
+        return "no error"
+
+    kept: list[Buffer] = []
+    ranks = ThreadRanks(4)
+    outcomes = ranks.run(lambda group: live(groups[group.rank]))
+    for text in outcomes:
+        assert "rank 2 failed first" in text, outcomes
+        assert "rank 3" in text, outcomes
+
+
+def with_a_bent_plan(group: ThreadGroup, value: int) -> str:
+    """The last number of the faulty rank's plan says so many ranks of its node for a far token."""
+    buffer = two_level(group)
+    with buffer:
+        inputs = make_inputs(buffer.spec, [12] * group.size, 1, "topk")
+        x, idx, weights = (each[group.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
+        recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+        if group.rank == FAULTY_RANK:
+            handle.recv_plan = handle.recv_plan.clone()
+            handle.recv_plan[-1] = value
+        try:
+            buffer.combine(recv_x, recv_weights, handle)
+            text = "no error"
+        except RuntimeError as error:
+            text = f"{type(error).__name__} of {getattr(error, 'peer', None)}"
+        one_round(buffer, make_inputs(buffer.spec, [5] * group.size, 2, "random"), 2)
+    return text
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(-1, True), (0, False), (2, False), (3, True), (2**31 - 1, True)])
+def test_a_plan_whose_sums_lead_outside(value: int, is_refused: bool) -> None:
+    """A token visits two ranks of a node at most."""
+    expected = f"InvalidInput of {FAULTY_RANK}" if is_refused else "no error"
+    assert ThreadRanks(4, nodes=NODES).run(with_a_bent_plan, value) == [expected] * 4
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+
+def opens_and_closes(group: ThreadGroup, times: int) -> None:
+    sizes = {"num_max_tokens_per_rank": 4096, "hidden": 1024, "num_topk": 1, "num_experts": 2}
+    for _ in range(times):
+        with Buffer(group, route="two_level", dtype=torch.float32, **sizes):
+            pass
+
+
+def test_room_for_sums_is_given_back() -> None:
+    ranks = ThreadRanks(2, nodes=(0, 1))
+    ranks.run(opens_and_closes, 2)
+    before = address_space()
+    ranks.run(opens_and_closes, 30)
+    of_one = 4096 * 4096  # what a rank has for the sums of the other's tokens
+    assert address_space() - before < 10 * of_one
+
+
+def test_gpus_have_one_level() -> None:
+    def make(group: ThreadGroup) -> str:
+        for route in ("auto", "flat"):
+            with Buffer(group, **{**buffer_kwargs(make_spec(2)), "route": route}) as buffer:
+                assert buffer.route == "flat"
+        with pytest.raises(InvalidConfig, match='route: got two_level, expected "auto" or "flat" on CUDA ranks'):
+            Buffer(group, **buffer_kwargs(make_spec(2, route="two_level")))
+        return "refused"
+
+    assert ThreadRanks(2, EmulatedGpu(), nodes=(0, 1)).run(make) == ["refused"] * 2
