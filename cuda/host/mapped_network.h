@@ -7,15 +7,16 @@
 #include <cstring>
 #include <vector>
 
-#include "../protocol/core/signal.h"
+#include "../protocol/core/layout.h"
 #include "network.h"
 
 namespace moe_rt {
 
 class MappedNetwork final : public Network {
  public:
-  // [R] the address of each rank's segment.
-  explicit MappedNetwork(const std::vector<uint64_t>& segments) {
+  // [R] the address of each rank's segment; `rank` is this one.
+  MappedNetwork(const std::vector<uint64_t>& segments, const Shape& shape, int rank)
+      : mailboxes_(Layout::make(shape).mailboxes), rank_(rank) {
     for (const uint64_t s : segments) segments_.push_back(reinterpret_cast<char*>(s));
   }
 
@@ -39,10 +40,18 @@ class MappedNetwork final : public Network {
   void begin_driving() override {}
   void end_driving() override {}
   void keep(std::shared_ptr<const void>) override {}
-  void leave(const uint64_t (&)[2]) override {}
+  void leave(const uint64_t (&)[2]) override {
+    const auto num_ranks = static_cast<int>(segments_.size());
+    for (char* const segment : segments_) {
+      auto* const mailboxes = reinterpret_cast<Mailbox*>(segment + mailboxes_);
+      for (int kind = 0; kind < kNumKinds; ++kind) post_closed(mailboxes[kind * num_ranks + rank_]);
+    }
+  }
 
  private:
   std::vector<char*> segments_;
+  int64_t mailboxes_;
+  int rank_;
 };
 
 }  // namespace moe_rt

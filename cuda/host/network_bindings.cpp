@@ -13,7 +13,8 @@ using namespace moe_rt;
 void bind_network(nb::module_& m) {
   nb::class_<Network>(m, "Network");
   nb::class_<MappedNetwork, Network>(m, "MappedNetwork")
-      .def(nb::init<const std::vector<uint64_t>&>(), nb::arg("segments"));
+      .def(nb::init<const std::vector<uint64_t>&, const Shape&, int>(), nb::kw_only(), nb::arg("segments"),
+           nb::arg("shape"), nb::arg("rank"));
   nb::class_<UcxNetwork, Network>(m, "UcxNetwork")
       .def(
           "__init__",

@@ -68,7 +68,7 @@ class CpuEngine(Engine):
         )
         addresses, network = segments.addresses, segments.network
         if spec.node_of and network is None:  # other nodes are one in name alone
-            network = _engine.MappedNetwork(segments=addresses)
+            network = _engine.MappedNetwork(segments=addresses, shape=spec.shape(), rank=rank)
             here = spec.topology.node_of(rank)
             addresses = [a if node == here else 0 for a, node in zip(addresses, spec.node_of, strict=True)]
         self._engine = _engine.Engine(

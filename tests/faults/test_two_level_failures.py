@@ -81,6 +81,23 @@ def ends_with(group: ThreadGroup, last_op: str) -> str:
     return "no error"
 
 
+def rank_1_closes(group: ThreadGroup) -> str:
+    with two_level(group) as buffer:
+        good_round(buffer)
+        try:
+            if group.rank == 0:
+                good_round(buffer)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_node_of_one_rank_that_closes() -> None:
+    """There is no neighbour to tell of it."""
+    outcomes = ThreadRanks(2, nodes=(0, 1)).run(rank_1_closes)
+    assert outcomes[0].startswith("GroupClosed: dispatch #2 on rank 0: rank 1 closed its buffer"), outcomes
+
+
 @pytest.mark.parametrize("last_op", ["dispatch", "combine"])
 def test_what_a_rank_tells_itself_may_be_ahead(monkeypatch: pytest.MonkeyPatch, last_op: str) -> None:
     """Rank 1 has announced its second dispatch, and is held up before it passes on to rank 0 what rank 3 has announced,

@@ -113,7 +113,7 @@ int main(int argc, char** argv) {
   std::vector<int32_t> expert_rank(num_ranks);
   for (int r = 0; r < num_ranks; ++r) expert_rank[r] = r;
   std::vector<uint64_t> segments(num_ranks, uint64_t(segment));
-  const auto network = std::make_shared<MappedNetwork>(segments);
+  const auto network = std::make_shared<MappedNetwork>(segments, shape, 0);
   for (int r = num_ranks / 2; r < num_ranks && on_nodes; ++r) segments[r] = 0;
   const int64_t start_ns = now_ns;
   const Status status = on_cpu ? wait_on_cpu({.shape = shape,
