@@ -66,7 +66,8 @@ class UcxInbox {
     return false;
   }
   // SYNC POINT word over a network, writer side: `closed` pairs with closed_before, a poison word with Engine::fail.
-  // Without the release a reader could see the word, and not what was announced or said before it.
+  // Without the release a reader could see the word, and not what was announced or said before it. Of two poison words
+  // the first stays, as where ranks map each other: the cause, not what followed from it.
   void write(const Message& m, const void* data) {
     char* const to = segment_ + m.offset;
     uint64_t word;
@@ -75,7 +76,12 @@ class UcxInbox {
       return;
     }
     std::memcpy(&word, data, sizeof(word));
-    store_release(*reinterpret_cast<uint64_t*>(to), word);
+    uint64_t& target = *reinterpret_cast<uint64_t*>(to);
+    if (m.offset == layout_.poison) {
+      replace_acq_rel(target, uint64_t{0}, word);
+    } else {
+      store_release(target, word);
+    }
   }
   // SYNC POINT signal over a network, writer side: pairs with wait_signal, as `post` of a peer that is mapped does. The
   // rows of the op were written before, under the worker's lock: the peer has flushed them, or it would not announce.

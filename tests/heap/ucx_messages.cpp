@@ -22,6 +22,7 @@ const Shape kShape{.num_ranks = 2,
                    .elem_bytes = 4,
                    .acc_bytes = 4};
 const Layout kLayout = Layout::make(kShape);
+const uint64_t kCause = poison_word(Code::kPeerDead, 0, 1), kConsequence = poison_word(Code::kPeerTimeout, 0, 1);
 
 // A rank, whose segment is a block of its own: AddressSanitizer sees what is next to it.
 struct Rank {
@@ -116,8 +117,15 @@ void keep_promises(unsigned seed) {
     expect(!std::memcmp(b.segment + rows + bytes, &round, sizeof(round)), "a word was not there when flushed");
     expect(!std::memcmp(here.data(), there.data(), bytes), "what was got was not here when flushed");
   }
+  peer.put(kLayout.poison, &kCause, sizeof(kCause));
+  while (arrives(b, random)) {
+  }
+  peer.put(kLayout.poison, &kConsequence, sizeof(kConsequence));
   while (arrives(a, random) || arrives(b, random)) {
   }
+  uint64_t poison;
+  std::memcpy(&poison, b.segment + kLayout.poison, sizeof(poison));
+  expect(poison == kCause, "a later poison took the place of the first");
   peer.lose("test");
 }
 
