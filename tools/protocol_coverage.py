@@ -27,6 +27,7 @@ CHAINS = ("3", "3", "20")  # ranks, lanes, rounds
 # Program -> its sources, its defines, and what it is given.
 PROGRAMS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "chains": ((STRESS, *CPU), (), CHAINS),
+    "chains-nodes": ((STRESS, *CPU), (), ("5", "2", "20", "1", "experts", "-", "2", "9", "two_level")),
     "chains-gpu": ((STRESS, *ROWS), GPU, CHAINS),
     "chains-network": ((STRESS, *ROWS), NETWORK, CHAINS),
     "peers": ((PEERS, REPLAY, *CPU), (), sorted(map(str, (CORPUS / "peers").iterdir()))),
