@@ -13,7 +13,7 @@ from harness import ThreadRanks
 from rounds import one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, _engine
 from moe_rt.native.gpu import Launches
 from moe_rt.native.launcher import Launcher
 
@@ -22,6 +22,13 @@ def test_reads_and_quiets() -> None:
     program = compile_program(Path(__file__).with_name("primitives.cpp"), "-O1")
     result = subprocess.run([program], capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stdout
+
+
+def test_scratch_has_room_for_whatever_a_launch_lays_out() -> None:
+    """Of a rank that has all experts: a count and an offset for each of them and each source."""
+    ranks, experts = 8, 256
+    shape = make_spec(ranks, num_experts=experts).shape(pushes=True)
+    assert _engine.scratch_bytes(shape, [0] * experts, 0, 32) >= 4 * 2 * experts * ranks
 
 
 def round_with(group: Any, tokens: list[int], num_sms: int | None) -> None:
