@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.native.gpu import why_there_is_none
 from moe_rt.nn.layer import MoELayer
 
 
@@ -27,7 +28,8 @@ def process_group(device: str, timeout_s: float) -> Iterator[None]:
     if device == "cuda":
         local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= count:
-            raise InvalidConfig(f"device: got cuda for local rank {local_rank}, expected one of {count} GPUs")
+            why = why_there_is_none()
+            raise InvalidConfig(f"device: got cuda for local rank {local_rank}, expected one of {count} GPUs{why}")
         torch.cuda.set_device(local_rank)
     if dist.is_initialized():
         yield

@@ -1,4 +1,4 @@
-"""The directory of compiled kernels where an entry cannot be saved; test_jit.py has the rest, with a compiler."""
+"""The directory of compiled kernels where an entry cannot be saved, and its keys; test_jit.py has the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from device.jit_tools import compile_at_once, require_compiler, write_small_source
 
-from moe_rt.native import cubin_cache
+from moe_rt.native import cubin_cache, jit
 from moe_rt.native.cubin_cache import open_cache
 
 
@@ -89,3 +89,12 @@ def test_ranks_without_a_home_share_a_temporary_directory(tmp_path: Path) -> Non
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     assert [path.suffix for path in shared.iterdir()] == [".cubin"]
     assert all(f"RuntimeWarning: compiled kernels are kept in {shared} only: " in text for text in said)
+
+
+def test_what_was_compiled_with_other_options_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
+    job = jit._Job("small.cu", "sm_90a", {}, nvshmem=False, root=write_small_source(tmp_path / "cuda"))
+    options, key = job._options(), job.key()
+    assert job.key() == key
+    monkeypatch.setattr(job, "_options", lambda: [*options, "--define-macro=ANOTHER"])
+    assert job.key() != key

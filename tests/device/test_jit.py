@@ -243,14 +243,6 @@ def test_entry_of_another_key_is_recompiled(small: Path, directory: Path) -> Non
     assert not compile_small(small, WIDTH=1).from_cache
 
 
-def test_other_options_are_another_key(small: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = jit._Job._options
-    compile_small(small)
-    monkeypatch.setattr(jit._Job, "_options", lambda self: [*options(self), "--define-macro=ANOTHER"])
-    assert not compile_small(small).from_cache
-    assert compile_small(small).from_cache
-
-
 def as_link(directory: Path) -> None:
     (directory.parent / "real").mkdir(mode=0o700)
     directory.symlink_to(directory.parent / "real")

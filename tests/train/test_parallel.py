@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import cases_train as cases
 import pytest
+import torch
 from harness import Ranks
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.train import parallel
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -34,6 +36,15 @@ def test_average(make_ranks: MakeRanks, ep: int, experts: list[float]) -> None:
     results = make_ranks("shm", 4).run(cases.averaged, ep)
     assert [shared for shared, _ in results] == [1.5] * 4
     assert [expert for _, expert in results] == experts
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch has to say about it, too."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(parallel, "why_there_is_none", lambda: "; torch says: no driver")
+    says = "device: got cuda for local rank 0, expected one of 0 GPUs; torch says: no driver"
+    with pytest.raises(InvalidConfig, match=says), parallel.process_group("cuda", 1.0):
+        pass
 
 
 @pytest.mark.parametrize(
