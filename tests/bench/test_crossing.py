@@ -99,6 +99,12 @@ def test_the_least_time(op: Any, trips: int) -> None:
     assert least_us(case.changed(rate=""), rows) is None
 
 
+def test_the_least_time_is_of_whoever_receives_most() -> None:
+    """Node 0, three rows, while no node sends more than two."""
+    case = THREE_NODES.changed(op="dispatch", rate="1mbit")
+    assert least_us(case, count_rows(case, OF_THREE)) == 240
+
+
 def test_where_ranks_are() -> None:
     assert TWO_NODES.topology == Topology((0, 0, 1, 1))
     assert CASES["pair-4x512x2048"].topology == Topology.one_node(4)
