@@ -125,6 +125,11 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ucx.library()
 
 
+def test_the_oldest_version_is_the_documented_one() -> None:
+    document = Path(__file__).parents[2] / "docs" / "heap.md"
+    assert f"versions from {'.'.join(map(str, ucx.OLDEST))} on" in document.read_text()
+
+
 def test_the_oldest_library(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _engine.ucx_version(ucx.library())
     monkeypatch.setattr(ucx, "OLDEST", tuple(map(int, found.split(".")[:2])))

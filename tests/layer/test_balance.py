@@ -54,6 +54,19 @@ def test_update_bias_moves_towards_balance() -> None:
     assert spread[-1] < 1.2 < spread[0]
 
 
+@pytest.mark.parametrize("scope", ["sequence", "batch"])
+def test_a_batch_without_tokens_costs_nothing(scope: str) -> None:
+    """A rank has one at times, and its loss is averaged with those of others."""
+    router = make_router(balance_scope=scope)
+    aux = router(tokens(T)[:0])[2]
+    assert (aux.loss.item(), aux.load_balancing_loss.item(), aux.z_loss.item()) == (0, 0, 0)
+    assert aux.tokens_per_expert.tolist() == [0] * E
+    aux.loss.backward()
+    assert router.weight.grad is not None
+    assert router.weight.grad.count_nonzero() == 0
+    assert load_balancing_loss(torch.full((E,), 1 / E), torch.zeros(E, dtype=torch.int64)) == 0
+
+
 def test_update_bias_refuses() -> None:
     with pytest.raises(InvalidConfig, match="balance_bias: got False, expected True"):
         make_router().update_bias(torch.zeros(E))
