@@ -148,6 +148,7 @@ def test_settings_of_the_user_stay() -> None:
     [
         ("auto", {}, "shm"),
         ("auto", {"where": "elsewhere"}, "ucx"),
+        ("auto", {"where": "unknown 1"}, "shm"),
         ("shm", {"where": "elsewhere", "heap": "auto"}, "shm"),
         ("auto", {"heap": "ucx"}, "ucx"),
     ],
