@@ -28,11 +28,13 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of a buffer: the most tokens of a rank, and elements of a row."""
+    """Of a buffer: the most tokens of a rank, and elements of a row; and other options of it."""
 
     tokens: int = 8
     hidden: int = 32
     num_threads: int = 1
+    route: str = "auto"
+    heap: str = "auto"
 
 
 def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init_timeout_s: float) -> Buffer:
@@ -47,6 +49,8 @@ def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init
         timeout_s=timeout_s,
         init_timeout_s=init_timeout_s,
         num_threads=size.num_threads,
+        route=size.route,
+        heap=size.heap,
     )
 
 
@@ -76,7 +80,7 @@ class Steps:
 
     def _step(self, i: int) -> tuple[Tensor, Tensor]:
         buffer = self._buffer
-        x, topk_idx = _inputs(buffer, i)
+        x, topk_idx = inputs(buffer, i)
         topk_weights = torch.ones(topk_idx.shape).requires_grad_()
         self._begin()
         recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
@@ -100,7 +104,7 @@ class Steps:
         self._board.begin(self._place)
 
 
-def _inputs(buffer: Buffer, i: int) -> tuple[Tensor, Tensor]:
+def inputs(buffer: Buffer, i: int) -> tuple[Tensor, Tensor]:
     """x [T, H] and topk_idx [T, K]; T, the choices and some missing ones depend on the rank and the step."""
     rank, most, num_experts = buffer.rank, buffer.spec.num_max_tokens_per_rank, buffer.spec.num_experts
     num_tokens = (most - 5 * rank - 3 * (i // 3)) % (most + 1)  # outputs of one shape for a while

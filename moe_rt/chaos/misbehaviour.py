@@ -1,0 +1,56 @@
+"""Trials of a rank that does what it should not: see `misdeeds`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+
+from moe_rt.chaos.misdeeds import MISDEEDS
+from moe_rt.chaos.node_trials import HANG_S, Moment, judged
+from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
+from moe_rt.chaos.rank_pool import RankPool
+
+STEPS = 12
+# What the rank itself then raises, and what the others do.
+RAISED: dict[str, tuple[set[str], set[str]]] = {
+    "raise": ({"ValueError"}, {"GroupPoisoned"}),
+    "close": ({"GroupClosed"}, {"GroupClosed", "GroupPoisoned"}),
+    "abort": ({"GroupClosed"}, {"GroupPoisoned"}),
+    "order": ({"CallOrderMismatch", "GroupPoisoned"}, {"CallOrderMismatch", "GroupPoisoned"}),
+    "input": ({"nothing"}, {"nothing"}),
+}
+
+
+@dataclass(frozen=True)
+class Misbehaviour:
+    """All others must raise at once what RAISED says, and name the rank; bad input all refuse, and go on."""
+
+    action: str
+    rank: int
+    moment: Moment
+
+    @classmethod
+    def draw(cls, action: str, pace: random.Random, ranks: int) -> Misbehaviour:
+        """Any rank, any step."""
+        return cls(action, pace.randrange(ranks), Moment.draw(pace))
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return f"{self.action} by rank {self.rank}, {self.moment}"
+
+    def run(self, pool: RankPool) -> Outcome[Misbehaviour]:
+        """There are no milliseconds: the rank itself chooses the moment."""
+        ranks, others = range(pool.size), [rank for rank in range(pool.size) if rank != self.rank]
+        instead = [self.rank, self.moment.step, self.action]
+        pool.session(ranks, STEPS, sizes=asdict(self.moment.size), instead=instead)
+        reports = pool.reports(ranks, HANG_S)
+        own, of_others = RAISED[self.action]
+        complaints = not_raised(reports, [self.rank], own)
+        if self.action == "input":
+            complaints += not_raised(reports, others, of_others) + not_done(reports, STEPS) + after_all(reports)
+        else:
+            complaints += judged(reports, others, of_others, lambda _: [self.rank])
+        return Outcome(self, reports, [], complaints)
+
+
