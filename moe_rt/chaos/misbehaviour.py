@@ -50,7 +50,9 @@ class Misbehaviour:
         if self.action == "input":
             complaints += not_raised(reports, others, of_others) + not_done(reports, STEPS) + after_all(reports)
         else:
-            complaints += judged(reports, others, of_others, lambda _: [self.rank])
+            # Whoever finds that calls differ cannot know who is right, and others hear of that from it.
+            found = [rank for rank in others if reports[rank]["raised"] == "CallOrderMismatch"]
+            complaints += judged(reports, others, of_others, lambda _: [self.rank, *found])
         return Outcome(self, reports, [], complaints)
 
 

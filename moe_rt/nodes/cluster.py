@@ -119,9 +119,9 @@ class Cluster:
 
     def reboot(self, node: int) -> None:
         """Ends all processes of a node, which may have died, and makes it anew: an own boot id, and no limit."""
-        name, num_nodes = f"{self.name}-node{node}", self.num_nodes
-        _take_away([name])
-        _say(f"ip -n {self._switch} link delete port{node}")  # or it would go with the other end, some time later
+        num_nodes = self.num_nodes
+        _say(f"ip -n {self._switch} link delete port{node}")  # or it would go with the node, but some time later
+        _take_away([f"{self.name}-node{node}"])
         self._add_node(node, num_nodes, None)
 
     def __enter__(self) -> Cluster:
