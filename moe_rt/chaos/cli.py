@@ -39,9 +39,9 @@ def chaos(ranks: int, nodes: list[int], rounds: int, seed: int, timeout: float, 
 
     Every round makes a group of CPU ranks, which run steps and check every result. One rank is killed, also with much
     memory, stopped, delayed, made to fail or lie, interrupted, or held to a limit; or all are frozen for a while; or
-    evaluate between training steps. With --nodes, ranks are on emulated nodes, and nodes die and links go down, too. Who
-    died is started anew. The last line is one JSON document. The exit status is 1 if a rank hung, raised something else
-    than it must, left something behind, or got wrong data.
+    evaluate between training steps. With --nodes, ranks are on emulated nodes, and nodes die and links go down, too.
+    Who died is started anew. The last line is one JSON document. The exit status is 1 if a rank hung, raised something
+    else than it must, left something behind, or got wrong data.
     """
     possible = on_nodes.ACTIONS if nodes else on_one_host.ACTIONS
     if odd := set(actions) - set(possible):

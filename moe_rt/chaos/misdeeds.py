@@ -1,4 +1,4 @@
-"""What a rank of its own accord does in a session that it should not: raises, leaves, calls another op, or gives nonsense."""
+"""What ranks do in a session that they should not: raise, leave, call another op, give nonsense, or too many rows."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import torch
 
 from moe_rt.chaos.steps import inputs
 from moe_rt.comm.buffer import Buffer
-from moe_rt.errors import InvalidRouting
+from moe_rt.errors import CapacityOverflow, InvalidRouting
 from moe_rt.testing.rounds import WrongOutput
 
-MISDEEDS = ("raise", "close", "abort", "order", "input")
+# For `Size.capacity_factor`: with it a step of the usual `Size` fits, and all rows to one rank do not.
+TIGHT = 1.5
 
 
 def misbehave(buffer: Buffer, act: str, by_this_rank: bool, step: int) -> None:
-    """One of MISDEEDS before a step. Only for "input" have the others something to do: all call the op, which is refused.
+    """Before a step: "raise", "close", "abort" or "order" of one rank; "input" or "overflow", which all ranks refuse.
 
     Raises:
-        WrongOutput: that input was not refused.
+        WrongOutput: that was not refused, or as something else.
     """
-    if act == "input":
-        return _be_refused(buffer, by_this_rank, step)
+    if act in ("input", "overflow"):
+        return _be_refused(buffer, act, by_this_rank, step)
     if not by_this_rank:
         return
     if act == "raise":
@@ -34,13 +35,18 @@ def misbehave(buffer: Buffer, act: str, by_this_rank: bool, step: int) -> None:
             buffer.dispatch(x, topk_idx, torch.ones(topk_idx.shape))
 
 
-def _be_refused(buffer: Buffer, by_this_rank: bool, step: int) -> None:
+def _be_refused(buffer: Buffer, act: str, by_this_rank: bool, step: int) -> None:
     x, topk_idx = inputs(buffer, step)
-    if by_this_rank:
+    if act == "overflow":  # all that there can be, to one rank
+        x = torch.ones(buffer.spec.num_max_tokens_per_rank, buffer.spec.hidden)
+        topk_idx = torch.arange(topk_idx.shape[1]).expand(len(x), -1)
+    elif by_this_rank:
         x = torch.ones(1, buffer.spec.hidden)
         topk_idx = torch.full((1, topk_idx.shape[1]), buffer.spec.num_experts)
+    raised: type[Exception] | None = None
     try:
         buffer.dispatch(x, topk_idx, torch.ones(topk_idx.shape))
-    except InvalidRouting:
-        return
-    raise WrongOutput("input that had to be refused")
+    except (CapacityOverflow, InvalidRouting) as error:
+        raised = type(error)
+    if raised is not (CapacityOverflow if act == "overflow" else InvalidRouting):
+        raise WrongOutput(f"{act}: {raised}")

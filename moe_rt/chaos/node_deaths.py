@@ -19,7 +19,7 @@ STOP_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of a rank, of all ranks of a node, or of the node. Survivors must raise PeerDead, and work in a new group.
+    """SIGKILL of a rank, of all ranks of a node, or of the node. Others must raise PeerDead, and work in a new group.
 
     Attributes:
         action: "kill", "ranks" or "node".

@@ -59,7 +59,7 @@ def judged(
     expected: set[str],
     causes: Callable[[int], Iterable[int]],
 ) -> list[str]:
-    """Complaints of ranks that raised something else than expected, or named none of the ranks that a rank may blame."""
+    """Complaints of ranks that raised something else than expected, or named none of those that a rank may blame."""
     ranks = list(ranks)
     complaints = not_raised(reports, ranks, expected) + after_all(reports)
     for rank in ranks:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 from moe_rt.chaos.evaluation import Evaluation
 from moe_rt.chaos.freeze import Freeze
-from moe_rt.chaos.injected_fault import STEPS, SURVIVORS_RAISE, InjectedFault
+from moe_rt.chaos.injected_fault import POINTS_OF_ONE_HOST, STEPS, SURVIVORS_RAISE, InjectedFault
 from moe_rt.chaos.interrupt import Interrupt
 from moe_rt.chaos.outcome import Trial
 from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.scarcity import Scarcity
 from moe_rt.chaos.steps import OPS_OF_A_STEP
-from moe_rt.faults import POINTS
 
 # There must be a later op in which survivors notice.
 LAST_OP = OPS_OF_A_STEP * (STEPS - 1)
@@ -30,7 +29,7 @@ def draw(action: str, pace: random.Random, ranks: int, stop_timeout_s: float) ->
     """Of a fault any rank, point and op as far as they go together."""
     if action in OTHERS:
         return OTHERS[action](pace, ranks)
-    at = "after_payload" if action == "corrupt" else pace.choice(list(POINTS))
+    at = "after_payload" if action == "corrupt" else pace.choice(POINTS_OF_ONE_HOST)
     return InjectedFault(
         pace.randrange(ranks),
         pace.randint(1, LAST_OP),

@@ -8,7 +8,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from moe_rt.chaos.rank_pool import RankPool
 
-
 P = TypeVar("P", bound=RankPool, contravariant=True)
 
 

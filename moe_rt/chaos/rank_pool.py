@@ -81,7 +81,6 @@ class RankPool(ProcessRanks):
         """Whether a signal has stopped the rank."""
         return state_letter(self.pid(rank)) == "T"
 
-
     def finish(self, ranks: Sequence[int]) -> int:
         """Lets an endless session end soon, and returns the number of its steps."""
         for rank in ranks:

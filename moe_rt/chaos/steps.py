@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moe_rt.chaos.board import Board
 from moe_rt.comm.buffer import Buffer
+from moe_rt.config.options import HeapKind, Route
 from moe_rt.heap.groups import Group
 from moe_rt.testing.rounds import WrongOutput
 
@@ -33,8 +34,9 @@ class Size:
     tokens: int = 8
     hidden: int = 32
     num_threads: int = 1
-    route: str = "auto"
-    heap: str = "auto"
+    route: Route | Literal["auto"] = "auto"
+    heap: HeapKind | Literal["auto"] = "auto"
+    capacity_factor: float | None = None
 
 
 def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init_timeout_s: float) -> Buffer:
@@ -51,6 +53,7 @@ def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init
         num_threads=size.num_threads,
         route=size.route,
         heap=size.heap,
+        capacity_factor=size.capacity_factor,
     )
 
 

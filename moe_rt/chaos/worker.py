@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from moe_rt import faults
 from moe_rt.chaos.board import Board
@@ -73,7 +73,7 @@ def _warm_up(far: bool) -> None:
     with make_buffer(ThreadGroup.make(1)[0], 1, Size(), PATIENCE_S, PATIENCE_S) as buffer:
         Steps(buffer, Board(1), 0).run(0)
     if far:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         make_buffer(dist.group.WORLD, 1, Size(heap="ucx"), PATIENCE_S, PATIENCE_S).close()
         await_peers()
         dist.destroy_process_group()

@@ -49,7 +49,9 @@ def test_waits_are_for_whoever_passes_on(waiting: Report) -> None:
     """And they lead to the rank that is late."""
     assert [rank.waits_for for rank in waiting.ranks[:LATE]] == [[1], [LATE], [LATE]]
     assert waiting.stragglers == [LATE]
-    assert waiting.conclusion.startswith(f"rank {LATE} has not announced dispatch #2, for which ranks 1 and 2 wait; it ")
+    assert waiting.conclusion.startswith(
+        f"rank {LATE} has not announced dispatch #2, for which ranks 1 and 2 wait; it "
+    )
 
 
 def test_who_has_announced_and_not_passed_on(waiting: Report) -> None:
