@@ -15,6 +15,7 @@ AFTERLIFE_STEPS = 5
 # For how long, in seconds. UCX gives a peer up that has not answered for two (docs/howto/cluster.md).
 SECONDS = {"blink": (0.05, 0.5), "flap": (1.0, 4.0), "slow": (0.2, 1.0), "lossy": (0.2, 0.8)}
 SLOW, SHORT_QUEUE = ("1mbit", "5mbit", "20mbit"), "1ms"
+CUT_TIMEOUT_S = 12.0  # a link that is down is to be noticed long before, though nothing may be under way
 LOST = {"PeerDead", "GroupPoisoned", "GroupClosed"}
 
 
@@ -42,9 +43,9 @@ class LinkFault:
 
     def run(self, pool: NodePool) -> Outcome[Any]:
         """An outcome's milliseconds run from the cut until each rank raised."""
-        self.moment.await_in(pool)
         if self.action == "cut":
             return self._cut(pool)
+        self.moment.await_in(pool)
         self._begin(pool)
         time.sleep(self.seconds)
         self._end(pool)
@@ -65,6 +66,7 @@ class LinkFault:
     def _cut(self, pool: NodePool) -> Outcome[LinkFault]:
         ranks, here = range(pool.size), pool.ranks_of(self.node)
         there = [rank for rank in ranks if rank not in here]
+        self.moment.await_in(pool, CUT_TIMEOUT_S)
         start = time.monotonic()
         self._begin(pool)
         reports = pool.reports(ranks, HANG_S)

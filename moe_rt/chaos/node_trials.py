@@ -13,8 +13,9 @@ from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
 from moe_rt.chaos.rank_pool import ENDLESS
 from moe_rt.chaos.steps import Size
 from moe_rt.chaos.worker import PATIENCE_S
+from moe_rt.config.options import Route
 
-ROUTES = ("flat", "two_level")
+ROUTES: tuple[Route, ...] = ("flat", "two_level")
 HANG_S = 4 * PATIENCE_S  # who waits in vain says so before
 
 
