@@ -113,8 +113,8 @@ class Stop:
             complaints = [f"in a newer group {text}" for text in not_raised(newer, survivors, {"nothing"})]
             reports[self.rank] = pool.report(self.rank, HANG_S)
             complaints += not_raised(reports, [self.rank], {"GroupPoisoned", "PeerDead", "GroupClosed", "PeerTimeout"})
-        # Who does not take what it is sent in time is dead, as far as the system can tell. And a rank that waits for data
-        # of the stopped one is late itself: whose time ends first names it.
+        # Who takes nothing of what it is sent is dead, as far as the system can tell. And who waits for its data is
+        # late itself: a rank whose time ends before may name that one.
         expected = {"PeerTimeout", "GroupPoisoned", "PeerDead", "GroupClosed"}
         complaints += judged(reports, survivors, expected, lambda _: ranks)
         return Outcome(self, reports, [], complaints)

@@ -30,18 +30,16 @@ def last_line(*command: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def matrix() -> dict[str, Any]:
-    return last_line("-m", "moe_rt.chaos.node_matrix")
-
-
-def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:
+@pytest.mark.parametrize("route", ["two_level", pytest.param("flat", marks=pytest.mark.sweep)])
+def test_the_committed_table_is_what_happens(route: str) -> None:
+    """And every rank raises what it must."""
+    matrix = last_line("-m", "moe_rt.chaos.node_matrix", "--route", route)
     assert [outcome for outcome in matrix["outcomes"] if outcome["complaints"]] == []
-
-
-def test_the_committed_table_is_what_happens(matrix: dict[str, Any]) -> None:
-    assert committed((ROOT / "docs/reliability.md").read_text()) == matrix["classes"]
-    assert set(matrix["classes"]) == set(ROWS)
+    table = committed((ROOT / "docs/reliability.md").read_text())
+    assert set(table) == set(ROWS)
+    assert {name: row for name, row in matrix["classes"].items() if row} == {
+        name: {route: row[route]} for name, row in table.items() if route in row
+    }
 
 
 def test_chaos() -> None:
