@@ -112,7 +112,8 @@ def _session(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
         buffer.close()
     except (Exception, KeyboardInterrupt) as error:
         report |= _raised(error)
-        raised = error
+        if buffer is not None:  # else the error would keep what there was of one
+            raised = error
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if buffer is not None and report["raised"] != "nothing":
         if not report["typed"]:
