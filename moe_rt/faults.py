@@ -35,6 +35,7 @@ class Point(IntEnum):
     BETWEEN_DISPATCH_AND_COMBINE = 8
     IN_BACKWARD = 9
     IN_DESTROY = 10
+    BEFORE_PASSING_ON = 11
 
 
 class Action(IntEnum):

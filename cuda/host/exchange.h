@@ -78,6 +78,7 @@ void Engine::forward(const Coop& coop, Pending& op, const Forward& forward) {
   }
   coop.sync();
   const Status s = op.moves ? forward(coop, op.window, op.idle) : Status{};
+  if (!goes_on(coop, Point::kBeforePassingOn, op)) return;
   coop.sync();
   if (coop.rank() != 0 || !op.status.ok()) return;
   op.status = s;

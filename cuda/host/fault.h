@@ -29,6 +29,7 @@ enum class Point : int32_t {
   kBetweenDispatchAndCombine = 8,
   kInBackward = 9,
   kInDestroy = 10,
+  kBeforePassingOn = 11,  // what ranks of other nodes sent or are sent has been moved, and nobody been told of it
 };
 
 enum class Action : int32_t { kNone = 0, kKill = 1, kStop = 2, kSleep = 3, kRaise = 4, kCorrupt = 5 };

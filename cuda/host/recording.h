@@ -63,7 +63,8 @@ inline void write_segment_header(char* segment, const Shape& s, int rank, uint64
             .members = l.members,
             .op_records = l.op_records,
             .bytes = l.bytes,
-            .last_words = l.last_words};
+            .last_words = l.last_words,
+            .num_nodes = s.num_nodes};
   store_release(header.magic, kSegmentHeaderMagic);
 }
 

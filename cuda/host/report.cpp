@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "node_tables.h"
 #include "recording.h"
 
 namespace moe_rt {
@@ -44,6 +45,23 @@ SegmentHeader read_segment_header(const char* segment, int64_t num_bytes) {
   return p;
 }
 
+// Who hands on what, where rows go in two levels between nodes that there can be.
+void find_forwarders(SegmentReport& report) {
+  const SegmentHeader& p = report.header;
+  std::vector<int32_t> node_of;
+  for (const Member& member : report.members) {
+    if (p.num_nodes > 1 && below(member.node, p.num_ranks)) node_of.push_back(member.node);
+  }
+  if (node_of.size() != report.members.size()) node_of.clear();
+  const NodeTables tables(node_of, p.rank);
+  report.served = tables.served();
+  for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+    for (int r = 0; r < p.num_ranks; ++r) {
+      report.announcers[static_cast<int>(kind)].push_back(tables.announcer(kind, r));
+    }
+  }
+}
+
 }  // namespace
 
 SegmentReport read_segment(const char* segment, int64_t num_bytes) {
@@ -59,6 +77,7 @@ SegmentReport read_segment(const char* segment, int64_t num_bytes) {
   }
   const auto* members = reinterpret_cast<const Member*>(segment + p.members);
   report.members.assign(members, members + p.num_ranks);
+  find_forwarders(report);
 
   report.last_words = read_last_words(*reinterpret_cast<const LastWords*>(segment + p.last_words));
   const auto* slots = reinterpret_cast<const OpRecordSlot*>(segment + p.op_records);

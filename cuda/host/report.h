@@ -15,6 +15,8 @@ struct SegmentReport {
   std::vector<uint64_t> announced[kNumKinds];  // [R] what each rank has announced to this one
   std::vector<bool> closed_to;                 // [R] to this one
   std::vector<Member> members;                 // [R]
+  std::vector<int32_t> announcers[kNumKinds];  // [R] who tells this rank of each: itself, or a forwarder
+  std::vector<int32_t> served;                 // far ranks for which this one is a forwarder
   std::vector<OpRecord> op_records;            // the last kNumOpRecords at most, in order
   int num_torn = 0;                            // slots that changed at every look
   std::string last_words;                      // of its rank: any bytes

@@ -41,7 +41,8 @@ void bind_report(nb::module_& m) {
       .def_ro("mailboxes", &SegmentHeader::mailboxes)
       .def_ro("members", &SegmentHeader::members)
       .def_ro("op_records", &SegmentHeader::op_records)
-      .def_ro("last_words", &SegmentHeader::last_words);
+      .def_ro("last_words", &SegmentHeader::last_words)
+      .def_ro("num_nodes", &SegmentHeader::num_nodes);
   nb::class_<OpRecord>(m, "OpRecord")
       .def_ro("number", &OpRecord::number)
       .def_ro("seq", &OpRecord::seq)
@@ -63,10 +64,19 @@ void bind_report(nb::module_& m) {
       .def_ro("closed_to", &SegmentReport::closed_to)
       .def_prop_ro("members",
                    [](const SegmentReport& r) {
-                     std::vector<std::tuple<int64_t, uint64_t>> members;
+                     std::vector<std::tuple<int32_t, uint64_t>> members;
                      for (const Member& member : r.members) members.emplace_back(member.pid, member.inode);
                      return members;
                    })
+      .def_prop_ro("nodes",
+                   [](const SegmentReport& r) {
+                     std::vector<int32_t> nodes;
+                     for (const Member& member : r.members) nodes.push_back(member.node);
+                     return nodes;
+                   })
+      .def_prop_ro("announcers",
+                   [](const SegmentReport& r) { return std::make_tuple(r.announcers[0], r.announcers[1]); })
+      .def_ro("served", &SegmentReport::served)
       .def_ro("op_records", &SegmentReport::op_records)
       .def_ro("num_torn", &SegmentReport::num_torn)
       .def_prop_ro("last_words",
@@ -76,10 +86,14 @@ void bind_report(nb::module_& m) {
   m.def(
       "write_segment_header",
       [](uint64_t segment, const Shape& shape, int rank, uint64_t config_hash,
-         const std::vector<std::tuple<int64_t, uint64_t>>& members) {
+         const std::vector<std::tuple<int32_t, uint64_t>>& members, const std::vector<int32_t>& nodes) {
         std::vector<Member> table;
-        for (const auto& [pid, inode] : members) table.push_back({pid, inode});
+        for (size_t r = 0; r < members.size(); ++r) {
+          const auto [pid, inode] = members[r];
+          table.push_back({pid, nodes.at(r), inode});
+        }
         write_segment_header(reinterpret_cast<char*>(segment), shape, rank, config_hash, table);
       },
-      nb::kw_only(), nb::arg("segment"), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("members"));
+      nb::kw_only(), nb::arg("segment"), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("members"),
+      nb::arg("nodes"));
 }

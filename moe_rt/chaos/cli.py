@@ -7,41 +7,73 @@ from typing import Any
 
 import click
 
-from moe_rt.chaos import rounds as rounds_of
+from moe_rt.chaos import on_nodes, on_one_host
+from moe_rt.chaos.node_pool import NodePool
 from moe_rt.chaos.outcome import Outcome
+from moe_rt.chaos.rank_pool import RankPool
+from moe_rt.chaos.rounds import chaos as run_chaos
+from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.testing.host_info import machine_card
+
+NAMES = tuple(dict.fromkeys((*on_one_host.ACTIONS, *on_nodes.ACTIONS)))
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int]:
+    parts = text.split(",") if text else []
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) == 1:
+        raise click.BadParameter(f"got {text!r}, expected the ranks of two nodes or more, such as 2,2")
+    return [int(part) for part in parts]
 
 
 @click.command()
 @click.option("--ranks", type=click.IntRange(min=2), default=3, show_default=True, help="Processes.")
+@click.option("--nodes", callback=_numbers, help="Emulated nodes of so many ranks each, such as 2,2; needs root.")
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Trials of a group.")
 @click.option("--seed", default=0, show_default=True, help="Of what happens where.")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="timeout_s of a stop's group."
 )
-@click.option(
-    "--action",
-    "actions",
-    type=click.Choice(list(rounds_of.NAMES)),
-    multiple=True,
-    default=list(rounds_of.NAMES),
-    help="Only these; may be repeated.",
-)
-def chaos(ranks: int, rounds: int, seed: int, timeout: float, actions: tuple[str, ...]) -> None:
+@click.option("--action", "actions", type=click.Choice(NAMES), multiple=True, help="Only these; may be repeated.")
+def chaos(ranks: int, nodes: list[int], rounds: int, seed: int, timeout: float, actions: tuple[str, ...]) -> None:
     """Let random things happen to groups that work, and check what every rank does.
 
     Every round makes a group of CPU ranks, which run steps and check every result. One rank is killed, also with much
     memory, stopped, delayed, made to fail or lie, interrupted, or held to a limit; or all are frozen for a while; or
-    evaluate between training steps. Who died is started anew. The last line is one JSON document. The exit status is 1
-    if a rank hung, raised something else than it must, left something behind, or got wrong data.
+    evaluate between training steps. With --nodes, ranks are on emulated nodes, and nodes die and links go down, too.
+    Who died is started anew. The last line is one JSON document. The exit status is 1 if a rank hung, raised something
+    else than it must, left something behind, or got wrong data.
     """
+    possible = on_nodes.ACTIONS if nodes else on_one_host.ACTIONS
+    if odd := set(actions) - set(possible):
+        raise click.BadParameter(f"got {sorted(odd)}, expected of {', '.join(possible)}", param_hint="--action")
 
     def show(i: int, outcome: Outcome[Any]) -> None:
         raised = "  ".join(f"{rank}: {report['raised']}" for rank, report in sorted(outcome.reports.items()))
         noticed = f"{max(outcome.milliseconds):7.1f} ms" if outcome.milliseconds else ""
         click.echo(f"{i:4}  {outcome.trial.text:62} {raised:58} {noticed:>10}  {'; '.join(outcome.complaints)}")
 
-    document = rounds_of.chaos(ranks, rounds, seed, timeout, show, actions)
-    click.echo(json.dumps({"machine": machine_card(), **document}, separators=(",", ":")))
-    if document["complaints"]:
-        raise click.ClickException("; ".join(document["complaints"]))
+    of_all: dict[str, Any] = {"machine": machine_card()}
+    try:
+        if nodes:
+            of_all |= {"nodes": nodes} | run_chaos(
+                lambda: NodePool(nodes),
+                lambda action, pace: on_nodes.draw(action, pace, nodes),
+                actions or possible,
+                rounds,
+                seed,
+                show,
+            )
+        else:
+            of_all |= {"ranks": ranks} | run_chaos(
+                lambda: RankPool(ranks),
+                lambda action, pace: on_one_host.draw(action, pace, ranks, timeout),
+                actions or possible,
+                rounds,
+                seed,
+                show,
+            )
+    except (InvalidConfig, MissingPackage) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(of_all, separators=(",", ":")))
+    if of_all["complaints"]:
+        raise click.ClickException("; ".join(of_all["complaints"]))

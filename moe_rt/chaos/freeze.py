@@ -8,12 +8,11 @@ import time
 from dataclasses import dataclass
 
 from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
-from moe_rt.chaos.rank_pool import ENDLESS, RankPool
+from moe_rt.chaos.rank_pool import ENDLESS, MORE_STEPS, RankPool
 from moe_rt.chaos.worker import PATIENCE_S
 
 TIMEOUT_S = 2.0
 FROZEN_S = 1.5 * TIMEOUT_S
-MORE_STEPS = 20  # after the thaw
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ from moe_rt.chaos.outcome import Outcome, after_all, not_raised
 from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.steps import OPS_OF_A_STEP
 from moe_rt.chaos.worker import PATIENCE_S
+from moe_rt.faults import POINTS
 
 STEPS = 3
 STOP_TIMEOUT_S = 0.5
 INIT_TIMEOUT_S = 0.5  # when a rank stays away; otherwise a loaded machine may take its time
 AFTERLIFE_STEPS = 50  # of a newer group, while a stopped rank of the old one wakes up
+OF_FORWARDERS = "before_passing_on"  # in an op, too, where rows go in two levels
 IN_OPS = ("mid_payload", "after_payload", "after_some_flags", "after_all_flags", "mid_read")
 BETWEEN_OPS = ("between_dispatch_and_combine", "in_backward")
 OUTSIDE = ("pre_rendezvous", "post_rendezvous", "in_destroy")
+POINTS_OF_ONE_HOST = tuple(at for at in POINTS if at != OF_FORWARDERS)
 # What a fault must end as on the ranks that notice it themselves; who learns it from another rank: GroupPoisoned.
 SURVIVORS_RAISE = {
     "kill": "PeerDead",
@@ -36,6 +39,7 @@ class InjectedFault:
         seconds: for how long a sleep lasts.
         ballast_mib: memory that the faulty rank holds, and that the kernel takes apart when it is killed.
         stop_timeout_s: timeout_s of the group of a rank that stops.
+        route: which way rows go.
     """
 
     rank: int
@@ -45,6 +49,7 @@ class InjectedFault:
     seconds: float = 0.05
     ballast_mib: int = 0
     stop_timeout_s: float = STOP_TIMEOUT_S
+    route: str = "auto"
 
     @property
     def spec(self) -> str:
@@ -87,7 +92,8 @@ class InjectedFault:
         stops, away, ranks = self.do == "stop", self.at == "pre_rendezvous", range(pool.size)
         init_timeout_s = INIT_TIMEOUT_S if away and stops else PATIENCE_S
         ballast = {self.rank: {"ballast_mib": self.ballast_mib}}
-        pool.session(ranks, STEPS, ballast, fault=self.spec, timeout_s=timeout_s, init_timeout_s=init_timeout_s)
+        times = {"timeout_s": timeout_s, "init_timeout_s": init_timeout_s}
+        pool.session(ranks, STEPS, ballast, fault=self.spec, sizes={"route": self.route}, **times)
         survivors = [rank for rank in ranks if rank != self.rank]
         reports = pool.reports(survivors, 2 * PATIENCE_S)
         if timeout_s < PATIENCE_S:
@@ -149,4 +155,4 @@ def _steps_done(fault: InjectedFault) -> tuple[int, int]:
     step, op = divmod(fault.op - 1, OPS_OF_A_STEP)
     if fault.at == "between_dispatch_and_combine" and op > 1:
         step += 1
-    return step, step + (op == OPS_OF_A_STEP - 1 and fault.at in IN_OPS)
+    return step, step + (op == OPS_OF_A_STEP - 1 and fault.at in (*IN_OPS, OF_FORWARDERS))

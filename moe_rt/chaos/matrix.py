@@ -15,11 +15,10 @@ from typing import Any
 
 import click
 
-from moe_rt.chaos.injected_fault import BETWEEN_OPS, IN_OPS, SURVIVORS_RAISE, InjectedFault
+from moe_rt.chaos.injected_fault import BETWEEN_OPS, IN_OPS, POINTS_OF_ONE_HOST, SURVIVORS_RAISE, InjectedFault
 from moe_rt.chaos.outcome import Outcome
 from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.table import origin, span
-from moe_rt.faults import POINTS
 from moe_rt.testing.output import replace_section, section_marks
 
 RANKS, FAULTY_RANK = 3, 1  # some deadlocks show from three ranks on only
@@ -29,7 +28,7 @@ COMMAND = "python -m moe_rt.chaos.matrix --write docs/reliability.md"
 
 def injected_faults() -> Iterator[InjectedFault]:
     """All of the matrix; the faulty rank is always the same."""
-    for at in POINTS:
+    for at in POINTS_OF_ONE_HOST:
         ops = SECOND_STEP.values() if at in IN_OPS else [SECOND_STEP["dispatch"] if at in BETWEEN_OPS else 1]
         for op in ops:
             for do in SURVIVORS_RAISE:

@@ -8,8 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from moe_rt.chaos.rank_pool import RankPool
 
+P = TypeVar("P", bound=RankPool, contravariant=True)
 
-class Trial(Protocol):
+
+class Trial(Protocol[P]):
     """Something that happens to a group in a session; `run` judges what the ranks then do."""
 
     @property
@@ -22,12 +24,12 @@ class Trial(Protocol):
         """All of it, in a line."""
         ...
 
-    def run(self, pool: RankPool) -> Outcome[Any]:
+    def run(self, pool: P) -> Outcome[Any]:
         """The pool is complete again in its next session."""
         ...
 
 
-T = TypeVar("T", bound=Trial)
+T = TypeVar("T", bound=Trial[Any])
 
 
 @dataclass

@@ -6,6 +6,7 @@ import gc
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -17,22 +18,25 @@ from moe_rt.testing.channel import Channel
 from moe_rt.testing.process_ranks import ProcessRanks
 
 ENDLESS = 2**62  # steps, until something else ends a session
-_STORE = -1  # among ranks
+STORE = -1  # among ranks
+MORE_STEPS = 20  # of a session that comes to its end
 
 
 class RankPool(ProcessRanks):
     """Ranks 0 to size - 1, each forked from this process, which must have imported torch but never used it.
 
-    In every session ranks meet anew, work, report, and leave. Those that died are replaced.
+    In every session ranks meet anew, work, report, and leave. Those that died are replaced. `host` is where they meet.
     """
 
-    def __init__(self, size: int) -> None:
+    far = False  # whether some are on other hosts
+
+    def __init__(self, size: int, host: str = "127.0.0.1") -> None:
         super().__init__()
         self.size, self.board = size, Board(size)
-        self._sessions = 0
+        self._sessions, self._host = 0, host
         gc.freeze()  # a rank that collects garbage would otherwise touch, and so copy, all that was imported
-        self.start(_STORE, _serve_store)
-        self._port = int(self.hear(_STORE))
+        self.start(STORE, _serve_store, host)
+        self._port = int(self.hear(STORE))
 
     def session(
         self, ranks: Sequence[int], steps: int, only: Mapping[int, dict[str, Any]] | None = None, **orders: Any
@@ -44,10 +48,10 @@ class RankPool(ProcessRanks):
         self._sessions += 1
         self.board.steps[0] = steps
         common = {"timeout_s": worker.PATIENCE_S, "init_timeout_s": worker.PATIENCE_S, **orders}
-        common |= {"port": self._port, "session": str(self._sessions), "size": len(ranks)}
+        common |= {"host": self._host, "port": self._port, "session": str(self._sessions), "size": len(ranks)}
         for new_rank, rank in enumerate(ranks):
             if rank not in self:
-                self.start(rank, worker.serve, self.board, rank)
+                self.start(rank, worker.serve, self.board, rank, self.far)
             self.board.began[rank], self.board.step[rank] = 0.0, -1
             self.tell(rank, json.dumps({**common, "rank": new_rank, **(only or {}).get(rank, {})}).encode())
 
@@ -77,10 +81,27 @@ class RankPool(ProcessRanks):
         """Whether a signal has stopped the rank."""
         return state_letter(self.pid(rank)) == "T"
 
+    def finish(self, ranks: Sequence[int]) -> int:
+        """Lets an endless session end soon, and returns the number of its steps."""
+        for rank in ranks:
+            self.send_signal(rank, signal.SIGSTOP)
+        for rank in ranks:
+            self.await_stop(rank)
+        last = self.board.steps[0] = max(self.board.step) + MORE_STEPS
+        for rank in ranks:
+            self.send_signal(rank, signal.SIGCONT)
+        return last
 
-def _serve_store(channel: Channel) -> None:
+    def kept(self) -> dict[str, int]:
+        """What the ranks have left besides what each of them says."""
+        return {}
+
+
+def _serve_store(channel: Channel, host: str) -> None:
     """Where ranks meet, as under torchrun: a process that outlives every rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     channel.send(str(store.port).encode())
-    channel.has_news(float(1 << 20))  # nothing comes, but the end does
+    with suppress(EOFError):
+        while not channel.receive():
+            channel.send(str(store.num_keys()).encode())

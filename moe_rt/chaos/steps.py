@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moe_rt.chaos.board import Board
 from moe_rt.comm.buffer import Buffer
+from moe_rt.config.options import HeapKind, Route
 from moe_rt.heap.groups import Group
 from moe_rt.testing.rounds import WrongOutput
 
@@ -28,11 +29,14 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of a buffer: the most tokens of a rank, and elements of a row."""
+    """Of a buffer: the most tokens of a rank, and elements of a row; and other options of it."""
 
     tokens: int = 8
     hidden: int = 32
     num_threads: int = 1
+    route: Route | Literal["auto"] = "auto"
+    heap: HeapKind | Literal["auto"] = "auto"
+    capacity_factor: float | None = None
 
 
 def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init_timeout_s: float) -> Buffer:
@@ -47,6 +51,9 @@ def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init
         timeout_s=timeout_s,
         init_timeout_s=init_timeout_s,
         num_threads=size.num_threads,
+        route=size.route,
+        heap=size.heap,
+        capacity_factor=size.capacity_factor,
     )
 
 
@@ -76,7 +83,7 @@ class Steps:
 
     def _step(self, i: int) -> tuple[Tensor, Tensor]:
         buffer = self._buffer
-        x, topk_idx = _inputs(buffer, i)
+        x, topk_idx = inputs(buffer, i)
         topk_weights = torch.ones(topk_idx.shape).requires_grad_()
         self._begin()
         recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
@@ -100,7 +107,7 @@ class Steps:
         self._board.begin(self._place)
 
 
-def _inputs(buffer: Buffer, i: int) -> tuple[Tensor, Tensor]:
+def inputs(buffer: Buffer, i: int) -> tuple[Tensor, Tensor]:
     """x [T, H] and topk_idx [T, K]; T, the choices and some missing ones depend on the rank and the step."""
     rank, most, num_experts = buffer.rank, buffer.spec.num_max_tokens_per_rank, buffer.spec.num_experts
     num_tokens = (most - 5 * rank - 3 * (i // 3)) % (most + 1)  # outputs of one shape for a while

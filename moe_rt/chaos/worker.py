@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from moe_rt import faults
 from moe_rt.chaos.board import Board
+from moe_rt.chaos.misdeeds import misbehave
 from moe_rt.chaos.steps import Size, Steps, make_buffer
 from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.ucx import await_peers
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.held import held, left_of
 from moe_rt.testing.limits import MIB, limited
@@ -29,12 +31,14 @@ PATIENCE_S = 60.0
 _POPULATED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
 
-def serve(channel: Channel, board: Board, place: int) -> None:
+def serve(channel: Channel, board: Board, place: int, far: bool) -> None:
     """Runs sessions for orders from the channel, and sends a report of each; `place` is on the board.
+    `far` says whether some ranks are on other hosts.
 
-    Orders: port (of the store), session (its name there), rank, size (of the process group), timeout_s and
+    Orders: host and port (of the store), session (its name there), rank, size (of the process group), timeout_s and
     init_timeout_s; and if there are any: fault (for MOE_RT_FAULT), sizes (fields of Size), modes (of the steps, in
-    turn), ballast_mib (memory to hold), limit ([kind, room], see `limited`). The report: raised (the error's class,
+    turn), ballast_mib (memory to hold), limit ([kind, room], see `limited`), instead ([rank, step, act], see
+    `misbehave`). The report: raised (the error's class,
     "nothing" or "wrong data"), typed (whether it is one of ours), message, peer, at (when it was raised,
     monotonic), made (whether there was a buffer), steps done, then (what the next step raises), segments,
     descriptors and threads left behind.
@@ -43,7 +47,7 @@ def serve(channel: Channel, board: Board, place: int) -> None:
     os.environ[faults.VARIABLE] = ""  # a fault is for sessions only
     # Ctrl-C is for the process that injects faults, and for a rank that is interrupted.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _warm_up()
+    _warm_up(far)
     with suppress(EOFError):
         for orders in iter(channel.receive, None):  # which it never is: the end is an error
             channel.send(json.dumps(_life(json.loads(orders), board, place)).encode())
@@ -55,20 +59,29 @@ def _life(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
     ballast = mmap.mmap(-1, max(1, order.get("ballast_mib", 0) * MIB), flags=_POPULATED)
     _join(order)
     report = _session(order, board, place)
+    await_peers()
     dist.destroy_process_group()
     ballast.close()
     return report | left_of(before)
 
 
-def _warm_up() -> None:
-    """A process is slow in its first step, when libraries wake up; a short timeout_s must not be spent on that."""
+def _warm_up(far: bool) -> None:
+    """A process is slow in its first step, when libraries wake up; a short timeout_s must not be spent on that.
+
+    And what they keep for good is no leak.
+    """
     with make_buffer(ThreadGroup.make(1)[0], 1, Size(), PATIENCE_S, PATIENCE_S) as buffer:
         Steps(buffer, Board(1), 0).run(0)
+    if far:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        make_buffer(dist.group.WORLD, 1, Size(heap="ucx"), PATIENCE_S, PATIENCE_S).close()
+        await_peers()
+        dist.destroy_process_group()
 
 
 def _join(order: dict[str, Any]) -> None:
     rank, size = order["rank"], order["size"]
-    store = PrefixStore(order["session"], TCPStore("127.0.0.1", order["port"]))
+    store = PrefixStore(order["session"], TCPStore(order["host"], order["port"]))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     # A rank that fails at once must not cut off one that is still connecting to it.
     store.set(f"connected/{rank}", "1")
@@ -80,6 +93,7 @@ def _session(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
     rank, size = order["rank"], Size(**order.get("sizes", {}))
     leaves_early = "in_destroy" in fault and f"rank={rank}," in fault
     buffer: Buffer | None = None
+    raised: BaseException | None = None
     report: dict[str, Any] = {"raised": "nothing", "steps": 0, "then": "nothing"}
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -88,17 +102,22 @@ def _session(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
         with limited(*order["limit"]) if "limit" in order else nullcontext():
             buffer = make_buffer(dist.group.WORLD, order["size"], size, order["timeout_s"], order["init_timeout_s"])
         steps = Steps(buffer, board, place, order.get("modes", ["train"]))
+        who, when, act = order.get("instead", [-1, -1, ""])
         while report["steps"] < board.steps[0] - leaves_early:
+            if report["steps"] == when:
+                misbehave(buffer, act, rank == who, when)
             steps.run(report["steps"])
             report["steps"] += 1
         board.begin(place)
         buffer.close()
     except (Exception, KeyboardInterrupt) as error:
         report |= _raised(error)
+        if buffer is not None:  # else the error would keep what there was of one
+            raised = error
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if buffer is not None and report["raised"] != "nothing":
         if not report["typed"]:
-            buffer.abort()  # as leaving its `with` block by an exception would
+            buffer.abort(raised)  # as leaving its `with` block by an exception would
         try:
             Steps(buffer, Board(1), 0).run(0)
         except (MoeRtError, WrongOutput) as error:

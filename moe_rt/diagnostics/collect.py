@@ -19,6 +19,7 @@ from moe_rt.errors import Code, Op
 from moe_rt.heap.processes import Watch, state_letter
 
 MOST_LINES = 4  # of a conclusion
+FIRST_KIND = ("dispatch", "combine_backward")  # of KINDS
 # Of /proc/<pid>/stat; "" where it cannot be read; others run.
 _PROCESS_STATES = {"": "unknown", "T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
 
@@ -108,6 +109,8 @@ def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentRepor
     closed = any(s.closed_to[rank] for s in segments)
     return RankReport(
         rank=rank,
+        node=segments[0].nodes[rank] if segments else -1,
+        serves=[] if own is None else list(own.served),
         pid=view.pid,
         process=view.process,
         problem=view.problem,
@@ -144,18 +147,19 @@ def _op_record(f: _engine.OpRecord) -> OpRecord:
 
 
 def _missing(segment: _engine.SegmentReport) -> list[int]:
-    """Who has not announced the op that this rank waits in, or has failed in."""
+    """Who has not announced the op that this rank waits in, or has failed in; or who has to pass that on."""
     if not segment.op_records:
         return []
     last = segment.op_records[-1]
     waiting = last.announced_ns > 0 and last.heard_ns == 0
     failed = last.end_ns > 0 and last.code >= Code.CONFIG_MISMATCH
-    announced = segment.announced[_kind(last.op)]
-    return [rank for rank, seq in enumerate(announced) if seq < last.seq] if waiting or failed else []
+    kind = _kind(last.op)
+    told = zip(segment.announced[kind], segment.announcers[kind], strict=True)
+    return sorted({announcer for seq, announcer in told if seq < last.seq}) if waiting or failed else []
 
 
 def _kind(op: int) -> int:
-    return 0 if op in (Op.DISPATCH, Op.COMBINE_BACKWARD) else 1
+    return int(_name(Op, op) not in FIRST_KIND)
 
 
 def _name(names: type[Op] | type[Code], value: int) -> str:
@@ -193,8 +197,11 @@ def _conclude(ranks: list[RankReport], late: list[int]) -> str:
     for rank in late[:MOST_LINES]:
         waiting = [r for r in ranks if rank in r.waits_for]
         verb = "waits" if len(waiting) == 1 else "wait"
-        wanted = f"{waiting[0].last_ops[-1]}, for which {name_ranks([r.rank for r in waiting])} {verb}"
-        lines.append(f"rank {rank} has not announced {wanted}; it {ranks[rank].state}")
+        op = waiting[0].last_ops[-1]
+        kind = KINDS[op.op not in FIRST_KIND]
+        done = "passed on" if ranks[rank].announced[kind] >= op.seq else "announced"
+        wanted = f"{op}, for which {name_ranks([r.rank for r in waiting])} {verb}"
+        lines.append(f"rank {rank} has not {done} {wanted}; it {ranks[rank].state}")
     if len(late) > MOST_LINES:
         lines.append(f"and {len(late) - MOST_LINES} more")
     return "\n".join(lines) or "no rank waits for another"

@@ -52,7 +52,8 @@ def _others(segments: Segments, rank: int, late: int) -> Iterator[_Other]:
     pid, inode = segments.members[late]
     if inode == 0:
         for there in threads.others_of(segments, late):
-            yield _Other(there.members, list(there.mappings), late, rank)
+            if mappings := list(there.mappings):  # of a buffer that is closed there are none
+                yield _Other(there.members, mappings, late, rank)
         return
     found = segments_of(pid)
     groups = set()

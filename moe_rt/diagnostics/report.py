@@ -48,19 +48,24 @@ class RankReport:
     """One rank, as its own segment and those of its peers show it.
 
     Attributes:
+        node: where it is; -1 where nobody's segment can be read.
+        serves: ranks of other nodes for which it is the forwarder, where rows go in two levels.
         process: "running", "stopped", "dead" or "unknown".
         problem: why its own segment could not be read; "" if it could.
         announced: the last sequence number of each kind that it announced to anyone.
         closed: it has closed its buffer.
         poison: what its poison word says; "" while the group is healthy.
         last_words: why it left the group, as it says; "" while it is in.
-        waits_for: ranks that have not announced the op it is in, or the op it failed in.
+        waits_for: ranks that have not announced the op it is in, or the op it failed in; or have not passed on that
+            another has.
         state: what it does now, or did last, in words.
         num_torn: ops that could not be read, since they were being written.
         last_ops: at most 64, the latest last.
     """
 
     rank: int
+    node: int
+    serves: list[int]
     pid: int
     process: str
     problem: str

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_rt.diagnostics.report import KINDS, OpRecord, RankReport, Report
+from moe_rt.diagnostics.report import KINDS, OpRecord, RankReport, Report, name_ranks
 
 SHOWN_OPS = 3
 COLUMNS = ("rank", "pid", "process", *KINDS, "what it does", "lately", "poison", "last ops")
@@ -22,7 +22,16 @@ def show_report(report: Report) -> RenderableType:
     sizes = ", ".join(f"{name} {size}" for name, size in report.sizes.items())
     head = Text(f"{len(report.ranks)} ranks, {sizes}, configuration {report.config}")
     calls = [Text(report.disagreement.calls, "bold")] if report.disagreement else []
-    return Group(head, table, *calls, Text(report.conclusion, "bold"))
+    return Group(head, table, *map(Text, nodes(report)), *calls, Text(report.conclusion, "bold"))
+
+
+def nodes(report: Report) -> list[str]:
+    """A line for each node of several: its ranks, and for whom of other nodes each of them is the forwarder."""
+    by_node: dict[int, list[str]] = {}
+    for rank in report.ranks:
+        serves = f" (forwards for {name_ranks(rank.serves)})" if rank.serves else ""
+        by_node.setdefault(rank.node, []).append(f"rank {rank.rank}{serves}")
+    return [f"node {node}: {', '.join(ranks)}" for node, ranks in sorted(by_node.items())] if len(by_node) > 1 else []
 
 
 def lately(ops: list[OpRecord]) -> str:

@@ -65,6 +65,7 @@ class CpuEngine(Engine):
             rank=rank,
             config_hash=spec.hash(),
             members=segments.members,
+            nodes=list(spec.topology.nodes),
         )
         addresses, network = segments.addresses, segments.network
         if spec.node_of and network is None:  # other nodes are one in name alone

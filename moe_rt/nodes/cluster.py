@@ -27,7 +27,8 @@ MOST_NODES = 64
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _RATE = re.compile(r"([1-9]\d{0,5})(k|m|g)bit")
 _BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_BURST_BYTES, _LATENCY = 256 << 10, "50ms"
+_BURST_BYTES, _QUEUE = 256 << 10, "50ms"
+_SMALL_BURST_BYTES = 8 << 10  # a few packets: a limit that lasts for a moment must be felt at once
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _END_S, _LOOK_S = 10.0, 0.01
 # The last line answers `Cluster.up`. With SIGCHLD ignored the kernel collects processes whose parents have ended.
@@ -114,17 +115,14 @@ class Cluster:
             MissingPackage: a tool of the system is not here.
         """
         require_rights()
-        namespaces = self._namespaces()
-        deadline = time.monotonic() + _END_S
-        while processes := [pid for namespace in namespaces for pid in _processes_of(namespace)]:
-            for pid in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                raise InvalidConfig(f"nodes: got processes {processes} that do not end, expected none")
-            time.sleep(_LOOK_S)
-        for namespace in namespaces:
-            _say(f"ip netns delete {namespace}")
+        _take_away(self._namespaces())
+
+    def reboot(self, node: int) -> None:
+        """Ends all processes of a node, which may have died, and makes it anew: an own boot id, and no limit."""
+        num_nodes = self.num_nodes
+        _say(f"ip -n {self._switch} link delete port{node}")  # or it would go with the node, but some time later
+        _take_away([f"{self.name}-node{node}"])
+        self._add_node(node, num_nodes, None)
 
     def __enter__(self) -> Cluster:
         return self
@@ -174,6 +172,19 @@ class Cluster:
         """Undoes `cut`."""
         _say(f"ip -n {self._switch} link set port{node} master bridge")
 
+    def limit(self, node: int, rate: str, queue: str = _QUEUE) -> None:
+        """What a node may send, and what it may receive, from now on. What waits for longer than `queue` is lost.
+
+        Raises:
+            InvalidConfig: it is no such rate.
+        """
+        self._shape(node, rate_in_bits(rate), queue)
+
+    def unlimit(self, node: int) -> None:
+        """Undoes `limit`."""
+        for namespace, device in self._ends(node):
+            _say(f"tc -n {namespace} qdisc delete dev {device} root")
+
     def _add_node(self, node: int, num_nodes: int, bits: int | None) -> None:
         name, port = f"{self.name}-node{node}", f"port{node}"
         _say(f"ip netns add {name}")
@@ -183,27 +194,32 @@ class Cluster:
         _say(f"ip -n {name} link set eth0 up")
         _say(f"ip -n {name} address add {self.address(node)}/24 dev eth0")
         if bits is not None:
-            # A queue shapes what goes into an interface: one end shapes what the node sends, the other what it gets.
-            for namespace, device in ((name, "eth0"), (self._switch, port)):
-                shape = f"tbf rate {bits}bit burst {_BURST_BYTES} latency {_LATENCY}"
-                _say(f"tc -n {namespace} qdisc add dev {device} root {shape}")
+            self._shape(node, bits, _QUEUE, _BURST_BYTES)
         hosts = "127.0.0.1 localhost\\n" + "".join(f"{self.address(n)} node{n}\\n" for n in range(num_nodes))
         unshare = "unshare --mount --pid --uts --ipc --fork --kill-child --mount-proc"
         init = subprocess.Popen(
-            [*f"ip netns exec {name} {unshare} sh -c".split(), _INIT, "init", f"node{node}", hosts],
+            # In a session of its own, since Ctrl-C is not for it; and nobody here has to collect it.
+            [*f"setsid --fork ip netns exec {name} {unshare} sh -c".split(), _INIT, "init", f"node{node}", hosts],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is not for it
         )
         assert init.stdout is not None
         assert init.stderr is not None
         if init.stdout.readline() != "up\n":
             raise InvalidConfig(refused("unshare", init.stderr.read()))
-        init.returncode = 0  # it lives until `down`; Python would warn of a child that it has not waited for
         init.stdout.close()
         init.stderr.close()
+        init.wait()
+
+    def _shape(self, node: int, bits: int, queue: str, burst: int = _SMALL_BURST_BYTES) -> None:
+        for namespace, device in self._ends(node):
+            _say(f"tc -n {namespace} qdisc replace dev {device} root tbf rate {bits}bit burst {burst} latency {queue}")
+
+    def _ends(self, node: int) -> list[tuple[str, str]]:
+        """Of a node's link. A queue shapes what goes into an end: one what the node sends, the other what it gets."""
+        return [(f"{self.name}-node{node}", "eth0"), (self._switch, f"port{node}")]
 
     def _namespaces(self) -> list[str]:
         """Nodes first, in no order."""
@@ -233,6 +249,20 @@ def refused(command: str, why: str) -> str:
     """How to say that the system did not let us."""
     got = " ".join(why.split()) or "nothing on stderr"
     return f"nodes: {command}: got {got!r}, expected rights to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)"
+
+
+def _take_away(namespaces: list[str]) -> None:
+    """All processes in them end before."""
+    deadline = time.monotonic() + _END_S
+    while processes := [pid for namespace in namespaces for pid in _processes_of(namespace)]:
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise InvalidConfig(f"nodes: got processes {processes} that do not end, expected none")
+        time.sleep(_LOOK_S)
+    for namespace in namespaces:
+        _say(f"ip netns delete {namespace}")
 
 
 def _processes_of(namespace: str) -> list[int]:

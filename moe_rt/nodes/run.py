@@ -16,6 +16,7 @@ from moe_rt.nodes.cluster import Cluster, refused, require_rights
 from moe_rt.testing.programs import STARTER, wait
 
 _GRACE_S, _LOOK_S = 5.0, 0.02
+_PR_SET_PDEATHSIG = 1
 # linux/sched.h: mounts, host name, IPC, process ids of children, network
 _UTS = 0x0400_0000
 _NAMESPACES = 0x0002_0000 | _UTS | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
@@ -80,10 +81,10 @@ def in_node(cluster: Cluster, node: int, command: Sequence[str]) -> list[str]:
     return [*end_with_parent, *_entering(cluster.init_process(node), "--uts"), *end_with_parent, *command]
 
 
-def join(cluster: Cluster, node: int) -> None:
-    """From now on this process, which must have one thread, is in the node, and the processes that it forks are wholly.
+def fork_into(cluster: Cluster, node: int) -> int:
+    """As os.fork, of a process with one thread: the child is wholly in the node, and ends with this process.
 
-    Its own process id stays one of the outside.
+    From now on this process is in the node, too, but for its process id.
 
     Raises:
         InvalidConfig: there is no such node.
@@ -94,6 +95,10 @@ def join(cluster: Cluster, node: int) -> None:
         _call("setns", init, _NAMESPACES)
     finally:
         os.close(init)
+    child = os.fork()
+    if child == 0:
+        _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return child
 
 
 def _entering(init: int, uts: str) -> list[str]:

@@ -22,12 +22,12 @@ WAIT_S = 1000.0  # a command that looks at ranks which wait takes a minute on a 
 _kept: dict[int, Buffer] = {}  # whoever lets its buffer go is reported as a rank that has closed it
 
 
-def late_rank(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, Report | None, Report]:
+def late_rank(group: Any, faulty_rank: int, timeout_s: float, **options: Any) -> tuple[str, Report | None, Report]:
     """The faulty rank comes late to its second round, when the others have given up on it, however long a busy machine
     takes for that: the error, the report it carries, and one made afterwards."""
     with open_buffer(group) as warm_up:  # a process is slow once, and the others' lateness must not be seen
         good_round(warm_up)
-    buffer = open_buffer(group, timeout_s=timeout_s)
+    buffer = open_buffer(group, timeout_s=timeout_s, **options)
     _kept[buffer.rank] = buffer
     good_round(buffer)
     try:

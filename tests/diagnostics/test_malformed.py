@@ -20,7 +20,7 @@ from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import Report
 from moe_rt.diagnostics.show import show_report
 
-SEGMENT_HEADER_BYTES, SLOT_BYTES, MAILBOX_BYTES, WORDS_BYTES = 104, 128, 128, 512
+SEGMENT_HEADER_BYTES, SLOT_BYTES, MAILBOX_BYTES, WORDS_BYTES = 112, 128, 128, 512
 OFFSETS = {
     "config": 48,
     "poison": 56,
@@ -29,6 +29,7 @@ OFFSETS = {
     "op_records": 80,
     "bytes": 88,
     "last words": 96,
+    "nodes": 104,
 }  # of SegmentHeader
 NASTY = [-(2**63), -1, 0, 1, 8, 128, 2**31 - 1, 2**31, 2**47, 2**63 - 128, 2**63 - 1]
 

@@ -10,10 +10,9 @@ from typing import Any, cast
 import pytest
 from forked_python import run_python
 
-from moe_rt.chaos.injected_fault import InjectedFault
+from moe_rt.chaos.injected_fault import POINTS_OF_ONE_HOST, InjectedFault
 from moe_rt.chaos.matrix import committed, injected_faults
 from moe_rt.chaos.rank_pool import RankPool
-from moe_rt.faults import POINTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +32,7 @@ def matrix() -> dict[str, Any]:
 def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:
     assert [outcome for outcome in matrix["outcomes"] if outcome["complaints"]] == []
     assert len(matrix["outcomes"]) == len(list(injected_faults())) >= 3 * 3 * 5 + 3 * 5  # kill, stop, raise
-    assert set(matrix["classes"]) == set(POINTS)
+    assert set(matrix["classes"]) == set(POINTS_OF_ONE_HOST)
 
 
 def test_how_soon_deaths_are_noticed_is_told(matrix: dict[str, Any]) -> None:

@@ -81,6 +81,19 @@ def ends_with(group: ThreadGroup, last_op: str) -> str:
     return "no error"
 
 
+@pytest.mark.parametrize(("op", "name", "waiting"), [(3, "dispatch #2", (0, 2, 3)), (4, "combine #2", (3,))])
+def test_a_forwarder_that_raises_before_it_passes_on(
+    monkeypatch: pytest.MonkeyPatch, op: int, name: str, waiting: tuple[int, ...]
+) -> None:
+    """Whoever waits for what it was to pass on, or for its next op, is told. The others may have all that they need."""
+    monkeypatch.setenv("MOE_RT_FAULT", f"rank=1,op={op},at=before_passing_on,do=raise")
+    outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, good_round)
+    assert outcomes[1].startswith(f"FaultInjected: {name} on rank 1"), outcomes
+    for rank in (0, 2, 3):
+        told = "GroupPoisoned" in outcomes[rank] and "rank 1 failed first: FaultInjected" in outcomes[rank]
+        assert told or (rank not in waiting and outcomes[rank] == "no error"), outcomes
+
+
 def rank_1_closes(group: ThreadGroup) -> str:
     with two_level(group) as buffer:
         good_round(buffer)

@@ -138,9 +138,9 @@ def test_the_oldest_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_of_the_user_stay() -> None:
     code = "import os; os.environ['UCX_TCP_USER_TIMEOUT'] = '7s'; from moe_rt.heap import ucx; ucx.library()\n"
-    code += "print(os.environ['UCX_TCP_USER_TIMEOUT'], os.environ['UCX_TCP_KEEPCNT'])"
+    code += "print(*map(os.environ.get, ('UCX_TCP_USER_TIMEOUT', 'UCX_TCP_KEEPCNT', 'UCX_KEEPALIVE_INTERVAL')))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "7s 2\n"
+    assert done.stdout == "7s 2 1s\n"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 from collections.abc import Callable
@@ -15,11 +14,10 @@ from nodes.needs_nodes import new_cluster
 
 from moe_rt.heap.ucx import await_peers
 from moe_rt.nodes.cluster import Cluster
-from moe_rt.nodes.run import join
+from moe_rt.nodes.run import fork_into
 from moe_rt.testing import process_ranks
 from moe_rt.testing.channel import Channel
 
-_PR_SET_PDEATHSIG = 1
 _START_S = 600.0
 
 
@@ -82,11 +80,9 @@ def _serve_rank(channel: Channel, environment: dict[str, str], *serve: Any) -> N
 
 
 def _enter(channel: Channel, cluster: str, node: int, work: Callable[..., None], *arguments: Any) -> None:
-    """This process joins the node; its child, which is wholly there, works. They end together."""
-    join(Cluster(cluster), node)
-    child = os.fork()
+    """A child of this process works, which is wholly in the node. They end together."""
+    child = fork_into(Cluster(cluster), node)
     if child == 0:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         try:
             work(channel, *arguments)
         finally:

@@ -10,7 +10,7 @@
 namespace moe_rt {
 
 inline constexpr uint64_t kSegmentHeaderMagic = 0x31'74'72'5f'65'6f'6d'00;  // reads "\0moe_rt1"
-inline constexpr uint32_t kSegmentHeaderVersion = 2;
+inline constexpr uint32_t kSegmentHeaderVersion = 3;
 inline constexpr int kNumOpRecords = 64;
 
 // The first bytes of a segment: with it a reader needs to be told nothing else. Offsets are those of Layout.
@@ -21,14 +21,16 @@ struct SegmentHeader {
   int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes, acc_bytes;  // of Shape
   uint64_t config;
   int64_t poison, mailboxes, members, op_records, bytes, last_words;
+  int64_t num_nodes;  // of Shape
 };
-static_assert(sizeof(SegmentHeader) == 104, "readers of other builds know these bytes by the version alone");
+static_assert(sizeof(SegmentHeader) == 112, "readers of other builds know these bytes by the version alone");
 
-// A rank's process, and the inode of its segment among the descriptors of all ranks; 0 where it is no file.
+// A rank's process, its node, and the inode of its segment among the descriptors of all ranks; 0 where it is no file.
 struct Member {
-  int64_t pid;
+  int32_t pid, node;
   uint64_t inode;
 };
+static_assert(sizeof(Member) == 16, "readers of other builds know these bytes");
 
 // One op, from its first step on. Times are nanoseconds of CLOCK_MONOTONIC, 0 until the step is over.
 struct OpRecord {

@@ -1,0 +1,92 @@
+"""A node's link that is down, for a moment or for long, or slow, or that loses packets."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from moe_rt.chaos.node_pool import NodePool
+from moe_rt.chaos.node_trials import HANG_S, Moment, judged, survived
+from moe_rt.chaos.outcome import Outcome, after_all, not_raised, steps_of_all
+
+AFTERLIFE_STEPS = 5
+# For how long, in seconds. UCX gives a peer up that has not answered for two (docs/howto/cluster.md).
+SECONDS = {"blink": (0.05, 0.5), "flap": (1.0, 4.0), "slow": (0.2, 1.0), "lossy": (0.2, 0.8)}
+SLOW, SHORT_QUEUE = ("1mbit", "5mbit", "20mbit"), "1ms"
+CUT_TIMEOUT_S = 12.0  # a link that is down is to be noticed long before, though nothing may be under way
+LOST = {"PeerDead", "GroupPoisoned", "GroupClosed"}
+
+
+@dataclass(frozen=True)
+class LinkFault:
+    """What must follow: of "cut" PeerDead on both sides; of "blink", "slow" and "lossy" nothing; of "flap" either.
+
+    Attributes:
+        action: "cut" lasts until all have raised; after it, or a "flap", the ranks must work in a new group.
+        rate: while it is slow or lossy.
+    """
+
+    action: str
+    node: int
+    moment: Moment
+    seconds: float
+    rate: str
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        lasts = "" if self.action == "cut" else f" for {self.seconds} s"
+        at = f" at {self.rate}" if self.action in ("slow", "lossy") else ""
+        return f"{self.action} of node {self.node}{lasts}{at}, {self.moment}"
+
+    def run(self, pool: NodePool) -> Outcome[Any]:
+        """An outcome's milliseconds run from the cut until each rank raised."""
+        if self.action == "cut":
+            return self._cut(pool)
+        self.moment.await_in(pool)
+        self._begin(pool)
+        time.sleep(self.seconds)
+        self._end(pool)
+        return self._flapped(pool) if self.action == "flap" else survived(pool, self)
+
+    def _begin(self, pool: NodePool) -> None:
+        if self.action in ("slow", "lossy"):
+            pool.cluster.limit(self.node, self.rate, *([SHORT_QUEUE] if self.action == "lossy" else []))
+        else:
+            pool.cluster.cut(self.node)
+
+    def _end(self, pool: NodePool) -> None:
+        if self.action in ("slow", "lossy"):
+            pool.cluster.unlimit(self.node)
+        else:
+            pool.cluster.mend(self.node)
+
+    def _cut(self, pool: NodePool) -> Outcome[LinkFault]:
+        ranks, here = range(pool.size), pool.ranks_of(self.node)
+        there = [rank for rank in ranks if rank not in here]
+        self.moment.await_in(pool, CUT_TIMEOUT_S)
+        start = time.monotonic()
+        self._begin(pool)
+        reports = pool.reports(ranks, HANG_S)
+        self._end(pool)
+        milliseconds = [1e3 * (report["at"] - start) for report in reports.values() if "at" in report]
+        complaints = judged(reports, ranks, {"PeerDead"}, lambda rank: there if rank in here else here)
+        complaints += steps_of_all(pool, ranks, AFTERLIFE_STEPS, HANG_S)
+        return Outcome(self, reports, milliseconds, complaints)
+
+    def _flapped(self, pool: NodePool) -> Outcome[LinkFault]:
+        """The link may have been down for long enough for some connections, and not for others."""
+        ranks = range(pool.size)
+        pool.finish(ranks)
+        reports = pool.reports(ranks, HANG_S)
+        complaints = not_raised(reports, ranks, LOST | {"nothing"}) + after_all(reports)
+        complaints += steps_of_all(pool, ranks, AFTERLIFE_STEPS, HANG_S)
+        return Outcome(self, reports, [], complaints)
+
+
+def draw_link_fault(action: str, pace: random.Random, nodes: int) -> LinkFault:
+    """Of any node, at any moment."""
+    seconds = round(pace.uniform(*SECONDS.get(action, (0.0, 0.0))), 3)
+    return LinkFault(action, pace.randrange(nodes), Moment.draw(pace), seconds, pace.choice(SLOW))

@@ -1,0 +1,122 @@
+"""What ranks on emulated nodes raise when something fails, by either route; as a table that docs/reliability.md holds.
+
+    python -m moe_rt.chaos.node_matrix --write docs/reliability.md
+
+The last line is one JSON document; the exit status is 1 if a survivor did anything but what it must.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moe_rt.chaos.injected_fault import OF_FORWARDERS, InjectedFault
+from moe_rt.chaos.link_faults import LinkFault
+from moe_rt.chaos.misbehaviour import Misbehaviour
+from moe_rt.chaos.misdeeds import TIGHT
+from moe_rt.chaos.node_deaths import Kill, Stop
+from moe_rt.chaos.node_pool import NodePool
+from moe_rt.chaos.node_trials import ROUTES, Moment
+from moe_rt.chaos.outcome import Outcome, Trial
+from moe_rt.chaos.steps import Size
+from moe_rt.chaos.table import origin
+from moe_rt.config.options import Route
+from moe_rt.testing.output import replace_section, section_marks
+
+NODES = (2, 1)
+FAULTY_RANK, LONE_RANK = 1, 2  # with a neighbour, who sees its process; and without
+COMBINE, BACKWARD = 6, 7  # ops of the second step, by number
+COMMAND = "python -m moe_rt.chaos.node_matrix --write docs/reliability.md"
+Row = Callable[[Moment], Trial[NodePool]]
+ROWS: dict[str, Row] = {
+    "a rank is killed": lambda moment: Kill("kill", FAULTY_RANK, moment),
+    "all ranks of a node are killed": lambda moment: Kill("ranks", FAULTY_RANK, moment),
+    "a node dies": lambda moment: Kill("node", LONE_RANK, moment),
+    "a rank is stopped, and goes on when it was given up": lambda moment: Stop("stop", LONE_RANK, moment, 0.0, True),
+    "a rank is stopped for a moment": lambda moment: Stop("pause", FAULTY_RANK, moment, 0.2, False),
+    "a link goes down, and comes back when all have raised": lambda moment: LinkFault("cut", 1, moment, 0.0, ""),
+    "a link is down for a moment": lambda moment: LinkFault("blink", 1, moment, 0.3, ""),
+    "a link loses packets for a moment": lambda moment: LinkFault("lossy", 1, moment, 0.3, "5mbit"),
+    "a rank raises": lambda moment: Misbehaviour("raise", FAULTY_RANK, moment),
+    "a rank aborts its buffer": lambda moment: Misbehaviour("abort", LONE_RANK, moment),
+    "a rank closes early": lambda moment: Misbehaviour("close", FAULTY_RANK, moment),
+    "a rank calls another op": lambda moment: Misbehaviour("order", LONE_RANK, moment),
+    "one rank's input is bad: all refuse it, and go on": lambda moment: Misbehaviour("input", LONE_RANK, moment),
+    "a rank would receive too many rows: all refuse that, and go on": lambda moment: Misbehaviour(
+        "overflow", FAULTY_RANK, moment
+    ),
+    "a forwarder is killed before it passes on a combine": lambda moment: _of_forwarder("kill", COMBINE, moment),
+    "a forwarder is killed before it passes on a backward": lambda moment: _of_forwarder("kill", BACKWARD, moment),
+    "a forwarder raises before it passes on a combine": lambda moment: _of_forwarder("raise", COMBINE, moment),
+}
+
+
+def _of_forwarder(do: str, op: int, moment: Moment) -> InjectedFault:
+    return InjectedFault(FAULTY_RANK, op, OF_FORWARDERS, do, route=moment.size.route)
+
+
+def measure(progress: Callable[[str], None], routes: Sequence[Route] = ROUTES) -> dict[str, dict[str, Outcome[Any]]]:
+    """Of each row and route; what forwarders do, there is in two levels alone."""
+    outcomes: dict[str, dict[str, Outcome[Any]]] = {name: {} for name in ROWS}
+    with NodePool(NODES) as pool:
+        for route in routes:
+            for name, row in ROWS.items():
+                trial = row(Moment(Size(route=route, capacity_factor=TIGHT), 3, 0.0))
+                if route != "flat" or not isinstance(trial, InjectedFault):
+                    progress(f"{route}: {name}")
+                    outcomes[name][route] = trial.run(pool)
+    return outcomes
+
+
+def classes(outcomes: dict[str, dict[str, Outcome[Any]]]) -> dict[str, dict[str, str]]:
+    """{row: {route: what ranks raised}}, without what a rank has only been told of, and without its own mistake."""
+    return {name: {route: _class(o) for route, o in of_routes.items()} for name, of_routes in outcomes.items()}
+
+
+def _class(outcome: Outcome[Any]) -> str:
+    # Who calls another op may be the first to notice.
+    culprit = -1 if outcome.trial.action == "order" else getattr(outcome.trial, "rank", -1)
+    seen = {report["raised"] for rank, report in outcome.reports.items() if rank != culprit} - {"killed"}
+    return " or ".join(sorted(seen - {"GroupPoisoned"} or seen))
+
+
+def markdown(outcomes: dict[str, dict[str, Outcome[Any]]]) -> str:
+    """The table, and how it came about."""
+    lines = [origin(sum(NODES), COMMAND), "", "| What happens | " + " | ".join(f"`{r}`" for r in ROUTES) + " |"]
+    lines.append("|---" * (len(ROUTES) + 1) + "|")
+    for name, row in classes(outcomes).items():
+        lines.append(f"| {name} | " + " | ".join(row.get(route, "") for route in ROUTES) + " |")
+    return "\n".join(lines)
+
+
+def committed(text: str) -> dict[str, dict[str, str]]:
+    """`classes` as a document states them."""
+    begin, end = section_marks("nodes")
+    table = text.partition(begin)[2].partition(end)[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("| ")]
+    return {name: {r: c for r, c in zip(ROUTES, cells, strict=True) if c} for name, *cells in rows[1:]}
+
+
+@click.command()
+@click.option("--route", "routes", type=click.Choice(ROUTES), multiple=True, default=ROUTES, help="May be repeated.")
+@click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
+def main(routes: tuple[Route, ...], write: Path | None) -> None:
+    """Lets every row of the table happen to ranks on two emulated nodes, by either route. As root."""
+    outcomes = measure(lambda text: click.echo(text, err=True), routes)
+    of_all = [outcome for row in outcomes.values() for outcome in row.values()]
+    table, wrong = markdown(outcomes), [o for o in of_all if o.complaints]
+    click.echo(table)
+    if write is not None and set(routes) == set(ROUTES) and not wrong:
+        replace_section(write, "nodes", table)
+    document = {"outcomes": [o.describe() for o in of_all], "classes": classes(outcomes)}
+    click.echo(json.dumps(document, separators=(",", ":")))
+    if wrong:
+        raise click.ClickException("; ".join(f"{o.trial.text}: {', '.join(o.complaints)}" for o in wrong))
+
+
+if __name__ == "__main__":
+    main()

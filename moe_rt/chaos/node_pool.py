@@ -1,0 +1,112 @@
+"""The ranks of trials on emulated nodes: what happens to a node, or to its link, happens to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moe_rt.chaos.rank_pool import STORE, RankPool
+from moe_rt.nodes.cluster import Cluster
+from moe_rt.nodes.run import fork_into
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.forking import Work
+
+_LOOK_S = 0.001
+# Of a rank in a session: that it is there, where gloo finds it, its place, and the number of meetings that it came to.
+_KEYS = 4
+
+
+class NodePool(RankPool):
+    """Node n of a cluster holds as many ranks as the n-th number says; they meet on a node more.
+
+    Raises:
+        InvalidConfig, MissingPackage: as `Cluster.up`.
+    """
+
+    far = True
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self._num_meetings = 0  # of each rank, added up
+        self.nodes = tuple(nodes)
+        self.node_of = [node for node, number in enumerate(nodes) for _ in range(number)]
+        self.cluster = Cluster(f"chaos_{os.getpid()}")
+        self.cluster.up(len(nodes) + 1)
+        try:
+            super().__init__(len(self.node_of), self.cluster.address(len(nodes)))
+        except BaseException:
+            self.cluster.down()
+            raise
+
+    def ranks_of(self, node: int) -> list[int]:
+        return [rank for rank, at in enumerate(self.node_of) if at == node]
+
+    def start(self, rank: int, work: Work, *arguments: Any) -> None:
+        """A process here starts the rank in its node, and ends with it."""
+        node = len(self.nodes) if rank == STORE else self.node_of[rank]
+        super().start(rank, _in_node, self.cluster.name, node, work, *arguments)
+
+    def pid(self, rank: int) -> int:
+        """Of the rank itself, by its id here.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        starter = super().pid(rank)
+        while not self.await_end(rank, 0.0):
+            with suppress(FileNotFoundError):
+                children = Path(f"/proc/{starter}/task/{starter}/children").read_text().split()
+                if children:
+                    return int(children[0])
+            time.sleep(_LOOK_S)
+        raise ProcessLookupError
+
+    def send_signal(self, rank: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid(rank), number)
+
+    def stopped(self, rank: int) -> bool:
+        with suppress(ProcessLookupError, FileNotFoundError):
+            return super().stopped(rank)
+        return False
+
+    def session(self, ranks: Sequence[int], *arguments: Any, **orders: Any) -> None:
+        self._num_meetings += len(ranks)
+        super().session(ranks, *arguments, **orders)
+
+    def kept(self) -> dict[str, int]:
+        """Keys where ranks meet, beyond those that a name of a session is given for good."""
+        self.tell(STORE, b"")
+        return {"store keys": int(self.hear(STORE)) - _KEYS * self._num_meetings}
+
+    def kill_node(self, node: int) -> None:
+        """Its init process, and with it all that runs there, at once."""
+        os.kill(self.cluster.init_process(node), signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends all ranks, and takes the cluster down."""
+        try:
+            super().close()
+        finally:
+            self.cluster.down()
+
+
+def _in_node(channel: Channel, cluster: str, node: int, work: Work, *arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = fork_into(Cluster(cluster), node)
+    if child == 0:
+        status = 1
+        try:
+            work(channel, *arguments)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    channel.close()
+    os.waitpid(child, 0)

@@ -1,0 +1,90 @@
+"""The fault matrix over emulated nodes, by either route, and a few rounds of chaos there; and what judges them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from forked_python import run_python
+from nodes.needs_nodes import new_cluster
+
+from moe_rt.chaos.node_matrix import ROWS, committed
+from moe_rt.chaos.node_trials import judged
+from moe_rt.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rights() -> None:
+    new_cluster(1, name="rights").down()
+
+
+def last_line(*command: str) -> dict[str, Any]:
+    """The document that a command of ours prints last."""
+    done = run_python(*command)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("route", ["two_level", pytest.param("flat", marks=pytest.mark.sweep)])
+def test_the_committed_table_is_what_happens(route: str) -> None:
+    """And every rank raises what it must."""
+    matrix = last_line("-m", "moe_rt.chaos.node_matrix", "--route", route)
+    assert [outcome for outcome in matrix["outcomes"] if outcome["complaints"]] == []
+    table = committed((ROOT / "docs/reliability.md").read_text())
+    assert set(table) == set(ROWS)
+    assert {name: row for name, row in matrix["classes"].items() if row} == {
+        name: {route: row[route]} for name, row in table.items() if route in row
+    }
+
+
+def test_chaos() -> None:
+    """Every round another fault, of which two leave the group as it was."""
+    words = [word for action in ("node", "flap", "order", "input", "pause") for word in ("--action", action)]
+    document = last_line("-m", "moe_rt", "chaos", "--nodes", "1,2", "--rounds", "5", "--seed", "5", *words)
+    assert document["complaints"] == []
+    assert document["nodes"] == [1, 2]
+    assert sum(action["rounds"] for action in document["actions"].values()) == 5
+    assert set(document["left_behind"]) >= {"descriptors", "processes", "namespaces", "store keys"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nodes", "2"], "got '2', expected the ranks of two nodes or more"),
+        (["--nodes", "2,x"], "got '2,x', expected the ranks of two nodes or more"),
+        (["--nodes", "2,0"], "got '2,0', expected the ranks of two nodes or more"),
+        (["--nodes", "1,1", "--action", "heavy"], "got ['heavy'], expected of kill, ranks, node"),
+        (["--action", "cut"], "got ['cut'], expected of kill, stop, raise"),
+    ],
+)
+def test_odd_options_are_refused(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, ["chaos", *words])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def report(raised: str, message: str = "", **changes: Any) -> dict[str, Any]:
+    done = {"raised": raised, "message": message, "then": raised, "made": True}
+    return done | dict.fromkeys(("descriptors", "threads", "segments"), 0) | changes
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "complaint"),
+    [
+        (report("PeerDead", "the process of rank 1 ended"), ""),
+        (report("PeerTimeout", "rank 1 announced nothing"), "rank 0 raised PeerTimeout, expected PeerDead"),
+        (report("hung"), "rank 0 raised hung, expected PeerDead"),
+        (report("wrong data", "out"), "rank 0 raised wrong data, expected PeerDead"),
+        (report("PeerDead", "the process of rank 2 ended\nrank 1 is late"), "rank 0 blames none of ranks [1]"),
+        (report("PeerDead", "rank 1", then="nothing"), "rank 0 completed a step after PeerDead"),
+        (report("PeerDead", "rank 1", descriptors=2), "rank 0 kept 2 descriptors"),
+    ],
+)
+def test_what_is_complained_of(of_rank_0: dict[str, Any], complaint: str) -> None:
+    complaints = judged({0: of_rank_0}, [0], {"PeerDead"}, lambda rank: [1])
+    assert complaints == [] if not complaint else complaints[0].startswith(complaint), complaints

@@ -1,0 +1,73 @@
+"""Links that are slow for a while, and nodes that are made anew after they died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nodes.needs_nodes import new_cluster
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.nodes.cluster import Cluster
+from moe_rt.nodes.run import run
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with new_cluster(2, name="links") as made:
+        yield made
+
+
+def queues(cluster: Cluster) -> list[str]:
+    """What shapes the traffic at both ends of node 1's link."""
+    ends = ((f"{cluster.name}-node1", "eth0"), (f"{cluster.name}-switch", "port1"))
+    return [
+        subprocess.check_output(["tc", "-n", space, "qdisc", "show", "dev", device], text=True)
+        for space, device in ends
+    ]
+
+
+def test_a_limit_that_comes_and_goes(cluster: Cluster) -> None:
+    before = queues(cluster)
+    cluster.limit(1, "5mbit", "1ms")
+    assert all("rate 5Mbit" in queue for queue in queues(cluster))
+    cluster.limit(1, "1mbit")
+    assert all("rate 1Mbit" in queue for queue in queues(cluster))
+    cluster.unlimit(1)
+    assert queues(cluster) == before
+    with pytest.raises(InvalidConfig, match="rate: got 'fast'"):
+        cluster.limit(1, "fast")
+
+
+def boot_id(cluster: Cluster, node: int) -> str:
+    return Path(f"/proc/{cluster.init_process(node)}/root/proc/sys/kernel/random/boot_id").read_text()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_reboot(cluster: Cluster, dies: bool) -> None:
+    """It is another boot of the same node, and reached by the others as before."""
+    before, inits = boot_id(cluster, 1), [cluster.init_process(node) for node in range(2)]
+    if dies:
+        os.kill(inits[1], signal.SIGKILL)
+    cluster.reboot(1)
+    assert cluster.num_nodes == 2
+    assert boot_id(cluster, 1) != before
+    assert cluster.init_process(0) == inits[0] != cluster.init_process(1)
+    listen = "import socket; s = socket.create_server(('', 7001)); print('listens', flush=True); s.accept()"
+    words = ["nsenter", f"--net=/run/netns/{cluster.name}-node1", "python3", "-c", listen]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listens\n"
+        assert run(cluster, 0, ["python3", "-c", "import socket; socket.create_connection(('node1', 7001))"]) == 0
+
+
+def test_nobody_has_to_collect_an_init_process(cluster: Cluster) -> None:
+    """A program that makes and takes down many clusters would fill up with the dead."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = children.read_text().split()
+    cluster.reboot(1)
+    assert children.read_text().split() == before
