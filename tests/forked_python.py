@@ -2,7 +2,8 @@
 
 Importing torch takes two seconds of a core, more than most programs of tests take for all the rest. A program finds the
 arguments, the directory, the environment and a session of its own, and ends as any other does. It must import torch by
-itself to use it, as it would anywhere; only that this takes no time is new to it.
+itself to use it, as it would anywhere; only that this takes no time is new to it. `commands()` has a python, a torchrun
+and a moe-rt that do the same for programs that start others; torchrun starts ranks with $PYTHON_EXEC.
 """
 
 from __future__ import annotations
@@ -11,47 +12,38 @@ import atexit
 import functools
 import json
 import os
-import select
-import signal
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 LIMIT_S = 3000.0  # of hangs alone
-# One program after the other: its id, and when it has ended its status, as a line each.
-SERVER = """
-import json, os, runpy, sys
-import torch
-for line in sys.stdin:
-    arguments, directory, environment, files = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        break
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    raise SystemExit
-os.setsid()
-os.chdir(directory)
-os.environ.clear()
-os.environ.update(environment)
-for stream, (file, flags) in enumerate(zip(files, (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY))):
-    opened = os.open(file, flags | (os.O_APPEND if stream else 0))
-    os.dup2(opened, stream)
-    os.close(opened)
-del torch, json, child, line, directory, environment, files, stream, file, flags, opened
-if arguments[0] == "-m":
-    sys.argv = arguments[1:]
-    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-elif arguments[0] == "-c":
-    sys.argv = ["-c", *arguments[2:]]
-    exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
-else:
-    sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
-    runpy.run_path(arguments[0], run_name="__main__")
+SERVER = Path(__file__).with_name("python_server.py")
+# Stands for a program, which it hands signals to and ends like; where it is killed, the program is.
+COMMAND = """#!{python} -IS
+import json, os, signal, socket, sys
+name = os.path.basename(sys.argv[0])
+words = [*([] if name == "python" else [os.path.join({binaries!r}, name)]), *sys.argv[1:]]
+if not words or words[0][0] == "-" and words[0] not in ("-m", "-c"):
+    while words and words[0] == "-u":
+        del words[0]
+    if not words or words[0][0] == "-" and words[0] not in ("-m", "-c"):
+        os.execv({python!r}, [{python!r}, *words])
+asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+asked.connect({path!r})
+socket.send_fds(asked, [json.dumps([words, os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+asked.recv(64)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, _: asked.send(str(number).encode()))
+status = int(asked.recv(64))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
 """
 
 
@@ -65,45 +57,50 @@ def run_python(
 
     Args:
         arguments: of Python: a script, or -m and a module, or -c and a text, and then the program's own. There are no
-            others, and no variable of the environment that changes Python itself is heeded.
+            others, and of the variables that change Python itself PYTHONPATH alone is heeded.
 
     Raises:
         subprocess.TimeoutExpired: it had not ended after so long, and was ended; it holds what the program had said.
     """
     words = [str(argument) for argument in arguments]
-    with tempfile.TemporaryDirectory(prefix="moe_rt-python-") as directory:
+    with tempfile.TemporaryDirectory(prefix="moe_rt-python-") as directory, ExitStack() as opened:
         said = [Path(directory, name) for name in ("stdout", "stderr")]
-        for path in said:
-            path.touch()
-        asked = [words, str(cwd or Path.cwd()), dict(os.environ if env is None else env), [os.devnull, *map(str, said)]]
-        status = _ended(asked, limit_s)
+        files = [opened.enter_context(open(os.devnull)), *(opened.enter_context(path.open("a")) for path in said)]
+        asked = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        asked.connect(str(commands() / "socket"))
+        message = json.dumps([words, str(cwd or Path.cwd()), dict(os.environ if env is None else env)]).encode()
+        socket.send_fds(asked, [message], [file.fileno() for file in files])
+        asked.recv(64)
+        asked.settimeout(limit_s)
+        try:
+            status = int(asked.recv(64))
+        except TimeoutError:
+            status = None
         stdout, stderr = (path.read_text(errors="replace") for path in said)
     if status is None:
         raise subprocess.TimeoutExpired(words, limit_s, stdout, stderr)
     return subprocess.CompletedProcess(words, status, stdout, stderr)
 
 
-def _ended(asked: Sequence[object], limit_s: float) -> int | None:
-    """The program's exit status, negative for a signal; None where it has been ended for the time it took."""
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(asked).encode() + b"\n")
-    leader = int(server.stdout.readline())
-    in_time = bool(select.select([server.stdout], [], [], limit_s)[0])
-    with suppress(ProcessLookupError):
-        if not in_time:
-            os.kill(leader, signal.SIGKILL)  # it may not lead its session yet
-        os.killpg(leader, signal.SIGKILL)  # and what it has left running
-    status = int(server.stdout.readline())
-    return status if in_time else None
-
-
 @functools.cache
-def _server() -> subprocess.Popen[bytes]:
-    """It ends when its input does: with this process. Without buffers, which select would not look into."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", SERVER]
-    server = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, start_new_session=True)
+def commands() -> Path:
+    """A directory of commands, and of the server's socket. The server ends with this process."""
+    directory = Path(tempfile.mkdtemp(prefix="moe_rt-python-"))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(directory / "socket"))
+    listener.listen(100)
+    server = subprocess.Popen(
+        [sys.executable, SERVER, str(listener.fileno())],
+        stdin=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
+    listener.close()
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     atexit.register(server.communicate)
-    return server
+    binaries = str(Path(sys.executable).parent)
+    for name in ("python", "torchrun", "moe-rt"):
+        command = directory / name
+        command.write_text(COMMAND.format(python=sys.executable, binaries=binaries, path=str(directory / "socket")))
+        command.chmod(0o755)
+    return directory

@@ -7,6 +7,7 @@ kept alive between cases, since joining a group takes longer than most cases.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -24,6 +25,11 @@ from moe_rt.testing.channel import Channel
 CASE_TIMEOUT_S = 2400.0  # of hangs alone: on a busy machine a cold compiler takes more than ten minutes
 END_S = 100.0
 TELL_STACKS = signal.SIGUSR1
+
+
+def named_case(group: Any, module: str, name: str, *args: Any) -> Any:
+    """A case of a module that the caller would take long to import."""
+    return getattr(importlib.import_module(module), name)(group, *args)
 
 
 class Ranks:

@@ -17,7 +17,7 @@ from engine_sources import ENGINE, ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build/coverage"
-FLAGS = ("-std=c++20", "-O0", "-Wno-psabi", "-ffp-contract=off", "-pthread", "--coverage")
+FLAGS = ("-std=c++20", "-O0", "-DMOE_RT_WEAKENABLE", "-Wno-psabi", "-ffp-contract=off", "-pthread", "--coverage")
 CPU = (*ENGINE, *ROWS)
 GPU, NETWORK = ("-DMOE_RT_EMULATED_GPU",), ("-DMOE_RT_EMULATED_GPU", "-DMOE_RT_EMULATED_NETWORK")
 STRESS, PEERS, ROUTING = "tests/protocol/stress.cpp", "tests/fuzz/peers.cpp", "tests/fuzz/routing.cpp"

@@ -17,8 +17,8 @@ from moe_rt.testing.endings import end_with, ended_within
 
 Work = Callable[..., object]
 # With what torch imports at the first gradient, comparison or optimiser step: each rank would take seconds for that.
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "moe_rt"]
-_PRELOAD += ["torch._dynamo", "torch.testing"]
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "moe_rt"]
+PRELOAD += ["torch._dynamo", "torch.testing"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def fork_in_server(work: Work, arguments: Iterable[Any], end: Channel) -> Forked
     them, so this is for programs that trust themselves: tests.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=_enter, args=(os.getpid(), end, work, tuple(arguments)), daemon=True)
     process.start()
     pid = int(process.pid or 0)

@@ -44,7 +44,7 @@ class EmulatedGpu:
 
     name, arch, uuid = "emulated", "none", "none"
 
-    def __init__(self, num_sms: int = 24, threads: int = 3, constants: bool = False) -> None:
+    def __init__(self, num_sms: int = 12, threads: int = 3, constants: bool = False) -> None:
         self.device = torch.device("cpu")
         self.num_sms, self.threads, self.constants = num_sms, threads, constants
         self.outlived: list[int] = []  # addresses of what was kept until the stream was done

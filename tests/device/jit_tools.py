@@ -6,10 +6,10 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("jit_programs")
@@ -64,7 +64,7 @@ def compile_at_once(root: Path, processes: int, **environment: str) -> tuple[lis
 
     Of the variables that name a cache they have those in `environment` alone.
     """
-    command = [sys.executable, "-c", COMPILE, str(root)]
+    command = [str(commands() / "python"), "-c", COMPILE, str(root)]
     inherited = {name: value for name, value in os.environ.items() if name not in ("MOE_RT_CACHE", "XDG_CACHE_HOME")}
     how = dict(env=inherited | environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     running = [subprocess.Popen(command, **how) for _ in range(processes)]  # type: ignore[call-overload]

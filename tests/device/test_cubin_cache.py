@@ -80,11 +80,11 @@ def test_an_entry_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path, mon
 
 
 def test_ranks_without_a_home_share_a_temporary_directory(tmp_path: Path) -> None:
-    """Eight at once, as in a container whose home cannot be written: one compiles, all are told where entries are."""
+    """Four at once, as in a container whose home cannot be written: one compiles, all are told where entries are."""
     require_compiler()
     small = write_small_source(tmp_path / "cuda")
-    found, said = compile_at_once(small, 8, HOME="/proc/nobody", TMPDIR=str(tmp_path))
-    assert sorted(found) == [False, *[True] * 7]
+    found, said = compile_at_once(small, 4, HOME="/proc/nobody", TMPDIR=str(tmp_path))
+    assert sorted(found) == [False, *[True] * 3]
     shared = tmp_path / f"moe_rt-{os.geteuid()}"
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     assert [path.suffix for path in shared.iterdir()] == [".cubin"]

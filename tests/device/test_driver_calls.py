@@ -63,7 +63,15 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
     assert f"cuModuleLoadData: got CUDA_ERROR_INVALID_IMAGE from the CUDA driver, expected success {section}" in lines
 
 
-@pytest.mark.parametrize(("arch", "waits"), [("sm_80", False), ("sm_89", False), ("sm_90a", True), ("sm_120a", True)])
+@pytest.mark.parametrize(
+    ("arch", "waits"),
+    [
+        ("sm_80", False),
+        ("sm_90a", True),
+        pytest.param("sm_89", False, marks=pytest.mark.sweep),
+        pytest.param("sm_120a", True, marks=pytest.mark.sweep),
+    ],
+)
 def test_which_kernels_wait_by_themselves(arch: str, waits: bool) -> None:
     """As the sources say."""
     require_compiler()

@@ -33,6 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
         dtype=torch.bfloat16, hidden=400, dispatch_dtype=torch.int8, combine_dtype=torch.float8_e4m3fn
     ),
 }
+BETWEEN = ("4 bytes", "8 bytes")
 
 # Parts of 16 bytes' multiples, more than lanes have under way at once, and of 4 and 1.
 FP8 = torch.float8_e4m3fn
@@ -43,19 +44,24 @@ SCALED = (
 )
 
 
-@pytest.mark.parametrize("lanes", LANES)
+MORE_LANES = (*LANES[:-1], pytest.param(LANES[-1], marks=pytest.mark.sweep))  # where the row is what matters
+
+
 class TestLanes:
+    @pytest.mark.parametrize("lanes", LANES)
     @pytest.mark.parametrize("kind", ["random", pytest.param("one_expert", marks=pytest.mark.sweep)])
     def test_several_tiles(self, lanes: int, kind: str) -> None:
         spec = make_spec(2, num_max_tokens_per_rank=2 * lanes + 5)
         ThreadRanks(2, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [2 * lanes + 5, lanes], 1, kind)
 
+    @pytest.mark.parametrize("lanes", MORE_LANES)
     @pytest.mark.parametrize("hidden", [150, 272])
     def test_coded_rows(self, lanes: int, hidden: int) -> None:
         """By elements, and by sixteen where warps have lanes for it."""
         spec = make_spec(3, hidden=hidden, dispatch_dtype=torch.int8, combine_dtype=torch.int8)
         ThreadRanks(3, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [12, 0, 7], 2, "topk")
 
+    @pytest.mark.parametrize("lanes", MORE_LANES)
     def test_rows_with_scales(self, lanes: int) -> None:
         ranks = ThreadRanks(3, EmulatedGpu(num_sms=6, threads=lanes))
         for row in SCALED:
@@ -71,7 +77,9 @@ def test_vectors_of_rows_with_scales(row: RowFormat) -> None:
     ranks.run(as_they_lie, spec, row)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(name, marks=pytest.mark.sweep if name in BETWEEN else ()) for name in SIZES]
+)
 def test_constant_sizes(sizes: str) -> None:
     spec = make_spec(2, **SIZES[sizes])
     gpu = EmulatedGpu(num_sms=6, threads=32, constants=True)

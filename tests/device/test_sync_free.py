@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from device.emulated import EmulatedGpu
 from device.pretend_cuda import SYNCS, build_guard
+from forked_python import run_python
 from routing import buffer_kwargs, make_inputs, make_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,8 +25,7 @@ def guard() -> Path:
 
 
 def trace(guard: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HERE / "trace_cuda.py"), str(guard), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    return run_python(HERE / "trace_cuda.py", guard, *options)
 
 
 def test_layer_traces_without_a_sync(guard: Path) -> None:

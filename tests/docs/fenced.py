@@ -158,8 +158,10 @@ def check_make_targets(block: Block, root: Path) -> None:
 
 
 def run_bash(block: Block, root: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    run(block, ["bash", "-euo", "pipefail", "-c", block.text], cwd=root, environment={"PATH": path})
+    commands = forked_python.commands()
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {"PATH": path, "PYTHON_EXEC": str(commands / "python")}
+    run(block, ["bash", "-euo", "pipefail", "-c", block.text], cwd=root, environment=environment)
 
 
 def run_python(block: Block) -> None:

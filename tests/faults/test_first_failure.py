@@ -16,7 +16,7 @@ import cases_first_failure as cases
 import pytest
 import torch
 from conftest import CPU_HEAPS
-from forked_python import run_python
+from forked_python import commands, run_python
 from harness import Ranks
 from routing import buffer_kwargs, make_spec
 
@@ -135,7 +135,7 @@ def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run_python(*torchrun, script, env=ENVIRONMENT)
+    done = run_python(*torchrun, script, env={**ENVIRONMENT, "PYTHON_EXEC": str(commands() / "python")})
     assert done.returncode != 0
     assert "bad batch" in done.stderr.rpartition("Root Cause")[2], done.stderr
     survivor = [line for line in done.stderr.splitlines() if line.startswith("[rank0]:")]

@@ -74,7 +74,7 @@ def over_budget(group: Any) -> list[list[bool]]:
     return seen
 
 
-def check_signatures(parameters: dict[str, list[str]], attributes: list[str]) -> None:
+def check_signatures(group: Any, parameters: dict[str, list[str]], attributes: list[str]) -> None:
     for method, names in parameters.items():
         assert list(inspect.signature(getattr(token_dispatcher._DeepepManager, method)).parameters) == names, method
     for method in token_dispatcher._DispatchManager.__abstractmethods__:

@@ -220,20 +220,26 @@ def both(outer: Any, inner: Any) -> Iterator[None]:
         yield
 
 
+_expected: dict[str, dict[str, Tensor]] = {}  # without evaluation: the same for each way of evaluating
+
+
+def _gradients(path: str, distributed: dict[str, int], evaluation: str | None) -> dict[str, Tensor]:
+    tokens = tokens_of(0, (48, 64))  # rows to the experts of more than 1 MiB: recycled memory
+    model = load(path, **distributed)
+    for _ in range(2):
+        if evaluation:
+            with EVALUATIONS[evaluation]():
+                assert bool(model.eval()(tokens).logits.isfinite().all())
+        objective(model.train()(tokens).logits).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
 def trains_after_evaluation(group: Any, path: str, distributed: dict[str, int], evaluation: str) -> list[str]:
     """Names of the gradients of two training steps that an evaluation before each has changed."""
-    tokens = tokens_of(0, (48, 64))  # rows to the experts of more than 1 MiB: recycled memory
-
-    def gradients(evaluates: bool) -> dict[str, Tensor]:
-        model = load(path, **distributed)
-        for _ in range(2):
-            if evaluates:
-                with EVALUATIONS[evaluation]():
-                    assert bool(model.eval()(tokens).logits.isfinite().all())
-            objective(model.train()(tokens).logits).backward()
-        return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-    expected, got = gradients(False), gradients(True)
+    key = str((path, distributed))
+    if key not in _expected:
+        _expected[key] = _gradients(path, distributed, None)
+    expected, got = _expected[key], _gradients(path, distributed, evaluation)
     assert expected.keys() == got.keys()
     assert any("experts" in name for name in got)
     return [name for name, grad in got.items() if not torch.equal(grad, expected[name])]

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 50)
 def real() -> Callable[[str], Any]:
     return run_real(
         "megatron-core",
-        signatures=("megatron_signatures", PARAMETERS, DISPATCHER_ATTRIBUTES),
-        dispatcher=("megatron_dispatcher", [9, 4], {}),
-        over_budget=("megatron_over_budget",),
+        signatures=("megatron", 1, "check_signatures", PARAMETERS, DISPATCHER_ATTRIBUTES),
+        dispatcher=("megatron", 2, "equal_dense", [9, 4], {}),
+        over_budget=("megatron", 2, "over_budget"),
     )
 
 
@@ -38,7 +38,7 @@ def test_real_dispatcher(real: Callable[[str], Any]) -> None:
 
 @pytest.mark.sweep
 def test_real_dispatcher_with_a_size() -> None:
-    equal(run_real("megatron-core", it=("megatron_dispatcher", [9, 4], {"num_max_tokens_per_rank": 9}))("it"))
+    equal(run_real("megatron-core", it=("megatron", 2, "equal_dense", [9, 4], {"num_max_tokens_per_rank": 9}))("it"))
 
 
 def test_real_rerun_over_budget(real: Callable[[str], Any]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.metadata import entry_points
 
 import pytest
+from forked_python import run_python
 
 from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.integrations import sglang, vllm
@@ -28,7 +27,7 @@ def test_silent_unless_chosen(monkeypatch: pytest.MonkeyPatch, value: str | None
             monkeypatch.setenv(variable, value)
     asks = "import sys; from moe_rt.integrations import sglang, vllm; vllm.register(); sglang.register(); "
     asks += "sys.exit(any(name.split('.')[0] in ('vllm', 'sglang') for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", asks]).returncode == 0
+    assert run_python("-c", asks).returncode == 0
 
 
 def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import cases_torchtitan as cases
 import pytest
 from conftest import HEAPS
+from forked_python import run_python
 from harness import Ranks, ThreadRanks
 
 from moe_rt.errors import InvalidConfig
@@ -189,8 +188,7 @@ def test_a_torchtitan_that_is_too_old(tmp_path: Path) -> None:
     (tmp_path / "torchtitan" / "models").mkdir(parents=True)
     for package in ("torchtitan", "torchtitan/models"):
         (tmp_path / package / "__init__.py").write_text("")
-    command = [sys.executable, "-c", "import moe_rt.integrations.torchtitan"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
+    done = run_python("-c", "import moe_rt.integrations.torchtitan", cwd=tmp_path)
     assert "MissingPackage: torchtitan: got one without torchtitan.models.common, expected 0.3 or later" in done.stderr
 
 
@@ -201,6 +199,5 @@ def test_override_of_a_stand_in(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", WITH_STAND_IN]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=3000)
+    done = run_python("-c", WITH_STAND_IN, env=environment, cwd=tmp_path)
     assert done.stdout == "done\n", done.stderr

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
+from forked_python import run_python
 from harness import Ranks
 from needs_transformers import require_transformers
 
@@ -67,5 +66,5 @@ def test_old_transformers_are_refused() -> None:
         "try:\n    import moe_rt.integrations.transformers\n"
         "except ImportError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=3000, check=True)
+    done = run_python("-c", script)
     assert "expected 5.23 or later; pip install 'moe_rt[transformers]'" in done.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_python import run_python
+from forked_python import commands, run_python
 from needs_transformers import require_transformers
 
 require_transformers()
@@ -23,7 +23,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 def train(num_ranks: int, model: Path, out: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     launcher = [*TORCHRUN, str(num_ranks)] if num_ranks > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(JOB).parent)}
+    environment = {**os.environ, "PYTHON_EXEC": str(commands() / "python"), "PYTHONPATH": str(Path(JOB).parent)}
     done = run_python(*launcher, JOB, model, out, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     [result] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -27,7 +27,8 @@ def run_real(name: str, **cases: tuple[Any, ...]) -> Callable[[str], Any]:
     """
     job = json.dumps([(case, arguments) for case, *arguments in cases.values()])
     command = [third_party_python(name), Path(__file__).with_name("real_job.py"), job]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    places = os.pathsep.join(map(str, (ROOT / "tests", Path(__file__).parent)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     outcomes = dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))

@@ -23,7 +23,7 @@ from moe_rt.parallel import clip
 from moe_rt.parallel.wrapping import expert_parameters, prepare, shard_experts
 from moe_rt.train.parallel import moe_layers
 
-STEPS = 10
+STEPS = 5
 
 
 def parts(step: int, rank: int, world: int, micro: int) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -10,17 +11,22 @@ from engine_programs import compile_program
 
 RANKS, LANES = "3", "3"
 # A round is one to three dispatches, as many combines, and backwards. Few are enough to see the order weakened.
-ROUNDS, FEW_ROUNDS = "150", "10"
+ROUNDS, FEW_ROUNDS = "150", "6"
 RACE = "WARNING: ThreadSanitizer: data race"
 MOST_TOKENS, FEW_TOKENS = "9", "2"  # of a rank, at most: ops of the GPU are whole then
-NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that 8 rounds take past 32 and 64 bits
+NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that few rounds take past 32 and 64 bits
 
 GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
 NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # and no peer is mapped
 
 
-def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), *args], capture_output=True, text=True, timeout=3000)
+def run(program: Path, *args: str, weakened: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "WEAKENED": weakened}
+    return subprocess.run([str(program), *args], env=environment, capture_output=True, text=True, timeout=3000)
+
+
+def compile_stress(sanitizer: str, machine: list[str]) -> Path:
+    return compile_program("stress.cpp", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +41,7 @@ def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
-    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *machine]
-    program = compile_program("stress.cpp", *flags)
+    program = compile_stress(sanitizer, machine)
     if sanitizer != "thread":  # a race needs many rounds to show, an access astray few
         rounds = str(int(rounds) // 4)
     for ranks, lanes in ((RANKS, LANES), ("2", "1"), ("4", "2")):
@@ -58,31 +63,32 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
         ("1", "experts", "scales"),
         ("1", "experts", "", "1", FEW_TOKENS),
     ):
-        result = run(program, RANKS, LANES, "8", first_seq, *rows)
+        result = run(program, RANKS, LANES, FEW_ROUNDS, first_seq, *rows)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_sequence_numbers_compared_plainly_fail() -> None:
     """The chain across 2**64 is not blind to signals compared with >=, which hold until there."""
-    program = compile_program("stress.cpp", "-O0", "-DMOE_RT_WEAKEN_WRAP")
-    assert [run(program, RANKS, LANES, "8", first).returncode == 0 for first in NEAR_A_WRAP] == [True, False]
+    program = compile_program("stress.cpp")
+    outcomes = [run(program, RANKS, LANES, FEW_ROUNDS, first, weakened="wrap") for first in NEAR_A_WRAP]
+    assert [outcome.returncode == 0 for outcome in outcomes] == [True, False]
 
 
 @pytest.mark.parametrize(
     ("machine", "weakened"),
     [
-        ([], "MOE_RT_WEAKEN_RELEASE"),
-        ([GPU], "MOE_RT_WEAKEN_LAST_BLOCK"),
-        ([], "MOE_RT_WEAKEN_WINDOW_SELECTOR"),
-        pytest.param([GPU], "MOE_RT_WEAKEN_RELEASE", marks=pytest.mark.sweep),
-        pytest.param([GPU], "MOE_RT_WEAKEN_WINDOW_SELECTOR", marks=pytest.mark.sweep),
+        ([], "release"),
+        ([GPU], "last_block"),
+        ([], "window_selector"),
+        pytest.param([GPU], "release", marks=pytest.mark.sweep),
+        pytest.param([GPU], "window_selector", marks=pytest.mark.sweep),
     ],
 )
 def test_weakened_order_is_reported(machine: list[str], weakened: str) -> None:
     """The detector sees relaxed signals, blocks that do not hand their writes over, and windows reused at once."""
-    program = compile_program("stress.cpp", "-O0", "-fsanitize=thread", f"-D{weakened}", *machine)
+    program = compile_stress("thread", machine)
     for _ in range(5):  # an op may stumble over what it reads, and end the run, before the detector speaks up
-        result = run(program, RANKS, LANES, FEW_ROUNDS)
+        result = run(program, RANKS, LANES, FEW_ROUNDS, weakened=weakened)
         assert result.returncode != 0
         if RACE in result.stderr:
             break

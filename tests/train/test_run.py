@@ -7,14 +7,13 @@ import math
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import cases_train as cases
 import matplotlib.image
 import pytest
 from click.testing import CliRunner
-from forked_python import run_python
+from forked_python import commands, run_python
 from torch import Tensor, nn
 
 from moe_rt.errors import MoeRtError
@@ -32,7 +31,7 @@ def arguments(**changes: object) -> list[str]:
 
 
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
-    return run_python(*command, env=ENVIRONMENT)
+    return run_python(*command, env={**ENVIRONMENT, "PYTHON_EXEC": str(commands() / "python")})
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +142,7 @@ def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) ->
     script = Path(__file__).with_name("failing_rank.py")
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, tmp_path / "run", how],
+            [commands() / "python", script, tmp_path / "run", how],
             env={
                 **ENVIRONMENT,
                 "MASTER_ADDR": "localhost",

@@ -45,16 +45,12 @@ using DeviceRef = std::atomic_ref<T>;
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free, "signals in shared memory must be address-free");
 inline constexpr auto kRelaxed = std::memory_order_relaxed;
 inline constexpr auto kAcquire = std::memory_order_acquire;
-// The race tests build once with each macro: a detector that stays silent then would prove nothing.
-#if defined(MOE_RT_WEAKEN_RELEASE)
-inline constexpr auto kRelease = std::memory_order_relaxed;
+inline constexpr auto kAcqRel = std::memory_order_acq_rel;
+// The race tests relax one at a time, at run time: a detector that stays silent then would prove nothing.
+#if defined(MOE_RT_WEAKENABLE)
+inline auto kRelease = std::memory_order_release, kLastBlock = std::memory_order_acq_rel;
 #else
 inline constexpr auto kRelease = std::memory_order_release;
-#endif
-inline constexpr auto kAcqRel = std::memory_order_acq_rel;
-#if defined(MOE_RT_WEAKEN_LAST_BLOCK)
-inline constexpr auto kLastBlock = std::memory_order_relaxed;
-#else
 inline constexpr auto kLastBlock = std::memory_order_acq_rel;
 #endif
 #endif

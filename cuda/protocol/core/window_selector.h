@@ -9,6 +9,10 @@
 
 namespace moe_rt {
 
+#if defined(MOE_RT_WEAKENABLE)  // a test sets it: the second of two ops of a kind races with the first then
+inline bool selects_one_window = false;
+#endif
+
 // Zero before the first op. All ranks issue the same ops in the same order, and so agree.
 struct WindowSelector {
   int32_t window[kNumKinds];  // 0 or 1, of the last op of either kind
@@ -16,12 +20,10 @@ struct WindowSelector {
 
   MOE_RT_FN int next(Kind kind) const {
     const int k = static_cast<int>(kind);
-// A test builds with it: the second of two ops of a kind races with the first then.
-#if defined(MOE_RT_WEAKEN_WINDOW_SELECTOR)
-    return window[k];
-#else
-    return last == k + 1 ? 1 - window[k] : window[k];
+#if defined(MOE_RT_WEAKENABLE)
+    if (selects_one_window) return window[k];
 #endif
+    return last == k + 1 ? 1 - window[k] : window[k];
   }
   MOE_RT_FN int take(Kind kind) {
     const int k = static_cast<int>(kind);
