@@ -12,18 +12,20 @@ class BulkCopies {
   // A barrier for each slot, whose phase ends when the bytes of one piece are there: one arrival, of the lane that has
   // said how many.
   __device__ void open(char* barriers, int stride) const {
+#pragma unroll 1
     for (int i = 0; i < kRingSlots; ++i) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(barriers + i * stride)) : "memory");
     }
+    bulk_barriers_fence();
     bulk_copies_fence();
   }
   __device__ void load(uint64_t* barrier, char* to, const char* from, int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes)
                  : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared(to)),
-                 "l"(global(from)), "r"(bytes), "r"(shared(barrier))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)),
+        "l"(global(from)), "r"(bytes), "r"(shared(barrier))
+        : "memory");
   }
   // A copy ends by itself: this waits for nobody.
   __device__ void await_load(uint64_t* barrier, uint32_t parity) const {

@@ -50,31 +50,22 @@ struct Launch {
   const World& w;
   const Control& c;
 
-  template <class Group>
-  MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group, Codec codec = Codec::kRaw) const {
-    return {dims, group, codec};
+  template <class Group, class Moving = ByLanes>
+  MOE_RT_FN DeviceRows<Elem, Dims, Group, Moving> rows(const Group& group, Codec codec = Codec::kRaw,
+                                                       const Moving& moving = {}) const {
+    return {dims, group, codec, moving};
   }
   template <class Group>
-  MOE_RT_FN DeviceScaledRows<Dims, Group> rows(const Group& group, const ScaledArgs& a) const {
+  MOE_RT_FN DeviceScaledRows<Dims, Group> rows(const Group& group, const ScaledArgs& a, const ByLanes& = {}) const {
     return {
         group, {a.code_bytes, a.scale_bytes}, static_cast<const char*>(a.scales), static_cast<char*>(a.recv_scales)};
   }
-  // fn(group, rows), as with_groups: rows(group, kind), all of which are where they belong when it returns. Those that
-  // move as they are go through a ring where the machine has one.
+  // fn(group, rows), as with_groups: rows(group, kind), all of which are where they belong when it returns.
   template <class Kind, class Fn>
   MOE_RT_FN void with_rows(int first_block, int64_t num_rows, const Kind& kind, Fn&& fn) const {
-    with_groups(m, first_block, num_rows, [&](const auto& group) { through_ring(group, kind, fn); });
-  }
-  template <class Group, class Kind, class Fn>
-  MOE_RT_FN void through_ring(const Group& group, const Kind& kind, Fn&& fn) const {
-    if constexpr (requires { m.links.ring(m, 1), Codec{kind}; }) {
-      auto ring = m.links.ring(m, dims.num_topk());
-      using Moving = ThroughRing<decltype(ring)>;
-      fn(group, DeviceRows<Elem, Dims, Group, Moving>{dims, group, kind, Moving{ring}});
-      ring.finish(group);
-    } else {
-      fn(group, rows(group, kind));
-    }
+    with_groups(m, first_block, num_rows, [&](const auto& group) {
+      with_moving<Kind>(m, group, dims.num_topk(), [&](const auto& moving) { fn(group, rows(group, kind, moving)); });
+    });
   }
   // Gradients travel as they are.
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
@@ -266,12 +257,12 @@ struct Launch {
   MOE_RT_FN void combine_backward_receive(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
     const auto receive = [&](uint64_t, int window) {
-      through_ring(m.warps(0), Codec::kRaw, [&](const auto& group, const auto& moved) {
-        gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-                          static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), moved, m.link(group));
-        clear_padding(group, w, p.ends, p.head->num_rows, static_cast<char*>(a.grad_y),
-                      static_cast<Acc*>(a.grad_recv_weights), moved);
-      });
+      const auto group = m.warps(0);
+      gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
+                        static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
+                        m.link(group));
+      clear_padding(group, w, p.ends, p.head->num_rows, static_cast<char*>(a.grad_y),
+                    static_cast<Acc*>(a.grad_recv_weights), rows(group));
     };
     finish(m, w, c, call_of(a, c.tag, p), receive, [] {});
   }

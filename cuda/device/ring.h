@@ -12,14 +12,15 @@
 //   await_stores()                 until all stores are there, and a release of this lane tells of them
 #pragma once
 
-#include "../protocol/core/platform.h"
+#include "../protocol/core/codec.h"
+#include "moving.h"
 
 namespace moe_rt {
 
 inline constexpr int kRingSlots = 8;
-inline constexpr int kRingStores = 2;                         // pieces that may still leave their slots
-inline constexpr int kRingLoads = kRingSlots - kRingStores;   // pieces of a warp on their way into slots
-inline constexpr int64_t kRingAlign = 128, kRingFrame = 64;   // bytes; of a block's shared memory, its frame's
+inline constexpr int kRingStores = 2;                        // pieces that may still leave their slots
+inline constexpr int kRingLoads = kRingSlots - kRingStores;  // pieces of a warp on their way into slots
+inline constexpr int64_t kRingAlign = 128, kRingFrame = 64;  // bytes; of a block's shared memory, its frame's
 
 // Where the rings of a block's warps lie: part of every launch's arguments.
 struct RingMemory {
@@ -31,7 +32,7 @@ struct RingMemory {
   // In what is left of a block's shared memory behind its scratch. A piece of no bytes: there is no room.
   MOE_RT_FN static RingMemory make(int64_t scratch_bytes, int64_t block_bytes, int32_t warps, int32_t num_topk) {
     const int64_t at = round_up(scratch_bytes, kRingAlign), room = block_bytes - kRingFrame - at;
-    const int64_t first = round_up(int64_t{kRingSlots} * slot_bytes(num_topk), kRingAlign);
+    const int64_t first = round_up(int64_t{kRingSlots + 1} * slot_bytes(num_topk), kRingAlign);
     const int64_t piece = (room / warps - first) / kRingSlots / kRingAlign * kRingAlign;
     const int64_t bytes = first + kRingSlots * larger<int64_t>(piece, 0);
     return {int32_t(at), int32_t(bytes), int32_t(larger<int64_t>(piece, 0)), int32_t(first)};
@@ -50,30 +51,32 @@ class Ring {
         slot_bytes_(RingMemory::slot_bytes(num_topk)),
         ring_(scratch + memory.at + int64_t{warp} * memory.bytes) {}
 
-  // Before the first piece, by the lane that starts copies.
-  MOE_RT_FN void open() {
-    if (open_) return;
-    open_ = true;
-    copies_.open(ring_, slot_bytes_);
+  // Before the first row, once in a launch: all lanes call it.
+  template <class Group>
+  MOE_RT_FN void open(const Group& group) {
+    if (group.team_lane() == 0) copies_.open(ring_, slot_bytes_);
   }
 
   // The row at src to each place that each_place gives to its argument, by the warps of a group: all lanes call it.
   // Source and places stay as they are until finish().
   template <class Group, class EachPlace>
-  MOE_RT_FN void move(const Group& group, const char* src, int64_t bytes, EachPlace&& each_place) {
+  MOE_RT_FN void move(const Group& group, const char* src, int bytes, EachPlace&& each_place) {
     if (group.team_lane() != 0) return;
-    open();
-    const int64_t step = int64_t{group.teams()} * memory_.piece;
-    for (int64_t first = int64_t{group.team()} * memory_.piece; first < bytes; first += step) {
+    // The row's places wait behind those of the slots: in registers they would take as many as eight addresses need.
+    char** const places = slot_at(kRingSlots).places;
+    char** end = places;
+    each_place([&](char* dst) { *end++ = dst; });
+    const int num = int(end - places), step = group.teams() * memory_.piece;
+    for (int first = group.team() * memory_.piece; first < bytes; first += step) {
       if (loaded_ - stored_ == kRingLoads) store_oldest();
       // The piece that was in this slot is one of the groups before the last kRingStores.
       copies_.template await_reads<kRingStores>();
-      const Slot slot = slot_of(loaded_);
-      int32_t num = 0;
-      each_place([&](char* dst) { slot.places[num++] = dst + first; });
+      const Slot slot = slot_at(loaded_ % kRingSlots);
+      for (int i = 0; i < num; ++i) slot.places[i] = places[i] + first;
       *slot.num = num;
-      *slot.bytes = int32_t(smaller<int64_t>(memory_.piece, bytes - first));
-      copies_.load(slot.barrier, slot.piece, src + first, *slot.bytes);
+      const int num_bytes = smaller(memory_.piece, bytes - first);
+      *slot.bytes = num_bytes;
+      copies_.load(slot.barrier, slot.piece, src + first, num_bytes);
       ++loaded_;
     }
   }
@@ -93,8 +96,7 @@ class Ring {
     char** places;
     char* piece;
   };
-  MOE_RT_FN Slot slot_of(uint32_t number) const {
-    const int64_t index = number % kRingSlots;
+  MOE_RT_FN Slot slot_at(int index) const {
     char* const slot = ring_ + index * slot_bytes_;
     auto* const numbers = reinterpret_cast<int32_t*>(slot + 8);
     return {reinterpret_cast<uint64_t*>(slot), numbers, numbers + 1, reinterpret_cast<char**>(slot + 16),
@@ -102,7 +104,7 @@ class Ring {
   }
 
   MOE_RT_FN void store_oldest() {
-    const Slot slot = slot_of(stored_);
+    const Slot slot = slot_at(stored_ % kRingSlots);
     copies_.await_load(slot.barrier, stored_ / kRingSlots & 1);
     for (int i = 0; i < *slot.num; ++i) copies_.store(slot.places[i], slot.piece, *slot.bytes);
     copies_.commit();
@@ -114,7 +116,6 @@ class Ring {
   char* const ring_;
   Copies copies_;
   uint32_t loaded_ = 0, stored_ = 0;  // pieces
-  bool open_ = false;
 };
 
 // How DeviceRows moves rows as they are (rows.h): through a ring.
@@ -123,8 +124,28 @@ struct ThroughRing {
   RingType& ring;
   template <class Vector, class Group, class EachPlace>
   MOE_RT_FN void move(const Group& group, int num_vectors, const char* src, EachPlace&& each_place) const {
-    ring.move(group, src, int64_t{num_vectors} * int64_t{sizeof(Vector)}, each_place);
+    ring.move(group, src, num_vectors * int(sizeof(Vector)), each_place);
   }
 };
+
+// Whether a machine has rings, and rows of a kind are of the buffer's elements.
+template <class Machine, class Kind>
+inline constexpr bool kThroughRing = requires(const Machine& m, const Kind& kind) {
+  m.links.ring(m, 1);
+  Codec{kind};
+};
+
+// fn(moving): how a group moves rows of a kind that move as they are. All are where they belong when it returns.
+template <class Kind, class Machine, class Group, class Fn>
+MOE_RT_FN void with_moving(const Machine& m, const Group& group, int num_topk, Fn&& fn) {
+  if constexpr (kThroughRing<Machine, Kind>) {
+    auto ring = m.links.ring(m, num_topk);
+    ring.open(group);
+    fn(ThroughRing<decltype(ring)>{ring});
+    ring.finish(group);
+  } else {
+    fn(ByLanes{});
+  }
+}
 
 }  // namespace moe_rt

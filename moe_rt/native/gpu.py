@@ -19,7 +19,7 @@ from moe_rt.extras import how_to_install
 _DRIVER_VERSION = 12000  # whose cuLaunchKernel this is, in cuda.h's way of counting
 # From which on drivers capture launches that depend on each other, and GPUs have them.
 _DEPENDENT_DRIVER, _DEPENDENT_ARCH = 12030, 90
-_BULK_MAJOR = 9  # GPUs from which on copy between global and shared memory by themselves
+_BULK_ARCH = 90  # GPUs from which on copy between global and shared memory by themselves
 _DEPENDENT_OFF = "0"  # of MOE_RT_DEPENDENT_LAUNCHES
 # Of each kernel: its name, and how many blocks.
 Launches: TypeAlias = Sequence[tuple[str, int]]
@@ -53,11 +53,12 @@ class Gpu:
         properties = torch.cuda.get_device_properties(self.device)
         self.name, self.num_sms = properties.name, properties.multi_processor_count
         self.uuid = str(properties.uuid)
-        # Shared memory that a block may have for bulk copies.
-        self.bulk_bytes = properties.shared_memory_per_block_optin if properties.major >= _BULK_MAJOR else 0
         # From 9.0 on the "a" target has the chip's own instructions; its code runs on that chip alone, as all ours.
         suffix = "a" if properties.major >= 9 else ""
         self.arch = f"sm_{properties.major}{properties.minor}{suffix}"
+        # Shared memory that a block may have for bulk copies; torch's own stubs do not know of it.
+        most = int(getattr(properties, "shared_memory_per_block_optin", 0))
+        self.bulk_bytes = most if has_bulk_copies(self.arch) else 0
         self._pending: list[tuple[torch.cuda.Event, Tensor]] = []
 
     def zeros(self, num_bytes: int) -> Tensor:
@@ -136,7 +137,16 @@ def why_there_is_none() -> str:
 
 def waits_for_launches(arch: str) -> bool:
     """Whether kernels for such a GPU wait by themselves for the launch before, and so may begin before it has ended."""
-    return int(arch.removeprefix("sm_").rstrip("af")) >= _DEPENDENT_ARCH
+    return _number(arch) >= _DEPENDENT_ARCH
+
+
+def has_bulk_copies(arch: str) -> bool:
+    """Whether such a GPU copies between global and shared memory by itself, as rings need it."""
+    return _number(arch) >= _BULK_ARCH
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_").rstrip("af"))
 
 
 # How drivers say that they do not know such machine code.
@@ -190,7 +200,10 @@ class CudaModule:
                 self._checked("cuFuncLoad", driver.cuFuncLoad(function))
             for name, num_bytes in own_shared.items():
                 self._allow_shared(functions[name], num_bytes)
-            self._functions, self._own_shared = {name: int(function) for name, function in functions.items()}, own_shared
+            self._functions, self._own_shared = (
+                {name: int(function) for name, function in functions.items()},
+                own_shared,
+            )
             # An op's launches are one call of C++, which knows the driver by this address alone.
             self._launch_kernel = self._address_of(b"cuLaunchKernel")
             self._launch_kernel_ex = self._address_of(b"cuLaunchKernelEx") if dependent and self._may_depend() else 0

@@ -11,10 +11,10 @@ from moe_rt.config.spec import BufferSpec
 RING_BLOCKS = 39
 RING_SOURCE = "kernels_ring.cu"
 # Kernels that move rows as they are.
-RING_KERNELS = ("dispatch_send", "dispatch_receive", "combine_backward_send", "combine_backward_receive")
+RING_KERNELS = ("dispatch_send", "dispatch_receive", "combine_backward_send")
 _UNIT = 16  # bytes that a bulk copy moves a multiple of
-_LANES = 32 << 10  # bytes that a block has under way in registers
-_OFF = "0"  # of MOE_RT_RING
+RING_LANES_BYTES = 32 << 10  # bytes that a block has under way in registers
+RING_VARIABLE, _OFF = "MOE_RT_RING", "0"
 
 
 def ring_for(
@@ -27,14 +27,12 @@ def ring_for(
         scratch_bytes: shared memory of a block that is taken.
         bulk_bytes: shared memory that a block may have; 0 where there are no bulk copies.
     """
-    if num_sms is None or num_sms > RING_BLOCKS or os.environ.get("MOE_RT_RING") == _OFF:
+    if num_sms is None or num_sms > RING_BLOCKS or os.environ.get(RING_VARIABLE) == _OFF:
         return None
     if bulk_bytes == 0 or spec.hidden * spec.dtype.itemsize % _UNIT:
         return None
-    ring = _engine.RingMemory(
-        scratch_bytes=scratch_bytes, block_bytes=bulk_bytes, warps=warps, num_topk=spec.num_topk
-    )
-    return ring if under_way(ring, warps) > _LANES else None
+    ring = _engine.RingMemory(scratch_bytes=scratch_bytes, block_bytes=bulk_bytes, warps=warps, num_topk=spec.num_topk)
+    return ring if under_way(ring, warps) > RING_LANES_BYTES else None
 
 
 def under_way(ring: _engine.RingMemory, warps: int) -> int:

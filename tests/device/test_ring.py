@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compiled import compile_program
 from conformance.cases_scaled_rows import PLAIN, make_scaled, open_buffer, play_scaled
 from device.emulated import EmulatedGpu
 from harness import ThreadRanks
 from rounds import CPU, one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer
+from moe_rt import Buffer, _engine
 from moe_rt.native import ring
 
 FP8 = torch.float8_e4m3fn
@@ -29,7 +32,7 @@ SPECS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of 256 bytes, fewer than it takes to have more under way than lanes have."""
-    monkeypatch.setattr(ring, "_LANES", 0)
+    monkeypatch.setattr(ring, "RING_LANES_BYTES", 0)
 
 
 def ringed(num_ranks: int, threads: int = 3) -> ThreadRanks:
@@ -71,6 +74,16 @@ def scaled_on_one_block(group: Any, spec: Any, num_tokens: list[int]) -> None:
     inputs = make_inputs(spec, num_tokens, 1)
     with open_buffer(group, spec, num_sms=1) as buffer:
         play_scaled(buffer, inputs, make_scaled(PLAIN, num_tokens, 1), CPU, 1)
+
+
+def test_what_is_under_way() -> None:
+    """As many pieces as told, of one row after the other; a row is read once, however many places it goes to."""
+    program = compile_program(Path(__file__).with_name("ring.cpp"), "-O1")
+    result = subprocess.run([program], capture_output=True, text=True, timeout=3000)
+    assert result.returncode == 0, result.stdout
+    most, piece, read, written = map(int, result.stdout.split())
+    assert (most, piece) == (_engine.RING_LOADS, 1664)
+    assert (read, written) == (20 * 16000, 3 * 20 * 16000)
 
 
 def chosen(num_sms: int | None, bulk_bytes: int = 227 << 10, **changes: Any) -> Any:
