@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,9 +52,9 @@ class Variant:
 
     def limits(self, arch: str) -> dict[str, Limits]:
         """Of the kernels that are of this source alone."""
-        limits: Mapping[str, Limits] = {}
-        if self.limited() and arch in LIMITS:
-            limits = RING_LIMITS.get(arch, {}) if self.source == RING_SOURCE else LIMITS[arch][self.codec]
+        limits = LIMITS[arch][self.codec] if self.limited() and arch in LIMITS else {}
+        if self.source == RING_SOURCE:
+            limits = RING_LIMITS.get(arch, {}) if self.limited() else {}
         return {name: of for name, of in limits.items() if (name in WHOLE_KERNELS) == (self.source == WHOLE)}
 
     def is_for(self, arch: str) -> bool:

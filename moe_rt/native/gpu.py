@@ -137,16 +137,12 @@ def why_there_is_none() -> str:
 
 def waits_for_launches(arch: str) -> bool:
     """Whether kernels for such a GPU wait by themselves for the launch before, and so may begin before it has ended."""
-    return _number(arch) >= _DEPENDENT_ARCH
+    return int(arch.removeprefix("sm_").rstrip("af")) >= _DEPENDENT_ARCH
 
 
 def has_bulk_copies(arch: str) -> bool:
     """Whether such a GPU copies between global and shared memory by itself, as rings need it."""
-    return _number(arch) >= _BULK_ARCH
-
-
-def _number(arch: str) -> int:
-    return int(arch.removeprefix("sm_").rstrip("af"))
+    return int(arch.removeprefix("sm_").rstrip("af")) >= _BULK_ARCH
 
 
 # How drivers say that they do not know such machine code.
