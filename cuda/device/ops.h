@@ -6,7 +6,7 @@
 //   dispatch backward   combine_send           push, scalars     | combine_receive           wait, reduce, scalars
 //   combine backward    combine_backward_send  publish           | combine_backward_receive  wait, gather_grad
 // Between the two, `*_wait` may wait on one block: the blocks of a launch that finishes then find everything there.
-// whole_ops.h has ops in one launch, and forwarding.h what ranks do in between for those of other nodes.
+// whole_ops.h has ops in one launch.
 // A Machine has block(), shared(), scratch(), num_blocks(), block_index(), clock_ns(), nap(), link(), and groups of
 // lanes that move rows: warps(first), and warps(first, n) of n warps of a block each, over the launch's blocks from
 // `first` on. Neighbouring groups are of different blocks, so that a few rows are spread over all.
@@ -16,7 +16,6 @@
 #include "../protocol/flat/combine.h"
 #include "../protocol/flat/dispatch.h"
 #include "../protocol/flat/pushing.h"
-#include "../protocol/two_level/reduce.h"
 #include "exchange.h"
 #include "rows.h"
 #include "scaled_rows.h"
@@ -59,15 +58,6 @@ struct Launch {
     return {
         group, {a.code_bytes, a.scale_bytes}, static_cast<const char*>(a.scales), static_cast<char*>(a.recv_scales)};
   }
-  // How the lanes of a group reach their peers in an op that uses this window.
-  template <class Group>
-  MOE_RT_FN auto link(const Group& group, [[maybe_unused]] int window) const {
-    if constexpr (Machine::kTwoLevel) {
-      return NodeLink{window};
-    } else {
-      return m.link(group);
-    }
-  }
   // Gradients travel as they are.
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
@@ -109,7 +99,7 @@ struct Launch {
   template <class Kind>
   MOE_RT_FN void send_tokens(int first_block, int window, const ExpertIds& ids, const DispatchArgs& a,
                              const Kind& kind) const {
-    if constexpr (!Machine::kWarpsOnly && !Machine::kTwoLevel) {
+    if constexpr (!Machine::kWarpsOnly) {
       if (pushes_rows(w, a.max_tokens)) return push_tokens(first_block, window, RoutingTables::of(w), ids, a, kind);
     }
     publish(first_block, window, a.x, a.num_tokens, kind);
@@ -143,7 +133,6 @@ struct Launch {
                               tiles,
                               lists,
                               a.send_plan,
-                              SlotRule<Machine::kTwoLevel>{w},
                               c.state->bad_entry};
       router.route(m.block_index(), routers);
     };
@@ -212,7 +201,7 @@ struct Launch {
                             plan(a.recv_plan)};
     with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
       const auto moved = rows(group, kind);
-      const int corrupt_source = gather(group, dims, w, window, blocks, out, moved, link(group, window));
+      const int corrupt_source = gather(group, dims, w, window, blocks, out, moved, m.link(group));
       clear_padding(group, w, blocks.ends, a.capacity, out.recv_x, out.recv_weights, moved);
       if (corrupt_source < 0) return;
       const Status corrupt{
@@ -232,9 +221,9 @@ struct Launch {
     const Returned<Acc> in{p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                            static_cast<const Acc*>(a.grad_recv_weights)};
     with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
-      const auto peers = link(group, window);
-      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), peers);
-      peers.flush();
+      const auto link = m.link(group);
+      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), link);
+      link.flush();
     });
   }
 
@@ -243,19 +232,10 @@ struct Launch {
     finish(m, w, c, call_of(a, c.tag, plan(a.recv_plan)), receive, [] {});
   }
   MOE_RT_FN void add_partials(const CombineArgs& a, const int32_t* send_plan, int window) const {
-    auto* const out = static_cast<char*>(a.out);
-    auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
-    if constexpr (Machine::kTwoLevel) {
-      const auto group = m.warps(0);
-      const auto own_rows = rows(group, combine_codec(a.op));
-      reduce_nodes(group, dims, w, window, send_plan, a.num_tokens, out, grads, own_rows, own_rows,
-                   m.links.memory.scratch_of(group.index), LocalPushed{});
-    } else {
-      with_groups(m, 0, a.num_tokens, [&](const auto& group) {
-        reduce(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, combine_codec(a.op)),
-               LocalPushed{});
-      });
-    }
+    with_groups(m, 0, a.num_tokens, [&](const auto& group) {
+      reduce(group, dims, w, window, send_plan, a.num_tokens, static_cast<char*>(a.out),
+             static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_codec(a.op)), LocalPushed{});
+    });
   }
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
@@ -272,7 +252,7 @@ struct Launch {
       const auto group = m.warps(0);
       gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                         static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
-                        link(group, window));
+                        m.link(group));
       clear_padding(group, w, p.ends, p.head->num_rows, static_cast<char*>(a.grad_y),
                     static_cast<Acc*>(a.grad_recv_weights), rows(group));
     };

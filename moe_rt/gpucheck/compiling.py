@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck.code_limits import FORWARD_KERNELS, LIMITS, WHOLE_KERNELS, Limits, find_wrong
+from moe_rt.gpucheck.code_limits import LIMITS, WHOLE_KERNELS, Limits, find_wrong
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check, Table
@@ -21,10 +21,7 @@ from moe_rt.native.launcher import NETWORK_THREADS, THREADS
 
 NO_SPILLS_UP_TO_TOPK = 8
 NETWORK, WHOLE = "kernels_rdma.cu", "kernels_whole.cu"
-NODES, REHEARSED = "kernels_nodes.cu", "kernels_nodes_mapped.cu"
-OVER_NETWORK = (NETWORK, NODES)  # linked with NVSHMEM
-_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, "activation.cu": 256}
-_THREADS |= dict.fromkeys((NETWORK, NODES, REHEARSED), NETWORK_THREADS)
+_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
 
 
 @dataclass(frozen=True)
@@ -46,18 +43,12 @@ class Variant:
 
     def limited(self) -> bool:
         """Whether its machine code has limits of its own: those of the largest rows."""
-        return self.source in ("kernels.cu", WHOLE, REHEARSED) and (self.elem, self.hidden, self.topk) == (
-            "Bf16",
-            7168,
-            8,
-        )
+        return self.source in ("kernels.cu", WHOLE) and (self.elem, self.hidden, self.topk) == ("Bf16", 7168, 8)
 
     def limits(self, arch: str) -> dict[str, Limits]:
         """Of the kernels that are of this source alone."""
         limits = LIMITS[arch][self.codec] if self.limited() and arch in LIMITS else {}
-        own = {WHOLE: WHOLE_KERNELS, REHEARSED: FORWARD_KERNELS}
-        others = {name for source, names in own.items() if source != self.source for name in names}
-        return {name: limits[name] for name in own.get(self.source, limits.keys() - others)}
+        return {name: of for name, of in limits.items() if (name in WHOLE_KERNELS) == (self.source == WHOLE)}
 
     def cells(self) -> list[Any]:
         elem = self.elem if self.codec is Codec.RAW else f"{self.elem} {self.codec.name}"
@@ -73,8 +64,7 @@ VARIANTS = (
     *(Variant("kernels.cu", elem, 2048, 4) for elem in ("F32", "F16", "F64")),
     *(Variant("kernels.cu", "Bf16", 7168, 8, codec) for codec in (Codec.FP8, Codec.INT8)),
     *(Variant(WHOLE, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
-    *(Variant(source, "Bf16", 7168, 8) for source in OVER_NETWORK),
-    *(Variant(REHEARSED, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
+    Variant(NETWORK, "Bf16", 7168, 8),
     *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
 )
 # What the other steps run, so that they find it in the cache.
@@ -85,8 +75,7 @@ NEEDED = (
     Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),
     Variant("kernels.cu", "Bf16", 132, 3, Codec.INT8),
     *(Variant("kernels.cu", elem, 1024, 4) for elem in ("F32", "Bf16")),
-    *(Variant(source, "F32", 20, 3) for source in (*OVER_NETWORK, REHEARSED)),
-    Variant(REHEARSED, "Bf16", 20, 3, Codec.FP8),
+    Variant(NETWORK, "F32", 20, 3),
 )
 
 
@@ -164,7 +153,7 @@ def run_job(job: Job) -> dict[str, Any]:
         if job.to_ptx:
             orders = read_orders(compile_ptx(v.source, job.arch, v.defines()))
             return {"orders": {name: asdict(o) for name, o in orders.items()}, "problems": find_problems(orders)}
-        binary = compile_kernels(v.source, job.arch, v.defines(), nvshmem=v.source in OVER_NETWORK, cache=job.cache)
+        binary = compile_kernels(v.source, job.arch, v.defines(), nvshmem=v.source == NETWORK, cache=job.cache)
         kernels = {name: asdict(needs) for name, needs in sorted(binary.resources.items())}
         return {
             "kernels": kernels,
@@ -184,7 +173,7 @@ def _read_code(job: Job, binary: Binary) -> dict[str, Any]:
     found = read_machine_code(disassemble(tool, binary.cubin))
     codes = {name: code for name, code in sorted(found.items()) if name in binary.resources}
     variant = job.variant
-    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source in OVER_NETWORK  # NVSHMEM's functions have stacks
+    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source == NETWORK  # NVSHMEM's functions have stacks
     # Of other architectures, and other sizes of rows on some, the table tells.
     judged = job.arch in LIMITS and not may_spill
     wrong = find_wrong(codes, variant.limits(job.arch)) if judged else []

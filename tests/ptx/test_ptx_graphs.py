@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ def replayed(size: int) -> None:
     ThreadRanks(size, gpu).run(capture_and_replay, gpu)
 
 
-def capture_and_replay(group: Any, gpu: PtxGpu, route: str = "auto") -> None:
-    spec = replace(make_spec(group.size, route=route), topology=group.topology)
+def capture_and_replay(group: Any, gpu: PtxGpu) -> None:
+    spec = make_spec(group.size)
     tokens = [12 - 5 * r for r in range(group.size)]  # shapes are part of a graph
     rounds = [make_inputs(spec, tokens, seed, kind) for seed, kind in enumerate(["random", "topk", "one_expert"] * 2)]
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:

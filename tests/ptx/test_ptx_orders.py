@@ -11,10 +11,8 @@ from ptx.orders_not_needed import NOT_NEEDED
 OPS = ("dispatch", "combine", "combine_backward")
 LAUNCHES = (*(f"{op}_{half}" for op in OPS for half in ("send", "wait", "receive")), "abort_group", "leave")
 ENTRIES = [
-    *((kernels, entry) for kernels in ("mapped", "network") for entry in LAUNCHES),
+    *((kernels, entry) for kernels in cases.KERNELS for entry in LAUNCHES),
     ("network", "dispatch_fetch"),
-    # Of the kernels over nodes, those whose orders have been gone through.
-    *(("nodes", entry) for entry in ("dispatch_lists", "dispatch_forward", "combine_receive")),
 ]
 
 
