@@ -188,7 +188,9 @@ class Cluster:
     def _add_node(self, node: int, num_nodes: int, bits: int | None) -> None:
         name, port = f"{self.name}-node{node}", f"port{node}"
         _say(f"ip netns add {name}")
-        _say(f"ip -n {self._switch} link add {port} type veth peer name eth0 netns {name}")
+        # The same address after `reboot`: others send to the one that they know for a minute.
+        address = f"02:00:00:00:00:{node + 1:02x}"
+        _say(f"ip -n {self._switch} link add {port} type veth peer name eth0 address {address} netns {name}")
         _say(f"ip -n {self._switch} link set {port} master bridge up")
         _say(f"ip -n {name} link set lo up")
         _say(f"ip -n {name} link set eth0 up")

@@ -13,6 +13,7 @@ import pytest
 from moe_rt import Buffer, MoEConfig, errors
 from moe_rt.chaos.deaths import main as deaths
 from moe_rt.chaos.matrix import main as matrix
+from moe_rt.chaos.node_matrix import main as node_matrix
 from moe_rt.cli import main as moe_rt_command
 from moe_rt.integrations.megatron import MoeRtManager
 from moe_rt.integrations.torchtitan import token_dispatcher
@@ -23,7 +24,12 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 CALL = re.compile(r"(?:moe-rt (?P<command>[a-z]+)|-m moe_rt\.(?P<module>[\w.]+))(?P<rest>[^`|;&#]*)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 SPAN = re.compile(r"`(--[a-z][\w.-]*)[^`]*`")
-MODULES: dict[str, click.Command] = {"train": train, "chaos.deaths": deaths, "chaos.matrix": matrix}
+MODULES: dict[str, click.Command] = {
+    "train": train,
+    "chaos.deaths": deaths,
+    "chaos.matrix": matrix,
+    "chaos.node_matrix": node_matrix,
+}
 # Options of others, which documents tell of beside ours.
 OF_OTHERS = {
     "--max-restarts": "torchrun",

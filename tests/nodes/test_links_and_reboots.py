@@ -62,7 +62,10 @@ def test_a_reboot(cluster: Cluster, dies: bool) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "listens\n"
-        assert run(cluster, 0, ["python3", "-c", "import socket; socket.create_connection(('node1', 7001))"]) == 0
+        try:
+            assert run(cluster, 0, ["python3", "-c", "import socket; socket.create_connection(('node1', 7001))"]) == 0
+        finally:
+            server.kill()
 
 
 def test_nobody_has_to_collect_an_init_process(cluster: Cluster) -> None:
