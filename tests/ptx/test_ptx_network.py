@@ -73,9 +73,10 @@ def test_a_row_that_is_overwritten_while_it_is_put() -> None:
 
 
 def test_memory_that_goes_while_something_is_put_there() -> None:
-    """A rank that closes waits for its last puts."""
+    """A rank that closes waits for its last puts. They may arrive in time by chance."""
     last = [o for o in cases.orders("network", "leave") if o.text == "nvshmem_quiet"][-1]
-    assert "freed too early" in isolated(cases.noticed, "network", last, ["closing after an op"])
+    said = (isolated(cases.noticed, "network", last, ["closing after an op"]) for _ in range(20))
+    assert any("freed too early" in words for words in said)
 
 
 def test_functions_are_those_of_nvshmem() -> None:
