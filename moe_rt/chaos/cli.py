@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import click
@@ -53,25 +54,15 @@ def chaos(ranks: int, nodes: list[int], rounds: int, seed: int, timeout: float, 
         click.echo(f"{i:4}  {outcome.trial.text:62} {raised:58} {noticed:>10}  {'; '.join(outcome.complaints)}")
 
     of_all: dict[str, Any] = {"machine": machine_card()}
+    how = (actions or possible, rounds, seed, show)
     try:
         if nodes:
-            of_all |= {"nodes": nodes} | run_chaos(
-                lambda: NodePool(nodes),
-                lambda action, pace: on_nodes.draw(action, pace, nodes),
-                actions or possible,
-                rounds,
-                seed,
-                show,
-            )
+            done = run_chaos(partial(NodePool, nodes), partial(on_nodes.draw, nodes=nodes), *how)
+            of_all |= {"nodes": nodes} | done
         else:
-            of_all |= {"ranks": ranks} | run_chaos(
-                lambda: RankPool(ranks),
-                lambda action, pace: on_one_host.draw(action, pace, ranks, timeout),
-                actions or possible,
-                rounds,
-                seed,
-                show,
-            )
+            draw = partial(on_one_host.draw, ranks=ranks, stop_timeout_s=timeout)
+            done = run_chaos(partial(RankPool, ranks), draw, *how)
+            of_all |= {"ranks": ranks} | done
     except (InvalidConfig, MissingPackage) as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(of_all, separators=(",", ":")))

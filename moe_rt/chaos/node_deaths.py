@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_rt.chaos.node_pool import NodePool
-from moe_rt.chaos.node_trials import HANG_S, Moment, judged, survived
+from moe_rt.chaos.node_trials import HANG_S, Moment, judged, names, survived
 from moe_rt.chaos.outcome import Outcome, not_raised, steps_of_all
 from moe_rt.chaos.worker import PATIENCE_S
 
@@ -114,9 +114,11 @@ class Stop:
             reports[self.rank] = pool.report(self.rank, HANG_S)
             complaints += not_raised(reports, [self.rank], {"GroupPoisoned", "PeerDead", "GroupClosed", "PeerTimeout"})
         # Who takes nothing of what it is sent is dead, as far as the system can tell. And who waits for its data is
-        # late itself: a rank whose time ends before may name that one.
+        # late itself: a rank whose time ends before may name that one, but not itself. One names the right one.
         expected = {"PeerTimeout", "GroupPoisoned", "PeerDead", "GroupClosed"}
-        complaints += judged(reports, survivors, expected, lambda _: ranks)
+        complaints += judged(reports, survivors, expected, lambda rank: [peer for peer in ranks if peer != rank])
+        if not any(names(reports[rank], self.rank) for rank in survivors):
+            complaints.append(f"nobody names rank {self.rank}, which was stopped")
         return Outcome(self, reports, [], complaints)
 
 

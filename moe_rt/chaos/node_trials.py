@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -65,6 +66,12 @@ def judged(
     complaints = not_raised(reports, ranks, expected) + after_all(reports)
     for rank in ranks:
         message = reports[rank].get("message", "")
-        if message and not any(f"rank {cause}" in message.partition("\n")[0] for cause in causes(rank)):
+        if message and not any(names(reports[rank], cause) for cause in causes(rank)):
             complaints.append(f"rank {rank} blames none of ranks {list(causes(rank))}: {message}")
     return complaints
+
+
+def names(report: dict[str, Any], rank: int) -> bool:
+    """Whether an error itself does, whatever its account of the others says behind the first line."""
+    first_line = report.get("message", "").partition("\n")[0]
+    return re.search(rf"\brank {rank}\b", first_line) is not None

@@ -81,6 +81,7 @@ def report(raised: str, message: str = "", **changes: Any) -> dict[str, Any]:
         (report("hung"), "rank 0 raised hung, expected PeerDead"),
         (report("wrong data", "out"), "rank 0 raised wrong data, expected PeerDead"),
         (report("PeerDead", "the process of rank 2 ended\nrank 1 is late"), "rank 0 blames none of ranks [1]"),
+        (report("PeerDead", "the process of rank 10 ended"), "rank 0 blames none of ranks [1]"),
         (report("PeerDead", "rank 1", then="nothing"), "rank 0 completed a step after PeerDead"),
         (report("PeerDead", "rank 1", descriptors=2), "rank 0 kept 2 descriptors"),
     ],

@@ -47,15 +47,22 @@ def boot_id(cluster: Cluster, node: int) -> str:
     return Path(f"/proc/{cluster.init_process(node)}/root/proc/sys/kernel/random/boot_id").read_text()
 
 
+def link_address(cluster: Cluster, node: int) -> str:
+    told = subprocess.check_output(["ip", "-n", f"{cluster.name}-node{node}", "link", "show", "eth0"], text=True)
+    return told.split("link/ether ")[1].split()[0]
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_reboot(cluster: Cluster, dies: bool) -> None:
-    """It is another boot of the same node, and reached by the others as before."""
+    """It is another boot of the same node, and reached by the others as before, at the address that they remember."""
+    address = link_address(cluster, 1)
     before, inits = boot_id(cluster, 1), [cluster.init_process(node) for node in range(2)]
     if dies:
         os.kill(inits[1], signal.SIGKILL)
     cluster.reboot(1)
     assert cluster.num_nodes == 2
     assert boot_id(cluster, 1) != before
+    assert link_address(cluster, 1) == address != link_address(cluster, 0)
     assert cluster.init_process(0) == inits[0] != cluster.init_process(1)
     listen = "import socket; s = socket.create_server(('', 7001)); print('listens', flush=True); s.accept()"
     words = ["nsenter", f"--net=/run/netns/{cluster.name}-node1", "python3", "-c", listen]
