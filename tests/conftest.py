@@ -32,7 +32,6 @@ LONGEST = (
     "test_lanes.py",
     "test_emulated_nodes.py",
     "test_conformance.py",
-    "test_emulated.py",
     "test_gpucheck.py",
     "test_bench_on_nodes.py",
     "test_scaled_rows.py",
