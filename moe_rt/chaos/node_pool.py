@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_rt.chaos.rank_pool import STORE, RankPool
+from moe_rt.heap import ucx
 from moe_rt.nodes.cluster import Cluster
 from moe_rt.nodes.run import fork_into
 from moe_rt.testing.channel import Channel
@@ -26,12 +27,13 @@ class NodePool(RankPool):
     """Node n of a cluster holds as many ranks as the n-th number says; they meet on a node more.
 
     Raises:
-        InvalidConfig, MissingPackage: as `Cluster.up`.
+        InvalidConfig, MissingPackage: as `Cluster.up`; or there is no UCX, which every rank would say.
     """
 
     far = True
 
     def __init__(self, nodes: Sequence[int]) -> None:
+        ucx.library()
         self._num_meetings = 0  # of each rank, added up
         self.nodes = tuple(nodes)
         self.node_of = [node for node, number in enumerate(nodes) for _ in range(number)]

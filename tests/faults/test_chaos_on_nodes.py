@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from nodes.needs_nodes import new_cluster
 from moe_rt.chaos.node_matrix import ROWS, committed
 from moe_rt.chaos.node_trials import judged
 from moe_rt.cli import main
+from moe_rt.heap import ucx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,6 +68,15 @@ def test_odd_options_are_refused(words: list[str], said: str) -> None:
     result = CliRunner().invoke(main, ["chaos", *words])
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+def test_without_ucx_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx, "_LIBRARY", "libnowhere.so.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(main, ["chaos", "--nodes", "1,1", "--rounds", "1"])
+    assert result.exit_code == 1
+    assert "pip install 'moe_rt[ucx]'" in result.output
+    assert result.output.count("\n") == 1
 
 
 def report(raised: str, message: str = "", **changes: Any) -> dict[str, Any]:
