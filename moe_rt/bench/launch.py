@@ -19,6 +19,7 @@ from moe_rt.bench import over_nodes
 from moe_rt.bench.cases import Case
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
+from moe_rt.heap import ucx
 from moe_rt.nodes.cluster import Cluster
 from moe_rt.testing.endings import Signals
 from moe_rt.testing.programs import ONE_HOST, Program, running, wait
@@ -62,9 +63,11 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
 
     Raises:
         InvalidConfig: the case is of emulated nodes, and this process has not the rights to make them.
-        MissingPackage: the same, and a tool of the system is not here.
+        MissingPackage: the same, and a tool of the system is not here; or UCX, which every rank would say.
     """
     case = job.cases[0]
+    if case.heap == "ucx" and any(name.startswith("moe_rt") for name in job.contestants):
+        ucx.library()
     with (
         Signals(),
         _nodes(case) as cluster,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from dataclasses import replace
 
 import pytest
 
+from moe_rt.bench import launch
+from moe_rt.bench.cases import Case
 from moe_rt.bench.launch import RankFailed, listen
+from moe_rt.bench.rank import Job
+from moe_rt.errors import MissingPackage
+from moe_rt.heap import ucx
+from moe_rt.testing.host_info import cores
 from moe_rt.testing.programs import Program, running
 
 
@@ -27,3 +35,16 @@ def test_records_come_between_other_lines(capsys: pytest.CaptureFixture[str]) ->
         assert listen(processes, parts.append) == [{"a": 1}]
     assert parts == [0.5]
     assert capsys.readouterr().err == "of a library\n[1]\n"
+
+
+def test_ucx_is_asked_for_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where moe_rt takes part."""
+    monkeypatch.setattr(launch, "running", lambda programs: pytest.fail("ranks were started"))
+    monkeypatch.setattr(ucx, "_LIBRARY", "libnowhere.so.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    case = Case(heap="ucx", ranks=2, experts=4, topk=2, hidden=8, tokens=1)
+    job = Job([case], ["memcpy", "moe_rt"], cores(), iters=1, warmup=1, seed=0, cold=False)
+    with pytest.raises(MissingPackage, match=r"pip install 'moe_rt\[ucx\]'"):
+        launch.launch(job, None, recycle=False, progress=lambda part: None)
+    with pytest.raises(pytest.fail.Exception, match="ranks were started"):
+        launch.launch(replace(job, contestants=["memcpy"]), None, recycle=False, progress=lambda part: None)
