@@ -34,9 +34,9 @@ def queues(cluster: Cluster) -> list[str]:
 def test_a_limit_that_comes_and_goes(cluster: Cluster) -> None:
     before = queues(cluster)
     cluster.limit(1, "5mbit", "1ms")
-    assert all("rate 5Mbit" in queue for queue in queues(cluster))
+    assert all("rate 5Mbit" in queue and "lat 1ms" in queue for queue in queues(cluster))
     cluster.limit(1, "1mbit")
-    assert all("rate 1Mbit" in queue for queue in queues(cluster))
+    assert all("rate 1Mbit" in queue and "lat 50ms" in queue for queue in queues(cluster))
     cluster.unlimit(1)
     assert queues(cluster) == before
     with pytest.raises(InvalidConfig, match="rate: got 'fast'"):
@@ -73,6 +73,12 @@ def test_a_reboot(cluster: Cluster, dies: bool) -> None:
             assert run(cluster, 0, ["python3", "-c", "import socket; socket.create_connection(('node1', 7001))"]) == 0
         finally:
             server.kill()
+
+
+def test_a_reboot_while_somebody_holds_the_network_of_the_old_node(cluster: Cluster) -> None:
+    """As the kernel does for a while after its last process."""
+    with Path(f"/run/netns/{cluster.name}-node1").open():
+        cluster.reboot(1)
 
 
 def test_nobody_has_to_collect_an_init_process(cluster: Cluster) -> None:
