@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
 from forked_python import run_python
 from nodes.needs_nodes import new_cluster
 
+from moe_rt.chaos.misdeeds import misbehave
 from moe_rt.chaos.node_matrix import ROWS, committed
 from moe_rt.chaos.node_trials import judged
 from moe_rt.cli import main
+from moe_rt.errors import CapacityOverflow, InvalidRouting, MoeRtError
 from moe_rt.heap import ucx
+from moe_rt.testing.rounds import WrongOutput
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,3 +105,20 @@ def report(raised: str, message: str = "", **changes: Any) -> dict[str, Any]:
 def test_what_is_complained_of(of_rank_0: dict[str, Any], complaint: str) -> None:
     complaints = judged({0: of_rank_0}, [0], {"PeerDead"}, lambda rank: [1])
     assert complaints == [] if not complaint else complaints[0].startswith(complaint), complaints
+
+
+@pytest.mark.parametrize(
+    ("act", "right", "wrong"),
+    [("input", InvalidRouting, CapacityOverflow), ("overflow", CapacityOverflow, InvalidRouting)],
+)
+def test_what_is_not_refused_as_it_must_be_is_told(act: str, right: type[MoeRtError], wrong: type[MoeRtError]) -> None:
+    spec = SimpleNamespace(num_max_tokens_per_rank=4, num_experts=2, num_topk=1, hidden=8)
+
+    def dispatch_that(raises: MoeRtError | None) -> Any:
+        return SimpleNamespace(rank=0, spec=spec, dispatch=Mock(side_effect=raises, return_value=None))
+
+    misbehave(dispatch_that(right("as it must")), act, True, 0)
+    with pytest.raises(WrongOutput, match=f"{act}: None"):
+        misbehave(dispatch_that(None), act, True, 0)
+    with pytest.raises(WrongOutput, match=f"{act}: <class"):
+        misbehave(dispatch_that(wrong("the other one's")), act, True, 0)
