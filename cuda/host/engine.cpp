@@ -178,9 +178,10 @@ void Engine::set_stream_from() {
 
 Status Engine::fail(Status status) {
   if (status.ok() || is_refusal(status.code)) return status;
-  if (status.code == Code::kPoisoned) {
-    // pairs with poison: last words come before it
-    status = poisoned(load_acquire(world_.poison(world_.rank)), status);
+  // Who left because of a failure may look dead to a rank that finds its end before the word that it left of the cause.
+  if (status.code == Code::kPoisoned || status.code == Code::kPeerDead) {
+    const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
+    if (word != 0) status = poisoned(word, status);
   }
   // Also what another has found, who may not have lived to tell everyone.
   poison(status.code, status.peer);

@@ -12,7 +12,7 @@
 
 namespace moe_rt {
 
-class MappedNetwork final : public Network {
+class MappedNetwork : public Network {
  public:
   // [R] the address of each rank's segment; `rank` is this one.
   MappedNetwork(const std::vector<uint64_t>& segments, const Shape& shape, int rank)

@@ -57,6 +57,12 @@ def test_what_is_passed_on_may_take_a_quarter_longer() -> None:
     assert 1.0 < found.seconds < 1.05
 
 
+def test_who_left_because_of_a_failure_is_not_taken_for_its_cause() -> None:
+    """Rank 3 fails and says so to all; rank 2 hears it and is gone when rank 0 looks."""
+    found = wait("left", 1.0, 4, 0.1)
+    assert (found.code, found.peer) == (Code.POISONED, 3)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_long_wait_naps(machine: str) -> None:
     """All but the first milliseconds, which are for peers that are nearly there."""

@@ -1,8 +1,9 @@
 // Waits of a rank in a clock that moves by what they do: look, yield and nap. So it is by counting that a test learns
 // how long a wait lasts and for how much of it the core is left to others, and no machine is too slow for it.
 //
-// Usage: waiting cpu|gpu|nodes TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others
-// never. With "nodes" a CPU rank has half of the ranks on its node, and those of the other pass their signals on.
+// Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others
+// never. With "nodes" a CPU rank has half of the ranks on its node, and those of the other pass their signals on; with
+// "left" too, and the network loses them, since the last rank has failed: its word comes just before they are lost.
 // Prints the code that ends the op, the peer that it is for, how long the op took, and how much of that were naps.
 #include <sched.h>
 #include <time.h>
@@ -74,6 +75,20 @@ struct Gpu {
   void await_launch_before() const {}  // there is none
 };
 
+class LosingNetwork final : public MappedNetwork {
+ public:
+  LosingNetwork(const std::vector<uint64_t>& segments, const Shape& shape, uint64_t& poison)
+      : MappedNetwork(segments, shape, 0), poison_(poison), last_(shape.num_ranks - 1) {}
+  bool lost(int) const override {
+    poison_ = poison_word(Code::kInterrupted, last_, -1);
+    return true;
+  }
+
+ private:
+  uint64_t& poison_;
+  int last_;
+};
+
 Status wait_on_cpu(const EngineConfig& config) {
   Engine engine(config);
   return engine.refuse(Op::kDispatch, Code::kInvalidInput, 0, 0, 0);
@@ -93,7 +108,9 @@ Status wait_on_gpu(const World& world, double timeout_s) {
 
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
-  const bool on_nodes = std::strcmp(argv[1], "nodes") == 0, on_cpu = on_nodes || std::strcmp(argv[1], "cpu") == 0;
+  const bool leaves = std::strcmp(argv[1], "left") == 0;
+  const bool on_nodes = leaves || std::strcmp(argv[1], "nodes") == 0,
+             on_cpu = on_nodes || std::strcmp(argv[1], "cpu") == 0;
   const double timeout_s = std::atof(argv[2]);
   const int num_ranks = std::atoi(argv[3]);
   std::vector<int32_t> node_of;
@@ -113,7 +130,8 @@ int main(int argc, char** argv) {
   std::vector<int32_t> expert_rank(num_ranks);
   for (int r = 0; r < num_ranks; ++r) expert_rank[r] = r;
   std::vector<uint64_t> segments(num_ranks, uint64_t(segment));
-  const auto network = std::make_shared<MappedNetwork>(segments, shape, 0);
+  std::shared_ptr<Network> network = std::make_shared<MappedNetwork>(segments, shape, 0);
+  if (leaves) network = std::make_shared<LosingNetwork>(segments, shape, world.poison(0));
   for (int r = num_ranks / 2; r < num_ranks && on_nodes; ++r) segments[r] = 0;
   const int64_t start_ns = now_ns;
   const Status status = on_cpu ? wait_on_cpu({.shape = shape,
