@@ -29,13 +29,16 @@ from moe_rt.gpucheck.estimate import (
     op_us,
     steps_of,
 )
+from moe_rt.gpucheck.ring_estimate import estimate_ring
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.native.jit import compile_kernels
+from moe_rt.native.ring import RING_KERNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = "docs/cuda.md"
 ARCH = "sm_90a"
 TOKENS = (1, 128, 4096)
+FEW = (8, 16, 24)  # multiprocessors
 CODED = Variant("kernels.cu", "Bf16", 7168, 8, Codec.FP8)
 
 Codes = dict[bool, dict[str, MachineCode]]  # whether rows travel coded -> kernel -> what it does
@@ -95,6 +98,22 @@ def counted(steps: Steps) -> str:
     return f"{len(steps.memory)}, {len(steps.peers)}"
 
 
+def few_table() -> str:
+    """Launches of many rows on few multiprocessors: through registers, and through rings where those are used."""
+    numbers = " | ".join(f"{n} SMs" for n in FEW)
+    lines = [f"| Launch | rows go through | under way per SM | {numbers} |", "|---|---|---|" + "---|" * len(FEW)]
+    load = Load(TOKENS[-1])
+    for kernel in (kernel for launches in OPS.values() for kernel in launches):
+        for how, of in (("registers", estimate), ("rings", estimate_ring)):
+            if of is estimate_ring and kernel not in RING_KERNELS:
+                continue
+            every = [[of(kernel, load, machine, n) for machine in MACHINES] for n in FEW]
+            kib = every[0][0].bytes_per_sm / 1024
+            times = " | ".join(" / ".join(us(each.seconds) for each in of_few) for of_few in every)
+            lines.append(f"| `{kernel}` | {how} | {kib:g} KiB | {times} |")
+    return "\n".join(lines)
+
+
 def targets_table() -> str:
     """The launches of an op on an H200, next to what DeepEP publishes for eight."""
     (h200,) = (machine for machine in MACHINES if machine.name == "H200")
@@ -127,6 +146,7 @@ def generated(root: Path) -> str:
     text = (root / DOCUMENT).read_text()
     assert OPS.keys() >= {op for op, _ in TARGETS_US}
     text = with_section(text, "estimates:launches", launches_table())
+    text = with_section(text, "estimates:few", few_table())
     return with_section(text, "estimates:targets", targets_table())
 
 

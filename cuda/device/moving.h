@@ -25,4 +25,12 @@ MOE_RT_FN void move_vectors(const Group& group, int n, const char* src, Sink&& s
   }
 }
 
+// How rows move as they are: by lanes, through their registers. ring.h has the other way.
+struct ByLanes {
+  template <class Vector, class Group, class Sink>
+  MOE_RT_FN void move(const Group& group, int n, const char* src, Sink&& sink) const {
+    move_vectors<Vector>(group, n, src, sink);
+  }
+};
+
 }  // namespace moe_rt

@@ -17,6 +17,7 @@
 #include "../protocol/flat/dispatch.h"
 #include "../protocol/flat/pushing.h"
 #include "exchange.h"
+#include "ring.h"
 #include "rows.h"
 #include "scaled_rows.h"
 #include "sizes.h"
@@ -49,14 +50,22 @@ struct Launch {
   const World& w;
   const Control& c;
 
-  template <class Group>
-  MOE_RT_FN DeviceRows<Elem, Dims, Group> rows(const Group& group, Codec codec = Codec::kRaw) const {
-    return {dims, group, codec};
+  template <class Group, class Moving = ByLanes>
+  MOE_RT_FN DeviceRows<Elem, Dims, Group, Moving> rows(const Group& group, Codec codec = Codec::kRaw,
+                                                       const Moving& moving = {}) const {
+    return {dims, group, codec, moving};
   }
   template <class Group>
-  MOE_RT_FN DeviceScaledRows<Dims, Group> rows(const Group& group, const ScaledArgs& a) const {
+  MOE_RT_FN DeviceScaledRows<Dims, Group> rows(const Group& group, const ScaledArgs& a, const ByLanes& = {}) const {
     return {
         group, {a.code_bytes, a.scale_bytes}, static_cast<const char*>(a.scales), static_cast<char*>(a.recv_scales)};
+  }
+  // fn(group, rows), as with_groups: rows(group, kind), all of which are where they belong when it returns.
+  template <class Kind, class Fn>
+  MOE_RT_FN void with_rows(int first_block, int64_t num_rows, const Kind& kind, Fn&& fn) const {
+    with_groups(m, first_block, num_rows, [&](const auto& group) {
+      with_moving<Kind>(m, group, dims.num_topk(), [&](const auto& moving) { fn(group, rows(group, kind, moving)); });
+    });
   }
   // Gradients travel as they are.
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
@@ -83,8 +92,8 @@ struct Launch {
   // `kind` is what rows(group, kind) takes.
   template <class Kind>
   MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, const Kind& kind) const {
-    with_groups(m, first_block, num_tokens, [&](const auto& group) {
-      publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, rows(group, kind));
+    with_rows(first_block, num_tokens, kind, [&](const auto& group, const auto& moved) {
+      publish_rows(group, w, window, static_cast<const char*>(x), num_tokens, moved);
     });
   }
 
@@ -92,8 +101,8 @@ struct Launch {
   template <class Kind>
   MOE_RT_FN void push_tokens(int first_block, int window, const RoutingTables& tables, const ExpertIds& ids,
                              const DispatchArgs& a, const Kind& kind) const {
-    with_groups(m, first_block, a.num_tokens, [&](const auto& group) {
-      push_rows(group, dims, w, tables, ids, window, static_cast<const char*>(a.x), a.num_tokens, rows(group, kind));
+    with_rows(first_block, a.num_tokens, kind, [&](const auto& group, const auto& moved) {
+      push_rows(group, dims, w, tables, ids, window, static_cast<const char*>(a.x), a.num_tokens, moved);
     });
   }
   template <class Kind>
@@ -199,8 +208,7 @@ struct Launch {
   MOE_RT_FN void take(const DispatchArgs& a, uint64_t seq, int window, const Blocks& blocks, const Kind& kind) const {
     const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
                             plan(a.recv_plan)};
-    with_groups(m, 0, blocks.pull_start[w.shape.num_ranks], [&](const auto& group) {
-      const auto moved = rows(group, kind);
+    with_rows(0, blocks.pull_start[w.shape.num_ranks], kind, [&](const auto& group, const auto& moved) {
       const int corrupt_source = gather(group, dims, w, window, blocks, out, moved, m.link(group));
       clear_padding(group, w, blocks.ends, a.capacity, out.recv_x, out.recv_weights, moved);
       if (corrupt_source < 0) return;

@@ -46,7 +46,7 @@ struct VectorFormat {
   }
 };
 
-template <class Elem, class Dims, class Group>
+template <class Elem, class Dims, class Group, class Moving = ByLanes>
 struct DeviceRows {
   using Acc = typename Elem::Acc;
   static constexpr int kBytes = VectorBytes<Dims>::of(sizeof(Elem));
@@ -56,6 +56,7 @@ struct DeviceRows {
   Dims dims;
   Group group;
   Codec codec;
+  Moving moving;
 
   MOE_RT_FN int64_t tensor_row_bytes() const { return int64_t{dims.hidden()} * int64_t{sizeof(Elem)}; }
   MOE_RT_FN int64_t encoded_row_bytes() const { return codec_row_bytes(codec, dims.hidden(), sizeof(Elem)); }
@@ -75,7 +76,7 @@ struct DeviceRows {
       encode<AtMost<1>>(each_place, &src, one, 1);
       return;
     }
-    move_vectors<Vector>(group, num_vectors(), src, each_place);
+    moving.template move<Vector>(group, num_vectors(), src, each_place);
   }
 
   MOE_RT_FN void clear(char* to, int64_t row) const {
@@ -94,7 +95,7 @@ struct DeviceRows {
       decode<AtMost<1>>(&src, 1, each_row);
       return;
     }
-    move_vectors<Vector>(group, num_vectors(), src, each_row);
+    moving.template move<Vector>(group, num_vectors(), src, each_row);
   }
 
   // dst = sum of weights[i] * srcs[i]; sources that are nullptr add nothing.

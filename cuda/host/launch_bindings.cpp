@@ -3,13 +3,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "../device/exchange.h"
+#include "../device/ring.h"
 #include "../device/sizes.h"
 #include "../protocol/core/args.h"
 #include "arguments.h"
@@ -154,6 +157,18 @@ void bind_sizes(nb::module_& m) {
       .def_ro("mirrors", &NetworkLayout::mirrors)
       .def_ro("mirror_bytes", &NetworkLayout::mirror_bytes)
       .def_ro("bytes", &NetworkLayout::bytes);
+  nb::class_<RingMemory>(m, "RingMemory")
+      .def(
+          "__init__",
+          [](RingMemory* self, int64_t scratch_bytes, int64_t block_bytes, int32_t warps, int32_t num_topk) {
+            new (self) RingMemory(RingMemory::make(scratch_bytes, block_bytes, warps, num_topk));
+          },
+          nb::kw_only(), nb::arg("scratch_bytes"), nb::arg("block_bytes"), nb::arg("warps"), nb::arg("num_topk"))
+      .def_ro("at", &RingMemory::at)
+      .def_ro("bytes", &RingMemory::bytes)
+      .def_ro("piece", &RingMemory::piece)
+      .def_prop_ro("address", [](const RingMemory& ring) { return reinterpret_cast<Address>(&ring); });
+  m.attr("RING_LOADS") = kRingLoads;
   m.attr("MAX_SCRATCH_BYTES") = kScratchBytes;
   m.attr("WHOLE_TOKENS") = kWholeTokens;
   m.def("whole_tokens", whole_tokens, nb::arg("shape"));
@@ -194,17 +209,17 @@ static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "cuda
 // ended, for whose end its kernel waits by itself.
 constexpr LaunchAttribute kMayBeginEarly{.id = 6, .unused = 0, .value = {.allowed = 1}};
 
-// Queues kernels, each a function and its blocks, until the driver refuses one: how many are queued, and what it said of
+// Queues kernels, each a function, its blocks and their shared memory, until the driver refuses one: how many are queued, and what it said of
 // the next. All but the first may begin early, where there is a launch_kernel_ex. Other threads run Python meanwhile,
 // since a full queue waits for the device, on which a peer may wait for them.
 std::pair<int, int> launch(Address launch_kernel, Address launch_kernel_ex,
-                           const std::vector<std::pair<Address, unsigned>>& grids, unsigned threads,
-                           unsigned shared_bytes, Address stream, Address params) {
+                           const std::vector<std::tuple<Address, unsigned, unsigned>>& grids, unsigned threads,
+                           Address stream, Address params) {
   const nb::gil_scoped_release released;
   const auto call = reinterpret_cast<LaunchKernel>(launch_kernel);
   const auto call_ex = reinterpret_cast<LaunchKernelEx>(launch_kernel_ex);
   int queued = 0;
-  for (const auto& [function, blocks] : grids) {
+  for (const auto& [function, blocks, shared_bytes] : grids) {
     int refused;
     if (queued == 0 || !call_ex) {
       refused = call(at<void>(function), blocks, 1, 1, threads, 1, 1, shared_bytes, at<void>(stream), at<void*>(params),
@@ -228,7 +243,7 @@ void bind_launch(nb::module_& m) {
   bind_sizes(m);
   bind_window_selector(m);
   m.def("launch", launch, nb::arg("launch_kernel"), nb::arg("launch_kernel_ex"), nb::arg("grids"), nb::arg("threads"),
-        nb::arg("shared_bytes"), nb::arg("stream"), nb::arg("params"));
+        nb::arg("stream"), nb::arg("params"));
   m.def("device_state", [] {
     DeviceState state{};
     state.bad_entry = kNoBadEntry;

@@ -63,7 +63,7 @@ class Buffer(Observed):
         init_timeout_s: the same for making the buffer, in all its waits together.
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
         num_threads: host threads that run this rank's ops on the CPU.
-        num_sms: multiprocessors that an op's launches may fill on a GPU; None for as many as the heap allows.
+        num_sms: multiprocessors that an op's launches may fill on a GPU (docs/cuda.md); None for all the heap allows.
 
     Raises:
         InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.

@@ -8,8 +8,10 @@ from typing import Any
 
 from moe_rt.config.codec import Codec
 from moe_rt.gpucheck.sass import MachineCode
+from moe_rt.native.ring import RING_KERNELS
 
 NARROW = (1, 2)
+SHOWS_COPIES = "FENCE.VIEW.ASYNC.G"  # what lanes wrote to global memory, to bulk copies
 WHOLE_KERNELS = ("dispatch_whole", "combine_whole")  # kernels of buffers for very few tokens
 
 
@@ -27,6 +29,8 @@ class Limits:
         device_fences: at most; one counts blocks.
         barriers: of a block, at most.
         local: accesses to memory of a lane, at most.
+        copies: bulk copies into shared memory, and out of it, and fences that show them what lanes wrote to global
+            memory: of each as many at least.
     """
 
     load: tuple[int, int]
@@ -36,6 +40,7 @@ class Limits:
     store: int = 16
     device_fences: int = 0
     local: int = 0
+    copies: int = 0
 
 
 _RAW = {
@@ -84,6 +89,15 @@ LIMITS: dict[str, dict[Codec, dict[str, Limits]]] = {
     )
 }
 
+# Of kernels with rings, which move rows with scales, and add rows up, as the others do.
+_RINGED: dict[str, dict[str, Any]] = {name: {"copies": 1} for name in RING_KERNELS}
+_RINGED["combine_backward_send"] |= {"load": (16, 0), "store": 0}  # no row goes through registers
+RING_LIMITS: dict[str, dict[str, Limits]] = {
+    "sm_90a": _with(_RAW, **_RINGED),
+    "sm_100a": _with(_RAW_BLACKWELL, **_RINGED),
+    "sm_120a": _with(_RAW_BLACKWELL, **_RINGED | {"dispatch_receive": {"copies": 1, "local": 19}}),
+}
+
 
 def find_wrong(codes: Mapping[str, MachineCode], limits: Mapping[str, Limits]) -> list[str]:
     """What kernels miss of their limits; none may keep anything of a lane's in memory that has no limit for it."""
@@ -104,6 +118,11 @@ def _beyond(code: MachineCode, limits: Limits) -> list[str]:
         problems.append(f"got {got} loads of {width} bytes before the first use, expected {ahead} at least")
     if (widest := max(code.stores, default=0)) < limits.store:
         problems.append(f"got stores of at most {widest} bytes, expected {limits.store}")
+    for what in ("UBLKCP.S.G", "UBLKCP.G.S"):
+        if (number := code.copies.get(what, 0)) < limits.copies:
+            problems.append(f"got {number} bulk copies {what}, expected {limits.copies} at least")
+    if (number := code.fences.get(SHOWS_COPIES, 0)) < limits.copies:
+        problems.append(f"got {number} fences {SHOWS_COPIES}, expected {limits.copies} at least")
     counts = {
         "accesses of one or two bytes": (
             sum(of.get(n, 0) for of in (code.loads, code.stores) for n in NARROW),

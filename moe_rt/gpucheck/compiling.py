@@ -11,17 +11,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck.code_limits import LIMITS, WHOLE_KERNELS, Limits, find_wrong
+from moe_rt.gpucheck.code_limits import LIMITS, RING_LIMITS, WHOLE_KERNELS, Limits, find_wrong
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check, Table
-from moe_rt.native.gpu import Gpu
+from moe_rt.native.gpu import Gpu, has_bulk_copies
 from moe_rt.native.jit import Binary, compile_kernels, compile_ptx, source_dir
 from moe_rt.native.launcher import NETWORK_THREADS, THREADS
+from moe_rt.native.ring import RING_SOURCE
 
 NO_SPILLS_UP_TO_TOPK = 8
 NETWORK, WHOLE = "kernels_rdma.cu", "kernels_whole.cu"
-_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
+_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, RING_SOURCE: THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,22 @@ class Variant:
 
     def limited(self) -> bool:
         """Whether its machine code has limits of its own: those of the largest rows."""
-        return self.source in ("kernels.cu", WHOLE) and (self.elem, self.hidden, self.topk) == ("Bf16", 7168, 8)
+        return self.source in ("kernels.cu", WHOLE, RING_SOURCE) and (self.elem, self.hidden, self.topk) == (
+            "Bf16",
+            7168,
+            8,
+        )
 
     def limits(self, arch: str) -> dict[str, Limits]:
         """Of the kernels that are of this source alone."""
         limits = LIMITS[arch][self.codec] if self.limited() and arch in LIMITS else {}
+        if self.source == RING_SOURCE:
+            limits = RING_LIMITS.get(arch, {}) if self.limited() else {}
         return {name: of for name, of in limits.items() if (name in WHOLE_KERNELS) == (self.source == WHOLE)}
+
+    def is_for(self, arch: str) -> bool:
+        """Whether such a GPU has what the source needs."""
+        return self.source != RING_SOURCE or has_bulk_copies(arch)
 
     def cells(self) -> list[Any]:
         elem = self.elem if self.codec is Codec.RAW else f"{self.elem} {self.codec.name}"
@@ -64,6 +75,7 @@ VARIANTS = (
     *(Variant("kernels.cu", elem, 2048, 4) for elem in ("F32", "F16", "F64")),
     *(Variant("kernels.cu", "Bf16", 7168, 8, codec) for codec in (Codec.FP8, Codec.INT8)),
     *(Variant(WHOLE, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
+    Variant(RING_SOURCE, "Bf16", 7168, 8),
     Variant(NETWORK, "Bf16", 7168, 8),
     *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
 )
@@ -99,7 +111,7 @@ def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Ch
     present = [v for v in variants if (source_dir() / "device" / v.source).is_file()]
     if absent := sorted({v.source for v in variants} - {v.source for v in present}):
         check.say(f"no source {', '.join(absent)}")
-    jobs = [Job(variant, arch, cache=cache) for arch in archs for variant in present]
+    jobs = [Job(variant, arch, cache=cache) for arch in archs for variant in present if variant.is_for(arch)]
     jobs += [Job(LARGEST, arch, to_ptx=True) for arch in archs if LARGEST in present]
     begin = time.monotonic()
     results = list(_results(jobs, check.seconds))

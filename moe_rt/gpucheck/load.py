@@ -17,6 +17,7 @@ class Load:
     Attributes:
         raises: whether too many rows are an error rather than dropped, so that every rank looks at every count.
         num_sms: the most blocks of a launch; None for all that fit.
+        rings: whether rows go through shared memory where blocks are few (docs/cuda.md).
     """
 
     ranks: int
@@ -26,6 +27,7 @@ class Load:
     experts: int = 64
     raises: bool = False
     num_sms: int | None = None
+    rings: bool = True
 
     def buffer_kwargs(self) -> dict[str, Any]:
         return {

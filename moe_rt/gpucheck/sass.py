@@ -35,6 +35,7 @@ class MachineCode:
         local: accesses to local memory: spills, and arrays that found no registers.
         barriers: of a block.
         fences: by kind, such as MEMBAR.SC.GPU.
+        copies: in bulk, by kind: UBLKCP.S.G into shared memory, UBLKCP.G.S out of it.
         instructions: all.
     """
 
@@ -44,6 +45,7 @@ class MachineCode:
     local: int
     barriers: int
     fences: dict[str, int]
+    copies: dict[str, int]
     instructions: int
 
 
@@ -83,6 +85,7 @@ def _read(body: str) -> MachineCode:
     loads: Counter[int] = Counter()
     stores: Counter[int] = Counter()
     fences: Counter[str] = Counter()
+    copies: Counter[str] = Counter()
     ahead: Counter[int] = Counter()
     local = barriers = instructions = 0
     under_way: dict[int, int] = {}  # register -> the bytes of the load that fills it
@@ -95,6 +98,7 @@ def _read(body: str) -> MachineCode:
         barriers += opcode.startswith("BAR.SYNC")
         if name in ("MEMBAR", "FENCE"):
             fences[opcode] += 1
+        copies.update([opcode] if name == "UBLKCP" else [])
         registers = [int(register) for register in _REGISTER.findall(operands)]
         is_load = bool(_GLOBAL.match(f"{opcode}.")) and name.startswith("LD")
         used = registers[1:] if is_load else registers
@@ -112,7 +116,9 @@ def _read(body: str) -> MachineCode:
                 under_way.update((registers[0] + i, width) for i in range(max(1, width // 4)))
         elif _GLOBAL.match(f"{opcode}."):
             stores[_width(opcode)] += 1
-    return MachineCode(dict(loads), dict(stores), dict(ahead), local, barriers, dict(fences), instructions)
+    return MachineCode(
+        dict(loads), dict(stores), dict(ahead), local, barriers, dict(fences), dict(copies), instructions
+    )
 
 
 def _width(opcode: str) -> int:

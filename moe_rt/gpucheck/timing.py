@@ -16,6 +16,7 @@ from moe_rt.gpucheck.load import Load
 from moe_rt.gpucheck.overlap import add_overlap
 from moe_rt.gpucheck.profiles import kernels
 from moe_rt.gpucheck.steps import Check, Table
+from moe_rt.gpucheck.switches import rings
 from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.testing.rounds import WrongOutput
 from moe_rt.testing.thread_ranks import ThreadRanks, num_sms, torch_device
@@ -50,7 +51,7 @@ def add_loads(check: Check, runs: int) -> None:
     """Ops by events alone: few tokens on either side of one per block, few blocks, and every count looked at."""
     rows: list[list[Any]] = []
     for name, load in loads(check.device).items():
-        with check.part(name):
+        with check.part(name), rings(on=load.rings):
             spans, num_bytes = run_pairs(check.device, load, runs, check.seconds / 3)
             rates = [sum(num_bytes[part] for part in OPS[op]) / spans[op] / 1e9 for op in OPS]
             figures = [*(spans[op] * 1e6 for op in OPS), *rates]
@@ -65,7 +66,9 @@ def add_loads(check: Check, runs: int) -> None:
 def loads(device: Any) -> dict[str, Load]:
     """Where a launch has as many rows as blocks and where it has a few more, speed must not fall off a cliff."""
     few = {f"{tokens} tokens on 8 ranks": Load(8, tokens) for tokens in (128, 133)}
-    narrow = {f"{n or 'all'} blocks": Load(1, 4096, num_sms=n) for n in (8, 24, None) if (n or 0) <= num_sms(device)}
+    counts = [n for n in (8, 24) if n <= num_sms(device)]
+    narrow = {f"{n} blocks": Load(1, 4096, num_sms=n) for n in counts} | {"all blocks": Load(1, 4096)}
+    narrow |= {f"{n} blocks, rows in registers": Load(1, 4096, num_sms=n, rings=False) for n in counts}
     return few | narrow | {"capacity that raises": Load(8, 4096, raises=True)}
 
 

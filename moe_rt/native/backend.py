@@ -167,7 +167,14 @@ def make_engine(
 
     def make_on_gpu() -> CudaEngine:
         return CudaEngine(
-            spec, rendezvous.rank, segments, gpu, network=network, timeout_s=timeout_s, max_blocks=max_blocks
+            spec,
+            rendezvous.rank,
+            segments,
+            gpu,
+            network=network,
+            timeout_s=timeout_s,
+            max_blocks=max_blocks,
+            num_sms=options.num_sms,
         )
 
     return _make_all_or_none(rendezvous, make_on_gpu, segments, init_timeout_s)

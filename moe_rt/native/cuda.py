@@ -68,6 +68,7 @@ class CudaEngine(Engine):
     Args:
         network: symmetric memory for reaching unmapped peers, where there are any.
         max_blocks: of a launch that moves rows; see blocks_of_a_wait.
+        num_sms: as many, if the caller has said so.
 
     Raises:
         As Launcher.
@@ -86,10 +87,13 @@ class CudaEngine(Engine):
         network: Segments | None,
         timeout_s: float,
         max_blocks: int,
+        num_sms: int | None,
     ) -> None:
         super().__init__(spec, rank, gpu.device, timeout_s)
         self._segments, self._network, self._gpu = segments, network, gpu
-        self._launcher = Launcher(spec, rank, segments, network, gpu, timeout_s=timeout_s, max_blocks=max_blocks)
+        self._launcher = Launcher(
+            spec, rank, segments, network, gpu, timeout_s=timeout_s, max_blocks=max_blocks, num_sms=num_sms
+        )
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended: MoeRtError | None = None

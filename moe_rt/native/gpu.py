@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from moe_rt.extras import how_to_install
 _DRIVER_VERSION = 12000  # whose cuLaunchKernel this is, in cuda.h's way of counting
 # From which on drivers capture launches that depend on each other, and GPUs have them.
 _DEPENDENT_DRIVER, _DEPENDENT_ARCH = 12030, 90
+_BULK_ARCH = 90  # GPUs from which on copy between global and shared memory by themselves
 _DEPENDENT_OFF = "0"  # of MOE_RT_DEPENDENT_LAUNCHES
 # Of each kernel: its name, and how many blocks.
 Launches: TypeAlias = Sequence[tuple[str, int]]
@@ -54,6 +56,9 @@ class Gpu:
         # From 9.0 on the "a" target has the chip's own instructions; its code runs on that chip alone, as all ours.
         suffix = "a" if properties.major >= 9 else ""
         self.arch = f"sm_{properties.major}{properties.minor}{suffix}"
+        # Shared memory that a block may have for bulk copies; torch's own stubs do not know of it.
+        most = int(getattr(properties, "shared_memory_per_block_optin", 0))
+        self.bulk_bytes = most if has_bulk_copies(self.arch) else 0
         self._pending: list[tuple[torch.cuda.Event, Tensor]] = []
 
     def zeros(self, num_bytes: int) -> Tensor:
@@ -92,13 +97,28 @@ class Gpu:
         self._pending = [(event, kept) for event, kept in self._pending if not event.query()]
         self._pending.append((stream.record_event(), memory))
 
-    def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> Kernels:
-        """Compiles cuda/device/<source> for this device, or takes it from the cache, and loads it."""
+    def kernels(
+        self,
+        source: str,
+        defines: Mapping[str, str | int],
+        *,
+        nvshmem: bool = False,
+        own_shared: Mapping[str, int] | None = None,
+    ) -> Kernels:
+        """Compiles cuda/device/<source> for this device, or takes it from the cache, and loads it.
+
+        `own_shared` is the shared memory of a block of some kernels, by name, whatever a launch says.
+        """
         from moe_rt.native.jit import compile_kernels  # not needed by CPU ranks
 
         binary = compile_kernels(source, self.arch, defines, nvshmem=nvshmem)
         return CudaModule(
-            binary.cubin, list(binary.resources), self.device, nvshmem=nvshmem, dependent=waits_for_launches(self.arch)
+            binary.cubin,
+            list(binary.resources),
+            self.device,
+            nvshmem=nvshmem,
+            dependent=waits_for_launches(self.arch),
+            own_shared=own_shared or {},
         )
 
 
@@ -118,6 +138,11 @@ def why_there_is_none() -> str:
 def waits_for_launches(arch: str) -> bool:
     """Whether kernels for such a GPU wait by themselves for the launch before, and so may begin before it has ended."""
     return int(arch.removeprefix("sm_").rstrip("af")) >= _DEPENDENT_ARCH
+
+
+def has_bulk_copies(arch: str) -> bool:
+    """Whether such a GPU copies between global and shared memory by itself, as rings need it."""
+    return int(arch.removeprefix("sm_").rstrip("af")) >= _BULK_ARCH
 
 
 # How drivers say that they do not know such machine code.
@@ -141,10 +166,18 @@ class CudaModule:
     Args:
         dependent: of what is launched together, all but the first may begin before the one before has ended: these
             kernels wait for its end by themselves. Where the driver cannot, or MOE_RT_DEPENDENT_LAUNCHES=0, none does.
+        own_shared: as of Gpu.kernels.
     """
 
     def __init__(
-        self, cubin: bytes, names: list[str], device: torch.device, *, nvshmem: bool, dependent: bool = False
+        self,
+        cubin: bytes,
+        names: list[str],
+        device: torch.device,
+        *,
+        nvshmem: bool,
+        dependent: bool = False,
+        own_shared: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         from cuda.bindings import driver  # not needed by CPU ranks
 
@@ -161,7 +194,12 @@ class CudaModule:
             # Loading at the first launch may wait for the whole device, on which a peer's kernel may wait for us.
             for function in functions.values():
                 self._checked("cuFuncLoad", driver.cuFuncLoad(function))
-            self._functions = {name: int(function) for name, function in functions.items()}
+            for name, num_bytes in own_shared.items():
+                self._allow_shared(functions[name], num_bytes)
+            self._functions, self._own_shared = (
+                {name: int(function) for name, function in functions.items()},
+                own_shared,
+            )
             # An op's launches are one call of C++, which knows the driver by this address alone.
             self._launch_kernel = self._address_of(b"cuLaunchKernel")
             self._launch_kernel_ex = self._address_of(b"cuLaunchKernelEx") if dependent and self._may_depend() else 0
@@ -172,6 +210,10 @@ class CudaModule:
 
     def _address_of(self, call: bytes) -> int:
         return int(self._checked("cuGetProcAddress", self._driver.cuGetProcAddress(call, _DRIVER_VERSION, 0)[:2]))
+
+    def _allow_shared(self, function: Any, num_bytes: int) -> None:
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._checked("cuFuncSetAttribute", self._driver.cuFuncSetAttribute(function, attribute, num_bytes))
 
     def _may_depend(self) -> bool:
         if os.environ.get("MOE_RT_DEPENDENT_LAUNCHES") == _DEPENDENT_OFF:
@@ -210,9 +252,9 @@ class CudaModule:
             # A thread that torch has made, autograd's for one, may have a current device but no context yet.
             self._checked("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
             self._bound.context = self._context
-        grids = [(self._functions[name], blocks) for name, blocks in launches]
+        grids = [(self._functions[name], blocks, self._own_shared.get(name, shared_bytes)) for name, blocks in launches]
         queued, code = _engine.launch(
-            self._launch_kernel, self._launch_kernel_ex, grids, threads, shared_bytes, stream, ctypes.addressof(params)
+            self._launch_kernel, self._launch_kernel_ex, grids, threads, stream, ctypes.addressof(params)
         )
         if code:
             self._checked(launches[queued][0], (self._driver.CUresult(code),))

@@ -17,6 +17,7 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.heap.segments import Segments
 from moe_rt.native.dispatching import Args
 from moe_rt.native.gpu import Gpu, Launches
+from moe_rt.native.ring import RING_KERNELS, RING_SOURCE, ring_for
 
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
 THREADS = 512
@@ -47,9 +48,11 @@ class Launcher:
     Args:
         network: symmetric memory of `network_bytes`, where some peer's segment is not mapped.
         max_blocks: the most blocks of a launch that moves rows.
+        num_sms: as many, if the caller has said so.
 
     Attributes:
         whole: whether the buffer is for so few tokens that a dispatch or a combine is one launch of one block.
+        ring: through which rows move as they are; None where they go through registers.
 
     Raises:
         InvalidConfig: more experts than a block's shared memory has room for.
@@ -66,6 +69,7 @@ class Launcher:
         *,
         timeout_s: float,
         max_blocks: int,
+        num_sms: int | None,
     ) -> None:
         shape, placement = spec.shape(pushes=True), list(spec.placement.ranks)
         self.max_blocks, self._threads = max_blocks, THREADS if network is None else NETWORK_THREADS
@@ -76,7 +80,8 @@ class Launcher:
                 f"num_experts: got {spec.num_experts}, for which a block needs {self._shared_bytes} bytes of shared "
                 f"memory, expected at most {_engine.MAX_SCRATCH_BYTES}"
             )
-        links, mirror = _engine.Links(), [0] * spec.num_ranks
+        links: _engine.Links | _engine.RingMemory = _engine.Links()
+        mirror = [0] * spec.num_ranks
         if network is not None:
             layout = _engine.NetworkLayout(shape, max_blocks * self._threads // _WARP)
             links = _engine.Links(
@@ -117,13 +122,22 @@ class Launcher:
             tag=0,
             may_overflow=spec.overflow == "raise" and spec.capacity_factor is not None,
         )
+        source = "kernels.cu" if network is None else "kernels_rdma.cu"
+        self.ring: _engine.RingMemory | None = None
+        own_shared: dict[str, int] = {}
+        if self.whole:
+            source = "kernels_whole.cu"
+        elif network is None:
+            warps, scratch_bytes = self._threads // _WARP, self._shared_bytes
+            self.ring = ring_for(spec, num_sms, scratch_bytes=scratch_bytes, bulk_bytes=gpu.bulk_bytes, warps=warps)
+        if self.ring is not None:
+            source, links = RING_SOURCE, self.ring
+            own_shared = dict.fromkeys(RING_KERNELS, self.ring.at + self._threads // _WARP * self.ring.bytes)
         # As every kernel of cuda/device/entry_points.h takes them; the op's own come last, with each call.
         self._given = (world, self._control, links)
         self._params = (ctypes.c_void_p * (len(self._given) + 1))(*(a.address for a in self._given))
-        source = "kernels.cu" if network is None else "kernels_rdma.cu"
-        if self.whole:
-            source = "kernels_whole.cu"
-        self._kernels = gpu.kernels(source, kernel_defines(spec, self._threads), nvshmem=network is not None)
+        defines = kernel_defines(spec, self._threads)
+        self._kernels = gpu.kernels(source, defines, nvshmem=network is not None, own_shared=own_shared)
 
     def set_call(self, args: Args | _engine.EndArgs, tag: int) -> None:
         """The op's arguments, for the launches that follow."""

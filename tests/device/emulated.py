@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_rt.config.codec import Codec
 from moe_rt.native.gpu import Launches
+from moe_rt.native.ring import RING_SOURCE
 
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
 _CODECS = {codec.enumerator: codec for codec in Codec}
@@ -25,7 +26,8 @@ _CODECS = {codec.enumerator: codec for codec in Codec}
 def library(*defines: str) -> ctypes.CDLL:
     """The emulation; ranks that are threads ask for it at once, and get the same."""
     # Of constant sizes there are many libraries, and each runs a few rounds.
-    name, optimise = ("emulation_constants.cpp", "-O0") if defines else ("emulation.cpp", "-O1")
+    constants = any("MOE_RT_HIDDEN" in define for define in defines)
+    name, optimise = ("emulation_constants.cpp", "-O0") if constants else ("emulation.cpp", "-O1")
     source = Path(__file__).with_name(name)
     loaded = ctypes.CDLL(str(compile_program(source, optimise, "-shared", "-fPIC", *defines)))
     loaded.emulated_room.restype = ctypes.c_void_p
@@ -40,12 +42,13 @@ class EmulatedGpu:
         threads: lanes of a block, whatever the engine asks for; multiples of 32 have warps of 32 lanes.
         constants: sizes are constants of the code, as the just-in-time compiler makes them, and rows are moved in the
             widest vectors that divide them; a vector that is not aligned ends the process.
+        bulk_bytes: shared memory of a block for rings, which have room for 16 warps.
     """
 
     name, arch, uuid = "emulated", "none", "none"
 
-    def __init__(self, num_sms: int = 12, threads: int = 3, constants: bool = False) -> None:
-        self.device = torch.device("cpu")
+    def __init__(self, num_sms: int = 12, threads: int = 3, constants: bool = False, bulk_bytes: int = 0) -> None:
+        self.device, self.bulk_bytes = torch.device("cpu"), bulk_bytes
         self.num_sms, self.threads, self.constants = num_sms, threads, constants
         self.outlived: list[int] = []  # addresses of what was kept until the stream was done
         self._rooms: dict[str, int] = {}
@@ -80,27 +83,42 @@ class EmulatedGpu:
         with self._lock:  # one for all ranks
             return ctypes.c_void_p(self._rooms.setdefault(loaded._name, loaded.emulated_room(self.num_sms)))
 
-    def kernels(self, source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> EmulatedKernels:
-        return EmulatedKernels(self, defines, nvshmem)
+    def kernels(
+        self,
+        source: str,
+        defines: Mapping[str, str | int],
+        *,
+        nvshmem: bool = False,
+        own_shared: Mapping[str, int] | None = None,
+    ) -> EmulatedKernels:
+        return EmulatedKernels(self, source, defines, nvshmem, own_shared or {})
 
 
 class EmulatedKernels:
     _seeds = itertools.count(1)
 
-    def __init__(self, gpu: EmulatedGpu, defines: Mapping[str, str | int], nvshmem: bool) -> None:
-        self.gpu = gpu
+    def __init__(
+        self,
+        gpu: EmulatedGpu,
+        source: str,
+        defines: Mapping[str, str | int],
+        nvshmem: bool,
+        own_shared: Mapping[str, int],
+    ) -> None:
+        self.gpu, self._own_shared = gpu, own_shared
         self.network = nvshmem
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
         self.codecs = [_CODECS[str(defines.get(f"MOE_RT_{op}_CODEC", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
         constants = [f"-D{name}={value}" for name, value in defines.items()]
-        self._library = library(*ALIGNED, *constants) if gpu.constants else library()
+        ring = ["-DMOE_RT_EMULATED_RING"] if source == RING_SOURCE else []
+        self._library = library(*ALIGNED, *constants, *ring) if gpu.constants else library(*ring)
 
     def launch(
         self, launches: Launches, *, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
         for name, blocks in launches:
-            self._launch(name, blocks, shared_bytes, params)
+            self._launch(name, blocks, self._own_shared.get(name, shared_bytes), params)
 
     def _launch(self, name: str, blocks: int, shared_bytes: int, params: ctypes.Array[Any]) -> None:
         self.gpu.launched.append(name)

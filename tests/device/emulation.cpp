@@ -3,6 +3,7 @@
 
 #include "../../cuda/device/activation.h"
 #include "emulated_network.h"
+#include "emulated_ring.h"
 
 using namespace moe_rt;
 
@@ -65,7 +66,7 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
     const NetworkLinks links{memory, {segments, memory.segment}};
     launch_in_warps(links, blocks, threads, shared_bytes, seed, room, body);
   } else {
-    launch_in_warps(emulation::MappedLinks{}, blocks, threads, shared_bytes, seed, room, body);
+    launch_in_warps(emulation::mapped_links(params), blocks, threads, shared_bytes, seed, room, body);
   }
   return static_cast<int>(known);
 }

@@ -117,6 +117,7 @@ class Room {
 template <class Links, int kWarpLanes = 1>
 struct Machine {
   static constexpr bool kWarpsOnly = Links::kWarpsOnly;
+  static constexpr int kLanes = kWarpLanes;
   const Links& links;
   Block block_;
   WarpState* warp_;

@@ -1,5 +1,6 @@
 // The emulated GPU with sizes and types as constants of the code, defined as for the just-in-time compiler: rows are moved
 // in the widest vectors that divide them. Blocks are of whole warps, and all peers are mapped.
+#include "emulated_ring.h"
 #include "emulation.h"
 
 using namespace moe_rt;
@@ -13,7 +14,7 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
   const World& w = *static_cast<const World*>(params[0]);
   const Control& c = *static_cast<const Control*>(params[1]);
   uint32_t known = 1;
-  emulation::launch<32>(emulation::MappedLinks{}, blocks, threads, shared_bytes, seed, room, [&](const auto& m) {
+  emulation::launch<32>(emulation::mapped_links(params), blocks, threads, shared_bytes, seed, room, [&](const auto& m) {
     if (!emulation::run_body<Dims, MOE_RT_ELEM>(kernel, m, Dims{}, w, c, params[3])) store_relaxed(known, 0u);
   });
   return static_cast<int>(known);

@@ -47,6 +47,11 @@ def main() -> None:
     except LaunchFailed as error:
         print(error)
     launch_early(params)
+    roomy = {"roomy": 200 << 10}
+    module = CudaModule(
+        b"\x7fELF", ["abc", "roomy"], torch.device("cuda", 0), nvshmem=False, dependent=True, own_shared=roomy
+    )
+    module.launch([("abc", 1), ("roomy", 2)], threads=32, shared_bytes=7, stream=5, params=params)
     try:
         CudaModule(b"not machine code", [], torch.device("cuda", 0), nvshmem=False)
     except LaunchFailed as error:

@@ -19,10 +19,13 @@ CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
   return printf("function %s\n", name), 0;
 }
 CUresult cuFuncLoad(void* function) { return printf("load %lu\n", (unsigned long)function - 0x1000), 0; }
+CUresult cuFuncSetAttribute(void* function, int attribute, int value) {
+  return printf("set %lu attribute %d %d\n", (unsigned long)function - 0x1000, attribute, value), 0;
+}
 CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned shared, void* stream, void** params, void** extra) {
-  printf("launch %lu grid %u %u %u block %u %u %u shared %u stream %lu extra %d words", (unsigned long)function - 0x1000,
-         gx, gy, gz, bx, by, bz, shared, (unsigned long)stream, extra != 0);
+  printf("launch %lu grid %u %u %u block %u %u %u shared %u stream %lu extra %d words",
+         (unsigned long)function - 0x1000, gx, gy, gz, bx, by, bz, shared, (unsigned long)stream, extra != 0);
   for (int i = 0; i < 2; ++i) printf(" %lu", *(unsigned long*)params[i]);
   return printf("\n"), gx >= 1000 ? 1 : 0;  // CUDA_ERROR_INVALID_VALUE
 }
@@ -55,11 +58,17 @@ static struct {
   const char* name;
   void* function;
 } table[] = {
-    {"cuDriverGetVersion", (void*)cuDriverGetVersion}, {"cuInit", (void*)cuInit},
-    {"cuModuleLoadData", (void*)cuModuleLoadData},     {"cuModuleGetFunction", (void*)cuModuleGetFunction},
-    {"cuFuncLoad", (void*)cuFuncLoad},                 {"cuLaunchKernel", (void*)cuLaunchKernel},
-    {"cuGetErrorName", (void*)cuGetErrorName},         {"cuCtxGetCurrent", (void*)cuCtxGetCurrent},
-    {"cuCtxSetCurrent", (void*)cuCtxSetCurrent},       {"cuLaunchKernelEx", (void*)cuLaunchKernelEx},
+    {"cuDriverGetVersion", (void*)cuDriverGetVersion},
+    {"cuInit", (void*)cuInit},
+    {"cuModuleLoadData", (void*)cuModuleLoadData},
+    {"cuModuleGetFunction", (void*)cuModuleGetFunction},
+    {"cuFuncLoad", (void*)cuFuncLoad},
+    {"cuLaunchKernel", (void*)cuLaunchKernel},
+    {"cuGetErrorName", (void*)cuGetErrorName},
+    {"cuCtxGetCurrent", (void*)cuCtxGetCurrent},
+    {"cuCtxSetCurrent", (void*)cuCtxSetCurrent},
+    {"cuLaunchKernelEx", (void*)cuLaunchKernelEx},
+    {"cuFuncSetAttribute", (void*)cuFuncSetAttribute},
 };
 
 CUresult cuGetProcAddress_v2(const char* name, void** function, int version, unsigned long flags, int* status) {

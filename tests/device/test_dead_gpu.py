@@ -26,8 +26,8 @@ class DyingGpu(EmulatedGpu):
 
     dead = False
 
-    def kernels(self, source: str, defines: Any, *, nvshmem: bool = False) -> Any:
-        kernels = super().kernels(source, defines, nvshmem=nvshmem)
+    def kernels(self, source: str, defines: Any, **how: Any) -> Any:
+        kernels = super().kernels(source, defines, **how)
         launch = kernels.launch
 
         def refuse(launches: Any, **how: Any) -> None:

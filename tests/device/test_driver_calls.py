@@ -33,7 +33,7 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
     result = subprocess.run(command, env=stub, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    told = [line for line in lines if line.startswith(("function", "load", "launch", "context"))]
+    told = [line for line in lines if line.startswith(("function", "load", "launch", "context", "set"))]
     assert told == [
         "function abc",
         "function defgh",
@@ -57,6 +57,16 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
         "launch with attribute 6 of 1",
         "launch 2 grid 3 1 1 block 32 1 1 shared 7 stream 5 extra 0 words 41 43",
         *EARLY,
+        # One of whose kernels has shared memory of its own.
+        "function abc",
+        "function roomy",
+        "load 3",
+        "load 5",
+        "set 5 attribute 8 204800",
+        "context 77",
+        "launch 3 grid 1 1 1 block 32 1 1 shared 7 stream 5 extra 0 words 41 43",
+        "launch with attribute 6 of 1",
+        "launch 5 grid 2 1 1 block 32 1 1 shared 204800 stream 5 extra 0 words 41 43",
     ]
     section = "(docs/errors.md#launchfailed)"
     assert f"abc: got CUDA_ERROR_INVALID_VALUE from the CUDA driver, expected success {section}" in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from moe_rt.gpucheck import estimate
 from moe_rt.gpucheck.bandwidth import fewest_bytes
 from moe_rt.gpucheck.code_limits import LIMITS, Limits
 from moe_rt.gpucheck.estimate import MACHINES, STEPS, TARGETS_US, Load, op_us, rows_of
+from moe_rt.gpucheck.ring_estimate import estimate_ring, most_blocks
+from moe_rt.native.ring import RING_BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = next(machine for machine in MACHINES if machine.name == "H200")
@@ -105,6 +108,27 @@ def test_one_row_more_than_blocks_takes_little_longer() -> None:
 def test_few_blocks_have_less_under_way() -> None:
     few, all_of_them = (estimate.estimate("combine_receive", Load(4096), H200, n).rows_s for n in (8, None))
     assert few > 4 * all_of_them
+
+
+def test_rings_have_more_under_way_on_few_blocks() -> None:
+    """Up to the bytes that a multiprocessor moves, and those that the links do; what adds rows up stays as it is."""
+    load, blocks = Load(4096), 8
+    lanes = estimate.estimate("dispatch_receive", load, H200, blocks)
+    assert lanes.rows_s == pytest.approx(170 * 7 * 1.75e-6), "of a warp's rows, and of a lane's loads in a row"
+    ring = estimate_ring("dispatch_receive", load, H200, blocks)
+    assert ring.rows_s == pytest.approx(ring.memory_bytes / (blocks * 64 * 1.7e9))
+    assert (lanes.bytes_per_sm, ring.bytes_per_sm) == (32 << 10, 16 * 6 * 1536)
+    slow = replace(H200, clock=1e12, link=1e15, memory=1e15)
+    alone = estimate_ring("dispatch_receive", load, slow, blocks)
+    assert alone.rows_s == pytest.approx(-(-170 * 10 // 6) * 1.75e-6), "ten pieces of a row, six under way"
+    for kernel in ("combine_send", "combine_backward_receive"):
+        assert estimate_ring(kernel, load, H200, 8) == estimate.estimate(kernel, load, H200, 8)
+    assert estimate_ring("dispatch_receive", Load(4096, coded=True), H200, 8).bytes_per_sm == 64 << 10
+
+
+def test_rings_are_for_as_many_blocks_as_leave_links_idle() -> None:
+    assert [most_blocks(machine) for machine in MACHINES] == [18, 18, 39]
+    assert max(map(most_blocks, MACHINES)) == RING_BLOCKS
 
 
 def test_routing_counts_all_tokens_and_writes_its_own() -> None:

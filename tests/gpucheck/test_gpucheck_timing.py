@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from moe_rt.gpucheck.layers import LayerSizes
 from moe_rt.gpucheck.load import Load
 from moe_rt.gpucheck.profiles import RANGE, host_waits, kernels
 from moe_rt.gpucheck.steps import Check
+from moe_rt.native.ring import RING_VARIABLE
 from moe_rt.testing.rounds import WrongOutput
 
 HANG_S = 1800.0  # steps take a part of it
@@ -72,24 +74,35 @@ def test_latency_tables(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens on many ranks, few blocks, and capacity that raises; each with what is asked of a buffer."""
+    """Few tokens on many ranks, few blocks, with rings and without, and capacity that raises, as asked of a buffer."""
     found = timing.loads(gpu)
-    assert [(load.ranks, load.tokens, load.num_sms, load.raises) for load in found.values()] == [
-        (8, 128, None, False),
-        (8, 133, None, False),
-        (1, 4096, 8, False),
-        (1, 4096, 24, False),
-        (1, 4096, None, False),
-        (8, 4096, None, True),
+    assert [(load.ranks, load.tokens, load.num_sms, load.rings, load.raises) for load in found.values()] == [
+        (8, 128, None, True, False),
+        (8, 133, None, True, False),
+        (1, 4096, 8, True, False),
+        (1, 4096, 24, True, False),
+        (1, 4096, None, True, False),
+        (1, 4096, 8, False, False),
+        (1, 4096, 24, False, False),
+        (8, 4096, None, True, True),
     ]
     assert found["capacity that raises"].buffer_kwargs()["overflow"] == "raise"
-    small = {name: Load(min(2, f.ranks), 8, 64, 2, 4, f.raises, f.num_sms) for name, f in found.items()}
+    small = {name: Load(min(2, f.ranks), 8, 64, 2, 4, f.raises, f.num_sms, f.rings) for name, f in found.items()}
     monkeypatch.setattr(timing, "loads", lambda device: small)
+    run_pairs, switches = timing.run_pairs, set()
+
+    def recorded(device: Any, load: Load, *rest: Any) -> Any:
+        switches.add((load.rings, os.environ.get(RING_VARIABLE)))
+        return run_pairs(device, load, *rest)
+
+    monkeypatch.setattr(timing, "run_pairs", recorded)
     check = Check(gpu, seconds=HANG_S)
     timing.add_loads(check, 2)
     assert not check.failures
     (table,) = check.tables
     assert [row[0] for row in table.rows] == list(small)
+    assert switches == {(True, None), (False, "0")}
+    assert RING_VARIABLE not in os.environ
     assert all(figure > 0 for row in table.rows for figure in row[4:])
 
 

@@ -13,6 +13,7 @@ from moe_rt.gpucheck.code_limits import LIMITS, Limits, find_wrong
 from moe_rt.gpucheck.compiling import LARGEST, compile_all
 from moe_rt.gpucheck.sass import MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check
+from moe_rt.native.ring import RING_KERNELS, RING_SOURCE
 
 HEAD = '\t.section\t.text.{0},"ax",@progbits\n.text.{0}:\n'
 # Two loads are issued before R8 is needed; a third one waits for the first two; then one whose use is the next line.
@@ -61,6 +62,20 @@ def test_orders_and_memory_of_lanes() -> None:
     assert code.fences == {"MEMBAR.SC.SYS": 2, "MEMBAR.ALL.GPU": 1}
     assert (code.local, code.barriers) == (2, 1)
     assert (code.loads, code.stores) == ({8: 1}, {2: 1})
+
+
+def test_bulk_copies() -> None:
+    """Counted by their way; where a kernel must have them, with a fence that shows them global memory."""
+    text = "/*0000*/ UBLKCP.S.G [UR4], [UR6], UR8 ;\n/*0010*/ @P0 UBLKCP.G.S [UR6], [UR4], UR8 ;\n{}"
+    without, within = of(text.format("")), of(text.format("/*0020*/ FENCE.VIEW.ASYNC.G ;\n"))
+    assert without.copies == {"UBLKCP.S.G": 1, "UBLKCP.G.S": 1}
+    limits = {"small": Limits((16, 0), narrow=0, system_fences=0, barriers=0, store=0, copies=1)}
+    assert find_wrong({"small": within}, limits) == []
+    assert find_wrong({"small": without}, limits) == ["small: got 0 fences FENCE.VIEW.ASYNC.G, expected 1 at least"]
+    assert find_wrong({"small": of("/*0000*/ FENCE.VIEW.ASYNC.G ;\n")}, limits) == [
+        "small: got 0 bulk copies UBLKCP.S.G, expected 1 at least",
+        "small: got 0 bulk copies UBLKCP.G.S, expected 1 at least",
+    ]
 
 
 def test_kernels_are_told_apart() -> None:
@@ -137,6 +152,9 @@ def test_limits_are_those_of_the_gpu() -> None:
     coded = next(v for v in LIMITED if v.codec is Codec.FP8 and v.source == LARGEST.source)
     assert [coded.limits(arch)["dispatch_receive"].local for arch in LIMITS] == [0, 0, 0, 10]
     assert LARGEST.limits("sm_103a") == {}, "which nobody has looked at"
+    (ringed,) = (v for v in LIMITED if v.source == RING_SOURCE)
+    assert {name for name, of in ringed.limits("sm_100a").items() if of.copies} == set(RING_KERNELS)
+    assert [ringed.is_for(arch) for arch in LIMITS] == [False, True, True, True]
 
 
 def test_the_gate_fails_where_a_kernel_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

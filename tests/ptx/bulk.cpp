@@ -188,6 +188,7 @@ void ptx_mbarrier_arrive(Lane& lane, uint64_t address, uint32_t count, uint32_t 
 bool ptx_mbarrier_passed(Lane& lane, uint64_t address, uint32_t parity, bool acquire, int site) {
   Device& device = Device::get();
   Mbarrier& barrier = ptx::barrier_at(lane, address, site);
+  if (ptx::is_muted(lane, site)) return true;
   if ((barrier.phase & 1) == (parity & 1)) {
     lane.napped = true;
     device.pause(lane);
@@ -232,7 +233,7 @@ void ptx_copy_wait(Lane& lane, uint32_t groups, bool read, int site) {
   Device& device = Device::get();
   Started& mine = ptx::started(lane);
   lane.site = site;
-  if (mine.groups.size() <= groups) return;
+  if (ptx::is_muted(lane, site) || mine.groups.size() <= groups) return;
   const uint16_t until = mine.groups[mine.groups.size() - 1 - groups];
   while (device.flight.out_before(lane, until, read)) {
     lane.napped = true;
@@ -246,6 +247,7 @@ void ptx_copy_wait(Lane& lane, uint32_t groups, bool read, int site) {
 void ptx_show_copies(Lane& lane, bool shared, bool global, int site) {
   Device& device = Device::get();
   lane.site = site;
+  if (ptx::is_muted(lane, site)) return;
   const ptx::Clock all = device.knowledge(lane);
   ++lane.releases;
   if (global) device.learned(lane).show(all, ptx::kCopiesOfGlobal);
@@ -259,6 +261,7 @@ void ptx_show_copies(Lane& lane, bool shared, bool global, int site) {
 
 void ptx_show_barriers(Lane& lane, int site) {
   lane.site = site;
+  if (ptx::is_muted(lane, site)) return;
   for (auto& [at, barrier] : lane.block->mbarriers) {
     if (barrier.made.lane == lane.ids.tid) barrier.shown = true;
   }

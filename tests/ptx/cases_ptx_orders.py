@@ -10,19 +10,24 @@ from typing import Any
 import torch
 from conformance.cases_scaled_rows import PLAIN, make_scaled, open_buffer, play_scaled
 from device.test_network import closes_after_its_last_op, dispatches_in_a_row
+from device.test_ring import ring_rounds
 from harness import ThreadRanks
 from ptx.cases_ptx_failures import ACTS, outcomes_on
 from ptx.gpu import PtxGpu
+from ptx.isolated import run_on
 from ptx.modules import ptx_of
 from ptx.network import NetworkGpu
 from ptx.orders import Order, orders_of
+from ptx.ringed import RingGpu
 from ptx.test_ptx_failures import judge
 from rounds import CPU, full_round, one_round, rounds_in_a_row
 from routing import make_inputs, make_spec
 
+from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import MoeRtError
 from moe_rt.native import cuda
 from moe_rt.native.launcher import NETWORK_THREADS, THREADS, kernel_defines
+from moe_rt.native.ring import RING_SOURCE
 from moe_rt.testing.rounds import check_bits
 
 # Waits of each op that fail.
@@ -38,6 +43,13 @@ def _round(gpu: PtxGpu) -> None:
 def _fails(act: str) -> Callable[[PtxGpu], None]:
     def run(gpu: PtxGpu) -> None:
         judge(act, outcomes_on(gpu, act))
+
+    return run
+
+
+def _ringed(spec: BufferSpec, num_tokens: list[int]) -> Callable[[PtxGpu], None]:
+    def run(gpu: PtxGpu) -> None:
+        run_on(gpu, 2, ring_rounds, spec, num_tokens, 2)
 
     return run
 
@@ -151,9 +163,11 @@ class Kernels:
     source: str
     make: Callable[[], PtxGpu]
     cases: dict[str, Callable[[PtxGpu], None]]
+    hidden: int = 20
 
     def ptx(self) -> str:
-        return ptx_of(self.source, kernel_defines(make_spec(2), self.threads), nvshmem=self.is_network)
+        defines = kernel_defines(make_spec(2, hidden=self.hidden), self.threads)
+        return ptx_of(self.source, defines, nvshmem=self.is_network)
 
     @property
     def is_network(self) -> bool:
@@ -166,7 +180,17 @@ class Kernels:
 
 NETWORK_SPEC = make_spec(2, placement=[e % 2 for e in range(9)])
 NETWORK_ALIGNED = make_spec(2, placement=[e % 2 for e in range(9)], expert_alignment=16)
+RING_SPEC = make_spec(2, hidden=272, num_max_tokens_per_rank=70)
 KERNELS = {
+    "ring": Kernels(
+        RING_SOURCE,
+        RingGpu,
+        {
+            "a round": _ringed(make_spec(2, hidden=272), [12, 7]),
+            "rows that are pulled": _ringed(RING_SPEC, [70, 66]),
+        },
+        hidden=RING_SPEC.hidden,
+    ),
     "mapped": Kernels(
         "kernels.cu",
         PtxGpu,

@@ -1,4 +1,4 @@
-"""The barriers, fences, releases and acquires of a module's kernels, and which line of source asks for each."""
+"""The barriers, fences, releases, acquires and waits for copies of a module's kernels, and which line asks for each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _FILE = re.compile(r"\.file\s+(\d+) \"(.*)\"")
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?")
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 _ORDER = re.compile(
-    r"\s(griddepcontrol\.wait|bar\.sync|bar\.warp\.sync|fence\.acq_rel|atom\.\w+\.acq_rel|ld\.acquire|st\.release)\b"
+    r"(?:^|\s)(griddepcontrol\.wait|bar\.sync|bar\.warp\.sync|fence\.(?:acq_rel|proxy\.async|mbarrier_init)|atom\.\w+\.acq_rel|"
+    r"ld\.acquire|st\.release|cp\.async\.bulk\.wait_group|mbarrier\.try_wait)\b"
 )
 _CALL = re.compile(r"(nvshmem_quiet|nvshmem_fence)\b")  # which ends lines later
 # Whose lines say nothing of what is ordered.
-_BETWEEN = ("device/machine.h", "protocol/core/atomics.h")
+_BETWEEN = ("device/machine.h", "device/bulk.h", "protocol/core/atomics.h")
 _DEEPEST = 40
 _BARE = re.compile(r"\s*(coop|block|group_)\.sync\(\);")  # which the line before tells from others
 

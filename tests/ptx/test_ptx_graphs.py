@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,11 +27,13 @@ def replayed(size: int) -> None:
     ThreadRanks(size, gpu).run(capture_and_replay, gpu)
 
 
-def capture_and_replay(group: Any, gpu: PtxGpu) -> None:
-    spec = make_spec(group.size)
+def capture_and_replay(
+    group: Any, gpu: PtxGpu, changes: Mapping[str, Any] = MappingProxyType({}), num_sms: int | None = None
+) -> None:
+    spec = make_spec(group.size, **changes)
     tokens = [12 - 5 * r for r in range(group.size)]  # shapes are part of a graph
     rounds = [make_inputs(spec, tokens, seed, kind) for seed, kind in enumerate(["random", "topk", "one_expert"] * 2)]
-    with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
+    with Buffer(group, timeout_s=60.0, num_sms=num_sms, **buffer_kwargs(spec)) as buffer:
         rank = buffer.rank
         given = [each[rank].clone() for each in (rounds[0].xs, rounds[0].topk_idx, rounds[0].topk_weights)]
         with gpu.graph() as replay:

@@ -10,15 +10,16 @@ from ptx.orders_not_needed import NOT_NEEDED
 
 OPS = ("dispatch", "combine", "combine_backward")
 LAUNCHES = (*(f"{op}_{half}" for op in OPS for half in ("send", "wait", "receive")), "abort_group", "leave")
+WHICH = ("mapped", "network")  # of kernels with rings, what others lack, by test_ptx_ring.py
 ENTRIES = [
-    *((kernels, entry) for kernels in cases.KERNELS for entry in LAUNCHES),
+    *((kernels, entry) for kernels in WHICH for entry in LAUNCHES),
     ("network", "dispatch_fetch"),
 ]
 
 
 @pytest.fixture(scope="module")
 def reached() -> dict[str, dict[str, set[tuple[str, int]]]]:
-    return {kernels: isolated(cases.reached, kernels) for kernels in cases.KERNELS}
+    return {kernels: isolated(cases.reached, kernels) for kernels in WHICH}
 
 
 def is_needed(kernels: str, order: Order) -> bool:

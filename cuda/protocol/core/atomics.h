@@ -11,6 +11,7 @@
 //   exclusive use of an engine                   exchange_acquire with store_release                (host/exchange.h)
 //   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)
 //   report a failure to the host                 store_release with the host's look at the record   (device/exchange.h)
+//   let bulk copies read what lanes wrote        bulk_copies_fence behind an acquire                (device/ring.h)
 // Relaxed read-modify-writes collect bits and minima in scratch that a barrier publishes.
 #pragma once
 
@@ -125,6 +126,25 @@ MOE_RT_FN bool replace_acq_rel(T& word, T expected, T value) {
 MOE_RT_FN void network_fence() {
 #if defined(__CUDACC__)
   cuda::atomic_thread_fence(kAcqRel, cuda::thread_scope_system);
+#endif
+}
+
+// SYNC POINT bulk copies. They see what lanes have written behind this fence alone, by a lane that knows of it: it comes
+// after the acquire of wait_signal, whose pair is the peer's release, and a barrier of the block. Without it: 1. a peer
+// writes rows and releases the signal, 2. a lane here acquires it, 3. a bulk copy reads memory as it was before 1. Stores
+// of bulk copies need none: who has waited until they are complete sees them, so that its release tells of them. Without
+// `.global` machine code has a fence of shared memory alone.
+MOE_RT_FN void bulk_copies_fence() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// SYNC POINT barriers of bulk copies, which are made in shared memory. Without it: 1. a lane makes a barrier, 2. a copy that
+// it starts counts its bytes where the barrier is not yet.
+MOE_RT_FN void bulk_barriers_fence() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 

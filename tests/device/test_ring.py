@@ -1,0 +1,106 @@
+"""Rows that go through rings in shared memory: bits of the oracle on an emulated GPU, and when there are rings."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled import compile_program
+from conformance.cases_scaled_rows import PLAIN, make_scaled, open_buffer, play_scaled
+from device.emulated import EmulatedGpu
+from harness import ThreadRanks
+from rounds import CPU, one_round
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer, _engine
+from moe_rt.native import ring
+
+FP8 = torch.float8_e4m3fn
+# Rows of five pieces, of one and a bit of another, and of a part of one; others travel coded but for gradients.
+SPECS: dict[str, dict[str, Any]] = {
+    "fp32": dict(hidden=272),
+    "bf16, dropped": dict(dtype=torch.bfloat16, hidden=136, capacity_factor=0.4, overflow="drop"),
+    "fp16, aligned": dict(dtype=torch.float16, hidden=8, expert_alignment=16),
+    "fp64, rows of tokens": dict(dtype=torch.float64, hidden=34, layout="tokens"),
+    "coded": dict(dtype=torch.bfloat16, hidden=144, dispatch_dtype=FP8, combine_dtype=FP8),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of 256 bytes, fewer than it takes to have more under way than lanes have."""
+    monkeypatch.setattr(ring, "RING_LANES_BYTES", 0)
+
+
+def ringed(num_ranks: int, threads: int = 3) -> ThreadRanks:
+    return ThreadRanks(num_ranks, EmulatedGpu(threads=threads, bulk_bytes=48 << 10))
+
+
+def ring_rounds(group: Any, spec: Any, num_tokens: list[int], num_sms: int, kind: str = "random") -> None:
+    with Buffer(group, timeout_s=60.0, num_sms=num_sms, **buffer_kwargs(spec)) as buffer:
+        launcher: Any = buffer._engine._launcher  # type: ignore[attr-defined]
+        assert launcher.ring.piece == 256
+        for seed in (1, 2):
+            one_round(buffer, make_inputs(spec, num_tokens, seed, kind), seed)
+
+
+@pytest.mark.parametrize("changes", SPECS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_equal_to_the_oracle(num_ranks: int, changes: str) -> None:
+    spec = make_spec(num_ranks, **SPECS[changes])
+    ringed(num_ranks).run(ring_rounds, spec, [12, 0, 7][:num_ranks], 1)
+
+
+@pytest.mark.parametrize("kind", ["topk", "one_expert"])
+def test_few_blocks_and_many_rows(kind: str) -> None:
+    """Rings go round several times; from 129 tokens on lists, and from 65 on rows, are pulled."""
+    spec = make_spec(2, hidden=272, num_max_tokens_per_rank=150)
+    ringed(2).run(ring_rounds, spec, [150, 131], 2, kind)
+
+
+def test_warps_of_many_lanes_share_rows() -> None:
+    """One lane of each of two warps copies, and both take a row together where rows are few."""
+    ringed(2, threads=64).run(ring_rounds, make_spec(2, hidden=272), [12, 1], 2)
+
+
+def test_rows_with_scales_go_through_registers() -> None:
+    ringed(2).run(scaled_on_one_block, make_spec(2, hidden=PLAIN.num_codes, dtype=torch.bfloat16), [12, 7])
+
+
+def scaled_on_one_block(group: Any, spec: Any, num_tokens: list[int]) -> None:
+    inputs = make_inputs(spec, num_tokens, 1)
+    with open_buffer(group, spec, num_sms=1) as buffer:
+        play_scaled(buffer, inputs, make_scaled(PLAIN, num_tokens, 1), CPU, 1)
+
+
+def test_what_is_under_way() -> None:
+    """As many pieces as told, of one row after the other; a row is read once, however many places it goes to."""
+    program = compile_program(Path(__file__).with_name("ring.cpp"), "-O1")
+    result = subprocess.run([program], capture_output=True, text=True, timeout=3000)
+    assert result.returncode == 0, result.stdout
+    most, piece, read, written = map(int, result.stdout.split())
+    assert (most, piece) == (_engine.RING_LOADS, 1664)
+    assert (read, written) == (20 * 16000, 3 * 20 * 16000)
+
+
+def chosen(num_sms: int | None, bulk_bytes: int = 227 << 10, **changes: Any) -> Any:
+    return ring.ring_for(make_spec(8, **changes), num_sms, scratch_bytes=9000, bulk_bytes=bulk_bytes, warps=16)
+
+
+def test_when_there_are_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    large = dict(hidden=7168, dtype=torch.bfloat16, num_topk=8, num_experts=256)
+    assert chosen(8, **large).piece == 1536
+    assert ring.under_way(chosen(8, **large), 16) == 144 << 10
+    assert chosen(ring.RING_BLOCKS, **large) is not None
+    assert chosen(ring.RING_BLOCKS + 1, **large) is None
+    assert chosen(None, **large) is None, "nobody has asked for few blocks"
+    assert chosen(8, 99 << 10, **large) is not None, "compute capability 12.0 has less shared memory"
+    assert chosen(8, 48 << 10, **large) is None, "lanes have more under way than so small a ring"
+    assert chosen(8, 0, **large) is None, "compute capability 8.0 has no bulk copies"
+    assert chosen(8, **large | dict(hidden=7172)) is None, "16 bytes do not divide the row"
+    monkeypatch.setenv("MOE_RT_RING", "0")
+    assert chosen(8, **large) is None

@@ -1,0 +1,19 @@
+"""A GPU whose compiled kernels have small rings, so that short rows are of several pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ptx.gpu import PtxGpu
+
+from moe_rt.native import ring
+
+
+class RingGpu(PtxGpu):
+    """Slots of 256 bytes, fewer than it takes to have more under way than lanes have."""
+
+    bulk_bytes = 48 << 10
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        ring.RING_LANES_BYTES = 0
