@@ -6,10 +6,12 @@
 // places, so that a row is read once. A slot's places wait in the slot, while pieces of the next rows are on their way.
 //
 // `Copies` are the bulk copies of one lane (bulk.h; tests/device/emulated_ring.h):
-//   load(slot, to, from, bytes)    starts one into shared memory      await_load(slot, turn)   until that one is there
-//   store(to, from, bytes)         starts one out of it               commit()                 ends a group of stores
-//   await_reads<n>()               until all groups but the last n no longer need their slots
-//   await_stores()                 until all stores are there, and a release of this lane tells of them
+//   open(barriers, stride)            makes a barrier for each slot, and shows copies what peers have written
+//   load(barrier, to, from, bytes)    starts one into shared memory
+//   await_load(barrier, parity)       until that one is there; `parity` is that of the slot's turn
+//   store(to, from, bytes), commit()  starts one out of it; ends a group of these
+//   await_reads<n>()                  until all groups but the last n no longer need their slots
+//   await_stores()                    until all stores are there, and a release of this lane tells of them
 #pragma once
 
 #include "../protocol/core/codec.h"

@@ -209,9 +209,9 @@ static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "cuda
 // ended, for whose end its kernel waits by itself.
 constexpr LaunchAttribute kMayBeginEarly{.id = 6, .unused = 0, .value = {.allowed = 1}};
 
-// Queues kernels, each a function, its blocks and their shared memory, until the driver refuses one: how many are queued, and what it said of
-// the next. All but the first may begin early, where there is a launch_kernel_ex. Other threads run Python meanwhile,
-// since a full queue waits for the device, on which a peer may wait for them.
+// Queues kernels, each a function, its blocks and the shared memory of each, until the driver refuses one: how many are
+// queued, and what it said of the next. All but the first may begin early, where there is a launch_kernel_ex. Other threads
+// run Python meanwhile, since a full queue waits for the device, on which a peer may wait for them.
 std::pair<int, int> launch(Address launch_kernel, Address launch_kernel_ex,
                            const std::vector<std::tuple<Address, unsigned, unsigned>>& grids, unsigned threads,
                            Address stream, Address params) {
