@@ -56,7 +56,7 @@ struct DeviceRows {
   Dims dims;
   Group group;
   Codec codec;
-  Moving moving;
+  Moving moving{};
 
   MOE_RT_FN int64_t tensor_row_bytes() const { return int64_t{dims.hidden()} * int64_t{sizeof(Elem)}; }
   MOE_RT_FN int64_t encoded_row_bytes() const { return codec_row_bytes(codec, dims.hidden(), sizeof(Elem)); }
