@@ -13,6 +13,7 @@
 #include "../protocol/core/coop.h"
 #include "../protocol/core/link.h"
 #include "../protocol/core/window_selector.h"
+#include "../protocol/two_level/announcers.h"
 
 namespace moe_rt {
 
@@ -61,7 +62,8 @@ MOE_RT_FN Turn next_turn(const Control& c, Kind kind) {
 }
 
 // How a lane waits for its peers, one after the other, with one deadline for all: each with its own would make a launch
-// wait as many timeouts as a lane has silent peers.
+// wait as many timeouts as a lane has silent peers. Where what a peer announces is passed on, it looks at whoever does
+// that, and waits a quarter longer, so that whoever knows better speaks first.
 template <class Machine>
 class DeviceIdle {
  public:
@@ -69,15 +71,21 @@ class DeviceIdle {
       : machine_(m), world_(w), control_(c), kind_(kind), deadline_(m.clock_ns() + c.timeout_ns) {}
 
   MOE_RT_FN void watch(int peer) { peer_ = peer; }
+  MOE_RT_FN int announcer() const {
+    if constexpr (Machine::kTwoLevel) return announcer_of(world_, kind_, peer_);
+    return peer_;
+  }
 
   MOE_RT_FN Code pause(const Mailbox& mailbox, uint64_t seq) {
     if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
     if (++looks_ % kLookEvery == 0) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
       const Mailbox& others = world_.mailbox(world_.rank, other, peer_);
-      if (closed_before(mailbox, mailbox, seq)) return Code::kPeerClosed;
-      if (out_of_order(mailbox, seq, others, control_.state->seq[int(other)])) return Code::kCallOrderMismatch;
-      if (machine_.clock_ns() > deadline_) return Code::kPeerTimeout;
+      if (closed_before(world_.mailbox(world_.rank, kind_, announcer()), mailbox, seq)) return Code::kPeerClosed;
+      if (in_order() && out_of_order(mailbox, seq, others, control_.state->seq[int(other)])) {
+        return Code::kCallOrderMismatch;
+      }
+      if (machine_.clock_ns() > deadline()) return Code::kPeerTimeout;
     }
     machine_.nap();
     return Code::kOk;
@@ -85,6 +93,12 @@ class DeviceIdle {
 
  private:
   static constexpr uint32_t kLookEvery = 16;
+  // Of what is passed on, one kind may be told ahead of the other.
+  MOE_RT_FN bool in_order() const { return !Machine::kTwoLevel || announces_itself(world_, peer_); }
+  MOE_RT_FN int64_t deadline() const {
+    if constexpr (!Machine::kTwoLevel) return deadline_;
+    return announces_first(world_, kind_, peer_) ? deadline_ : deadline_ + control_.timeout_ns / 4;
+  }
   const Machine& machine_;
   const World& world_;
   const Control& control_;
@@ -94,15 +108,17 @@ class DeviceIdle {
   uint32_t looks_ = 0;
 };
 
-// Ends the group: the first failure of this rank is reported to the host and, unless it came from there, to all peers.
+// Ends the group: the first failure of this rank is reported to the host and to all peers, also what another has found,
+// who may not have lived to tell everyone.
 template <class Link>
 MOE_RT_FN void fail(const World& w, const Control& c, Status status, const Link& link) {
   if (!replace_acq_rel(c.state->failed, 0u, 1u)) return;
+  uint64_t word = poison_word(status.code, w.rank, status.peer);
   if (status.code == Code::kPoisoned) {
-    status = poisoned(load_relaxed(w.poison(w.rank)), status);
-  } else {
-    for (int r = 0; r < w.shape.num_ranks; ++r) link.poison(w, r, poison_word(status.code, w.rank, status.peer));
+    word = load_relaxed(w.poison(w.rank));
+    status = poisoned(word, status);
   }
+  for (int r = 0; r < w.shape.num_ranks; ++r) link.poison(w, r, word);
   c.record->status = status;
   store_release(c.record->reported, 1u);
 }
@@ -139,20 +155,27 @@ MOE_RT_FN void announce_to_all(const Machine& m, const World& w, const Control& 
   c.state->windows.take(kind);
 }
 
-// Runs send(window) on every block; the last block announces.
-template <class Machine, class Send, class Refuse>
-MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send,
-                     Refuse&& refuse) {
+// Whether this block is the last of its launch to come here, and so has behind it what all blocks have written; the same
+// on every lane.
+template <class Machine>
+MOE_RT_FN bool comes_last(const Machine& m, const Control& c) {
   const auto block = m.block();
-  const Turn turn = next_turn(c, kind_of(call.op));  // at once with what healthy loads: one trip to memory
-  if (!healthy(m, c)) return;
-  send(turn.window);
-  m.let_next_begin();
   streaming_store_fence();
   block.sync();
   if (block.rank() == 0) m.shared().flag = fetch_add_device(c.state->done, 1u) + 1 == uint32_t(m.num_blocks());
   block.sync();
-  if (!m.shared().flag) return;
+  return m.shared().flag != 0;
+}
+
+// Runs send(window) on every block; the last block announces.
+template <class Machine, class Send, class Refuse>
+MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send,
+                     Refuse&& refuse) {
+  const Turn turn = next_turn(c, kind_of(call.op));  // at once with what healthy loads: one trip to memory
+  if (!healthy(m, c)) return;
+  send(turn.window);
+  m.let_next_begin();
+  if (!comes_last(m, c)) return;
   announce_to_all(m, w, c, call, turn, load_relaxed(c.state->bad_entry), refuse);
 }
 
@@ -160,6 +183,8 @@ MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const C
 MOE_RT_FN uint64_t severity(const Status& s) {
   return s.ok() ? ~uint64_t{0} : uint64_t(0xffff - int(s.code)) << 32 | uint32_t(s.peer);
 }
+
+MOE_RT_FN Code code_of(uint64_t severity) { return Code(0xffff - int(severity >> 32)); }
 
 template <class Machine>
 MOE_RT_FN Status wait_for(DeviceIdle<Machine>& idle, const World& w, Kind kind, const Header& ours, int peer) {
@@ -170,10 +195,32 @@ MOE_RT_FN Status wait_for(DeviceIdle<Machine>& idle, const World& w, Kind kind, 
   return {.code = code,
           .op = op_of(ours),
           .phase = Phase::kWait,
-          .peer = peer,
+          .peer = idle.announcer(),
           .seq = ours.seq,
           .got = int64_t(load_relaxed(mailbox.signal)),
           .expected = int64_t(ours.seq)};
+}
+
+inline constexpr uint64_t kAllWell = ~uint64_t{0};
+
+// Waits for every peer that `heeds(peer)` names and judges what it says. `mine` is the worst that this lane has found;
+// returns that of all lanes by severity, or kAllWell, the same on every lane.
+template <class Machine, class Heeds>
+MOE_RT_FN uint64_t listen(const Machine& m, const World& w, const Control& c, Kind kind, const Header& ours,
+                          Status& mine, Heeds&& heeds) {
+  const auto block = m.block();
+  if (block.rank() == 0) m.shared().worst = kAllWell;
+  block.sync();
+  DeviceIdle<Machine> idle(m, w, c, kind);
+  const Range peers = strided(block, w.shape.num_ranks);
+  for (int64_t peer = peers.begin; peer < peers.end; peer += peers.step) {
+    if (!heeds(int(peer))) continue;
+    const Status s = wait_for(idle, w, kind, ours, int(peer));
+    if (severity(s) < severity(mine)) mine = s;
+  }
+  if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine));
+  block.sync();
+  return load_relaxed(m.shared().worst);
 }
 
 // Waits for every peer and judges all headers, then runs receive(seq, window); otherwise() where the op must be given up,
@@ -181,22 +228,9 @@ MOE_RT_FN Status wait_for(DeviceIdle<Machine>& idle, const World& w, Kind kind, 
 template <class Machine, class Receive, class Otherwise>
 MOE_RT_FN void wait_for_all(const Machine& m, const World& w, const Control& c, const Call& call, const Turn& turn,
                             Receive&& receive, Otherwise&& otherwise) {
-  const auto block = m.block();
-  const Kind kind = kind_of(call.op);
-  const Header ours = w.header(turn.seq, call);
-  if (block.rank() == 0) m.shared().worst = ~uint64_t{0};
-  block.sync();
   Status mine;
-  DeviceIdle<Machine> idle(m, w, c, kind);
-  const Range peers = strided(block, w.shape.num_ranks);
-  for (int64_t peer = peers.begin; peer < peers.end; peer += peers.step) {
-    const Status s = wait_for(idle, w, kind, ours, int(peer));
-    if (severity(s) < severity(mine)) mine = s;
-  }
-  if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine));
-  block.sync();
-  const uint64_t worst = load_relaxed(m.shared().worst);
-  if (worst == ~uint64_t{0}) {
+  const uint64_t worst = listen(m, w, c, kind_of(call.op), w.header(turn.seq, call), mine, [](int) { return true; });
+  if (worst == kAllWell) {
     receive(turn.seq, turn.window);
     return;
   }

@@ -6,7 +6,7 @@
 //   dispatch backward   combine_send           push, scalars     | combine_receive           wait, reduce, scalars
 //   combine backward    combine_backward_send  publish           | combine_backward_receive  wait, gather_grad
 // Between the two, `*_wait` may wait on one block: the blocks of a launch that finishes then find everything there.
-// whole_ops.h has ops in one launch.
+// whole_ops.h has ops in one launch, and forwarding.h what ranks do in between for those of other nodes.
 // A Machine has block(), shared(), scratch(), num_blocks(), block_index(), clock_ns(), nap(), link(), and groups of
 // lanes that move rows: warps(first), and warps(first, n) of n warps of a block each, over the launch's blocks from
 // `first` on. Neighbouring groups are of different blocks, so that a few rows are spread over all.
@@ -16,6 +16,7 @@
 #include "../protocol/flat/combine.h"
 #include "../protocol/flat/dispatch.h"
 #include "../protocol/flat/pushing.h"
+#include "../protocol/two_level/reduce.h"
 #include "exchange.h"
 #include "ring.h"
 #include "rows.h"
@@ -67,6 +68,15 @@ struct Launch {
       with_moving<Kind>(m, group, dims.num_topk(), [&](const auto& moving) { fn(group, rows(group, kind, moving)); });
     });
   }
+  // How the lanes of a group reach their peers in an op that uses this window.
+  template <class Group>
+  MOE_RT_FN auto link(const Group& group, [[maybe_unused]] int window) const {
+    if constexpr (Machine::kTwoLevel) {
+      return NodeLink{window};
+    } else {
+      return m.link(group);
+    }
+  }
   // Gradients travel as they are.
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
@@ -108,7 +118,7 @@ struct Launch {
   template <class Kind>
   MOE_RT_FN void send_tokens(int first_block, int window, const ExpertIds& ids, const DispatchArgs& a,
                              const Kind& kind) const {
-    if constexpr (!Machine::kWarpsOnly) {
+    if constexpr (!Machine::kWarpsOnly && !Machine::kTwoLevel) {
       if (pushes_rows(w, a.max_tokens)) return push_tokens(first_block, window, RoutingTables::of(w), ids, a, kind);
     }
     publish(first_block, window, a.x, a.num_tokens, kind);
@@ -142,6 +152,7 @@ struct Launch {
                               tiles,
                               lists,
                               a.send_plan,
+                              SlotRule<Machine::kTwoLevel>{w},
                               c.state->bad_entry};
       router.route(m.block_index(), routers);
     };
@@ -209,7 +220,7 @@ struct Launch {
     const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
                             plan(a.recv_plan)};
     with_rows(0, blocks.pull_start[w.shape.num_ranks], kind, [&](const auto& group, const auto& moved) {
-      const int corrupt_source = gather(group, dims, w, window, blocks, out, moved, m.link(group));
+      const int corrupt_source = gather(group, dims, w, window, blocks, out, moved, link(group, window));
       clear_padding(group, w, blocks.ends, a.capacity, out.recv_x, out.recv_weights, moved);
       if (corrupt_source < 0) return;
       const Status corrupt{
@@ -229,9 +240,9 @@ struct Launch {
     const Returned<Acc> in{p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                            static_cast<const Acc*>(a.grad_recv_weights)};
     with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
-      const auto link = m.link(group);
-      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), link);
-      link.flush();
+      const auto peers = link(group, window);
+      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), peers);
+      peers.flush();
     });
   }
 
@@ -240,10 +251,19 @@ struct Launch {
     finish(m, w, c, call_of(a, c.tag, plan(a.recv_plan)), receive, [] {});
   }
   MOE_RT_FN void add_partials(const CombineArgs& a, const int32_t* send_plan, int window) const {
-    with_groups(m, 0, a.num_tokens, [&](const auto& group) {
-      reduce(group, dims, w, window, send_plan, a.num_tokens, static_cast<char*>(a.out),
-             static_cast<Acc*>(a.grad_topk_weights), rows(group, combine_codec(a.op)), LocalPushed{});
-    });
+    auto* const out = static_cast<char*>(a.out);
+    auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
+    if constexpr (Machine::kTwoLevel) {
+      const auto group = m.warps(0);
+      const auto own_rows = rows(group, combine_codec(a.op));
+      reduce_nodes(group, dims, w, window, send_plan, a.num_tokens, out, grads, own_rows, own_rows,
+                   m.links.memory.scratch_of(group.index), LocalPushed{});
+    } else {
+      with_groups(m, 0, a.num_tokens, [&](const auto& group) {
+        reduce(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, combine_codec(a.op)),
+               LocalPushed{});
+      });
+    }
   }
 
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
@@ -260,7 +280,7 @@ struct Launch {
       const auto group = m.warps(0);
       gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                         static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
-                        m.link(group));
+                        link(group, window));
       clear_padding(group, w, p.ends, p.head->num_rows, static_cast<char*>(a.grad_y),
                     static_cast<Acc*>(a.grad_recv_weights), rows(group));
     };

@@ -2,8 +2,9 @@
 //
 // The protocol stays: a row that is needed is pulled into a staging row of the warp that wants it, a partial row is
 // summed there and put, and a signal is put last, set to the sequence number, after everything before it has arrived.
-// Route lists, which many warps read, are copied once by dispatch_fetch. `Net` is NVSHMEM's device interface, or a
-// test's; every call names remote memory by the own symmetric address of the same place.
+// Route lists, which many warps read, are copied once by dispatch_fetch. forwarding.h has what goes in two levels. `Net`
+// is NVSHMEM's device interface, copies (mapped_net.h), or a test's; every call names remote memory by the own symmetric
+// address of the same place.
 #pragma once
 
 #include "ops.h"
@@ -14,7 +15,7 @@ template <class Net, class Group>
 class RdmaLink {
  public:
   MOE_RT_FN RdmaLink(const Net& net, const NetworkMemory& memory, const Group& group)
-      : net_(net), memory_(memory), group_(group), row_(memory.staging + group.index * memory.row_bytes) {}
+      : net_(net), memory_(memory), group_(group), row_(memory.scratch_of(group.index)) {}
 
   MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset, int64_t bytes) const {
     if (w.base[peer]) return w.at<const char>(peer, offset);
@@ -103,7 +104,7 @@ class RdmaSignals {
 
 template <class Net>
 struct RdmaLinks {
-  static constexpr bool kWarpsOnly = true;
+  static constexpr bool kWarpsOnly = true, kTwoLevel = false;
   NetworkMemory memory;
   Net net;
   MOE_RT_FN RdmaSignals<Net> link() const { return {net, memory}; }

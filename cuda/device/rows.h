@@ -60,6 +60,14 @@ struct DeviceRows {
 
   MOE_RT_FN int64_t tensor_row_bytes() const { return int64_t{dims.hidden()} * int64_t{sizeof(Elem)}; }
   MOE_RT_FN int64_t encoded_row_bytes() const { return codec_row_bytes(codec, dims.hidden(), sizeof(Elem)); }
+  MOE_RT_FN bool coded() const { return codec != Codec::kRaw; }
+  // Before lanes read a row that they have written, or write it again: of a row that is not coded each has its own pieces.
+  MOE_RT_FN void meet() const {
+    if (codec != Codec::kRaw) group.sync();
+  }
+  MOE_RT_FN void encode(char* dst, const char* src) const {
+    publish_to(src, 0, [&](auto&& put) { put(dst); });
+  }
   MOE_RT_FN int num_vectors() const { return dims.hidden() / kElems; }
   MOE_RT_FN static Acc element(const char* row, int i) { return reinterpret_cast<const Elem*>(row)[i].wide(); }
   MOE_RT_FN static const Vector* vectors(const char* row) { return reinterpret_cast<const Vector*>(row); }

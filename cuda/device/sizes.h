@@ -64,22 +64,25 @@ MOE_RT_FN int64_t scratch_bytes(const World& w, int32_t lanes) {
 struct NetworkMemory {
   char* segment;
   Header* outbox;  // [kinds][R][2] headers on their way
-  char* staging;   // a row for each warp of a launch
-  int64_t row_bytes;
+  char* staging;   // rows for each warp of a launch
+  int64_t warp_bytes;
+  MOE_RT_FN char* scratch_of(int64_t warp) const { return staging + warp * warp_bytes; }
 };
 static_assert(sizeof(NetworkMemory) == 32, "the host's layout");
 
 // Symmetric memory that reaching unmapped peers takes: headers on their way, a staging row for each warp of a launch,
-// and for each peer room for what its route lists say.
+// and for each peer room for what its route lists say. In two levels a warp has two rows, a sum and its codes, and lists
+// are staged in the segments.
 struct NetworkLayout {
-  int64_t staging, mirrors, mirror_bytes, bytes;  // the headers are at 0
+  int64_t staging, warp_bytes, mirrors, mirror_bytes, bytes;  // the headers are at 0
 
   MOE_RT_FN static NetworkLayout make(const Shape& s, int64_t num_warps) {
     const Layout::Window window = Layout::make(s).window[0];
     NetworkLayout n{};
     n.staging = round_up(int64_t{kNumKinds} * s.num_ranks * 2 * int64_t{sizeof(Header)}, kPage);
-    n.mirrors = round_up(n.staging + num_warps * s.row_bytes(), kPage);
-    n.mirror_bytes = window.tokens - window.counts;
+    n.warp_bytes = s.two_level() ? 2 * s.row_bytes() : s.row_bytes();
+    n.mirrors = round_up(n.staging + num_warps * n.warp_bytes, kPage);
+    n.mirror_bytes = s.two_level() ? 0 : window.tokens - window.counts;
     n.bytes = n.mirrors + s.num_ranks * n.mirror_bytes;
     return n;
   }

@@ -60,6 +60,7 @@ MOE_RT_FN void dispatch_whole(const Launch<Dims, Elem, Machine>& launch, const D
                           Tiles::view(m.scratch(), w.shape, kWholeTokens),
                           lists,
                           a.send_plan,
+                          SlotRule<false>{w},
                           m.shared().bad_entry};
   router.route(0, 1);
   streaming_store_fence();

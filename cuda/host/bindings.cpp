@@ -108,6 +108,13 @@ NB_MODULE(_engine, m) {
       .def(
           "tokens_at", [](const Shape& s, int window) { return Layout::make(s).window[window].tokens; },
           nb::arg("window"))
+      .def(
+          "staged_at",
+          [](const Shape& s, int served_at) {
+            const Layout::Staged staged = Layout::make(s).staged;
+            return staged.lists + served_at * staged.bytes;
+          },
+          nb::arg("served_at"))
       .def("segment_bytes", [](const Shape& s) { return Layout::make(s).bytes; })
       .def(
           "recv_plan_ints", [](const Shape& s, int num_local) { return RecvPlan::num_ints(s, num_local); },

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "../protocol/two_level/announcers.h"
 #include "exchange.h"
 #include "plan_mark.h"
 #include "recording.h"
@@ -108,14 +109,14 @@ Status Engine::wait_for(Pending& op, bool first_ones) {
   op.idle.resume(start);
   int64_t before = 0;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
-    if (first_ones && !nodes_.is_first(kind, peer)) continue;
+    if (first_ones && !announces_first(world_, kind, peer)) continue;
     const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
-    const int announcer = nodes_.announcer(kind, peer);
+    const int announcer = announcer_of(world_, kind, peer);
     op.idle.watch({.peer = peer,
                    .announcer = announcer,
                    .process = config_.watches.empty() ? -1 : config_.watches[announcer],
-                   .passed_on = !nodes_.is_first(kind, peer),
-                   .in_order = nodes_.announces_itself(peer)});
+                   .passed_on = !announces_first(world_, kind, peer),
+                   .in_order = announces_itself(world_, peer)});
     const Code code = wait_signal(mailbox, ours.seq, op.idle);
     const int64_t arrival = nanoseconds(start, Clock::now()), waited = arrival - before;
     before = arrival;
@@ -149,7 +150,7 @@ Status Engine::judge_headers(const Header& ours, bool first_ones) const {
   const Kind kind = kind_of(op_of(ours));
   Status worst;
   for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
-    if (first_ones && !nodes_.is_first(kind, peer)) continue;
+    if (first_ones && !announces_first(world_, kind, peer)) continue;
     const Status s = check_header(world_.mailbox(world_.rank, kind, peer).header[ours.seq & 1], ours, peer);
     if (s.code > worst.code) worst = s;
   }

@@ -69,7 +69,7 @@ class Forwarder : public FarNetwork {
   Status stage(const World& w, int window, int32_t* forwards, int64_t row_bytes, HostIdle& idle) {
     const std::vector<int32_t>& served = tables_.served();
     const Layout::Window& o = w.layout.window[window];
-    const bool few = o.tokens - o.counts <= kFewBytes;  // all lists in one trip
+    const bool few = lists_in_one_trip(w);
     for (const int s : served) network().get(s, o.counts, lists_[s], (few ? o.tokens : o.pulls) - o.counts);
     if (const Status status = settle(served, Phase::kGather, idle); !status.ok()) return status;
     for (const int s : served) {
@@ -81,7 +81,7 @@ class Forwarder : public FarNetwork {
     if (const Status status = few ? Status{} : settle(served, Phase::kGather, idle); !status.ok()) return status;
     for (size_t i = 0; i < served.size(); ++i) {
       int32_t* const marks = forwards + int64_t(i) * w.shape.num_max_tokens;
-      if (!mark_tokens<Weight>(w, served[i], window, marks))
+      if (!mark_tokens<Weight>(Solo{}, w, served[i], window, marks))
         return failed(Code::kCorruptPeer, Phase::kGather, served[i]);
     }
     return stage_rows(w, window, forwards, row_bytes, idle);
@@ -91,11 +91,7 @@ class Forwarder : public FarNetwork {
   Status stage_rows(const World& w, int window, const int32_t* forwards, int64_t row_bytes, HostIdle& idle) {
     const auto to = [&](int s) { return w.at<char>(w.rank, staged(w, s) + w.layout.staged.rows); };
     RowGetter rows(w, network(), window, row_bytes, to);
-    for (const int s : tables_.served()) {
-      for (int32_t t = 0; t < w.shape.num_max_tokens; ++t) {
-        if (*forwards++ > 0) rows.get(s, t);
-      }
-    }
+    for_wanted(Solo{}, w, forwards, [&](int64_t, int source, int32_t token) { rows.get(source, token); });
     rows.end();
     return settle(tables_.served(), Phase::kGather, idle);
   }
@@ -105,30 +101,13 @@ class Forwarder : public FarNetwork {
   template <class Coop, class Rows>
   void send_sums(const Coop& coop, const World& w, int window, const int32_t* forwards, const Rows& rows, bool scalars,
                  char* sum) {
-    const Shape& s = w.shape;
-    const char* partials[kMaxTopk];
-    const int64_t tokens = s.num_max_tokens;
-    const Range share = coop.share(int64_t(tables_.served().size()) * tokens);
-    for (int64_t i = share.begin; i < share.end; i += share.step) {
-      if (forwards[i] == 0) continue;
-      const int to = tables_.served()[i / tokens];
-      const int64_t token = i % tokens, far = Nodes::far_index(tables_.own(), tables_.view().node_of[to]);
-      for (int slot = 0; slot < forwards[i]; ++slot) {
-        const int64_t home = w.partial_row(window, token, slot);
-        partials[slot] = NodeLink{window}.target_row(w, to, home);
-      }
-      const char* const row = sum_node(partials, forwards[i], rows, sum, sums_.start() + i * s.row_bytes());
-      network().put(to, w.partial_row(window, token, s.num_node_slots() + far), row, rows.encoded_row_bytes());
-      if (!scalars) continue;
-      const int64_t bytes = int64_t{s.num_topk} * s.acc_bytes;
-      network().put(to, w.far_scalar(window, token, 0, far),
-                    w.at<char>(w.rank, w.layout.window[window].forwarded_scalars + i * bytes), bytes);
-    }
+    const auto coded = [&](int64_t i) { return sums_.start() + i * w.shape.row_bytes(); };
+    moe_rt::send_sums<RuntimeDims>(
+        coop, w, window, forwards, rows, scalars, sum, coded,
+        [&](int to, int64_t offset, const char* row, int64_t bytes) { network().put(to, offset, row, bytes); });
   }
 
  private:
-  static constexpr int64_t kFewBytes = 16 << 10;
-
   static int64_t staged(const World& w, int source) {
     return w.layout.staged.lists + w.nodes.served_at[source] * w.layout.staged.bytes;
   }

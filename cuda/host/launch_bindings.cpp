@@ -16,6 +16,7 @@
 #include "../device/sizes.h"
 #include "../protocol/core/args.h"
 #include "arguments.h"
+#include "node_tables.h"
 #include "placement.h"
 #include "plan_mark.h"
 
@@ -28,10 +29,11 @@ constexpr int moe_rt::kSetLater<DispatchArgs> = 1;
 
 namespace {
 
-// RdmaLinks of the network kernels: how the network is called is an empty struct there, and takes a word.
+// RdmaLinks and NodeLinks of the kernels: how the network is called is an empty struct there, or that of mapped_net.h.
 struct Links {
   NetworkMemory memory;
-  uint64_t net;
+  char* const* segments;
+  char* mine;
 };
 
 void bind_ops(nb::module_& m) {
@@ -85,11 +87,27 @@ void bind_plan(nb::module_& m) {
 
 // What a launch is given besides the op's own arguments.
 void bind_group(nb::module_& m) {
+  nb::class_<Nodes>(m, "Nodes")
+      .def("__init__", [](Nodes* self) { new (self) Nodes{}; })
+      .def(
+          "__init__",
+          [](Nodes* self, int own, int num_served, Address node_of, Address forwarder, Address served_at,
+             Address served, Address serving) {
+            new (self) Nodes{own,
+                             num_served,
+                             at<int32_t>(node_of),
+                             at<int32_t>(forwarder),
+                             at<int32_t>(served_at),
+                             at<int32_t>(served),
+                             at<int32_t>(serving)};
+          },
+          nb::kw_only(), nb::arg("own"), nb::arg("num_served"), nb::arg("node_of"), nb::arg("forwarder"),
+          nb::arg("served_at"), nb::arg("served"), nb::arg("serving"));
   nb::class_<World>(m, "World")
       .def(
           "__init__",
           [](World* self, const Shape& shape, int rank, uint64_t config_hash, Address position, Address owner,
-             Address rank_first, Address entries, Address base, Address mirror) {
+             Address rank_first, Address entries, Address base, Address mirror, const Nodes& nodes) {
             new (self) World{.shape = shape,
                              .layout = Layout::make(shape),
                              .placement = {.position = at<int32_t>(position),
@@ -100,10 +118,12 @@ void bind_group(nb::module_& m) {
                              .mirror = at<char*>(mirror),
                              .rank = rank,
                              .config = config_hash,
-                             .plan_mark = new_plan_mark()};
+                             .plan_mark = new_plan_mark(),
+                             .nodes = nodes};
           },
           nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("position"),
-          nb::arg("owner"), nb::arg("rank_first"), nb::arg("entries"), nb::arg("base"), nb::arg("mirror"))
+          nb::arg("owner"), nb::arg("rank_first"), nb::arg("entries"), nb::arg("base"), nb::arg("mirror"),
+          nb::arg("nodes"))
       .def_prop_ro("address", [](const World& w) { return reinterpret_cast<Address>(&w); });
   bind_arguments<Control>(m, "Control", Field{"state", &Control::state}, Field{"record", &Control::record},
                           Field{"timeout_ns", &Control::timeout_ns}, Field{"tag", &Control::tag},
@@ -112,15 +132,16 @@ void bind_group(nb::module_& m) {
   nb::class_<Links>(m, "Links")
       .def(
           "__init__",
-          [](Links* self, Address segment, Address outbox, Address staging, int64_t row_bytes) {
+          [](Links* self, Address segment, Address outbox, Address staging, int64_t warp_bytes, Address segments) {
             new (self) Links{.memory = {.segment = at<char>(segment),
                                         .outbox = at<Header>(outbox),
                                         .staging = at<char>(staging),
-                                        .row_bytes = row_bytes},
-                             .net = 0};
+                                        .warp_bytes = warp_bytes},
+                             .segments = at<char*>(segments),
+                             .mine = at<char>(segment)};
           },
           nb::kw_only(), nb::arg("segment") = 0, nb::arg("outbox") = 0, nb::arg("staging") = 0,
-          nb::arg("row_bytes") = 0)
+          nb::arg("warp_bytes") = 0, nb::arg("segments") = 0)
       .def_prop_ro("address", [](const Links& links) { return reinterpret_cast<Address>(&links); });
 }
 
@@ -146,6 +167,12 @@ void bind_sizes(nb::module_& m) {
       .def_ro("owner", &PlacementTables::owner)
       .def_ro("rank_first", &PlacementTables::rank_first)
       .def_ro("entries", &PlacementTables::entries);
+  nb::class_<NodeTables>(m, "NodeTables")
+      .def(nb::init<const std::vector<int32_t>&, int>(), nb::arg("node_of"), nb::arg("rank"))
+      .def_prop_ro("served", &NodeTables::served)
+      .def_prop_ro("forwarders", &NodeTables::forwarders)
+      .def_prop_ro("served_at", &NodeTables::served_at)
+      .def_prop_ro("serving", &NodeTables::serving);
   nb::class_<NetworkLayout>(m, "NetworkLayout")
       .def(
           "__init__",
@@ -154,6 +181,7 @@ void bind_sizes(nb::module_& m) {
           },
           nb::arg("shape"), nb::arg("num_warps"))
       .def_ro("staging", &NetworkLayout::staging)
+      .def_ro("warp_bytes", &NetworkLayout::warp_bytes)
       .def_ro("mirrors", &NetworkLayout::mirrors)
       .def_ro("mirror_bytes", &NetworkLayout::mirror_bytes)
       .def_ro("bytes", &NetworkLayout::bytes);

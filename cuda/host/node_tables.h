@@ -1,4 +1,4 @@
-// Tables of who serves whom between nodes, made from the node of each rank; and who announces which rank's ops to whom.
+// Tables of who serves whom between nodes, made from the node of each rank.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,18 @@ class NodeTables {
  public:
   // `node_of` is the node of each rank; empty where nodes are not told apart.
   NodeTables(const std::vector<int32_t>& node_of, int rank)
-      : rank_(rank), node_of_(node_of), forwarder_(node_of.size()), served_at_(node_of.size()) {
+      : rank_(rank),
+        node_of_(node_of),
+        forwarder_(node_of.size()),
+        served_at_(node_of.size()),
+        serving_(node_of.size()) {
     const int num_ranks = static_cast<int>(node_of.size());
     if (num_ranks == 0) return;
     ranks_.resize(*std::max_element(node_of.begin(), node_of.end()) + 1);
     for (int r = 0; r < num_ranks; ++r) ranks_[node_of[r]].push_back(r);
     std::vector<int32_t> num_served(num_ranks);
     for (int r = 0; r < num_ranks; ++r) {
-      forwarder_[r] = forwarder(own(), r);
+      forwarder_[r] = forwarder(own(), r), serving_[r] = node_of[r] == own() ? r : forwarder(node_of[r], rank);
       if (node_of[r] == own()) continue;
       served_at_[r] = num_served[forwarder_[r]]++;
       if (forwarder_[r] == rank) served_.push_back(r);
@@ -41,6 +45,9 @@ class NodeTables {
   int num_nodes() const { return static_cast<int>(ranks_.size()); }
   const std::vector<int32_t>& neighbours() const { return ranks_[own()]; }  // this rank is one
   const std::vector<int32_t>& served() const { return served_; }
+  const std::vector<int32_t>& forwarders() const { return forwarder_; }
+  const std::vector<int32_t>& served_at() const { return served_at_; }
+  const std::vector<int32_t>& serving() const { return serving_; }
 
   // The rank of a node that serves a rank of another: by its place on its own node, so that all nodes' work is spread
   // alike. A rank of the node itself needs none, and stands for itself.
@@ -50,26 +57,15 @@ class NodeTables {
     const auto place = std::find(home.begin(), home.end(), rank) - home.begin();
     return ranks_[node][place % ranks_[node].size()];
   }
-  // Who writes what `source` announces into this rank's mailbox: of a dispatch-type op the source's forwarder here, once
-  // it has staged its rows, or the source itself, where that is this rank; of a combine-type op this rank's forwarder
-  // there, once it has sent the sums home.
-  int announcer(Kind kind, int source) const {
-    if (is_first(kind, source)) return source;
-    return kind == Kind::kDispatch ? forwarder_[source] : forwarder(node_of_[source], rank_);
-  }
-  // Whether `source` announces before any forwarder has to do with the op.
-  bool is_first(Kind kind, int source) const {
-    return node_of_.empty() || node_of_[source] == own() || (kind == Kind::kDispatch && forwarder_[source] == rank_);
-  }
-  bool announces_itself(int source) const {
-    return announcer(Kind::kDispatch, source) == source && announcer(Kind::kCombine, source) == source;
-  }
 
-  Nodes view() const { return {own(), int32_t(served_.size()), node_of_.data(), forwarder_.data(), served_at_.data()}; }
+  Nodes view() const {
+    return {own(),          int32_t(served_.size()), node_of_.data(), forwarder_.data(), served_at_.data(),
+            served_.data(), serving_.data()};
+  }
 
  private:
   int rank_;
-  std::vector<int32_t> node_of_, forwarder_, served_at_, served_;
+  std::vector<int32_t> node_of_, forwarder_, served_at_, served_, serving_;
   std::vector<std::vector<int32_t>> ranks_;  // of each node
 };
 

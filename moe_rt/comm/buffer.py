@@ -127,7 +127,7 @@ class Buffer(Observed):
 
         with rendezvous:  # whichever way this rank leaves, its peers learn of it
             self.spec = agree(rendezvous, make_spec, init_timeout_s)
-            backend = find_hosts(backends[0], rendezvous, init_timeout_s)
+            backend = find_hosts(backends[0], rendezvous, self.spec, init_timeout_s)
             self.spec = choose_route(self.spec, backend)
             self.rank, self.num_ranks, self.heap = rendezvous.rank, rendezvous.size, backend.heap
             self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads

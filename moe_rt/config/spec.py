@@ -144,6 +144,10 @@ class BufferSpec(SharedOptions):
             node_of=self.node_of,
         )
 
+    def gpu_shape(self) -> _engine.Shape:
+        """As on GPUs, which push where rows go flat."""
+        return self.shape(pushes=not self.node_of)
+
     @property
     def node_of(self) -> list[int]:
         """The node of each rank, where rows go in two levels; else nothing."""

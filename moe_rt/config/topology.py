@@ -46,6 +46,10 @@ class Topology:
         """Whether ranks share a node in one if they do in the other, however nodes are numbered."""
         return Topology.of_places(list(map(str, self.nodes))) == Topology.of_places(list(map(str, other.nodes)))
 
+    def is_inside(self, other: Topology) -> bool:
+        """Whether ranks that share a node here also do in the other."""
+        return all(len({other.node_of(rank) for rank in self.ranks_of(node)}) == 1 for node in range(self.num_nodes))
+
     @property
     def num_ranks(self) -> int:
         return len(self.nodes)

@@ -14,6 +14,9 @@ NARROW = (1, 2)
 SHOWS_COPIES = "FENCE.VIEW.ASYNC.G"  # what lanes wrote to global memory, to bulk copies
 WHOLE_KERNELS = ("dispatch_whole", "combine_whole")  # kernels of buffers for very few tokens
 
+# Those between sending and receiving ones where rows go in two levels, with copies for a network.
+FORWARD_KERNELS = ("dispatch_forward", "combine_forward", "combine_backward_forward")
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -52,6 +55,9 @@ _RAW = {
     "combine_backward_receive": Limits((16, 5), narrow=1, system_fences=None, barriers=4),
     "dispatch_whole": Limits((16, 4), narrow=None, system_fences=None, barriers=21),
     "combine_whole": Limits((16, 8), narrow=0, system_fences=None, barriers=6),
+    "dispatch_forward": Limits((16, 4), narrow=None, system_fences=None, barriers=6, device_fences=1),
+    "combine_forward": Limits((16, 8), narrow=None, system_fences=None, barriers=6, device_fences=1),
+    "combine_backward_forward": Limits((16, 4), narrow=None, system_fences=None, barriers=6, device_fences=1),
 }
 _CODED = _RAW | {
     "dispatch_send": Limits((16, 8), narrow=None, system_fences=1, barriers=12, device_fences=1),

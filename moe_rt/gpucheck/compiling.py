@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck.code_limits import LIMITS, RING_LIMITS, WHOLE_KERNELS, Limits, find_wrong
+from moe_rt.gpucheck.code_limits import FORWARD_KERNELS, LIMITS, RING_LIMITS, WHOLE_KERNELS, Limits, find_wrong
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check, Table
@@ -22,7 +22,10 @@ from moe_rt.native.ring import RING_SOURCE
 
 NO_SPILLS_UP_TO_TOPK = 8
 NETWORK, WHOLE = "kernels_rdma.cu", "kernels_whole.cu"
-_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, RING_SOURCE: THREADS, NETWORK: NETWORK_THREADS, "activation.cu": 256}
+NODES, REHEARSED = "kernels_nodes.cu", "kernels_nodes_mapped.cu"
+OVER_NETWORK = (NETWORK, NODES)  # linked with NVSHMEM
+_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, RING_SOURCE: THREADS, "activation.cu": 256}
+_THREADS |= dict.fromkeys((NETWORK, NODES, REHEARSED), NETWORK_THREADS)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Variant:
 
     def limited(self) -> bool:
         """Whether its machine code has limits of its own: those of the largest rows."""
-        return self.source in ("kernels.cu", WHOLE, RING_SOURCE) and (self.elem, self.hidden, self.topk) == (
+        return self.source in ("kernels.cu", WHOLE, RING_SOURCE, REHEARSED) and (self.elem, self.hidden, self.topk) == (
             "Bf16",
             7168,
             8,
@@ -55,7 +58,9 @@ class Variant:
         limits = LIMITS[arch][self.codec] if self.limited() and arch in LIMITS else {}
         if self.source == RING_SOURCE:
             limits = RING_LIMITS.get(arch, {}) if self.limited() else {}
-        return {name: of for name, of in limits.items() if (name in WHOLE_KERNELS) == (self.source == WHOLE)}
+        own = {WHOLE: WHOLE_KERNELS, REHEARSED: FORWARD_KERNELS}
+        others = {name for source, names in own.items() if source != self.source for name in names}
+        return {name: limits[name] for name in own.get(self.source, limits.keys() - others) if name in limits}
 
     def is_for(self, arch: str) -> bool:
         """Whether such a GPU has what the source needs."""
@@ -76,7 +81,8 @@ VARIANTS = (
     *(Variant("kernels.cu", "Bf16", 7168, 8, codec) for codec in (Codec.FP8, Codec.INT8)),
     *(Variant(WHOLE, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
     Variant(RING_SOURCE, "Bf16", 7168, 8),
-    Variant(NETWORK, "Bf16", 7168, 8),
+    *(Variant(source, "Bf16", 7168, 8) for source in OVER_NETWORK),
+    *(Variant(REHEARSED, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
     *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
 )
 # What the other steps run, so that they find it in the cache.
@@ -87,7 +93,8 @@ NEEDED = (
     Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),
     Variant("kernels.cu", "Bf16", 132, 3, Codec.INT8),
     *(Variant("kernels.cu", elem, 1024, 4) for elem in ("F32", "Bf16")),
-    Variant(NETWORK, "F32", 20, 3),
+    *(Variant(source, "F32", 20, 3) for source in (*OVER_NETWORK, REHEARSED)),
+    Variant(REHEARSED, "Bf16", 20, 3, Codec.FP8),
 )
 
 
@@ -165,7 +172,7 @@ def run_job(job: Job) -> dict[str, Any]:
         if job.to_ptx:
             orders = read_orders(compile_ptx(v.source, job.arch, v.defines()))
             return {"orders": {name: asdict(o) for name, o in orders.items()}, "problems": find_problems(orders)}
-        binary = compile_kernels(v.source, job.arch, v.defines(), nvshmem=v.source == NETWORK, cache=job.cache)
+        binary = compile_kernels(v.source, job.arch, v.defines(), nvshmem=v.source in OVER_NETWORK, cache=job.cache)
         kernels = {name: asdict(needs) for name, needs in sorted(binary.resources.items())}
         return {
             "kernels": kernels,
@@ -185,7 +192,7 @@ def _read_code(job: Job, binary: Binary) -> dict[str, Any]:
     found = read_machine_code(disassemble(tool, binary.cubin))
     codes = {name: code for name, code in sorted(found.items()) if name in binary.resources}
     variant = job.variant
-    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source == NETWORK  # NVSHMEM's functions have stacks
+    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source in OVER_NETWORK  # NVSHMEM's functions have stacks
     # Of other architectures, and other sizes of rows on some, the table tells.
     judged = job.arch in LIMITS and not may_spill
     wrong = find_wrong(codes, variant.limits(job.arch)) if judged else []

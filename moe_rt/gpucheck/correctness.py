@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from moe_rt.comm.buffer import Buffer
 from moe_rt.config.row_format import RowFormat
 from moe_rt.config.spec import BufferSpec
+from moe_rt.config.topology import Topology
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.testing.rounds import Inputs, buffer_kwargs, expect, make_inputs, make_spec, play
@@ -101,9 +102,22 @@ def check(check: Check) -> None:
     check.add(Table("Correctness", columns, rows, "bit for bit; weight gradients within 1e-4"))
 
 
-def run_case(device: Any, size: int, case: Case, rounds: int = ROUNDS, *, seconds: float = 60.0) -> None:
-    """Some rounds with fresh inputs in one buffer; the reference is computed once, before the ranks start."""
+def run_case(
+    device: Any,
+    size: int,
+    case: Case,
+    rounds: int = ROUNDS,
+    *,
+    seconds: float = 60.0,
+    topology: Topology | None = None,
+) -> None:
+    """Some rounds with fresh inputs in one buffer; the reference is computed once, before the ranks start.
+
+    With a topology, rows go in two levels.
+    """
     spec = make_spec(size, **case.changes)
+    if topology is not None:
+        spec = replace(spec, route="two_level", topology=topology)
     seeds = [1000 * size + 10 * turn + len(case.name) for turn in range(rounds)]
     inputs = [make_inputs(spec, case.num_tokens(size, turn), seed, case.kind) for turn, seed in enumerate(seeds)]
     for given in inputs:
@@ -116,7 +130,7 @@ def run_case(device: Any, size: int, case: Case, rounds: int = ROUNDS, *, second
                 play_one(buffer, turn, torch_device(device))
             buffer.check()
 
-    ThreadRanks(size, device).run(work, seconds=seconds)
+    ThreadRanks(size, device, nodes=None if topology is None else topology.nodes).run(work, seconds=seconds)
 
 
 def _rounds(spec: BufferSpec, case: Case, inputs: list[Inputs], seeds: list[int]) -> Play:

@@ -33,6 +33,7 @@ STEPS = {
             "rounds of 1 to 8 virtual ranks equal the reference",
             True,
         ),
+        Step("nodes", "moe_rt.gpucheck.nodes", 60, "two levels among virtual ranks on 2 or 3 nodes in name", True),
         Step("chains", "moe_rt.gpucheck.chains", 60, "free-running pairs on 3 virtual ranks", True),
         Step("errors", "moe_rt.gpucheck.failures", 60, "what goes wrong is raised, and in time", True),
         Step("syncfree", "moe_rt.gpucheck.syncfree", 60, "a layer's step never makes the host wait"),

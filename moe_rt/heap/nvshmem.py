@@ -93,6 +93,13 @@ class World:
         own = addresses[rendezvous.rank]
         return Segments(addresses, [None] * rendezvous.size, [], symmetric=own, on_release=give_back)
 
+    def mapped(self, rendezvous: Rendezvous, timeout_s: float, gpu: DeviceMemory) -> list[bool]:
+        """Whose memory this rank maps; others are reached over the network. Collective, and raises as `allocate`."""
+        segments = self.allocate(rendezvous, PAGE, timeout_s, gpu)
+        mapped = [address != 0 for address in segments.addresses]
+        segments.release()
+        return mapped
+
     def shutdown(self, rendezvous: Rendezvous, timeout_s: float) -> bool:
         """Frees all segments in the order they were made; finalizes NVSHMEM if it was initialised here. Collective.
 
@@ -285,5 +292,5 @@ class World:
 
 
 _world = World()
-allocate, shutdown = _world.allocate, _world.shutdown
+allocate, mapped, shutdown = _world.allocate, _world.mapped, _world.shutdown
 register_module, unregister_module = _world.register_module, _world.unregister_module

@@ -35,7 +35,8 @@ class Backend:
     """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one.
 
     `anywhere` where the caller leaves to `find_hosts` whether processes share the memory of one host, and `hosts` what
-    that has found of them.
+    that has found of them; of GPUs, those that map each other's memory. None where nobody has looked, or where GPUs map
+    each other in no such groups.
     """
 
     heap: HeapKind
@@ -76,12 +77,18 @@ def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | L
     return Backend(heap, Gpu(device if on_cuda else "cuda"))
 
 
-def find_hosts(backend: Backend, rendezvous: Rendezvous, timeout_s: float) -> Backend:
-    """The same back end, with the hosts that CPU ranks are on and the heap that fits them. Collective for those.
+def find_hosts(backend: Backend, rendezvous: Rendezvous, spec: BufferSpec, timeout_s: float) -> Backend:
+    """The same back end, with the hosts that ranks are on, and for CPU ranks the heap that fits them. Collective for
+    processes.
 
     Raises:
-        InvalidConfig: ranks ask for different heaps.
+        InvalidConfig: ranks ask for different heaps, or as nvshmem.allocate.
     """
+    if backend.heap == "nvshmem" and backend.gpu is not None and spec.route != "flat":
+        mapped = {"mapped": nvshmem.mapped(rendezvous, timeout_s, backend.gpu)}
+        return replace(
+            backend, hosts=_domains([r["mapped"] for r in all_gather_records(rendezvous, mapped, timeout_s)])
+        )
     if backend.heap not in ("shm", "ucx"):
         return backend
     asked = {"heap": "auto" if backend.anywhere else backend.heap}
@@ -99,20 +106,24 @@ def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
     """The spec with its route and nodes: those of the group, or else the hosts that its ranks are on.
 
     Raises:
-        InvalidConfig: rows are to go in two levels, on GPUs or between nodes that are not the hosts; on every rank.
+        InvalidConfig: rows are to go in two levels, between nodes that are not the hosts, or whose GPUs do not map each
+            other; on every rank.
     """
-    if backend.gpu is not None:
-        expect(spec.route != "two_level", "route", spec.route, '"auto" or "flat" on CUDA ranks')
+    asked = spec.route == "two_level"
+    if backend.heap not in ("ucx", "nvshmem"):  # memory is mapped: nodes are a rehearsal, for who asks for it
+        return replace(spec, route="two_level" if asked and spec.topology.num_nodes > 1 else "flat")
+    hosts = backend.hosts
+    if spec.route == "flat" or hosts is None:
+        expect(not asked, "route", spec.route, '"auto" or "flat" for GPUs that do not map each other node by node')
         return replace(spec, route="flat")
-    if backend.heap != "ucx" or backend.hosts is None:  # memory is mapped: nodes are a rehearsal, for who asks for it
-        two_level = spec.route == "two_level" and spec.topology.num_nodes > 1
-        return replace(spec, route="two_level" if two_level else "flat")
-    told = spec.topology.num_nodes > 1
-    topology = spec.topology if told else backend.hosts
-    are_hosts = topology.divides_as(backend.hosts)
-    if spec.route == "two_level":
-        expect(are_hosts, "route", f'"two_level" with nodes {topology}', f"nodes that are hosts, {backend.hosts}")
-    two_level = spec.route != "flat" and are_hosts and topology.num_nodes > 1
+    topology = spec.topology if spec.topology.num_nodes > 1 else hosts
+    fits = topology.divides_as(hosts)
+    if asked and backend.gpu is not None:  # NVSHMEM reaches GPUs that are mapped as it reaches others: a rehearsal
+        expected = f"nodes whose GPUs map each other, as those of {hosts} do"
+        expect(topology.is_inside(hosts), "route", f'"two_level" with nodes {topology}', expected)
+    elif asked:
+        expect(fits, "route", f'"two_level" with nodes {topology}', f"nodes that are hosts, {hosts}")
+    two_level = (asked or fits) and topology.num_nodes > 1
     return replace(spec, route="two_level" if two_level else "flat", topology=topology)
 
 
@@ -128,7 +139,7 @@ def make_engine(
     `fault` is for CPU ranks.
     """
     gpu = backend.gpu
-    num_bytes = spec.shape(pushes=gpu is not None).segment_bytes()
+    num_bytes = (spec.shape() if gpu is None else spec.gpu_shape()).segment_bytes()
     timeout_s, init_timeout_s = min(options.timeout_s, _FOREVER_S), options.init_timeout_s
     if gpu is None:
         if backend.heap == "ucx":
@@ -161,7 +172,7 @@ def make_engine(
 
     seen = all_or_none(rendezvous, look, "use its GPU", init_timeout_s)
     max_blocks, network = seen[rendezvous.rank]["blocks"], None
-    if any(r["unmapped"] for r in seen):
+    if spec.node_of or any(r["unmapped"] for r in seen):
         most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
         network = allocate_on(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)
 
@@ -196,6 +207,13 @@ def _make_all_or_none(
         engines[0].close() if engines else segments.release()
         raise
     return engines[0]
+
+
+def _domains(mapped: list[list[bool]]) -> Topology | None:
+    """The groups in which all GPUs map each other and no others, if there are such; mapped[r] are those that r maps."""
+    seen = [tuple(peer for peer, is_mapped in enumerate(row) if is_mapped) for row in mapped]
+    are_groups = all(seen[peer] == group for group in seen for peer in group)
+    return Topology.of_places([str(group) for group in seen]) if are_groups else None
 
 
 def _has_nccl(rendezvous: StoreRendezvous) -> bool:

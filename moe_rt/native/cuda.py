@@ -43,21 +43,43 @@ class _Launches(NamedTuple):
     wait: str  # by one block, where many tokens are worth a launch
     receive: str
     sends_received: bool
+    first_wait: str  # where rows go in two levels: by few blocks, before the one that forwards
+    forward: str
     whole: str | None  # all of the op, in a buffer for very few tokens
 
 
 # Tokens of this rank from which on one block waits for the peers before all move rows, so that a rank that is late does
 # not hold this GPU. One launch more is a few microseconds, which few tokens do not take.
 WAIT_APART_FROM = 1024
-_COMBINE = _Launches("combine_send", "combine_wait", "combine_receive", sends_received=True, whole="combine_whole")
+_COMBINE = _Launches(
+    "combine_send",
+    "combine_wait",
+    "combine_receive",
+    sends_received=True,
+    first_wait="combine_first_wait",
+    forward="combine_forward",
+    whole="combine_whole",
+)
 _LAUNCHES = {
     Op.DISPATCH: _Launches(
-        "dispatch_send", "dispatch_wait", "dispatch_receive", sends_received=False, whole="dispatch_whole"
+        "dispatch_send",
+        "dispatch_wait",
+        "dispatch_receive",
+        sends_received=False,
+        first_wait="dispatch_lists",
+        forward="dispatch_forward",
+        whole="dispatch_whole",
     ),
     Op.COMBINE: _COMBINE,
     Op.DISPATCH_BACKWARD: _COMBINE,
     Op.COMBINE_BACKWARD: _Launches(
-        "combine_backward_send", "combine_backward_wait", "combine_backward_receive", sends_received=False, whole=None
+        "combine_backward_send",
+        "combine_backward_wait",
+        "combine_backward_receive",
+        sends_received=False,
+        first_wait="combine_backward_first_wait",
+        forward="combine_backward_forward",
+        whole=None,
     ),
 }
 
@@ -146,12 +168,22 @@ class CudaEngine(Engine):
         sending = self._blocks(before)
         if op is Op.DISPATCH:  # an eighth may route; no more than the others may have, or they would start after those
             sending = max(2, min(1 + tokens + tokens // 7, most))
-        queue = [(launches.send, sending)]
+        queue = [(launches.send, sending), *self._forwarding(op, launches, tokens)]
         if tokens >= WAIT_APART_FROM:
             queue.append((launches.wait, 1))
-        if self._network is not None and op is Op.DISPATCH:
+        if self._network is not None and not self.spec.node_of and op is Op.DISPATCH:
             queue.append(("dispatch_fetch", min(self.spec.num_ranks, most)))
         return [*queue, (launches.receive, self._blocks(after))]
+
+    def _forwarding(self, op: Op, launches: _Launches, tokens: int) -> list[tuple[str, int]]:
+        """What a rank launches for those of other nodes that it serves, if there are any."""
+        served = self._launcher.num_served
+        if served == 0:
+            return []
+        forward = (launches.forward, self._blocks(served * self.spec.num_max_tokens_per_rank))
+        if op is Op.DISPATCH:  # a block for each source's lists
+            return [(launches.first_wait, min(served, self._launcher.max_blocks)), forward]
+        return [(launches.first_wait, 1), forward] if tokens >= WAIT_APART_FROM else [forward]
 
     def _blocks(self, num_rows: int) -> int:
         return max(1, min(self._launcher.max_blocks, num_rows))
@@ -227,7 +259,8 @@ class CudaEngine(Engine):
         # At interpreter exit the driver may be gone already; the peers' timeouts then have to do.
         with suppress(MoeRtError, RuntimeError):
             self._tell_peers("leave", 0)
-            regions = [m for m in self._segments.mappings if isinstance(m, Tensor)]
+            held = [self._segments] if self._network is None else [self._segments, self._network]
+            regions = [m for segments in held for m in segments.mappings if isinstance(m, Tensor)]
             for memory in (*self._launcher.memory, self._launcher.record, *regions):
                 self._gpu.outlive_stream(memory)
         self._closed = True

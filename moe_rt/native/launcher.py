@@ -46,13 +46,15 @@ class Launcher:
     """Launches the kernels of one rank.
 
     Args:
-        network: symmetric memory of `network_bytes`, where some peer's segment is not mapped.
+        network: symmetric memory of `network_bytes`, where some peer's segment is not mapped or rows go in two levels.
+            Without NVSHMEM, ranks of other nodes are reached as those are that are mapped.
         max_blocks: the most blocks of a launch that moves rows.
         num_sms: as many, if the caller has said so.
 
     Attributes:
         whole: whether the buffer is for so few tokens that a dispatch or a combine is one launch of one block.
         ring: through which rows move as they are; None where they go through registers.
+        num_served: how many ranks of other nodes this one serves.
 
     Raises:
         InvalidConfig: more experts than a block's shared memory has room for.
@@ -71,7 +73,7 @@ class Launcher:
         max_blocks: int,
         num_sms: int | None,
     ) -> None:
-        shape, placement = spec.shape(pushes=True), list(spec.placement.ranks)
+        shape, placement = spec.gpu_shape(), list(spec.placement.ranks)
         self.max_blocks, self._threads = max_blocks, THREADS if network is None else NETWORK_THREADS
         self.whole = network is None and spec.num_max_tokens_per_rank <= _engine.whole_tokens(shape)
         self._shared_bytes = _engine.scratch_bytes(shape, placement, rank, self._threads)
@@ -80,26 +82,48 @@ class Launcher:
                 f"num_experts: got {spec.num_experts}, for which a block needs {self._shared_bytes} bytes of shared "
                 f"memory, expected at most {_engine.MAX_SCRATCH_BYTES}"
             )
-        links: _engine.Links | _engine.RingMemory = _engine.Links()
-        mirror = [0] * spec.num_ranks
-        if network is not None:
-            layout = _engine.NetworkLayout(shape, max_blocks * self._threads // _WARP)
-            links = _engine.Links(
-                segment=segments.symmetric,
-                outbox=network.symmetric,
-                staging=network.symmetric + layout.staging,
-                row_bytes=shape.row_bytes(),
-            )
-            mirror = [
-                0 if address else network.symmetric + layout.mirrors + peer * layout.mirror_bytes
-                for peer, address in enumerate(segments.addresses)
-            ]
         self.memory: list[torch.Tensor] = []
 
         def upload(values: Sequence[int], dtype: torch.dtype) -> int:
             # The caller may have set another default device, or one without memory.
             self.memory.append(gpu.upload(torch.tensor(values, dtype=dtype, device="cpu")))
             return self.memory[-1].data_ptr()
+
+        links, mirror, nodes = _engine.Links(), [0] * spec.num_ranks, _engine.Nodes()
+        base, rehearsed, self.num_served = list(segments.addresses), not segments.symmetric, 0
+        if spec.node_of:
+            here = spec.topology.node_of(rank)
+            base = [a if node == here else 0 for a, node in zip(base, spec.node_of, strict=True)]
+        if network is not None:
+            layout = _engine.NetworkLayout(shape, max_blocks * self._threads // _WARP)
+            memory = network.symmetric or network.addresses[rank]
+            links = _engine.Links(
+                segment=segments.symmetric or segments.addresses[rank],
+                outbox=memory,
+                staging=memory + layout.staging,
+                warp_bytes=layout.warp_bytes,
+                segments=upload(segments.addresses, torch.int64) if rehearsed else 0,
+            )
+            mirror = [
+                0 if address else memory + layout.mirrors + peer * layout.mirror_bytes
+                for peer, address in enumerate(base)
+            ]
+        if spec.node_of:
+            who = _engine.NodeTables(spec.node_of, rank)
+            self.num_served = len(who.served)
+            nodes = _engine.Nodes(
+                own=here,
+                num_served=self.num_served,
+                node_of=upload(spec.node_of, torch.int32),
+                forwarder=upload(who.forwarders, torch.int32),
+                served_at=upload(who.served_at, torch.int32),
+                served=upload(who.served, torch.int32),
+                serving=upload(who.serving, torch.int32),
+            )
+            mirror = [
+                0 if address else base[who.forwarders[peer]] + shape.staged_at(who.served_at[peer])
+                for peer, address in enumerate(base)
+            ]
 
         tables = _engine.PlacementTables(placement, spec.num_ranks)
         world = _engine.World(
@@ -110,8 +134,9 @@ class Launcher:
             owner=upload(tables.owner, torch.int32),
             rank_first=upload(tables.rank_first, torch.int32),
             entries=upload(tables.entries, torch.int32),
-            base=upload(segments.addresses, torch.int64),
+            base=upload(base, torch.int64),
             mirror=upload(mirror, torch.int64) if network is not None else 0,
+            nodes=nodes,
         )
         self.record = gpu.host_bytes(_engine.HOST_RECORD_BYTES)
         self._record_address = self.record.data_ptr()
@@ -122,22 +147,24 @@ class Launcher:
             tag=0,
             may_overflow=spec.overflow == "raise" and spec.capacity_factor is not None,
         )
-        source = "kernels.cu" if network is None else "kernels_rdma.cu"
         self.ring: _engine.RingMemory | None = None
         own_shared: dict[str, int] = {}
-        if self.whole:
-            source = "kernels_whole.cu"
-        elif network is None:
+        if network is None and not self.whole:
             warps, scratch_bytes = self._threads // _WARP, self._shared_bytes
             self.ring = ring_for(spec, num_sms, scratch_bytes=scratch_bytes, bulk_bytes=gpu.bulk_bytes, warps=warps)
         if self.ring is not None:
-            source, links = RING_SOURCE, self.ring
             own_shared = dict.fromkeys(RING_KERNELS, self.ring.at + self._threads // _WARP * self.ring.bytes)
         # As every kernel of cuda/device/entry_points.h takes them; the op's own come last, with each call.
-        self._given = (world, self._control, links)
+        self._given = (world, self._control, links if self.ring is None else self.ring)
         self._params = (ctypes.c_void_p * (len(self._given) + 1))(*(a.address for a in self._given))
-        defines = kernel_defines(spec, self._threads)
-        self._kernels = gpu.kernels(source, defines, nvshmem=network is not None, own_shared=own_shared)
+        if network is None:
+            source = RING_SOURCE if self.ring is not None else "kernels_whole.cu" if self.whole else "kernels.cu"
+        elif spec.node_of:
+            source = "kernels_nodes_mapped.cu" if rehearsed else "kernels_nodes.cu"
+        else:
+            source = "kernels_rdma.cu"
+        defines, nvshmem = kernel_defines(spec, self._threads), network is not None and not rehearsed
+        self._kernels = gpu.kernels(source, defines, nvshmem=nvshmem, own_shared=own_shared)
 
     def set_call(self, args: Args | _engine.EndArgs, tag: int) -> None:
         """The op's arguments, for the launches that follow."""

@@ -19,6 +19,7 @@ from moe_rt.native.gpu import Launches
 from moe_rt.native.ring import RING_SOURCE
 
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
+_SEGMENT, _SEGMENTS = 0, 4  # words of a launch's Links: the rank's own, and the table of all
 _CODECS = {codec.enumerator: codec for codec in Codec}
 
 
@@ -54,6 +55,7 @@ class EmulatedGpu:
         self._rooms: dict[str, int] = {}
         self._lock = threading.Lock()
         self.launched: list[str] = []
+        self.has_network = False
         self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's own segment -> where the network finds everyone's
 
     def zeros(self, num_bytes: int) -> Tensor:
@@ -76,7 +78,7 @@ class EmulatedGpu:
 
     def outlive_stream(self, memory: Tensor) -> None:
         self.outlived.append(memory.data_ptr())
-        if self.networks:
+        if self.has_network:
             library().emulated_drain()
 
     def room(self, loaded: ctypes.CDLL) -> ctypes.c_void_p:
@@ -107,6 +109,9 @@ class EmulatedKernels:
     ) -> None:
         self.gpu, self._own_shared = gpu, own_shared
         self.network = nvshmem
+        # Nodes that are said are reached over it, too.
+        self.rehearsed = source == "kernels_nodes_mapped.cu"  # whose launches are told where the network finds ranks
+        gpu.has_network = gpu.has_network or nvshmem or self.rehearsed
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
         self.codecs = [_CODECS[str(defines.get(f"MOE_RT_{op}_CODEC", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
@@ -122,7 +127,12 @@ class EmulatedKernels:
 
     def _launch(self, name: str, blocks: int, shared_bytes: int, params: ctypes.Array[Any]) -> None:
         self.gpu.launched.append(name)
-        own = ctypes.cast(params[2], ctypes.POINTER(ctypes.c_uint64))[0]  # NetworkMemory.segment
+        links = ctypes.cast(params[2], ctypes.POINTER(ctypes.c_uint64))
+        segments: Any = None
+        if self.rehearsed:
+            segments = ctypes.c_void_p(links[_SEGMENTS])
+        elif self.network:
+            segments = self.gpu.networks[links[_SEGMENT]]
         known = self._library.emulated_launch(
             self.gpu.room(self._library),
             name.encode(),
@@ -134,7 +144,7 @@ class EmulatedKernels:
             self.gpu.threads,
             ctypes.c_int64(shared_bytes),
             params,
-            self.gpu.networks[own] if self.network else None,
+            segments,
             next(self._seeds),
         )
         assert known, f"no kernel is called {name}"

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "../../cuda/host/engine.h"
+#include "../../cuda/host/node_tables.h"
 #include "../../cuda/host/plan_mark.h"
 #include "emulated_network.h"
 
@@ -28,7 +29,9 @@ class Engine {
   static constexpr int kBlocksWithRouters = 16;  // of dispatch_send: two of them route
 
   explicit Engine(EngineConfig config)
-      : config_(std::move(config)), placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
+      : config_(std::move(config)),
+        nodes_(config_.node_of, config_.rank),
+        placement_(PlacementTables::make(config_.expert_rank, config_.shape.num_ranks)) {
     for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
     if constexpr (kNetwork) connect();
     world_ = {.shape = config_.shape,
@@ -38,7 +41,8 @@ class Engine {
               .mirror = kNetwork ? mirror_.data() : nullptr,
               .rank = config_.rank,
               .config = config_.config_hash,
-              .plan_mark = new_plan_mark()};
+              .plan_mark = new_plan_mark(),
+              .nodes = config_.node_of.empty() ? Nodes{} : nodes_.view()};
     state_.seq[0] = state_.seq[1] = config_.first_seq - 1;
     state_.bad_entry = kNoBadEntry;
     control_ = {.state = &state_,
@@ -56,22 +60,23 @@ class Engine {
 
   Status dispatch(const DispatchArgs& args, uint32_t tag) {
     if (whole_) return run_whole("dispatch_whole", &args, tag);
-    return run("dispatch_send", "dispatch_receive", &args, tag);
+    return run("dispatch_send", "dispatch_forward", "dispatch_receive", &args, tag);
   }
   Status combine(const CombineArgs& args, uint32_t tag) {
     if (whole_) return run_whole("combine_whole", &args, tag);
-    return run("combine_send", "combine_receive", &args, tag);
+    return run("combine_send", "combine_forward", "combine_receive", &args, tag);
   }
   Status combine_backward(const CombineBackwardArgs& args, uint32_t tag) {
-    return run("combine_backward_send", "combine_backward_receive", &args, tag);
+    return run("combine_backward_send", "combine_backward_forward", "combine_backward_receive", &args, tag);
   }
 
  private:
-  Status run(const char* send, const char* receive, const void* args, uint32_t tag) {
+  Status run(const char* send, const char* forward, const char* receive, const void* args, uint32_t tag) {
     control_.tag = tag;
-    const bool routes = std::strcmp(send, "dispatch_send") == 0;
+    const bool routes = std::strcmp(send, "dispatch_send") == 0, two_level = world_.shape.two_level();
     launch_one(send, args, routes ? kBlocksWithRouters : kBlocks);
-    if (kNetwork && routes) launch_one("dispatch_fetch", args, 2);
+    if (kNetwork && routes) launch_one(two_level ? "dispatch_lists" : "dispatch_fetch", args, 2);
+    if (two_level) launch_one(forward, args, kBlocks);
     launch_one(receive, args, kBlocks);
     return outcome();
   }
@@ -82,16 +87,16 @@ class Engine {
   }
   Status outcome() const { return load_acquire(record_.reported) ? record_.status : Status{}; }
   void launch_one(const char* kernel, const void* args, int blocks) {
-    const int64_t bytes = scratch_bytes(world_, config_.num_lanes);
-    launch(links_, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), nullptr, [&](const auto& m) {
-      if constexpr (kNetwork) {
-        if (std::strcmp(kernel, "dispatch_fetch") == 0) {
-          const Launch<Dims, F32, Machine<Links>> launch{m, Dims{}, world_, control_};
-          return fetch_lists(launch, *static_cast<const DispatchArgs*>(args));
-        }
-      }
-      if (!run_body<Dims, F32>(kernel, m, Dims{}, world_, control_, args)) throw std::logic_error(kernel);
-    });
+    const auto launch_over = [&](const auto& links) {
+      const int64_t bytes = scratch_bytes(world_, config_.num_lanes);
+      launch(links, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), nullptr, [&](const auto& m) {
+        if (!run_body<Dims, F32>(kernel, m, Dims{}, world_, control_, args)) throw std::logic_error(kernel);
+      });
+    };
+#if defined(MOE_RT_EMULATED_NETWORK)
+    if (world_.shape.two_level()) return launch_over(NodeLinks<Network>{links_.memory, links_.net});
+#endif
+    launch_over(links_);
   }
 
   void connect() {
@@ -102,19 +107,26 @@ class Engine {
     network_.reset(memory);
     segments_ = base_;
     mirror_.resize(shape.num_ranks);
+    const bool two_level = shape.two_level();
     for (int r = 0; r < shape.num_ranks; ++r) {
-      if (r == config_.rank) continue;
+      if (two_level ? config_.node_of[r] == nodes_.own() : r == config_.rank) continue;
       base_[r] = nullptr;
-      mirror_[r] = memory + n.mirrors + r * n.mirror_bytes;
+      mirror_[r] = two_level ? staged(r) : memory + n.mirrors + r * n.mirror_bytes;
     }
 #if defined(MOE_RT_EMULATED_NETWORK)
     char* const mine = segments_[config_.rank];
-    links_ = {{mine, reinterpret_cast<Header*>(memory), memory + n.staging, shape.row_bytes()},
-              {segments_.data(), mine}};
+    links_ = {{mine, reinterpret_cast<Header*>(memory), memory + n.staging, n.warp_bytes}, {segments_.data(), mine}};
 #endif
   }
 
+  // Where a far rank's lists are, in the segment of the rank that serves it.
+  char* staged(int far) const {
+    const Layout::Staged s = Layout::make(config_.shape).staged;
+    return segments_[nodes_.forwarders()[far]] + s.lists + nodes_.served_at()[far] * s.bytes;
+  }
+
   EngineConfig config_;
+  NodeTables nodes_;
   struct Aligned {
     void operator()(char* memory) const { operator delete[](memory, std::align_val_t{kPage}); }
   };

@@ -10,17 +10,12 @@ using namespace moe_rt;
 namespace {
 
 using NetworkLinks = RdmaLinks<emulation::Network>;
+using NetworkNodes = NodeLinks<emulation::Network>;
 
 template <class Elem, class Machine>
 bool run_kernel(const char* kernel, const Machine& m, const RuntimeDims& dims, void** params) {
   const World& w = *static_cast<const World*>(params[0]);
   const Control& c = *static_cast<const Control*>(params[1]);
-  if constexpr (Machine::kWarpsOnly) {
-    if (std::strcmp(kernel, "dispatch_fetch") == 0) {
-      const Launch<RuntimeDims, Elem, Machine> launch{m, dims, w, c};
-      return fetch_lists(launch, *static_cast<const DispatchArgs*>(params[3])), true;
-    }
-  }
   return emulation::run_body<RuntimeDims, Elem>(kernel, m, dims, w, c, params[3]);
 }
 
@@ -50,7 +45,7 @@ extern "C" emulation::Room* emulated_room(int blocks) { return new emulation::Ro
 extern "C" void emulated_drain() { emulation::Cards::all().drain(); }
 
 // `params` are the addresses of a launch's arguments, as cuLaunchKernel takes them; `segments`, where the network finds
-// each rank's segment, or nullptr where all are mapped. `room` is that of the GPU. Returns 0 for an unknown kernel.
+// each rank's segment, or nullptr where there is none. `room` is that of the GPU. Returns 0 for an unknown kernel.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char* elem, int hidden, int num_topk,
                                int dispatch_codec, int combine_codec, int blocks, int threads, int64_t shared_bytes,
                                void** params, char* const* segments, uint32_t seed) {
@@ -61,10 +56,16 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
     with_element(elem, [&](auto e) { found = run_kernel<decltype(e)>(kernel, m, dims, params); });
     if (!found) store_relaxed(known, 0u);
   };
-  if (segments) {
-    const NetworkMemory memory = *static_cast<const NetworkMemory*>(params[2]);
-    const NetworkLinks links{memory, {segments, memory.segment}};
+  const World& w = *static_cast<const World*>(params[0]);
+  const auto launch_over = [&](auto links) {
+    links.memory = *static_cast<const NetworkMemory*>(params[2]);
+    links.net = {segments, links.memory.segment};
     launch_in_warps(links, blocks, threads, shared_bytes, seed, room, body);
+  };
+  if (segments && w.shape.two_level()) {
+    launch_over(NetworkNodes{});
+  } else if (segments) {
+    launch_over(NetworkLinks{});
   } else {
     launch_in_warps(emulation::mapped_links(params), blocks, threads, shared_bytes, seed, room, body);
   }

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../cuda/device/forwarding.h"
 #include "../../cuda/device/whole_ops.h"
 #include "../../cuda/host/team.h"
 
@@ -116,7 +117,7 @@ class Room {
 
 template <class Links, int kWarpLanes = 1>
 struct Machine {
-  static constexpr bool kWarpsOnly = Links::kWarpsOnly;
+  static constexpr bool kWarpsOnly = Links::kWarpsOnly, kTwoLevel = Links::kTwoLevel;
   static constexpr int kLanes = kWarpLanes;
   const Links& links;
   Block block_;
@@ -152,7 +153,7 @@ struct Machine {
 };
 
 struct MappedLinks {
-  static constexpr bool kWarpsOnly = false;
+  static constexpr bool kWarpsOnly = false, kTwoLevel = false;
   MappedLink link() const { return {}; }
   template <class Group>
   MappedLink link(const Group&) const {
@@ -208,7 +209,17 @@ bool run_body(const char* kernel, const Machine<Links, kWarpLanes>& m, const Dim
   const auto& backward = *static_cast<const CombineBackwardArgs*>(args);
   const auto& end = *static_cast<const EndArgs*>(args);
   const auto is = [kernel](const char* name) { return std::strcmp(kernel, name) == 0; };
-  if constexpr (!Links::kWarpsOnly) {
+  if constexpr (Links::kTwoLevel) {
+    const Forwarding forwarding{launch};
+    if (is("dispatch_lists")) return forwarding.dispatch_lists(dispatch), true;
+    if (is("dispatch_forward")) return forwarding.dispatch_forward(dispatch), true;
+    if (is("combine_first_wait")) return forwarding.combine_first_wait(combine), true;
+    if (is("combine_forward")) return forwarding.combine_forward(combine), true;
+    if (is("combine_backward_first_wait")) return forwarding.combine_backward_first_wait(backward), true;
+    if (is("combine_backward_forward")) return forwarding.combine_backward_forward(backward), true;
+  } else if constexpr (Links::kWarpsOnly) {
+    if (is("dispatch_fetch")) return fetch_lists(launch, dispatch), true;
+  } else {
     if (is("dispatch_whole")) return dispatch_whole(launch, dispatch), true;
     if (is("combine_whole")) return combine_whole(launch, combine), true;
   }

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
 from faults.cases_faults import good_round, open_buffer
 from harness import ThreadRanks
 from rounds import one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from routing import make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.errors import Code, InvalidConfig
+from moe_rt.errors import Code
 
 NODES = (0, 0, 1, 1)
 FAULTY_RANK = 3  # of which rank 0 hears by others alone
@@ -194,15 +193,3 @@ def test_room_for_sums_is_given_back() -> None:
     ranks.run(opens_and_closes, 30)
     of_one = 4096 * 4096  # what a rank has for the sums of the other's tokens
     assert address_space() - before < 10 * of_one
-
-
-def test_gpus_have_one_level() -> None:
-    def make(group: ThreadGroup) -> str:
-        for route in ("auto", "flat"):
-            with Buffer(group, **{**buffer_kwargs(make_spec(2)), "route": route}) as buffer:
-                assert buffer.route == "flat"
-        with pytest.raises(InvalidConfig, match='route: got two_level, expected "auto" or "flat" on CUDA ranks'):
-            Buffer(group, **buffer_kwargs(make_spec(2, route="two_level")))
-        return "refused"
-
-    assert ThreadRanks(2, EmulatedGpu(), nodes=(0, 1)).run(make) == ["refused"] * 2

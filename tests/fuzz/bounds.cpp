@@ -116,7 +116,7 @@ bool believed(const std::function<void(Lists&)>& bend, Pushed what, const std::v
   bend(lists);
   if (!node_of.empty()) {
     std::vector<int32_t> forwards(kTokens + 2);  // and a place before and behind
-    return mark_tokens<float>(world(1), kPeer, kWindow, forwards.data() + 1);
+    return mark_tokens<float>(Solo{}, world(1), kPeer, kWindow, forwards.data() + 1);
   }
   const int num_local = w.num_local_experts();
   std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local) + num_local), plan_ints(1 << 12);

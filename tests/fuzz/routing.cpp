@@ -176,6 +176,7 @@ int64_t route_many_lanes(const Input& in, const World& w, int tile, int most_blo
                               Tiles::view(ints.data(), in.shape, tile),
                               InOnePlace{out.view()},
                               out.send_plan.data(),
+                              SlotRule<false>{w},
                               bad_entry};
       router.route(block, blocks);
     };

@@ -11,12 +11,13 @@ from pathlib import Path
 from compiled import ROOT, compile_program
 
 HERE = Path(__file__).parent
-CHECKED = {
-    "cuda/protocol/flat/index.h": "plausible",
-    "cuda/protocol/flat/dispatch.h": "gather_token",
-    "cuda/device/rdma.h": "fetch_entries",
-    "cuda/protocol/two_level/forward.h": "mark_tokens",
-}
+CHECKED = (
+    ("cuda/protocol/flat/index.h", "plausible"),
+    ("cuda/protocol/flat/dispatch.h", "gather_token"),
+    ("cuda/device/rdma.h", "fetch_entries"),
+    ("cuda/protocol/two_level/forward.h", "mark_tokens"),
+    ("cuda/protocol/two_level/forward.h", "mark_token"),
+)
 
 
 def test_every_bound() -> None:
@@ -49,10 +50,10 @@ def test_no_check_can_be_taken_out(tmp_path: Path) -> None:
     shutil.copytree(HERE, tmp_path / "tests/fuzz", ignore=shutil.ignore_patterns("corpus"))
     (tmp_path / "switch.h").write_text(SWITCH)
     checks: list[str] = []
-    for name, function in CHECKED.items():
-        text = (ROOT / name).read_text()
+    for name, function in CHECKED:
+        text = (tmp_path / name).read_text()
         found = clauses(text, function)
-        assert len(found) >= 3, found
+        assert len(found) >= 2, found
         for clause in found:
             assert text.count(clause) == 1, clause
             text = text.replace(clause, f"(stays({len(checks)}) && ({clause}))")

@@ -138,7 +138,8 @@ LIMITED = tuple(v for v in compiling.VARIANTS if v.limited())
 def test_kernels_are_as_expected(arch: str, codecs: tuple[Codec, ...]) -> None:
     require_disassembler()
     assert [v.codec for v in LIMITED if v.source == "kernels.cu"] == list(LIMITS[arch])
-    assert [v.codec for v in LIMITED if v.source == compiling.WHOLE] == [Codec.RAW, Codec.FP8]
+    for source in (compiling.WHOLE, compiling.REHEARSED):
+        assert [v.codec for v in LIMITED if v.source == source] == [Codec.RAW, Codec.FP8]
     check = Check(None, seconds=1700)
     compile_all((arch,), tuple(v for v in LIMITED if v.codec in codecs), check, cache=True)
     assert check.failures == []

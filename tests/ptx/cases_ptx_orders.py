@@ -12,7 +12,9 @@ from conformance.cases_scaled_rows import PLAIN, make_scaled, open_buffer, play_
 from device.test_network import closes_after_its_last_op, dispatches_in_a_row
 from device.test_ring import ring_rounds
 from harness import ThreadRanks
+from ptx import cases_ptx_nodes
 from ptx.cases_ptx_failures import ACTS, outcomes_on
+from ptx.cases_ptx_nodes import NODES
 from ptx.gpu import PtxGpu
 from ptx.isolated import run_on
 from ptx.modules import ptx_of
@@ -30,6 +32,7 @@ from moe_rt.native.launcher import NETWORK_THREADS, THREADS, kernel_defines
 from moe_rt.native.ring import RING_SOURCE
 from moe_rt.testing.rounds import check_bits
 
+NODES_APART = ("a round", "a silent neighbour", "a silent rank that is served")
 # Waits of each op that fail.
 ACTS_APART = ("silent peer", "other op", "silent peer in backward")
 # The others rewrite a peer's memory, or meet where a network has no such order.
@@ -171,7 +174,7 @@ class Kernels:
 
     @property
     def is_network(self) -> bool:
-        return self.source == "kernels_rdma.cu"
+        return self.source in ("kernels_rdma.cu", "kernels_nodes.cu")
 
     @property
     def threads(self) -> int:
@@ -221,6 +224,14 @@ KERNELS = {
             "a refusal on one block": _refused_on_one_block,
             **{act: _fails(act) for act in ACTS_OVER_NETWORK},
             "rounds in a row": _over_network(rounds_in_a_row, NETWORK_SPEC, [12, 7], [5, 6], "random"),
+        },
+    ),
+    "nodes": Kernels(
+        "kernels_nodes.cu",
+        partial(NetworkGpu, nodes=NODES),
+        {
+            **cases_ptx_nodes.CASES,
+            **{f"{name}, apart": waits_apart(cases_ptx_nodes.CASES[name]) for name in NODES_APART},
         },
     ),
 }

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class PtxGpu(gpu.Gpu):
     name, arch, uuid = "executed", ARCH, "none"
     bulk_bytes = 227 << 10
     segment_share = 1.0
+    nodes: Sequence[int] | None = None  # of its virtual ranks, where they are said to be on several
     num_launches = 0  # of all in this process
 
     def __init__(self, seed: int = 1, num_sms: int = 10, edit: Edit = lambda ptx: ptx, real_time: bool = False) -> None:

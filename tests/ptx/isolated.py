@@ -45,7 +45,7 @@ def run_on(gpu: PtxGpu, size: int, case: Callable[..., Any], *args: Any) -> list
     Raises:
         PtxFault: what was found on any rank, whatever the others raised, who only see that the device is lost.
     """
-    outcomes = ThreadRanks(size, gpu).outcomes(case, *args)
+    outcomes = ThreadRanks(size, gpu, nodes=gpu.nodes).outcomes(case, *args)
     failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     for failure in sorted(failures, key=lambda error: not isinstance(error, PtxFault)):
         raise failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ptx.gpu import PtxGpu
@@ -18,11 +18,15 @@ UNREACHABLE = {
 
 
 class NetworkGpu(PtxGpu):
-    """Args: `unreachable` is which peers' segments are not mapped; the others are those of PtxGpu."""
+    """Args: `unreachable` is which peers' segments are not mapped, where `nodes` do not say; the others are those of
+    PtxGpu."""
 
-    def __init__(self, unreachable: str = "all", **how: Any) -> None:
+    def __init__(self, unreachable: str = "all", nodes: Sequence[int] | None = None, **how: Any) -> None:
         super().__init__(**how)
+        self.nodes = nodes
         self._unreachable = UNREACHABLE[unreachable]
+        if nodes is not None:
+            self._unreachable = lambda rank, peer: nodes[rank] != nodes[peer]
         nvshmem.register_module = lambda module: None
 
     @contextlib.contextmanager

@@ -22,9 +22,9 @@ class NotNeeded(NamedTuple):
         return of_entry and order.place == self.place and order.text.startswith(self.text)
 
 
-_WAITS = tuple(
-    f"{kernels} {op}_wait" for kernels in ("mapped", "network") for op in ("dispatch", "combine", "combine_backward")
-)
+_OPS = ("dispatch", "combine", "combine_backward")
+_WAITS = (*(f"{kernels} {op}_wait" for kernels in ("mapped", "network") for op in _OPS),)
+
 
 NOT_NEEDED = (
     NotNeeded(
@@ -45,8 +45,20 @@ NOT_NEEDED = (
         but=("network dispatch_fetch",),
     ),
     NotNeeded(
+        "ld.acquire",
+        "protocol/core/signal.h: while (!reached(load_acquire(mailbox.signal), seq)) {",
+        "the launch before, which gets lists, has waited for the same signals",
+        ("nodes dispatch_forward",),
+    ),
+    NotNeeded(
+        "bar.sync",
+        "device/exchange.h: if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine)); block.sync();",
+        "as above, and what is wrong is found by the launch before",
+        ("nodes dispatch_forward",),
+    ),
+    NotNeeded(
         "nvshmem_fence",
-        "device/kernels_rdma.cu: __device__ void fence() const { nvshmem_fence(); }",
+        "device/nvshmem_net.h: __device__ void fence() const { nvshmem_fence(); }",
         "every warp has called quiet in this launch, and with it has waited for the combine's signal before",
         ("network combine_send",),
     ),
@@ -79,7 +91,7 @@ NOT_NEEDED = (
     ),
     NotNeeded(
         "ld.acquire",
-        "protocol/core/signal.h: return load_acquire(mailbox.closed) != 0 && "
+        "protocol/core/signal.h: return load_acquire(announcers.closed) != 0 && "
         "!reached(load_acquire(mailbox.signal), seq);",
         "as between two signals",
     ),

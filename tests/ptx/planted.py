@@ -96,18 +96,18 @@ class _Replaced:
         return ptx[:at] + self._new + ptx[at + len(self._old) :]
 
 
-def without(name: str, pattern: str) -> Callable[[str], str]:
+def without(name: str, pattern: str, instead: str = "") -> Callable[[str], str]:
     """Leaves out whatever a pattern matches in one entry."""
-    return _Without(name, pattern)
+    return _Without(name, pattern, instead)
 
 
 class _Without:
-    def __init__(self, name: str, pattern: str) -> None:
-        self._name, self._pattern = name, pattern
+    def __init__(self, name: str, pattern: str, instead: str) -> None:
+        self._name, self._pattern, self._instead = name, pattern, instead
 
     def __call__(self, ptx: str) -> str:
         begin = ptx.index(f".visible .entry {self._name}(")
         end = ptx.find(".visible .entry ", begin + 1)
-        piece, count = re.subn(self._pattern, "", ptx[begin:end])
+        piece, count = re.subn(self._pattern, self._instead, ptx[begin:end])
         assert count > 0, f"no {self._pattern!r} in {self._name}"
         return ptx[:begin] + piece + ptx[end:]

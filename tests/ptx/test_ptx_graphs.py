@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,7 @@ def replayed(size: int) -> None:
 def capture_and_replay(
     group: Any, gpu: PtxGpu, changes: Mapping[str, Any] = MappingProxyType({}), num_sms: int | None = None
 ) -> None:
-    spec = make_spec(group.size, **changes)
+    spec = replace(make_spec(group.size, **changes), topology=group.topology)
     tokens = [12 - 5 * r for r in range(group.size)]  # shapes are part of a graph
     rounds = [make_inputs(spec, tokens, seed, kind) for seed, kind in enumerate(["random", "topk", "one_expert"] * 2)]
     with Buffer(group, timeout_s=60.0, num_sms=num_sms, **buffer_kwargs(spec)) as buffer:

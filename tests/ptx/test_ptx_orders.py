@@ -14,6 +14,8 @@ WHICH = ("mapped", "network")  # of kernels with rings, what others lack, by tes
 ENTRIES = [
     *((kernels, entry) for kernels in WHICH for entry in LAUNCHES),
     ("network", "dispatch_fetch"),
+    # Of the kernels over nodes, those whose orders have been gone through.
+    *(("nodes", entry) for entry in ("dispatch_lists", "dispatch_forward", "combine_receive")),
 ]
 
 

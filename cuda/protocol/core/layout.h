@@ -144,6 +144,8 @@ struct Nodes {
   const int32_t* node_of = nullptr;    // [R]
   const int32_t* forwarder = nullptr;  // [R] of a far rank, on this node; of a neighbour itself
   const int32_t* served_at = nullptr;  // [R] a far rank's place among those that its forwarder serves
+  const int32_t* served = nullptr;     // [num_served] the far ranks that this rank serves, in rank order
+  const int32_t* serving = nullptr;    // [R] of a far rank's node, the rank that serves this one; of a neighbour itself
 
   // The place of another node among those that are not `from`.
   MOE_RT_FN static int32_t far_index(int32_t node, int32_t from) { return node < from ? node : node - 1; }
@@ -216,6 +218,6 @@ struct World {
   }
 };
 // The host makes these bytes and kernels read them: two compilers must lay them out alike.
-static_assert(sizeof(World) == 496 && sizeof(Header) == 56 && sizeof(Layout) == 336, "the host's layout");
+static_assert(sizeof(World) == 512 && sizeof(Header) == 56 && sizeof(Layout) == 336, "the host's layout");
 
 }  // namespace moe_rt

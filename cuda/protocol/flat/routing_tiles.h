@@ -9,6 +9,7 @@
 #include "../core/coop.h"
 #include "../core/dims.h"
 #include "../core/plan.h"
+#include "../two_level/node_slots.h"
 #include "pushing.h"
 
 namespace moe_rt {
@@ -86,8 +87,8 @@ struct Tiles {
   }
 };
 
-// `ListsFor` is pushing.h's, or of its kind.
-template <class Coop, class Dims, class Weight, class ListsFor>
+// `ListsFor` is pushing.h's, or of its kind; `Slots` a SlotRule.
+template <class Coop, class Dims, class Weight, class ListsFor, class Slots>
 struct TileRouter {
   Coop coop;
   const Dims& dims;
@@ -99,6 +100,7 @@ struct TileRouter {
   Tiles tiles;
   ListsFor lists_for;
   int32_t* send_plan;
+  Slots slots;
   int64_t& bad_entry;  // the lowest index of an entry that is no expert, which counts as none
 
   // The index-th share of the lists, of `count` that are made at the same time. Ends out of step: callers sync before
@@ -236,21 +238,22 @@ struct TileRouter {
         send_plan[first + k] = kNowhere;
         continue;
       }
+      const int32_t rank = owner_of(entry);
       int32_t slot = 0, before = 0, num_copies = 0, first_k = k;
       Weight weight = topk_weights[first + k];
       for_topk<Dims>(num_topk, [&](int j) {
         const int32_t other = tiles.entries[token * num_topk + j];
-        slot += has(other, kLeads) && owner_of(other) < owner_of(entry);
-        if (owner_of(other) != owner_of(entry)) return;
+        slot += has(other, kLeads) && owner_of(other) < rank && slots.together(owner_of(other), rank);
+        if (owner_of(other) != rank) return;
         num_copies += !has(other, kRepeats);
         before += !has(other, kRepeats) && place_of(other) < place_of(entry);
         if (place_of(other) != place_of(entry)) return;
         if (j < first_k) first_k = j;
         if (j > k) weight += topk_weights[first + j];  // duplicates become one row, weights added
       });
-      send_plan[first + k] = send_entry(slot, first_k);
+      send_plan[first + k] = send_entry(slots.at_home(rank, slot), first_k);
       if (has(entry, kRepeats)) continue;
-      const int32_t rank = owner_of(entry), place = place_of(entry);
+      const int32_t place = place_of(entry);
       const auto lists = lists_for(rank);
       const Tiles::Sent sent = tiles.sent_before(rank, token);
       const int32_t first_copy = tiles.copies[rank] + sent.copies, at = first_copy + before;
@@ -278,8 +281,8 @@ struct TileRouter {
   }
 };
 
-template <class Coop, class Dims, class Weight, class ListsFor>
+template <class Coop, class Dims, class Weight, class ListsFor, class Slots>
 TileRouter(Coop, const Dims&, const World&, const RoutingTables&, const ExpertIds&, const Weight*, int64_t, Tiles,
-           ListsFor, int32_t*, int64_t&) -> TileRouter<Coop, Dims, Weight, ListsFor>;
+           ListsFor, int32_t*, Slots, int64_t&) -> TileRouter<Coop, Dims, Weight, ListsFor, Slots>;
 
 }  // namespace moe_rt

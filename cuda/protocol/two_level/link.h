@@ -22,6 +22,7 @@ struct NodeLink {
     return at<char>(w, peer, o.forwarded, Layout::forwarded_bytes(w.shape), offset - o.partials);
   }
   MOE_RT_FN void deliver(const World&, int, int64_t, int64_t) const {}
+  MOE_RT_FN void flush() const {}
   template <class T>
   MOE_RT_FN void put(const World& w, int peer, int64_t offset, T value) const {
     const Layout::Window& o = w.layout.window[window];

@@ -5,27 +5,40 @@
 
 namespace moe_rt {
 
-// What comes home for one token, by its entries of the send plan: how many partials of its own node, and which other
-// nodes' sums, as slots in the order of nodes.
+// What comes home for one token, by its entries of the send plan: how many partials of its own node, and the rows that
+// are then added, in the order of nodes. Without indices that are known late: a GPU keeps such arrays in memory.
 template <class Dims>
 struct Homecoming {
-  int num_own = 0, num_far = 0;
-  int32_t far[Dims::kTopkBound];
+  int num_own = 0, num_rows = 0;
+  int32_t rows[Dims::kTopkBound];  // twice the slot of another node's sum; own_row of this node's
+  int32_t own_row;
 
-  MOE_RT_FN Homecoming(const int32_t* sent, int num_topk, int num_node_slots) {
-    for (int k = 0; k < num_topk; ++k) {
-      if (sent[k] == kNowhere) continue;
+  MOE_RT_FN Homecoming(const int32_t* sent, int num_topk, int num_node_slots, int own_node)
+      : own_row(2 * (num_node_slots + own_node) - 1) {  // nodes with slots from there on come after the own one
+    for_topk<Dims>(num_topk, [&](int i) { rows[i] = kNone; });
+    for_topk<Dims>(num_topk, [&](int k) {
+      if (sent[k] == kNowhere) return;
       const int32_t slot = send_slot(sent[k]);
-      if (slot < num_node_slots) {
-        if (slot >= num_own) num_own = slot + 1;
-        continue;
-      }
-      int at = num_far;
-      while (at > 0 && far[at - 1] >= slot) --at;
-      if (at < num_far && far[at] == slot) continue;
-      for (int i = num_far++; i > at; --i) far[i] = far[i - 1];
-      far[at] = slot;
-    }
+      const bool own = slot < num_node_slots;
+      if (own && slot >= num_own) num_own = slot + 1;
+      add(own ? own_row : 2 * slot, num_topk);
+    });
+  }
+
+ private:
+  static constexpr int32_t kNone = 0x7fffffff;
+  // In order, and once.
+  MOE_RT_FN void add(const int32_t row, int num_topk) {
+    int32_t next = row;
+    bool is_new = true;
+    for_topk<Dims>(num_topk, [&](int i) {
+      const int32_t there = rows[i];
+      is_new &= there != row;
+      const bool before = is_new & (next < there);
+      rows[i] = before ? next : there;
+      next = before ? there : next;
+    });
+    num_rows += is_new;
   }
 };
 
@@ -38,26 +51,19 @@ MOE_RT_FN void reduce_nodes(const Coop& coop, const Dims& dims, const World& w, 
                             int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows,
                             const Rows& cached, char* scratch, Own own) {
   const char* srcs[Dims::kTopkBound];
-  const char* own_srcs[Dims::kTopkBound];
-  const int own_at = w.shape.num_node_slots() + w.nodes.own;  // nodes with slots from here on come after the own one
   const Range share = coop.share(num_tokens);
   if constexpr (!Own::kPushed) own.begin(share);
   for (int64_t t = share.begin; t < share.end; t += share.step) {
     const int32_t* sent = send_plan + t * dims.num_topk();
-    const Homecoming<Dims> home(sent, dims.num_topk(), w.shape.num_node_slots());
+    const Homecoming<Dims> home(sent, dims.num_topk(), w.shape.num_node_slots(), w.nodes.own);
     const auto at = [&](int slot) { return w.at<char>(w.rank, w.partial_row(window, t, slot)); };
-    for (int slot = 0; slot < home.num_own; ++slot) own_srcs[slot] = at(slot);
-    if constexpr (!Own::kPushed) own.put_instead(t, own_srcs);
-    int n = 0;
-    const auto add_own = [&] {
-      srcs[n++] = sum_node(own_srcs, home.num_own, cached, scratch, scratch + w.shape.row_bytes());
-    };
-    bool added = home.num_own == 0;
-    for (int i = 0; i < home.num_far; ++i) {
-      if (!added && home.far[i] >= own_at) add_own(), added = true;
-      srcs[n++] = at(home.far[i]);
-    }
-    if (!added) add_own();
+    for_topk<Dims>(home.num_own, [&](int slot) { srcs[slot] = at(slot); });
+    if constexpr (!Own::kPushed) own.put_instead(t, srcs);
+    rows.meet();  // lanes may still read the sum before
+    const char* const own_sum =
+        home.num_own > 0 ? sum_node(srcs, home.num_own, cached, scratch, scratch + w.shape.row_bytes()) : nullptr;
+    const int n = home.num_rows;
+    for_topk<Dims>(n, [&](int i) { srcs[i] = home.rows[i] == home.own_row ? own_sum : at(home.rows[i] / 2); });
     rows.decode_sum(out + t * rows.tensor_row_bytes(), srcs, n);
     if (!grad_topk_weights || !coop.leader()) continue;
     for (int k = 0; k < dims.num_topk(); ++k) {

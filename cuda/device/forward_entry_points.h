@@ -1,0 +1,15 @@
+// The __global__ functions of ranks on several nodes, each a call of its body: those of entry_points.h, and those between
+// what sends and what receives. The including file has chosen Links.
+#pragma once
+
+#include "entry_points.h"
+#include "forwarding.h"
+
+#define MOE_RT_FORWARD_KERNEL(name, Args) MOE_RT_KERNEL_CALLING(name, Args, false, moe_rt::Forwarding{launch}.name(a))
+
+MOE_RT_FORWARD_KERNEL(dispatch_lists, moe_rt::DispatchArgs)
+MOE_RT_FORWARD_KERNEL(dispatch_forward, moe_rt::DispatchArgs)
+MOE_RT_FORWARD_KERNEL(combine_first_wait, moe_rt::CombineArgs)
+MOE_RT_FORWARD_KERNEL(combine_forward, moe_rt::CombineArgs)
+MOE_RT_FORWARD_KERNEL(combine_backward_first_wait, moe_rt::CombineBackwardArgs)
+MOE_RT_FORWARD_KERNEL(combine_backward_forward, moe_rt::CombineBackwardArgs)

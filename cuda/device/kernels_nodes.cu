@@ -1,0 +1,11 @@
+// The CUDA kernels of a rank whose rows go in two levels, linked with NVSHMEM's device library.
+//
+// The compile step has included nvshmem_prelude.h.
+#include "forwarding.h"
+#include "nvshmem_net.h"
+
+namespace moe_rt {
+using Links = NodeLinks<Nvshmem>;
+}
+
+#include "forward_entry_points.h"

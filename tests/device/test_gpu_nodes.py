@@ -1,0 +1,263 @@
+"""CUDA ranks on several nodes, emulated: two levels over a network that delivers late give the oracle's bits.
+
+Without a heap that has other nodes, nodes are said: gets and puts then go to ranks that are mapped all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conformance.cases_scaled_rows import PLAIN, scaled_round
+from conformance.test_conformance import tokens_for
+from device.emulated import EmulatedGpu
+from harness import ThreadRanks
+from rounds import chain, full_round, rounds_in_a_row
+from routing import buffer_kwargs, make_inputs, make_spec
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.config.spec import BufferSpec
+from moe_rt.errors import (
+    CallOrderMismatch,
+    CorruptPeer,
+    GroupClosed,
+    GroupPoisoned,
+    InvalidInput,
+    InvalidRouting,
+    MoeRtError,
+    PeerTimeout,
+)
+from moe_rt.native import cuda
+
+FP8 = torch.float8_e4m3fn
+NODES = {"2+2": (0, 0, 1, 1), "1+1+1": (0, 1, 2), "1+2": (0, 1, 1), "3+2, in turns": (0, 1, 0, 1, 0)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LANES = (3, 1, 32, 33)
+
+
+def spec_of(nodes: Sequence[int], **changes: Any) -> BufferSpec:
+    return make_spec(len(nodes), route="two_level", **changes)
+
+
+def ranks_on(nodes: Sequence[int], lanes: int = 3) -> ThreadRanks:
+    return ThreadRanks(len(nodes), EmulatedGpu(threads=lanes), nodes=nodes)
+
+
+def every_combination() -> list[Any]:
+    """Each of both kinds once; all pairs in a sweep."""
+    pairs = [(name, lanes) for name in NODES for lanes in LANES]
+    once = set(zip(NODES, LANES, strict=True))
+    return [pytest.param(*pair, marks=() if pair in once else pytest.mark.sweep) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "lanes"), every_combination())
+def test_equal_to_the_oracle(name: str, lanes: int) -> None:
+    """With a dtype for each number of lanes."""
+    dtype = DTYPES[LANES.index(lanes)]
+    spec = spec_of(NODES[name], dtype=dtype, placement=[(8 - e) % len(NODES[name]) for e in range(9)])
+    ranks_on(NODES[name], lanes).run(full_round, spec, tokens_for(len(NODES[name])), 1, "random")
+
+
+@pytest.mark.parametrize("hidden", [272, pytest.param(300, marks=pytest.mark.sweep)])
+def test_coded_rows(hidden: int) -> None:
+    """Sums of several ranks are coded anew, by sixteen elements or by one."""
+    spec = spec_of(NODES["2+2"], dtype=torch.bfloat16, hidden=hidden, dispatch_dtype=torch.int8, combine_dtype=FP8)
+    ranks_on(NODES["2+2"], 32).run(full_round, spec, [12, 0, 7, 5], 3, "topk")
+
+
+def test_rows_of_tokens_and_with_scales() -> None:
+    nodes = NODES["1+2"]
+    ranks_on(nodes).run(rounds_in_a_row, spec_of(nodes, layout="tokens"), [12, 0, 7], [1, 2], "random")
+    ranks_on(nodes).run(scaled_round, spec_of(nodes, dtype=torch.bfloat16), PLAIN, [12, 0, 7], [1, 2])
+
+
+def test_aligned_experts_and_lists_that_take_two_trips() -> None:
+    nodes = NODES["3+2, in turns"]
+    spec = spec_of(nodes, num_max_tokens_per_rank=100, num_topk=6, expert_alignment=8)
+    ranks_on(nodes).run(full_round, spec, [20, 0, 100, 10, 5], 1, "random")
+
+
+def test_a_node_without_tokens_and_drops() -> None:
+    nodes = NODES["1+2"]
+    ranks_on(nodes).run(rounds_in_a_row, spec_of(nodes), [0, 9, 9], [1, 2], "random")
+    drops = spec_of(nodes, placement=[(8 - e) % 3 for e in range(9)], capacity_factor=0.4, overflow="drop")
+    ranks_on(nodes).run(rounds_in_a_row, drops, [12] * 3, [6, 7], "topk")
+
+
+@pytest.mark.parametrize("name", ["1+2", pytest.param("1+1+1", marks=pytest.mark.sweep)])
+def test_chain(name: str) -> None:
+    """Without a drain, with random pauses and ranks without tokens."""
+    assert ranks_on(NODES[name]).run(chain, 15, "two_level") == [15] * 3
+
+
+def test_one_rank_on_each_node_gives_the_flat_bits() -> None:
+    outputs = []
+    for route in ("flat", "two_level"):
+        spec = make_spec(3, route=route, dtype=torch.bfloat16)
+        outputs.append(ranks_on((0, 1, 2)).run(full_round, spec, [12, 7, 5], 4, "random"))
+    assert outputs[0] == outputs[1]
+
+
+def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 serves nobody, and the others forward; where tokens are many, few blocks wait before."""
+    monkeypatch.setattr(cuda, "WAIT_APART_FROM", 12)
+    gpu = EmulatedGpu()
+    nodes = (0, 0, 0, 1, 1)
+    ThreadRanks(5, gpu, nodes=nodes).run(full_round, spec_of(nodes), [12, 12, 12, 12, 0], 1, "random")
+    forward = ("dispatch_lists", "dispatch_forward", "combine_backward_forward", "combine_forward")
+    assert [gpu.launched.count(name) for name in forward] == [4, 4, 4, 3 * 4], "a combine is played twice"
+    waits = ("dispatch_wait", "combine_backward_first_wait", "combine_first_wait", "dispatch_fetch")
+    assert [gpu.launched.count(name) for name in waits] == [4, 3, 3 * 3, 0]
+
+
+Act = Callable[[Buffer, Any], None]
+
+
+def outcomes(act: Act, nodes: Sequence[int] = NODES["2+2"], timeout_s: float = 60.0) -> list[Any]:
+    """What each rank raises in its act, or by the time when all have come to its end."""
+    spec = spec_of(nodes)
+    inputs = make_inputs(spec, [12] * len(nodes), seed=1, kind="topk")
+    over = threading.Barrier(len(nodes), timeout=300.0)
+
+    def case(group: ThreadGroup) -> Any:
+        with Buffer(group, timeout_s=timeout_s, **buffer_kwargs(spec)) as buffer:
+            mine = [each[buffer.rank].clone() for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
+            error = None
+            try:
+                act(buffer, mine)
+            except MoeRtError as raised:
+                error = raised
+            over.wait()  # launches are over
+            try:
+                buffer.check()
+            except MoeRtError as raised:
+                error = error or raised
+            over.wait()
+        return error
+
+    return ThreadRanks(len(nodes), EmulatedGpu(), nodes=nodes).outcomes(case)
+
+
+def pair(buffer: Buffer, mine: Any) -> None:
+    recv_x, recv_weights, handle = buffer.dispatch(*mine)
+    buffer.combine(recv_x, recv_weights, handle)
+
+
+def test_bad_expert_id_is_heard_on_every_node() -> None:
+    """Rank 0 hears of rank 3 by its neighbour alone, and moves nothing."""
+
+    def act(buffer: Buffer, mine: Any) -> None:
+        pair(buffer, mine)
+        if buffer.rank == 3:
+            mine[1][7, 1] = 99
+        _, _, handle = buffer.dispatch(*mine)
+        assert handle.offs.sum() == 0
+
+    errors = outcomes(act)
+    assert {type(e) for e in errors} <= {InvalidRouting, GroupPoisoned}, errors
+    refused = [e for e in errors if isinstance(e, InvalidRouting)]
+    assert refused
+    assert all(e.peer == 3 and "got expert id 99" in str(e) for e in refused)
+
+
+def test_a_silent_peer_is_named_by_whoever_waits_for_it() -> None:
+    """And by nobody who waits for what is passed on: they wait longer, and are told before."""
+
+    def act(buffer: Buffer, mine: Any) -> None:
+        pair(buffer, mine)
+        if buffer.rank != 3:
+            _, _, handle = buffer.dispatch(*mine)
+            assert handle.offs.sum() == 0
+
+    errors = outcomes(act, timeout_s=2.0)[:3]
+    assert {type(e) for e in errors} == {PeerTimeout, GroupPoisoned}, errors
+    assert {e.peer for e in errors if isinstance(e, PeerTimeout)} == {3}
+
+
+def test_a_silent_neighbour_in_a_combine() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        recv_x, recv_weights, handle = buffer.dispatch(*mine)
+        if buffer.rank != 3:
+            buffer.combine(recv_x, recv_weights, handle)
+
+    errors = outcomes(act, timeout_s=2.0)[:3]
+    assert {type(e) for e in errors} == {PeerTimeout, GroupPoisoned}, errors
+    assert {e.peer for e in errors if isinstance(e, PeerTimeout)} == {3}
+
+
+def test_refused_input_ends_the_group() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        if buffer.rank == 2:
+            mine[0] = mine[0][:, 1:]
+        pair(buffer, mine)
+
+    errors = outcomes(act)
+    assert [type(e) for e in errors] == [GroupPoisoned, GroupPoisoned, InvalidInput, GroupPoisoned], errors
+    assert all("rank 2 failed first" in str(errors[rank]) for rank in (0, 1, 3))
+
+
+def test_another_op() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        recv_x, recv_weights, handle = buffer.dispatch(*mine)
+        if buffer.rank == 3:
+            buffer.dispatch(*mine)
+        else:
+            buffer.combine(recv_x, recv_weights, handle)
+
+    errors = outcomes(act)
+    assert {type(e) for e in errors} <= {CallOrderMismatch, GroupPoisoned, GroupClosed}, errors
+    assert CallOrderMismatch in {type(e) for e in errors}
+
+
+def test_closing_is_found_by_whoever_waits_for_it() -> None:
+    def act(buffer: Buffer, mine: Any) -> None:
+        pair(buffer, mine)
+        if buffer.rank == 3:
+            buffer.close()
+        else:
+            pair(buffer, mine)
+
+    errors = outcomes(act)
+    assert GroupClosed in {type(e) for e in errors[:3]}, errors
+    assert {type(e) for e in errors[:3]} <= {GroupClosed, GroupPoisoned}
+    assert "rank 3" in str(errors[2])
+
+
+def test_lists_that_cannot_be_true() -> None:
+    """A forwarder believes no token beyond the last, stages nothing, and tells nobody to go on."""
+
+    def act(buffer: Buffer, mine: Any) -> None:
+        mine[1][:] = 8  # an expert of rank 3, whose node has to be told of them all
+        launcher = buffer._engine._launcher
+        launch = launcher._kernels.launch
+
+        def bent(launches: Any, **how: Any) -> None:
+            for one in launches:
+                launch([one], **how)
+                if one[0] == "dispatch_send" and buffer.rank == 0:
+                    # Not yet heard of by anyone: rank 2 forwards for rank 0, and begins when rank 3 has announced.
+                    _bend_lists(buffer)
+                    bent_lists.set()
+
+        bent_lists.wait(60.0) if buffer.rank == 3 else None
+        launcher._kernels.launch = bent
+        buffer.dispatch(*mine)
+
+    bent_lists = threading.Event()
+    errors = outcomes(act)
+    assert isinstance(errors[2], CorruptPeer), errors
+    assert all(isinstance(e, GroupPoisoned | None) for e in (errors[0], errors[1], errors[3])), errors
+    assert errors[2].peer == 0
+
+
+def _bend_lists(buffer: Buffer) -> None:
+    """Every place of this rank's segment that holds token 11, as its last pull does, holds 99."""
+    segments = buffer._engine._segments
+    shape = buffer.spec.gpu_shape()
+    region = segments.mappings[0].view(torch.uint8)
+    start = segments.addresses[buffer.rank] - region.data_ptr()
+    words = region[start : start + shape.tokens_at(0)].view(torch.int32)
+    words[words == 11] = 99
