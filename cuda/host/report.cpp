@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../protocol/two_level/announcers.h"
 #include "node_tables.h"
 #include "recording.h"
 
@@ -55,9 +56,12 @@ void find_forwarders(SegmentReport& report) {
   if (node_of.size() != report.members.size()) node_of.clear();
   const NodeTables tables(node_of, p.rank);
   report.served = tables.served();
+  World of_its_nodes{};  // all that is asked of it
+  of_its_nodes.rank = p.rank;
+  if (!node_of.empty()) of_its_nodes.nodes = tables.view();
   for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
     for (int r = 0; r < p.num_ranks; ++r) {
-      report.announcers[static_cast<int>(kind)].push_back(tables.announcer(kind, r));
+      report.announcers[static_cast<int>(kind)].push_back(announcer_of(of_its_nodes, kind, r));
     }
   }
 }
