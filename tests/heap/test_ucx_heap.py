@@ -155,12 +155,12 @@ def test_settings_of_the_user_stay() -> None:
 )
 def test_the_heap_of_a_group(asked: str, other: dict[str, str], expected: str) -> None:
     backend = Backend("shm", None, anywhere=asked == "auto")
-    assert find_hosts(backend, Told(**other), 1.0).heap == expected  # type: ignore[arg-type]
+    assert find_hosts(backend, Told(**other), make_spec(2), 1.0).heap == expected  # type: ignore[arg-type]
 
 
 def test_different_heaps_are_refused() -> None:
     with pytest.raises(InvalidConfig, match=r"heap: got \['shm', 'ucx'\] on different ranks"):
-        find_hosts(Backend("ucx", None), Told(heap="shm"), 1.0)  # type: ignore[arg-type]
+        find_hosts(Backend("ucx", None), Told(heap="shm"), make_spec(2), 1.0)  # type: ignore[arg-type]
 
 
 def test_a_group_of_one_host(make_ranks: Any) -> None:
