@@ -74,7 +74,7 @@ void Engine::reach_far() {
     forwarder_ = far.get(), far_ = std::move(far);
     world_.mirror = forwarder_->lists();
   }
-  config_.network->keep(far_);
+  config_.network->keep(far_, world_.base[world_.rank]);
 }
 
 // Fails only where a fault is injected.

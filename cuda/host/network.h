@@ -40,8 +40,9 @@ class Network {
   virtual void begin_driving() = 0;
   virtual void end_driving() = 0;
 
-  // What `get` writes to and `put` reads from is a part of: kept for as long as something may be under way.
-  virtual void keep(std::shared_ptr<const void> memory) = 0;
+  // What `get` writes to and `put` reads from is a part of `memory`, or of this rank's segment, which the caller has at
+  // `segment`: either lasts here for as long as something may be under way, whatever the caller unmaps.
+  virtual void keep(std::shared_ptr<const void> memory, const char* segment) = 0;
   // This rank will ask for nothing more. Peers that have not heard of `last_seq` everywhere may still read its segment.
   virtual void leave(const uint64_t (&last_seq)[2]) = 0;
 };

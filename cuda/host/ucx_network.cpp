@@ -31,10 +31,10 @@ void UcxNetwork::connect(int peer, const std::string& address, uint64_t secret) 
 std::string UcxNetwork::problem(int peer) const { return worker_->problem(peer); }
 
 void UcxNetwork::get(int peer, int64_t offset, void* to, int64_t bytes) {
-  worker_->ask(peer, [=](UcxPeer& p) { p.get(offset, to, bytes); });
+  worker_->ask(peer, [=, this](UcxPeer& p) { p.get(offset, worker_->lasting(to), bytes); });
 }
 void UcxNetwork::put(int peer, int64_t offset, const void* from, int64_t bytes) {
-  worker_->ask(peer, [=](UcxPeer& p) { p.put(offset, from, bytes); });
+  worker_->ask(peer, [=, this](UcxPeer& p) { p.put(offset, worker_->lasting(from), bytes); });
 }
 void UcxNetwork::put_last(int peer, int64_t offset, uint64_t word) {
   worker_->ask(peer, [=](UcxPeer& p) { p.put_last(offset, word); });
@@ -50,7 +50,9 @@ bool UcxNetwork::lost(int peer) const { return worker_->peer(peer).lost(); }
 void UcxNetwork::drive() { worker_->drive(); }
 void UcxNetwork::begin_driving() { worker_->set_driven(true); }
 void UcxNetwork::end_driving() { worker_->set_driven(false); }
-void UcxNetwork::keep(std::shared_ptr<const void> memory) { worker_->keep(std::move(memory)); }
+void UcxNetwork::keep(std::shared_ptr<const void> memory, const char* segment) {
+  worker_->keep(std::move(memory), segment);
+}
 void UcxNetwork::leave(const uint64_t (&last_seq)[2]) { worker_->leave(last_seq); }
 
 std::string UcxNetwork::version(const char* library) {

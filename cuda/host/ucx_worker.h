@@ -77,9 +77,15 @@ class UcxWorker {
     const std::lock_guard lock(mutex_);
     if (peers_[peer].can_be_asked()) act(peers_[peer]);
   }
-  void keep(std::shared_ptr<const void> memory) {
+  void keep(std::shared_ptr<const void> memory, const char* segment) {
     const std::lock_guard lock(mutex_);
-    if (!stop_) kept_ = std::move(memory);
+    if (!stop_) kept_ = std::move(memory), callers_segment_ = segment;
+  }
+  // The same place where it lasts: a rank that has failed unmaps its segment while answers to it may be under way.
+  template <class T>
+  T* lasting(T* place) const {
+    const uint64_t at = reinterpret_cast<uintptr_t>(place) - reinterpret_cast<uintptr_t>(callers_segment_);
+    return callers_segment_ && at < uint64_t(layout_.bytes) ? reinterpret_cast<T*>(segment_ + at) : place;
   }
   void drive() {
     const std::lock_guard lock(mutex_);
@@ -269,6 +275,7 @@ class UcxWorker {
   UcxInbox inbox_;
   ucx::Handle worker_ = nullptr;
   char* segment_ = nullptr;
+  const char* callers_segment_ = nullptr;  // the same memory
   std::string address_;
   std::shared_ptr<const void> kept_;
   std::mutex mutex_;

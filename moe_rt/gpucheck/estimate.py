@@ -238,7 +238,7 @@ def steps_of(kernel: str, load: Load) -> Steps:
 
 
 def warps_together(num_rows: float, blocks: int) -> int:
-    """How many warps take a row (cuda/device/ops.h)."""
+    """How many warps take a row (cuda/device/groups.h)."""
     warps = THREADS // WARP
     while warps > 1 and num_rows > blocks * (THREADS // WARP // warps):
         warps //= 2

@@ -16,6 +16,7 @@ from cases_faults import good_round, open_buffer
 from routing import make_spec
 
 from moe_rt import Buffer
+from moe_rt.config.options import Route
 from moe_rt.heap.ucx import await_peers
 from moe_rt.testing.held import held, left_of
 
@@ -66,12 +67,12 @@ def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) 
     return "no error"
 
 
-def large_rounds(group: Any, faulty_rank: int, seed: int, pause_s: float) -> str:
+def large_rounds(group: Any, route: Route, faulty_rank: int, seed: int, pause_s: float) -> str:
     """What ended the rounds, in which rows are under way most of the time: the faulty rank dies at a random moment.
 
     All others are stopped a little before and after, so that they find what it has asked them for, and that it is gone.
     """
-    buffer, delay_s = open_large_buffer(group, _FOREVER_S), random.Random(seed).random() * _ROUNDS_S
+    buffer, delay_s = open_large_buffer(group, route, _FOREVER_S), random.Random(seed).random() * _ROUNDS_S
     if buffer.rank == faulty_rank:
         threading.Timer(delay_s + pause_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     elif pause_s > 0:
@@ -79,9 +80,9 @@ def large_rounds(group: Any, faulty_rank: int, seed: int, pause_s: float) -> str
     return end_of_rounds(buffer)
 
 
-def large_rounds_with_a_stop(group: Any, faulty_rank: int, seed: int, timeout_s: float, told: str) -> str:
+def large_rounds_with_a_stop(group: Any, route: Route, faulty_rank: int, seed: int, timeout_s: float, told: str) -> str:
     """The faulty rank is stopped at a random moment, and goes on when all others have given it up."""
-    buffer = open_large_buffer(group, timeout_s)
+    buffer = open_large_buffer(group, route, timeout_s)
     if buffer.rank == faulty_rank:
         others = [rank for rank in range(buffer.num_ranks) if rank != faulty_rank]
         stop_this_process(random.Random(seed).random() * _ROUNDS_S, lambda: await_files(told, others))
@@ -91,8 +92,8 @@ def large_rounds_with_a_stop(group: Any, faulty_rank: int, seed: int, timeout_s:
         Path(f"{told}.{buffer.rank}").touch()
 
 
-def open_large_buffer(group: Any, timeout_s: float) -> Buffer:
-    spec = make_spec(group.size(), num_max_tokens_per_rank=64, hidden=7168, dtype=torch.bfloat16)
+def open_large_buffer(group: Any, route: Route, timeout_s: float) -> Buffer:
+    spec = make_spec(group.size(), num_max_tokens_per_rank=64, hidden=7168, dtype=torch.bfloat16, route=route)
     buffer = open_buffer(group, spec, timeout_s=timeout_s)
     good_round(buffer)
     group.barrier().wait()

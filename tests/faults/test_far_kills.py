@@ -12,6 +12,9 @@ import cases_far as cases
 import pytest
 from nodes.node_ranks import NodeRanks
 
+from moe_rt.chaos.node_trials import ROUTES
+from moe_rt.config.options import Route
+
 SOME, MANY = range(4), range(4, 30)
 PAUSE_S, TIMEOUT_S = 0.2, 5.0
 FAILURES = ("PeerDead:", "GroupPoisoned:")
@@ -29,19 +32,21 @@ def ranks() -> Iterator[NodeRanks]:
 
 
 @pytest.mark.parametrize("seed", [*SOME, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in MANY)])
-def test_a_kill_among_gets_and_puts(ranks: NodeRanks, seed: int) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_kill_among_gets_and_puts(ranks: NodeRanks, route: Route, seed: int) -> None:
     killed = seed % ranks.size
-    outcomes = ranks.outcomes(cases.large_rounds, killed, seed, PAUSE_S * (seed % 2))
+    outcomes = ranks.outcomes(cases.large_rounds, route, killed, seed, PAUSE_S * (seed % 2))
     ranks.restart()
     assert isinstance(outcomes.pop(killed), ChildProcessError), outcomes
     assert [text for text in outcomes if not str(text).startswith(FAILURES)] == []
 
 
 @pytest.mark.parametrize("seed", [*SOME[:2], *(pytest.param(seed, marks=pytest.mark.sweep) for seed in MANY)])
-def test_a_stop_among_gets_and_puts(ranks: NodeRanks, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stop_among_gets_and_puts(ranks: NodeRanks, route: Route, seed: int, tmp_path: Path) -> None:
     """Whoever goes on after its peers gave it up is told so."""
     outcomes = ranks.outcomes(
-        cases.large_rounds_with_a_stop, seed % ranks.size, seed, TIMEOUT_S, str(tmp_path / "told")
+        cases.large_rounds_with_a_stop, route, seed % ranks.size, seed, TIMEOUT_S, str(tmp_path / "told")
     )
     ranks.restart()
     assert [text for text in outcomes if not str(text).startswith(FAILURES_OF_A_STOP)] == []

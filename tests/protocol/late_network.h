@@ -66,7 +66,7 @@ class LateNetwork final : public Network {
   }
   void begin_driving() override {}
   void end_driving() override {}
-  void keep(std::shared_ptr<const void> memory) override { kept_ = std::move(memory); }
+  void keep(std::shared_ptr<const void> memory, const char*) override { kept_ = std::move(memory); }
   void leave(const uint64_t (&)[2]) override {}
 
  private:

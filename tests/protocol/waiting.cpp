@@ -63,6 +63,7 @@ namespace {
 
 // A GPU of one lane.
 struct Gpu {
+  static constexpr bool kTwoLevel = false;
   BlockShared& shared_;
   Solo block() const { return {}; }
   BlockShared& shared() const { return shared_; }
