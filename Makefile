@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test ptx-test ptx-conformance serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test pytest ptx-test ptx-conformance serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -47,7 +47,11 @@ demo: $(TRAINS)
 quick: install lint
 	$(PYTEST) -k "not compiles_as_one_graph" $(QUICK)
 
-test: install tools lint
+# Linters leave a core idle, so they run beside the tests.
+test: install tools
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: install
 	$(PYTEST) --ignore tests/ptx -k "not gross_regression" tests bench
 
 # The compiled kernels, executed on the CPU.

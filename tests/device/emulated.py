@@ -26,11 +26,10 @@ _CODECS = {codec.enumerator: codec for codec in Codec}
 @functools.cache
 def library(*defines: str) -> ctypes.CDLL:
     """The emulation; ranks that are threads ask for it at once, and get the same."""
-    # Of constant sizes there are many libraries, and each runs a few rounds.
+    # Not optimised: of most libraries a few rounds are run, and the compiler takes half as long.
     constants = any("MOE_RT_HIDDEN" in define for define in defines)
-    name, optimise = ("emulation_constants.cpp", "-O0") if constants else ("emulation.cpp", "-O1")
-    source = Path(__file__).with_name(name)
-    loaded = ctypes.CDLL(str(compile_program(source, optimise, "-shared", "-fPIC", *defines)))
+    source = Path(__file__).with_name("emulation_constants.cpp" if constants else "emulation.cpp")
+    loaded = ctypes.CDLL(str(compile_program(source, "-O0", "-shared", "-fPIC", *defines)))
     loaded.emulated_room.restype = ctypes.c_void_p
     return loaded
 

@@ -67,6 +67,21 @@ def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) 
     return "no error"
 
 
+def rows_come_late(group: Any, late_rank: int, timeout_s: float, late_s: float) -> str:
+    """The late rank has announced its op, and sends what others ask it for when they have given up and closed."""
+    os.environ["MOE_RT_FAULT"] = f"rank={late_rank},op=1,at=after_all_flags,do=sleep={late_s}"
+    buffer = open_buffer(group, make_spec(group.size(), route="two_level"), timeout_s=timeout_s)
+    del os.environ["MOE_RT_FAULT"]
+    try:
+        good_round(buffer)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        buffer.close()
+        await_peers()
+    return "no error"
+
+
 def large_rounds(group: Any, route: Route, faulty_rank: int, seed: int, pause_s: float) -> str:
     """What ended the rounds, in which rows are under way most of the time: the faulty rank dies at a random moment.
 

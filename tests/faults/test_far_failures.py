@@ -85,6 +85,15 @@ def test_a_rank_that_closes_or_raises(ranks: NodeRanks) -> None:
     assert all("rank 1 failed first: " in text for text in (texts[0], texts[2])), texts
 
 
+def test_rows_that_come_after_all_have_given_up(ranks: NodeRanks) -> None:
+    """What a rank has asked for may come when it has unmapped its segment, where rows are staged."""
+    texts = ranks.run(cases.rows_come_late, 0, 0.4, 0.8)
+    assert texts[1].startswith(("PeerTimeout:", "GroupPoisoned:")), texts
+    assert all(text.startswith(("PeerTimeout:", "GroupPoisoned:", "PeerDead:", "GroupClosed:")) for text in texts), (
+        texts
+    )
+
+
 def test_refusals_are_unanimous(ranks: NodeRanks) -> None:
     texts = ranks.run(cases.refused, 0)
     assert texts == ["InvalidRouting CapacityOverflow"] * ranks.size

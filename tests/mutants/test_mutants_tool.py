@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docs.test_named_tests import find_tests
@@ -20,18 +24,61 @@ import mutants as tool  # noqa: E402
 MUTANTS = tool.read(ROOT)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
-def test_it_fits_the_sources(mutant: tool.Mutant) -> None:
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.name)
-    assert mutant.says.endswith(".")
-    assert mutant.find != mutant.replace
-    assert (ROOT / mutant.file).read_text().count(mutant.find) == 1, f"in {mutant.file}"
+def problems_of(mutant: tool.Mutant) -> Iterator[str]:
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.name):
+        yield "its name has something else than words"
+    if not mutant.says.endswith("."):
+        yield f"no sentence: {mutant.says}"
+    if mutant.find == mutant.replace or source(mutant.file).count(mutant.find) != 1:
+        yield f"what it changes is not there once in {mutant.file}"
     for test in mutant.tests:
         file, *name = test.split("::")
-        assert (ROOT / file).is_file(), file
-        assert not re.search(r":\d+\]$", test), f"{test} has the number of a line, which changes"
-        if name:
-            assert "::".join(name).split("[")[0] in find_tests(ROOT / file), test
+        if not (ROOT / file).is_file() or (name and "::".join(name).split("[")[0] not in names_of(file)):
+            yield f"no such test: {test}"
+        if re.search(r":\d+\]$", test):
+            yield f"{test} has the number of a line, which changes"
+
+
+@functools.cache
+def source(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+@functools.cache
+def names_of(file: str) -> set[str]:
+    return set(find_tests(ROOT / file))
+
+
+def test_all_fit_the_sources() -> None:
+    assert [f"{mutant.name}: {problem}" for mutant in MUTANTS for problem in problems_of(mutant)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (dict(name="Two words"), "its name has something else than words"),
+        (dict(says="It adds"), "no sentence: It adds"),
+        (dict(find="not there at all"), "what it changes is not there once in tools/mutants.py"),
+        (dict(tests=("tests/mutants/test_mutants_tool.py::test_gone",)), "no such test: "),
+        (dict(tests=("tests/gone.py",)), "no such test: tests/gone.py"),
+        (dict(tests=("tests/docs/test_docs.py::test_block[README.md:77]",)), "has the number of a line, which changes"),
+    ],
+)
+def test_one_that_does_not_fit(changes: dict[str, Any], problem: str) -> None:
+    fits = tool.as_mutant(
+        "fits",
+        dict(
+            area="Tools",
+            says="It reads nothing.",
+            file="tools/mutants.py",
+            find="def read(",
+            replace="def reads(",
+            tests=["tests/mutants/test_mutants_tool.py::test_all_fit_the_sources"],
+        ),
+    )
+    assert list(problems_of(fits)) == []
+    (found,) = problems_of(dataclasses.replace(fits, **changes))
+    assert problem in found
 
 
 def test_each_is_another_change() -> None:
