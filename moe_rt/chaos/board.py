@@ -12,14 +12,14 @@ class Board:
     Attributes:
         began: when each rank last began something, monotonic seconds: what is left of a rank that was killed in it.
         step: how many steps each rank has begun; -1 before it came to this session.
-        steps: [1], how many steps there are in this session. Whoever changes it while ranks work stops them first.
+        steps: how many steps each rank's session has. Whoever changes it while a rank works stops it first.
     """
 
     def __init__(self, size: int) -> None:
-        page = memoryview(mmap.mmap(-1, 8 * (2 * size + 1)))
+        page = memoryview(mmap.mmap(-1, 8 * 3 * size))
         self.began = page[: 8 * size].cast("d")
         self.step = page[8 * size : 16 * size].cast("q")
-        self.steps = page[16 * size : 16 * size + 8].cast("q")
+        self.steps = page[16 * size :].cast("q")
 
     def begin(self, rank: int) -> None:
         """The rank begins something now."""

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from moe_rt.chaos.outcome import Outcome, after_all, not_done, not_raised
-from moe_rt.chaos.rank_pool import ENDLESS, MORE_STEPS, RankPool
+from moe_rt.chaos.rank_pool import ENDLESS, RankPool
 from moe_rt.chaos.worker import PATIENCE_S
 
 TIMEOUT_S = 2.0
@@ -51,7 +51,7 @@ class Freeze:
         pool.await_steps(ranks, self.step)
         self._send_each(pool, self.stopped, signal.SIGSTOP)
         time.sleep(FROZEN_S)
-        last = pool.board.steps[0] = max(pool.board.step) + MORE_STEPS
+        last = pool.set_end(ranks)
         self._send_each(pool, self.thawed, signal.SIGCONT)
         reports = pool.reports(ranks, 2 * PATIENCE_S)
         complaints = not_raised(reports, ranks, {"nothing"}) + after_all(reports)

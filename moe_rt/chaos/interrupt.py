@@ -66,6 +66,9 @@ class Interrupt:
         milliseconds = [1e3 * (reports[rank]["at"] - sent) for rank in prompt if "at" in reports[rank]]
         complaints = not_raised(reports, [self.rank], {"KeyboardInterrupt"}) + after_all(reports)
         others = [rank for rank in ranks if rank != self.rank]
+        if waits and pool.far and reports[self.late]["raised"] == "PeerDead":
+            # The others do not wait for ever until a rank of another host takes what they tell it of the cause.
+            others.remove(self.late)
         complaints += not_raised(reports, others, {"GroupPoisoned"})
         blamed = {rank: reports[rank].get("peer") for rank in others if rank in alive(reports)}
         complaints += [f"rank {r} blamed rank {peer}" for r, peer in blamed.items() if peer != self.rank]

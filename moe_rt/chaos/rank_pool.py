@@ -46,13 +46,12 @@ class RankPool(ProcessRanks):
         `timeout_s` and `init_timeout_s` are `worker.PATIENCE_S` if they are not given.
         """
         self._sessions += 1
-        self.board.steps[0] = steps
         common = {"timeout_s": worker.PATIENCE_S, "init_timeout_s": worker.PATIENCE_S, **orders}
         common |= {"host": self._host, "port": self._port, "session": str(self._sessions), "size": len(ranks)}
         for new_rank, rank in enumerate(ranks):
             if rank not in self:
                 self.start(rank, worker.serve, self.board, rank, self.far)
-            self.board.began[rank], self.board.step[rank] = 0.0, -1
+            self.board.began[rank], self.board.step[rank], self.board.steps[rank] = 0.0, -1, steps
             self.tell(rank, json.dumps({**common, "rank": new_rank, **(only or {}).get(rank, {})}).encode())
 
     def report(self, rank: int, timeout_s: float) -> dict[str, Any]:
@@ -87,9 +86,16 @@ class RankPool(ProcessRanks):
             self.send_signal(rank, signal.SIGSTOP)
         for rank in ranks:
             self.await_stop(rank)
-        last = self.board.steps[0] = max(self.board.step) + MORE_STEPS
+        last = self.set_end(ranks)
         for rank in ranks:
             self.send_signal(rank, signal.SIGCONT)
+        return last
+
+    def set_end(self, ranks: Sequence[int]) -> int:
+        """Of an endless session whose ranks are stopped: how many steps it has from now on."""
+        last = max(self.board.step) + MORE_STEPS
+        for rank in ranks:
+            self.board.steps[rank] = last
         return last
 
     def kept(self) -> dict[str, int]:

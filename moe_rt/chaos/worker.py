@@ -103,7 +103,7 @@ def _session(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
             buffer = make_buffer(dist.group.WORLD, order["size"], size, order["timeout_s"], order["init_timeout_s"])
         steps = Steps(buffer, board, place, order.get("modes", ["train"]))
         who, when, act = order.get("instead", [-1, -1, ""])
-        while report["steps"] < board.steps[0] - leaves_early:
+        while report["steps"] < board.steps[place] - leaves_early:
             if report["steps"] == when:
                 misbehave(buffer, act, rank == who, when)
             steps.run(report["steps"])

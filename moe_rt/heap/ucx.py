@@ -29,15 +29,15 @@ from moe_rt.heap.segments import Segments, all_or_none, take_all_or_none
 OLDEST = (1, 13)
 AT_EXIT_S = 10.0  # for peers to read what this rank announced last
 _LIBRARY = "libucp.so.0"
-# What UCX is told unless the user has: a link that is down is noticed within about two seconds, and three where the
-# system does not say so and UCX itself has to look, which it does every twenty by default; whoever sends data uses one
-# path, in order; and crashes of the program stay its own.
+# What UCX is told unless the user has: a link that is down is noticed within about two seconds, and three where nothing
+# was under way and UCX itself has to look, which it does every twenty by default, since the system counts its two
+# seconds anew from there; whoever sends data uses one path, in order; and crashes of the program stay its own.
 _SETTINGS = {
     "UCX_TCP_USER_TIMEOUT": "2s",
     "UCX_TCP_KEEPIDLE": "1s",
     "UCX_TCP_KEEPINTVL": "1s",
     "UCX_TCP_KEEPCNT": "2",
-    "UCX_KEEPALIVE_INTERVAL": "1s",
+    "UCX_KEEPALIVE_INTERVAL": "500ms",
     "UCX_HANDLE_ERRORS": "none",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
