@@ -10,8 +10,8 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find cuda -name
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 
 # A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes. Many tests wait,
-# for peers that do not come: six workers keep two cores busy.
-WORKERS ?= 6
+# for peers that do not come: five workers keep two cores busy.
+WORKERS ?= 5
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One file or two of every promise: bits, gradients, ops, refusals, faults, layers, training, checkpoints, adapters, docs.
 QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_capacity.py ops/test_ops.py \

@@ -68,7 +68,7 @@ def test_nothing_leaks(make_ranks: MakeRanks, heap: str) -> None:
     ranks = make_ranks(heap, SIZE)
     ranks.run(cases.open_close_many, 1)
     here = held()
-    outcomes = ranks.run(cases.open_close_many, 6)
+    outcomes = ranks.run(cases.open_close_many, 3)
     assert max(left_of(here).values()) <= 0
     for left, num_mapped in outcomes:
         assert num_mapped == 0

@@ -18,7 +18,6 @@ def real() -> Callable[[str], Any]:
         "megatron-core",
         signatures=("megatron", 1, "check_signatures", PARAMETERS, DISPATCHER_ATTRIBUTES),
         dispatcher=("megatron", 2, "equal_dense", [9, 4], {}),
-        over_budget=("megatron", 2, "over_budget"),
     )
 
 
@@ -41,9 +40,10 @@ def test_real_dispatcher_with_a_size() -> None:
     equal(run_real("megatron-core", it=("megatron", 2, "equal_dense", [9, 4], {"num_max_tokens_per_rank": 9}))("it"))
 
 
-def test_real_rerun_over_budget(real: Callable[[str], Any]) -> None:
+@pytest.mark.sweep
+def test_real_rerun_over_budget() -> None:
     """Over budget on some rank: told, and outputs are wrong; the rerun is right, and nothing is left to tell."""
-    seen = real("over_budget")
+    seen = run_real("megatron-core", it=("megatron", 2, "over_budget"))("it")
     for step, over, right in ((0, True, False), (1, False, True), (2, True, False)):
         assert any(steps[step][0] for steps in seen) is over
         assert all(steps[step][1] for steps in seen) is right

@@ -33,7 +33,6 @@ HOLDS = [
     "N=3 RUN=1 OPS=4 REFUSE",
     "N=3 RUN=3 OPS=3 REFUSE",
     "N=3 RUN=1 OPS=3 RAISE",
-    "N=3 RUN=2 OPS=3 RAISE",
     "N=3 RUN=1 OPS=5 DIE",
     "N=3 RUN=2 OPS=4 DIE",
     "N=3 RUN=2 OPS=4 SWAP",
@@ -56,6 +55,7 @@ LONGER = [
     "N=3 RUN=3 OPS=4 REFUSE",
     "N=3 RUN=1 OPS=4 RAISE",
     "N=3 RUN=1 OPS=5 RAISE",
+    "N=3 RUN=2 OPS=3 RAISE",
     "N=3 RUN=2 OPS=4 RAISE",
     "N=3 RUN=1 OPS=6 DIE",
 ]

@@ -65,6 +65,7 @@ def test_bytes_are_those_of_the_formula(nodes: str) -> None:
     assert not list(NETNS.glob(f"bench_{os.getpid()}*"))
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("rights")
 def test_open_mpi_takes_part(tmp_path: Path) -> None:
     """mpirun starts ranks in both nodes, without ssh."""

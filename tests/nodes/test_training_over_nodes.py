@@ -27,7 +27,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "cluster.md"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29500"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "UCX_NET_DEVICES": INTERFACE}
 LAYOUTS = ((2, 2), pytest.param((1, 2), marks=pytest.mark.sweep))
-STEPS = 25  # and two validations
+STEPS = 13  # and a validation
 HANG_S = 600.0
 # Of a dispatch or combine; or of the gradients' all-reduce, if that is where the death finds rank 0.
 WHO_DIED = r"the process of rank 1 ended, or the link to it is down|Connection (reset|closed) by peer"
