@@ -58,7 +58,7 @@ class BulkCopies {
 
 // Mapped peers (machine.h), and rings for the warps of a block.
 struct RingLinks {
-  static constexpr bool kWarpsOnly = false, kTwoLevel = false;
+  static constexpr bool kWarpsOnly = false, kTwoLevel = false, kOrderedSignals = true;
   RingMemory memory;
   __device__ MappedLink link() const { return {}; }
   template <class Group>

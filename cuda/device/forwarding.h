@@ -54,7 +54,7 @@ class NodeSignals : public RdmaSignals<Net> {
 
 template <class Net>
 struct NodeLinks {
-  static constexpr bool kWarpsOnly = false, kTwoLevel = true;
+  static constexpr bool kWarpsOnly = false, kTwoLevel = true, kOrderedSignals = Net::kOrderedSignals;
   NetworkMemory memory;
   Net net;
   MOE_RT_FN NodeSignals<Net> link() const { return {net, memory}; }
@@ -216,7 +216,7 @@ struct Forwarding {
         group, w, window, p.forwards, launch.rows(group, launch.combine_codec(a.op)), a.grad_recv_weights != nullptr,
         coded + w.shape.row_bytes(), [&](int64_t) { return coded; }, put);
     group.sync();
-    if (group.leader()) m.links.net.quiet();  // as RdmaLink::flush
+    if (group.leader()) m.links.net.before_signals();  // as RdmaLink::flush
   }
 };
 

@@ -61,7 +61,7 @@ struct WarpsGroup : WarpLanes {
 
 // How the peers of this build are reached; part of every launch's arguments.
 struct MappedLinks {
-  static constexpr bool kWarpsOnly = false, kTwoLevel = false;
+  static constexpr bool kWarpsOnly = false, kTwoLevel = false, kOrderedSignals = true;
   uint64_t unused;
   __device__ MappedLink link() const { return {}; }
   template <class Group>
@@ -73,7 +73,8 @@ struct MappedLinks {
 // Of a launch of any number of blocks, or of one alone.
 template <class Links, bool kOneBlock = false>
 struct CudaMachine {
-  static constexpr bool kWarpsOnly = Links::kWarpsOnly, kTwoLevel = Links::kTwoLevel;
+  static constexpr bool kWarpsOnly = Links::kWarpsOnly, kTwoLevel = Links::kTwoLevel,
+                        kOrderedSignals = Links::kOrderedSignals;
   static constexpr unsigned kNapNs = 32;
   const Links& links;
   BlockShared& shared_;

@@ -8,6 +8,7 @@
 namespace moe_rt {
 
 struct MappedNet {
+  static constexpr bool kOrderedSignals = true;
   char* const* segments;  // [R] where each rank's segment is
   char* mine;             // the own one: remote places are named by it
 
@@ -28,9 +29,11 @@ struct MappedNet {
     *at(there, pe) = *here;
     store_release(*at(signal, pe), seq);
   }
-  __device__ void replace(uint64_t* there, uint64_t expected, uint64_t value, int pe) const {
-    replace_acq_rel(*at(there, pe), expected, value);
+  __device__ void poison(uint64_t* there, uint64_t word, int pe) const {
+    replace_acq_rel(*at(there, pe), uint64_t{0}, word);
   }
+  __device__ void mark(uint64_t* there, int pe) const { store_release(*at(there, pe), uint64_t{1}); }
+  __device__ void before_signals() const {}
   __device__ void quiet() const {}
   __device__ void fence() const {}
 

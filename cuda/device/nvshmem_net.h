@@ -7,6 +7,7 @@ namespace moe_rt {
 
 // NVSHMEM's device interface as the kernels call it: blocking gets and puts by warps or blocks, the rest by a lane.
 struct Nvshmem {
+  static constexpr bool kOrderedSignals = true;
   __device__ void get(const WarpGroup&, void* here, const void* there, int64_t bytes, int pe) const {
     nvshmemx_getmem_warp(here, there, size_t(bytes), pe);
   }
@@ -18,15 +19,15 @@ struct Nvshmem {
   }
   __device__ void put_value(float* there, float value, int pe) const { nvshmem_float_p(there, value, pe); }
   __device__ void put_value(double* there, double value, int pe) const { nvshmem_double_p(there, value, pe); }
-  __device__ void put_value(uint64_t* there, uint64_t value, int pe) const {
-    nvshmem_uint64_p(nvshmem_word(there), value, pe);
-  }
   __device__ void put_signal(Header* there, const Header* here, uint64_t* signal, uint64_t seq, int pe) const {
     nvshmem_putmem_signal(there, here, sizeof(Header), nvshmem_word(signal), seq, NVSHMEM_SIGNAL_SET, pe);
   }
-  __device__ void replace(uint64_t* there, uint64_t expected, uint64_t value, int pe) const {
-    nvshmem_uint64_atomic_compare_swap(nvshmem_word(there), expected, value, pe);
+  // The first word stays.
+  __device__ void poison(uint64_t* there, uint64_t word, int pe) const {
+    nvshmem_uint64_atomic_compare_swap(nvshmem_word(there), 0, word, pe);
   }
+  __device__ void mark(uint64_t* there, int pe) const { nvshmem_uint64_p(nvshmem_word(there), 1, pe); }
+  __device__ void before_signals() const { quiet(); }
   __device__ void quiet() const { nvshmem_quiet(); }
   __device__ void fence() const { nvshmem_fence(); }
 };

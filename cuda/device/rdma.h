@@ -1,10 +1,21 @@
 // How a rank reaches peers whose segments are not mapped: rows are fetched and delivered by gets and puts of a network.
 //
 // The protocol stays: a row that is needed is pulled into a staging row of the warp that wants it, a partial row is
-// summed there and put, and a signal is put last, set to the sequence number, after everything before it has arrived.
-// Route lists, which many warps read, are copied once by dispatch_fetch. forwarding.h has what goes in two levels. `Net`
-// is NVSHMEM's device interface, copies (mapped_net.h), or a test's; every call names remote memory by the own symmetric
-// address of the same place.
+// summed there and put, and a signal comes last, after everything before it has arrived. Route lists, which many warps
+// read, are copied once by dispatch_fetch. forwarding.h has what goes in two levels.
+//
+// `Net` is NVSHMEM's device interface, NCCL's (gin_net.h), copies (mapped_net.h), or a test's. Every call names remote
+// memory by the own symmetric address of the same place. A network promises:
+//   get              by all lanes of a group, which meet around it: what is there is here when it returns
+//   put              as get: its source may be written again when it returns
+//   put_value        a word of 4 or 8 bytes, by one lane
+//   before_signals   what this lane knows to have been put arrives before any signal that it, or whom it tells, puts later
+//   put_signal       a header, and then the signal, which becomes seq from seq - 1
+//   mark             a word of one writer, which was zero, is not any more
+//   fence, quiet     so do signals before what is put behind a fence, and before marks that are put behind a quiet; unless
+//                    kOrderedSignals is false: then so do their headers, and readers look there (DeviceIdle)
+//   quiet            besides, what was handed over needs the rank's own memory no more
+//   poison           a word that was zero is not from now on: it is this one, or another rank's
 #pragma once
 
 #include "ops.h"
@@ -43,11 +54,11 @@ class RdmaLink {
       net_.put_value(reinterpret_cast<T*>(memory_.segment + offset), value, peer);
     }
   }
-  // Returns when what the whole group has put is there: a lane's quiet waits for all that its rank has handed to the
-  // network so far, so that one lane calls it, once the others have handed over theirs.
+  // What the whole group has put comes before the op's signals: one lane sees to it for all that its rank has handed to
+  // the network so far, once the others have handed over theirs.
   MOE_RT_FN void flush() const {
     group_.sync();
-    if (group_.leader()) net_.quiet();
+    if (group_.leader()) net_.before_signals();
   }
 
  private:
@@ -79,7 +90,7 @@ class RdmaSignals {
     if (w.base[peer]) {
       mapped_.poison(w, peer, word);
     } else {
-      net_.replace(reinterpret_cast<uint64_t*>(memory_.segment + w.layout.poison), uint64_t{0}, word, peer);
+      net_.poison(reinterpret_cast<uint64_t*>(memory_.segment + w.layout.poison), word, peer);
     }
   }
   MOE_RT_FN void close(const World& w, int peer) const {
@@ -87,8 +98,8 @@ class RdmaSignals {
       mapped_.close(w, peer);
     } else {
       net_.quiet();  // the last signals first
-      net_.put_value(&mailbox(w, Kind::kDispatch).closed, uint64_t{1}, peer);
-      net_.put_value(&mailbox(w, Kind::kCombine).closed, uint64_t{1}, peer);
+      net_.mark(&mailbox(w, Kind::kDispatch).closed, peer);
+      net_.mark(&mailbox(w, Kind::kCombine).closed, peer);
       net_.quiet();  // before the segment may go
     }
   }
@@ -104,7 +115,7 @@ class RdmaSignals {
 
 template <class Net>
 struct RdmaLinks {
-  static constexpr bool kWarpsOnly = true, kTwoLevel = false;
+  static constexpr bool kWarpsOnly = true, kTwoLevel = false, kOrderedSignals = Net::kOrderedSignals;
   NetworkMemory memory;
   Net net;
   MOE_RT_FN RdmaSignals<Net> link() const { return {net, memory}; }

@@ -53,6 +53,7 @@ def gpucheck(
     """
     from moe_rt.gpucheck import child, emulated, run
     from moe_rt.gpucheck.report import show, write_report
+    from moe_rt.native.libraries import NVSHMEM
     from moe_rt.native.nvrtc import find_toolkit
     from moe_rt.testing.output import console, make_directory
 
@@ -68,7 +69,7 @@ def gpucheck(
         if report is not None:
             make_directory(report)
         if compile_only:
-            find_toolkit(nvshmem=True)  # one sentence, not one for each kernel
+            find_toolkit(NVSHMEM)  # one sentence, not one for each kernel
         elif on_cpu:
             emulated.tests_directory()
         gpu = {} if compile_only else emulated.CARD if on_cpu else run.gpu_card(device, nproc)
@@ -105,5 +106,5 @@ def _compile_only(archs: tuple[str, ...]) -> dict[str, Any]:
 
     check, begin = Check(None, seconds=900.0), time.monotonic()
     with check.part("compile-only"):
-        compiling.compile_all(archs, compiling.VARIANTS, check, cache=False)
+        compiling.compile_all(archs, (*compiling.VARIANTS, *compiling.over_gin(check)), check, cache=False)
     return check.record("compile-only", "failed" if check.failures else "ok", time.monotonic() - begin)

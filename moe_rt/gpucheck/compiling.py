@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
+from moe_rt.errors import CompileError
 from moe_rt.gpucheck.code_limits import FORWARD_KERNELS, LIMITS, RING_LIMITS, WHOLE_KERNELS, Limits, find_wrong
 from moe_rt.gpucheck.ptx import Orders, find_problems, read_orders
 from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
@@ -18,14 +19,17 @@ from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.native.gpu import Gpu, has_bulk_copies
 from moe_rt.native.jit import Binary, compile_kernels, compile_ptx, source_dir
 from moe_rt.native.launcher import NETWORK_THREADS, THREADS
+from moe_rt.native.libraries import NCCL, NVSHMEM, Library
+from moe_rt.native.nvrtc import find_toolkit
 from moe_rt.native.ring import RING_SOURCE
 
 NO_SPILLS_UP_TO_TOPK = 8
 NETWORK, WHOLE = "kernels_rdma.cu", "kernels_whole.cu"
 NODES, REHEARSED = "kernels_nodes.cu", "kernels_nodes_mapped.cu"
-OVER_NETWORK = (NETWORK, NODES)  # linked with NVSHMEM
+OVER_NETWORK, OVER_GIN = (NETWORK, NODES), ("kernels_gin.cu", "kernels_nodes_gin.cu")
+LIBRARIES: dict[str, Library] = {**dict.fromkeys(OVER_NETWORK, NVSHMEM), **dict.fromkeys(OVER_GIN, NCCL)}
 _THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, RING_SOURCE: THREADS, "activation.cu": 256}
-_THREADS |= dict.fromkeys((NETWORK, NODES, REHEARSED), NETWORK_THREADS)
+_THREADS |= dict.fromkeys((*LIBRARIES, REHEARSED), NETWORK_THREADS)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class Variant:
 
     def is_for(self, arch: str) -> bool:
         """Whether such a GPU has what the source needs."""
+        library = LIBRARIES.get(self.source)
+        if library is not None:
+            return library.is_for(arch)
         return self.source != RING_SOURCE or has_bulk_copies(arch)
 
     def cells(self) -> list[Any]:
@@ -85,6 +92,8 @@ VARIANTS = (
     *(Variant(REHEARSED, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
     *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
 )
+# Where there is an NCCL to link with, which no extra brings.
+GIN_VARIANTS = tuple(Variant(source, "Bf16", 7168, 8) for source in OVER_GIN)
 # What the other steps run, so that they find it in the cache.
 NEEDED = (
     *(Variant("kernels.cu", elem, 20, 3) for elem in ("F32", "Bf16", "F16", "F64")),
@@ -110,6 +119,16 @@ def check(check: Check) -> None:
     """The step: everything for this GPU, into the cache."""
     gpu = check.device if hasattr(check.device, "arch") else Gpu(check.device)
     compile_all((gpu.arch,), (*VARIANTS, *NEEDED), check, cache=True)
+
+
+def over_gin(check: Check) -> tuple[Variant, ...]:
+    """What there is to compile for NCCL's network here; says why if it is nothing."""
+    try:
+        find_toolkit(NCCL)
+    except CompileError as error:
+        check.say(f"not compiled for NCCL's network: {error}")
+        return ()
+    return GIN_VARIANTS
 
 
 def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Check, *, cache: bool) -> None:
@@ -160,7 +179,10 @@ def _results(jobs: list[Job], seconds: float) -> Iterator[tuple[Job, dict[str, A
 
 
 def may_keep(job: Job, name: str) -> bool:
-    """Whether a kernel is known to need more registers than it has; how much more, its machine code is held to."""
+    """Whether a kernel is known to need more registers than it has; how much more, its machine code is held to, but for
+    kernels that NCCL's functions are compiled into."""
+    if job.variant.source in OVER_GIN:
+        return True
     limits = job.variant.limits(job.arch).get(name)
     return limits is not None and limits.local > 0
 
@@ -172,7 +194,7 @@ def run_job(job: Job) -> dict[str, Any]:
         if job.to_ptx:
             orders = read_orders(compile_ptx(v.source, job.arch, v.defines()))
             return {"orders": {name: asdict(o) for name, o in orders.items()}, "problems": find_problems(orders)}
-        binary = compile_kernels(v.source, job.arch, v.defines(), nvshmem=v.source in OVER_NETWORK, cache=job.cache)
+        binary = compile_kernels(v.source, job.arch, v.defines(), library=LIBRARIES.get(v.source), cache=job.cache)
         kernels = {name: asdict(needs) for name, needs in sorted(binary.resources.items())}
         return {
             "kernels": kernels,
@@ -192,7 +214,7 @@ def _read_code(job: Job, binary: Binary) -> dict[str, Any]:
     found = read_machine_code(disassemble(tool, binary.cubin))
     codes = {name: code for name, code in sorted(found.items()) if name in binary.resources}
     variant = job.variant
-    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source in OVER_NETWORK  # NVSHMEM's functions have stacks
+    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source in LIBRARIES  # whose functions have stacks
     # Of other architectures, and other sizes of rows on some, the table tells.
     judged = job.arch in LIMITS and not may_spill
     wrong = find_wrong(codes, variant.limits(job.arch)) if judged else []

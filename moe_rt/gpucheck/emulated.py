@@ -32,7 +32,7 @@ def tests_directory() -> Path:
     """
     try:
         tests = source_dir().parent / "tests"
-        find_toolkit(nvshmem=False)
+        find_toolkit()
     except CompileError as error:
         raise InvalidConfig(f"--emulated: {error}") from error
     if not (tests / "ptx" / "rehearsal.py").is_file():

@@ -110,8 +110,9 @@ class Gpu:
         `own_shared` is the shared memory of a block of some kernels, by name, whatever a launch says.
         """
         from moe_rt.native.jit import compile_kernels  # not needed by CPU ranks
+        from moe_rt.native.libraries import NVSHMEM
 
-        binary = compile_kernels(source, self.arch, defines, nvshmem=nvshmem)
+        binary = compile_kernels(source, self.arch, defines, library=NVSHMEM if nvshmem else None)
         return CudaModule(
             binary.cubin,
             list(binary.resources),

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from moe_rt.errors import CompileError
 from moe_rt.native.cubin_cache import LOCK_SECONDS, open_cache
+from moe_rt.native.libraries import Library
 from moe_rt.native.nvrtc import Toolkit, compile_program, find_toolkit, link_program
 
 _ARCH = re.compile(r"sm_\d{2,3}[af]?")
 _MACRO = re.compile(r"[A-Za-z_]\w*")
 _PARTS = ("protocol", "device")
-_PRELUDE = "nvshmem_prelude.h"
 # CCCL's atomics ask of every address whether it is on a lane's stack, and have code of their own for that. No atomic
 # here is on a stack. The CCCL that torch 2.11 to 2.14 pin knows the first name.
 _NO_ATOMICS_OF_STACKS = ("_LIBCUDACXX_ATOMIC_UNSAFE_AUTOMATIC_STORAGE", "_CCCL_ATOMIC_UNSAFE_AUTOMATIC_STORAGE")
@@ -72,7 +72,7 @@ def compile_kernels(
     arch: str,
     defines: Mapping[str, str | int],
     *,
-    nvshmem: bool = False,
+    library: Library | None = None,
     cache: bool = True,
     root: Path | None = None,
 ) -> Binary:
@@ -82,7 +82,7 @@ def compile_kernels(
         source: A file of cuda/device.
         arch: Such as "sm_90a".
         defines: Macros and their values.
-        nvshmem: Whether to include NVSHMEM's headers before the source and to link its device library.
+        library: Whose headers to include before the source, and what to link.
         cache: Whether to read and write the cache.
         root: The directory of `protocol` and `device`; source_dir() by default.
 
@@ -90,7 +90,7 @@ def compile_kernels(
         CompileError: with the compiler's log, or with what to install.
     """
     begin = time.perf_counter()
-    job = _Job(source, arch, defines, nvshmem, root)
+    job = _Job(source, arch, defines, library, root)
     if not cache:
         return Binary(*job.build(), False, time.perf_counter() - begin)
     key = job.key()
@@ -111,10 +111,15 @@ def compile_kernels(
 
 
 def compile_ptx(
-    source: str, arch: str, defines: Mapping[str, str | int], *, nvshmem: bool = False, root: Path | None = None
+    source: str,
+    arch: str,
+    defines: Mapping[str, str | int],
+    *,
+    library: Library | None = None,
+    root: Path | None = None,
 ) -> str:
     """The PTX of a source, to be read by people and tests; arguments and errors as of compile_kernels."""
-    return _Job(source, arch, defines, nvshmem, root).ptx()
+    return _Job(source, arch, defines, library, root).ptx()
 
 
 def source_dir() -> Path:
@@ -135,11 +140,11 @@ class _Job:
     """One source with everything that its code depends on."""
 
     def __init__(
-        self, source: str, arch: str, defines: Mapping[str, str | int], nvshmem: bool, root: Path | None
+        self, source: str, arch: str, defines: Mapping[str, str | int], library: Library | None, root: Path | None
     ) -> None:
         self._root = source_dir() if root is None else root
         self._path = self._root / "device" / source
-        self._source, self._arch, self._nvshmem = source, arch, nvshmem
+        self._source, self._arch, self._library = source, arch, library
         self._defines = sorted((name, str(value)) for name, value in defines.items())
         if not self._path.is_file():
             raise CompileError(f"got source {source!r}, expected a file of {self._path.parent}")
@@ -147,7 +152,9 @@ class _Job:
             raise CompileError(f"got architecture {arch!r}, expected one like 'sm_90a'")
         if wrong := [name for name in defines if not _MACRO.fullmatch(name)]:
             raise CompileError(f"got {wrong[0]!r} to define, expected the name of a macro")
-        self._toolkit: Toolkit = find_toolkit(nvshmem)
+        if library is not None:
+            library.require(arch)
+        self._toolkit: Toolkit = find_toolkit(library)
 
     def key(self) -> str:
         """Differs whenever the code may."""
@@ -155,15 +162,20 @@ class _Job:
         for part in _PARTS:
             paths = sorted(path for path in (self._root / part).rglob("*") if path.is_file())
             texts += [(path.relative_to(self._root).as_posix(), _sha256(path)) for path in paths]
-        options = [self._options(), self._link_options() if self._nvshmem else []]
+        options = [self._options(), self._link_options() if self._library else []]
         everything = [texts, self._source, self._arch, self._defines, options, self._toolkit.identity]
         return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
 
     def build(self) -> tuple[bytes, dict[str, Resources]]:
         try:
-            code, log = self._compile([f"--gpu-architecture={self._arch}", *self._options()])
+            target = f"--gpu-architecture={self._arch}"
+            if self._library is not None and self._library.is_ltoir:
+                code, _ = self._compile([target, *self._options(), "--dlink-time-opt"], to="LTOIR")
+                code, linked = link_program(self._toolkit, code, self._source, self._link_options())
+                return code, _report(linked)
+            code, log = self._compile([target, *self._options()])
             resources = _report(log)
-            if self._nvshmem:
+            if self._library is not None:
                 code, linked = link_program(self._toolkit, code, self._source, self._link_options())
                 if linked:
                     resources = _linked_report(resources, linked)
@@ -174,14 +186,14 @@ class _Job:
     def ptx(self) -> str:
         try:
             arch = self._arch.replace("sm_", "compute_")
-            code, _ = self._compile([f"--gpu-architecture={arch}", *self._options()], to_ptx=True)
+            code, _ = self._compile([f"--gpu-architecture={arch}", *self._options()], to="PTX")
         except CompileError as error:
             raise self._explained(error) from error
         return code.rstrip(b"\0").decode()
 
-    def _compile(self, options: list[str], *, to_ptx: bool = False) -> tuple[bytes, str]:
+    def _compile(self, options: list[str], *, to: str = "CUBIN") -> tuple[bytes, str]:
         options = [*options, f"--include-path={self._path.parent}"]
-        return compile_program(self._toolkit, self._path.read_text(), str(self._path), options, to_ptx=to_ptx)
+        return compile_program(self._toolkit, self._path.read_text(), str(self._path), options, to=to)
 
     def _options(self) -> list[str]:
         """The compiler's options but for the architecture and for places, which change no code."""
@@ -191,17 +203,19 @@ class _Job:
         options.append("--device-as-default-execution-space")
         options += [f"--define-macro={name}" for name in _NO_ATOMICS_OF_STACKS]
         options += [f"--define-macro={name}={value}" for name, value in self._defines]
-        if self._nvshmem:
+        if self._library is not None:
             # NVSHMEM's older headers use volatile in ways that C++20 frowns on.
-            options += ["--relocatable-device-code=true", "--diag-suppress=3012,3013", f"--pre-include={_PRELUDE}"]
+            options += ["--relocatable-device-code=true", "--diag-suppress=3012,3013"]
+            options.append(f"--pre-include={self._library.prelude}")
         return options
 
     def _link_options(self) -> list[str]:
-        return [f"-arch={self._arch}", "-lineinfo"]
+        compiling = ["-lto", "-fma=0", "-Xptxas=--verbose"] if self._library and self._library.is_ltoir else []
+        return [f"-arch={self._arch}", "-lineinfo", *compiling]
 
     def _explained(self, error: CompileError) -> CompileError:
         defines = " ".join(f"{name}={value}" for name, value in self._defines) or "nothing"
-        linked = " and NVSHMEM" if self._nvshmem else ""
+        linked = f" and {self._library.name}" if self._library else ""
         return CompileError(f"cannot compile {self._source}{linked} for {self._arch} with {defines} defined: {error}")
 
 

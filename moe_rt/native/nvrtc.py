@@ -12,12 +12,13 @@ from typing import Any
 
 from moe_rt.errors import CompileError
 from moe_rt.extras import cuda_extra, how_to_install
+from moe_rt.native.libraries import Library
 
 _INSTALL = (
     "compiling CUDA kernels needs NVRTC, cuda-bindings, cuda-pathfinder and the headers of the CUDA runtime and CCCL, "
     f"and over a network nvJitLink and NVSHMEM; {how_to_install(cuda_extra())}"
 )
-_VERSION_HEADERS = ("cuda_runtime_api.h", "cuda/std/__cccl/version.h", "non_abi/nvshmem_version.h")
+_VERSION_HEADERS = ("cuda_runtime_api.h", "cuda/std/__cccl/version.h", "non_abi/nvshmem_version.h", "nccl.h")
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,18 @@ class Toolkit:
 
     Attributes:
         nvrtc: The bindings of NVRTC.
-        nvjitlink: The bindings of nvJitLink; None unless NVSHMEM is linked.
+        nvjitlink: The bindings of nvJitLink; None unless a library is linked.
         include: Where headers are searched, in order.
-        library: NVSHMEM's device library; None unless NVSHMEM is linked.
+        library: What is linked, if anything.
+        library_file: Where that is.
         identity: Versions and digests; another toolkit with the same identity makes the same code.
     """
 
     nvrtc: Any
     nvjitlink: Any
     include: tuple[str, ...]
-    library: str | None
+    library: Library | None
+    library_file: str
     identity: tuple[str, ...]
 
 
@@ -48,8 +51,11 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 @functools.cache
-def find_toolkit(nvshmem: bool) -> Toolkit:
+def find_toolkit(library: Library | None = None) -> Toolkit:
     """Finds the compiler and its headers: in wheels, Conda environments, or the toolkit under CUDA_HOME.
+
+    Args:
+        library: What is to be linked.
 
     Raises:
         CompileError: something is missing; the message says what, and what to install.
@@ -60,30 +66,37 @@ def find_toolkit(nvshmem: bool) -> Toolkit:
 
         # Libraries are loaded by the first call, and a missing one is noticed only then.
         identity = [f"nvrtc {nvrtc.nvrtcVersion()[1:]}"]
-        if nvshmem:
+        if library is not None:
             identity.append(f"nvjitlink {nvjitlink.version()}")
     except (ImportError, RuntimeError, AttributeError) as error:
         raise CompileError(f"got no NVRTC or nvJitLink ({error}); {_INSTALL}") from error
     include = []
-    for name in ("cudart", "cccl", *(["nvshmem"] if nvshmem else [])):
+    for name in ("cudart", "cccl"):
         found = find_nvidia_header_directory(name)
         if found is None:
             raise CompileError(f"got no headers of {name}; {_INSTALL}")
         include.append(found)
-    library = Path(include[-1]).parent / "lib" / "libnvshmem_device.a" if nvshmem else None
-    if library is not None and not library.is_file():
-        raise CompileError(f"got no {library.name} beside NVSHMEM's headers in {include[-1]}; {_INSTALL}")
-    identity += [_installed(name) for name in _packages(nvrtc_version()[0], nvshmem)]
-    files = [Path(folder) / name for folder in include for name in _VERSION_HEADERS]
-    files += [library] if library is not None else []
+    files, major = [], nvrtc_version()[0]
+    if library is not None:
+        own = find_nvidia_header_directory(library.name.lower())
+        files.append(library.find(own, major))
+        include.append(str(own))
+    library_file = str(files[0]) if files else ""
+    identity += [_installed(name) for name in _packages(major, library)]
+    files = [*(Path(folder) / name for folder in include for name in _VERSION_HEADERS), *files]
     identity += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
     return Toolkit(
-        nvrtc, nvjitlink if nvshmem else None, tuple(include), str(library) if library else None, tuple(identity)
+        nvrtc,
+        nvjitlink if library is not None else None,
+        tuple(include),
+        library,
+        library_file,
+        tuple(identity),
     )
 
 
 def compile_program(
-    toolkit: Toolkit, text: str, name: str, options: Sequence[str], *, to_ptx: bool = False
+    toolkit: Toolkit, text: str, name: str, options: Sequence[str], *, to: str = "CUBIN"
 ) -> tuple[bytes, str]:
     """Compiles one source.
 
@@ -92,7 +105,7 @@ def compile_program(
         text: The source.
         name: What diagnostics and line tables call it.
         options: NVRTC's; those of the toolkit's headers are added.
-        to_ptx: Whether PTX is asked for rather than machine code.
+        to: What is asked for: machine code, "PTX", or "LTOIR" for the linker to compile, with the option for it.
 
     Returns:
         The code and the compiler's log.
@@ -101,7 +114,8 @@ def compile_program(
         CompileError: with the log.
     """
     nvrtc = toolkit.nvrtc
-    status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
+    empty = [header.encode() for header in (toolkit.library.host_headers if toolkit.library else ())]
+    status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(empty), [b""] * len(empty), empty)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompileError(f"NVRTC: {status.name}")
 
@@ -118,13 +132,13 @@ def compile_program(
         log = fetch("ProgramLog").rstrip(b"\0 \n").decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CompileError(f"NVRTC: {status.name}\n{log}")
-        return fetch("PTX" if to_ptx else "CUBIN"), log
+        return fetch(to), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
 def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """Links relocatable machine code with NVSHMEM's device library.
+    """Links relocatable code with the toolkit's device library: both are machine code, or the linker compiles both.
 
     Returns:
         The cubin and the linker's log, which is empty from nvJitLink 12: it prints what it is asked to tell.
@@ -132,7 +146,9 @@ def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str
     Raises:
         CompileError: with the log.
     """
-    nvjitlink = toolkit.nvjitlink
+    nvjitlink, library = toolkit.nvjitlink, toolkit.library
+    assert library is not None
+    kinds = nvjitlink.InputType
     told = ["-verbose"] if nvjitlink.version()[0] >= 13 else []
     try:
         linker = nvjitlink.create(len(options) + len(told), [*options, *told])
@@ -145,8 +161,8 @@ def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str
         return bytes(data)
 
     try:
-        nvjitlink.add_data(linker, nvjitlink.InputType.CUBIN, code, len(code), name)
-        nvjitlink.add_file(linker, nvjitlink.InputType.LIBRARY, toolkit.library)
+        nvjitlink.add_data(linker, kinds.LTOIR if library.is_ltoir else kinds.CUBIN, code, len(code), name)
+        nvjitlink.add_file(linker, kinds.LTOIR if library.is_ltoir else kinds.LIBRARY, toolkit.library_file)
         nvjitlink.complete(linker)
         return fetch("linked_cubin"), fetch("info_log").rstrip(b"\0 \n").decode(errors="replace")
     except nvjitlink.nvJitLinkError as error:
@@ -156,11 +172,11 @@ def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str
         nvjitlink.destroy(linker)
 
 
-def _packages(major: int, nvshmem: bool) -> list[str]:
+def _packages(major: int, library: Library | None) -> list[str]:
     """Of these alone depends what the compiler makes of a source, besides the source and the options."""
-    names = ["nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl", *(["nvidia-nvjitlink"] if nvshmem else [])]
+    names = ["nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl", *(["nvidia-nvjitlink"] if library else [])]
     named_by_major = "" if major >= 13 else f"-cu{major}"
-    return [f"{name}{named_by_major}" for name in names] + ([f"nvidia-nvshmem-cu{major}"] if nvshmem else [])
+    return [f"{name}{named_by_major}" for name in names] + ([library.package(major)] if library else [])
 
 
 def _installed(package: str) -> str:

@@ -19,6 +19,7 @@ from moe_rt.native.gpu import Launches
 from moe_rt.native.ring import RING_SOURCE
 
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
+GIN = "-DMOE_RT_EMULATED_GIN"  # which library; nobody looks at it
 _SEGMENT, _SEGMENTS = 0, 4  # words of a launch's Links: the rank's own, and the table of all
 _CODECS = {codec.enumerator: codec for codec in Codec}
 
@@ -28,8 +29,8 @@ def library(*defines: str) -> ctypes.CDLL:
     """The emulation; ranks that are threads ask for it at once, and get the same."""
     # Not optimised: of most libraries a few rounds are run, and the compiler takes half as long.
     constants = any("MOE_RT_HIDDEN" in define for define in defines)
-    source = Path(__file__).with_name("emulation_constants.cpp" if constants else "emulation.cpp")
-    loaded = ctypes.CDLL(str(compile_program(source, "-O0", "-shared", "-fPIC", *defines)))
+    name = "emulation_gin.cpp" if GIN in defines else "emulation_constants.cpp" if constants else "emulation.cpp"
+    loaded = ctypes.CDLL(str(compile_program(Path(__file__).with_name(name), "-O0", "-shared", "-fPIC", *defines)))
     loaded.emulated_room.restype = ctypes.c_void_p
     return loaded
 
@@ -43,13 +44,16 @@ class EmulatedGpu:
         constants: sizes are constants of the code, as the just-in-time compiler makes them, and rows are moved in the
             widest vectors that divide them; a vector that is not aligned ends the process.
         bulk_bytes: shared memory of a block for rings, which have room for 16 warps.
+        gin: the network is NCCL's device interface rather than NVSHMEM's; for fp32 and bf16.
     """
 
     name, arch, uuid = "emulated", "none", "none"
 
-    def __init__(self, num_sms: int = 12, threads: int = 3, constants: bool = False, bulk_bytes: int = 0) -> None:
+    def __init__(
+        self, num_sms: int = 12, threads: int = 3, constants: bool = False, bulk_bytes: int = 0, gin: bool = False
+    ) -> None:
         self.device, self.bulk_bytes = torch.device("cpu"), bulk_bytes
-        self.num_sms, self.threads, self.constants = num_sms, threads, constants
+        self.num_sms, self.threads, self.constants, self.gin = num_sms, threads, constants, gin
         self.outlived: list[int] = []  # addresses of what was kept until the stream was done
         self._rooms: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -78,7 +82,7 @@ class EmulatedGpu:
     def outlive_stream(self, memory: Tensor) -> None:
         self.outlived.append(memory.data_ptr())
         if self.has_network:
-            library().emulated_drain()
+            library(*([GIN] if self.gin else [])).emulated_drain()
 
     def room(self, loaded: ctypes.CDLL) -> ctypes.c_void_p:
         with self._lock:  # one for all ranks
@@ -115,8 +119,8 @@ class EmulatedKernels:
         self.codecs = [_CODECS[str(defines.get(f"MOE_RT_{op}_CODEC", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
         constants = [f"-D{name}={value}" for name, value in defines.items()]
-        ring = ["-DMOE_RT_EMULATED_RING"] if source == RING_SOURCE else []
-        self._library = library(*ALIGNED, *constants, *ring) if gpu.constants else library(*ring)
+        kind = ["-DMOE_RT_EMULATED_RING"] if source == RING_SOURCE else [GIN] if gpu.gin else []
+        self._library = library(*ALIGNED, *constants, *kind) if gpu.constants else library(*kind)
 
     def launch(
         self, launches: Launches, *, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]

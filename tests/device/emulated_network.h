@@ -89,6 +89,7 @@ class Cards {
 
 // Nothing that is put is there before its sender's quiet, except by luck; a put's source may be used again at once.
 struct Network {
+  static constexpr bool kOrderedSignals = true;
   char* const* segments;  // [R] where each rank's segment really is
   char* mine;             // the own one: remote places are named by it
 
@@ -120,9 +121,11 @@ struct Network {
         },
         true);
   }
-  void replace(uint64_t* place, uint64_t expected, uint64_t value, int peer) const {
-    replace_acq_rel(*there(place, peer), expected, value);
+  void poison(uint64_t* place, uint64_t word, int peer) const {
+    replace_acq_rel(*there(place, peer), uint64_t{0}, word);
   }
+  void mark(uint64_t* place, int peer) const { put_value(place, uint64_t{1}, peer); }
+  void before_signals() const { quiet(); }
   void quiet() const { Cards::all().of(mine).quiet(); }
   void fence() const { Cards::all().of(mine).fence(); }
 

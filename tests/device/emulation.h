@@ -118,6 +118,7 @@ class Room {
 template <class Links, int kWarpLanes = 1>
 struct Machine {
   static constexpr bool kWarpsOnly = Links::kWarpsOnly, kTwoLevel = Links::kTwoLevel;
+  static constexpr bool kOrderedSignals = Links::kOrderedSignals;
   static constexpr int kLanes = kWarpLanes;
   const Links& links;
   Block block_;
@@ -153,7 +154,7 @@ struct Machine {
 };
 
 struct MappedLinks {
-  static constexpr bool kWarpsOnly = false, kTwoLevel = false;
+  static constexpr bool kWarpsOnly = false, kTwoLevel = false, kOrderedSignals = true;
   MappedLink link() const { return {}; }
   template <class Group>
   MappedLink link(const Group&) const {

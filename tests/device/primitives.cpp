@@ -171,7 +171,7 @@ struct Lane {
 // Counts quiets, and those that came before all lanes had handed over what they put.
 struct Counting {
   uint32_t *quiets, *early, *handed_over;
-  void quiet() const {
+  void before_signals() const {
     fetch_add_relaxed(*quiets, 1u);
     if (load_relaxed(*handed_over) < kLanes) fetch_add_relaxed(*early, 1u);
   }

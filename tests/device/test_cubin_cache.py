@@ -93,7 +93,7 @@ def test_ranks_without_a_home_share_a_temporary_directory(tmp_path: Path) -> Non
 
 def test_what_was_compiled_with_other_options_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_compiler()
-    job = jit._Job("small.cu", "sm_90a", {}, nvshmem=False, root=write_small_source(tmp_path / "cuda"))
+    job = jit._Job("small.cu", "sm_90a", {}, None, root=write_small_source(tmp_path / "cuda"))
     options, key = job._options(), job.key()
     assert job.key() == key
     monkeypatch.setattr(job, "_options", lambda: [*options, "--define-macro=ANOTHER"])

@@ -18,6 +18,7 @@ from jit_tools import compile_at_once, copy_sources, require_compiler, write_sma
 from moe_rt.errors import CompileError
 from moe_rt.native import jit
 from moe_rt.native.jit import Binary, compile_kernels, compile_ptx, source_dir
+from moe_rt.native.libraries import NVSHMEM
 from moe_rt.native.nvrtc import find_toolkit
 
 ARCHS = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
@@ -87,7 +88,7 @@ def test_orders(programs: Path, arch: str) -> None:
     "arch", ["sm_100a", *(pytest.param(arch, marks=pytest.mark.sweep) for arch in ARCHS if arch != "sm_100a")]
 )
 def test_linked_with_nvshmem(programs: Path, arch: str) -> None:
-    binary = compile_kernels("network.cu", arch, {}, nvshmem=True, cache=False, root=programs)
+    binary = compile_kernels("network.cu", arch, {}, library=NVSHMEM, cache=False, root=programs)
     assert is_elf(binary)
     assert set(binary.resources) == {"talks", "keeps_to_itself"}
     talks, alone = binary.resources["talks"], binary.resources["keeps_to_itself"]
@@ -102,7 +103,7 @@ def test_unlinkable_function_is_named(small: Path) -> None:
     text = 'extern "C" __device__ void nowhere();\nextern "C" __global__ void small() { nowhere(); }\n'
     (small / "device" / "small.cu").write_text(text)
     with pytest.raises(CompileError, match=r"(?s)small\.cu and NVSHMEM for sm_90a.*nowhere"):
-        compile_kernels("small.cu", "sm_90a", {}, nvshmem=True, cache=False, root=small)
+        compile_kernels("small.cu", "sm_90a", {}, library=NVSHMEM, cache=False, root=small)
 
 
 def test_error_holds_the_log_and_what_was_compiled(small: Path) -> None:

@@ -27,9 +27,8 @@ UNREACHABLE = {
 }
 
 
-@pytest.fixture(params=list(UNREACHABLE))
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
-    """Its heap maps a rank's own segment, and of the others those that the parameter leaves."""
+def leave_unmapped(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> None:
+    """The heap maps a rank's own segment, and of the others those that the rule leaves."""
     allocate = loopback.allocate
 
     def over_network(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: EmulatedGpu) -> Segments:
@@ -37,11 +36,16 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Emul
         rank, addresses = rendezvous.rank, segments.addresses
         segments.symmetric = addresses[rank]
         gpu.networks[segments.symmetric] = (ctypes.c_void_p * len(addresses))(*addresses)
-        unreachable = UNREACHABLE[request.param]
-        segments.addresses = [0 if unreachable(rank, peer) else a for peer, a in enumerate(addresses)]
+        is_far = UNREACHABLE[unreachable]
+        segments.addresses = [0 if is_far(rank, peer) else a for peer, a in enumerate(addresses)]
         return segments
 
     monkeypatch.setattr(loopback, "allocate", over_network)
+
+
+@pytest.fixture(params=list(UNREACHABLE))
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+    leave_unmapped(monkeypatch, request.param)
     return EmulatedGpu()
 
 

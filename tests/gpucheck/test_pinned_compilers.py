@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from packaging.requirements import Requirement
 from tool_environments import ROOT, python_of
 
 from moe_rt.extras import cuda_extra
-from moe_rt.gpucheck.compiling import LARGEST, NETWORK, OVER_NETWORK, REHEARSED, VARIANTS, WHOLE, Variant
+from moe_rt.gpucheck.compiling import GIN_VARIANTS, LARGEST, NETWORK, OVER_NETWORK, REHEARSED, VARIANTS, WHOLE, Variant
 from moe_rt.native.ring import RING_SOURCE
 
 if sys.version_info >= (3, 11):
@@ -37,13 +38,27 @@ import json, sys
 from moe_rt.config.codec import Codec
 from moe_rt.gpucheck.compiling import Variant, compile_all
 from moe_rt.gpucheck.steps import Check
+from moe_rt.native.libraries import NCCL, NVSHMEM
 from moe_rt.native.nvrtc import find_toolkit
 
 archs, variants, seconds = json.loads(sys.argv[1])
 check = Check(None, seconds=seconds)
 compile_all(tuple(archs), tuple(Variant(*v[:4], Codec(v[4])) for v in variants), check, cache=False)
 compiled = sorted({tuple(row[:5]) for row in check.tables[0].rows}, key=str)
-print(json.dumps([find_toolkit(True).identity, compiled, check.failures]))
+used = NCCL if "gin" in variants[0][0] else NVSHMEM
+print(json.dumps([find_toolkit(used).identity, compiled, check.failures]))
+"""
+# Of kernels over NCCL, what takes no linker: that they compile, and call functions as NCCL declares them.
+COMPILE_GIN = """
+import sys
+from pathlib import Path
+from moe_rt.gpucheck.compiling import GIN_VARIANTS
+from moe_rt.native.jit import compile_ptx
+from moe_rt.native.libraries import NCCL
+
+compile_ptx("gin_check.cu", "sm_90a", {}, library=NCCL, root=Path(sys.argv[1]))
+nodes = GIN_VARIANTS[-1]
+print("ncclGinPut_v3" in compile_ptx(nodes.source, "sm_90a", nodes.defines(), library=NCCL))
 """
 
 
@@ -64,12 +79,13 @@ def pinned_python(name: str) -> Path:
         pytest.param(OLDEST, ONE_ARCH, VARIANTS, marks=pytest.mark.sweep, id="oldest-all-variants"),
         pytest.param(OLDEST, MORE_ARCHS, EACH_SOURCE, marks=pytest.mark.sweep, id="oldest-more-architectures"),
         pytest.param(NEWEST, ONE_ARCH, EACH_SOURCE, marks=pytest.mark.sweep, id="newest"),
+        pytest.param(NEWEST, ("sm_90a", "sm_100a"), GIN_VARIANTS, marks=pytest.mark.sweep, id="newest-over-nccl"),
     ],
 )
 def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Variant, ...]) -> None:
     require_compiler()
     left_out = {REHEARSED, NETWORK}  # NODES has the text of the first, and calls all that the second calls
-    assert {v.source for v in variants} >= {v.source for v in VARIANTS} - left_out
+    assert variants == GIN_VARIANTS or {v.source for v in variants} >= {v.source for v in VARIANTS} - left_out
     job = json.dumps([archs, [[v.source, v.elem, v.hidden, v.topk, v.codec] for v in variants], LIMIT_S])
     command = [pinned_python(name), "-c", COMPILE, job]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
@@ -78,8 +94,21 @@ def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Vari
     assert failures == []
     assert len(compiled) == sum(v.is_for(arch) for arch in archs for v in variants)
     pins = (ROOT / f"constraints-cuda-{name}.txt").read_text().splitlines()
-    packages = {pin.replace("==", " ") for pin in pins if pin.startswith("nvidia-")}
+    other = "nvidia-nvshmem" if variants == GIN_VARIANTS else "nvidia-nccl"
+    packages = {pin.replace("==", " ") for pin in pins if pin.startswith("nvidia-") and not pin.startswith(other)}
     assert packages <= set(identity), "the pins are what compiled"
+
+
+def test_kernels_over_nccl_compile(tmp_path: Path) -> None:
+    require_compiler()
+    shutil.copytree(ROOT / "cuda" / "protocol", tmp_path / "protocol")
+    (tmp_path / "device").mkdir()
+    for file in ("cuda/device/gin_prelude.h", "tests/device/gin_check.cu", "tests/device/gin_functions.h"):
+        (tmp_path / "device" / Path(file).name).write_text((ROOT / file).read_text())
+    command = [pinned_python(NEWEST), "-c", COMPILE_GIN, str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["True"]
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [(None, "cuda"), ("12.6", "cuda12"), ("13.0", "cuda")])

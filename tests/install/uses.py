@@ -63,10 +63,11 @@ def a_round() -> tuple[int, str]:
 def toolkit() -> tuple[int, str]:
     """Whether kernels could be compiled here."""
     from moe_rt.errors import CompileError
+    from moe_rt.native.libraries import NVSHMEM
     from moe_rt.native.nvrtc import find_toolkit
 
     try:
-        find_toolkit(nvshmem=True)
+        find_toolkit(NVSHMEM)
     except CompileError as error:
         return 1, str(error)
     return 0, ""

@@ -175,7 +175,7 @@ class PtxGpu(gpu.Gpu):
     def _compile(self, source: str, arch: str, defines: Mapping[str, str | int], **how: Any) -> jit.Binary:
         """As jit.compile_kernels."""
         assert arch == ARCH
-        image, names = image_of(self._edit(ptx_of(source, defines, nvshmem=bool(how.get("nvshmem")))))
+        image, names = image_of(self._edit(ptx_of(source, defines, nvshmem=how.get("library") is not None)))
         return jit.Binary(image, dict.fromkeys(names), True, 0.0)  # type: ignore[arg-type]
 
     def _allocate(self, rendezvous: Any, num_bytes: int, *rest: Any) -> Any:

@@ -30,6 +30,7 @@ from ptx.parse import Entry, parse
 from ptx.translate import translate
 
 from moe_rt.native import jit
+from moe_rt.native.libraries import NVSHMEM
 
 ARCH = "sm_90a"
 HERE = Path(__file__).parent
@@ -122,7 +123,7 @@ def _compile(source: str, defines: dict[str, str | int], nvshmem: bool) -> str:
         return jit.compile_ptx(source, ARCH, defines)
     prelude, functions = ((HERE / name).read_text() for name in _DECLARED)
     with sources_with({"nvshmem_prelude.h": prelude, _DECLARED[1]: functions}) as root:
-        return jit.compile_ptx(source, ARCH, defines, nvshmem=True, root=root)
+        return jit.compile_ptx(source, ARCH, defines, library=NVSHMEM, root=root)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from rounds import full_round
 from routing import make_spec
 
 from moe_rt.native import jit
+from moe_rt.native.libraries import NVSHMEM
 
 TOKENS = [12, 7, 0]
 KERNELS: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def test_functions_are_those_of_nvshmem() -> None:
     require_compiler()
     files = {name: (HERE / name).read_text() for name in ("nvshmem_functions.h", "nvshmem_check.cu")}
     with sources_with(files) as root:
-        jit.compile_ptx("nvshmem_check.cu", ARCH, {}, nvshmem=True, root=root)
+        jit.compile_ptx("nvshmem_check.cu", ARCH, {}, library=NVSHMEM, root=root)
 
 
 def call(name: str) -> str:

@@ -1,0 +1,13 @@
+// The CUDA kernels of a rank some of whose peers are reached over a network, linked with NCCL's device library.
+//
+// The compile step has included gin_prelude.h.
+#include "gin_net.h"
+#include "machine.h"
+
+namespace moe_rt {
+using Links = RdmaLinks<Gin>;
+}
+
+#include "entry_points.h"
+
+MOE_RT_KERNEL_CALLING(dispatch_fetch, moe_rt::DispatchArgs, false, moe_rt::fetch_lists(launch, a))

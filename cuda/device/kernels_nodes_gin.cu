@@ -1,0 +1,11 @@
+// The CUDA kernels of a rank whose rows go in two levels, linked with NCCL's device library.
+//
+// The compile step has included gin_prelude.h.
+#include "forwarding.h"
+#include "gin_net.h"
+
+namespace moe_rt {
+using Links = NodeLinks<Gin>;
+}
+
+#include "forward_entry_points.h"

@@ -1,0 +1,70 @@
+"""Which device libraries kernels are linked with, and what is said where one is missing, too old, or for other GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from device.jit_tools import write_small_source
+
+from moe_rt.errors import CompileError
+from moe_rt.gpucheck import compiling
+from moe_rt.gpucheck.compiling import GIN_VARIANTS
+from moe_rt.gpucheck.steps import Check
+from moe_rt.native.jit import compile_kernels
+from moe_rt.native.libraries import NCCL, NVSHMEM, Library
+
+COMMAND = r"pip install --no-deps 'nvidia-nccl-cu13>=2\.32'"
+
+
+def nccl_at(folder: Path, code: int, library: bool) -> str:
+    """Headers of this version, with or without the library."""
+    include = folder / "include"
+    include.mkdir()
+    (include / "nccl.h").write_text(f"#define NCCL_VERSION_CODE {code}\n")
+    if library:
+        (folder / "lib").mkdir()
+        (folder / "lib" / NCCL.file).write_bytes(b"code")
+    return str(include)
+
+
+@pytest.mark.parametrize(
+    ("code", "library", "says"),
+    [
+        (22907, False, "got NCCL 2.29 in .*, expected 2.32 or newer"),
+        (23102, True, "got NCCL 2.31 in .*, expected 2.32 or newer"),
+        (23203, False, "got no libnccl_device.ltoir beside NCCL's headers"),
+    ],
+)
+def test_an_nccl_that_cannot_be_linked(tmp_path: Path, code: int, library: bool, says: str) -> None:
+    with pytest.raises(CompileError, match=f"{says}.*; {COMMAND}"):
+        NCCL.find(nccl_at(tmp_path, code, library), 13)
+
+
+def test_an_nccl_that_can(tmp_path: Path) -> None:
+    assert NCCL.find(nccl_at(tmp_path, 23203, True), 13).read_bytes() == b"code"
+
+
+def test_missing_headers_say_what_to_install() -> None:
+    with pytest.raises(CompileError, match=f"got no headers of NCCL.*; {COMMAND}"):
+        NCCL.find(None, 13)
+    with pytest.raises(CompileError, match=r"got no headers of NVSHMEM.*; pip install 'moe_rt\[cuda\]'"):
+        NVSHMEM.find(None, 13)
+
+
+def test_older_gpus_are_refused_before_anything_is_looked_for(tmp_path: Path) -> None:
+    root = write_small_source(tmp_path / "cuda")
+    with pytest.raises(CompileError, match="got architecture 'sm_80', expected sm_90 or newer: NCCL's device library"):
+        compile_kernels("small.cu", "sm_80", {}, library=NCCL, cache=False, root=root)
+    assert not any(variant.is_for("sm_89") for variant in GIN_VARIANTS)
+    assert all(variant.is_for("sm_100a") for variant in GIN_VARIANTS)
+
+
+def test_compiling_says_why_it_leaves_nccl_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(library: Library) -> None:
+        raise CompileError(f"got no {library.name}")
+
+    monkeypatch.setattr(compiling, "find_toolkit", missing)
+    check = Check(None, seconds=1.0)
+    assert compiling.over_gin(check) == ()
+    assert any("not compiled for NCCL's network: got no NCCL" in line for line in check.details)
