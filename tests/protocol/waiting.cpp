@@ -63,7 +63,7 @@ namespace {
 
 // A GPU of one lane.
 struct Gpu {
-  static constexpr bool kTwoLevel = false;
+  static constexpr bool kTwoLevel = false, kOrderedSignals = true;
   BlockShared& shared_;
   Solo block() const { return {}; }
   BlockShared& shared() const { return shared_; }
