@@ -46,8 +46,9 @@ def run_on(gpu: PtxGpu, size: int, case: Callable[..., Any], *args: Any) -> list
         PtxFault: what was found on any rank, whatever the others raised, who only see that the device is lost.
     """
     outcomes = ThreadRanks(size, gpu, nodes=gpu.nodes).outcomes(case, *args)
-    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    for failure in sorted(failures, key=lambda error: not isinstance(error, PtxFault)):
+    for failure in (outcome for outcome in outcomes if isinstance(outcome, BaseException)):
+        if report := gpu.fault():  # a launch that finds the device lost may come before anyone asks why
+            raise PtxFault(report) from failure
         raise failure
     return outcomes
 
