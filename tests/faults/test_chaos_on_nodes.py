@@ -15,8 +15,10 @@ from forked_python import run_python
 from nodes.needs_nodes import new_cluster
 
 from moe_rt.chaos.misdeeds import misbehave
+from moe_rt.chaos.node_deaths import Stop
 from moe_rt.chaos.node_matrix import ROWS, committed
-from moe_rt.chaos.node_trials import judged
+from moe_rt.chaos.node_trials import Moment, judged
+from moe_rt.chaos.steps import Size
 from moe_rt.cli import main
 from moe_rt.errors import CapacityOverflow, InvalidRouting, MoeRtError
 from moe_rt.heap import ucx
@@ -105,6 +107,19 @@ def report(raised: str, message: str = "", **changes: Any) -> dict[str, Any]:
 def test_what_is_complained_of(of_rank_0: dict[str, Any], complaint: str) -> None:
     complaints = judged({0: of_rank_0}, [0], {"PeerDead"}, lambda rank: [1])
     assert complaints == [] if not complaint else complaints[0].startswith(complaint), complaints
+
+
+@pytest.mark.parametrize(("named", "complaint"), [(2, ""), (1, "nobody names rank 2"), (0, "rank 0 blames none of")])
+def test_who_is_blamed_for_a_stop(named: int, complaint: str) -> None:
+    """Rank 2, or who waits for it; never the rank itself, and not by all somebody else."""
+    told = {rank: report("PeerTimeout", f"combine #1: rank {named} is late") for rank in (0, 1)}
+    if named == 0:
+        told[1] = report("PeerTimeout", "combine #1: rank 2 is late")
+    pool = Mock(size=3, **{"has_news.return_value": False, "reports.return_value": told})
+    again = {rank: report("nothing", steps=5) for rank in (0, 1)}
+    pool.reports.side_effect = lambda ranks, _: told if pool.kill.call_count == 0 else again
+    found = Stop("stop", 2, Moment(Size(1, 32, 1, "flat"), 1, 0.0), 0.0, wakes=False).run(pool).complaints
+    assert any(text.startswith(complaint) for text in found) if complaint else found == [], found
 
 
 @pytest.mark.parametrize(
