@@ -12,6 +12,8 @@ CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 # A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes. Many tests wait,
 # for peers that do not come: five workers keep two cores busy.
 WORKERS ?= 5
+# Hundreds of processes import moe_rt: each would compile it anew where the environment forbids to keep bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One file or two of every promise: bits, gradients, ops, refusals, faults, layers, training, checkpoints, adapters, docs.
 QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_capacity.py ops/test_ops.py \

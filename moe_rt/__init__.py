@@ -1,7 +1,11 @@
 """moe_rt: sync-free mixture-of-experts dispatch over symmetric memory."""
 
+from __future__ import annotations
+
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moe_rt.errors import MissingPackage
 
@@ -11,10 +15,30 @@ if find_spec("moe_rt._engine") is None:
         "`make install` and then `.venv/bin/python`, or `pip install .` and leave the checkout's directory"
     )
 
-from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.handle import Handle
-from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.nn.layer import MoEConfig, MoELayer
+if TYPE_CHECKING:
+    from moe_rt.comm.buffer import Buffer
+    from moe_rt.comm.handle import Handle
+    from moe_rt.heap.rendezvous import ThreadGroup
+    from moe_rt.nn.layer import MoEConfig, MoELayer
 
 __all__ = ["Buffer", "Handle", "MoEConfig", "MoELayer", "ThreadGroup"]
 __version__ = "0.1.0"
+# Imported when they are first asked for: torch takes a second, and processes that start ranks have no use for it.
+_HOMES = {
+    "Buffer": "comm.buffer",
+    "Handle": "comm.handle",
+    "MoEConfig": "nn.layer",
+    "MoELayer": "nn.layer",
+    "ThreadGroup": "heap.rendezvous",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,241 +1,25 @@
-"""The command line: `moe-rt bench` measures, `moe-rt info` says what this machine offers."""
+"""The command line `moe-rt`. Each command is imported when it is called: torch takes a second, and not all need it."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any, get_args
+from importlib import import_module
 
 import click
-import torch
-from click.core import ParameterSource
-from rich.console import Console
-from rich.progress import Progress
 
-from moe_rt import _engine
-from moe_rt.bench.cases import CASES, DEFAULT_CASE, DTYPES, OPS, Case
-from moe_rt.bench.contestants import ON_NODES, ON_ONE_HOST
-from moe_rt.bench.inputs import ROUTING_HELP
-from moe_rt.bench.launch import RankFailed
-from moe_rt.bench.run import Settings, run, sweep_tokens
-from moe_rt.bench.serving import command as serving
-from moe_rt.bench.table import show_machine, show_run
-from moe_rt.chaos.cli import chaos
-from moe_rt.config.options import HeapKind
-from moe_rt.diagnostics.attach import attach
-from moe_rt.diagnostics.show import show_report
-from moe_rt.errors import MoeRtError
-from moe_rt.extras import require
-from moe_rt.gpucheck.cli import gpucheck
-from moe_rt.heap import ucx
-from moe_rt.nodes.cli import nodes
-from moe_rt.testing.host_info import machine_card
-from moe_rt.testing.output import console, make_directory
+_HOMES = {"info": "moe_rt.info"} | {name: f"moe_rt.{name}.cli" for name in ("bench", "chaos", "gpucheck", "nodes")}
 
 
-@click.group()
+class _Commands(click.Group):
+    """Each stands under its own name in the module that _HOMES names."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(_HOMES)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return getattr(import_module(_HOMES[name]), name) if name in _HOMES else None
+
+
+@click.group(cls=_Commands)
 @click.version_option(package_name="moe_rt")
 def main() -> None:
     """Sync-free mixture-of-experts dispatch over symmetric memory."""
-
-
-@main.command()
-@click.option("--attach", "pid", type=int, metavar="PID", help="Report on the group of this process instead.")
-@click.option("--json", "as_json", is_flag=True, help="With --attach: one JSON document, a list of reports.")
-def info(pid: int | None, as_json: bool) -> None:
-    """What this machine offers: version, instruction sets, cores, heaps.
-
-    With --attach: what each rank of a running group does and whom it waits for, also while ranks hang or are stopped.
-    """
-    if pid is not None:
-        return _info_on_group(pid, as_json)
-    if as_json:
-        raise click.UsageError("--json needs --attach PID")
-    card = machine_card()
-    card["isas"] = ", ".join(_engine.isas())
-    card["GPUs"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none"
-    card["heaps"] = (
-        "shm (processes), ucx (processes on several hosts), threads (threads), "
-        "nvshmem (processes, a GPU each), loopback (threads, one GPU)"
-    )
-    card['heap="auto"'] = (
-        "nvshmem for a process group with NCCL where torch sees a GPU, otherwise shm, or ucx on several hosts; "
-        "loopback for a ThreadGroup on a GPU, otherwise threads"
-    )
-    card["UCX"] = ucx.describe()
-    for name, value in card.items():
-        click.echo(f"{name:12} {value}")
-
-
-def _info_on_group(pid: int, as_json: bool) -> None:
-    try:
-        reports = attach(pid)
-    except MoeRtError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
-    if as_json:
-        click.echo(f"[{','.join(report.to_json() for report in reports)}]")
-    else:
-        for report in reports:
-            console().print(show_report(report))
-
-
-class Numbers(click.ParamType):
-    """Positive numbers with commas between them; none of them where there is nothing."""
-
-    name = "n,n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        words = [word for word in value.split(",") if word]
-        if not all(word.isdecimal() and int(word) for word in words):
-            self.fail(f"got {value!r}, expected positive numbers with commas between them", param, ctx)
-        return tuple(map(int, words))
-
-
-def _size(name: str, what: str) -> Any:
-    return click.option(f"--{name}", type=click.IntRange(min=1), help=f"{what}; default: the case's.")
-
-
-@main.command(epilog="\b\nCases:\n" + "\n".join(f"  {case.title()}" for case in CASES.values()))
-@click.option(
-    "--case",
-    "names",
-    type=click.Choice(list(CASES)),
-    metavar="NAME",
-    multiple=True,
-    default=[DEFAULT_CASE],
-    show_default=True,
-    help="What to measure, from the list below; may be given several times. The next options change it.",
-)
-@click.option(
-    "--op",
-    type=click.Choice([*OPS, serving.OP]),
-    help="pair is dispatch and combine; serve is vLLM, see docs/benchmarks.md; default: the case's.",
-)
-@_size("ranks", "Ranks, each on a core of its own while there are enough")
-@_size("tokens", "Tokens per rank")
-@_size("hidden", "Elements of a row")
-@_size("topk", "Experts of a token")
-@_size("experts", "Experts of the group")
-@_size("intermediate", "Inner size of the layer's experts")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of rows; default: the case's.")
-@click.option("--routing", help=f"{ROUTING_HELP}; default: the case's.")
-@click.option(
-    "--heap",
-    type=click.Choice(get_args(HeapKind)),
-    help="CPU ranks: shm, ucx (processes), threads. With a GPU each: nvshmem; all on one: loopback. Default: shm, or "
-    "ucx with --nodes.",
-)
-@click.option(
-    "--nodes",
-    type=Numbers(),
-    help="Emulated nodes that ranks are on, in equal parts, and 2 on each without --ranks; needs root. 2,4: both.",
-)
-@click.option(
-    "--rate", help="With --nodes: what each may send and receive, such as 200mbit,1gbit,unlimited for all three."
-)
-@click.option("--sweep", type=click.Choice(["tokens"]), help="Repeat a case at 1, 64, 128, ... tokens.")
-@click.option("--max-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Where --sweep ends.")
-@click.option(
-    "--contestants",
-    help=f"Who takes part, by name or as package.module:Class; default: {','.join(ON_ONE_HOST)}, or with --nodes "
-    f"{','.join(ON_NODES)}.",
-)
-@click.option(
-    "--iters", type=click.IntRange(min=1), help="Iterations of either kind; default: 200, or 20 of large ops."
-)
-@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations first.")
-@click.option("--seed", default=0, show_default=True, help="Of inputs and routing.")
-@click.option(
-    "--malloc",
-    type=click.Choice(["recycle", "system"]),
-    default="recycle",
-    show_default=True,
-    help="Whether freed memory stays with the process, as on a GPU, for all contestants alike.",
-)
-@click.option("--cold", is_flag=True, help="Fill the caches with other data before each isolated iteration.")
-@click.option("--sequences", type=Numbers(), help="serve: of each rank, to be decoded; default: 1,16,64.")
-@click.option("--prompts", type=Numbers(), help="serve: tokens of prompts to be read; default: 512,2048.")
-@click.option("--kills", type=click.IntRange(min=1), help="serve: instead, kill a rank of so many servers.")
-@click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write a page with plots there.")
-def bench(
-    names: tuple[str, ...],
-    sweep: str | None,
-    max_tokens: int,
-    nodes: tuple[int, ...] | None,
-    rate: str | None,
-    contestants: str | None,
-    iters: int | None,
-    warmup: int,
-    seed: int,
-    malloc: Any,
-    cold: bool,
-    report: Path | None,
-    sequences: tuple[int, ...] | None,
-    prompts: tuple[int, ...] | None,
-    kills: int | None,
-    **sizes: Any,
-) -> None:
-    """Time dispatch and combine against other ways to do them, in the same processes, and check every output.
-
-    The last line is one JSON document. The exit status is 1 if any output was wrong.
-    """
-    given = _given(click.get_current_context())
-    if sizes["op"] == serving.OP:
-        return serving.serve(given)
-    if others := [f"--{name}" for name in serving.ONLY_HERE if name in given]:
-        raise click.UsageError(f"only --op serve takes {', '.join(others)}")
-    if sweep is not None and len(names) > 1:
-        raise click.UsageError("--sweep takes one case")
-    if rate is not None and not nodes:
-        raise click.UsageError("--rate needs --nodes")
-    changed = {name: value for name, value in sizes.items() if value is not None}
-    taking_part = tuple(contestants.split(",")) if contestants is not None else ON_NODES if nodes else ON_ONE_HOST
-    settings = Settings(contestants=taking_part, iters=iters, warmup=warmup, seed=seed, malloc=malloc, cold=cold)
-    try:
-        if report is not None:
-            require("matplotlib", "bench", "--report draws plots")
-            make_directory(report)
-            from moe_rt.bench.report import write_report  # takes a second, and fails where matplotlib is broken
-        cases = [CASES[name].changed(**places, **changed) for name in names for places in _places(nodes, rate, changed)]
-        if sweep is not None:
-            cases = [point for case in cases for point in sweep_tokens(case, max_tokens)]
-        document = _run_with_progress(cases, settings, sweep is not None)
-    except (MoeRtError, RankFailed) as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
-    out = console()
-    out.print(show_machine(document["machine"]))
-    for measured in document["runs"]:
-        out.print(show_run(measured))
-    for name, slope in document.get("slopes", {}).items():
-        out.print(f"{name}: time grows with tokens to the power {slope:.2f}")
-    if report is not None:
-        out.print(f"report: {write_report(document, report)}")
-    click.echo(json.dumps(document, separators=(",", ":")))
-    if any(result["errors"] for measured in document["runs"] for result in measured["results"]):
-        raise click.ClickException("an output was wrong; its times mean nothing")
-
-
-def _places(nodes: tuple[int, ...] | None, rate: str | None, changed: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is different of a case for each number of nodes and each rate of their links."""
-    if not nodes:
-        return [{}]
-    rates = ["" if word == "unlimited" else word for word in (rate or "unlimited").split(",")]
-    places = [{"heap": "ucx", "ranks": 2 * number, "nodes": number, "rate": each} for number in nodes for each in rates]
-    return [{name: value for name, value in place.items() if name not in changed} for place in places]
-
-
-def _given(context: click.Context) -> dict[str, Any]:
-    """The options on the command line."""
-    written = ParameterSource.COMMANDLINE
-    return {name: value for name, value in context.params.items() if context.get_parameter_source(name) is written}
-
-
-def _run_with_progress(cases: list[Case], settings: Settings, sweep: bool) -> dict[str, Any]:
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=len(cases))
-        return run(cases, settings, sweep, lambda part: bar.advance(task, part))
-
-
-main.add_command(chaos)
-main.add_command(gpucheck)
-main.add_command(nodes)

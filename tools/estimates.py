@@ -39,13 +39,10 @@ DOCUMENT = "docs/cuda.md"
 ARCH = "sm_90a"
 TOKENS = (1, 128, 4096)
 FEW = (8, 16, 24)  # multiprocessors
-CODED = Variant("kernels.cu", "Bf16", 7168, 8, Codec.FP8)
-
-Codes = dict[bool, dict[str, MachineCode]]  # whether rows travel coded -> kernel -> what it does
 
 
-def read_kernels() -> Codes:
-    """The kernels of 14,336-byte rows, raw and as fp8, from the cache if they are there.
+def read_kernels(codec: Codec) -> dict[str, MachineCode]:
+    """What each kernel of 14,336-byte rows does where they travel in this code, from the cache if it is there.
 
     Raises:
         RuntimeError: there is no disassembler.
@@ -53,11 +50,10 @@ def read_kernels() -> Codes:
     tool = find_disassembler()
     if tool is None:
         raise RuntimeError(INSTALL)
-    found: Codes = {False: {}, True: {}}
-    for coded, variant in ((False, LARGEST), (True, CODED)):
-        for source in (WHOLE, variant.source):
-            binary = compile_kernels(source, ARCH, replace(variant, source=source).defines())
-            found[coded] |= read_machine_code(disassemble(tool, binary.cubin))
+    found: dict[str, MachineCode] = {}
+    for source in (WHOLE, LARGEST.source):
+        binary = compile_kernels(source, ARCH, replace(LARGEST, source=source, codec=codec).defines())
+        found |= read_machine_code(disassemble(tool, binary.cubin))
     return found
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from moe_rt.bench.cases import CASES, Case
+from moe_rt.bench.cli import _places
 from moe_rt.bench.contestants import NAMES, ON_NODES, ON_ONE_HOST
 from moe_rt.bench.crossing import bytes_through, count_rows, least_us, list_bytes
 from moe_rt.bench.table import cells, columns
-from moe_rt.cli import _places
 from moe_rt.config.topology import Topology
 from moe_rt.errors import InvalidConfig
 from moe_rt.nodes.cluster import Traffic

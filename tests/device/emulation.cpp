@@ -48,7 +48,7 @@ extern "C" void emulated_drain() { emulation::Cards::all().drain(); }
 // each rank's segment, or nullptr where there is none. `room` is that of the GPU. Returns 0 for an unknown kernel.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char* elem, int hidden, int num_topk,
                                int dispatch_codec, int combine_codec, int blocks, int threads, int64_t shared_bytes,
-                               void** params, char* const* segments, uint32_t seed) {
+                               void** params, [[maybe_unused]] char* const* segments, uint32_t seed) {
   uint32_t known = 1;
   const auto body = [&](const auto& m) {
     const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec)};
@@ -56,19 +56,17 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
     with_element(elem, [&](auto e) { found = run_kernel<decltype(e)>(kernel, m, dims, params); });
     if (!found) store_relaxed(known, 0u);
   };
-  const World& w = *static_cast<const World*>(params[0]);
+#if !defined(MOE_RT_EMULATED_RING)  // which reads from mapped peers alone
   const auto launch_over = [&](auto links) {
     links.memory = *static_cast<const NetworkMemory*>(params[2]);
     links.net = {segments, links.memory.segment};
     launch_in_warps(links, blocks, threads, shared_bytes, seed, room, body);
+    return static_cast<int>(known);
   };
-  if (segments && w.shape.two_level()) {
-    launch_over(NetworkNodes{});
-  } else if (segments) {
-    launch_over(NetworkLinks{});
-  } else {
-    launch_in_warps(emulation::mapped_links(params), blocks, threads, shared_bytes, seed, room, body);
-  }
+  if (segments && static_cast<const World*>(params[0])->shape.two_level()) return launch_over(NetworkNodes{});
+  if (segments) return launch_over(NetworkLinks{});
+#endif
+  launch_in_warps(emulation::mapped_links(params), blocks, threads, shared_bytes, seed, room, body);
   return static_cast<int>(known);
 }
 

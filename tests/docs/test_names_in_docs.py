@@ -57,14 +57,21 @@ TABLES = {
 
 
 def options_of(command: click.Command) -> set[str]:
-    parts = [command, *command.commands.values()] if isinstance(command, click.Group) else [command]
+    parts = [command, *commands_of(command).values()]
     parameters = [parameter for part in parts for parameter in part.params]
     return {"--help", *(name for parameter in parameters for name in parameter.opts + parameter.secondary_opts)}
 
 
+def commands_of(group: click.Command) -> dict[str, click.Command]:
+    if not isinstance(group, click.Group):
+        return {}
+    context = click.Context(group)
+    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    return {name: command for name, command in commands.items() if command is not None}
+
+
 def commands() -> dict[str, click.Command]:
-    assert isinstance(moe_rt_command, click.Group)
-    return dict(moe_rt_command.commands)
+    return commands_of(moe_rt_command)
 
 
 def text_of(document: Path) -> str:

@@ -9,7 +9,7 @@ from moe_rt.cli import main
 from moe_rt.gpucheck import processes, run
 from moe_rt.gpucheck.steps import STEPS, Check, perform
 
-SIZE = 3
+SIZE = 2
 
 
 def test_every_part() -> None:

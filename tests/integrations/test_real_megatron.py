@@ -9,7 +9,7 @@ import pytest
 from test_megatron import DISPATCHER_ATTRIBUTES, PARAMETERS
 from third_party import TIMEOUT_S, run_real
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 50)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S + 50), pytest.mark.sweep]
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,10 @@ def test_real_dispatcher(real: Callable[[str], Any]) -> None:
     equal(real("dispatcher"))
 
 
-@pytest.mark.sweep
 def test_real_dispatcher_with_a_size() -> None:
     equal(run_real("megatron-core", it=("megatron", 2, "equal_dense", [9, 4], {"num_max_tokens_per_rank": 9}))("it"))
 
 
-@pytest.mark.sweep
 def test_real_rerun_over_budget() -> None:
     """Over budget on some rank: told, and outputs are wrong; the rerun is right, and nothing is left to tell."""
     seen = run_real("megatron-core", it=("megatron", 2, "over_budget"))("it")

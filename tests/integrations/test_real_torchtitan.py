@@ -9,7 +9,7 @@ import pytest
 from test_torchtitan import PARAMETERS
 from third_party import TIMEOUT_S, run_real
 
-pytestmark = pytest.mark.timeout(TIMEOUT_S + 50)
+pytestmark = [pytest.mark.timeout(TIMEOUT_S + 50), pytest.mark.sweep]
 
 LINE = "moe_rt.integrations.torchtitan.token_dispatcher"
 
