@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import PUSHED_TOKENS
-from moe_rt.gpucheck.compiling import LARGEST, WHOLE, Variant
+from moe_rt.gpucheck.compiling import LARGEST, WHOLE
 from moe_rt.gpucheck.estimate import (
     MACHINES,
     OPS,
