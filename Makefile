@@ -10,8 +10,8 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find cuda -name
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 
 # A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes. Many tests wait,
-# for peers that do not come: five workers keep two cores busy.
-WORKERS ?= 5
+# for peers that do not come: four workers keep two cores busy.
+WORKERS ?= 4
 # Hundreds of processes import moe_rt: each would compile it anew where the environment forbids to keep bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

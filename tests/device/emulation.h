@@ -18,6 +18,7 @@
 #include "../../cuda/device/forwarding.h"
 #include "../../cuda/device/whole_ops.h"
 #include "../../cuda/host/team.h"
+#include "kept_threads.h"
 
 namespace moe_rt::emulation {
 
@@ -37,7 +38,7 @@ struct Block {
 };
 
 // Lanes are many more than cores: those that wait must not keep the cores from those that are waited for.
-inline constexpr int kYields = 32;
+inline constexpr int kYields = 4;
 
 // Where the lanes of one warp meet. A warp of one lane needs none.
 struct WarpState {
@@ -181,23 +182,21 @@ void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, u
     std::vector<int32_t> scratch;
   };
   std::vector<std::unique_ptr<State>> states;
-  std::vector<std::thread> lanes;
+  KeptThreads& lanes = KeptThreads::mine();
   for (const int index : order) {
     if (room) room->enter();
     State& state = *states.emplace_back(std::make_unique<State>(threads, shared_bytes));
     for (int lane = 0; lane < threads; ++lane) {
-      lanes.emplace_back([&, index, lane, noise = static_cast<uint32_t>(random())]() mutable {
+      lanes.start([&, index, lane, noise = static_cast<uint32_t>(random())]() mutable {
         const Block block{lane, threads, &state.barrier, &noise};
         WarpState* const warp = &state.warps[lane / kWarpLanes];
         body(Machine<Links, kWarpLanes>{links, block, warp, index, blocks, state.shared, state.scratch.data()});
         if (fetch_add_acq_rel(state.done, 1u) + 1 == static_cast<uint32_t>(threads) && room) room->leave();
       });
     }
-    if (side_by_side) continue;
-    for (std::thread& t : lanes) t.join();
-    lanes.clear();
+    if (!side_by_side) lanes.await();
   }
-  for (std::thread& t : lanes) t.join();
+  lanes.await();
 }
 
 // Runs the body named by a kernel.

@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from test_sass import require_disassembler
+from estimates_tool import ROOT, estimates_tool
 
 from moe_rt.config.codec import Codec
 from moe_rt.gpucheck import estimate
 from moe_rt.gpucheck.bandwidth import fewest_bytes
-from moe_rt.gpucheck.code_limits import FORWARD_KERNELS, LIMITS, Limits
+from moe_rt.gpucheck.code_limits import LIMITS, Limits
 from moe_rt.gpucheck.estimate import MACHINES, STEPS, TARGETS_US, Load, op_us, rows_of
 from moe_rt.gpucheck.ring_estimate import estimate_ring, most_blocks
 from moe_rt.native.ring import RING_BLOCKS
 
-ROOT = Path(__file__).resolve().parents[2]
 H200 = next(machine for machine in MACHINES if machine.name == "H200")
 
 
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("estimates_tool", ROOT / "tools/estimates.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("codec", [Codec.RAW, pytest.param(Codec.FP8, marks=pytest.mark.sweep)], ids=lambda c: c.name)
-def test_estimates_are_those_of_the_kernels(codec: Codec) -> None:
-    """The limits that they are made of are what the machine code has, neither more nor less."""
-    require_disassembler()
-    module = tool()
-    codes = module.read_kernels(codec)
-    estimated = LIMITS[module.ARCH][codec].keys() - FORWARD_KERNELS
-    loads = {name: LIMITS[module.ARCH][codec][name].load for name in estimated}
-    assert {name: codes[name].ahead[width] for name, (width, _) in loads.items()} == {
-        name: ahead for name, (_, ahead) in loads.items()
-    }
-
-
 def test_tables_are_those_of_the_estimates() -> None:
-    module = tool()
+    module = estimates_tool()
     assert module.generated(ROOT) == (ROOT / module.DOCUMENT).read_text(), "run python tools/estimates.py --write"
 
 
 def test_a_changed_kernel_changes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tool()
+    module = estimates_tool()
     before = module.launches_table()
     assert before.count("\n") == 1 + len(STEPS) + 3
     slower = LIMITS["sm_90a"][Codec.RAW] | {

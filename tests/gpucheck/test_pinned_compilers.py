@@ -30,8 +30,8 @@ ONE_OF_OTHERS = tuple(
     v for v in VARIANTS if v.source in (*OVER_NETWORK, RING_SOURCE) or (v.source == WHOLE and not v.codec)
 )
 EACH_SOURCE = (LARGEST, *ONE_OF_OTHERS, *(v for v in VARIANTS if v.hidden == 0 and v.elem == "Bf16"))
-# A kernel that is linked, and one that is not.
-FEWEST = tuple(v for v in EACH_SOURCE if v.source in (RING_SOURCE, NODES))
+# All that the protocol asks of a compiler, and of a linker.
+FEWEST = tuple(v for v in EACH_SOURCE if v.source == NODES)
 # Each dtype, each code of rows, and each source once: what the sources ask of a compiler.
 EACH_PART = tuple(v for v in VARIANTS if v == LARGEST or v.codec or v in ONE_OF_OTHERS or v.elem != "Bf16")
 LIMIT_S = 1800.0  # ends a compiler that hangs

@@ -6,10 +6,11 @@ import os
 
 import pytest
 from device.jit_tools import require_compiler
+from estimates_tool import estimates_tool
 
 from moe_rt.config.codec import Codec
 from moe_rt.gpucheck import compiling, sass
-from moe_rt.gpucheck.code_limits import LIMITS, Limits, find_wrong
+from moe_rt.gpucheck.code_limits import FORWARD_KERNELS, LIMITS, Limits, find_wrong
 from moe_rt.gpucheck.compiling import LARGEST, compile_all
 from moe_rt.gpucheck.sass import MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check
@@ -145,6 +146,20 @@ def test_kernels_are_as_expected(arch: str, codecs: tuple[Codec, ...]) -> None:
     assert check.failures == []
     (table,) = (table for table in check.tables if table.title == "Machine code")
     assert {row[5] for row in table.rows} >= LIMITS[arch][Codec.RAW].keys()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("codec", [Codec.RAW, pytest.param(Codec.FP8, marks=pytest.mark.sweep)], ids=lambda c: c.name)
+def test_estimates_are_those_of_the_kernels(codec: Codec) -> None:
+    """The limits that they are made of are what the machine code has, neither more nor less."""
+    require_disassembler()
+    module = estimates_tool()
+    codes = module.read_kernels(codec)
+    estimated = LIMITS[module.ARCH][codec].keys() - FORWARD_KERNELS
+    loads = {name: LIMITS[module.ARCH][codec][name].load for name in estimated}
+    assert {name: codes[name].ahead[width] for name, (width, _) in loads.items()} == {
+        name: ahead for name, (_, ahead) in loads.items()
+    }
 
 
 def test_limits_are_those_of_the_gpu() -> None:

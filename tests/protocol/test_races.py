@@ -70,7 +70,7 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
 
 def test_sequence_numbers_compared_plainly_fail() -> None:
     """The chain across 2**64 is not blind to signals compared with >=, which hold until there."""
-    program = compile_program("stress.cpp")
+    program = compile_stress("thread", [])
     outcomes = [run(program, RANKS, LANES, FEW_ROUNDS, first, weakened="wrap") for first in NEAR_A_WRAP]
     assert [outcome.returncode == 0 for outcome in outcomes] == [True, False]
 
