@@ -169,7 +169,9 @@ def _results(jobs: list[Job], seconds: float) -> Iterator[tuple[Job, dict[str, A
         yield from ((job, run_job(job)) for job in jobs)
         return
     deadline = time.monotonic() + seconds
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:  # leaving it ends the processes
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # and torch with it, once for all
+    with context.Pool(processes) as pool:  # leaving it ends the processes
         results = pool.imap(run_job, jobs)
         for job in jobs:
             try:

@@ -17,8 +17,8 @@ from moe_rt.testing.endings import end_with, ended_within
 
 Work = Callable[..., object]
 # With what torch imports at the first gradient, comparison or optimiser step: each rank would take seconds for that.
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "moe_rt"]
-PRELOAD += ["torch._dynamo", "torch.testing"]
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes"]
+PRELOAD += ["torch._dynamo", "torch.testing", "moe_rt.nn.layer", "moe_rt.testing.rounds"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from engine_programs import compile_program
 
 RANKS, LANES = "3", "3"
 # A round is one to three dispatches, as many combines, and backwards. Few are enough to see the order weakened.
-ROUNDS, MANY_ROUNDS, FEW_ROUNDS, FEWEST_ROUNDS = "90", "600", "6", "4"
+ROUNDS, MANY_ROUNDS, FEW_ROUNDS = "45", "600", "4"
 RACE = "WARNING: ThreadSanitizer: data race"
 MOST_TOKENS, FEW_TOKENS = "9", "2"  # of a rank, at most: ops of the GPU are whole then
 NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that few rounds take past 32 and 64 bits
@@ -35,9 +35,9 @@ def compile_stress(sanitizer: str, machine: list[str]) -> Path:
         pytest.param([], ROUNDS, "thread", id="cpu-thread"),
         pytest.param([], MANY_ROUNDS, "thread", id="cpu-thread-long", marks=pytest.mark.sweep),
         pytest.param([], ROUNDS, "address,undefined", id="cpu-address"),
-        pytest.param([GPU], FEWEST_ROUNDS, "thread", id="gpu-thread"),
+        pytest.param([GPU], FEW_ROUNDS, "thread", id="gpu-thread"),
         pytest.param([GPU], FEW_ROUNDS, "address,undefined", id="gpu-address", marks=pytest.mark.sweep),
-        pytest.param(NETWORK, FEWEST_ROUNDS, "thread", id="network-thread"),
+        pytest.param(NETWORK, FEW_ROUNDS, "thread", id="network-thread"),
         pytest.param(NETWORK, FEW_ROUNDS, "address,undefined", id="network-address", marks=pytest.mark.sweep),
     ],
 )

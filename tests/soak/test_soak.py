@@ -15,7 +15,7 @@ OPS = int(os.environ.get("MOE_RT_SOAK_OPS", "5000"))
 OPS_LIMIT_S = 600 + OPS // 5  # of hangs alone, as all such times
 SEED = int(os.environ.get("MOE_RT_SOAK_SEED", "0"))
 MINUTES = float(os.environ.get("MOE_RT_SOAK_MINUTES", "0"))
-LIVES = 30  # acts, and for so long if it is longer
+LIVES = 20  # acts, and for so long if it is longer
 LIVES_LIMIT_S = 1800 + 120 * MINUTES
 
 
