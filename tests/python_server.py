@@ -5,6 +5,7 @@ it has ended, its status. A number that it sends meanwhile is a signal; if it ha
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -88,6 +89,7 @@ def become(asked: list, files: list[int]) -> list[str]:
     return arguments
 
 
+gc.freeze()  # for the programs: looking for garbage would touch, and so copy, all that was imported
 arguments = serve(socket.socket(fileno=int(sys.argv[1])))
 sys.path[0] = ""
 if arguments[0] == "-m":

@@ -7,7 +7,6 @@ The last line is one JSON document; the exit status is 1 if a survivor raised an
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import random
@@ -114,7 +113,6 @@ def markdown(deaths: list[Death], command: str) -> str:
 @click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
 def main(sizes: tuple[float, ...], kills: int, seed: int, write: Path | None) -> None:
     """Kills ranks that hold memory, and measures how soon the rank that waits for them raises."""
-    gc.freeze()  # a rank that collects garbage would otherwise touch, and so copy, all that was imported
     pace, deaths = random.Random(seed), []
     for gib in sizes:
         for _ in range(kills):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import signal
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,6 @@ class RankPool(ProcessRanks):
         super().__init__()
         self.size, self.board = size, Board(size)
         self._sessions, self._host = 0, host
-        gc.freeze()  # a rank that collects garbage would otherwise touch, and so copy, all that was imported
         self.start(STORE, _serve_store, host)
         self._port = int(self.hear(STORE))
 

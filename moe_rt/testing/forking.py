@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -62,6 +63,7 @@ def fork(work: Work, arguments: Iterable[Any], end: Channel, others: Iterable[Cl
     if pid == 0:
         status = 1
         try:
+            gc.freeze()  # or looking for garbage would touch, and so copy, all that the parent has imported
             end_with(starter)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # handlers are the parent's, too
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,6 +96,7 @@ def fork_in_server(work: Work, arguments: Iterable[Any], end: Channel) -> Forked
 
 
 def _enter(starter: int, end: Channel, work: Work, arguments: tuple[Any, ...]) -> None:
+    gc.freeze()  # as in fork
     os.setsid()  # Ctrl-C reaches the starter alone
     end_with(starter)  # the server forked this; it ends with the starter
     work(end, *arguments)
