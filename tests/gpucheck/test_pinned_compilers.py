@@ -102,6 +102,7 @@ def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Vari
     assert packages <= set(identity), "the pins are what compiled"
 
 
+@pytest.mark.sweep
 def test_kernels_over_nccl_compile(tmp_path: Path) -> None:
     require_compiler()
     shutil.copytree(ROOT / "cuda" / "protocol", tmp_path / "protocol")

@@ -11,7 +11,7 @@ from estimates_tool import estimates_tool
 from moe_rt.config.codec import Codec
 from moe_rt.gpucheck import compiling, sass
 from moe_rt.gpucheck.code_limits import FORWARD_KERNELS, LIMITS, Limits, find_wrong
-from moe_rt.gpucheck.compiling import LARGEST, Variant, compile_all
+from moe_rt.gpucheck.compiling import LARGEST, compile_all
 from moe_rt.gpucheck.sass import MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.gpucheck.steps import Check
 from moe_rt.native.ring import RING_KERNELS, RING_SOURCE
@@ -126,32 +126,27 @@ def test_what_is_no_cubin_is_refused() -> None:
 
 
 LIMITED = tuple(v for v in compiling.VARIANTS if v.limited())
-ESTIMATED = tuple(v for v in LIMITED if v.codec is Codec.RAW and v.source in ("kernels.cu", compiling.WHOLE))
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("arch", "variants"),
-    [
-        pytest.param("sm_90a", ESTIMATED, id="sm_90a"),
-        *(pytest.param(arch, LIMITED, id=f"{arch}-all", marks=pytest.mark.sweep) for arch in LIMITS),
-    ],
-)
-def test_kernels_are_as_expected(arch: str, variants: tuple[Variant, ...]) -> None:
+@pytest.mark.parametrize("arch", LIMITS)
+def test_kernels_are_as_expected(arch: str) -> None:
     require_disassembler()
     assert [v.codec for v in LIMITED if v.source == "kernels.cu"] == list(LIMITS[arch])
     for source in (compiling.WHOLE, compiling.REHEARSED):
         assert [v.codec for v in LIMITED if v.source == source] == [Codec.RAW, Codec.FP8]
     check = Check(None, seconds=1700)
-    compile_all((arch,), variants, check, cache=True)
+    compile_all((arch,), LIMITED, check, cache=True)
     assert check.failures == []
     (table,) = (table for table in check.tables if table.title == "Machine code")
-    limited = {name for v in variants if v.is_for(arch) for name in v.limits(arch)}
+    limited = {name for v in LIMITED if v.is_for(arch) for name in v.limits(arch)}
     assert {row[5] for row in table.rows} >= limited > {"dispatch_send", "dispatch_whole"}
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("codec", [Codec.RAW, pytest.param(Codec.FP8, marks=pytest.mark.sweep)], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP8], ids=lambda codec: codec.name)
 def test_estimates_are_those_of_the_kernels(codec: Codec) -> None:
     """The limits that they are made of are what the machine code has, neither more nor less."""
     require_disassembler()

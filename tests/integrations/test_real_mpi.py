@@ -7,9 +7,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
 from third_party import third_party_python
 
 
+@pytest.mark.sweep
 def test_real_mpi(tmp_path: Path) -> None:
     sizes = ["--op", "pair", "--ranks", "2", "--tokens", "4", "--hidden", "64", "--iters", "3"]
     python = third_party_python("mpi")

@@ -26,8 +26,8 @@ from moe_rt.testing.programs import Program, running
 DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "cluster.md"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29500"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "UCX_NET_DEVICES": INTERFACE}
-LAYOUTS = ((1, 2), pytest.param((2, 2), marks=pytest.mark.sweep))
-STEPS = 5  # and a validation
+LAYOUTS = ((1, 2), (2, 2))
+STEPS = 13  # and a validation
 HANG_S = 600.0
 # Of a dispatch or combine; or of the gradients' all-reduce, if that is where the death finds rank 0.
 WHO_DIED = r"the process of rank 1 ended, or the link to it is down|Connection (reset|closed) by peer"
@@ -74,7 +74,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def on_one_node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     out = tmp_path_factory.mktemp("one")
-    words = [word.replace("node0:29500", "localhost:0") for word in command(out, 2, steps=STEPS)]
+    words = [word.replace("node0:29500", "localhost:0") for word in command(out, 4, steps=STEPS)]
     words[words.index("--nnodes") + 1] = "1"
     forked = {"PYTHON_EXEC": str(commands() / "python")}  # on this host, unlike ranks in nodes
     done = run_python(*words[1:], env={**os.environ, **forked, "OMP_NUM_THREADS": "1"}, limit_s=HANG_S)
@@ -82,6 +82,7 @@ def on_one_node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> l
     return losses(out)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_loss_curve_is_that_of_one_node(
     cluster: Cluster, on_one_node: list[float], layout: tuple[int, ...], tmp_path: Path
