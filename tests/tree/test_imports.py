@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 import moe_rt
+from moe_rt.cli import main
 
 LOOK = "import sys; import moe_rt, moe_rt.cli, moe_rt.nodes.cli; sys.exit('torch' in sys.modules)"
+PARTS = "import moe_rt; moe_rt.parallel.prepare, moe_rt.nn.router.RouterConfig, moe_rt.errors.PeerDead"
 NAMES = "import moe_rt; missing = {*moe_rt.__all__} - {*dir(moe_rt)}; assert not missing, missing"
 
 
-@pytest.mark.parametrize("code", [LOOK, NAMES], ids=["torch", "names"])
+@pytest.mark.parametrize("code", [LOOK, NAMES, PARTS], ids=["torch", "names", "parts"])
 def test_in_a_new_process(code: str) -> None:
-    """Commands that start ranks leave torch to these; a public name can be found before it has been asked for."""
+    """Commands that start ranks leave torch to these; names and parts can be found before they have been imported."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+def test_commands() -> None:
+    """A word that is no command is refused, not looked for."""
+    result = CliRunner().invoke(main, ["bensh"])
+    assert (result.exit_code, "No such command 'bensh'" in result.output) == (2, True)
+    listed = CliRunner().invoke(main, ["--help"]).output
+    assert re.findall(r"^  ([a-z]+) ", listed, re.MULTILINE) == ["bench", "chaos", "gpucheck", "info", "nodes"]
 
 
 def test_public_names_and_no_others() -> None:
