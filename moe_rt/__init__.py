@@ -37,8 +37,11 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
         return value
-    if find_spec(f"{__name__}.{name}") is not None:  # `import moe_rt` is enough for moe_rt.nn.router.RouterConfig
-        return import_module(f"{__name__}.{name}")
+    part = find_spec(f"{__name__}.{name}")
+    if part is not None and part.submodule_search_locations:  # `import moe_rt` is enough for moe_rt.nn.router.Router
+        for home in _HOMES.values():
+            import_module(f"{__name__}.{home}")
+        return import_module(part.name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -13,11 +13,14 @@ import moe_rt
 from moe_rt.cli import main
 
 LOOK = "import sys; import moe_rt, moe_rt.cli, moe_rt.nodes.cli; sys.exit('torch' in sys.modules)"
-PARTS = "import moe_rt; moe_rt.parallel.prepare, moe_rt.nn.router.RouterConfig, moe_rt.errors.PeerDead"
+PARTS = {
+    part: f"import moe_rt; moe_rt.{part}"
+    for part in ("nn.router.RouterConfig", "comm.buffer.Buffer", "heap.shm", "parallel.prepare", "errors.PeerDead")
+}
 NAMES = "import moe_rt; missing = {*moe_rt.__all__} - {*dir(moe_rt)}; assert not missing, missing"
 
 
-@pytest.mark.parametrize("code", [LOOK, NAMES, PARTS], ids=["torch", "names", "parts"])
+@pytest.mark.parametrize("code", [LOOK, NAMES, *PARTS.values()], ids=["torch", "names", *PARTS])
 def test_in_a_new_process(code: str) -> None:
     """Commands that start ranks leave torch to these; names and parts can be found before they have been imported."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
