@@ -117,9 +117,13 @@ class HostIdle {
       if (network_ && network_->lost(watched_.announcer)) return Code::kPeerDead;
     }
     if (is_due(look_at_process_, kLookAtProcessEvery) && has_ended(watched_.process)) return Code::kPeerDead;
-    if (interrupted_ && is_due(look_for_signals_, kLookForSignalsEvery) && interrupted_()) return Code::kInterrupted;
     const double waited = std::chrono::duration<double>(waited_).count();  // timeout_s may be more than a clock counts
-    if (waited > timeout_s_ * (watched_.passed_on ? kPatience : 1)) return Code::kPeerTimeout;
+    const bool late = waited > timeout_s_ * (watched_.passed_on ? kPatience : 1);
+    // A signal that came before the time was over is not lost to the exception that says so.
+    if (interrupted_ && (is_due(look_for_signals_, kLookForSignalsEvery) || late) && interrupted_()) {
+      return Code::kInterrupted;
+    }
+    if (late) return Code::kPeerTimeout;
     if (waited > timeout_s_ / 10 && !std::exchange(warned_, true)) warn();
     return Code::kOk;
   }

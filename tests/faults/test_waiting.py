@@ -17,7 +17,7 @@ from cases_faults import good_round, open_buffer
 from conftest import CPU_HEAPS, HEAPS
 from harness import ProcessRanks, Ranks
 
-from moe_rt import ThreadGroup
+from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -65,26 +65,36 @@ def test_wait_in_the_main_thread_beside_a_busy_one() -> None:
 def test_peer_that_announces_while_the_time_runs_out() -> None:
     """The look that finds the time over lets signals be handled first; here rank 1 announces in that very moment."""
     groups, go, announced = ThreadGroup.make(2), threading.Event(), threading.Event()
+    waiting: list[Buffer] = []
 
-    def only_dispatch(group: ThreadGroup, before: Callable[[], object]) -> None:
-        with open_buffer(group, timeout_s=0.1) as buffer:
-            before()
+    def only_dispatch(group: ThreadGroup, before: Callable[[Buffer], object]) -> None:
+        with open_buffer(group, timeout_s=0.05) as buffer:
+            before(buffer)
             idx = torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
             buffer.dispatch(torch.randn(4, buffer.spec.hidden), idx, torch.ones(idx.shape))
             announced.set()
             go.wait(cases.PATIENCE_S)
 
+    def every_10_ms(buffer: Buffer) -> None:
+        waiting.append(buffer)
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+
     def handler(*_: object) -> None:
-        go.set()
-        announced.wait(cases.PATIENCE_S)
+        if any(op.phase == "wait" for op in waiting[0].report().ranks[0].last_ops):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            go.set()
+            announced.wait(cases.PATIENCE_S)
 
     earlier = signal.signal(signal.SIGALRM, handler)
-    thread = threading.Thread(target=only_dispatch, args=(groups[1], lambda: go.wait(cases.PATIENCE_S)))
+    thread = threading.Thread(target=only_dispatch, args=(groups[1], lambda _: go.wait(cases.PATIENCE_S)))
     thread.start()
     try:
-        only_dispatch(groups[0], lambda: signal.setitimer(signal.ITIMER_REAL, 0.05))
+        only_dispatch(groups[0], every_10_ms)
+        assert announced.is_set()
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, earlier)
+        go.set()
         thread.join()
 
 
