@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 
 # With what torch imports at the first gradient, comparison or optimiser step: each program would take seconds for that.
 for name in ("torch", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
@@ -85,6 +86,7 @@ def become(asked: list, files: list[int]) -> list[str]:
         os.dup2(number, stream)
     for number in files:
         os.close(number)
+    tempfile.tempdir = None  # something that was imported may have asked where it is
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     return arguments
 

@@ -13,10 +13,11 @@ import pytest
 from forked_python import LIMIT_S, run_python
 
 TELLS = """
-import json, os, sys
+import json, os, sys, tempfile
 here = {"argv": sys.argv, "path": sys.path[0], "directory": os.getcwd(), "variable": os.environ.get("VARIABLE")}
 here |= {"name": __name__, "main": sys.modules["__main__"].__dict__ is globals() or "-c" in sys.argv}
 here |= {"leads": os.getsid(0) == os.getpid(), "input": sys.stdin.read(), "home": os.environ.get("HOME")}
+here |= {"temporary": tempfile.gettempdir()}
 print(json.dumps(here))
 """
 
@@ -25,7 +26,7 @@ print(json.dumps(here))
 def test_what_it_finds(tmp_path: Path, how: str) -> None:
     (tmp_path / "tells.py").write_text(TELLS)
     first = {"script": [str(tmp_path / "tells.py")], "-c": ["-c", TELLS], "-m": ["-m", "tells"]}[how]
-    env = {"VARIABLE": "set", "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    env = {"VARIABLE": "set", "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     found = []
     for text in (
         run_python(*first, "one", "two", cwd=tmp_path, env=env).stdout,
