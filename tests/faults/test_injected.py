@@ -46,20 +46,26 @@ def test_a_slow_thread_changes_nothing(make_ranks: MakeRanks, monkeypatch: pytes
 
 
 def test_a_fault_strikes_once(make_ranks: MakeRanks) -> None:
-    """Three steps have six backward ops; any of them would do. A rank that stopped again would not be woken again."""
-    ranks = make_ranks("shm", SIZE)
+    """Three steps have six backward ops; any of them would do."""
+    ranks, over, stops = make_ranks("shm", SIZE), threading.Event(), 0
     assert isinstance(ranks, ProcessRanks)
     stopped = ranks.pids[FAULTY_RANK]
 
-    def wake_once() -> None:
-        while _process_state(stopped) != "stopped":
-            time.sleep(0.01)
-        os.kill(stopped, signal.SIGCONT)
+    def wake() -> None:
+        nonlocal stops
+        while not over.wait(0.01):
+            if _process_state(stopped) == "stopped":
+                stops += 1
+                os.kill(stopped, signal.SIGCONT)
+                while _process_state(stopped) == "stopped":
+                    time.sleep(0.001)
 
-    waker = threading.Thread(target=wake_once, daemon=True)
+    waker = threading.Thread(target=wake, daemon=True)
     waker.start()
     assert ranks.run(cases.three_steps_with, f"rank={FAULTY_RANK},at=in_backward,do=stop") == ["no error"] * SIZE
+    over.set()
     waker.join()
+    assert stops == 1
 
 
 @pytest.mark.parametrize("op", [1, 2, 3, 4])
