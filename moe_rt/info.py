@@ -31,7 +31,7 @@ def info(pid: int | None, as_json: bool) -> None:
     card["GPUs"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or "none"
     card["heaps"] = (
         "shm (processes), ucx (processes on several hosts), threads (threads), "
-        "nvshmem (processes, a GPU each), loopback (threads, one GPU)"
+        "nvshmem and gin (processes, a GPU each), loopback (threads, one GPU)"
     )
     card['heap="auto"'] = (
         "nvshmem for a process group with NCCL where torch sees a GPU, otherwise shm, or ucx on several hosts; "

@@ -20,12 +20,8 @@
 
 namespace moe_rt {
 
-struct Gin {
+struct Gin : GinHandles {
   static constexpr bool kOrderedSignals = false;
-  const ncclDevComm* comm;
-  ncclWindow_t segment_window, memory_window;  // this rank's segment, and its other symmetric memory
-  const char *segment, *memory;                // where they begin
-  int64_t segment_bytes;
 
   template <class Group>
   MOE_RT_FN void get(const Group& group, void* here, const void* there, int64_t bytes, int pe) const {
@@ -70,7 +66,7 @@ struct Gin {
                      ncclGinSignalInc, 1, lane(), false, nullptr, kReleased, kNeeded, ncclGinOptFlagsDefault);
   }
   MOE_RT_FN void quiet() const {
-    for (uint32_t i = 0; i < comm->ginContextCount; ++i) {
+    for (uint32_t i = 0; i < all().ginContextCount; ++i) {
       ncclGin_C gin = context(i);
       ncclGinFlush(&gin, lane(), kAcquire);
     }
@@ -90,12 +86,13 @@ struct Gin {
 
   MOE_RT_FN Place place(const void* address) const {
     const int64_t offset = static_cast<const char*>(address) - segment;
-    if (below(offset, segment_bytes)) return {segment_window, size_t(offset)};
-    return {memory_window, size_t(static_cast<const char*>(address) - memory)};
+    if (below(offset, segment_bytes)) return {static_cast<ncclWindow_t>(segment_window), size_t(offset)};
+    return {static_cast<ncclWindow_t>(memory_window), size_t(static_cast<const char*>(address) - memory)};
   }
-  MOE_RT_FN ncclTeam team() const { return {comm->nRanks, comm->rank, 1}; }
+  MOE_RT_FN const ncclDevComm& all() const { return *static_cast<const ncclDevComm*>(comm); }
+  MOE_RT_FN ncclTeam team() const { return {all().nRanks, all().rank, 1}; }
   MOE_RT_FN ncclGin_C context(int64_t i) const {
-    return ncclGin_C(*comm, NCCL_GIN_BACKEND_MASK_ALL, int(i % comm->ginContextCount));
+    return ncclGin_C(all(), NCCL_GIN_BACKEND_MASK_ALL, int(i % all().ginContextCount));
   }
   MOE_RT_FN static ncclCoopAny lane() { return ncclCoopThread{}; }
   template <class Group>

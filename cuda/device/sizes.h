@@ -70,6 +70,15 @@ struct NetworkMemory {
 };
 static_assert(sizeof(NetworkMemory) == 32, "the host's layout");
 
+// What the host knows of NCCL's network, for gin_net.h: a communicator in this GPU's memory, the windows of the rank's
+// segment and of its other symmetric memory, and where they begin.
+struct GinHandles {
+  const void* comm;
+  void *segment_window, *memory_window;
+  const char *segment, *memory;
+  int64_t segment_bytes;
+};
+
 // Symmetric memory that reaching unmapped peers takes: headers on their way, a staging row for each warp of a launch,
 // and for each peer room for what its route lists say. In two levels a warp has two rows, a sum and its codes, and lists
 // are staged in the segments.

@@ -24,6 +24,7 @@ using namespace moe_rt;
 
 void bind_report(nb::module_& m);   // report_bindings.cpp
 void bind_launch(nb::module_& m);   // launch_bindings.cpp
+void bind_links(nb::module_& m);    // links_bindings.cpp
 void bind_network(nb::module_& m);  // network_bindings.cpp
 
 namespace {
@@ -135,6 +136,7 @@ NB_MODULE(_engine, m) {
 
   bind_report(m);
   bind_launch(m);
+  bind_links(m);
   bind_network(m);
 
   nb::class_<Fault>(m, "Fault")

@@ -29,13 +29,6 @@ constexpr int moe_rt::kSetLater<DispatchArgs> = 1;
 
 namespace {
 
-// RdmaLinks and NodeLinks of the kernels: how the network is called is an empty struct there, or that of mapped_net.h.
-struct Links {
-  NetworkMemory memory;
-  char* const* segments;
-  char* mine;
-};
-
 void bind_ops(nb::module_& m) {
   m.attr("ANY_CAPACITY") = kAnyCapacity;
   bind_arguments<ScaledArgs>(m, "ScaledArgs", Field{"row_format", &ScaledArgs::row_format},
@@ -129,20 +122,6 @@ void bind_group(nb::module_& m) {
                           Field{"timeout_ns", &Control::timeout_ns}, Field{"tag", &Control::tag},
                           Field{"may_overflow", &Control::may_overflow})
       .def_rw("tag", &Control::tag);
-  nb::class_<Links>(m, "Links")
-      .def(
-          "__init__",
-          [](Links* self, Address segment, Address outbox, Address staging, int64_t warp_bytes, Address segments) {
-            new (self) Links{.memory = {.segment = at<char>(segment),
-                                        .outbox = at<Header>(outbox),
-                                        .staging = at<char>(staging),
-                                        .warp_bytes = warp_bytes},
-                             .segments = at<char*>(segments),
-                             .mine = at<char>(segment)};
-          },
-          nb::kw_only(), nb::arg("segment") = 0, nb::arg("outbox") = 0, nb::arg("staging") = 0,
-          nb::arg("warp_bytes") = 0, nb::arg("segments") = 0)
-      .def_prop_ro("address", [](const Links& links) { return reinterpret_cast<Address>(&links); });
 }
 
 // The device's own is in its memory; a host that has queued all ops itself knows what it will be.
@@ -173,18 +152,6 @@ void bind_sizes(nb::module_& m) {
       .def_prop_ro("forwarders", &NodeTables::forwarders)
       .def_prop_ro("served_at", &NodeTables::served_at)
       .def_prop_ro("serving", &NodeTables::serving);
-  nb::class_<NetworkLayout>(m, "NetworkLayout")
-      .def(
-          "__init__",
-          [](NetworkLayout* self, const Shape& shape, int64_t num_warps) {
-            new (self) NetworkLayout(NetworkLayout::make(shape, num_warps));
-          },
-          nb::arg("shape"), nb::arg("num_warps"))
-      .def_ro("staging", &NetworkLayout::staging)
-      .def_ro("warp_bytes", &NetworkLayout::warp_bytes)
-      .def_ro("mirrors", &NetworkLayout::mirrors)
-      .def_ro("mirror_bytes", &NetworkLayout::mirror_bytes)
-      .def_ro("bytes", &NetworkLayout::bytes);
   nb::class_<RingMemory>(m, "RingMemory")
       .def(
           "__init__",

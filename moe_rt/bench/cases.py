@@ -57,13 +57,13 @@ class Case:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether ranks have a GPU, each its own ("nvshmem") or all the same ("loopback")."""
+        """Whether ranks have a GPU, each its own ("nvshmem", "gin") or all the same ("loopback")."""
         return self.heap in GPU_HEAPS
 
     @property
     def as_processes(self) -> bool:
         """Whether ranks are processes, which torch.distributed needs, and no threads of one."""
-        return self.heap in ("shm", "ucx", "nvshmem")
+        return self.heap in ("shm", "ucx", "nvshmem", "gin")
 
     @property
     def topology(self) -> Topology:

@@ -67,8 +67,8 @@ def _size(name: str, what: str) -> Any:
 @click.option(
     "--heap",
     type=click.Choice(get_args(HeapKind)),
-    help="CPU ranks: shm, ucx (processes), threads. With a GPU each: nvshmem; all on one: loopback. Default: shm, or "
-    "ucx with --nodes.",
+    help="CPU ranks: shm, ucx (processes), threads. With a GPU each: nvshmem, gin; all on one: loopback. Default: "
+    "shm, or ucx with --nodes.",
 )
 @click.option(
     "--nodes",

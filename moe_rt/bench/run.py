@@ -97,7 +97,7 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
 
 
 def _require_gpus(case: Case) -> None:
-    needed = {"nvshmem": case.ranks, "loopback": 1}.get(case.heap, 0)
+    needed = {"nvshmem": case.ranks, "gin": case.ranks, "loopback": 1}.get(case.heap, 0)
     there = torch.cuda.device_count() if needed else 0
     if there < needed:
         others = "loopback (one GPU for all ranks), shm or threads" if there else "shm or threads"

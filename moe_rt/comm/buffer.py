@@ -48,8 +48,8 @@ class Buffer(Observed):
         expert_alignment: 1, 8, 16, 32 or 128: with layout="experts", each expert's rows begin and end at a multiple.
             What is between the last of them and the end is zero, in recv_x, recv_weights and gradients; `handle.ends`
             and `handle.row_experts` tell it from rows.
-        heap: "shm" (ranks are processes of one host), "ucx" (of several), "threads", "nvshmem" (processes with a GPU
-            each), "loopback" (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
+        heap: "shm" (ranks are processes of one host), "ucx" (of several), "threads", "nvshmem" or "gin" (with a
+            GPU each), "loopback" (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
         capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
             of a perfectly balanced load.
         overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered;

@@ -14,8 +14,8 @@ from moe_rt.config.expect import expect
 from moe_rt.config.placement import Placement
 
 # What provides symmetric memory; docs/heap.md.
-HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem"]
-GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem")
+HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem", "gin"]
+GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem", "gin")
 Overflow = Literal["raise", "drop", "retry"]
 # How rows go between ranks of different nodes; moe_rt.Buffer explains both.
 Route = Literal["flat", "two_level"]

@@ -29,7 +29,7 @@ import torch
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
 from moe_rt.heap import nvshmem_start
 from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, all_or_none, round_up
+from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, all_or_none, free_bytes, round_up
 
 UNIQUE_ID_BYTES = 128  # sizeof(nvshmemx_uniqueid_v1)
 HEAP_STEP = 512 * 2**20  # default of NVSHMEM_CUMEM_GRANULARITY: the symmetric heap grows in multiples of it
@@ -41,14 +41,6 @@ class _Allocation:
     addresses: list[int] = field(default_factory=list)  # of the segments, on the first page of their buffers
     num_bytes: int = 0  # stays 0 when a rank failed: then it is nobody's
     idle: bool = True
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """What the device has left for NVSHMEM, which cannot use what torch's allocator keeps; None where unknown."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 class World:
@@ -249,7 +241,7 @@ class World:
         wanted = round_up(num_bytes, PAGE) + PAGE  # NVSHMEM aligns to 512 bytes
 
         def look() -> dict[str, Any]:
-            free, step = _free_bytes(gpu.device), round_up(wanted, HEAP_STEP)
+            free, step = free_bytes(gpu.device), round_up(wanted, HEAP_STEP)
             if free is not None and free < step:
                 message = f"rank {rank}: got {free} bytes free on {gpu.device}, expected {step} for a segment of"
                 raise OutOfSharedMemory(f"{message} {num_bytes}: NVSHMEM grows in steps of {HEAP_STEP}", rank=rank)

@@ -111,6 +111,22 @@ def _as_ours(error: Exception, rank: int, what: str) -> MoeRtError:
     return InvalidConfig(f"rank {rank} could not {what}: got {type(error).__name__}: {error}", rank=rank)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """What the device has left for others than torch, whose allocator keeps some; None where unknown."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+@dataclass(frozen=True)
+class GinWindow:
+    """How NCCL's network knows a segment: `communicator` lies in the GPU's memory, 0 where there is no network."""
+
+    communicator: int
+    window: int
+
+
 @dataclass
 class Segments:
     """`addresses[r]` is rank r's segment, zero-filled when handed out; mapped until `release`.
@@ -121,8 +137,11 @@ class Segments:
     Attributes:
         watches: of the processes of CPU ranks that are not this one.
         mappings: what keeps the memory alive.
-        symmetric: the own segment as NVSHMEM knows it: its puts and gets name a place in a peer's segment by this
-            address plus the offset. 0 in heaps without a network.
+        symmetric: the own segment as the network of GPUs knows it: puts and gets name a place in a peer's segment by
+            this address plus the offset. 0 in heaps without a network.
+        gin: how NCCL knows it, where that is its network.
+        marks: offsets in it of the words that peers leave last, for a heap that has to know when all has arrived; who
+            makes an engine of it appends them.
         streams: where ranks share one GPU: the stream that each rank's kernels run on, one table for all ranks, which
             fill it. None elsewhere.
         members: of CPU ranks: the process of each, and the inode of its segment, 0 where it is no file.
@@ -135,6 +154,8 @@ class Segments:
     watches: list[Watch | None]
     mappings: list[Any] = field(repr=False)
     symmetric: int = 0
+    gin: GinWindow | None = None
+    marks: list[int] = field(default_factory=list)
     streams: dict[int, int] | None = None
     members: list[tuple[int, int]] = field(default_factory=list)
     network: Any = field(default=None, repr=False)
@@ -152,7 +173,7 @@ class Segments:
         """Drops the mappings and stops watching. Peers keep theirs: memory lives until the last rank lets go.
 
         It waits for nothing, so work on the memory may still be queued on a GPU. Before the memory is given to someone
-        else the nvshmem heap waits for the GPU, and torch's allocator for the streams that it was told of.
+        else the heaps nvshmem and gin wait for the GPU, and torch's allocator for the streams that it was told of.
         """
         self.watches, self.addresses, self.symmetric, self.network = [], [], 0, None
         self.mappings.clear()

@@ -11,12 +11,12 @@ import torch
 
 from moe_rt import _engine
 from moe_rt.config.expect import expect
-from moe_rt.config.options import BufferOptions, HeapKind
+from moe_rt.config.options import GPU_HEAPS, BufferOptions, HeapKind
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
 from moe_rt.errors import InvalidConfig
 from moe_rt.faults import Point
-from moe_rt.heap import loopback, nvshmem, shm, threads, ucx
+from moe_rt.heap import gin, loopback, nvshmem, shm, threads, ucx
 from moe_rt.heap.processes import UNKNOWN, place
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup, all_gather_records
 from moe_rt.heap.segments import Segments, all_or_none
@@ -26,6 +26,7 @@ from moe_rt.native.engine import Engine
 from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import network_bytes
 
+_NETWORKS: dict[str, Any] = {"nvshmem": nvshmem, "gin": gin}  # heaps of GPUs that need not map each other
 _FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -66,11 +67,11 @@ def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | L
         return Backend(cpu, None, anywhere=cpu == "shm")
     if heap == "auto":
         heap = cuda
-    fitting = (cpu, "ucx", cuda) if cpu == "shm" else (cpu, cuda)
+    fitting = (cpu, "ucx", cuda, "gin") if cpu == "shm" else (cpu, cuda)
     if heap not in fitting:
         names = ", ".join(f'"{name}"' for name in fitting[:-1])
-        raise InvalidConfig(f'heap: got "{heap}", expected "auto", {names} or "{cuda}" for this kind of group')
-    if heap != cuda:
+        raise InvalidConfig(f'heap: got "{heap}", expected "auto", {names} or "{fitting[-1]}" for this kind of group')
+    if heap not in GPU_HEAPS:
         return Backend(heap, None)
     if on_cuda and not isinstance(device, str | torch.device):
         return Backend(heap, device)
@@ -82,10 +83,10 @@ def find_hosts(backend: Backend, rendezvous: Rendezvous, spec: BufferSpec, timeo
     processes.
 
     Raises:
-        InvalidConfig: ranks ask for different heaps, or as nvshmem.allocate.
+        InvalidConfig: ranks ask for different heaps, or as the heap's allocate.
     """
-    if backend.heap == "nvshmem" and backend.gpu is not None and spec.route != "flat":
-        mapped = {"mapped": nvshmem.mapped(rendezvous, timeout_s, backend.gpu)}
+    if backend.heap in _NETWORKS and backend.gpu is not None and spec.route != "flat":
+        mapped = {"mapped": _NETWORKS[backend.heap].mapped(rendezvous, timeout_s, backend.gpu)}
         return replace(
             backend, hosts=_domains([r["mapped"] for r in all_gather_records(rendezvous, mapped, timeout_s)])
         )
@@ -110,7 +111,7 @@ def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
             other; on every rank.
     """
     asked = spec.route == "two_level"
-    if backend.heap not in ("ucx", "nvshmem"):  # memory is mapped: nodes are a rehearsal, for who asks for it
+    if backend.heap not in ("ucx", *_NETWORKS):  # memory is mapped: nodes are a rehearsal, for who asks for it
         return replace(spec, route="two_level" if asked and spec.topology.num_nodes > 1 else "flat")
     hosts = backend.hosts
     if spec.route == "flat" or hosts is None:
@@ -118,7 +119,7 @@ def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
         return replace(spec, route="flat")
     topology = spec.topology if spec.topology.num_nodes > 1 else hosts
     fits = topology.divides_as(hosts)
-    if asked and backend.gpu is not None:  # NVSHMEM reaches GPUs that are mapped as it reaches others: a rehearsal
+    if asked and backend.gpu is not None:  # networks reach GPUs that are mapped as they reach others: a rehearsal
         expected = f"nodes whose GPUs map each other, as those of {hosts} do"
         expect(topology.is_inside(hosts), "route", f'"two_level" with nodes {topology}', expected)
     elif asked:
@@ -158,8 +159,9 @@ def make_engine(
         engine = _make_all_or_none(rendezvous, make_on_cpu, segments, init_timeout_s)
         engine.reach(Point.POST_RENDEZVOUS)
         return engine
-    allocate_on = loopback.allocate if backend.heap == "loopback" else nvshmem.allocate
+    allocate_on = loopback.allocate if backend.heap == "loopback" else _NETWORKS[backend.heap].allocate
     segments = allocate_on(rendezvous, num_bytes, init_timeout_s, gpu)
+    segments.marks.extend(_engine.closed_marks(spec.gpu_shape(), rendezvous.rank))
 
     def look() -> dict[str, Any]:
         if spec.overflow == "retry":

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_rt import _engine
 from moe_rt.errors import InvalidConfig, LaunchFailed
 from moe_rt.extras import how_to_install
+from moe_rt.native.libraries import NVSHMEM, Library
 
 _DRIVER_VERSION = 12000  # whose cuLaunchKernel this is, in cuda.h's way of counting
 # From which on drivers capture launches that depend on each other, and GPUs have them.
@@ -102,22 +103,22 @@ class Gpu:
         source: str,
         defines: Mapping[str, str | int],
         *,
-        nvshmem: bool = False,
+        library: Library | None = None,
         own_shared: Mapping[str, int] | None = None,
     ) -> Kernels:
         """Compiles cuda/device/<source> for this device, or takes it from the cache, and loads it.
 
+        `library` is that of the network which the kernels call, if they call one.
         `own_shared` is the shared memory of a block of some kernels, by name, whatever a launch says.
         """
         from moe_rt.native.jit import compile_kernels  # not needed by CPU ranks
-        from moe_rt.native.libraries import NVSHMEM
 
-        binary = compile_kernels(source, self.arch, defines, library=NVSHMEM if nvshmem else None)
+        binary = compile_kernels(source, self.arch, defines, library=library)
         return CudaModule(
             binary.cubin,
             list(binary.resources),
             self.device,
-            nvshmem=nvshmem,
+            nvshmem=library is NVSHMEM,
             dependent=waits_for_launches(self.arch),
             own_shared=own_shared or {},
         )

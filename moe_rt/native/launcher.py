@@ -14,14 +14,15 @@ from moe_rt import _engine
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig
-from moe_rt.heap.segments import Segments
+from moe_rt.heap.segments import GinWindow, Segments
 from moe_rt.native.dispatching import Args
 from moe_rt.native.gpu import Gpu, Launches
+from moe_rt.native.libraries import NCCL, NVSHMEM
 from moe_rt.native.ring import RING_KERNELS, RING_SOURCE, ring_for
 
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
 THREADS = 512
-NETWORK_THREADS = 256  # NVSHMEM's functions take registers of their own
+NETWORK_THREADS = 256  # the network's functions take registers of their own
 _WARP = 32
 
 
@@ -104,6 +105,8 @@ class Launcher:
                 warp_bytes=layout.warp_bytes,
                 segments=upload(segments.addresses, torch.int64) if rehearsed else 0,
             )
+            if segments.gin is not None:
+                _go_over_gin(links, segments.gin, network.gin, shape.segment_bytes())
             mirror = [
                 0 if address else memory + layout.mirrors + peer * layout.mirror_bytes
                 for peer, address in enumerate(base)
@@ -163,8 +166,11 @@ class Launcher:
             source = "kernels_nodes_mapped.cu" if rehearsed else "kernels_nodes.cu"
         else:
             source = "kernels_rdma.cu"
-        defines, nvshmem = kernel_defines(spec, self._threads), network is not None and not rehearsed
-        self._kernels = gpu.kernels(source, defines, nvshmem=nvshmem, own_shared=own_shared)
+        library = None if network is None or rehearsed else NVSHMEM if segments.gin is None else NCCL
+        if library is NCCL:
+            source = source.replace("_rdma", "").replace(".cu", "_gin.cu")
+        defines = kernel_defines(spec, self._threads)
+        self._kernels = gpu.kernels(source, defines, library=library, own_shared=own_shared)
 
     def set_call(self, args: Args | _engine.EndArgs, tag: int) -> None:
         """The op's arguments, for the launches that follow."""
@@ -185,3 +191,15 @@ class Launcher:
     def reported(self) -> _engine.Status | None:
         """The failure that a kernel has reported, without asking the device."""
         return _engine.reported(self._record_address)
+
+
+def _go_over_gin(links: _engine.Links, segment: GinWindow, memory: GinWindow | None, segment_bytes: int) -> None:
+    if not segment.communicator or memory is None:
+        expected = "one that connects all GPUs, for rows in two levels; NCCL_DEBUG=INFO says why there is none"
+        raise InvalidConfig(f'heap "gin": got no network of NCCL\'s, expected {expected}')
+    links.over_gin(
+        communicator=segment.communicator,
+        segment_window=segment.window,
+        memory_window=memory.window,
+        segment_bytes=segment_bytes,
+    )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_rt.config.codec import Codec
 from moe_rt.native.gpu import Launches
+from moe_rt.native.libraries import NCCL, NVSHMEM, Library
 from moe_rt.native.ring import RING_SOURCE
 
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
@@ -44,20 +45,18 @@ class EmulatedGpu:
         constants: sizes are constants of the code, as the just-in-time compiler makes them, and rows are moved in the
             widest vectors that divide them; a vector that is not aligned ends the process.
         bulk_bytes: shared memory of a block for rings, which have room for 16 warps.
-        gin: the network is NCCL's device interface rather than NVSHMEM's; for fp32 and bf16.
     """
 
     name, arch, uuid = "emulated", "none", "none"
 
-    def __init__(
-        self, num_sms: int = 12, threads: int = 3, constants: bool = False, bulk_bytes: int = 0, gin: bool = False
-    ) -> None:
+    def __init__(self, num_sms: int = 12, threads: int = 3, constants: bool = False, bulk_bytes: int = 0) -> None:
         self.device, self.bulk_bytes = torch.device("cpu"), bulk_bytes
-        self.num_sms, self.threads, self.constants, self.gin = num_sms, threads, constants, gin
+        self.num_sms, self.threads, self.constants = num_sms, threads, constants
         self.outlived: list[int] = []  # addresses of what was kept until the stream was done
         self._rooms: dict[str, int] = {}
         self._lock = threading.Lock()
         self.launched: list[str] = []
+        self.network: list[str] = []  # defines of the library that has it, where launches are over one
         self.has_network = False
         self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's own segment -> where the network finds everyone's
 
@@ -82,7 +81,7 @@ class EmulatedGpu:
     def outlive_stream(self, memory: Tensor) -> None:
         self.outlived.append(memory.data_ptr())
         if self.has_network:
-            library(*([GIN] if self.gin else [])).emulated_drain()
+            library(*self.network).emulated_drain()
 
     def room(self, loaded: ctypes.CDLL) -> ctypes.c_void_p:
         with self._lock:  # one for all ranks
@@ -93,10 +92,10 @@ class EmulatedGpu:
         source: str,
         defines: Mapping[str, str | int],
         *,
-        nvshmem: bool = False,
+        library: Library | None = None,
         own_shared: Mapping[str, int] | None = None,
     ) -> EmulatedKernels:
-        return EmulatedKernels(self, source, defines, nvshmem, own_shared or {})
+        return EmulatedKernels(self, source, defines, library, own_shared or {})
 
 
 class EmulatedKernels:
@@ -107,19 +106,21 @@ class EmulatedKernels:
         gpu: EmulatedGpu,
         source: str,
         defines: Mapping[str, str | int],
-        nvshmem: bool,
+        linked: Library | None,
         own_shared: Mapping[str, int],
     ) -> None:
         self.gpu, self._own_shared = gpu, own_shared
-        self.network = nvshmem
+        self.network = linked is NVSHMEM
         # Nodes that are said are reached over it, too.
         self.rehearsed = source == "kernels_nodes_mapped.cu"  # whose launches are told where the network finds ranks
-        gpu.has_network = gpu.has_network or nvshmem or self.rehearsed
+        gpu.has_network = gpu.has_network or linked is not None or self.rehearsed
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
         self.codecs = [_CODECS[str(defines.get(f"MOE_RT_{op}_CODEC", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
         constants = [f"-D{name}={value}" for name, value in defines.items()]
-        kind = ["-DMOE_RT_EMULATED_RING"] if source == RING_SOURCE else [GIN] if gpu.gin else []
+        if linked is NCCL:  # for fp32 and bf16
+            gpu.network = [GIN]
+        kind = ["-DMOE_RT_EMULATED_RING"] if source == RING_SOURCE else gpu.network
         self._library = library(*ALIGNED, *constants, *kind) if gpu.constants else library(*kind)
 
     def launch(

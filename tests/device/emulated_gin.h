@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -28,10 +27,10 @@ struct ncclDevComm {
   int rank, nRanks;
   uint32_t ginContextCount;
 };
-struct Window {
+struct ncclWindow {
   std::vector<char*> begins;  // by rank
 };
-using ncclWindow_t = const Window*;
+using ncclWindow_t = const ncclWindow*;
 using ncclGinSignal_t = uint32_t;
 using ncclGinCounter_t = uint32_t;
 struct ncclTeam {
@@ -151,26 +150,8 @@ class GinCards {
   }
   // Whether signals that are asked for one after the other are seen in the other order, and long enough for peers to look.
   void go_backwards(uint32_t whether) { store_relaxed(backwards_, whether); }
-  // The network as the rank with this segment knows it.
-  Gin net(const World& w, const NetworkMemory& memory, char* const* segments) {
-    std::lock_guard lock(mutex_);
-    std::unique_ptr<Rank>& rank = ranks_[memory.segment];
-    if (!rank) rank = std::make_unique<Rank>();
-    const int32_t num_ranks = w.shape.num_ranks;
-    rank->comm = {w.rank, num_ranks, kContexts};
-    rank->segment.begins.assign(segments, segments + num_ranks);
-    rank->memory.begins.assign(num_ranks, nullptr);  // peers' is not reached
-    const auto own = reinterpret_cast<char*>(memory.outbox);
-    rank->memory.begins[w.rank] = own;
-    return {&rank->comm, &rank->segment, &rank->memory, memory.segment, own, w.layout.bytes};
-  }
 
  private:
-  static constexpr uint32_t kContexts = 3;
-  struct Rank {
-    ncclDevComm comm;
-    Window segment, memory;
-  };
   GinCards() {
     std::thread([this] {
       std::mt19937 random{2};
@@ -188,7 +169,6 @@ class GinCards {
   uint32_t backwards_ = 0;
   std::mutex mutex_;
   std::map<std::tuple<const ncclDevComm*, int, int>, GinQueue> queues_;
-  std::map<const char*, std::unique_ptr<Rank>> ranks_;
 };
 
 inline char* at(const ncclGin_C& gin, ncclWindow_t window, size_t offset, int rank = -1) {

@@ -5,19 +5,25 @@ using namespace moe_rt;
 
 extern "C" emulation::Room* emulated_room(int blocks) { return new emulation::Room(blocks); }
 extern "C" void emulated_drain() { GinCards::all().drain(); }
+// What nccl.core makes on the host: a device communicator, in room of the caller's, and a window, which stays.
+extern "C" int64_t emulated_comm(int rank, int num_ranks, void* room) {
+  if (room) new (room) ncclDevComm{rank, num_ranks, /*ginContextCount=*/3};
+  return sizeof(ncclDevComm);
+}
+extern "C" const void* emulated_window(int num_ranks, char* const* begins) {
+  return new ncclWindow{{begins, begins + num_ranks}};
+}
 extern "C" void emulated_backwards(uint32_t whether) { GinCards::all().go_backwards(whether); }
 
-// As emulated_launch of emulation.cpp, where all launches are over the network.
+// As emulated_launch of emulation.cpp, where all launches are over the network, which the launch's own arguments tell of.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char* elem, int hidden, int num_topk,
                                int dispatch_codec, int combine_codec, int blocks, int threads, int64_t shared_bytes,
-                               void** params, char* const* segments, uint32_t seed) {
+                               void** params, char* const*, uint32_t seed) {
   const World& w = *static_cast<const World*>(params[0]);
   const Control& c = *static_cast<const Control*>(params[1]);
   const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec)};
   uint32_t known = 1;
-  const auto launch_over = [&](auto links) {
-    links.memory = *static_cast<const NetworkMemory*>(params[2]);
-    links.net = GinCards::all().net(w, links.memory, segments);
+  const auto launch_over = [&](const auto& links) {
     const auto body = [&](const auto& m) {
       bool found = false;
       if (std::strcmp(elem, "F32") == 0) {
@@ -34,9 +40,9 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
     }
   };
   if (w.shape.two_level()) {
-    launch_over(NodeLinks<Gin>{});
+    launch_over(*static_cast<const NodeLinks<Gin>*>(params[2]));
   } else {
-    launch_over(RdmaLinks<Gin>{});
+    launch_over(*static_cast<const RdmaLinks<Gin>*>(params[2]));
   }
   return static_cast<int>(known);
 }

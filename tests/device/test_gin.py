@@ -3,40 +3,78 @@ NCCL's and do everything else as oddly as they may."""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from device.emulated import GIN, EmulatedGpu, library
 from device.test_gpu_nodes import NODES, spec_of
-from device.test_network import (
-    UNREACHABLE,
-    closes_after_its_last_op,
-    dispatches_in_a_row,
-    late,
-    leave_unmapped,
-)
+from device.test_network import UNREACHABLE, closes_after_its_last_op, dispatches_in_a_row, late
 from harness import ThreadRanks
+from heap.nccl_standin import Cluster, NcclGinConnectionType
 from rounds import chain, full_round
 from routing import make_spec
 
+from moe_rt.heap import gin, loopback
+from moe_rt.heap.rendezvous import Rendezvous
+from moe_rt.heap.segments import Segments
+
 LANES = (3, 32)
+MOST_RANKS = 4
+
+
+def dev_comm(rank: int, num_ranks: int) -> Any:
+    room = ctypes.create_string_buffer(library(GIN).emulated_comm(rank, num_ranks, None))
+    library(GIN).emulated_comm(rank, num_ranks, room)
+    return room
+
+
+def window(begins: list[int]) -> int:
+    make = library(GIN).emulated_window
+    make.restype = ctypes.c_void_p
+    return int(make(len(begins), (ctypes.c_void_p * len(begins))(*begins)))
+
+
+def over_gin(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> Cluster:
+    """Virtual ranks allocate as processes do with the heap "gin", on the stand-in for nccl.core."""
+    cluster = Cluster(MOST_RANKS, dev_comm=dev_comm, window=window)
+    worlds = [gin.World(core.load) for core in cluster.cores]
+    numbers = [itertools.count() for _ in worlds]
+    streams: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, core in enumerate(cluster.cores):
+        is_far = UNREACHABLE.get(unreachable, lambda *_: False)
+        core.unmapped = {peer for peer in range(MOST_RANKS) if is_far(rank, peer)}
+
+    def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: EmulatedGpu) -> Segments:
+        rank = rendezvous.rank
+        own = SimpleNamespace(device=gpu.device, zeros=gpu.zeros, synchronize=gpu.synchronize, uuid=str(rank))
+        segments = worlds[rank].allocate(rendezvous, num_bytes, timeout_s, own)
+        segments.streams = streams[next(numbers[rank])]  # these ranks do share a GPU, and each has a part of it
+        return segments
+
+    monkeypatch.setattr(loopback, "allocate", allocate)
+    return cluster
 
 
 @pytest.mark.parametrize("unreachable", UNREACHABLE)
 @pytest.mark.parametrize("lanes", LANES)
 def test_round(monkeypatch: pytest.MonkeyPatch, unreachable: str, lanes: int) -> None:
     """Forward and backward, with the oracle's bits."""
-    leave_unmapped(monkeypatch, unreachable)
+    over_gin(monkeypatch, unreachable)
     spec = make_spec(3, placement=[e % 3 for e in range(9)])
-    gpu = EmulatedGpu(threads=lanes, gin=True)
+    gpu = EmulatedGpu(threads=lanes)
     ThreadRanks(3, gpu).run(full_round, spec, [12, 5, 0], 3, "random")
     assert gpu.launched.count("dispatch_fetch") == 3
 
 
 @pytest.fixture
 def far_apart(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
-    leave_unmapped(monkeypatch, "all")
-    return EmulatedGpu(gin=True)
+    over_gin(monkeypatch, "all")
+    return EmulatedGpu()
 
 
 def test_chain(far_apart: EmulatedGpu) -> None:
@@ -73,12 +111,30 @@ def test_a_signal_after_the_timeout_is_no_signal(far_apart: EmulatedGpu) -> None
 
 
 @pytest.mark.parametrize(("name", "lanes"), [("2+2", 3), ("1+2", 32)])
-def test_two_levels(name: str, lanes: int) -> None:
+def test_two_levels(monkeypatch: pytest.MonkeyPatch, name: str, lanes: int) -> None:
+    over_gin(monkeypatch, "none")
     nodes = NODES[name]
     spec = spec_of(nodes, placement=[(8 - e) % len(nodes) for e in range(9)])
-    gpu = EmulatedGpu(threads=lanes, gin=True)
+    gpu = EmulatedGpu(threads=lanes)
     ThreadRanks(len(nodes), gpu, nodes=nodes).run(full_round, spec, [12, 0, 7, 5][: len(nodes)], 1, "random")
 
 
-def test_chain_in_two_levels() -> None:
-    assert ThreadRanks(3, EmulatedGpu(gin=True), nodes=NODES["1+2"]).run(chain, 15, "two_level") == [15] * 3
+def test_chain_in_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    over_gin(monkeypatch, "none")
+    assert ThreadRanks(3, EmulatedGpu(), nodes=NODES["1+2"]).run(chain, 15, "two_level") == [15] * 3
+
+
+def test_memory_of_a_closed_buffer_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's marks have come when the emulated stream is done."""
+    cluster = over_gin(monkeypatch, "all")
+    gpu = EmulatedGpu()
+    for _ in range(3):
+        assert ThreadRanks(3, gpu).run(chain, 3) == [3] * 3
+    assert len(cluster.of("mem_alloc")) == 3 * 2, "of each rank, a segment and what the network needs"
+
+
+def test_two_levels_need_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = over_gin(monkeypatch, "none")
+    cluster.network = NcclGinConnectionType.NONE
+    outcomes = ThreadRanks(3, EmulatedGpu(), nodes=NODES["1+2"]).outcomes(chain, 1, "two_level")
+    assert all("got no network of NCCL's" in str(outcome) for outcome in outcomes), outcomes

@@ -130,7 +130,7 @@ def test_a_gpu_that_is_full_is_noticed_before_anyone_allocates(monkeypatch: pyte
     job = Job(2)
     job.gpus[1] = HostGpu(device="meta")
     free = {"cpu": nvshmem.HEAP_STEP, "meta": nvshmem.HEAP_STEP - 1}
-    monkeypatch.setattr(nvshmem, "_free_bytes", lambda device: free[device.type])
+    monkeypatch.setattr(nvshmem, "free_bytes", lambda device: free[device.type])
     assert f"rank 1: got {free['meta']} bytes free on meta" in job.refuse(OutOfSharedMemory)
     assert not job.cluster.of("buffer")
     free["meta"] += 1

@@ -46,7 +46,7 @@ class Contestant(ABC):
 def require_processes(case: Case) -> None:
     """Raises Unavailable where ranks are threads."""
     if not case.as_processes:
-        raise Unavailable("torch.distributed needs ranks that are processes: --heap shm, ucx or nvshmem")
+        raise Unavailable("torch.distributed needs ranks that are processes: --heap shm, ucx, nvshmem or gin")
 
 
 @dataclass
