@@ -14,6 +14,13 @@
 
 namespace moe_rt {
 
+// The entries [first, end) of a list that a peer has, if that is a range of a list of `size`: the peer says which.
+template <class Net, class T>
+void get_entries(Net& network, int peer, int64_t there, T* here, int64_t first, int64_t end, int64_t size) {
+  if (first < 0 || end > size || first >= end) return;
+  network.get(peer, there + first * int64_t{sizeof(T)}, here + first, (end - first) * int64_t{sizeof(T)});
+}
+
 class FarNetwork {
  public:
   // Far are the ranks whose `base` is nullptr.
@@ -103,9 +110,9 @@ class FarNetwork {
     const int64_t tokens = w.shape.num_max_tokens;
     const int64_t pull = here.pull_offs[rank], pulls_end = here.pull_offs[rank + 1];
     const int64_t copy = here.copy_offs[rank], copies_end = here.copy_offs[rank + 1];
-    get_entries(source, o.pulls, here.pulls, pull, pulls_end, tokens * w.shape.num_visits());
-    get_entries(source, o.copies, here.copies, copy, copies_end, tokens * w.shape.num_topk);
-    get_entries(source, o.weights, here.weights, copy, copies_end, tokens * w.shape.num_topk);
+    get_entries(network_, source, o.pulls, here.pulls, pull, pulls_end, tokens * w.shape.num_visits());
+    get_entries(network_, source, o.copies, here.copies, copy, copies_end, tokens * w.shape.num_topk);
+    get_entries(network_, source, o.weights, here.weights, copy, copies_end, tokens * w.shape.num_topk);
   }
 
  private:
@@ -113,13 +120,6 @@ class FarNetwork {
     const int kind = static_cast<int>(kind_of(op_of(p.header)));
     return w.layout.mailboxes + (int64_t{kind} * w.shape.num_ranks + p.source) * int64_t{sizeof(Mailbox)};
   }
-  // The entries [first, end) of a list, if that is a range of a list of `size`.
-  template <class T>
-  void get_entries(int peer, int64_t there, T* here, int64_t first, int64_t end, int64_t size) {
-    if (first < 0 || end > size || first >= end) return;
-    network_.get(peer, there + first * int64_t{sizeof(T)}, here + first, (end - first) * int64_t{sizeof(T)});
-  }
-
   Network& network_;
   std::vector<int> ranks_;
   LastWords words_{};  // of the peer that was asked last
@@ -128,10 +128,10 @@ class FarNetwork {
 
 // Gets token rows of far sources, those of neighbouring tokens together, to where `to(source)` says that the first token's
 // row is.
-template <class To>
+template <class Net, class To>
 class RowGetter {
  public:
-  RowGetter(const World& w, Network& network, int window, int64_t row_bytes, To to)
+  RowGetter(const World& w, Net& network, int window, int64_t row_bytes, To to)
       : w_(w), network_(network), window_(window), row_bytes_(row_bytes), to_(to) {}
   ~RowGetter() { end(); }
   RowGetter(const RowGetter&) = delete;
@@ -155,7 +155,7 @@ class RowGetter {
 
  private:
   const World& w_;
-  Network& network_;
+  Net& network_;
   int window_, peer_ = -1;
   int64_t row_bytes_, first_ = 0, end_ = 0;
   To to_;

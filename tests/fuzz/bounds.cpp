@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../../cuda/device/rdma.h"
+#include "../../cuda/host/far_network.h"
 #include "../../cuda/host/node_tables.h"
 #include "../../cuda/host/placement.h"
 #include "../../cuda/protocol/flat/dispatch.h"
@@ -232,16 +233,50 @@ int64_t fetched(int64_t first, int64_t end, int64_t size) {
   return bytes / int64_t{sizeof(Pull)};
 }
 
+// And what a CPU rank asks of one, of entries and of tokens.
+struct Asked {
+  int64_t bytes = 0;
+  void get(int, int64_t, void*, int64_t n) { bytes += n; }
+};
+
+int64_t asked(int64_t first, int64_t end, int64_t size) {
+  Asked network;
+  static Pull list[16];
+  get_entries(network, kPeer, 0, list + 4, first, end, size);
+  return network.bytes / int64_t{sizeof(Pull)};
+}
+
+// Whether the row of a token is asked for; of ranks with so many.
+bool asks_for(int32_t token) {
+  World w{};
+  w.shape = {3, 5, kTokens, 1, kTopk, 4, 4}, w.layout = Layout::make(w.shape);
+  constexpr int64_t kRowBytes = 3;
+  Asked network;
+  std::vector<char> rows(kTokens * w.shape.row_bytes());
+  {
+    RowGetter getter(w, network, kWindow, kRowBytes, [&](int) { return rows.data(); });
+    getter.get(kPeer, token);
+  }
+  return network.bytes == kRowBytes;
+}
+
 }  // namespace
 
 int main() {
   int wrong = 0;
+  for (const auto& [token, expected] : {std::pair{0, true}, {kTokens - 1, true}, {kTokens, false}, {-1, false}}) {
+    if (asks_for(token) == expected) continue;
+    std::printf("the row of token %d was %sasked for\n", token, expected ? "not " : "");
+    ++wrong;
+  }
   constexpr int64_t kFetches[][4] = {{0, 8, 8, 8}, {7, 8, 8, 1}, {-1, 8, 8, 0},
                                      {0, 9, 8, 0}, {3, 3, 8, 0}, {4, 3, 8, 0}};
   for (const auto& [first, end, size, expected] : kFetches) {
-    if (fetched(first, end, size) == expected) continue;
-    std::printf("entries %ld to %ld of %ld were fetched\n", long(first), long(end), long(size));
-    ++wrong;
+    for (const bool on_gpu : {true, false}) {
+      if ((on_gpu ? fetched : asked)(first, end, size) == expected) continue;
+      std::printf("entries %ld to %ld of %ld were fetched\n", long(first), long(end), long(size));
+      ++wrong;
+    }
   }
   for (const Case& c : kCases) {
     for (const auto& [what, name] : kPlaces) {

@@ -15,6 +15,8 @@ CHECKED = (
     ("cuda/protocol/flat/index.h", "plausible"),
     ("cuda/protocol/flat/dispatch.h", "gather_token"),
     ("cuda/device/rdma.h", "fetch_entries"),
+    ("cuda/host/far_network.h", "get_entries"),
+    ("cuda/host/far_network.h", "get"),
     ("cuda/protocol/two_level/forward.h", "mark_tokens"),
     ("cuda/protocol/two_level/forward.h", "mark_token"),
 )
@@ -29,7 +31,9 @@ def test_every_bound() -> None:
 def clauses(text: str, function: str) -> list[str]:
     """The conditions under which a function refuses, one by one."""
     begin = text.index(f" {function}(")
-    body = text[begin : text.index("\n}\n", begin)]
+    ends = re.compile(r"^\};?$", re.MULTILINE).search(text, begin)  # the function, or the class that it is in
+    assert ends
+    body = text[begin : ends.start()]
     refusals = re.findall(r"if \(([^;{}]*?)\)\s*\{?\s*(?:return false|return|out_of_range = true);", body)
     found = [clause.strip() for refusal in refusals for clause in refusal.split("||")]
     return [clause for clause in found if clause not in ("out_of_range", "!coop.leader()")]
