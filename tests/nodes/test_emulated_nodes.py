@@ -147,9 +147,11 @@ def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> No
 
 
 @pytest.mark.parametrize("change", ["", "env -i", "unshare --pid --fork"])
-def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster, change: str) -> None:
+def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster, tmp_path: Path, change: str) -> None:
     """Whatever it has changed of what it was started with: session, parent, environment, process ids."""
-    daemon = DAEMON.replace("exec sleep 1000", "sleep 0.2").replace("setsid", f"setsid {change}")
+    gone = tmp_path / "gone"
+    daemon = DAEMON.replace("echo gone", f"echo gone; : > {gone}").replace("setsid", f"setsid {change}")
+    daemon = daemon.replace("exec sleep 1000", f"until [ -e {gone} ]; do sleep 0.02; done")
     look = ["ip", "netns", "pids", f"{cluster.name}-node0"]
     before = subprocess.check_output(look)
     assert "gone" in said(cluster, 0, "sh", "-c", daemon)
@@ -164,8 +166,9 @@ def test_a_run_gives_signals_back(cluster: Cluster) -> None:
 
 def test_orphans_are_collected(cluster: Cluster) -> None:
     """Nothing in a node waits for them but the kernel."""
-    states = "(sh -c 'sleep 0.1 &'); sleep 0.5; ps -e -o stat="
-    assert "Z" not in said(cluster, 0, "sh", "-c", states)
+    orphan = "pid=$(sh -c 'sleep 0.1 > /dev/null & echo $!'); "
+    look = "for i in $(seq 1000); do [ -e /proc/$pid ] || { echo collected; exit; }; sleep 0.1; done"
+    assert said(cluster, 0, "sh", "-c", orphan + look) == "collected"
 
 
 def test_a_second_up_is_refused_and_changes_nothing(cluster: Cluster) -> None:
