@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults.cases_faults import good_round, open_buffer
+from faults.cases_waiting import PATIENCE_S
 from harness import ThreadRanks
 from rounds import one_round
 from routing import make_inputs, make_spec
@@ -43,10 +44,11 @@ def aborts(buffer: Buffer) -> None:
     buffer.abort(ValueError("mine"))
 
 
-def after_a_good_round(group: ThreadGroup, act: Callable[[Buffer], None]) -> str:
+def after_a_good_round(group: ThreadGroup, act: Callable[[Buffer], None], all_are_done: threading.Barrier) -> str:
     """The faulty rank does this in place of another round."""
     buffer = two_level(group)
     good_round(buffer)
+    all_are_done.wait(PATIENCE_S)  # abort ends whatever peers are in
     try:
         act(buffer) if group.rank == FAULTY_RANK else good_round(buffer)
     except RuntimeError as error:
@@ -61,7 +63,7 @@ def after_a_good_round(group: ThreadGroup, act: Callable[[Buffer], None]) -> str
     [(closes, "GroupClosed"), (calls_another_op, "CallOrderMismatch"), (aborts, "ValueError: mine")],
 )
 def test_everyone_names_the_rank(act: Callable[[Buffer], None], cause: str) -> None:
-    outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, act)
+    outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, act, threading.Barrier(4))
     for rank, text in enumerate(outcomes):
         if rank != FAULTY_RANK:
             assert cause in text, outcomes
@@ -86,7 +88,7 @@ def test_a_forwarder_that_raises_before_it_passes_on(
 ) -> None:
     """Whoever waits for what it was to pass on, or for its next op, is told. The others may have all that they need."""
     monkeypatch.setenv("MOE_RT_FAULT", f"rank=1,op={op},at=before_passing_on,do=raise")
-    outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, good_round)
+    outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, good_round, threading.Barrier(4))
     assert outcomes[1].startswith(f"FaultInjected: {name} on rank 1"), outcomes
     for rank in (0, 2, 3):
         told = "GroupPoisoned" in outcomes[rank] and "rank 1 failed first: FaultInjected" in outcomes[rank]
