@@ -53,6 +53,7 @@ def over_gin(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> Cluster:
         rank = rendezvous.rank
         own = SimpleNamespace(device=gpu.device, zeros=gpu.zeros, synchronize=gpu.synchronize, uuid=str(rank))
         segments = worlds[rank].allocate(rendezvous, num_bytes, timeout_s, own)
+        cluster.marks.append(segments.marks)
         segments.streams = streams[next(numbers[rank])]  # these ranks do share a GPU, and each has a part of it
         return segments
 
@@ -130,6 +131,7 @@ def test_memory_of_a_closed_buffer_is_used_again(monkeypatch: pytest.MonkeyPatch
     gpu = EmulatedGpu()
     for _ in range(3):
         assert ThreadRanks(3, gpu).run(chain, 3) == [3] * 3
+    assert sorted(len(marks) for marks in cluster.marks) == [0] * 9 + [4] * 9, "of two peers, for both kinds of op"
     assert len(cluster.of("mem_alloc")) == 3 * 2, "of each rank, a segment and what the network needs"
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import nvshmem_job
 from harness import ThreadRanks
 from nccl_standin import Cluster
+from nvshmem_job import TIMEOUT_S, release
 from nvshmem_standin import HostGpu
 
 from moe_rt import ThreadGroup
-from moe_rt.errors import MoeRtError
 from moe_rt.heap import gin
-from moe_rt.heap.segments import Segments
 
-TIMEOUT_S = 100.0
+__all__ = ["TIMEOUT_S", "Job", "release"]
 
 
-class Job:
+class Job(nvshmem_job.Job):
     """A cluster's processes, each with its own World."""
+
+    cluster: Any
+    cores: Any
+    worlds: Any
 
     def __init__(self, size: int) -> None:
         self.cluster = Cluster(size)
@@ -25,39 +29,11 @@ class Job:
         self.worlds = [gin.World(core.load) for core in self.cores]
         self.gpus = [HostGpu() for _ in range(size)]
 
-    def outcomes(self, num_bytes: int, ranks: list[int] | None = None) -> list[Any]:
-        """Allocates in the processes that are `ranks` of a group."""
-        ranks = list(range(len(self.cores))) if ranks is None else ranks
-        outcomes = ThreadRanks(len(ranks)).outcomes(allocate, self, ranks, num_bytes)
-        assert not self.cluster.violations
-        return outcomes
-
-    def allocate(self, num_bytes: int, ranks: list[int] | None = None) -> list[Segments]:
-        outcomes = self.outcomes(num_bytes, ranks)
-        assert all(isinstance(o, Segments) for o in outcomes), outcomes
-        return outcomes
-
-    def refuse(self, kind: type[MoeRtError], num_bytes: int = 100, ranks: list[int] | None = None) -> str:
-        """Every rank raises `kind`; the message of the last."""
-        outcomes = self.outcomes(num_bytes, ranks)
-        assert [type(o) for o in outcomes] == [kind] * len(outcomes), outcomes
-        return str(outcomes[-1])
-
     def shutdown(self) -> list[Any]:
         outcomes = ThreadRanks(len(self.cores)).outcomes(shutdown, self)
         assert not self.cluster.violations
         return outcomes
 
 
-def allocate(group: ThreadGroup, job: Job, ranks: list[int], num_bytes: int) -> Segments:
-    process = ranks[group.rank]
-    return job.worlds[process].allocate(group, num_bytes, TIMEOUT_S, job.gpus[process])
-
-
 def shutdown(group: ThreadGroup, job: Job) -> None:
     job.worlds[group.rank].shutdown(group, TIMEOUT_S, job.gpus[group.rank])
-
-
-def release(made: list[Segments]) -> None:
-    for segments in made:
-        segments.release()

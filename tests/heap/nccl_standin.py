@@ -99,6 +99,7 @@ class Cluster:
         self.fabrics: dict[bytes, Fabric] = {}
         self.calls: list[tuple[int, str, Any]] = []
         self.violations: list[str] = []
+        self.marks: list[list[int]] = []  # of segments that tests have seen handed out
         self.lock = threading.Lock()
         self.network = NcclGinConnectionType.FULL
         self.cores = [Core(self, process) for process in range(size)]
