@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_rt.heap.groups import rendezvous_of
 from moe_rt.testing import process_ranks, thread_ranks
 from moe_rt.testing.channel import Channel
 
@@ -30,6 +31,11 @@ TELL_STACKS = signal.SIGUSR1
 def named_case(group: Any, module: str, name: str, *args: Any) -> Any:
     """A case of a module that the caller would take long to import."""
     return getattr(importlib.import_module(module), name)(group, *args)
+
+
+def meet(group: Any) -> None:
+    """Returns when every rank is there: a rank that fails after it fails nobody's op of before."""
+    rendezvous_of(group).all_gather("", CASE_TIMEOUT_S)
 
 
 class Ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from harness import meet
 from rounds import CPU
 from routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
@@ -131,6 +132,7 @@ def too_few_rows(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(4, 3))
         rows = recv_x[: 11 if buffer.rank == faulty_rank else 12]
         engine, plans = buffer._engine, (handle.recv_plan, handle.send_plan)
+        meet(group)
         text = "no error"
         try:
             if op == "combine":

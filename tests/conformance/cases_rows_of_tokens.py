@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import meet
 from rounds import CPU
 from routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
@@ -92,6 +93,7 @@ def wrong_weights(group: Any, layout: str, faulty_rank: int) -> str:
             buffer.combine(recv_x, wrong if buffer.rank == faulty_rank else right, handle)
             buffer.check()
 
+        meet(group)
         text = outcome(act)
         if buffer.heap != "loopback":
             buffer.combine(recv_x, right, handle)

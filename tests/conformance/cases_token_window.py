@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from conformance.cases_calls import mine, open_buffer, size_of
+from harness import meet
 from routing import make_inputs, make_spec
 from torch import Tensor
 
@@ -118,6 +119,7 @@ def refused_window(group: Any, name: str) -> str:
         window = NOT_FOR_NOW[name](buffer)
         rows = window if buffer.rank == 1 else torch.ones(len(window), 20)
         text = "no error"
+        meet(group)
         try:
             buffer.dispatch(rows, *given(buffer)[1:]) if len(rows) == 7 else buffer.dispatch(
                 rows, torch.zeros(len(rows), 3, dtype=torch.int64), torch.ones(len(rows), 3)

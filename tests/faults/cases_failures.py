@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from cases_faults import good_round, open_buffer
+from harness import meet
 from routing import make_spec
 
-from moe_rt import Buffer, ThreadGroup
+from moe_rt import Buffer
 from moe_rt.testing.held import held, left_of
 
 kept: list[Buffer] = []
@@ -22,8 +23,7 @@ kept: list[Buffer] = []
 def first_round(group: Any, buffer: Buffer) -> None:
     """A round that is over on every rank: who fails next fails nobody's first one."""
     good_round(buffer)
-    if not isinstance(group, ThreadGroup):  # it has none
-        group.barrier().wait()
+    meet(group)
 
 
 def peer_closes_first(group: Any, faulty_rank: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from cases_faults import good_round, open_buffer
+from harness import meet
 from routing import make_inputs, make_spec
 from torch import Tensor
 
@@ -47,6 +48,7 @@ def another_buffers(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str
     """The faulty rank's handle is of a dispatch, as large and as late, on a second buffer of the same sizes."""
     with open_buffer(group) as buffer, open_buffer(group) as second:
         (recv_x, recv_weights, handle), (_, _, foreign) = dispatched(buffer), dispatched(second)
+        meet(group)
         text = outcome(buffer, op, recv_x, recv_weights, foreign if buffer.rank == faulty_rank else handle)
         if goes_on:
             good_round(buffer)
@@ -123,6 +125,7 @@ def overwritten(group: Any, faulty_rank: int, name: str, value: int, goes_on: bo
             if plan == "send_plan" and op == "combine_backward":
                 continue  # has none
             recv_x, recv_weights, handle = dispatched(buffer)
+            meet(group)
             if buffer.rank == faulty_rank:
                 damaged = getattr(handle, plan).clone()
                 damaged.view(-1)[where] = value

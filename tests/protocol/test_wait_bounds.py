@@ -63,6 +63,17 @@ def test_who_left_because_of_a_failure_is_not_taken_for_its_cause() -> None:
     assert (found.code, found.peer) == (Code.POISONED, 3)
 
 
+def test_rows_of_a_lost_peer_are_not_taken_for_there() -> None:
+    """All that was asked of it has ended, in one way or the other."""
+    found = wait("lost", 1.0, 4)
+    assert (found.code, found.peer) == (Code.PEER_DEAD, 3)
+
+
+def test_a_signal_while_rows_are_awaited_is_no_peers() -> None:
+    found = wait("interrupted", 1.0, 4)
+    assert (found.code, found.peer) == (Code.INTERRUPTED, -1)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_long_wait_naps(machine: str) -> None:
     """All but the first milliseconds, which are for peers that are nearly there."""

@@ -4,6 +4,8 @@
 // Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others
 // never. With "nodes" a CPU rank has half of the ranks on its node, and those of the other pass their signals on; with
 // "left" too, and the network loses them, since the last rank has failed: its word comes just before they are lost.
+//        waiting lost|interrupted TIMEOUT_S NUM_RANKS: rank 0 has all others on other nodes and awaits rows of theirs, when
+// the network loses the last of them, or a signal comes.
 // Prints the code that ends the op, the peer that it is for, how long the op took, and how much of that were naps.
 #include <sched.h>
 #include <time.h>
@@ -90,6 +92,30 @@ class LosingNetwork final : public MappedNetwork {
   int last_;
 };
 
+// Rows of the last rank never come.
+class SilentNetwork final : public MappedNetwork {
+ public:
+  SilentNetwork(const std::vector<uint64_t>& segments, const Shape& shape, bool loses)
+      : MappedNetwork(segments, shape, 0), loses_(loses), last_(shape.num_ranks - 1) {}
+  bool flushed(int peer) const override { return peer < last_ || loses_; }
+  bool lost(int peer) const override { return peer == last_ && loses_; }
+
+ private:
+  bool loses_;
+  int last_;
+};
+
+Status wait_for_rows(const World& world, bool loses, double timeout_s) {
+  std::vector<char*> far(world.shape.num_ranks, nullptr);
+  far[0] = world.base[0];
+  SilentNetwork network(std::vector<uint64_t>(far.size(), uint64_t(far[0])), world.shape, loses);
+  FarNetwork peers(far, network);
+  const uint64_t seq[kNumKinds] = {1, 0};
+  bool (*const interrupted)() = [] { return true; };
+  HostIdle idle(world, Op::kDispatch, seq, timeout_s, true, loses ? nullptr : interrupted, &network);
+  return peers.settle(peers.ranks(), Phase::kGather, idle);
+}
+
 Status wait_on_cpu(const EngineConfig& config) {
   Engine engine(config);
   return engine.refuse(Op::kDispatch, Code::kInvalidInput, 0, 0, 0);
@@ -135,22 +161,24 @@ int main(int argc, char** argv) {
   if (leaves) network = std::make_shared<LosingNetwork>(segments, shape, world.poison(0));
   for (int r = num_ranks / 2; r < num_ranks && on_nodes; ++r) segments[r] = 0;
   const int64_t start_ns = now_ns;
-  const Status status = on_cpu ? wait_on_cpu({.shape = shape,
-                                              .elem = rows::Elem::kFloat32,
-                                              .rank = 0,
-                                              .config_hash = 1,
-                                              .expert_rank = expert_rank,
-                                              .node_of = node_of,
-                                              .segments = segments,
-                                              .watches = {},
-                                              .timeout_s = timeout_s,
-                                              .dispatch_codec = Codec::kRaw,
-                                              .combine_codec = Codec::kRaw,
-                                              .drop_overflow = false,
-                                              .num_lanes = 1,
-                                              .isa = "portable",
-                                              .network = network})
-                               : wait_on_gpu(world, timeout_s);
+  const bool loses = std::strcmp(argv[1], "lost") == 0, for_rows = loses || std::strcmp(argv[1], "interrupted") == 0;
+  const Status status = for_rows ? wait_for_rows(world, loses, timeout_s)
+                        : on_cpu ? wait_on_cpu({.shape = shape,
+                                                .elem = rows::Elem::kFloat32,
+                                                .rank = 0,
+                                                .config_hash = 1,
+                                                .expert_rank = expert_rank,
+                                                .node_of = node_of,
+                                                .segments = segments,
+                                                .watches = {},
+                                                .timeout_s = timeout_s,
+                                                .dispatch_codec = Codec::kRaw,
+                                                .combine_codec = Codec::kRaw,
+                                                .drop_overflow = false,
+                                                .num_lanes = 1,
+                                                .isa = "portable",
+                                                .network = network})
+                                 : wait_on_gpu(world, timeout_s);
   const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / kSecond; };
   std::printf("%d %d %.9g %.9g\n", static_cast<int>(status.code), status.peer, seconds(now_ns - start_ns),
               seconds(napped_ns));
