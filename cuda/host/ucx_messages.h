@@ -16,6 +16,9 @@ enum class Ask : uint32_t {
   kFlushed,  // so many are
 };
 
+// What is behind the head is for a segment.
+constexpr bool carries_data(Ask ask) { return ask == Ask::kGot || ask == Ask::kPut || ask == Ask::kPost; }
+
 struct Message {
   uint64_t secret =
       0;  // what the rank that it is for has told its group: it was not meant for an earlier process there

@@ -1,12 +1,16 @@
-// One peer of a UCX worker: its endpoint, what was asked of it and has not ended, and what it has sent. All under the
+// One peer of a UCX worker: its endpoints, what was asked of it and has not ended, and what it has sent. All under the
 // worker's lock.
 //
+// Data has a connection of its own. On one with it, what this rank asks for would wait behind all that it has to answer,
+// and two ranks that get from each other would take turns instead of using both directions of their link.
 // Words that waits look at without the lock are of atomics.h.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
+#include <vector>
 
 #include "../protocol/core/atomics.h"
 #include "ucx_api.h"
@@ -16,12 +20,13 @@ namespace moe_rt {
 
 class UcxPeer {
  public:
-  // `self` is this rank, and `secret` what the peer has told.
-  void connect(const ucx::Api& api, ucx::Handle endpoint, int self, uint64_t secret) {
-    api_ = &api, endpoint_ = endpoint, self_ = static_cast<uint32_t>(self), secret_ = secret;
+  // `for_data` and `for_the_rest` are endpoints; `self` is this rank, and `secret` what the peer has told.
+  void connect(const ucx::Api& api, ucx::Handle for_data, ucx::Handle for_the_rest, int self, uint64_t secret) {
+    api_ = &api, for_data_ = for_data, for_the_rest_ = for_the_rest;
+    self_ = static_cast<uint32_t>(self), secret_ = secret;
   }
-  bool is_connected() const { return endpoint_ != nullptr; }
-  bool can_be_asked() const { return endpoint_ && !load_relaxed(lost_); }
+  bool is_connected() const { return for_data_ != nullptr; }
+  bool can_be_asked() const { return is_connected() && !load_relaxed(lost_); }
 
   // SYNC POINT flush, reader side: pairs with look_for_end. Without it a lane could read a row as it was before.
   bool flushed() const { return load_acquire(flushing_) == 0; }
@@ -98,15 +103,16 @@ class UcxPeer {
     store_release(lost_, 1u);
     store_release(flushing_, 0u);
   }
-  // Whatever is under way is cancelled. What is to be progressed until it has ended, or nullptr.
-  void* close() {
-    if (!endpoint_) return nullptr;
+  // Whatever is under way is cancelled. What is to be progressed until it has ended goes to `closing`.
+  void close(std::vector<void*>& closing) {
+    if (!is_connected()) return;
     lose("closed");
     ucx::RequestParams given{};
     given.mask = given.kFlags, given.flags = given.kForceClose;
-    void* const answer = api_->ep_close_nbx(endpoint_, &given);
-    endpoint_ = nullptr;
-    return ucx::is_request(answer) ? answer : nullptr;
+    for (ucx::Handle* const endpoint : {&for_data_, &for_the_rest_}) {
+      void* const answer = api_->ep_close_nbx(std::exchange(*endpoint, nullptr), &given);
+      if (ucx::is_request(answer)) closing.push_back(answer);
+    }
   }
 
  private:
@@ -131,7 +137,8 @@ class UcxPeer {
     given.flags = given.kEager;  // UCX asks for data that it sends on request with messages of its own
     given.on_end = end;
     given.user_data = sending;
-    const void* const answer = api_->am_send_nbx(endpoint_, ucx::kMessageId, &sending->head, sizeof(Message),
+    const ucx::Handle endpoint = carries_data(head.ask) ? for_data_ : for_the_rest_;
+    const void* const answer = api_->am_send_nbx(endpoint, ucx::kMessageId, &sending->head, sizeof(Message),
                                                  header ? &sending->header : data, bytes, &given);
     if (!ucx::is_request(answer)) sent(sending, ucx::status_of(answer));
   }
@@ -152,7 +159,7 @@ class UcxPeer {
   }
 
   const ucx::Api* api_ = nullptr;
-  ucx::Handle endpoint_ = nullptr;
+  ucx::Handle for_data_ = nullptr, for_the_rest_ = nullptr;
   uint32_t self_ = 0, flushing_ = 0, lost_ = 0;
   uint64_t secret_ = 0, last_ = 0;
   const char* problem_ = "";

@@ -80,12 +80,12 @@ void keep_promises(unsigned seed) {
   std::mt19937 random(seed);
   Rank a, b;
   UcxPeer& peer = a.peers[1];
-  peer.connect(kApi, &b, 0, b.inbox.secret());
+  peer.connect(kApi, &b, &b, 0, b.inbox.secret());
   peer.get(0, nullptr, 0);
   peer.flush();
   arrives(b, random);
   expect(!peer.flushed(), "connected before it was answered");
-  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  b.peers[0].connect(kApi, &a, &a, 1, a.inbox.secret());
   b.inbox.connected(0);
   arrives(a, random);
   expect(peer.flushed(), "not connected");
@@ -132,7 +132,7 @@ void keep_promises(unsigned seed) {
 // What rank 1 sends to rank 0 that no rank sends: it is lost, and neither memory nor segment was touched.
 void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = true, bool is_here = true) {
   Rank a, b;
-  a.peers[1].connect(kApi, &b, 0, 7);
+  a.peers[1].connect(kApi, &b, &b, 0, 7);
   static char asked[8];
   a.peers[1].get(0, asked, sizeof(asked));
   a.peers[1].put(0, asked, sizeof(asked));
