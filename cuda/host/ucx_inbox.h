@@ -49,11 +49,11 @@ class UcxInbox {
         return true;
       case Ask::kPut:
         write(m, data);
-        p.count_taken();
+        p.count_taken(m.bytes);
         return true;
       case Ask::kPost:
         announce(m, data);
-        p.count_taken();
+        p.count_taken(m.bytes);
         return true;
       case Ask::kFlush:
         p.answer_flush(m);

@@ -13,11 +13,8 @@ enum class Ask : uint32_t {
   kPut,      // what follows belongs there
   kPost,     // what follows is the header of an op: announce it in that mailbox
   kFlush,    // tell me once you have taken in `number` puts and posts of mine, all in all
-  kFlushed,  // so many are
+  kFlushed,  // so many are; also said unasked
 };
-
-// What is behind the head is for a segment.
-constexpr bool carries_data(Ask ask) { return ask == Ask::kGot || ask == Ask::kPut || ask == Ask::kPost; }
 
 struct Message {
   uint64_t secret =
@@ -32,6 +29,11 @@ static_assert(sizeof(Message) == 40 && sizeof(Message) + sizeof(Header) < 128, "
 // Of one message; more goes in several. A message of this size takes one step of UCX over TCP: neither side copies it
 // together.
 inline constexpr int64_t kMostBytes = 60 << 10;
+
+// What may be under way at once of all that a rank gets from another, and of all that it puts there; and after how much
+// of the latter it is told how much has arrived. A link that carries more than this in the time of a message there and
+// back is not filled by one pair of ranks.
+inline constexpr int64_t kMostUnderWay = 192 << 10, kTellAfter = kMostBytes;
 
 constexpr bool lies_within(int64_t offset, int64_t bytes, int64_t size) {
   return offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes;

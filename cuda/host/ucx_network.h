@@ -1,5 +1,4 @@
-// A network of CPU ranks on several hosts over UCX: one worker, two endpoints for each peer, and a thread
-// that serves them.
+// A network of CPU ranks on several hosts over UCX: one worker, an endpoint for each peer, and a thread that serves them.
 //
 // Far peers read and write this rank's segment by messages alone, which it takes only when it progresses its worker
 // (ucx_inbox.h). While an op waits, it does so itself; at any other time the thread does, which sleeps in poll() as long

@@ -1,16 +1,16 @@
-// One peer of a UCX worker: its endpoints, what was asked of it and has not ended, and what it has sent. All under the
+// One peer of a UCX worker: its endpoint, what was asked of it and has not ended, and what it has sent. All under the
 // worker's lock.
 //
-// Data has a connection of its own. On one with it, what this rank asks for would wait behind all that it has to answer,
-// and two ranks that get from each other would take turns instead of using both directions of their link.
+// Of rows only so many are under way at a time, in either direction. All at once they would fill every queue between the
+// two ranks, and what one asks for would wait behind all that it has to answer: ranks that get from each other would
+// take turns instead of using both directions of their link.
 // Words that waits look at without the lock are of atomics.h.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
-#include <utility>
-#include <vector>
 
 #include "../protocol/core/atomics.h"
 #include "ucx_api.h"
@@ -20,13 +20,12 @@ namespace moe_rt {
 
 class UcxPeer {
  public:
-  // `for_data` and `for_the_rest` are endpoints; `self` is this rank, and `secret` what the peer has told.
-  void connect(const ucx::Api& api, ucx::Handle for_data, ucx::Handle for_the_rest, int self, uint64_t secret) {
-    api_ = &api, for_data_ = for_data, for_the_rest_ = for_the_rest;
-    self_ = static_cast<uint32_t>(self), secret_ = secret;
+  // `self` is this rank, and `secret` what the peer has told.
+  void connect(const ucx::Api& api, ucx::Handle endpoint, int self, uint64_t secret) {
+    api_ = &api, endpoint_ = endpoint, self_ = static_cast<uint32_t>(self), secret_ = secret;
   }
-  bool is_connected() const { return for_data_ != nullptr; }
-  bool can_be_asked() const { return is_connected() && !load_relaxed(lost_); }
+  bool is_connected() const { return endpoint_ != nullptr; }
+  bool can_be_asked() const { return endpoint_ && !load_relaxed(lost_); }
 
   // SYNC POINT flush, reader side: pairs with look_for_end. Without it a lane could read a row as it was before.
   bool flushed() const { return load_acquire(flushing_) == 0; }
@@ -39,26 +38,28 @@ class UcxPeer {
     int64_t i = 0;
     do {  // also of nothing: the answer says that the peer is there
       const int64_t part = std::min(kMostBytes, bytes - i);
-      getting_.emplace_hint(getting_.end(), ++gets_, Getting{static_cast<char*>(to) + i, part});
-      send({.ask = Ask::kGet, .offset = offset + i, .bytes = part, .number = gets_});
+      getting_.emplace_hint(getting_.end(), ++gets_, Getting{offset + i, static_cast<char*>(to) + i, part});
       i += kMostBytes;
-    } while (i < bytes && can_be_asked());
+    } while (i < bytes);
+    go_on();
   }
   void put(int64_t offset, const void* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes && can_be_asked(); i += kMostBytes) {
-      const int64_t part = std::min(kMostBytes, bytes - i);
+    for (int64_t i = 0; i < bytes; i += kMostBytes) {
       ++puts_;
-      send({.ask = Ask::kPut, .offset = offset + i, .bytes = part}, static_cast<const char*>(from) + i);
+      putting_.push_back({offset + i, static_cast<const char*>(from) + i, std::min(kMostBytes, bytes - i)});
     }
+    go_on();
   }
+  // These two do not wait for puts that are not under way yet. The word says that the group is over, and before a post
+  // all was flushed.
   void put_last(int64_t offset, uint64_t word) {
     if (last_ != 0) return;
-    last_ = word;
-    put(offset, &last_, sizeof(last_));
+    last_ = word, ++puts_;
+    send_put({.ask = Ask::kPut, .offset = offset, .bytes = sizeof(last_)}, &last_);
   }
   void post(int64_t mailbox, const Header& header) {
     ++puts_;
-    send({.ask = Ask::kPost, .offset = mailbox, .bytes = sizeof(Header)}, nullptr, &header);
+    send_put({.ask = Ask::kPost, .offset = mailbox, .bytes = sizeof(Header)}, nullptr, &header);
   }
   void flush() {
     gets_to_end_ = gets_, puts_to_end_ = puts_;
@@ -70,15 +71,18 @@ class UcxPeer {
   // What it has sent, and may have meant. False where that does not go with what was asked of it.
   bool has_got(const Message& m, const void* data) {
     const auto found = getting_.find(m.number);
-    if (found == getting_.end() || found->second.bytes != m.bytes) return false;
+    if (found == getting_.end() || m.number > gets_asked_ || found->second.bytes != m.bytes) return false;
     if (m.bytes > 0) std::memcpy(found->second.to, data, m.bytes);
+    coming_bytes_ -= m.bytes;
     getting_.erase(found);
+    go_on();
     look_for_end();
     return true;
   }
   bool has_flushed(const Message& m) {
-    if (m.number > puts_) return false;
-    puts_ended_ = std::max(puts_ended_, m.number);
+    if (m.number > puts_ended_ + going_.size()) return false;
+    for (; puts_ended_ < m.number; ++puts_ended_) going_bytes_ -= going_.front(), going_.pop_front();
+    go_on();
     look_for_end();
     return true;
   }
@@ -89,35 +93,41 @@ class UcxPeer {
   // A flush; and that a put or a post of its was taken in. In whichever order they come, an answer says how many were.
   void answer_flush(const Message& m) {
     flush_of_ = std::max(flush_of_, m.number);
-    if (m.number <= taken_) send({.ask = Ask::kFlushed, .number = taken_});
+    if (m.number <= taken_) tell_taken();
   }
-  void count_taken() {
-    if (++taken_ <= flush_of_) send({.ask = Ask::kFlushed, .number = taken_});
+  void count_taken(int64_t bytes) {
+    ++taken_, untold_bytes_ += bytes;
+    if (taken_ == flush_of_ || untold_bytes_ >= kTellAfter) tell_taken();
   }
 
   // Nothing more is asked of it, and nothing that it sends is looked at: what was under way has ended.
   void lose(const char* problem) {
     if (load_relaxed(lost_)) return;
     problem_ = problem;
-    getting_.clear();
+    getting_.clear(), putting_.clear();
     store_release(lost_, 1u);
     store_release(flushing_, 0u);
   }
-  // Whatever is under way is cancelled. What is to be progressed until it has ended goes to `closing`.
-  void close(std::vector<void*>& closing) {
-    if (!is_connected()) return;
+  // Whatever is under way is cancelled. What is to be progressed until it has ended, or nullptr.
+  void* close() {
+    if (!endpoint_) return nullptr;
     lose("closed");
     ucx::RequestParams given{};
     given.mask = given.kFlags, given.flags = given.kForceClose;
-    for (ucx::Handle* const endpoint : {&for_data_, &for_the_rest_}) {
-      void* const answer = api_->ep_close_nbx(std::exchange(*endpoint, nullptr), &given);
-      if (ucx::is_request(answer)) closing.push_back(answer);
-    }
+    void* const answer = api_->ep_close_nbx(endpoint_, &given);
+    endpoint_ = nullptr;
+    return ucx::is_request(answer) ? answer : nullptr;
   }
 
  private:
   struct Getting {
+    int64_t offset;
     char* to;
+    int64_t bytes;
+  };
+  struct Putting {
+    int64_t offset;
+    const char* from;
     int64_t bytes;
   };
   // A message that UCX may still read.
@@ -126,6 +136,30 @@ class UcxPeer {
     Message head;
     Header header;  // of an op, which is the data then
   };
+
+  // Lets as much be under way as may be.
+  void go_on() {
+    while (gets_asked_ < gets_ && can_be_asked()) {
+      const Getting get = getting_.at(gets_asked_ + 1);
+      if (coming_bytes_ + get.bytes > kMostUnderWay) break;
+      coming_bytes_ += get.bytes, ++gets_asked_;
+      send({.ask = Ask::kGet, .offset = get.offset, .bytes = get.bytes, .number = gets_asked_});
+    }
+    while (!putting_.empty() && can_be_asked()) {
+      const Putting put = putting_.front();
+      if (going_bytes_ + put.bytes > kMostUnderWay) break;
+      putting_.pop_front();  // before it is sent: the peer may be lost then, and nothing be left
+      send_put({.ask = Ask::kPut, .offset = put.offset, .bytes = put.bytes}, put.from);
+    }
+  }
+  void send_put(const Message& head, const void* data, const Header* header = nullptr) {
+    going_.push_back(head.bytes), going_bytes_ += head.bytes;
+    send(head, data, header);
+  }
+  void tell_taken() {
+    untold_bytes_ = 0;
+    send({.ask = Ask::kFlushed, .number = taken_});
+  }
 
   void send(Message head, const void* data = nullptr, const Header* header = nullptr) {
     if (!can_be_asked()) return;
@@ -137,8 +171,7 @@ class UcxPeer {
     given.flags = given.kEager;  // UCX asks for data that it sends on request with messages of its own
     given.on_end = end;
     given.user_data = sending;
-    const ucx::Handle endpoint = carries_data(head.ask) ? for_data_ : for_the_rest_;
-    const void* const answer = api_->am_send_nbx(endpoint, ucx::kMessageId, &sending->head, sizeof(Message),
+    const void* const answer = api_->am_send_nbx(endpoint_, ucx::kMessageId, &sending->head, sizeof(Message),
                                                  header ? &sending->header : data, bytes, &given);
     if (!ucx::is_request(answer)) sent(sending, ucx::status_of(answer));
   }
@@ -159,15 +192,20 @@ class UcxPeer {
   }
 
   const ucx::Api* api_ = nullptr;
-  ucx::Handle for_data_ = nullptr, for_the_rest_ = nullptr;
+  ucx::Handle endpoint_ = nullptr;
   uint32_t self_ = 0, flushing_ = 0, lost_ = 0;
   uint64_t secret_ = 0, last_ = 0;
   const char* problem_ = "";
-  std::map<uint64_t, Getting> getting_;         // by number
-  uint64_t gets_ = 0, puts_ = 0;                // asked so far, posts among the latter
-  uint64_t gets_to_end_ = 0, puts_to_end_ = 0;  // before the last flush ends
-  uint64_t puts_ended_ = 0, asked_of_ = 0;      // as the peer says; as it was asked to say
-  uint64_t taken_ = 0, flush_of_ = 0;           // of the peer's puts, those that are done, and that it flushes
+  std::map<uint64_t, Getting> getting_;  // by number; the peer has been asked for those up to gets_asked_
+  int64_t coming_bytes_ = 0;             // of the latter
+  std::deque<Putting> putting_;          // of which none is under way
+  std::deque<int64_t> going_;            // bytes of puts and posts that are, the first number being puts_ended_ + 1
+  int64_t going_bytes_ = 0;
+  uint64_t gets_ = 0, gets_asked_ = 0, puts_ = 0;  // so far, posts among the latter
+  uint64_t gets_to_end_ = 0, puts_to_end_ = 0;     // before the last flush ends
+  uint64_t puts_ended_ = 0, asked_of_ = 0;         // as the peer says; as it was asked to say
+  uint64_t taken_ = 0, flush_of_ = 0;              // of the peer's puts, those that are done, and that it flushes
+  int64_t untold_bytes_ = 0;                       // of the former
 };
 
 }  // namespace moe_rt

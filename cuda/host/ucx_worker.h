@@ -1,4 +1,4 @@
-// What UcxNetwork and its thread share: the worker, the segment, and endpoints for each peer.
+// What UcxNetwork and its thread share: the worker, the segment, and an endpoint for each peer.
 //
 // One lock is around every call of UCX, and its callbacks run inside of calls. Flags that waits look at are words of
 // atomics.h, so that a look takes no lock.
@@ -63,11 +63,10 @@ class UcxWorker {
     params.error_mode = params.kTellPeerErrors;
     params.on_error = on_error;
     params.argument = &p;
-    ucx::Handle for_data = nullptr, for_the_rest = nullptr;  // made in the same order by both
-    require(api_.ep_create(worker_, &params, &for_data), "connect to a peer");
-    require(api_.ep_create(worker_, &params, &for_the_rest), "connect to a peer");
-    p.connect(api_, for_data, for_the_rest, rank_, secret);
-    p.get(0, nullptr, 0);  // whose answer says that both reach each other, in either way
+    ucx::Handle endpoint = nullptr;
+    require(api_.ep_create(worker_, &params, &endpoint), "connect to a peer");
+    p.connect(api_, endpoint, rank_, secret);
+    p.get(0, nullptr, 0);  // whose answer says that both reach each other
     p.flush();
     inbox_.connected(peer);
   }
@@ -258,7 +257,9 @@ class UcxWorker {
       api_.worker_progress(worker_);
     }
     std::vector<void*> closing;
-    for (UcxPeer& p : peers_) p.close(closing);
+    for (UcxPeer& p : peers_) {
+      if (void* const request = p.close()) closing.push_back(request);
+    }
     for (int i = 0; i < kClosingSteps && !closing.empty(); ++i) api_.worker_progress(worker_);
     for (void* const request : closing) api_.request_free(request);
     if (worker_) api_.worker_destroy(worker_);

@@ -29,7 +29,11 @@ struct Rank {
   std::vector<UcxPeer> peers{2};
   UcxInbox inbox{kLayout, peers};
   char* segment = static_cast<char*>(std::aligned_alloc(kPage, kLayout.bytes));
-  std::vector<std::function<void()>> coming;
+  struct Coming {
+    Message head;
+    std::function<void()> arrive;
+  };
+  std::vector<Coming> coming;
   Rank() {
     std::memset(segment, 0, kLayout.bytes);
     inbox.open(segment);
@@ -51,10 +55,12 @@ void* send(ucx::Handle endpoint, unsigned, const void* head, size_t head_bytes, 
            const ucx::RequestParams* given) {
   auto& to = *static_cast<Rank*>(endpoint);
   auto* const request = new char;
-  to.coming.push_back([=, &to, on_end = given->on_end, sending = given->user_data] {
-    to.inbox.take(head, head_bytes, data, bytes, true);
-    on_end(request, ucx::kOk, sending);
-  });
+  Message copy;
+  std::memcpy(&copy, head, sizeof(copy));
+  to.coming.push_back({copy, [=, &to, on_end = given->on_end, sending = given->user_data] {
+                         to.inbox.take(head, head_bytes, data, bytes, true);
+                         on_end(request, ucx::kOk, sending);
+                       }});
   return request;
 }
 ucx::Api make_api() {
@@ -71,8 +77,14 @@ bool arrives(Rank& at, std::mt19937& random) {
   std::swap(at.coming[random() % at.coming.size()], at.coming.back());
   const auto message = std::move(at.coming.back());
   at.coming.pop_back();
-  message();
+  message.arrive();
   return true;
+}
+
+int64_t bytes_coming(const Rank& at, Ask ask) {
+  int64_t bytes = 0;
+  for (const Rank::Coming& c : at.coming) bytes += c.head.ask == ask ? c.head.bytes : 0;
+  return bytes;
 }
 
 // Rounds of puts, gets and a post, each of a size from nothing to several messages; looked at when the flush has ended.
@@ -80,12 +92,12 @@ void keep_promises(unsigned seed) {
   std::mt19937 random(seed);
   Rank a, b;
   UcxPeer& peer = a.peers[1];
-  peer.connect(kApi, &b, &b, 0, b.inbox.secret());
+  peer.connect(kApi, &b, 0, b.inbox.secret());
   peer.get(0, nullptr, 0);
   peer.flush();
   arrives(b, random);
   expect(!peer.flushed(), "connected before it was answered");
-  b.peers[0].connect(kApi, &a, &a, 1, a.inbox.secret());
+  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
   b.inbox.connected(0);
   arrives(a, random);
   expect(peer.flushed(), "not connected");
@@ -110,6 +122,7 @@ void keep_promises(unsigned seed) {
       const bool moved =
           random() % 2 ? arrives(a, random) || arrives(b, random) : arrives(b, random) || arrives(a, random);
       expect(moved, "a flush does not end");
+      expect(bytes_coming(b, Ask::kGet) + bytes_coming(a, Ask::kGot) <= kMostUnderWay, "too much is got at once");
     }
     const Mailbox& mailbox = b.mailbox(Kind::kCombine, 0);
     expect(mailbox.signal == round && mailbox.header[round & 1].config == config, "a post was not there when flushed");
@@ -129,10 +142,43 @@ void keep_promises(unsigned seed) {
   peer.lose("test");
 }
 
+// Rows of which not all may be under way: what is said of them, and that a last word does not wait for them.
+void send_many_rows() {
+  std::mt19937 random(1);
+  Rank a, b;
+  UcxPeer& peer = a.peers[1];
+  peer.connect(kApi, &b, 0, b.inbox.secret());
+  b.peers[0].connect(kApi, &a, 1, a.inbox.secret());
+  const std::vector<char> row(1000);
+  int64_t answers = 0, most = 0, num_rows = 1000;
+  for (int64_t i = 0; i < num_rows; ++i) peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
+  peer.flush();
+  while (!b.coming.empty()) {
+    most = std::max(most, bytes_coming(b, Ask::kPut));
+    while (arrives(b, random)) {
+    }
+    answers += int64_t(a.coming.size());
+    while (arrives(a, random)) {
+    }
+  }
+  expect(peer.flushed(), "rows are left");
+  expect(most > kMostUnderWay - kMostBytes, "little is put at once");
+  expect(most <= kMostUnderWay, "too much is put at once");
+  expect(answers <= num_rows * int64_t(row.size()) / kTellAfter + 1, "it is told again and again how much has come");
+
+  for (int64_t i = 0; i < num_rows; ++i) peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
+  peer.put_last(kLayout.poison, kCause);
+  const auto is_poison = [](const Rank::Coming& c) { return c.head.offset == kLayout.poison; };
+  expect(std::any_of(b.coming.begin(), b.coming.end(), is_poison), "the cause of a failure waits for rows");
+  peer.lose("test");
+  while (arrives(b, random)) {
+  }
+}
+
 // What rank 1 sends to rank 0 that no rank sends: it is lost, and neither memory nor segment was touched.
 void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = true, bool is_here = true) {
   Rank a, b;
-  a.peers[1].connect(kApi, &b, &b, 0, 7);
+  a.peers[1].connect(kApi, &b, 0, 7);
   static char asked[8];
   a.peers[1].get(0, asked, sizeof(asked));
   a.peers[1].put(0, asked, sizeof(asked));
@@ -155,6 +201,7 @@ void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = tru
 
 int main() {
   for (unsigned seed = 0; seed < 20; ++seed) keep_promises(seed);
+  send_many_rows();
   const int64_t end = kLayout.bytes, most = kMostBytes, boxes = kLayout.mailboxes;
   const auto from1 = [](Ask ask, int64_t offset, int64_t bytes, uint64_t number = 0) {
     return Message{.source = 1, .ask = ask, .offset = offset, .bytes = bytes, .number = number};
