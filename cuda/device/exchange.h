@@ -77,7 +77,10 @@ class DeviceIdle {
   }
 
   MOE_RT_FN Code pause(const Mailbox& mailbox, uint64_t seq) {
-    if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
+    if (const uint64_t word = load_relaxed(world_.poison(world_.rank)); word != 0) {
+      const int64_t waited = machine_.clock_ns() - deadline_ + control_.timeout_ns;
+      return blames_who_waits(word, world_.rank, waited, control_.timeout_ns) ? Code::kPeerTimeout : Code::kPoisoned;
+    }
     if (++looks_ % kLookEvery == 0) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
       const Mailbox& others = world_.mailbox(world_.rank, other, peer_);

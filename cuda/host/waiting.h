@@ -64,7 +64,10 @@ class HostIdle {
  private:
   Code pause(const Mailbox* mailbox) {
     if (network_) network_->drive();
-    if (load_relaxed(world_.poison(world_.rank)) != 0) return Code::kPoisoned;
+    if (const uint64_t word = load_relaxed(world_.poison(world_.rank)); word != 0) {
+      const double waited = std::chrono::duration<double>(waited_ + (Clock::now() - looked_)).count();
+      return blames_who_waits(word, world_.rank, waited, timeout_s_) ? Code::kPeerTimeout : Code::kPoisoned;
+    }
     if (++pauses_ <= spins_) {
       relax();
       return Code::kOk;

@@ -20,7 +20,7 @@ class Wait(NamedTuple):
     seconds_in_naps: float
 
 
-def wait(machine: str, timeout_s: float, num_ranks: int, *late_s: float) -> Wait:
+def wait(machine: str, timeout_s: float, num_ranks: int, *late_s: float | str) -> Wait:
     """Of rank 0: rank 1 announces after late_s[0], rank 2 after late_s[1] and so on; those without a time never do."""
     arguments = [machine, str(timeout_s), str(num_ranks), *map(str, late_s)]
     done = subprocess.run(
@@ -55,6 +55,17 @@ def test_what_is_passed_on_may_take_a_quarter_longer() -> None:
     found = wait("nodes", 1.0, 4, 0.1)
     assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 2), "it waits for 2 itself"
     assert 1.0 < found.seconds < 1.05
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_who_waits_itself_is_not_the_late_one(machine: str) -> None:
+    """Rank 1 has stopped before it told rank 0 of an op, and rank 2 waits for rank 0's next one: whichever of the two
+    sees first that its time is over, rank 1 is named. Rank 0 is late if it has not waited for long."""
+    found = wait(machine, 1.0, 3, "blamed:0.8")
+    assert (found.code, found.peer) == (Code.PEER_TIMEOUT, 1)
+    assert 0.8 < found.seconds < 0.85
+    found = wait(machine, 1.0, 3, "blamed:0.7")
+    assert (found.code, found.peer) == (Code.POISONED, 2)
 
 
 def test_who_left_because_of_a_failure_is_not_taken_for_its_cause() -> None:

@@ -2,7 +2,7 @@
 // how long a wait lasts and for how much of it the core is left to others, and no machine is too slow for it.
 //
 // Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others
-// never. With "nodes" a CPU rank has half of the ranks on its node, and those of the other pass their signals on; with
+// never; where LATE_S begins with "blamed:", the last rank says then that it has waited too long for rank 0. With "nodes" a CPU rank has half of the ranks on its node, and those of the other pass their signals on; with
 // "left" too, and the network loses them, since the last rank has failed: its word comes just before they are lost.
 //        waiting lost|interrupted TIMEOUT_S NUM_RANKS: rank 0 has all others on other nodes and awaits rows of theirs, when
 // the network loses the last of them, or a signal comes.
@@ -28,7 +28,7 @@ constexpr int64_t kSecond = 1'000'000'000, kLookNs = 50, kYieldNs = 500, kGpuNap
 
 struct Arrival {
   int64_t when;
-  uint64_t* signal;
+  uint64_t *where, word;
 };
 
 std::vector<Arrival> arrivals;
@@ -37,7 +37,7 @@ int64_t now_ns = kSecond, napped_ns = 0;
 void advance(int64_t ns) {
   now_ns += ns;
   for (const Arrival& a : arrivals) {
-    if (now_ns >= a.when) *a.signal = 1;
+    if (now_ns >= a.when) *a.where = a.word;
   }
 }
 
@@ -151,8 +151,13 @@ int main(int argc, char** argv) {
   const World world{shape, layout, {}, base.data(), nullptr, 0, 1, 1};
   world.mailbox(0, Kind::kDispatch, 0).signal = 1;
   for (int i = 4; i < argc; ++i) {
-    const auto late_ns = static_cast<int64_t>(std::atof(argv[i]) * kSecond);
-    arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, i - 3).signal});
+    const char* const colon = std::strchr(argv[i], ':');
+    const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : argv[i]) * kSecond);
+    if (colon) {
+      arrivals.push_back({now_ns + late_ns, &world.poison(0), poison_word(Code::kPeerTimeout, num_ranks - 1, 0)});
+    } else {
+      arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, i - 3).signal, 1});
+    }
   }
   std::vector<int32_t> expert_rank(num_ranks);
   for (int r = 0; r < num_ranks; ++r) expert_rank[r] = r;

@@ -59,6 +59,13 @@ MOE_RT_FN constexpr Code poison_code(uint64_t word) { return Code(word & 0xffff)
 MOE_RT_FN constexpr int poison_origin(uint64_t word) { return int(word >> 16 & 0xffff) - 1; }
 MOE_RT_FN constexpr int poison_peer(uint64_t word) { return int(word >> 32 & 0xffff) - 1; }
 
+// Whether the word blames a rank for being late, which has itself waited for most of `timeout` by now. Then it is as late
+// as whomever it waits for makes it: of two that wait for each other's peers, the first whose time is over may be either.
+template <class Time>
+MOE_RT_FN constexpr bool blames_who_waits(uint64_t word, int rank, Time waited, Time timeout) {
+  return poison_code(word) == Code::kPeerTimeout && poison_peer(word) == rank && waited > timeout / 4 * 3;
+}
+
 // The status of whoever finds the word: whose it is, and in `got` and `expected` what that rank found with which peer.
 MOE_RT_FN Status poisoned(uint64_t word, Status where = {}) {
   where.code = Code::kPoisoned;
