@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from forked_python import run_python
 from nodes.needs_nodes import new_cluster
 
+from moe_rt.chaos import link_faults
 from moe_rt.chaos.misdeeds import misbehave
 from moe_rt.chaos.node_deaths import Stop
 from moe_rt.chaos.node_matrix import ROWS, committed
@@ -120,6 +121,20 @@ def test_who_is_blamed_for_a_stop(named: int, complaint: str) -> None:
     pool.reports.side_effect = lambda ranks, _: told if pool.kill.call_count == 0 else again
     found = Stop("stop", 2, Moment(Size(1, 32, 1, "flat"), 1, 0.0), 0.0, wakes=False).run(pool).complaints
     assert any(text.startswith(complaint) for text in found) if complaint else found == [], found
+
+
+def test_a_blink_that_has_lasted_too_long_is_judged_as_a_flap_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, moment = iter([0.0, 1.5, 10.0, 10.4]), Mock()
+    monkeypatch.setattr(link_faults, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    monkeypatch.setattr(link_faults, "survived", lambda *_: "survived")
+    flapped = Mock(return_value=SimpleNamespace(complaints=[]))
+    monkeypatch.setattr(link_faults.LinkFault, "_flapped", flapped)
+    blink = link_faults.LinkFault("blink", 1, moment, 0.3, "")
+    assert blink.run(Mock()) == "survived"
+    assert (flapped.call_count, moment.await_in.call_count) == (1, 2)
+    clock = iter([0.0, 1.5])
+    flapped.return_value.complaints.append("rank 0 hung")
+    assert blink.run(Mock()).complaints == ["rank 0 hung"]
 
 
 @pytest.mark.parametrize(
