@@ -43,8 +43,8 @@ char* side(Lane& lane, Space space, uint64_t address, uint32_t bytes, How how, u
   Device& device = Device::get();
   const Place place = find(lane, space, address, bytes, how, kUnit);
   const Proxy proxy = space == kShared ? kCopiesOfShared : kCopiesOfGlobal;
-  const Record mine{{copies, number, number, 0, 0}, uint16_t(how), lane.site};
-  const Record own{device.now(lane), uint16_t(how), lane.site};
+  const Record mine{{copies, number, number, 0, 0}, uint16_t(how), lane.at()};
+  const Record own{device.now(lane), uint16_t(how), lane.at()};
   Record last;
   bool last_ordered = false;
   const auto ordered = [&](const Record& earlier) {

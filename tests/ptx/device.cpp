@@ -268,9 +268,10 @@ uint32_t Device::name_puts(const Lane& lane) {
 }
 
 std::string Device::describe(const Record& record) const {
+  // Of puts and copies, past_ has the launch that began to number them; later ones go on.
   const auto& [entry, index, stream, owner, lane] = past_[record.moment.block];
-  const Site& site = entry->sites[record.site];
-  return std::string(entry->name) + ", block " + std::to_string(index) + ", lane " +
+  const Site& site = *record.site;
+  return std::string(site.entry) + ", block " + std::to_string(index) + ", lane " +
          std::to_string(lane < 0 ? record.moment.lane : lane) + ", stream " + std::to_string(stream) + ": `" +
          site.text + "` in line " + std::to_string(site.line) + " of the entry, from " + site.where;
 }
@@ -281,7 +282,7 @@ void Device::fail(const Lane& lane, const std::string& what) {
 }
 
 void Device::die(const Lane& lane, const std::string& what) {
-  const Record here{{lane.block->uid, uint16_t(lane.ids.tid), 0, 0, 0}, 0, lane.site};
+  const Record here{{lane.block->uid, uint16_t(lane.ids.tid), 0, 0, 0}, 0, lane.at()};
   report_ = what + "\n  at " + describe(here);
   dead_ = true;
   ready_.clear();

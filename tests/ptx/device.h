@@ -49,6 +49,7 @@ struct Lane {
   std::vector<Moment> fetched;       // by the network, and not settled yet
   std::unique_ptr<Started> started;  // copies
   uint32_t given = 0, got[32] = {};  // to and from a warp's collective
+  const Site* at() const;            // the instruction
 };
 
 // A collective of a warp that some of its lanes have come to.
@@ -82,6 +83,8 @@ struct Running {
   uint32_t stream, number, next_block = 0, finished = 0, lets_next = 0;
   Clock before, after;
 };
+
+inline const Site* Lane::at() const { return &block->of->launch->entry->sites[site]; }
 
 // Of a block, which is its own owner, or of the copies of one of its lanes, or of the puts of a warp, which have none.
 struct Past {

@@ -33,7 +33,7 @@ void synchronize(Lane& lane, Extent& extent, uint64_t address, uint32_t how) {
 
 void check_race(Lane& lane, const Place& place, uint32_t bytes, uint32_t how) {
   Device& device = Device::get();
-  const Record mine{device.now(lane), uint16_t(how), lane.site};
+  const Record mine{device.now(lane), uint16_t(how), lane.at()};
   Record last;  // neighbouring cells mostly hold what one access left
   bool last_ordered = false;
   const auto ordered = [&](const Record& earlier) {

@@ -13,10 +13,10 @@ enum Space : uint32_t { kGeneric, kGlobal, kShared, kLocal, kParam };
 // which here is one rank.
 enum How : uint32_t { kRead = 1, kWrite = 2, kAtomic = 4, kAcquire = 8, kRelease = 16, kSystem = 32 };
 
-// An instruction: its line in the entry, its text, and the source line that it was compiled from.
+// An instruction: its line in the entry, its text, and the source line that it was compiled from; and the entry.
 struct Site {
   int line;
-  const char *text, *where;
+  const char *text, *where, *entry;
 };
 
 // Whether it was executed; and whether it is to have no order, or to be no barrier, as if the PTX had none.

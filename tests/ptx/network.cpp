@@ -16,7 +16,7 @@ bool within(uint64_t address, uint64_t bytes, uint64_t begin, uint64_t size) {
   return address >= begin && address - begin <= size && bytes <= size - (address - begin);
 }
 
-Record record_of(const Lane& lane, uint32_t how) { return {Device::get().now(lane), uint16_t(how), lane.site}; }
+Record record_of(const Lane& lane, uint32_t how) { return {Device::get().now(lane), uint16_t(how), lane.at()}; }
 
 // Memory that a card reads or writes for the lane, as if the lane did: but of what lanes have written, a card reads only
 // what they have shown it.
@@ -78,7 +78,7 @@ void Network::get(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32
 void Network::written(Lane& lane, const Moment& moment, uint64_t to, uint32_t bytes, uint32_t how) const {
   Device& device = Device::get();
   const Place place = find(lane, kGlobal, to, bytes, how, 1);
-  const Record mine{moment, uint16_t(how), lane.site}, own = record_of(lane, how);
+  const Record mine{moment, uint16_t(how), lane.at()}, own = record_of(lane, how);
   const auto ordered = [&](const Record& earlier) {
     if (device.past(earlier.moment.block).owner != kNobody) return device.ordered(lane, earlier, own);
     return device.knows(lane, earlier.moment, kLanes) || device.knows(lane, earlier.moment, kNetwork);

@@ -16,7 +16,7 @@ namespace ptx {
 struct Record {
   Moment moment;
   uint16_t how = 0;
-  int site = 0;
+  const Site* site = nullptr;
   bool there() const { return moment.block != 0; }
 };
 

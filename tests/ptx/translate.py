@@ -33,7 +33,7 @@ def translate(entry: Entry) -> str:
         else:
             writer.site = len(sites)
             lines.append(statement(writer, item))
-            sites.append(_site(item))
+            sites.append(_site(item, entry))
     return "\n".join(
         [
             f"// {entry.name}, translated from PTX.",
@@ -61,5 +61,5 @@ def _declared(registers: Registers, named: set[str]) -> list[str]:
     return [f"{kind} {name}; {name} = {_GARBAGE[kind]};" for name in names]
 
 
-def _site(item: Instruction) -> str:
-    return f"{{{item.line}, {json.dumps(item.text)}, {json.dumps(item.where)}}},"
+def _site(item: Instruction, entry: Entry) -> str:
+    return f"{{{item.line}, {json.dumps(item.text)}, {json.dumps(item.where)}, {json.dumps(entry.name)}}},"
