@@ -16,7 +16,7 @@ from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.config.row_format import RowFormat
-from moe_rt.errors import CapacityOverflow, InvalidInput, InvalidRouting, MoeRtError, PeerTimeout
+from moe_rt.errors import CapacityOverflow, GroupPoisoned, InvalidInput, InvalidRouting, MoeRtError, PeerTimeout
 
 HANG_S = 600.0
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -150,6 +150,9 @@ def test_refusals_of_whole_ops(act: Any, changes: dict[str, Any], raised: type[M
         return found
 
     found = ThreadRanks(2, gpu).outcomes(case)
-    assert found[0] is raised
-    assert act is silent_peer or found[1] is raised
+    if act is silent_peer:
+        assert found[0] is raised
+    else:  # by one rank at least, before whose poison the other may not have seen what there was to refuse
+        assert raised in found
+        assert set(found) <= {raised, GroupPoisoned}
     assert gpu.launched.count("dispatch_whole") >= 1
