@@ -34,6 +34,7 @@ inline constexpr int64_t kMostBytes = 60 << 10;
 // of the latter it is told how much has arrived. A link that carries more than this in the time of a message there and
 // back is not filled by one pair of ranks.
 inline constexpr int64_t kMostUnderWay = 192 << 10, kTellAfter = kMostBytes;
+static_assert(kTellAfter + kMostBytes <= kMostUnderWay, "or the next put may wait for a word that is not due yet");
 
 constexpr bool lies_within(int64_t offset, int64_t bytes, int64_t size) {
   return offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes;

@@ -65,7 +65,7 @@ class HostIdle {
   Code pause(const Mailbox* mailbox) {
     if (network_) network_->drive();
     if (const uint64_t word = load_relaxed(world_.poison(world_.rank)); word != 0) {
-      const double waited = std::chrono::duration<double>(waited_ + (Clock::now() - looked_)).count();
+      const double waited = std::chrono::duration<double>(waited_ + gap_until(Clock::now())).count();
       return blames_who_waits(word, world_.rank, waited, timeout_s_) ? Code::kPeerTimeout : Code::kPoisoned;
     }
     if (++pauses_ <= spins_) {
@@ -102,9 +102,11 @@ class HostIdle {
 #endif
   }
 
+  Clock::duration gap_until(Clock::time_point now) const { return std::min(now - looked_, kLongestGap); }
+
   Code look_around(const Mailbox* mailbox) {
     const Clock::time_point now = Clock::now();
-    const Clock::duration gap = std::min(now - looked_, kLongestGap);
+    const Clock::duration gap = gap_until(now);
     waited_ += gap, this_wait_ += gap;
     looked_ = now;
     dozing_ = this_wait_ > kDozeAfter;

@@ -68,6 +68,12 @@ def test_who_waits_itself_is_not_the_late_one(machine: str) -> None:
     assert (found.code, found.peer) == (Code.POISONED, 2)
 
 
+def test_who_was_frozen_in_a_wait_is_the_late_one() -> None:
+    """That it was is no waiting: it must not name a peer for which it would have waited."""
+    found = wait("cpu", 1.0, 3, "woken:0.1")
+    assert (found.code, found.peer) == (Code.POISONED, 2)
+
+
 def test_who_left_because_of_a_failure_is_not_taken_for_its_cause() -> None:
     """Rank 3 fails and says so to all; rank 2 hears it and is gone when rank 0 looks."""
     found = wait("left", 1.0, 4, 0.1)

@@ -2,8 +2,10 @@
 // how long a wait lasts and for how much of it the core is left to others, and no machine is too slow for it.
 //
 // Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others
-// never; where LATE_S begins with "blamed:", the last rank says then that it has waited too long for rank 0. With "nodes" a CPU rank has half of the ranks on its node, and those of the other pass their signals on; with
-// "left" too, and the network loses them, since the last rank has failed: its word comes just before they are lost.
+// never. Where LATE_S begins with "blamed:", the last rank says then that it has waited too long for rank 0; with "woken:"
+// rank 0 is frozen from then on, and finds that word when it runs again. With "nodes" a CPU rank has half of the ranks on
+// its node, and those of the other pass their signals on; with "left" too, and the network loses them, since the last rank
+// has failed: its word comes just before they are lost.
 //        waiting lost|interrupted TIMEOUT_S NUM_RANKS: rank 0 has all others on other nodes and awaits rows of theirs, when
 // the network loses the last of them, or a signal comes.
 // Prints the code that ends the op, the peer that it is for, how long the op took, and how much of that were naps.
@@ -14,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../../cuda/device/exchange.h"
@@ -29,6 +32,7 @@ constexpr int64_t kSecond = 1'000'000'000, kLookNs = 50, kYieldNs = 500, kGpuNap
 struct Arrival {
   int64_t when;
   uint64_t *where, word;
+  int64_t frozen_ns = 0;  // before it
 };
 
 std::vector<Arrival> arrivals;
@@ -36,8 +40,10 @@ int64_t now_ns = kSecond, napped_ns = 0;
 
 void advance(int64_t ns) {
   now_ns += ns;
-  for (const Arrival& a : arrivals) {
-    if (now_ns >= a.when) *a.where = a.word;
+  for (Arrival& a : arrivals) {
+    if (now_ns < a.when) continue;
+    now_ns += std::exchange(a.frozen_ns, 0);
+    *a.where = a.word;
   }
 }
 
@@ -154,7 +160,9 @@ int main(int argc, char** argv) {
     const char* const colon = std::strchr(argv[i], ':');
     const auto late_ns = static_cast<int64_t>(std::atof(colon ? colon + 1 : argv[i]) * kSecond);
     if (colon) {
-      arrivals.push_back({now_ns + late_ns, &world.poison(0), poison_word(Code::kPeerTimeout, num_ranks - 1, 0)});
+      const int64_t frozen_ns = argv[i][0] == 'w' ? 10 * kSecond : 0;
+      const uint64_t word = poison_word(Code::kPeerTimeout, num_ranks - 1, 0);
+      arrivals.push_back({now_ns + late_ns, &world.poison(0), word, frozen_ns});
     } else {
       arrivals.push_back({now_ns + late_ns, &world.mailbox(0, Kind::kDispatch, i - 3).signal, 1});
     }

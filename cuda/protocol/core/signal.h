@@ -59,8 +59,9 @@ MOE_RT_FN constexpr Code poison_code(uint64_t word) { return Code(word & 0xffff)
 MOE_RT_FN constexpr int poison_origin(uint64_t word) { return int(word >> 16 & 0xffff) - 1; }
 MOE_RT_FN constexpr int poison_peer(uint64_t word) { return int(word >> 32 & 0xffff) - 1; }
 
-// Whether the word blames a rank for being late, which has itself waited for most of `timeout` by now. Then it is as late
-// as whomever it waits for makes it: of two that wait for each other's peers, the first whose time is over may be either.
+// Whether the word says that a rank is late which has itself waited for most of `timeout`. Then the one that it waits for
+// is to be named. A rank that stops half-way through announcing an op leaves some waiting in it, and others in the next op
+// for them: both times are over within a moment, and which of them is noticed first says nothing.
 template <class Time>
 MOE_RT_FN constexpr bool blames_who_waits(uint64_t word, int rank, Time waited, Time timeout) {
   return poison_code(word) == Code::kPeerTimeout && poison_peer(word) == rank && waited > timeout / 4 * 3;
