@@ -268,12 +268,11 @@ uint32_t Device::name_puts(const Lane& lane) {
 }
 
 std::string Device::describe(const Record& record) const {
-  // Of puts and copies, past_ has the launch that began to number them; later ones go on.
-  const auto& [entry, index, stream, owner, lane] = past_[record.moment.block];
+  const Past& past = past_[record.moment.block];  // of puts and copies, of the launch that began to number them
   const Site& site = *record.site;
-  return std::string(site.entry) + ", block " + std::to_string(index) + ", lane " +
-         std::to_string(lane < 0 ? record.moment.lane : lane) + ", stream " + std::to_string(stream) + ": `" +
-         site.text + "` in line " + std::to_string(site.line) + " of the entry, from " + site.where;
+  return std::string(site.entry) + ", block " + std::to_string(past.index) + ", lane " +
+         std::to_string(past.lane < 0 ? record.moment.lane : past.lane) + ", stream " + std::to_string(past.stream) +
+         ": `" + site.text + "` in line " + std::to_string(site.line) + " of the entry, from " + site.where;
 }
 
 void Device::fail(const Lane& lane, const std::string& what) {

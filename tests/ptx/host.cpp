@@ -148,7 +148,8 @@ void Device::free(void* address) {
   const Host host(*this);
   const auto begin = reinterpret_cast<uint64_t>(address);
   if (const Put* const put = dead_ ? nullptr : network.under_way_to(begin, memory.bytes_at(begin))) {
-    report_ = std::string("freed too early: memory to which a put is under way, of ") + past_[put->clock].entry->name;
+    report_ =
+        std::string("freed too early: memory to which a put is under way, of ") + past_[put->moment.block].entry->name;
     dead_ = true;
     ready_.clear();
     tell_hosts();
