@@ -104,7 +104,7 @@ class UcxPeer {
   void lose(const char* problem) {
     if (load_relaxed(lost_)) return;
     problem_ = problem;
-    getting_.clear(), putting_.clear();
+    getting_.clear();
     store_release(lost_, 1u);
     store_release(flushing_, 0u);
   }
@@ -148,7 +148,7 @@ class UcxPeer {
     while (!putting_.empty() && can_be_asked()) {
       const Putting put = putting_.front();
       if (going_bytes_ + put.bytes > kMostUnderWay) break;
-      putting_.pop_front();  // before it is sent: the peer may be lost then, and nothing be left
+      putting_.pop_front();
       send_put({.ask = Ask::kPut, .offset = put.offset, .bytes = put.bytes}, put.from);
     }
   }

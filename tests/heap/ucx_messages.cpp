@@ -181,6 +181,8 @@ void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = tru
   a.peers[1].connect(kApi, &b, 0, 7);
   static char asked[8];
   a.peers[1].get(0, asked, sizeof(asked));
+  static char more[kMostUnderWay];
+  a.peers[1].get(0, more, kMostUnderWay);  // of which the last part is not asked for yet
   a.peers[1].put(0, asked, sizeof(asked));
   a.peers[1].flush();
   const std::vector<char> before(a.segment, a.segment + kLayout.bytes);
@@ -224,7 +226,9 @@ int main() {
   refuse("post behind the mailboxes", from1(Ask::kPost, boxes + 4 * 128, sizeof(Header)), sizeof(Header));
   refuse("post between mailboxes", from1(Ask::kPost, boxes + 64, sizeof(Header)), sizeof(Header));
   refuse("post of half a header", from1(Ask::kPost, boxes, 8), 8);
-  refuse("answer to no get", from1(Ask::kGot, 0, 8, 2), 8);
+  refuse("answer to no get", from1(Ask::kGot, 0, 8, 9), 8);
+  const int64_t parts = (kMostUnderWay + most - 1) / most, last = kMostUnderWay - (parts - 1) * most;
+  refuse("answer to a get that is still to be asked", from1(Ask::kGot, 0, last, uint64_t(1 + parts)), uint64_t(last));
   refuse("answer of another length", from1(Ask::kGot, 0, 16, 1), 16);
   refuse("answer without its data", from1(Ask::kGot, 0, 8, 1), 0);
   refuse("flush of more than was put", from1(Ask::kFlushed, 0, 0, 2), 0);
