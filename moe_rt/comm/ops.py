@@ -11,6 +11,7 @@ graph can hold; where nobody does, `dispatch` and `combine` go straight to the e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from moe_rt.comm.gradients import (
     save_for_dispatch_backward,
     unwatched,
 )
+from moe_rt.comm.inductor import tells_inductor
 from moe_rt.config.row_format import RowFormat
 from moe_rt.errors import Op
 from moe_rt.native.engine import Engine, engine_by_id
@@ -109,7 +111,7 @@ def _combine_tokens_backward(grad_out: Tensor, recv_plan: Tensor, num_rows: int,
     return engine_by_id(engine).combine_tokens_backward(grad_out, recv_plan, num_rows, tag)
 
 
-for _name, _impl in {
+_implementations = {
     "dispatch": _dispatch,
     "dispatch_scaled": _dispatch_scaled,
     "combine": _combine,
@@ -117,12 +119,19 @@ for _name, _impl in {
     "dispatch_backward": _dispatch_backward,
     "combine_backward": _combine_backward,
     "combine_tokens_backward": _combine_tokens_backward,
-}.items():
+}
+for _name, _impl in _implementations.items():
     for _key in ("CPU", "CUDA"):  # the engine knows which machine it is
         _lib.impl(_name, _impl, _key)
+_ops = [getattr(torch.ops.moe_rt, _name).default for _name in _implementations]
 
 
-@torch.library.register_fake("moe_rt::dispatch", lib=_lib)
+def _fake(name: str) -> Callable[..., Any]:
+    register = torch.library.register_fake(f"moe_rt::{name}", lib=_lib)
+    return lambda shapes: register(tells_inductor(_ops, shapes))
+
+
+@_fake("dispatch")
 def _fake_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int, max_tokens: int | None = None
 ) -> tuple[Tensor, ...]:
@@ -137,7 +146,7 @@ def _fake_dispatch(
     )
 
 
-@torch.library.register_fake("moe_rt::dispatch_scaled", lib=_lib)
+@_fake("dispatch_scaled")
 def _(
     x: Tensor,
     scales: Tensor | None,
@@ -154,33 +163,33 @@ def _(
     return codes, *others, x.new_empty(recv_x.shape[0], row.num_scales, dtype=row.scales)
 
 
-@torch.library.register_fake("moe_rt::combine", lib=_lib)
+@_fake("combine")
 def _(y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int) -> Tensor:
     return y.new_empty(send_plan.shape[0], y.shape[1])
 
 
-@torch.library.register_fake("moe_rt::combine_out", lib=_lib)
+@_fake("combine_out")
 def _(
     y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
 ) -> None:
     return None
 
 
-@torch.library.register_fake("moe_rt::dispatch_backward", lib=_lib)
+@_fake("dispatch_backward")
 def _(
     grad_recv_x: Tensor, grad_recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int
 ) -> tuple[Tensor, Tensor]:
     return grad_recv_x.new_empty(send_plan.shape[0], grad_recv_x.shape[1]), grad_recv_weights.new_empty(send_plan.shape)
 
 
-@torch.library.register_fake("moe_rt::combine_backward", lib=_lib)
+@_fake("combine_backward")
 def _(
     grad_out: Tensor, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, engine: int, tag: int
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(y), torch.empty_like(recv_weights)
 
 
-@torch.library.register_fake("moe_rt::combine_tokens_backward", lib=_lib)
+@_fake("combine_tokens_backward")
 def _(grad_out: Tensor, recv_plan: Tensor, num_rows: int, engine: int, tag: int) -> Tensor:
     return grad_out.new_empty(num_rows, grad_out.shape[1])
 

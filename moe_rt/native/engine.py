@@ -64,8 +64,9 @@ class Engine(Dispatching):
             vector_bytes=self.vector_bytes,
         )
         self._windows: TokenWindows | None = None  # once a producer has asked
-        # Compilers keep graphs on disk by their text, in which this number is all that tells what shapes an op returns.
-        shapes = repr((spec.hash(), rank, self.capacity, self.plan_ints)).encode()
+        # Compilers keep graphs on disk by their text, in which this number is all that tells what shapes an op returns,
+        # and that graphs made before compilers kept all ops are others.
+        shapes = repr((spec.hash(), rank, self.capacity, self.plan_ints, "all ops kept")).encode()
         self.id = next(_ids) << 32 | zlib.crc32(shapes)
         _engines[self.id] = self
 

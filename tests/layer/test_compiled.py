@@ -1,0 +1,27 @@
+"""Compiled models on ranks with different numbers of tokens, none among them: every op runs, in the program's order.
+
+A compiler sees that outputs for no tokens are empty. What makes Inductor keep the ops is moe_rt/comm/inductor.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cases_compiled as cases
+import pytest
+from harness import Ranks
+from torch import Tensor
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda shape: shape.__name__)
+def test_a_rank_without_tokens(make_ranks: MakeRanks, shape: Callable[[cases.Model, Tensor], Tensor]) -> None:
+    """A rank that dropped an op, or ran two the other way round, would make all raise CallOrderMismatch."""
+    assert max(make_ranks("shm", 2).run(cases.worst_difference, shape, [0, 9])) < 1e-4
+
+
+def test_ops_that_write_what_they_are_given(make_ranks: MakeRanks) -> None:
+    for outputs in make_ranks("shm", 2).run(cases.written_outputs, [0, 9]):
+        for off in outputs:
+            assert not len(off) or float(off.abs().max()) < 1e-5
