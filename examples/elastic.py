@@ -50,3 +50,4 @@ with tempfile.TemporaryDirectory() as directory:
     [rank.join() for rank in ranks]
     assert [rank.exitcode for rank in ranks] == [0, -9, 0]
     assert (out / "checkpoints" / "step-00000060").is_dir()
+    print("rank 1 was killed; ranks 0 and 2 went on from the checkpoint to step 60")

@@ -11,3 +11,5 @@ with Buffer(None, **sizes) as buffer:  # None: the default process group, or a s
     recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
     y = recv_x  # your experts: rows of expert e end at handle.offs[e]
     out = buffer.combine(y, recv_weights, handle)
+    print(f"{len(x)} tokens became {int(handle.offs[-1])} rows; rows of each expert end at {handle.offs.tolist()}")
+    print(handle)

@@ -14,3 +14,4 @@ x = torch.randn(4, 32, 64, requires_grad=True)
 out, aux = model(x)  # rows travel and experts compute in autocast's dtype, or the model's
 (out.square().mean() + aux.loss).backward()
 assert out.shape == x.shape
+print(f"{x.shape[:2].numel()} tokens visited 2 of 8 experts each; auxiliary loss {aux.loss.item():.4f}")

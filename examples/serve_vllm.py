@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
+from contextlib import ExitStack, suppress
 
 SETTINGS = {"MOE_RT_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 SETTINGS |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -48,10 +50,21 @@ def answer(model: str, rank: int, size: int, port: int) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in answers]
 
 
+def free_port() -> int:
+    """Return the first of ten consecutive free ports, which vLLM's ranks meet on, one after the other.
+
+    They are below those that the kernel gives to connections (32768 on), which could get one before vLLM does.
+    """
+    while True:
+        first = random.randrange(20000, 32000)
+        with ExitStack() as servers, suppress(OSError):
+            for port in range(first, first + 10):
+                servers.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
 def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     start = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as model, start.Pool(1 + RANKS, maxtasksperchild=1) as engines:
         engines.apply(save_model, (model,))

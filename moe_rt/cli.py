@@ -6,7 +6,8 @@ from importlib import import_module
 
 import click
 
-_HOMES = {"info": "moe_rt.info"} | {name: f"moe_rt.{name}.cli" for name in ("bench", "chaos", "gpucheck", "nodes")}
+_HOMES = {name: f"moe_rt.{name}.cli" for name in ("bench", "chaos", "gpucheck", "nodes")}
+_HOMES |= {"docs": "moe_rt.pages", "info": "moe_rt.info"}
 
 
 class _Commands(click.Group):

@@ -9,6 +9,7 @@ writes into memory that nobody reads any more.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded
-from moe_rt.heap.meeting import reaching_store
+from moe_rt.heap.board import reaching_store
 from moe_rt.heap.processes import Watch, place, watch
 from moe_rt.heap.rendezvous import StoreRendezvous, all_gather_records
 from moe_rt.heap.segments import all_or_none
@@ -46,8 +47,10 @@ class ElasticGroup:
         self._rank, self._store = dist.get_rank(), _default_store()
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout
         self._attempts = 0
-        here, rendezvous = place(), StoreRendezvous(group)
-        places = all_gather_records(rendezvous, here, timeout_s)
+        here, rendezvous = {**place(), "name": secrets.token_hex(8)}, StoreRendezvous(group)
+        places = all_gather_records(rendezvous, here, timeout_s, "learn of its peers' processes")
+        # What is decided in this group: a job that was started anew finds in its store what the one before had decided.
+        self._name = str(places[0].get("name"))
         self._watches: list[Watch | None] = []  # None for a rank elsewhere: only its silence tells
 
         def watch_all() -> dict[str, Any]:
@@ -76,7 +79,7 @@ class ElasticGroup:
             PeerTimeout: a rank that had left its mark ended before the new group was made.
         """
         self._attempts += 1
-        store = PrefixStore(f"moe_rt/survivors/{self._attempts}", self._store)
+        store = PrefixStore(f"moe_rt/survivors/{self._name}/{self._attempts}", self._store)
         if dist.is_initialized():
             dist.destroy_process_group()
         with reaching_store(self._rank):

@@ -2,7 +2,7 @@
 
 Refusals (bad input, overflow) are raised by every rank in the same op, and the buffer can be used again. Failures (a
 dead or silent peer, ranks that disagree) end the group: every later op raises `GroupPoisoned` or the same failure.
-A message ends with the section of docs/errors.md that says what to do.
+A message ends with the command that shows the section of docs/errors.md which says what to do.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class MoeRtError(RuntimeError):
 
     def __str__(self) -> str:
         text, named = super().__str__(), next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        section = f"(docs/errors.md#{named.__name__.lower()})"
+        section = f"(moe-rt docs errors#{named.__name__.lower()})"
         return text if text.endswith(section) else f"{text} {section}"  # a peer's may be part of the message
 
 

@@ -10,7 +10,8 @@ from moe_rt.errors import MissingPackage
 
 
 def how_to_install(extra: str) -> str:
-    return f"pip install 'moe_rt[{extra}]'"
+    """The command that adds an extra; no package index has moe_rt, so it names the checkout or the wheel."""
+    return f"pip install '.[{extra}]' in moe_rt's checkout, or 'WHEEL[{extra}]' with the path of its wheel"
 
 
 def cuda_extra() -> str:

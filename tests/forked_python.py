@@ -12,6 +12,7 @@ import atexit
 import functools
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -23,8 +24,11 @@ from pathlib import Path
 
 LIMIT_S = 3000.0  # of hangs alone
 SERVER = Path(__file__).with_name("python_server.py")
-# Stands for a program, which it hands signals to and ends like; where it is killed, the program is.
-COMMAND = """#!{python} -IS
+# Stands for a program, which it hands signals to and ends like; where it is killed, the program is. The shell's line is
+# a text to Python: the kernel takes no path with spaces after #!, nor a long one.
+COMMAND = """#!/bin/sh
+'''exec' {quoted} -IS "$0" "$@"
+'''
 import json, os, signal, socket, sys
 name = os.path.basename(sys.argv[0])
 words = [*([] if name == "python" else [os.path.join({binaries!r}, name)]), *sys.argv[1:]]
@@ -101,6 +105,13 @@ def commands() -> Path:
     binaries = str(Path(sys.executable).parent)
     for name in ("python", "torchrun", "moe-rt"):
         command = directory / name
-        command.write_text(COMMAND.format(python=sys.executable, binaries=binaries, path=str(directory / "socket")))
+        command.write_text(
+            COMMAND.format(
+                quoted=shlex.quote(sys.executable),
+                python=sys.executable,
+                binaries=binaries,
+                path=str(directory / "socket"),
+            )
+        )
         command.chmod(0o755)
     return directory

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_rt.heap import thread_ranks
 from moe_rt.heap.groups import rendezvous_of
-from moe_rt.testing import process_ranks, thread_ranks
+from moe_rt.testing import process_ranks
 from moe_rt.testing.channel import Channel
 
 CASE_TIMEOUT_S = 2400.0  # of hangs alone: on a busy machine a cold compiler takes more than ten minutes
@@ -74,7 +75,7 @@ class ProcessRanks(Ranks):
     def __init__(self, size: int) -> None:
         self.size = size
         # A port, not a file: a rank may have given up the rights to a directory.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._ranks = process_ranks.ProcessRanks(in_server=True)
         self._hang = False
         self._lives = 0
@@ -122,7 +123,7 @@ class ProcessRanks(Ranks):
         del self._store
 
 
-def _serve(channel: Channel, rank: int, size: int, port: int, life: str, host: str = "127.0.0.1") -> None:
+def _serve(channel: Channel, rank: int, size: int, port: int, life: str, host: str = "localhost") -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     faulthandler.register(TELL_STACKS, all_threads=True)

@@ -32,7 +32,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 # The rooms of moe_rt and what lies beside them, lowest level first: each imports from below, and nothing of its level.
 ORDER = (
     "_engine errors < extras faults config < heap < diagnostics elastic < native < kernels < comm < nn"
-    " < parallel integrations < testing < nodes < bench chaos gpucheck info train"
+    " < parallel integrations < testing < nodes < bench chaos gpucheck info pages train"
 )
 LEVEL = {name: level for level, names in enumerate(ORDER.split(" < ")) for name in names.split()}
 OUTSIDE_THE_ORDER = ("__init__", "__main__", "cli")

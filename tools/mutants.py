@@ -121,7 +121,7 @@ def touched(root: Path, ref: str) -> set[str]:
         print(f"there is no {ref} here: nothing is taken for changed")
         return set()
     listed = subprocess.run([*git, "diff", "--name-only", ref], check=True, stdout=subprocess.PIPE, text=True)
-    return set(listed.stdout.split())
+    return set(listed.stdout.splitlines())
 
 
 def in_share(name: str, share: str) -> bool:

@@ -62,7 +62,7 @@ class ScratchTree:
         """Builds the engine of this tree's sources as they are now; every source includes `header` first."""
         (self._beside / "first.h").write_text(header)
         installed = self._beside / "installed"
-        flags = f"{os.environ.get('CXXFLAGS', '')} -include {self._beside / 'first.h'}"
+        flags = f"{os.environ.get('CXXFLAGS', '')} -include '{self._beside / 'first.h'}'"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(installed), "."]
         subprocess.run(command, cwd=self.root, env={**os.environ, "CXXFLAGS": flags}, check=True)
         self._take_engine((installed / "moe_rt").glob("_engine*.so"))
@@ -120,6 +120,6 @@ class ScratchTree:
         code = "import moe_rt, moe_rt._engine as e; print(moe_rt.__file__); print(e.__file__)"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=self._environment(), cwd="/", check=True, stdout=subprocess.PIPE, text=True)
-        for file in map(Path, done.stdout.split()):
+        for file in map(Path, done.stdout.splitlines()):
             if not file.resolve().is_relative_to(self.root.resolve()):
                 raise RuntimeError(f"Python imports {file}, expected a file under {self.root}")

@@ -28,6 +28,8 @@ class _Named(type):
         return _named(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__ == "get_current_target":  # SGLang asks Triton for its device, and takes an error for "CPU"
+            raise RuntimeError("a stand-in for Triton has no device")
         return args[0] if args and isinstance(args[0], FunctionType) else cls
 
 

@@ -1,31 +1,56 @@
-"""A hook of mkdocs: links that leave docs/ become plain names of files, since the site has no copy of the sources.
+"""A hook of mkdocs: the documents beside docs/ become pages of the site, and links between them and docs/ lead there.
 
-tools/check_tree.py holds that those links point at files of the tree; mkdocs in strict mode holds all others.
+Links to anything else become plain names of files, since the site has no copy of the sources. tools/check_tree.py holds
+that all of them point at files of the tree; mkdocs in strict mode holds those within the site.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)#\s]*)(#[^)\s]*)?\)")
+ROOT = Path(__file__).resolve().parents[1]
+# Where they are on the site. Elsewhere a README would be an index, and two pages are about security.
+BESIDE = {f"{name}.md": f"project/{name.lower()}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")}
+SOURCES = {page: source for source, page in BESIDE.items()}
+LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]+)\]\((?!\w+:|#)(?P<link>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 FENCED = re.compile(r"^([ \t]*(`{3,}|~{3,}).*?^[ \t]*\2[ \t]*)$", re.DOTALL | re.MULTILINE)
+NAMED = re.compile(r"(?<![\w/.>\"])docs/((?:\w+/)*\w+)\.md")
 
 
-def plain_links(markdown: str, page: str) -> str:
-    """`markdown` of the page docs/`page`, where links out of docs/ name the file that they point at."""
+def site_links(markdown: str, page: str) -> str:
+    """`markdown` of the site's page `page`, with links to other pages of the site and names of all other files."""
+    source = SOURCES.get(page, f"docs/{page}")
 
-    def name(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), match[2]))
-        if target.startswith("docs/") or target == "docs":
-            return match[0]
-        text = match[1].strip("`")
-        return f"`{target}`" if target.endswith(text) else f"{match[1]} (`{target}`)"
+    def lead(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match["link"]))
+        if target in BESIDE or target.startswith("docs/"):
+            there = posixpath.relpath(BESIDE.get(target, target.removeprefix("docs/")), posixpath.dirname(page) or ".")
+            return f"{match['image']}[{match['text']}]({there}{match['anchor'] or ''})"
+        text = match["text"].strip("`")
+        return f"`{target}`" if target.endswith(text) else f"{match['text']} (`{target}`)"
 
     parts = FENCED.split(markdown)  # text, block, its fence, text, ...
-    return "".join(LINK.sub(name, part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 != 2)
+    return "".join(LINK.sub(lead, part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 != 2)
+
+
+def on_files(files: Any, *, config: Any, **_: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for source, page in BESIDE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    return plain_links(markdown, page.file.src_uri)
+    return site_links(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Docstrings name pages as files; on the site of the reference each is a link."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    up = "../" * page.url.count("/")
+    return NAMED.sub(lambda match: f'<a href="{up}{match[1]}/">{match[0]}</a>', html)

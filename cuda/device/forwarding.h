@@ -37,7 +37,7 @@ class NodeSignals : public RdmaSignals<Net> {
   MOE_RT_FN void pass_on(const World& w, int to, int source, uint64_t seq) const {
     const Header& header = w.mailbox(w.rank, kKind, source).header[seq & 1];
     if constexpr (kKind == Kind::kDispatch) {  // to a neighbour
-      post(w.mailbox(to, kKind, source), header);
+      post(w.mailbox(to, kKind, source), read_once(header));
       return;
     }
     network_fence();
@@ -173,7 +173,7 @@ struct Forwarding {
     const char* const there = m.links.memory.segment;
     const auto lists = RouteLists<Acc>::view(w, source, window);
     const bool at_once = lists_in_one_trip(w);
-    m.links.net.get(m.block(), lists.counts, there + o.counts, (at_once ? o.tokens : o.pulls) - o.counts, source);
+    m.links.net.get(m.block(), lists.counts.start, there + o.counts, (at_once ? o.tokens : o.pulls) - o.counts, source);
     network_fence();
     if (at_once) return;
     m.block().sync();
@@ -184,9 +184,9 @@ struct Forwarding {
       const int64_t pull = lists.pull_offs[r], copy = lists.copy_offs[r];
       while (r + 1 < w.shape.num_ranks && is_near(r + 1)) ++r;
       const int64_t pulls_end = lists.pull_offs[r + 1], copies_end = lists.copy_offs[r + 1];
-      fetch_entries(m, lists.pulls, there + o.pulls, pull, pulls_end, tokens * w.shape.num_visits(), source);
-      fetch_entries(m, lists.copies, there + o.copies, copy, copies_end, most_copies, source);
-      fetch_entries(m, lists.weights, there + o.weights, copy, copies_end, most_copies, source);
+      fetch_entries(m, lists.pulls.start, there + o.pulls, pull, pulls_end, tokens * w.shape.num_visits(), source);
+      fetch_entries(m, lists.copies.start, there + o.copies, copy, copies_end, most_copies, source);
+      fetch_entries(m, lists.weights.start, there + o.weights, copy, copies_end, most_copies, source);
     }
     network_fence();
   }

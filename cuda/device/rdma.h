@@ -164,15 +164,15 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
     block.sync();
     if (!announced) continue;
     const auto lists = RouteLists<Acc>::view(w, source, window);
-    m.links.net.get(block, lists.counts, there + o.counts, o.pulls - o.counts, source);
+    m.links.net.get(block, lists.counts.start, there + o.counts, o.pulls - o.counts, source);
     network_fence();
     block.sync();
     const int64_t pull = lists.pull_offs[w.rank], pulls_end = lists.pull_offs[w.rank + 1];
     const int64_t copy = lists.copy_offs[w.rank], copies_end = lists.copy_offs[w.rank + 1];
     const int64_t tokens = w.shape.num_max_tokens, most_copies = tokens * w.shape.num_topk;
-    fetch_entries(m, lists.pulls, there + o.pulls, pull, pulls_end, tokens * w.shape.num_visits(), source);
-    fetch_entries(m, lists.copies, there + o.copies, copy, copies_end, most_copies, source);
-    fetch_entries(m, lists.weights, there + o.weights, copy, copies_end, most_copies, source);
+    fetch_entries(m, lists.pulls.start, there + o.pulls, pull, pulls_end, tokens * w.shape.num_visits(), source);
+    fetch_entries(m, lists.copies.start, there + o.copies, copy, copies_end, most_copies, source);
+    fetch_entries(m, lists.weights.start, there + o.weights, copy, copies_end, most_copies, source);
   }
   network_fence();
 }

@@ -161,6 +161,7 @@ NB_MODULE(_engine, m) {
           },
           nb::kw_only(), nb::arg("tensor"), nb::arg("shape"), nb::arg("elem"), nb::arg("plan_ints"), nb::arg("on_cuda"),
           nb::arg("device_index"), nb::arg("vector_bytes"))
+      .def("avoid", &TensorReader::avoid, nb::kw_only(), nb::arg("begin"), nb::arg("end"))
       .def("dispatch", &TensorReader::dispatch, nb::arg().none(), nb::arg().none(), nb::arg().none(),
            nb::sig("def dispatch(self, x: object, topk_idx: object, topk_weights: object, /) -> int"))
       .def("combine", &TensorReader::combine, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),

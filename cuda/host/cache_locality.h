@@ -33,7 +33,7 @@ class CacheLocality {
     const int64_t first = lists.pull_offs[w.rank], end = lists.pull_offs[w.rank + 1];
     // The source's word, which nobody has judged yet.
     if (first < 0 || end <= first || end > int64_t{w.shape.num_max_tokens} * w.shape.num_visits()) return false;
-    const double ns = time_line(lists.pulls + first, end - first);
+    const double ns = time_line(lists.pulls.start + first, end - first);
     double& known = line_latency_ns_[peer_];
     known = known > 0 ? std::min(ns, kRise * known) : ns;
     return true;

@@ -44,7 +44,6 @@ Engine::Engine(EngineConfig config)
   if (num_mapped_ < num_ranks) reach_far();
   const int lanes = config_.num_lanes;
   lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
-  copy_cursors_.resize(int64_t{lanes} * num_ranks);
   blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
   lane_fault_.resize(lanes);
   scratch_rows_.resize(lanes * kScratchRows * shape.row_bytes() / kRowAlign);

@@ -164,7 +164,7 @@ class Engine {
   FarPeers* far_peers_ = nullptr;
   Forwarder* forwarder_ = nullptr;
   int num_mapped_;
-  std::vector<int32_t> lane_counters_, copy_cursors_, blocks_;
+  std::vector<int32_t> lane_counters_, blocks_;
   std::vector<int64_t> lane_fault_;
   int64_t needed_rows_ = 0;
   struct alignas(kRowAlign) Line {

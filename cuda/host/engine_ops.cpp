@@ -68,8 +68,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
     coop.sync();
     if (header.status != Code::kOk) return;
     with_ids([&](const auto* ids) {
-      write_lists(coop, dims_, world_, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters,
-                  copy_cursors_.data() + int64_t{coop.rank()} * world_.shape.num_ranks, lists, a.send_plan);
+      write_lists(coop, dims_, world_, ids, static_cast<const Acc*>(a.topk_weights), a.num_tokens, counters, lists,
+                  a.send_plan);
     });
     const auto publish = [&](const auto& rows) {
       publish_rows(coop, world_, window, static_cast<const char*>(a.x), a.num_tokens, rows);
@@ -115,10 +115,10 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
       take(row_ops<Acc>(num_rows, stream_from_.received, dims_.dispatch_codec()));
     }
     coop.sync();
-    if (coop.rank() == 0) {
-      const int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
-      if (peer >= 0) status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = int32_t(peer)};
-    }
+    if (coop.rank() != 0) return;
+    int64_t peer = *std::max_element(lane_fault_.begin(), lane_fault_.end());
+    if (peer < 0) peer = unshared_copies(world_, blocks, out.plan);
+    if (peer >= 0) status = {.code = Code::kCorruptPeer, .phase = Phase::kGather, .peer = int32_t(peer)};
   };
   const int64_t row_bytes = a.scaled.code_bytes ? RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes()
                                                 : row_ops<Acc>(0, 0, dims_.dispatch_codec()).encoded_row_bytes();
@@ -156,9 +156,10 @@ bool Engine::out_overlaps_rows(const CombineArgs& a) const {
 
 template <class Acc>
 Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
-  const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const Status judged = judge(a.op, plan, a.send_plan, a);
   if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
+  plan.judged = true;
   const Codec codec = a.op == Op::kCombine ? dims_.combine_codec() : Codec::kRaw;
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
@@ -203,9 +204,10 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
 
 template <class Acc>
 Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
-  const RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
+  RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const Status judged = judge(Op::kCombineBackward, plan, nullptr, a);
   if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
+  plan.judged = true;
   const auto send = [&](const auto& coop, int window, Header&) {
     publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
                  row_ops<Acc>(a.num_tokens, stream_from_.published, Codec::kRaw));

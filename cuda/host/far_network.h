@@ -110,9 +110,9 @@ class FarNetwork {
     const int64_t tokens = w.shape.num_max_tokens;
     const int64_t pull = here.pull_offs[rank], pulls_end = here.pull_offs[rank + 1];
     const int64_t copy = here.copy_offs[rank], copies_end = here.copy_offs[rank + 1];
-    get_entries(network_, source, o.pulls, here.pulls, pull, pulls_end, tokens * w.shape.num_visits());
-    get_entries(network_, source, o.copies, here.copies, copy, copies_end, tokens * w.shape.num_topk);
-    get_entries(network_, source, o.weights, here.weights, copy, copies_end, tokens * w.shape.num_topk);
+    get_entries(network_, source, o.pulls, here.pulls.start, pull, pulls_end, tokens * w.shape.num_visits());
+    get_entries(network_, source, o.copies, here.copies.start, copy, copies_end, tokens * w.shape.num_topk);
+    get_entries(network_, source, o.weights, here.weights.start, copy, copies_end, tokens * w.shape.num_topk);
   }
 
  private:

@@ -45,7 +45,7 @@ class Forwarder : public FarNetwork {
   Status pass_on(const World& w, const Header& own, HostIdle& idle) {
     const Kind kind = kind_of(op_of(own));
     const auto header_of = [&](int source) {
-      return source == w.rank ? own : w.mailbox(w.rank, kind, source).header[own.seq & 1];
+      return source == w.rank ? own : read_once(w.mailbox(w.rank, kind, source).header[own.seq & 1]);
     };
     if (kind == Kind::kDispatch) {
       // SYNC POINT signal, passed on: post releases what was staged, and pairs with wait_signal. That this rank has heard

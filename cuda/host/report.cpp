@@ -29,7 +29,7 @@ SegmentHeader read_segment_header(const char* segment, int64_t num_bytes) {
   const auto& mapped = *reinterpret_cast<const SegmentHeader*>(segment);
   expect(load_acquire(mapped.magic) == kSegmentHeaderMagic, "magic", int64_t(load_relaxed(mapped.magic)),
          "a segment header");
-  const SegmentHeader p = mapped;
+  const SegmentHeader p = read_once(mapped);
   expect(p.version == kSegmentHeaderVersion, "version", p.version, std::to_string(kSegmentHeaderVersion));
   expect(p.num_ranks > 0 && p.num_ranks < kMostRanks, "ranks", p.num_ranks, "1 to " + std::to_string(kMostRanks - 1));
   expect(p.rank >= 0 && p.rank < p.num_ranks, "rank", p.rank, "one of " + std::to_string(p.num_ranks));

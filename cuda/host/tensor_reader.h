@@ -49,6 +49,9 @@ class TensorReader {
     if (found->major == kMajor) read_ = found->read;
   }
 
+  // Tensors in this memory are not plain from now on: ops write it, and Python decides which may be there all the same.
+  void avoid(uintptr_t begin, uintptr_t end) { avoided_begin_ = begin, avoided_end_ = end; }
+
   // x [T, H], topk_idx [T, K] and topk_weights [T, K]: T, or -1 where one of them is not plain.
   int64_t dispatch(nb::handle x, nb::handle topk_idx, nb::handle topk_weights) const {
     Found rows, ids, weights;
@@ -101,7 +104,7 @@ class TensorReader {
     return t.ndim == 2 && t.shape[1] == columns && t.dtype == dtype;
   }
 
-  // Dense, on this device and contiguous; strides of dimensions with one entry mean nothing.
+  // Dense, on this device, contiguous and not where it is to be avoided; strides of dimensions with one entry mean nothing.
   bool lies_here(nb::handle tensor, Found& t) const {
     if (!read_) return false;
     if (read_(tensor.ptr(), &t) != 0) {
@@ -114,7 +117,8 @@ class TensorReader {
       if (t.shape[i] != 1 && t.strides[i] != size) return false;
       size *= t.shape[i];
     }
-    return true;
+    const auto at = reinterpret_cast<uintptr_t>(t.data);
+    return at >= avoided_end_ || at + size * t.dtype.bits / 8 <= avoided_begin_;
   }
 
   // What memory holds is also what torch shows: no sign is owed, and zeros are really there.
@@ -137,6 +141,7 @@ class TensorReader {
   int64_t plan_ints_;
   nb::dlpack::device device_;
   int64_t vector_bytes_;
+  uintptr_t avoided_begin_ = 0, avoided_end_ = 0;
   int (*read_)(PyObject*, Found*) = nullptr;
 };
 

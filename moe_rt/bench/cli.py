@@ -54,7 +54,7 @@ def _size(name: str, what: str) -> Any:
 @click.option(
     "--op",
     type=click.Choice([*OPS, serving.OP]),
-    help="pair is dispatch and combine; serve is vLLM, see docs/benchmarks.md; default: the case's.",
+    help="pair is dispatch and combine; serve is vLLM, see `moe-rt docs benchmarks`; default: the case's.",
 )
 @_size("ranks", "Ranks, each on a core of its own while there are enough")
 @_size("tokens", "Tokens per rank")

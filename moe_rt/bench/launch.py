@@ -20,10 +20,11 @@ from moe_rt.bench.cases import Case
 from moe_rt.bench.rank import Job
 from moe_rt.bench.world import barrier_bytes
 from moe_rt.heap import ucx
+from moe_rt.heap.thread_ranks import ENVIRONMENT as SHARED_GPU
 from moe_rt.nodes.cluster import Cluster
+from moe_rt.nodes.own_cluster import OwnCluster
 from moe_rt.testing.endings import Signals
 from moe_rt.testing.programs import ONE_HOST, Program, running, wait
-from moe_rt.testing.thread_ranks import ENVIRONMENT as SHARED_GPU
 
 # glibc then keeps freed memory, in huge pages where it may. By default it returns every large tensor to the kernel, and
 # all that allocate per call spend most of their time on page faults; on a GPU torch's caching allocator sees to this.
@@ -84,7 +85,7 @@ def _nodes(case: Case) -> Iterator[Cluster | None]:
     if not case.nodes:
         yield None
         return
-    cluster = Cluster(f"bench_{os.getpid()}")
+    cluster = OwnCluster("bench")
     cluster.up(case.nodes, case.rate or None)
     with cluster:
         yield cluster

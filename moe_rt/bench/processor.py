@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rt.heap.thread_ranks import torch_device
 from moe_rt.native.cpu import cache_bytes
-from moe_rt.testing.thread_ranks import torch_device
 
 
 class Processor:

@@ -1,8 +1,9 @@
-"""The report: one HTML page that holds its figures, and the document it was made from."""
+"""The report: one HTML page that holds its figures, and beside it the document it was made from, a table and plots."""
 
 from __future__ import annotations
 
 import base64
+import csv
 import html
 import io
 from pathlib import Path
@@ -39,28 +40,47 @@ SETTINGS = {
 
 
 def write_report(document: dict[str, Any], directory: Path) -> Path:
-    """Writes results.json and then, made from it, index.html; returns the page's path."""
+    """Writes results.json and then, made from it, results.csv, the plots as SVG and index.html; returns its path."""
     make_directory(directory)
     write_document(document, directory / "results.json")
+    with (directory / "results.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(table(document["runs"]))
     page = directory / "index.html"
-    page.write_text(_page(document), encoding="utf-8")
+    page.write_text(_page(document, directory), encoding="utf-8")
     return page
 
 
-def _page(document: dict[str, Any]) -> str:
+def table(runs: list[dict[str, Any]]) -> list[list[Any]]:
+    """A head, and a row for each run and contestant: the case's fields, then what was measured."""
+    times = [(kind, part) for kind in ("isolated_us", "free_running_us") for part in ("p50", "p90", "p99")]
+    rates = ["logical_gbps", "physical_gbps"]
+    head = [*runs[0]["case"], "contestant", "phase", *(f"{kind}_{part}" for kind, part in times), *rates, "output"]
+    rows = [
+        [*run["case"].values(), result["contestant"], result["phase"]]
+        + [result[kind].get(part) for kind, part in times]
+        + [*(result[rate] for rate in rates), "wrong" if result["errors"] else "ok"]
+        for run in runs
+        for result in run["results"]
+    ]
+    return [head, *rows]
+
+
+def _page(document: dict[str, Any], directory: Path) -> str:
     runs = document["runs"]
     parts = [f'<p class="headline">{html.escape(text)}</p>' for text in headline(document)]
     if "slopes" in document:
-        parts.append(_section("Time over tokens", plots.over_tokens(runs, document["slopes"])))
+        plot = plots.over_tokens(runs, document["slopes"])
+        parts.append(_section("Time over tokens", plot, directory / "over_tokens.svg"))
     else:
-        parts.append(_section("Medians", plots.medians(runs)))
+        parts.append(_section("Medians", plots.medians(runs), directory / "medians.svg"))
     parts.append("<h2>All figures</h2>")
     parts.extend(_run(run) for run in runs)
     observed = [run for run in runs if "breakdown" in run.get("moe_rt", {})]
     if observed:
-        parts.append(_section("Where moe_rt's time goes", plots.breakdown(observed)))
-        shown = observed[-1:] if "slopes" in document else observed
-        parts.extend(_section(f"Who waits for whom: {plots.label(run)}", plots.waits(run)) for run in shown)
+        parts.append(_section("Where moe_rt's time goes", plots.breakdown(observed), directory / "breakdown.svg"))
+        for number, run in enumerate(observed[-1:] if "slopes" in document else observed, start=1):
+            title = f"Who waits for whom: {plots.label(run)}"
+            parts.append(_section(title, plots.waits(run), directory / f"waits-{number}.svg"))
     parts.append("<h2>How it was measured</h2>")
     parts.append(_facts({SETTINGS[name]: _in_words(value) for name, value in document["settings"].items()}))
     parts.append(_facts(document["machine"]))
@@ -71,7 +91,9 @@ def _page(document: dict[str, Any]) -> str:
     )
 
 
-def _section(title: str, figure: Figure) -> str:
+def _section(title: str, figure: Figure, beside: Path) -> str:
+    """The figure for the page, and as a file of its own, which can be made larger and changed."""
+    figure.savefig(beside, metadata={"Date": None})
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
     data = base64.b64encode(png.getvalue()).decode()

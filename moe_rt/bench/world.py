@@ -19,7 +19,7 @@ from moe_rt.bench.processor import Processor
 from moe_rt.errors import PeerTimeout
 from moe_rt.heap.groups import Group
 from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
-from moe_rt.testing.thread_ranks import ThreadRanks
+from moe_rt.heap.thread_ranks import ThreadRanks
 
 TIMEOUT_S = 600.0
 LINE = 8  # 64-bit words of a cache line, so that each rank polls words that only their owner writes
@@ -118,7 +118,7 @@ def run_threads(
     """Runs `work` on `size` ranks that are threads, and raises what the first of them raised.
 
     Args:
-        device, reserve_bytes: what the ranks share, as for `testing.thread_ranks.ThreadRanks`.
+        device, reserve_bytes: what the ranks share, as for `heap.thread_ranks.ThreadRanks`.
     """
     shared = mmap.mmap(-1, barrier_bytes(size))
 

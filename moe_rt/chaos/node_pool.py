@@ -14,6 +14,7 @@ from typing import Any
 from moe_rt.chaos.rank_pool import STORE, RankPool
 from moe_rt.heap import ucx
 from moe_rt.nodes.cluster import Cluster
+from moe_rt.nodes.own_cluster import OwnCluster
 from moe_rt.nodes.run import fork_into
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.forking import Work
@@ -37,7 +38,7 @@ class NodePool(RankPool):
         self._num_meetings = 0  # of each rank, added up
         self.nodes = tuple(nodes)
         self.node_of = [node for node, number in enumerate(nodes) for _ in range(number)]
-        self.cluster = Cluster(f"chaos_{os.getpid()}")
+        self.cluster = OwnCluster("chaos")
         self.cluster.up(len(nodes) + 1)
         try:
             super().__init__(len(self.node_of), self.cluster.address(len(nodes)))

@@ -29,7 +29,7 @@ class RankPool(ProcessRanks):
 
     far = False  # whether some are on other hosts
 
-    def __init__(self, size: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, size: int, host: str = "localhost") -> None:
         super().__init__()
         self.size, self.board = size, Board(size)
         self._sessions, self._host = 0, host

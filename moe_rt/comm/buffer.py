@@ -16,6 +16,7 @@ from moe_rt.comm import ops
 from moe_rt.comm.agreement import agree
 from moe_rt.comm.handle import Handle
 from moe_rt.comm.observed import Observed
+from moe_rt.comm.replicas import refuse_replicated_experts
 from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout, Route
 from moe_rt.config.placement import Placement
 from moe_rt.config.spec import BufferSpec
@@ -35,8 +36,8 @@ class Buffer(Observed):
 
     Args:
         group: a ProcessGroup, a DeviceMesh of one dimension, or of two, nodes and the ranks of a node, a ThreadGroup
-            (ranks are threads), or None for the default group, or for a single rank where torch.distributed is not
-            initialised and no launcher has started others; ThreadGroup.make(1)[0] is a single rank everywhere.
+            (ranks are threads), or None: the default group, or a single rank where torch.distributed is not initialised
+            and no launcher has started others; ThreadGroup.make(1)[0] is a single rank everywhere.
         num_max_tokens_per_rank: the most tokens a rank will dispatch at once; the same on every rank.
         hidden: elements of a row (H).
         num_topk: entries of topk_idx for each token (K).
@@ -50,8 +51,7 @@ class Buffer(Observed):
             and `handle.row_experts` tell it from rows.
         heap: "shm" (ranks are processes of one host), "ucx" (of several), "threads", "nvshmem" or "gin" (with a
             GPU each), "loopback" (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
-        capacity_factor: None sizes recv_x for the worst case, so that it cannot overflow; otherwise for this multiple
-            of a perfectly balanced load.
+        capacity_factor: None sizes recv_x for the worst case, which cannot overflow; else this many balanced loads.
         overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered;
             "drop" the last rows in the order expert, source rank, token, and count them in `handle.num_dropped`; or
             "retry" at once with room for all, which later dispatches keep (CPU ranks, eager: shapes change).
@@ -69,8 +69,7 @@ class Buffer(Observed):
         InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.
         OutOfSharedMemory, SegmentPermission: on every rank, when a segment cannot be made or opened.
         LimitReached: on every rank, when the system grants one of them too few descriptors or threads.
-        PeerTimeout, PeerDead, StoreLost: a rank did not come, or never will.
-        GroupPoisoned: another rank gave up, by KeyboardInterrupt for example.
+        PeerTimeout, PeerDead, StoreLost, GroupPoisoned: a rank did not come, never will, or gave up.
 
     Example:
         >>> buffer = Buffer(None, num_max_tokens_per_rank=16, hidden=8, num_topk=2, num_experts=4, dtype=torch.float32)
@@ -196,10 +195,8 @@ class Buffer(Observed):
         ):
             topk_weights = topk_weights.to(self._acc_dtype)
         recv_scales = None
-        if coded or isinstance(x, tuple):
-            if isinstance(x, tuple) and (len(x) != 2 or x[1] is None):
-                self.refuse(InvalidInput(f"x: got a tuple of {len(x)}, expected rows, or (codes, scales)"))
-            codes, scales = x if isinstance(x, tuple) else (x, None)
+        if coded is not False or isinstance(x, tuple):
+            codes, scales = self._engine.codes_and_scales(tag, x, coded)
             recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales = ops.dispatch_scaled(
                 codes, scales, topk_idx, topk_weights, self._engine, tag, max_tokens
             )
@@ -239,6 +236,9 @@ class Buffer(Observed):
 
         Raises: as `dispatch`.
         """
+        if not isinstance(handle, Handle):
+            self._engine.refuse_handle(handle)
+        refuse_replicated_experts(self, y)
         if out is not None:
             return ops.combine_out(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag, out)
         return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag)

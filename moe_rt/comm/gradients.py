@@ -8,7 +8,7 @@ combine            saves y, weights, plans;    backward: combine_backward  (a di
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,19 +17,22 @@ from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.library import Library
 
-from moe_rt.errors import Op
-from moe_rt.native.engine import Engine
+from moe_rt.errors import InvalidInput, Op
+from moe_rt.native.differentiation import SECOND_DERIVATIVE, Args, TangentRule, differentiate, has_tangent, refuse_vmap
+from moe_rt.native.engine import Engine, engine_by_id
 
 
 def unwatched(*tensors: Tensor) -> bool:
-    """Whether torch's dispatcher would do nothing but call the engine: eager, plain tensors, no mode, no profiler."""
+    """Whether torch's dispatcher would do nothing but call the engine: eager, plain tensors, nobody who looks on."""
     if (
         is_dynamo_compiling()
         or _len_torch_dispatch_stack()
         or _are_functorch_transforms_active()
         or _is_tracing()
         or _profiler_enabled()
+        or forward_ad._current_level >= 0
     ):
         return False
     for t in tensors:  # noqa: SIM110, as a generator would take longer than all that is asked above
@@ -39,13 +42,12 @@ def unwatched(*tensors: Tensor) -> bool:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether a Function would leave a mark: a node of the graph, or torch's refusal of dual numbers."""
-    if not torch.is_grad_enabled():
-        return False
-    for t in tensors:
-        if t is not None and t.requires_grad:
-            return True
-    return forward_ad._current_level >= 0
+    """Whether a Function would leave a node of the graph."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def _backward(kind: Op, op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:
@@ -105,10 +107,6 @@ def _differentiate_combine_of_tokens(ctx: Any, grad_out: Tensor, recv_plan: Tens
     return op(grad_out, recv_plan, ctx.num_rows, ctx.engine.id, ctx.tag)
 
 
-def differentiate_twice(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("second derivative of moe_rt's dispatch or combine: got one, expected first ones only")
-
-
 # Saves in forward: torch would bind the arguments of a Function with a setup_context by name, which takes longer than
 # the op.
 class DispatchFunction(torch.autograd.Function):
@@ -139,3 +137,117 @@ class CombineFunction(torch.autograd.Function):
         return output
 
     backward = staticmethod(differentiate_combine)
+
+
+def _set_up_dispatch(ctx: Any, inputs: Args, output: tuple[Tensor, ...]) -> None:
+    _, _, _, engine, tag, _ = inputs
+    save_for_dispatch_backward(ctx, engine_by_id(engine), tag, output)
+
+
+def _set_up_combine(ctx: Any, inputs: Args, output: Tensor) -> None:
+    y, recv_weights, recv_plan, _, engine, tag = inputs
+    save_for_combine_backward(ctx, engine_by_id(engine), tag, y, recv_weights, recv_plan)
+
+
+def _set_up_refusal(ctx: Any, inputs: Args, output: Any) -> None:
+    ctx.inputs = tuple(None if isinstance(t, Tensor) else t for t in inputs)
+
+
+def _tangents_of_dispatch(args: Args, tangents: Args) -> tuple[Tensor | None, ...]:
+    """A second dispatch, of the tangents, to the same experts."""
+    x, topk_idx, topk_weights, *others = args
+    rows = torch.zeros_like(x) if tangents[0] is None else tangents[0]
+    weights = torch.zeros_like(topk_weights) if tangents[2] is None else tangents[2]
+    recv_x, recv_weights, *_ = torch.ops.moe_rt.dispatch.default(rows, topk_idx, weights, *others)
+    return recv_x, recv_weights, None, None, None
+
+
+def _tangents_of_combine(args: Args, tangents: Args) -> Tensor:
+    """A second combine, of each row's weighted tangent."""
+    y, recv_weights, *others = args
+    rows, ones = torch.zeros_like(y) if tangents[0] is None else tangents[0], None
+    if recv_weights is not None:
+        rows = rows * recv_weights[: len(y), None]
+        if tangents[1] is not None:
+            rows = rows + y * tangents[1][: len(y), None]
+        rows, ones = rows.to(y.dtype), torch.ones_like(recv_weights)
+    out: Tensor = torch.ops.moe_rt.combine.default(rows, ones, *others)
+    return out
+
+
+class _Calls:
+    """Calls of one op, by the arguments that its schema names."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._kind = Op[name.removesuffix("_scaled").removesuffix("_out").replace("_tokens", "").upper()]
+        arguments = [argument.name for argument in getattr(torch.ops.moe_rt, name).default._schema.arguments]
+        self._engine, self._tag = arguments.index("engine"), arguments.index("tag")
+
+    def refuse(self, message: str, args: Args) -> NoReturn:
+        """On every rank, in place of the op."""
+        engine = engine_by_id(args[self._engine])
+        engine._refuse(self._kind, args[self._tag], InvalidInput(message, rank=engine.rank, op=self._kind), 0, 0)
+
+    def refuse_tangents(self, args: Args, _: Args) -> NoReturn:
+        self.refuse(f"{self.name}: {SECOND_DERIVATIVE}", args)
+
+    def refuse_twice(self, ctx: Any, *_: Any) -> NoReturn:
+        self.refuse_tangents(ctx.inputs, ())
+
+    def plain_rows(self, rule: TangentRule) -> TangentRule:
+        """The rule where rows travel as they are."""
+
+        def rule_or_refusal(args: Args, tangents: Args) -> Any:
+            engine = engine_by_id(args[self._engine])
+            engine.refuse_recorded_window(args[self._tag], args[0])
+            if engine.spec.dispatch_dtype is not None or engine.spec.combine_dtype is not None:
+                got = "tangents in a buffer with a dispatch_dtype or combine_dtype"
+                self.refuse(f"{self.name}: got {got}, expected none, as codes have no derivatives", args)
+            return rule(args, tangents)
+
+        return rule_or_refusal
+
+
+def _below_autograd(calls: _Calls, require: Callable[..., None]) -> Callable[..., Any]:
+    """An op without gradients, after `require` has refused a call of it that would lose some."""
+    op = getattr(torch.ops.moe_rt, calls.name).default
+
+    def run(*args: Any, **out: Any) -> Any:
+        require(*args, **out)
+        if any(has_tangent(t) for t in (*args, *out.values())):
+            calls.refuse(f"{calls.name}: got tangents, expected none", args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args, **out)
+
+    return run
+
+
+def _require_no_grad(
+    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
+) -> None:
+    engine_by_id(engine).require_no_grad(tag, y, recv_weights, out)
+
+
+def _require_no_grad_through_codes(
+    x: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int, *_: int | None
+) -> None:
+    engine_by_id(engine).require_no_grad_through_codes(tag, x, scales, topk_weights)
+
+
+def register_gradients(lib: Library) -> None:
+    """Tells torch's dispatcher what is above, and what ops of this library, which is moe_rt's, have no gradients."""
+    for name, backward, set_up, rule in (
+        ("dispatch", differentiate_dispatch, _set_up_dispatch, _tangents_of_dispatch),
+        ("combine", differentiate_combine, _set_up_combine, _tangents_of_combine),
+    ):
+        calls = _Calls(name)
+        differentiate(lib, name, backward, set_up, tangents=calls.plain_rows(rule), refuse=calls.refuse)
+    for name in ("dispatch_backward", "combine_backward", "combine_tokens_backward"):
+        calls = _Calls(name)
+        twice = calls.refuse_twice
+        differentiate(lib, name, twice, _set_up_refusal, tangents=calls.refuse_tangents, refuse=calls.refuse)
+    for name, require in (("combine_out", _require_no_grad), ("dispatch_scaled", _require_no_grad_through_codes)):
+        calls = _Calls(name)
+        lib.impl(name, _below_autograd(calls, require), "Autograd")
+        refuse_vmap(lib, name, calls.refuse)

@@ -8,7 +8,6 @@ ranks a refusal ends the group, so there the ranks compare sizes before each dis
 from __future__ import annotations
 
 import atexit
-import json
 import threading
 import weakref
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from moe_rt.comm.handle import Handle
 from moe_rt.config.options import GPU_HEAPS, BufferOptions
 from moe_rt.errors import ConfigMismatch, InvalidConfig, TooManyTokens
 from moe_rt.heap.groups import Group, rendezvous_of
+from moe_rt.heap.rendezvous import all_gather_records
 from moe_rt.kernels import cuda_activation
 
 # Sizes are rounded up to this many tokens, so that batches which differ by a few make no new buffer.
@@ -147,13 +147,14 @@ class GrowingBuffer:
     def _agree(self, num_tokens: int) -> int:
         """The most tokens of any rank; ranks that were configured differently all raise ConfigMismatch."""
         rendezvous = rendezvous_of(self._group)
-        mine = json.dumps([self.options.num_max_tokens_per_rank, num_tokens])
-        sizes = [json.loads(text) for text in rendezvous.all_gather(mine, self.options.init_timeout_s)]
-        for peer, (size, _) in enumerate(sizes):
-            if size != sizes[0][0]:
-                message = f"num_max_tokens_per_rank: got {size} on rank {peer}, expected {sizes[0][0]} as on rank 0"
-                raise ConfigMismatch(message, rank=rendezvous.rank, peer=peer)
-        return max(tokens for _, tokens in sizes)
+        mine = {"size": self.options.num_max_tokens_per_rank, "tokens": num_tokens}
+        records = all_gather_records(rendezvous, mine, self.options.init_timeout_s, "compare its batch")
+        expected = records[0].get("size")
+        for peer, record in enumerate(records):
+            if record.get("size") != expected:
+                message = f"num_max_tokens_per_rank: got {record.get('size')} on rank {peer}, expected {expected}"
+                raise ConfigMismatch(f"{message} as on rank 0", rank=rendezvous.rank, peer=peer)
+        return max(int(record["tokens"]) for record in records)
 
 
 class SharedBuffers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from moe_rt import _engine
 from moe_rt.errors import InvalidConfig
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, repr=False)
 class Handle:
     """Routing of one dispatch, in private memory: it stays valid while later ops reuse the windows.
 
@@ -33,6 +33,12 @@ class Handle:
     tag: int
     recv_topk_idx: Tensor | None = None
     real_ends: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """The tag, and the shapes of what is there: no number is read from the device, so no host waits."""
+        there = {field.name: getattr(self, field.name) for field in fields(self)}
+        shapes = [f"{name}={list(value.shape)}" for name, value in there.items() if isinstance(value, Tensor)]
+        return f"Handle(tag={self.tag}, {', '.join(shapes)}, device={str(self.offs.device)!r})"
 
     @property
     def ends(self) -> Tensor:

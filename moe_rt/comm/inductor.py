@@ -53,7 +53,7 @@ def _behind_the_latest(lower: Callable[..., Any]) -> Callable[..., Any]:
         for made in V.graph.operations[known:]:  # the op and, if it has several outputs, each of them
             made.has_side_effects = lambda: True
             if latest is not None:
-                V.graph.additional_star_deps[made.get_operation_name()].add(latest.get_name())
+                V.graph.additional_buffer_deps[made.get_operation_name()].add(latest.get_name())
         _latest[V.graph] = V.graph.operations[-1]  # the last output is a small one: it lives until the next op
         return result
 

@@ -17,17 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.comm.gradients import (
-    CombineFunction,
-    DispatchFunction,
-    differentiate_combine,
-    differentiate_dispatch,
-    differentiate_twice,
-    recorded,
-    save_for_combine_backward,
-    save_for_dispatch_backward,
-    unwatched,
-)
+from moe_rt.comm.gradients import CombineFunction, DispatchFunction, recorded, register_gradients, unwatched
 from moe_rt.comm.inductor import tells_inductor
 from moe_rt.config.row_format import RowFormat
 from moe_rt.errors import Op
@@ -194,45 +184,7 @@ def _(grad_out: Tensor, recv_plan: Tensor, num_rows: int, engine: int, tag: int)
     return grad_out.new_empty(num_rows, grad_out.shape[1])
 
 
-def _set_up_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, _, engine, tag, _ = inputs
-    save_for_dispatch_backward(ctx, engine_by_id(engine), tag, output)
-
-
-def _set_up_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, recv_weights, recv_plan, _, engine, tag = inputs
-    save_for_combine_backward(ctx, engine_by_id(engine), tag, y, recv_weights, recv_plan)
-
-
-def _combine_out_below_autograd(
-    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
-) -> None:
-    engine_by_id(engine).require_no_grad(tag, y, recv_weights, out)
-    with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.moe_rt.combine_out.default(y, recv_weights, recv_plan, send_plan, engine, tag, out=out)
-
-
-def _dispatch_scaled_below_autograd(
-    x: Tensor,
-    scales: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    engine: int,
-    tag: int,
-    max_tokens: int | None = None,
-) -> tuple[Tensor, ...]:
-    engine_by_id(engine).require_no_grad_through_codes(tag, x, scales, topk_weights)
-    with torch._C._AutoDispatchBelowAutograd():
-        op = torch.ops.moe_rt.dispatch_scaled.default
-        return op(x, scales, topk_idx, topk_weights, engine, tag, max_tokens)
-
-
-torch.library.register_autograd("moe_rt::dispatch", differentiate_dispatch, setup_context=_set_up_dispatch, lib=_lib)
-torch.library.register_autograd("moe_rt::combine", differentiate_combine, setup_context=_set_up_combine, lib=_lib)
-_lib.impl("combine_out", _combine_out_below_autograd, "Autograd")
-_lib.impl("dispatch_scaled", _dispatch_scaled_below_autograd, "Autograd")
-for _name in ("dispatch_backward", "combine_backward", "combine_tokens_backward"):
-    torch.library.register_autograd(f"moe_rt::{_name}", differentiate_twice, lib=_lib)
+register_gradients(_lib)
 
 
 def _weights(recv_weights: Tensor | None) -> dict[str, Tensor]:

@@ -41,10 +41,13 @@ def shared_buffer(group: Group, **sizes: Any) -> Buffer:
     rendezvous = rendezvous_of(group)
     name = "" if found is None else _names[found]
     if rendezvous.size > 1:
-        mine = {"open": name, "next": secrets.token_hex(8)}
-        everyone = all_gather_records(rendezvous, mine, sizes.get("init_timeout_s", BufferOptions.init_timeout_s))
+        mine = {"open": name, "next": secrets.token_hex(8), "tag": 0 if found is None else found._num_tags}
+        timeout_s = sizes.get("init_timeout_s", BufferOptions.init_timeout_s)
+        everyone = all_gather_records(rendezvous, mine, timeout_s, "compare the buffers of its layers")
         if {record.get("open") for record in everyone} != {name}:
             found = None
+        if found is not None:  # a rank on which a layer could not be made has counted one more, or one less
+            found.reserve_tags(max(int(record["tag"]) for record in everyone))
         name = str(everyone[0].get("next"))
     if found is None:
         found = _buffers[key] = Buffer(group, **sizes)
@@ -131,7 +134,7 @@ class LayerBuffers:
             buffer.abort()  # for the ranks that are in their places
             raise InvalidConfig(
                 f"layer: got a pickle of rank {rank} of {num_ranks} on rank {buffer.rank} of {buffer.num_ranks}, "
-                "expected each rank to load its own; experts are spread anew by docs/howto/resume.md"
+                "expected each rank to load its own; experts are spread anew as `moe-rt docs howto/resume` says"
             )
         buffer.reserve_tags(self.tag)
         return self._prepared(buffer)

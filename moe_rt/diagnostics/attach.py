@@ -15,6 +15,7 @@ from moe_rt import _engine
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig, SegmentPermission
+from moe_rt.heap.processes import why_closed
 from moe_rt.heap.shm import MEMFD_NAME
 
 
@@ -24,7 +25,7 @@ def attach(pid: int) -> list[Report]:
     A server's ranks are children of the process that its owner knows.
 
     Raises:
-        SegmentPermission: it is another user's process.
+        SegmentPermission: it is another user's process, or the system keeps it from us in another way.
         InvalidConfig: there is no such process, or none of them has such a buffer.
     """
     segments = segments_of(pid)
@@ -70,7 +71,7 @@ def segments_of(pid: int) -> dict[int, mmap.mmap]:
                     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and stat.st_size > 0:
                         segments[stat.st_ino] = mmap.mmap(file.fileno(), stat.st_size, access=mmap.ACCESS_READ)
     except PermissionError as error:
-        message = f"process {pid}: got no permission to read its descriptors, expected a process of the same user"
+        message = f"process {pid}: got no permission to read its descriptors: {why_closed(pid)}"
         raise SegmentPermission(message) from error
     except (FileNotFoundError, ProcessLookupError) as error:
         raise InvalidConfig(f"pid: got {pid}, which is no process here, expected a rank of a buffer") from error

@@ -11,8 +11,8 @@ import torch
 from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.thread_ranks import ThreadRanks, torch_device
 from moe_rt.testing.rounds import Inputs, buffer_kwargs, check_bits, expect_forward, experts, make_inputs, make_spec
-from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 SIZE, PAIRS, QUICK_PAIRS = 3, 2000, 200
 CHECK_EVERY = 50  # and no more launches are ever queued than a stream takes without making the host wait

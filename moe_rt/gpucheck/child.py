@@ -14,8 +14,8 @@ from typing import Any
 
 from moe_rt.gpucheck import emulated
 from moe_rt.gpucheck.steps import STEPS, Check, Step, perform
+from moe_rt.heap.thread_ranks import ENVIRONMENT
 from moe_rt.testing.programs import Program, end_with_starter, running, wait
-from moe_rt.testing.thread_ranks import ENVIRONMENT
 
 # So long before its end a process that still runs tells where its threads are, and after its end it is waited for.
 _LAST_WORDS_S, _LOG_CHARS = 3.0, 6000

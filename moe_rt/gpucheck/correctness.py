@@ -14,9 +14,9 @@ from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.thread_ranks import ThreadRanks, torch_device
 from moe_rt.testing.rounds import Inputs, buffer_kwargs, expect, make_inputs, make_spec, play
 from moe_rt.testing.scaled_rounds import make_scaled, play_scaled
-from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

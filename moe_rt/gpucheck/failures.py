@@ -14,8 +14,8 @@ from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import CapacityOverflow, InvalidConfig, InvalidRouting, MoeRtError, PeerTimeout
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.thread_ranks import ThreadRanks, num_sms, on_gpu, streams_of, torch_device
 from moe_rt.testing.rounds import WrongOutput, buffer_kwargs, make_spec
-from moe_rt.testing.thread_ranks import ThreadRanks, num_sms, on_gpu, streams_of, torch_device
 
 TIMEOUT_S, SLACK_S = 2.0, 3.0  # of the peer that never comes
 PATIENCE_S = 30.0  # for errors that no clock brings

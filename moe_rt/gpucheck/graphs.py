@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.thread_ranks import ThreadRanks, torch_device
 from moe_rt.testing.rounds import (
     WrongOutput,
     buffer_kwargs,
@@ -21,7 +22,6 @@ from moe_rt.testing.rounds import (
     make_inputs,
     make_spec,
 )
-from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 REPLAYS, QUICK_REPLAYS, WARM_UP = 20, 5, 3
 TIMEOUT_S = 20.0

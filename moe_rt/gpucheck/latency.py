@@ -13,7 +13,7 @@ from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.bandwidth import Flush, Timer
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
+from moe_rt.heap.thread_ranks import ThreadRanks, torch_device
 
 TOKENS = (1, 8, 64, 512, 1024, 4096, 8192)
 HIDDEN, TOPK, EXPERTS = 7168, 8, 64

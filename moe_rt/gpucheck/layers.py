@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.thread_ranks import torch_device
 from moe_rt.nn.layer import MoEConfig, MoELayer
 from moe_rt.testing.rounds import WrongOutput
-from moe_rt.testing.thread_ranks import torch_device
 
 # Largest difference over the largest value. bf16 has 8 bits, and products of two sums of rounded values.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}

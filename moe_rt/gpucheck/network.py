@@ -26,9 +26,9 @@ from moe_rt.gpucheck.steps import Check, Skipped
 from moe_rt.heap import nvshmem
 from moe_rt.heap.nvshmem_start import mps_is_running
 from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.heap.thread_ranks import torch_device
 from moe_rt.testing.programs import ONE_HOST, Program, end_with_starter, running, wait
 from moe_rt.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
-from moe_rt.testing.thread_ranks import torch_device
 
 ROUNDS, PROCESS_S = 3, 60.0
 NO_NETWORK = {**ONE_HOST, "NVSHMEM_REMOTE_TRANSPORT": "none"}

@@ -13,7 +13,7 @@ from moe_rt.gpucheck.bandwidth import Timer
 from moe_rt.gpucheck.load import Load
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.testing.thread_ranks import ThreadRanks, num_sms, torch_device
+from moe_rt.heap.thread_ranks import ThreadRanks, num_sms, torch_device
 
 BLOCKS = (8, 24)
 TOKENS, SIDE = 4096, 8192  # of the pair, and of the square matrices

@@ -20,9 +20,9 @@ from torch import Tensor
 from moe_rt.comm.buffer import Buffer
 from moe_rt.gpucheck.steps import Check, Skipped
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.thread_ranks import ThreadRanks, torch_device
 from moe_rt.testing.programs import end_with_starter
 from moe_rt.testing.rounds import WrongOutput
-from moe_rt.testing.thread_ranks import ThreadRanks, torch_device
 
 RANKS = 2
 T, HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 64, 512, 256, 8, 2

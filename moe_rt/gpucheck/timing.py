@@ -18,8 +18,8 @@ from moe_rt.gpucheck.profiles import kernels
 from moe_rt.gpucheck.steps import Check, Table
 from moe_rt.gpucheck.switches import rings
 from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.heap.thread_ranks import ThreadRanks, num_sms, torch_device
 from moe_rt.testing.rounds import WrongOutput
-from moe_rt.testing.thread_ranks import ThreadRanks, num_sms, torch_device
 
 WARM_UP, RUNS, QUICK_RUNS = 5, 20, 5
 

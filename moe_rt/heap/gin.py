@@ -104,6 +104,8 @@ class World:
         settled = all_or_none(rendezvous, lambda: self._settle(group, gpu), "finish its work on the GPU", timeout_s)
         idle = set.intersection(*({(size, number) for size, number in r["idle"]} for r in settled))
         fitting = [number for size, number in sorted(idle) if size >= num_bytes]
+        if not fitting:
+            group.num_attempts = max(r["attempts"] for r in settled)  # a rank may have left one before it counted
         number = fitting[0] if fitting else self._extend(group, rendezvous, num_bytes, timeout_s, gpu)
         allocation = group.allocations[number]
         all_or_none(rendezvous, lambda: self._zero(allocation, gpu), "zero its segment", timeout_s)
@@ -214,7 +216,7 @@ class World:
         """Nothing that this rank or a peer still does reaches a segment that it lists here."""
         gpu.synchronize()
         idle = [[a.num_bytes, number] for number, a in group.allocations.items() if a.idle and _are_left(a)]
-        return {"idle": idle}
+        return {"idle": idle, "attempts": group.num_attempts}
 
     def _extend(
         self, group: _Connected, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory

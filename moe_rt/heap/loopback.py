@@ -63,7 +63,7 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: Devi
         taken.append(shared)
 
     try:
-        records = all_or_none(rendezvous, make, f"make segments on {gpu.device}", timeout_s)
+        records = all_or_none(rendezvous, make, "make segments on its GPU", timeout_s)
         take_all_or_none(rendezvous, lambda: take(records), "take its segment", timeout_s)
     finally:
         with _lock:

@@ -77,6 +77,8 @@ class World:
             # From there on one rank's heap is shifted against another's, and puts would go astray.
             got = "an earlier allocation that failed on some ranks only"
             raise InvalidConfig(f"NVSHMEM: got {got}, expected processes started anew", rank=rendezvous.rank)
+        if not fitting:
+            self._num_attempts = max(r["attempts"] for r in settled)  # a rank may have left one before it counted
         number = fitting[0] if fitting else self._extend(rendezvous, num_bytes, timeout_s, gpu)
         allocation = self._allocations[number]
         all_or_none(rendezvous, lambda: self._zero(allocation, gpu), "zero its segment", timeout_s)
@@ -233,7 +235,7 @@ class World:
             if self._allocations:
                 self._core.quiet(stream=self._device.default_stream)
                 gpu.synchronize()
-        return {"idle": idle, "have": list(self._allocations)}
+        return {"idle": idle, "have": list(self._allocations), "attempts": self._num_attempts}
 
     def _extend(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> int:
         """Allocates anew on every rank; the number of the allocation."""

@@ -39,6 +39,28 @@ def state_letter(pid: int) -> str:
         return _engine.process_state(stat.fileno())
 
 
+def why_closed(pid: int) -> str:
+    """Why the system opens no descriptor of this process to us, and what to do about it; to end a sentence with."""
+    try:
+        owner, own = os.stat(f"/proc/{pid}/status").st_uid, os.geteuid()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return f"no process {pid} is here; ranks must be processes of one process-id namespace"
+    user = int(status.partition("\nUid:")[2].split()[1])
+    if user != own:
+        return f"process {pid} is of user {user}, this one of user {own}; ranks must be processes of one user"
+    if owner != user:  # the kernel gives root what belongs to such a process
+        return (
+            f"process {pid} is not dumpable: its program or launcher has asked for that, or it was started from a file "
+            "with capabilities or a set-user-id bit; call prctl(PR_SET_DUMPABLE, 1) there before a buffer is made, or "
+            "start it from a plain file"
+        )
+    return (
+        f"process {pid} is of the same user, but it has capabilities that this one lacks, or a security module keeps "
+        "them apart; start all ranks alike"
+    )
+
+
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
 

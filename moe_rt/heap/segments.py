@@ -58,6 +58,12 @@ def ask_for_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
+def ask_for_huge_pages_at(address: int, num_bytes: int) -> None:
+    """As ask_for_huge_pages, for the whole pages of memory that somebody else has mapped."""
+    first, end = round_up(address, PAGE), (address + num_bytes) // PAGE * PAGE
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
+
+
 def all_or_none(
     rendezvous: Rendezvous, work: Callable[[], dict[str, Any]], what: str, timeout_s: float
 ) -> list[dict[str, Any]]:
@@ -74,7 +80,7 @@ def all_or_none(
             if ours is error:
                 raise
             raise ours from error
-        return all_gather_records(rendezvous, record, timeout_s)
+        return all_gather_records(rendezvous, record, timeout_s, what)
 
 
 def take_all_or_none(rendezvous: Rendezvous, work: Callable[[], None], what: str, timeout_s: float) -> None:

@@ -11,11 +11,11 @@ import errno
 import fcntl
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
 from moe_rt.errors import CorruptPeer, InvalidConfig, OutOfSharedMemory, SegmentPermission
-from moe_rt.heap.processes import watch
+from moe_rt.heap.memory_limits import available_bytes
+from moe_rt.heap.processes import watch, why_closed
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import Segments, address_of, all_or_none, ask_for_huge_pages, no_memory, take_all_or_none
 
@@ -67,12 +67,7 @@ def look_for_room(num_bytes: int, rank: int) -> dict[str, Any]:
     Raises:
         OutOfSharedMemory: there is less than the segments of this host's ranks need together.
     """
-    with open("/proc/meminfo") as f:
-        meminfo = dict(line.split(":") for line in f)
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # no such file outside a limited control group, or "max" in it
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    available = available_bytes()
     if num_bytes > available:
         message = f"rank {rank}: got segments of {num_bytes} bytes for all ranks of this host, expected at most"
         raise OutOfSharedMemory(f"{message} {available}", rank=rank)
@@ -162,10 +157,7 @@ def attach_segment(
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        message = (
-            f"rank {me} cannot open the segment of rank {peer} ({error.strerror}): ranks must be processes of one "
-            "user in one process-id namespace"
-        )
+        message = f"rank {me} cannot open the segment of rank {peer} ({error.strerror}): {why_closed(record['pid'])}"
         raise SegmentPermission(message, rank=me, peer=peer) from error
     opened.append(fd)
     stat = os.fstat(fd)

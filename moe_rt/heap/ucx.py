@@ -22,6 +22,7 @@ from moe_rt import _engine
 from moe_rt.errors import CorruptPeer, InvalidConfig, MissingPackage, PeerTimeout
 from moe_rt.extras import how_to_install
 from moe_rt.heap import shm
+from moe_rt.heap.meeting import warn
 from moe_rt.heap.processes import place
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import Segments, all_or_none, take_all_or_none
@@ -31,7 +32,8 @@ AT_EXIT_S = 10.0  # for peers to read what this rank announced last
 _LIBRARY = "libucp.so.0"
 # What UCX is told unless the user has: a link that is down is noticed within about two seconds, and three where nothing
 # was under way and UCX itself has to look, which it does every twenty by default, since the system counts its two
-# seconds anew from there; whoever sends data uses one path, in order; and crashes of the program stay its own.
+# seconds anew from there; whoever sends data uses one path, in order; and signals of the program stay its own, crashes
+# and SIGHUP, at which UCX would log more, and the program go on when its terminal is closed.
 _SETTINGS = {
     "UCX_TCP_USER_TIMEOUT": "2s",
     "UCX_TCP_KEEPIDLE": "1s",
@@ -39,6 +41,7 @@ _SETTINGS = {
     "UCX_TCP_KEEPCNT": "2",
     "UCX_KEEPALIVE_INTERVAL": "500ms",
     "UCX_HANDLE_ERRORS": "none",
+    "UCX_DEBUG_SIGNO": "0",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 _PLACE = {"where": str, "version": str, "ucx": str}
@@ -177,11 +180,15 @@ def _checked(far: Any, me: int, peer: int) -> tuple[bytes, int]:
 
 
 def _await_connections(rendezvous: Rendezvous, segments: Segments, timeout_s: float) -> None:
-    start, network = time.monotonic(), segments.network
+    start, network, has_warned = time.monotonic(), segments.network, False
     for peer in (r for r, address in enumerate(segments.addresses) if not address):
         while not network.flushed(peer):
             rendezvous.raise_first_failure()
-            if time.monotonic() - start > timeout_s:
+            waited = time.monotonic() - start
+            if waited * 10 > timeout_s and not has_warned:
+                has_warned = True
+                warn(rendezvous.rank, waited, [peer], timeout_s)
+            if waited > timeout_s:
                 message = f"rank {rendezvous.rank} did not reach rank {peer} over UCX within {timeout_s:g} s"
                 raise PeerTimeout(f"{message}; {_HINT}", rank=rendezvous.rank, peer=peer)
             time.sleep(_PAUSE_S)

@@ -19,6 +19,7 @@ from moe_rt.comm.growing import GrowingOptions
 from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage
 from moe_rt.heap.groups import Group
 from moe_rt.integrations.exchange import Exchanged, LayerExchange
+from moe_rt.native.storage import blank
 
 # Each makes experts count on rows that are padded to a multiple, and these are packed.
 _WANT_ALIGNED_ROWS = (
@@ -256,7 +257,7 @@ def install(dispatcher: Any, **options: Any) -> MoeRtManager:
 
 def _with_tail(t: Tensor, capacity: int) -> Tensor:
     """t and rows after it that are unspecified; filling them would cost as much memory traffic as the worst case."""
-    out = t.new_empty(capacity, *t.shape[1:])
+    out = blank(t.new_empty(capacity, *t.shape[1:]))
     out[: t.shape[0]] = t
     return out
 

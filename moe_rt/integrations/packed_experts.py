@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
+from moe_rt.native.storage import blank
 from moe_rt.nn.experts import grouped_linear, swiglu
 
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -126,6 +127,6 @@ def _in_place_of(rows: Tensor, y: Tensor, count: int) -> Tensor:
     """y, with as many rows as `rows`; those past `count` are unspecified."""
     if count == rows.shape[0]:
         return y
-    out = y.new_empty(rows.shape[0], y.shape[1])
+    out = blank(y.new_empty(rows.shape[0], y.shape[1]))
     out[:count] = y
     return out

@@ -25,6 +25,7 @@ try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     from moe_rt.integrations.packed_experts import PackedExperts
+    from moe_rt.integrations.unattended import Attended, watch_new_models
 except ImportError as error:
     try:
         from transformers import __version__ as found
@@ -35,6 +36,7 @@ except ImportError as error:
     ) from error
 
 _options = GrowingOptions()
+_send_padding = False
 
 
 def configure(
@@ -45,6 +47,7 @@ def configure(
     timeout_s: float = 120.0,
     init_timeout_s: float = 300.0,
     num_threads: int = 1,
+    send_padding: bool = False,
 ) -> None:
     """Chooses how buffers are made from the next forward on; call it alike on every rank.
 
@@ -54,11 +57,14 @@ def configure(
         capacity_factor: None sizes what a rank receives for the worst case; otherwise for this multiple of a balanced
             load, beyond which `overflow` says what happens.
         overflow, timeout_s, init_timeout_s, num_threads: see `moe_rt.Buffer`.
+        send_padding: experts compute padding, too, as Transformers' own do. Otherwise tokens that no token attends to
+            visit none; outputs of real tokens are the same.
 
     Raises:
         InvalidConfig: a value makes no sense.
     """
-    global _options
+    global _options, _send_padding
+    _send_padding = send_padding
     _options = GrowingOptions(
         num_max_tokens_per_rank=num_max_tokens_per_rank,
         capacity_factor=capacity_factor,
@@ -71,6 +77,8 @@ def configure(
 
 class MoeRtEP(EPImplementation):
     """Brings one experts module its tokens with moe_rt. Layers of one model share a buffer.
+
+    Padding, as the attention of the experts' layer knows it, is not sent and comes out as zero.
 
     Under tensor parallelism each rank of a TP group sends its own slice of the batch they share.
 
@@ -88,9 +96,13 @@ class MoeRtEP(EPImplementation):
         self._shared: GrowingBuffer | None = None
         self._shared_for: tuple[Any, ...] = ()
         self._tag = 0
+        self._attended = Attended(experts)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_tokens = hidden_states.shape[0]
+        real = self._attended.real(num_tokens)
+        if real is not None and not _send_padding:
+            top_k_index = top_k_index.masked_fill(~real.unsqueeze(1), -1)
         shares_batch = self.tp_mesh.size() > 1
         if shares_batch:
             hidden_states, top_k_index, top_k_weights = (
@@ -136,3 +148,4 @@ def _whole_batch(t: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
 
 
 EPImplementationInterface.register("moe_rt", MoeRtEP)
+watch_new_models()

@@ -8,13 +8,15 @@ in fp32 (fp64 for fp64) and round once, and keep nothing for the backward but th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_rt.kernels import cuda_activation
+from moe_rt.native.differentiation import SECOND_DERIVATIVE, Args, differentiate, refuse_call
+from moe_rt.native.storage import blank
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "relu2", "clamped_swiglu"]
 
@@ -124,7 +126,7 @@ def _wide(t: Tensor) -> Tensor:
 
 def _output(h: Sequence[Tensor], kind: Activation) -> Tensor:
     packed = len(h) == 1 and kind != "relu2"
-    return h[0].new_empty(h[0].shape[0], h[0].shape[1] // (2 if packed else 1))
+    return blank(h[0].new_empty(h[0].shape[0], h[0].shape[1] // (2 if packed else 1)))
 
 
 def _run(rows: int, h: Sequence[Tensor], kind: Activation, interleaved: bool, alpha: float, limit: float) -> Tensor:
@@ -137,7 +139,7 @@ def _run(rows: int, h: Sequence[Tensor], kind: Activation, interleaved: bool, al
 def _run_backward(
     rows: int, grad: Tensor, h: Sequence[Tensor], kind: Activation, interleaved: bool, alpha: float, limit: float
 ) -> list[Tensor]:
-    grads = [torch.empty_like(t) for t in h]
+    grads = [blank(torch.empty_like(t)) for t in h]
     parts = [_wide(t) for t in _parts(h, kind, interleaved, rows)]
     up = parts[1] if len(parts) == 2 else None
     results = FORMULAS[kind].backward(_wide(grad[:rows]), parts[0], up, alpha, limit)
@@ -163,7 +165,7 @@ def _activate_backward_on_gpu(grad: Tensor, h: list[Tensor], offs: Tensor, *kind
 
 
 def _swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    out = blank(gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
     n = int(offs[-1])
     gate, up = gate_up[:n].chunk(2, dim=1)
     torch.mul(F.silu(gate), up, out=out[:n])
@@ -171,7 +173,7 @@ def _swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
 
 
 def _swiglu_backward(grad: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
-    out = torch.empty_like(gate_up)
+    out = blank(torch.empty_like(gate_up))
     n = int(offs[-1])
     gate, up = gate_up[:n].chunk(2, dim=1)
     grad_gate, grad_up = out[:n].chunk(2, dim=1)
@@ -232,5 +234,30 @@ def _differentiate_activate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.moe_rt.activate_backward(grad, h, offs, *ctx.kind), None, None, None, None, None
 
 
-torch.library.register_autograd("moe_rt::swiglu", _differentiate_swiglu, setup_context=_save_swiglu, lib=_lib)
-torch.library.register_autograd("moe_rt::activate", _differentiate_activate, setup_context=_save_activate, lib=_lib)
+def _tangent_of_swiglu(args: Args, tangents: Args) -> Tensor:
+    gate_up, offs = args
+    return _tangent_of_activate(([gate_up], offs, "swiglu", False, 0.0, 0.0), ([tangents[0]],))
+
+
+def _tangent_of_activate(args: Args, tangents: Args) -> Tensor:
+    """A sum over gate and up, since every row's output depends on its own elements alone."""
+    h, offs, *kind = args
+    ones = torch.ones_like(_output(h, kind[0]))
+    slopes = torch.ops.moe_rt.activate_backward(ones, h, offs, *kind)
+    moved = [torch.zeros_like(slope) if t is None else slope * t for slope, t in zip(slopes, tangents[0], strict=True)]
+    gate, *up = _parts(moved, kind[0], kind[1], len(ones))
+    return gate + up[0] if up else gate
+
+
+def _differentiate_twice(ctx: Any, *grads: Any) -> NoReturn:
+    refuse_call(f"activation: {SECOND_DERIVATIVE}")
+
+
+def _no_tangent(args: Args, tangents: Args) -> NoReturn:
+    _differentiate_twice(None)
+
+
+differentiate(_lib, "swiglu", _differentiate_swiglu, _save_swiglu, tangents=_tangent_of_swiglu)
+differentiate(_lib, "activate", _differentiate_activate, _save_activate, tangents=_tangent_of_activate)
+for _name in ("swiglu_backward", "activate_backward"):
+    differentiate(_lib, _name, _differentiate_twice, None, tangents=_no_tangent)

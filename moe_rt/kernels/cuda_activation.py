@@ -13,6 +13,7 @@ from moe_rt import _engine
 from moe_rt.errors import InvalidInput
 from moe_rt.native.gpu import Gpu, Kernels
 from moe_rt.native.launcher import ELEMENT_NAMES
+from moe_rt.native.storage import blank
 
 # All blocks of a launch fit on the GPU at once, so that none is left over for a second, emptier round.
 _THREADS, _BLOCKS_PER_SM = 256, 4
@@ -50,7 +51,7 @@ def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
     _check(gate_up, offs)
     gate_up, offs = gate_up.contiguous(), offs.contiguous()
     rows, width = gate_up.shape
-    out = gate_up.new_empty(rows, width // 2)
+    out = blank(gate_up.new_empty(rows, width // 2))
     args = _engine.SwigluArgs(
         gate_up=gate_up.data_ptr(),
         offs=offs.data_ptr(),
@@ -74,7 +75,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
         got, expected = f"{grad.dtype} {list(grad.shape)} on {grad.device}", f"{gate_up.dtype} {[rows, width // 2]}"
         raise InvalidInput(f"grad: got {got}, expected {expected} on {gate_up.device}")
     grad, gate_up, offs = grad.contiguous(), gate_up.contiguous(), offs.contiguous()
-    out = torch.empty_like(gate_up)
+    out = blank(torch.empty_like(gate_up))
     args = _engine.SwigluBackwardArgs(
         grad=grad.data_ptr(),
         gate_up=gate_up.data_ptr(),

@@ -1,21 +1,28 @@
 """Grouped linear layers over packed rows: one matrix product per expert, sync-free on a GPU, real rows only.
 
 Rows past `offs[-1]` of a receive buffer are unspecified. No product and no sum here reads them, so no garbage can reach
-a gradient.
+a gradient. Floating-point operations are counted by torch's FlopCounterMode as those of real rows.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils.flop_counter import register_flop_formula
+
+from moe_rt.native.differentiation import SECOND_DERIVATIVE, Args, differentiate, refuse_call
+from moe_rt.native.storage import blank
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
 _lib.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
 _lib.define("grouped_add(Tensor rows, Tensor bias, Tensor offs) -> Tensor")
+_lib.define("grouped_sum(Tensor rows, Tensor offs) -> Tensor")
 
 
 def grouped_linear(
@@ -40,16 +47,28 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """[rows, K] x [L, K, N] -> [rows, N], or [M, rows] x [rows, N] -> [L, M, N], as torch's grouped_mm."""
     widen = not _cpu_multiplies(a.dtype)
     if not widen and _kernel_takes(a) and _kernel_takes(b):
-        return F.grouped_mm(a, b, offs=offs)
+        return _grouped_mm_of_torch(a, b, offs)
     spans = _spans(offs)
     product = _mm_in_fp32 if widen else torch.mm
     if b.dim() == 2:
         return torch.stack([product(a[:, i:j], b[i:j]) for i, j in spans])
-    out = a.new_empty(a.shape[0], b.shape[2])
+    out = blank(a.new_empty(a.shape[0], b.shape[2]))
     for e, (i, j) in enumerate(spans):
         if i < j:
             product(a[i:j], b[e], out=out[i:j])
     return out
+
+
+def _grouped_mm_of_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    out = F.grouped_mm(a, b, offs=offs)
+    return out if b.dim() == 2 else _blank_past_end(out, offs)
+
+
+def _blank_past_end(rows: Tensor, offs: Tensor) -> Tensor:
+    """As `blank`, for rows that are there already."""
+    if torch.is_anomaly_enabled():
+        rows.masked_fill_((torch.arange(len(rows), device=rows.device) >= offs[-1])[:, None], 0)
+    return rows
 
 
 @functools.cache
@@ -85,7 +104,7 @@ def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """As _grouped_mm, but nobody waits for offs to come to the host."""
     if not (_gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0):
         return _tiled_mm(a, b, offs)
-    out = F.grouped_mm(a, b, offs=offs)
+    out = _grouped_mm_of_torch(a, b, offs)
     if b.dim() == 2:
         # On compute capability 10 torch's kernel leaves the products of experts without rows as it found them, which
         # may be NaN. https://github.com/pytorch/pytorch/issues/172439
@@ -125,7 +144,7 @@ def _tiled_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     unreal = row >= bounds[expert + 1][:, None]
     source = row.clamp(max=rows - 1)
     if b.dim() == 3:
-        out = a.new_empty(rows + 1, b.shape[2])  # the last row takes what belongs to none
+        out = blank(a.new_empty(rows + 1, b.shape[2]))  # the last row takes what belongs to none
         out[row.masked_fill(unreal, rows)] = torch.bmm(a[source], b[expert])
         return out[:rows]
     # What lies past an expert's rows must not meet them, not even multiplied by zero: it may be NaN.
@@ -137,7 +156,7 @@ def _tiled_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 def _grouped_add(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     """rows [n, N] + bias [L, N] of each row's expert."""
-    out = torch.empty_like(rows)
+    out = blank(torch.empty_like(rows))
     for e, (i, j) in enumerate(_spans(offs)):
         torch.add(rows[i:j], bias[e], out=out[i:j])
     return out
@@ -146,12 +165,32 @@ def _grouped_add(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
 def _grouped_add_on_gpu(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     """All rows: those past the end get the last expert's bias, and stay garbage."""
     row = torch.arange(rows.shape[0], device=rows.device, dtype=offs.dtype)
-    return rows + bias[torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)]
+    out = rows + bias[torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)]
+    return _blank_past_end(out, offs)
+
+
+def _grouped_sum(rows: Tensor, offs: Tensor) -> Tensor:
+    return _sum_by(_grouped_mm, rows, offs)
+
+
+def _grouped_sum_on_gpu(rows: Tensor, offs: Tensor) -> Tensor:
+    return _sum_by(_grouped_mm_on_gpu, rows, offs)
+
+
+def _sum_by(product: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, offs: Tensor) -> Tensor:
+    """[n, N] -> [L, N], the sum of each expert's rows.
+
+    It is a product with ones, which neither waits for offs nor reads past the end. As many columns of ones as make 16
+    bytes, so that kernels take them.
+    """
+    ones = rows.new_ones(rows.shape[0], 16 // rows.itemsize).t()
+    return product(ones, rows.contiguous(), offs)[:, 0].contiguous()
 
 
 for _name, _on_cpu, _on_gpu in (
     ("grouped_mm", _grouped_mm, _grouped_mm_on_gpu),
     ("grouped_add", _grouped_add, _grouped_add_on_gpu),
+    ("grouped_sum", _grouped_sum, _grouped_sum_on_gpu),
 ):
     _lib.impl(_name, _on_cpu, "CPU")
     _lib.impl(_name, _on_gpu, "CUDA")
@@ -169,12 +208,27 @@ def _(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
     return torch.empty_like(rows)
 
 
+@torch.library.register_fake("moe_rt::grouped_sum", lib=_lib)
+def _(rows: Tensor, offs: Tensor) -> Tensor:
+    return rows.new_empty(offs.shape[0], rows.shape[1])
+
+
+@register_flop_formula(torch.ops.moe_rt.grouped_mm, get_raw=True)
+def _count_flops(a: Tensor, b: Tensor, offs: Tensor, *, out_val: Tensor) -> int:
+    """Of real rows; of all rows where nobody knows better, as for tensors without data."""
+    among_all = a.shape[1] if b.dim() == 2 else a.shape[0]
+    rows = among_all if is_fake(offs) or offs.is_meta else int(offs[-1])
+    return 2 * rows * b.shape[-1] * (a.shape[0] if b.dim() == 2 else a.shape[1])
+
+
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b, offs = ctx.saved_tensors
+    if b.dim() == 2:  # the gradient of a weight
+        refuse_call(f"grouped_mm: {SECOND_DERIVATIVE}")
     grad = grad.contiguous()  # the gradient of a bare sum() is an expanded scalar, whose strides no kernel takes
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
@@ -188,23 +242,42 @@ def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     return grad_a, grad_b, None
 
 
+def _tangent_of_grouped_mm(args: Args, tangents: Args) -> Tensor:
+    a, b, offs = args
+    parts = [(tangents[0], b), (a, tangents[1])]
+    products = [
+        torch.ops.moe_rt.grouped_mm(*part, offs) for part in parts if part[0] is not None and part[1] is not None
+    ]
+    return products[0] if len(products) == 1 else products[0] + products[1]
+
+
 def _save_grouped_add(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[2])
 
 
 def _differentiate_grouped_add(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (offs,) = ctx.saved_tensors
-    grad_bias = None
-    if ctx.needs_input_grad[1]:
-        # A sum of each expert's rows is a product with ones, which neither waits for offs nor reads past the end. As
-        # many columns of ones as make 16 bytes, so that kernels take them.
-        grad = grad.contiguous()
-        ones = grad.new_ones(grad.shape[0], 16 // grad.itemsize).t()
-        grad_bias = torch.ops.moe_rt.grouped_mm(ones, grad, offs)[:, 0]
-    return grad, grad_bias, None
+    return grad, torch.ops.moe_rt.grouped_sum(grad, offs) if ctx.needs_input_grad[1] else None, None
 
 
-torch.library.register_autograd("moe_rt::grouped_mm", _differentiate_grouped_mm, setup_context=_save, lib=_lib)
-torch.library.register_autograd(
-    "moe_rt::grouped_add", _differentiate_grouped_add, setup_context=_save_grouped_add, lib=_lib
-)
+def _tangent_of_grouped_add(args: Args, tangents: Args) -> Tensor:
+    rows, bias = (
+        torch.zeros_like(t) if tangent is None else tangent for t, tangent in zip(args[:2], tangents[:2], strict=True)
+    )
+    return torch.ops.moe_rt.grouped_add(rows, bias, args[2])
+
+
+def _differentiate_grouped_sum(ctx: Any, grad: Tensor) -> NoReturn:
+    refuse_call(f"grouped_sum: {SECOND_DERIVATIVE}")
+
+
+def _tangent_of_grouped_sum(args: Args, tangents: Args) -> Tensor:
+    return torch.ops.moe_rt.grouped_sum(tangents[0], args[1])
+
+
+for _name, _backward, _set_up, _rule in (
+    ("grouped_mm", _differentiate_grouped_mm, _save, _tangent_of_grouped_mm),
+    ("grouped_add", _differentiate_grouped_add, _save_grouped_add, _tangent_of_grouped_add),
+    ("grouped_sum", _differentiate_grouped_sum, None, _tangent_of_grouped_sum),
+):
+    differentiate(_lib, _name, _backward, _set_up, tangents=_rule)

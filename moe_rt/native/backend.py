@@ -87,13 +87,12 @@ def find_hosts(backend: Backend, rendezvous: Rendezvous, spec: BufferSpec, timeo
     """
     if backend.heap in _NETWORKS and backend.gpu is not None and spec.route != "flat":
         mapped = {"mapped": _NETWORKS[backend.heap].mapped(rendezvous, timeout_s, backend.gpu)}
-        return replace(
-            backend, hosts=_domains([r["mapped"] for r in all_gather_records(rendezvous, mapped, timeout_s)])
-        )
+        records = all_gather_records(rendezvous, mapped, timeout_s, "tell whom it maps")
+        return replace(backend, hosts=_domains([r["mapped"] for r in records]))
     if backend.heap not in ("shm", "ucx"):
         return backend
     asked = {"heap": "auto" if backend.anywhere else backend.heap}
-    records = all_gather_records(rendezvous, {**place(), **asked}, timeout_s)
+    records = all_gather_records(rendezvous, {**place(), **asked}, timeout_s, "choose a heap")
     named = {str(r.get("heap")) for r in records} - {"auto"}
     if len(named) > 1:
         raise InvalidConfig(f"heap: got {sorted(named)} on different ranks, expected one", rank=rendezvous.rank)

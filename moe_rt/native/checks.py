@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import _has_storage
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_rt import _engine
 from moe_rt.config.row_format import CODES, MOST_SCALES, SCALES, RowFormat
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidInput, MoeRtError, Op
+from moe_rt.native.differentiation import ONE_BY_ONE, has_tangent
 from moe_rt.native.token_window import TokenWindows
 
 # A layer's tag travels in so many bits.
@@ -58,6 +64,22 @@ class Checks(ABC):
                 error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
                 self._refuse(op, tag, error, 0, 0)
 
+    def codes_and_scales(self, tag: int, x: Any, coded: Any) -> tuple[Tensor, Tensor | None]:
+        """What a dispatch is given that delivers codes."""
+        message = ""
+        if type(coded) is not bool:
+            message = f"coded: got {coded!r}, expected True or False"
+        elif isinstance(x, tuple) and (len(x) != 2 or x[1] is None):
+            message = f"x: got a tuple of {len(x)}, expected rows, or (codes, scales)"
+        if message:
+            self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
+        return x if isinstance(x, tuple) else (x, None)
+
+    def refuse_handle(self, handle: Any) -> NoReturn:
+        """For what is none, in a combine."""
+        message = f"handle: got a {type(handle).__name__}, expected the Handle that dispatch returned with these rows"
+        self._refuse(Op.COMBINE, 0, InvalidInput(message, rank=self.rank, op=Op.COMBINE), 0, 0)
+
     def require_no_grad(self, tag: int, *tensors: Any) -> None:
         """Refuses a combine with out= where a gradient would be lost, as torch does; other ranks may record none."""
         if _recorded(*tensors):
@@ -73,7 +95,12 @@ class Checks(ABC):
 
     def require_no_grad_into_window(self, tag: int, x: Any, topk_weights: Any) -> None:
         """Refuses a dispatch from a token window where autograd would keep what later ops overwrite."""
-        if self._windows is not None and _recorded(x, topk_weights) and isinstance(x, Tensor) and self._windows.hold(x):
+        if self._windows is not None and _recorded(x, topk_weights) and isinstance(x, Tensor):
+            self.refuse_recorded_window(tag, x)
+
+    def refuse_recorded_window(self, tag: int, x: Tensor) -> None:
+        """As require_no_grad_into_window, where gradients or tangents are wanted."""
+        if self._windows is not None and self._windows.hold(x):
             got = "a token window in a dispatch that gradients are recorded of"
             message = f"x: got {got}, expected torch.no_grad(), or rows in memory of their own: windows are overwritten"
             self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
@@ -104,7 +131,8 @@ class Checks(ABC):
             return RowFormat.of_codec(s.dispatch_dtype, s.hidden)
         packed = x.dtype is torch.uint8 and last(x) * 2 == s.hidden
         codes = x.dtype if x.dtype in CODES else CODES[0]
-        self._check(op, tag, "x[0], codes", x, (num_tokens, s.hidden // 2 if packed else s.hidden), codes)
+        shape = (num_tokens, s.hidden // 2 if packed else s.hidden)
+        self._check(op, tag, "x[0], codes", x, shape, codes, may_be_window=True)
         dtype, count = scales.dtype if scales.dtype in SCALES else SCALES[0], last(scales)
         self._check(op, tag, "x[1], scales", scales, (num_tokens, min(max(count, 1), MOST_SCALES)), dtype)
         row, room = RowFormat.of(x, scales), s.shape().row_bytes()
@@ -151,14 +179,22 @@ class Checks(ABC):
         self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
         return num_tokens
 
-    def _check_out(self, op: Op, tag: int, out: Tensor, num_tokens: int) -> None:
-        """Memory that an op may write as it lies."""
+    def _check_out(self, op: Op, tag: int, out: Tensor, num_tokens: int, plans: tuple[Tensor, Tensor]) -> None:
+        """Memory that an op may write as it lies. That of y or recv_weights is: they are read before."""
         self._check(op, tag, "out", out, (num_tokens, self.spec.hidden), self.spec.dtype)
         if not out.is_contiguous() or out.is_neg() or out._is_zerotensor():
             message = (
                 "out: got a view that is not contiguous, or that torch negates at reading, expected contiguous memory"
             )
             self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), 0, 0)
+        for name, plan in zip(("handle.recv_plan", "handle.send_plan"), plans, strict=True):
+            if overlap(out, plan):
+                self._refuse_memory(op, tag, "out", name)
+
+    def _refuse_memory(self, op: Op, tag: int, name: str, whose: str) -> NoReturn:
+        """Refuse an operand that the op would overwrite, or that would overwrite another, before all of it was read."""
+        message = f"{name}: got memory of {whose}, expected memory that no op writes or reads as anything else"
+        self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), 0, 0)
 
     def _refuse_tag(self, op: Op, tag: Any) -> NoReturn:
         error = InvalidInput(
@@ -171,21 +207,38 @@ class Checks(ABC):
         message = f"max_tokens: got {max_tokens!r}, expected an integer in [1, num_max_tokens_per_rank = {most}]"
         self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
 
-    def _check(self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        try:
-            if t.shape == shape and t.dtype is dtype and t.device == self.device and t.layout is _STRIDED:
-                return
-            got, last = f"{t.dtype} {list(t.shape)} on {t.device}", t.shape[-1] if t.dim() else 0
-        except RuntimeError:  # a nested tensor has no shape
-            got, last = "", shape[-1]
+    def _check(
+        self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
+        may_be_window: bool = False,
+    ) -> None:  # fmt: skip
+        """Refuses an operand that is another tensor than the op takes, or lies in memory that ops write."""
+        got, last, is_right = "", shape[-1], False
+        with suppress(RuntimeError):  # a nested tensor has no shape
+            if t.shape != shape or t.dtype is not dtype or t.device != self.device or t.layout is not _STRIDED:
+                got, last = f"{t.dtype} {list(t.shape)} on {t.device}", t.shape[-1] if t.dim() else 0
+            elif not _has_storage(t) and not t._is_zerotensor():
+                got = "a batch of them, as torch.vmap makes"
+            else:
+                is_right = True
+        if is_right:
+            if self._windows is not None and self._windows.touch(t) and not may_be_window:
+                self._refuse_memory(op, tag, name, "a token window")
+            return
         got, expected = _odd_kind(t) or got, f"{dtype} {list(shape)} on {self.device}"
         error = InvalidInput(f"{name}: got {got}, expected {expected}", rank=self.rank, op=op)
         self._refuse(op, tag, error, last, shape[-1])
 
 
 def _recorded(*tensors: Any) -> bool:
-    """Whether torch keeps what it needs for gradients of what is made of these."""
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    """Whether torch keeps what it needs for gradients of what is made of these, or follows a tangent."""
+    wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    return wanted or (forward_ad._current_level >= 0 and any(has_tangent(t) for t in tensors))
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two contiguous tensors have memory in common."""
+    start, begin = one.data_ptr(), other.data_ptr()
+    return start < begin + other.nbytes and begin < start + one.nbytes
 
 
 def last(t: Tensor) -> int:
@@ -202,6 +255,15 @@ def length(t: Tensor) -> int:
         return t.shape[0]
     except (IndexError, RuntimeError):  # a scalar, a nested tensor
         return 0
+
+
+def require_plain(**tensors: Any) -> None:
+    """Raises InvalidInput for what is no dense tensor, and where torch.vmap makes many calls of one."""
+    if not is_dynamo_compiling() and any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ()):
+        raise InvalidInput(f"call: {ONE_BY_ONE}")
+    for name, t in tensors.items():
+        if got := _odd_kind(t):
+            raise InvalidInput(f"{name}: got {got}, expected a dense torch.Tensor")
 
 
 def _odd_kind(t: Any) -> str:

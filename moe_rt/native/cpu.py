@@ -26,7 +26,7 @@ from moe_rt.faults import Point, reach
 from moe_rt.heap.processes import num_cores
 from moe_rt.heap.segments import Segments
 from moe_rt.native.dispatching import Args
-from moe_rt.native.engine import REFUSAL_CODES, Engine
+from moe_rt.native.engine import Engine, refusal_code
 from moe_rt.native.statuses import error_from_status
 from moe_rt.native.storage import Recycler
 
@@ -125,7 +125,7 @@ class CpuEngine(Engine):
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Announces the refusal, then raises `error` here; a failed group is raised instead, caused by `error`."""
-        code = REFUSAL_CODES[type(error)]
+        code = refusal_code(error)
         status = self._engine.refuse(op=op, code=code, got=got, expected=expected, tag=tag)
         if status.code >= Code.CONFIG_MISMATCH:
             raise self._error(status) from error

@@ -30,7 +30,7 @@ from moe_rt.errors import (
 )
 from moe_rt.heap.segments import Segments
 from moe_rt.native.dispatching import Args
-from moe_rt.native.engine import REFUSAL_CODES, Engine
+from moe_rt.native.engine import Engine, refusal_code
 from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import Launcher
 from moe_rt.native.statuses import error_from_status
@@ -215,7 +215,7 @@ class CudaEngine(Engine):
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         self.health()
-        self._end(REFUSAL_CODES[type(error)], error)
+        self._end(refusal_code(error), error)
         raise error
 
     def health(self) -> None:

@@ -6,12 +6,13 @@ from abc import abstractmethod
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_anomaly_enabled
 
 from moe_rt import _engine
 from moe_rt.config.row_format import RowFormat
 from moe_rt.errors import CapacityOverflow, Op, TooManyTokens
 from moe_rt.native.checks import NUM_TAGS, Checks, length
+from moe_rt.native.storage import blank
 
 # The op's own struct of cuda/protocol/core/args.h.
 Args: TypeAlias = _engine.DispatchArgs | _engine.CombineArgs | _engine.CombineBackwardArgs
@@ -69,8 +70,7 @@ class Dispatching(Checks):
                 self._refuse_bound(tag, max_tokens)
             most = max_tokens
         row = self._check_scaled(tag, x, scales) if scaled else None
-        plain = row is None and self._windows is None
-        num_tokens = self._reader.dispatch(x, topk_idx, topk_weights) if plain else -1
+        num_tokens = self._reader.dispatch(x, topk_idx, topk_weights) if row is None else -1
         if not 0 <= num_tokens <= most:
             limit = "num_max_tokens_per_rank" if max_tokens is None else "max_tokens"
             x, topk_idx, topk_weights, scales = self._check_dispatch(
@@ -92,7 +92,7 @@ class Dispatching(Checks):
         """Says what is wrong, or gives what is right as C++ reads it."""
         s, num_tokens = self.spec, length(x)
         if scales is None:
-            self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype)
+            self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype, may_be_window=True)
         if num_tokens > most:
             error = TooManyTokens(f"x: got {num_tokens} tokens, expected at most {limit} = {most}")
             self._refuse(Op.DISPATCH, tag, error, num_tokens, most)
@@ -112,6 +112,8 @@ class Dispatching(Checks):
         capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
         recv_x = self._rows(capacity, x) if row is None else self._matrix(capacity, row.num_codes, row.codes)
         recv_weights = topk_weights.new_empty(self.weights_shape(capacity) if self.by_token else capacity)
+        if is_anomaly_enabled():  # asked once for both, which takes half as long
+            blank(recv_x), blank(recv_weights)
         offs = topk_idx.new_empty(self.num_parts, dtype=torch.int32)
         recv_plan = offs.new_empty(self.plan_ints)  # to name the dtype again would take longer
         send_plan = offs.new_empty(num_tokens, self.spec.num_topk)
@@ -132,7 +134,7 @@ class Dispatching(Checks):
         if row is None:
             self._run(Op.DISPATCH, args, tag)
             return recv_x, recv_weights, offs, recv_plan, send_plan
-        recv_scales = self._matrix(capacity, row.num_scales, row.scales)
+        recv_scales = blank(self._matrix(capacity, row.num_scales, row.scales))
         args.scaled = _engine.ScaledArgs(
             row_format=0 if scales is None else row.word(self.spec.hidden),
             scales=0 if scales is None else scales.data_ptr(),

@@ -24,12 +24,9 @@ from moe_rt.errors import Code, GroupClosed, InvalidConfig, InvalidInput, MoeRtE
 from moe_rt.heap.segments import Segments
 from moe_rt.native.checks import NUM_TAGS
 from moe_rt.native.dispatching import Dispatching
+from moe_rt.native.storage import blank
 from moe_rt.native.token_window import TokenWindows
 
-REFUSAL_CODES: dict[type[MoeRtError], Code] = {
-    TooManyTokens: Code.TOO_MANY_TOKENS,
-    InvalidInput: Code.INVALID_INPUT,
-}
 # Plain integers: C++ takes longer over an enumerator than over all other fields together.
 _COMBINE, _DISPATCH_BACKWARD = int(Op.COMBINE), int(Op.DISPATCH_BACKWARD)
 _Given: TypeAlias = tuple[Tensor, Any, Tensor, Tensor]  # rows, weights or None, recv_plan, send_plan
@@ -85,7 +82,7 @@ class Engine(Dispatching):
         if out is None:
             written = self._rows(num_tokens, y)
         else:
-            self._check_out(Op.COMBINE, tag, out, num_tokens)
+            self._check_out(Op.COMBINE, tag, out, num_tokens, (recv_plan, send_plan))
             written = self._writable(out)
         args = _engine.CombineArgs(
             op=_COMBINE,
@@ -159,8 +156,8 @@ class Engine(Dispatching):
             self._refuse_weights(op, tag)
         num_rows, capacity = self._check_rows(op, tag, "y", y, "recv_weights", recv_weights)
         y, recv_weights = self._input(y), self._input(recv_weights)
-        grad_y = self._rows(num_rows, y)
-        grad_recv_weights = torch.empty_like(recv_weights)
+        grad_y = blank(self._rows(num_rows, y))
+        grad_recv_weights = blank(torch.empty_like(recv_weights))
         args = _engine.CombineBackwardArgs(
             grad_out=grad_out.data_ptr(),
             num_tokens=num_tokens,
@@ -182,7 +179,7 @@ class Engine(Dispatching):
         grad_out, recv_plan = self._input(grad_out), recv_plan.contiguous()
         if not self.by_token:
             self._refuse_weights(op, tag)
-        grad_y = self._rows(num_rows, grad_out)
+        grad_y = blank(self._rows(num_rows, grad_out))
         args = _engine.CombineBackwardArgs(
             grad_out=grad_out.data_ptr(),
             num_tokens=num_tokens,
@@ -219,10 +216,9 @@ class Engine(Dispatching):
         if compiled:
             return self._matrix(num_tokens, s.hidden, s.dtype)
         if self._windows is None:
-            segments = self._segments
-            self._windows = TokenWindows(
-                s, self.shape, segments.addresses[self.rank], self.device, list(segments.mappings)
-            )
+            segments, begin = self._segments, self._segments.addresses[self.rank]
+            self._windows = TokenWindows(s, self.shape, begin, self.device, list(segments.mappings))
+            self._reader.avoid(begin=begin, end=begin + self.shape.segment_bytes())
         return self._windows.hand_out(window, num_tokens)
 
     @abstractmethod
@@ -255,6 +251,11 @@ class Engine(Dispatching):
     def _writable(self, out: Tensor) -> Tensor:
         """Where C++ writes what is to be in the caller's tensor: there, or in a fresh one to be copied."""
         return out
+
+
+def refusal_code(error: MoeRtError) -> Code:
+    """What peers are told of input that this rank refuses with `error`."""
+    return Code.TOO_MANY_TOKENS if isinstance(error, TooManyTokens) else Code.INVALID_INPUT
 
 
 def engine_by_id(engine_id: int) -> Engine:

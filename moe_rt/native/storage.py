@@ -6,15 +6,14 @@ gone, the block is handed out again, pages and all. Tails that nobody writes are
 
 from __future__ import annotations
 
-import mmap
 from sys import getrefcount
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_anomaly_enabled
 from torch._C import _storage_Use_Count
 from torch.utils import deterministic
 
-from moe_rt.heap.segments import ask_for_huge_pages
+from moe_rt.heap.segments import ask_for_huge_pages_at
 
 # Below this the allocator's own free lists recycle memory.
 _SMALLEST_BLOCK = 1 << 20
@@ -22,24 +21,32 @@ _GRANULE = 1 << 21
 
 
 class _Block:
-    """Pages, and tensors over them of the shape last asked for: handing out one like it is a single call of torch."""
+    """Pages, and tensors over them of the shape last asked for: handing out one like it is a single call of torch.
+
+    The pages are torch's own, so that whoever saves memory by it can resize a tensor's storage to nothing and back.
+    """
 
     def __init__(self, num_bytes: int, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
-        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        ask_for_huge_pages(self._pages)
+        self._num_bytes = num_bytes
+        self._take_pages()
         self._view(num_rows, hidden, dtype)
+
+    def _take_pages(self) -> None:
+        self._storage = torch.UntypedStorage(self._num_bytes, device="cpu")
+        ask_for_huge_pages_at(self._storage.data_ptr(), self._num_bytes)
+        self._pages = self._storage.data_ptr(), self._num_bytes
 
     def _view(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
         # An alias of an inference tensor is one for ever, and autograd forgets what is done to it; so there is a tensor
         # for either mode, whichever is on when the pages are first asked for.
-        with torch.inference_mode(False):
-            t = torch.frombuffer(self._pages, dtype=dtype, count=num_rows * hidden).view(num_rows, hidden)
+        tensors = []
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                t = torch.empty(0, dtype=dtype, device="cpu")
+                tensors.append(t.set_(self._storage, 0, (num_rows, hidden), (hidden, 1)))
+        self._tensors, self._viewed_as = tuple(tensors), (num_rows, hidden, dtype)
         # All tensors over a storage share its Python object, too, which has a count of its own.
-        self._storage = t.untyped_storage()
-        with torch.inference_mode():
-            for_inference = t.new_empty(0).set_(self._storage, 0, t.shape, t.stride())
-        self._tensors = t, for_inference
-        self._address, self._pages_at = self._storage._cdata, t.data_ptr()
+        self._address = self._storage._cdata
         self._own_uses = _storage_Use_Count(self._address), getrefcount(self._storage)
 
     def unused(self) -> bool:
@@ -48,9 +55,12 @@ class _Block:
 
     def tensor(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised, and no view of another tensor."""
-        t = self._tensors[0]
-        # Whoever sends a tensor to another process moves its storage to memory that both of them share.
-        if t.shape != (num_rows, hidden) or t.dtype is not dtype or t.data_ptr() != self._pages_at:
+        # Whoever resizes a storage has given its pages back, and whoever sends a tensor to another process has moved it
+        # to memory that both of them share.
+        taken = (self._storage.data_ptr(), self._storage.nbytes()) != self._pages
+        if taken:
+            self._take_pages()
+        if taken or self._viewed_as != (num_rows, hidden, dtype):
             self._view(num_rows, hidden, dtype)
         out = self._tensors[torch.is_inference_mode_enabled()].detach()
         fill: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -83,3 +93,8 @@ class Recycler:
                 return block.tensor(num_rows, hidden, dtype)
         blocks.append(_Block(num_bytes, num_rows, hidden, dtype))
         return blocks[-1].tensor(num_rows, hidden, dtype)
+
+
+def blank(t: Tensor) -> Tensor:
+    """An uninitialised output whose last rows nobody will write: zero in anomaly mode, which looks at whole tensors."""
+    return t.zero_() if is_anomaly_enabled() else t

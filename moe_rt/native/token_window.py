@@ -47,12 +47,16 @@ class TokenWindows:
         self._handed = window
         return self._rows[window][:num_tokens].detach()
 
-    def hold(self, t: Tensor) -> bool:
-        """Whether the tensor lies in a window, and reads as it lies there."""
+    def touch(self, t: Tensor) -> bool:
+        """Return whether the tensor is in a window. None begins before one and ends in it: torch sees windows only."""
         if t.layout is not torch.strided:  # it has no address; what is wrong with it is said, and to peers, later
             return False
         at = t.data_ptr()
-        return any(start <= at < start + self._num_bytes for start in self._starts) and not t.is_neg()
+        return t.numel() > 0 and any(start <= at < start + self._num_bytes for start in self._starts)
+
+    def hold(self, t: Tensor) -> bool:
+        """Return whether the tensor is in a window, and reads as its memory does."""
+        return self.touch(t) and not t.is_neg()
 
     def why_not(self, x: Tensor, window: int | None) -> str:
         """What is wrong with rows that lie in a window and are to be published by an op that takes `window`; or ""."""

@@ -7,24 +7,28 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.comm.buffer import Buffer
 from moe_rt.comm.shared_buffers import LayerBuffers
 from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions
-from moe_rt.config.placement import Placement
-from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import all_or_none
+from moe_rt.native.checks import require_plain
+from moe_rt.nn.buffer_fit import check_blocks, fitting
 from moe_rt.nn.experts import Experts, ExpertsConfig
 from moe_rt.nn.metrics import LayerMetrics
+from moe_rt.nn.padding import real_tokens, route, without_padding
 from moe_rt.nn.router import Router, RouterConfig
 from moe_rt.nn.router_losses import RouterAux
 from moe_rt.nn.shared_expert import SharedExpert
 from moe_rt.nn.siblings import ExpertsLike, RouterLike, check_siblings
+from moe_rt.nn.spread import SpreadModule
+from moe_rt.nn.wrappers import watch_wrappers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +121,8 @@ class MoELayer(nn.Module):
         MoeRtError: as moe_rt.Buffer.
     """
 
+    holds_experts = True  # what is in `experts`, adapters around them included, is this rank's own
+
     def __init__(
         self,
         config: MoEConfig,
@@ -130,12 +136,12 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config = config
         fixed = config.dtype is not None or buffer is not None
-        given = None if buffer is None else _fitting(buffer, config, config.dtype)
+        given = None if buffer is None else fitting(buffer, config, config.dtype)
         self._shared_buffers = LayerBuffers(
             group, config.buffer_sizes(), fixed=fixed, first=given, has_kernel=config.has_kernel
         )
         if isinstance(group, DeviceMesh):
-            _check_blocks(self.buffer.spec, group)
+            check_blocks(self.buffer.spec, group)
         self.expert_ids = self.buffer.spec.placement.local_experts(self.buffer.rank)
         self.tag = self._shared_buffers.tag
         device = self.buffer.device
@@ -143,7 +149,7 @@ class MoELayer(nn.Module):
         modules = {"router": router, "experts": experts, "shared_expert": shared_expert}
         self._given = {kind for kind, module in modules.items() if module is not None}
         if self._given:
-            self._require_fitting(modules, rendezvous_of(group) if buffer is None else None)
+            self._requirefitting(modules, rendezvous_of(group) if buffer is None else None)
         with device:
             # Typed as what they are unless they are given, which is what most users read.
             self.router = cast(Router, Router(config.hidden, config=config) if router is None else router)
@@ -152,7 +158,8 @@ class MoELayer(nn.Module):
             self.experts = cast(Experts, experts)
             if isinstance(group, DeviceMesh):
                 self.experts.shard_over(group)
-            self.experts.spread_over(self.buffer.num_ranks, self.buffer.process_group)
+            ranks = self.buffer.num_ranks, self.buffer.process_group
+            self.experts.spread_over(*ranks, self.expert_ids, config.num_experts)
             self.shared_expert = shared_expert
             if config.shared_intermediate is not None and shared_expert is None:
                 self.shared_expert = SharedExpert(
@@ -160,7 +167,7 @@ class MoELayer(nn.Module):
                 )
         self.reset_parameters()
 
-    def _require_fitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:
+    def _requirefitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:
         """Collective where there is a rendezvous: every rank raises what a module on one rank does not fit."""
 
         def check() -> dict[str, Any]:
@@ -202,13 +209,23 @@ class MoELayer(nn.Module):
             self.shared_expert.reset_parameters()
 
     def forward(
-        self, x: Tensor, topk_idx: Tensor | None = None, *, buffer: Buffer | None = None
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        buffer: Buffer | None = None,
     ) -> tuple[Tensor, RouterAux]:
         """Routes, runs the experts, adds up. Collective.
+
+        Padding, of which `mask` is False or the row of `topk_idx` is -1 throughout, goes nowhere: its output is zero,
+        the shared expert's part included, its gradient is zero, whatever stood there, and neither losses nor counts,
+        nor the numbers that losses are averaged over, know of it. A rank may have nothing else.
 
         Args:
             x: [..., H].
             topk_idx: visit these experts instead of choosing, see `moe_rt.nn.router.Router.forward`.
+            mask: bool or integer [...], x's leading shape: True or 1 for a real token. No host reads it.
             buffer: travel through this one, made with `Buffer(group, **config.buffer_sizes())`, instead of the layer's;
                 its ops, backwards included, keep an order of their own. So two threads can each have a micro-batch in
                 flight.
@@ -217,31 +234,53 @@ class MoELayer(nn.Module):
             The shape and dtype of x, and the router's losses.
 
         Raises:
-            InvalidInput: on every rank, if x is not floating or has another H, or topk_idx has another shape.
+            InvalidInput: on every rank, if x is not floating or has another H; if topk_idx or mask is not of integers,
+                of another shape or elsewhere; if one of them is no dense tensor; or under torch.vmap.
             MoeRtError: as moe_rt.Buffer.dispatch.
         """
         buffer = self._buffer_for(x, buffer)
         try:
-            idx, weights, aux = self.router(x, topk_idx)
+            given = {"x": x, "topk_idx": topk_idx, "mask": mask}
+            require_plain(**{name: t for name, t in given.items() if t is not None or name == "x"})
+            real = real_tokens(x, topk_idx, mask, self.config.num_topk)
+            x = without_padding(x, real)
+            idx, weights, aux = route(self.router, x, topk_idx, real)
         except InvalidInput as error:
             buffer.refuse(error, tag=self.tag)
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
         recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
         self.metrics.add(aux.tokens_per_expert, handle)
-        y = self.experts(recv_x, handle.offs)
+        y = self.experts(recv_x, handle.offs).to(recv_x.dtype)  # FSDP may have cast it
+        if self._trained_elsewhere(y):
+            y.requires_grad_()
         out = buffer.combine(y, recv_weights, handle)
         if self.shared_expert is not None:
-            out = out + self.shared_expert(rows)
+            out = out + without_padding(self.shared_expert(rows), None if real is None else real.flatten())
         return out.to(x.dtype).reshape(x.shape), aux
 
-    def _buffer_for(self, x: Tensor, given: Buffer | None) -> Buffer:
+    def _buffer_for(self, x: Any, given: Buffer | None) -> Buffer:
         """The buffer for rows of the dtype that a linear layer in place of the experts would compute in."""
-        dtype, device = self.experts.dtype, x.device.type
+        dtype = self.spread.param_dtype or self.spread.dtype
+        device = (x if isinstance(x, Tensor) else self.buffer).device.type  # what is no tensor is refused in its place
         if torch.is_autocast_enabled(device) and dtype is not torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device)
         if given is not None:
-            return _fitting(given, self.config, self._shared_buffers.fixed or dtype, self.buffer.spec.placement)
+            return fitting(given, self.config, self._shared_buffers.fixed or dtype, self.buffer.spec.placement)
         return self._shared_buffers.use(dtype)
+
+    def _trained_elsewhere(self, y: Tensor) -> bool:
+        """Whether the backward must pass here for other ranks' sake: nothing of this rank wants it."""
+        if y.requires_grad or not self.spread.trains_somewhere:
+            return False
+        return torch.is_grad_enabled() and not _are_functorch_transforms_active()
+
+    @property
+    def spread(self) -> SpreadModule:
+        """The experts themselves, where an adapter stands around them."""
+        experts: nn.Module = self.experts
+        if isinstance(experts, SpreadModule):
+            return experts
+        return next(m for m in experts.modules() if isinstance(m, SpreadModule))
 
     def extra_repr(self) -> str:
         """What differs from the defaults."""
@@ -250,28 +289,4 @@ class MoELayer(nn.Module):
         return f"{changed}, expert_ids={self.expert_ids}"
 
 
-def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
-    """A DTensor's blocks are equal and in rank order. The ranks agreed on `spec`, so all of them raise or none."""
-    size = mesh.size()
-    if size != spec.num_ranks:
-        raise InvalidConfig(f"group: got a mesh of {size} ranks, expected {spec.num_ranks} as in the buffer")
-    if spec.num_experts % size:
-        raise InvalidConfig(f"num_experts: got {spec.num_experts}, expected a multiple of the mesh's {size} ranks")
-    placement = spec.placement
-    if placement != Placement.contiguous(spec.num_experts, size):
-        raise InvalidConfig(f"placement: got {list(placement.ranks)}, expected contiguous blocks, or a ProcessGroup")
-    members = mesh.mesh.flatten().tolist()
-    if members != sorted(members):  # a group's ranks ascend, whatever the mesh's order
-        raise InvalidConfig(f"group: got a mesh of ranks {members}, expected ascending ones, or a ProcessGroup")
-
-
-def _fitting(
-    buffer: Buffer, config: MoEConfig, dtype: torch.dtype | None, placement: Placement | None = None
-) -> Buffer:
-    """The buffer, if it is the layer's kind; None fits all."""
-    fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts")}
-    for name, expected in {**fields, "dtype": dtype, "placement": placement, "layout": "experts"}.items():
-        got = getattr(buffer.spec, name)
-        if expected is not None and got != expected:
-            raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer")
-    return buffer
+watch_wrappers()

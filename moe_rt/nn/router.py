@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +11,18 @@ from torch import Tensor, nn
 
 from moe_rt.config.expect import expect
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.nn.router_losses import BalanceScope, RouterAux, count_tokens, load_balancing_loss, sequence_view, z_loss
+from moe_rt.nn.fp32_buffers import KeepsFp32
+from moe_rt.nn.padding import UNTAKEN, real_tokens, without_padding
+from moe_rt.nn.router_losses import (
+    BalanceScope,
+    RouterAux,
+    at_least_one,
+    count_sequences,
+    count_tokens,
+    load_balancing_loss,
+    sequence_view,
+    z_loss,
+)
 from moe_rt.nn.selection import choose_by_experts, within_best_groups
 
 __all__ = ["Router", "RouterAux", "RouterConfig", "ScoreFunc"]
@@ -93,11 +103,11 @@ class RouterConfig:
             expect(enough, "topk_groups", topk_groups, f"groups of {size} for num_topk = {self.num_topk} experts")
 
 
-class Router(nn.Module):
+class Router(KeepsFp32):
     """Linear gate in fp32, scores, choice, weights.
 
     Parameters: `weight` [E, H]; with router_bias `bias` [E]. Buffer, with balance_bias: `balance_bias` fp32 [E],
-    persistent, and fp32 whatever the module is cast to, since its steps are smaller than a half's last place.
+    persistent, and fp32 whatever the module is cast to or loads, since its steps are smaller than a half's last place.
 
     Args:
         hidden: H.
@@ -143,19 +153,26 @@ class Router(nn.Module):
             if bias is not None:
                 bias.zero_()
 
-    def forward(self, x: Tensor, topk_idx: Tensor | None = None) -> tuple[Tensor, Tensor, RouterAux]:
+    def forward(
+        self, x: Tensor, topk_idx: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, RouterAux]:
         """Scores tokens and chooses experts.
+
+        Padding, of which `mask` is False or the row of `topk_idx` is -1 throughout, chooses nothing, is in no loss and
+        no count, nor in the numbers that losses are averaged over; x may be NaN there and gets a gradient of zero.
 
         Args:
             x: [..., H].
             topk_idx: integer [T, K], -1 for no expert: visit these instead of choosing, as recorded in
                 `RouterAux.topk_idx`. Weights and their gradients come from the scores of now.
+            mask: bool or integer [...], x's leading shape: True or 1 for a real token. No host reads it.
 
         Returns:
             topk_idx int64 [T, K], topk_weights fp32 [T, K] (fp64 for fp64), zero for -1, and the losses.
 
         Raises:
-            InvalidInput: x is not floating, has another H or is elsewhere; or topk_idx has another shape.
+            InvalidInput: x is not floating, has another H or is elsewhere; or topk_idx or mask is of another type or
+                shape, or elsewhere.
         """
         c = self.config
         if (
@@ -166,17 +183,19 @@ class Router(nn.Module):
         ):
             got, expected = f"{x.dtype} {list(x.shape)} on {x.device}", f"[..., {self.weight.shape[1]}]"
             raise InvalidInput(f"x: got {got}, expected floating {expected} on {self.weight.device}")
+        real = real_tokens(x, topk_idx, mask, c.num_topk)
         acc = torch.float64 if x.dtype is torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
-            rows = x.to(acc)
+            rows = without_padding(x, real).to(acc)
             if self.training and c.jitter:
                 rows = rows * torch.empty_like(rows).uniform_(1 - c.jitter, 1 + c.jitter)
             logits = F.linear(rows, self.weight.to(acc), None if self.bias is None else self.bias.to(acc))
             scores = logits.softmax(-1) if c.score_func == "softmax" else logits.sigmoid()
-            idx = self._choose(logits, scores) if topk_idx is None else _recorded(topk_idx, logits, c.num_topk)
-            may_lack = topk_idx is not None or c.expert_choice is not None
+            idx = self._choose(logits, scores, real) if topk_idx is None else self._recorded(topk_idx, logits)
+            idx = without_padding(idx, real, -1)
+            may_lack = real is not None or c.expert_choice is not None
             weights = self._weigh(logits, scores, idx, may_lack)
-            aux = self._aux(logits, scores, idx, may_lack, replayed=topk_idx is not None)
+            aux = self._aux(logits, scores, idx, real, replayed=topk_idx is not None)
         return idx.reshape(-1, c.num_topk), weights.reshape(-1, c.num_topk), aux
 
     @torch.no_grad()
@@ -196,15 +215,17 @@ class Router(nn.Module):
         if tokens_per_expert.shape != self.balance_bias.shape:
             got, expected = list(tokens_per_expert.shape), list(self.balance_bias.shape)
             raise InvalidInput(f"tokens_per_expert: got shape {got}, expected {expected}")
+        self.keep_fp32()
         # mean - load, times E: exact in integers.
         lack = tokens_per_expert.sum() - tokens_per_expert * self.config.num_experts
         self.balance_bias.add_(lack.sign().to(torch.float32), alpha=self.config.balance_bias_rate)
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:
         c = self.config
         if c.expert_choice is not None:
-            idx = choose_by_experts(scores.flatten(0, -2), c.num_topk, c.expert_choice)
+            candidates = None if real is None else real.flatten()
+            idx = choose_by_experts(scores.flatten(0, -2), c.num_topk, c.expert_choice, candidates)
             return idx.reshape(*scores.shape[:-1], c.num_topk)
         by = logits if c.topk_before_softmax else scores
         if self.balance_bias is not None:
@@ -227,36 +248,37 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(weights.dtype).tiny)
         return weights * c.route_scale
 
-    def _aux(self, logits: Tensor, scores: Tensor, idx: Tensor, may_lack: bool, replayed: bool) -> RouterAux:
+    def _aux(self, logits: Tensor, scores: Tensor, idx: Tensor, real: Tensor | None, replayed: bool) -> RouterAux:
+        """`idx` names no expert for padding; all that is counted here is counted of `real` tokens."""
         c = self.config
+        may_lack = real is not None or c.expert_choice is not None
         probs = scores if c.score_func == "softmax" else scores / scores.sum(-1, keepdim=True)
         counted = idx
         if c.balance_scope == "sequence" and (c.balance_bias or c.num_groups > 1) and not replayed:
             # DeepSeek-V3's f counts what scores alone would choose (eq. 18), not what bias and groups made of it.
-            counted = scores.detach().topk(c.num_topk, dim=-1).indices
+            counted = without_padding(scores.detach().topk(c.num_topk, dim=-1).indices, real, -1)
         counts = count_tokens(sequence_view(counted, c.balance_scope).flatten(1), c.num_experts, may_lack)
-        sequences = sequence_view(probs, c.balance_scope)
+        sequences = sequence_view(without_padding(probs, real), c.balance_scope)
         sums = sequences.sum(1)
-        balance = load_balancing_loss(sums / max(1, sequences.shape[1]), counts)
-        z = z_loss(logits)
+        num_sequences, lengths, num_tokens = count_sequences(sequences, real, c.balance_scope)
+        balance = load_balancing_loss(sums / at_least_one(lengths), counts, num_sequences)
+        z = z_loss(logits, real)
         loss = c.aux_loss_coef * balance + c.z_loss_coef * z
         load = counts.sum(0) if counted is idx else count_tokens(idx.flatten(), c.num_experts, may_lack)
-        mean_prob = sums.sum(0) / max(1, logits.numel() // c.num_experts)
-        return RouterAux(loss, balance, z, load, mean_prob, idx.reshape(-1, c.num_topk))
+        mean_prob = sums.sum(0) / at_least_one(num_tokens)
+        return RouterAux(loss, balance, z, load, mean_prob, self._record(idx, real).reshape(-1, c.num_topk))
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
-        before = self.balance_bias
-        super()._apply(fn, recurse)
-        if before is not None and self.balance_bias is not None and self.balance_bias.dtype is not torch.float32:
-            self.balance_bias = before.to(self.balance_bias.device)
-        return self
+    def _recorded(self, topk_idx: Tensor, logits: Tensor) -> Tensor:
+        """What `_record` made, or a caller: the experts to visit."""
+        idx = topk_idx.to(torch.int64).reshape(*logits.shape[:-1], self.config.num_topk)
+        return idx if self.config.expert_choice is None else idx.masked_fill(idx == UNTAKEN, -1)
 
-
-def _recorded(topk_idx: Tensor, logits: Tensor, num_topk: int) -> Tensor:
-    expected = [logits.numel() // logits.shape[-1], num_topk]
-    if list(topk_idx.shape) != expected:
-        raise InvalidInput(f"topk_idx: got shape {list(topk_idx.shape)}, expected {expected}")
-    return topk_idx.to(torch.int64).reshape(*logits.shape[:-1], num_topk)
+    def _record(self, idx: Tensor, real: Tensor | None) -> Tensor:
+        if self.config.expert_choice is None:
+            return idx
+        untaken = (idx == -1).all(-1)
+        untaken = untaken if real is None else untaken & real
+        return idx.masked_fill(untaken.unsqueeze(-1), UNTAKEN)
 
 
 def _one_of(field: str, got: str, allowed: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ def within_best_groups(scores: Tensor, num_groups: int, topk_groups: int) -> Ten
     return grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
 
 
-def choose_by_experts(scores: Tensor, num_topk: int, experts_per_token: float) -> Tensor:
+def choose_by_experts(scores: Tensor, num_topk: int, experts_per_token: float, real: Tensor | None = None) -> Tensor:
     """Every expert takes the tokens that score it highest (Zhou et al. 2022, Expert Choice Routing, section 3.2).
 
     A token that more than num_topk experts take keeps the highest. Sorts are stable, so ties fall to the lower index.
@@ -29,14 +29,20 @@ def choose_by_experts(scores: Tensor, num_topk: int, experts_per_token: float) -
         scores: [T, E].
         num_topk: K, the most experts of a token.
         experts_per_token: the paper's capacity factor; each expert takes ceil(T * experts_per_token / E) tokens.
+        real: bool [T], the tokens that can be taken, of which T is then the number; default: all.
 
     Returns:
         int64 [T, K], highest score first, then -1.
     """
     num_tokens, num_experts = scores.shape
-    each = min(num_tokens, math.ceil(num_tokens * experts_per_token / num_experts))
-    first = scores.sort(dim=0, descending=True, stable=True).indices[:each]
-    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, first, True)
+    if real is None:
+        each: int | Tensor = math.ceil(num_tokens * experts_per_token / num_experts)
+    else:  # in the same arithmetic, on the device
+        each = (real.sum().to(torch.float64) * experts_per_token / num_experts).ceil()
+        scores = scores.masked_fill(~real.unsqueeze(-1), -math.inf)
+    order = scores.sort(dim=0, descending=True, stable=True).indices
+    first = torch.arange(num_tokens, device=scores.device).unsqueeze(-1) < each
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, order, first.expand_as(order))
     by_token = scores.masked_fill(~taken, -math.inf).sort(dim=1, descending=True, stable=True)
     values, idx = by_token.values[:, :num_topk], by_token.indices[:, :num_topk]
     return idx.masked_fill(values == -math.inf, -1)

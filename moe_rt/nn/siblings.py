@@ -32,6 +32,11 @@ class RouterLike(Protocol):
         the layer returns as aux, of which it reads tokens_per_expert, int64 [E].
 
         `topk_idx` [T, K] is what the layer's caller wants visited, if anything. InvalidInput becomes every rank's.
+
+        Where the layer's caller names padding, x is zero there, and a router whose `forward` has a parameter `mask`, or
+        takes any, is given `mask=`, bool of x's leading shape, True for a real token: its losses and counts are then
+        its own affair. One that has none routes padding like any token; the layer sets its ids to -1 and, in a
+        RouterAux, tokens_per_expert and topk_idx to what is left, but losses stay as they are.
         """
         ...
 

@@ -1,77 +1,102 @@
-"""Parameters of which every rank holds others: their gradients averaged, their norm, and wrappers that would mix them.
+"""Modules of whose parameters every rank holds others: marked, averaged, and saved with the ids of their experts.
 
-Data parallelism takes parameters for copies of one another: it broadcasts them, averages their gradients, shards them.
-A SpreadModule says that its parameters are none. Wrappers that have not been told raise when they wrap.
+A SpreadModule makes its parameters parts (moe_rt/nn/part.py) whatever way they come in: made, assigned, loaded, moved
+or cast. Their gradients become the mean that data parallelism makes of all others.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from types import FrameType
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
+from torch.compiler import is_compiling
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.utils import clip_grad
-from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
-from moe_rt.errors import InvalidConfig
+from moe_rt.nn.averaging import Mean, averaged
+from moe_rt.nn.blocks import check_held, note_mesh_block, take_own_block
+from moe_rt.nn.part import Part, Whole, as_part
+from moe_rt.nn.part_reductions import find_infinities, group_named
 
-
-class Mean(NamedTuple):
-    """A mean of gradients over `num_ranks` ranks, of which those of the process group named `replicas` hold copies."""
-
-    num_ranks: int
-    replicas: str | None
+# The buffer by which a file says whose experts are in it.
+HELD = "held_experts"
 
 
 class SpreadModule(nn.Module):
-    """A module whose parameters, other than its children's, differ between ranks.
+    """A module whose parameters, those of its children included, differ between ranks.
 
     Attributes:
         num_ranks: how many ranks hold the parts; 1 until `spread_over` says more.
+        expert_ids: experts of this rank, one for each entry of dimension 0 of each parameter; empty if nobody said.
+        num_experts: those of all ranks.
         mean: what gradients are averaged over, or None where they stay sums.
-        sharded: FSDP was told about the parts, by `moe_rt.parallel.shard_experts`.
+        trains_somewhere: some rank's experts want gradients, so that every rank takes part in the backward.
+        sharded: FSDP was given the parts, by `moe_rt.parallel.shard_experts`.
+        param_dtype: what FSDP casts the parameters to for `forward`, or None for their own.
         over_mesh: the parameters are DTensors, since `shard_over`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_ranks = 1
-        self.mean: Mean | None = None
-        self.sharded = self.over_mesh = False
-        self._spread_group: str | None = None
-        self._managed = False
+        self._begin()
 
-    def spread_over(self, num_ranks: int, group: dist.ProcessGroup | None) -> None:
-        """Says who holds the other parts; `group` lets norms of gradients count them, for parameters that can."""
-        self.num_ranks = num_ranks
+    def _begin(self) -> None:
+        self.num_ranks, self.num_experts = 1, 0
+        self.expert_ids: tuple[int, ...] = ()
+        self.mean: Mean | None = None
+        self.trains_somewhere = self.sharded = self.over_mesh = False
+        self.param_dtype: torch.dtype | None = None
+        self._spread_group: str | None = None
+
+    def spread_over(
+        self, num_ranks: int, group: dist.ProcessGroup | None, expert_ids: Sequence[int] = (), num_experts: int = 0
+    ) -> None:
+        """Says who holds the other parts, and which experts these are; parameters become parts of `group`."""
+        self.num_ranks, self.expert_ids, self.num_experts = num_ranks, tuple(expert_ids), num_experts
         self._spread_group = group.group_name if group is not None and num_ranks > 1 else None
-        self._mark_parameters()
+        if self._spread_group is not None and expert_ids and not self.over_mesh:
+            # A tensor among tensors, so that formats which know nothing else keep it.
+            held = torch.tensor(expert_ids, device="cpu")  # no host waits for a copy of it
+            self.register_buffer(HELD, as_part(held, self._whole))
+        self.mark_parameters()
+
+    @property
+    def _whole(self) -> Whole:
+        assert self._spread_group is not None
+        return Whole(self._spread_group, self.expert_ids, self.num_experts)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the parts; None for a single one, and for threads."""
+        name = self._spread_group
+        return None if name is None else group_named(name)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Return the dtype of the parameters."""
         return next(self.parameters()).dtype
 
     def shard_over(self, mesh: DeviceMesh) -> None:
         """Makes every parameter a DTensor [E, ...] in equal blocks over all ranks of a mesh. Local."""
         from torch.distributed.tensor import DTensor, Shard  # here, since it makes `import moe_rt` a second slower
 
+        # GradScaler's op: torch's own takes gradients over one mesh only, and no plain ones among them.
+        aten = torch.ops.aten
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _find_infinities
         for name, p in list(self.named_parameters(recurse=False)):
             block = DTensor.from_local(p.detach(), mesh, [Shard(0)] * mesh.ndim, run_check=False)
             self.register_parameter(name, nn.Parameter(block, p.requires_grad))
         self.over_mesh = True
 
     def parts(self, *names: str) -> dict[str, Tensor]:
-        """This rank's part of each of these parameters, for `forward`: gradients become the mean that `mean` says."""
+        """This rank's part of each of these parameters, for `forward`: plain tensors, whose gradients become the mean
+        that `mean` says."""
+        if not is_compiling():
+            self.mark_parameters()  # what was put into _parameters past register_parameter, as offloading hooks do
         return {name: self.averaged(self._part(name)) for name in names}
 
     def _part(self, name: str) -> Tensor:
@@ -80,180 +105,138 @@ class SpreadModule(nn.Module):
         return part
 
     def averaged(self, weight: Tensor) -> Tensor:
-        """The weight itself; its gradient becomes the mean."""
-        mean = self.mean
-        if mean is None:
-            return weight
-        result: Tensor = _Averaged.apply(weight, mean.num_ranks, mean.replicas)
-        return result
+        """The weight, as a plain tensor; its gradient becomes the mean."""
+        return averaged(weight, self.mean)
 
-    def _mark_parameters(self) -> None:
-        if self._spread_group is not None and not self.sharded:
-            for name, p in list(self._parameters.items()):
-                if type(p) is nn.Parameter:  # DTensors know their ranks
-                    self.register_parameter(name, SpreadParameter(p.data, p.requires_grad, self._spread_group))
+    def mark_parameters(self, root: nn.Module | None = None) -> None:
+        """Makes parameters parts that are none: those of this module and its children, or of an adapter around it."""
+        if self._spread_group is None or self.sharded:
+            return
+        whole = self._whole
+        for module in (root or self).modules():
+            for name, p in module._parameters.items():
+                # DTensors know their ranks; what else is a kind of its own stays one.
+                is_marked = isinstance(p, Part) and p.whole == whole
+                if p is not None and type(p) in (nn.Parameter, Tensor, Part) and not is_marked:
+                    mark_parameter(module, name, p, whole)
+
+    def unmark_parameters(self) -> None:
+        """Makes parts plain parameters again, for FSDP."""
+        for name, p in list(self._parameters.items()):
+            if isinstance(p, Part):
+                self._parameters[name] = nn.Parameter(p.to_local(), p.requires_grad)
+        self._buffers.pop(HELD, None)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, as torch does for an assignment, too, and mark it."""
+        super().register_parameter(name, param)
+        if param is not None and "_spread_group" in self.__dict__:
+            self.mark_parameters()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._apply(*args, **kwargs)  # may put new parameters in place of the old
+        self.mark_parameters()
+        return result
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A pickle has plain parameters; a deep copy, which comes here too, does not. Only modules over the default
         # group are pickled, and here it may have another name.
-        if self._spread_group is not None and any(type(p) is nn.Parameter for p in self._parameters.values()):
+        if self._spread_group is not None and not any(isinstance(p, Part) for p in self.parameters()):
             self._spread_group = dist.group.WORLD.group_name if dist.group.WORLD is not None else None
-            self._mark_parameters()
+        self.mark_parameters()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark_parameters()  # load_state_dict(assign=True) brings parameters of its own
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.over_mesh:
+            for name in self._parameters:
+                note_mesh_block(destination.get(prefix + name))
 
-    # FSDP, both kinds of it, writes this into every module whose parameters it shards.
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        return self._managed
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load as torch does; take this rank's of whole experts, and refuse another rank's.
 
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> None:
-        if value and self.num_ranks > 1 and not self.sharded:
-            raise InvalidConfig(
-                f"fully_shard: got experts spread over {self.num_ranks} ranks, whose parts it takes for copies of one "
-                "another; expected moe_rt.parallel.prepare(model) or moe_rt.parallel.shard_experts(model, mesh) before"
-            )
-        self._managed = value
-
-
-class _Averaged(torch.autograd.Function):
-    @staticmethod
-    def forward(weight: Tensor, num_ranks: int, replicas: str | None) -> Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.num_ranks, ctx.replicas = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Every backward by itself, so that sums over micro-batches need no other rule, with and without no_sync.
-        grad = grad / ctx.num_ranks
-        if ctx.replicas is not None:
-            collectives = torch.ops._c10d_functional
-            grad = collectives.wait_tensor(collectives.all_reduce(grad.contiguous(), "sum", ctx.replicas))
-        return grad, None, None
-
-
-_grad: Any = torch.Tensor.grad
-
-
-class SpreadParameter(nn.Parameter):
-    """A plain part. What torch.nn.utils.clip_grad_norm_ reads of its gradient counts the parts of the whole group."""
-
-    group: str
-
-    def __new__(cls, data: Tensor, requires_grad: bool, group: str) -> SpreadParameter:
-        self = super().__new__(cls, data, requires_grad)
-        self.group = group
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadParameter:
-        if id(self) not in memo:
-            data = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = type(self)(data, self.requires_grad, self.group)
-        found: SpreadParameter = memo[id(self)]
-        return found
-
-    @property
-    @_disable_dynamo  # torch.compiler.disable, which imports the compiler at the first call only: it takes seconds
-    def grad(self) -> Tensor | None:
-        grad: Tensor | None = _grad.__get__(self)
-        if grad is None or not _read_for_clipping():
-            return grad
-        part = grad.as_subclass(_PartOfGradient)
-        part.group = self.group
-        return part
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        _grad.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _grad.__delete__(self)
-
-
-# Optimisers update many parameters in one kernel if they know the type of each.
-torch_optimizer._foreach_supported_types.append(SpreadParameter)
-
-
-def _read_for_clipping() -> bool:
-    """Whether the gradient is read in torch.nn.utils.clip_grad, or in an iterator that it walks through."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(4):
-        if frame is None:
-            return False
-        if frame.f_code.co_filename == clip_grad.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class _PartOfGradient(Tensor):
-    """A gradient whose norm is that of the parts of all ranks; everything else is the part's own."""
-
-    group: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if func is torch.linalg.vector_norm:
-                return _norm_over(args[0], result, *args[1:])
-            if func is torch._foreach_norm:
-                parts = zip(args[0], result, strict=True)
-                return [_norm_over(t, norm, *args[1:]) if isinstance(t, cls) else norm for t, norm in parts]
-            return result
-
-
-def _norm_over(part: _PartOfGradient, norm: Tensor, kind: float = 2.0) -> Tensor:
-    """The norm of the whole from the norm of each part. Collective over the group."""
-    collectives = torch.ops._c10d_functional
-    how = {math.inf: "max", -math.inf: "min"}.get(kind, "sum")
-    power = 1.0 if how != "sum" or kind == 0 else float(kind)  # of kind 0 is the number of elements that are not 0
-    whole: Tensor = collectives.wait_tensor(collectives.all_reduce(norm**power, how, part.group))
-    return whole ** (1 / power)
-
-
-def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """torch calls this before a module gets a child: DistributedDataParallel's before it broadcasts."""
-    if child is None or not isinstance(parent, (DistributedDataParallel, DataParallel)):
-        return
-    told = getattr(parent, "parameters_to_ignore", ())
-    for path, module in child.named_modules():
-        if not isinstance(module, SpreadModule) or module.num_ranks == 1:
-            continue
-        names = {f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)}
-        if module.mean is None or not names.issubset(told):
-            raise InvalidConfig(
-                f"{type(parent).__name__}: got {path or 'experts'} spread over {module.num_ranks} ranks, whose parts "
-                "it takes for copies of one another; expected moe_rt.parallel.prepare(model), called with the model "
-                "that DistributedDataParallel gets"
-            )
-        ranks = dist.get_world_size(cast(dist.ProcessGroup, parent.process_group))
-        if ranks != module.mean.num_ranks:
-            raise InvalidConfig(
-                f"DistributedDataParallel: got {ranks} ranks, expected the {module.mean.num_ranks} of the group that "
-                "moe_rt.parallel.prepare(model, group) was called with"
-            )
-
-
-def _refuse_zero(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """torch calls this before a step: ZeroRedundancyOptimizer's broadcasts what one rank has updated to all others."""
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported by whoever has one
-    if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
-        return
-    if any(isinstance(p, SpreadParameter) for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidConfig(
-            "ZeroRedundancyOptimizer: got experts that are spread over ranks, which it would overwrite with one "
-            "rank's; expected an optimizer of their own for moe_rt.parallel.expert_parameters(model)"
+        Raises:
+            InvalidConfig: naming the parameter, whose experts were got and which were expected.
+        """
+        state_dict = dict(state_dict)
+        saved = state_dict.pop(prefix + HELD, None)  # files of single ranks, and of other programs, have none
+        if HELD in self._buffers:
+            state_dict[prefix + HELD] = self._buffers[HELD]
+        if saved is not None and self.expert_ids:
+            check_held(prefix + HELD, saved.tolist(), self)
+        if not self.sharded:
+            for name, p in self._parameters.items():
+                if prefix + name in state_dict and p is not None:
+                    state_dict[prefix + name] = take_own_block(prefix + name, state_dict[prefix + name], p, self)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        self.mark_parameters()  # load_state_dict(assign=True) brings parameters of its own
 
 
-register_module_module_registration_hook(_refuse_wrapper)
-torch_optimizer.register_optimizer_step_pre_hook(_refuse_zero)
+def _find_infinities(op_call: Any, args: Any, kwargs: Any) -> None:
+    find_infinities(*args)
+
+
+def mark_parameter(module: nn.Module, name: str, p: nn.Parameter, whole: Whole) -> None:
+    """Makes a parameter a part. Where torch can do that it stays the same object, which an optimizer may hold."""
+    part = Part(p.detach(), p.requires_grad, whole)
+    if p.grad is not None:
+        part.grad = as_part(p.grad, whole)
+    part.__dict__.update({key: value for key, value in p.__dict__.items() if key not in part.__dict__})
+    try:
+        torch.utils.swap_tensors(p, part)
+    except RuntimeError:  # something else refers to it: a graph, or a weak reference
+        module._parameters[name] = part  # type: ignore[assignment]
+
+
+def spread_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, SpreadModule]]:
+    """Path, module and SpreadModule of all experts, those of a single rank included.
+
+    The two modules differ where an adapter stands between a layer and its experts: what it adds to them is theirs.
+    """
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module in inside:
+            continue
+        holder = getattr(module, "holds_experts", False)
+        children = dict(module.named_children())
+        if holder and "experts" in children:
+            path, module = f"{path}.experts".lstrip("."), children["experts"]
+        elif not isinstance(module, SpreadModule):
+            continue
+        inside.update(module.modules())
+        inner = next((m for m in module.modules() if isinstance(m, SpreadModule)), None)
+        if inner is not None:
+            yield path, module, inner
+
+
+def spread_names(model: nn.Module) -> set[str]:
+    """Names of all parameters and buffers of which ranks hold others."""
+    found = [(path, module) for path, module, inner in spread_modules(model) if inner.num_ranks > 1]
+    return {name for path, module in found for name in names_in(module, path)}
+
+
+def names_in(module: nn.Module, path: str) -> set[str]:
+    """Names of all parameters and buffers of a module that lies at `path`."""
+    values = chain(module.named_parameters(), module.named_buffers())
+    return {f"{path}.{name}".lstrip(".") for name, _ in values}
+
+
+def spread_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, SpreadModule]]:
+    """Name -> every parameter of which ranks hold others, and the module that says so."""
+    return {
+        f"{path}.{name}".lstrip("."): (p, inner)
+        for path, module, inner in spread_modules(model)
+        if inner.num_ranks > 1
+        for name, p in module.named_parameters()
+    }

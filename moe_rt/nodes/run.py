@@ -13,6 +13,7 @@ from pathlib import Path
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.nodes.cluster import Cluster, refused, require_rights
+from moe_rt.testing.endings import ended_within
 from moe_rt.testing.programs import STARTER, wait
 
 _GRACE_S, _LOOK_S = 5.0, 0.02
@@ -95,9 +96,13 @@ def fork_into(cluster: Cluster, node: int) -> int:
         _call("setns", init, _NAMESPACES)
     finally:
         os.close(init)
+    starter = os.pidfd_open(os.getpid())  # its id means nothing in the node
     child = os.fork()
     if child == 0:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if ended_within(starter, 0.0):  # before that call
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(starter)
     return child
 
 

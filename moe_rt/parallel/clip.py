@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.nn.layer import MoELayer
+from moe_rt.nn.part import Part
+from moe_rt.nn.spread import SpreadModule, spread_parameters
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -26,17 +27,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Raises:
         InvalidConfig: a layer's ranks are threads, which torch.distributed does not know.
     """
-    ep_groups = {
-        id(p): _ep_group(layer)
-        for layer in model.modules()
-        if isinstance(layer, MoELayer) and not layer.experts.over_mesh
-        for p in layer.experts.parameters()
-    }
+    ep_groups = {id(p): _ep_group(p, experts) for p, experts in spread_parameters(model).values()}
     # By the groups to sum over. Parameters without a gradient count here too: ranks must call the same collectives.
     spread: dict[Groups, list[Tensor]] = {}
     for p in model.parameters():
-        if not p.requires_grad:
-            continue
         groups = ep_groups.get(id(p), ())
         if isinstance(p, DTensor):
             groups += tuple(p.device_mesh.get_group(i) for i, at in enumerate(p.placements) if not at.is_replicate())
@@ -61,6 +55,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _local_part(p: nn.Parameter, grad: Tensor) -> Tensor:
+    if isinstance(grad, Part):
+        return grad.to_local()
     if not (isinstance(p, DTensor) and isinstance(grad, DTensor)):
         return grad
     if grad.placements != p.placements:  # autograd leaves some sums over ranks for later
@@ -68,12 +64,11 @@ def _local_part(p: nn.Parameter, grad: Tensor) -> Tensor:
     return grad.to_local()
 
 
-def _ep_group(layer: MoELayer) -> Groups:
-    buffer = layer.buffer
-    if buffer.num_ranks == 1:
-        return ()
-    if buffer.process_group is None:
+def _ep_group(p: nn.Parameter, experts: SpreadModule) -> Groups:
+    if experts.over_mesh and isinstance(p, DTensor):
+        return ()  # one dimension of its mesh
+    if experts.process_group is None:
         raise InvalidConfig(
-            f"group: got {buffer.num_ranks} ranks that are threads, expected a ProcessGroup or DeviceMesh"
+            f"group: got {experts.num_ranks} ranks that are threads, expected a ProcessGroup or DeviceMesh"
         )
-    return (buffer.process_group,)
+    return (experts.process_group,)

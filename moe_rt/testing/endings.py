@@ -1,4 +1,4 @@
-"""Nothing that was started stays behind: not at SIGTERM, not at Ctrl-C, and not when the starter itself is killed."""
+"""Nothing that was started stays behind: at SIGTERM, SIGHUP or Ctrl-C, or when the starter itself is killed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from typing import Any
 from moe_rt.heap.processes import watch
 
 _PR_SET_PDEATHSIG = 1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Until it is left, SIGTERM and SIGINT raise SystemExit and KeyboardInterrupt, so that every `finally` is run.
+    """SIGTERM, SIGHUP and SIGINT raise SystemExit or KeyboardInterrupt until it is left, so that every `finally` runs.
 
-    SIGTERM, as `timeout` sends it, would end Python at once. While `held` they raise only afterwards: a process that
-    is being started could not be ended yet. Does nothing in another thread than the main one, which gets no signals;
-    a SIGINT that is ignored, as in a background job of a shell, stays ignored.
+    SIGTERM, as `timeout` sends it, and SIGHUP, of a terminal that is closed, would end Python at once. While `held`
+    they raise only afterwards: a process that is being started could not be ended yet. Does nothing in another thread
+    than the main one, which gets no signals. A signal that is ignored, as SIGINT in a background job of a shell and
+    SIGHUP under nohup, stays ignored.
     """
 
     def __init__(self) -> None:

@@ -66,6 +66,8 @@ def fork(work: Work, arguments: Iterable[Any], end: Channel, others: Iterable[Cl
             gc.freeze()  # or looking for garbage would touch, and so copy, all that the parent has imported
             end_with(starter)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # handlers are the parent's, too
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for other in others:
                 other.close()

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig, WriteFailed
 from moe_rt.nn.layer import MoELayer
+from moe_rt.nn.part import Part, plain
 from moe_rt.train import digests
 from moe_rt.train.all_or_none import all_or_none, in_words
 from moe_rt.train.config import MODEL_FIELDS, TrainConfig
@@ -121,8 +122,9 @@ def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         for name, _ in module.experts.named_parameters()
     }
     for name, p in model.named_parameters():
-        tensors = {"model": p.detach(), **{key: optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")}}
-        for kind, tensor in tensors.items():
+        tensors = {"model": p, **{key: optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq")}}
+        for kind, part in tensors.items():
+            tensor = plain(part)
             if name in experts:
                 prefix, leaf, expert_ids = experts[name]
                 for expert, view in zip(expert_ids, tensor.unbind(), strict=True):
@@ -130,7 +132,9 @@ def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
             else:
                 state[kind][name] = tensor
     persistent = model.state_dict()
-    state["model"] |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    state["model"] |= {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent and not isinstance(buffer, Part)
+    }
     return state
 
 

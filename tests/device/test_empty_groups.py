@@ -38,7 +38,11 @@ class OnGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("moe_rt::")
-        on_gpu = {"grouped_mm": grouped._grouped_mm_on_gpu, "grouped_add": grouped._grouped_add_on_gpu}.get(name)
+        on_gpu = {
+            "grouped_mm": grouped._grouped_mm_on_gpu,
+            "grouped_add": grouped._grouped_add_on_gpu,
+            "grouped_sum": grouped._grouped_sum_on_gpu,
+        }.get(name)
         return on_gpu(*args) if on_gpu else func(*args, **(kwargs or {}))
 
 

@@ -132,7 +132,7 @@ def test_arguments_are_checked(small: Path, source: str, arch: str, defines: dic
 def test_missing_compiler_says_what_to_install(small: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     find_toolkit.cache_clear()
-    with pytest.raises(CompileError, match=r"pip install 'moe_rt\[cuda\]'"):
+    with pytest.raises(CompileError, match=r"pip install '\.\[cuda\]'"):
         compile_kernels("small.cu", "sm_90a", {}, cache=False, root=small)
 
 

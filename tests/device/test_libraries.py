@@ -48,7 +48,7 @@ def test_an_nccl_that_can(tmp_path: Path) -> None:
 def test_missing_headers_say_what_to_install() -> None:
     with pytest.raises(CompileError, match=f"got no headers of NCCL.*; {COMMAND}"):
         NCCL.find(None, 13)
-    with pytest.raises(CompileError, match=r"got no headers of NVSHMEM.*; pip install 'moe_rt\[cuda\]'"):
+    with pytest.raises(CompileError, match=r"got no headers of NVSHMEM.*; pip install '\.\[cuda\]'"):
         NVSHMEM.find(None, 13)
 
 

@@ -28,7 +28,7 @@ ANCHORS = headings((ROOT / "docs" / "errors.md").read_text())
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_messages_end_with_their_section(kind: type[MoeRtError]) -> None:
-    section = f"(docs/errors.md#{kind.__name__.lower()})"
+    section = f"(moe-rt docs errors#{kind.__name__.lower()})"
     assert kind.__name__.lower() in ANCHORS
     assert str(kind("got 1, expected 2")) == f"got 1, expected 2 {section}"
     assert str(kind(f"rank 1 refused: {kind('got 1')}")) == f"rank 1 refused: got 1 {section}", "once"

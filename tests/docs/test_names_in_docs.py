@@ -42,6 +42,9 @@ OF_OTHERS = {
     (
         *("--additional-config", "--all2all-backend", "--data-parallel-size", "--enable-dbo", "--enable-eplb"),
         *("--cpu-distributed-timeout-seconds", "--enable-fault-tolerance", "--max-num-batched-tokens"),
+        *("--api-server-count", "--async-scheduling", "--disable-nccl-for-dp-synchronization", "--dp-sync-interval"),
+        *("--enable-elastic-ep", "--enable-ep-weight-filter", "--enable-shm-tensor-arena"),
+        *("--expert-placement-strategy", "--pipeline-parallel-size", "--prefill-context-parallel-size"),
         *("--enable-expert-parallel", "--enable-lora", "--enforce-eager", "--gpu-memory-utilization", "--model"),
         *("--tensor-parallel-size", "--ubatch-size"),
     ),

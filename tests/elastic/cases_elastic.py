@@ -133,10 +133,10 @@ def store_dies_with_rank_0(group: Any) -> str:
     """The store is served by rank 0, as `tcp://` has it."""
     port, rank = _store(), dist.get_rank()
     if rank == 0:
-        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        served = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         port.set("port", str(served.port))
     else:
-        served = dist.TCPStore("127.0.0.1", int(port.get("port")), is_master=False)
+        served = dist.TCPStore("localhost", int(port.get("port")), is_master=False)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=served, rank=rank, world_size=3)
     members = ElasticGroup()

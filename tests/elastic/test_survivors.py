@@ -79,7 +79,7 @@ def test_the_first_word_on_whether_the_group_was_made_counts(monkeypatch: pytest
     """Another rank has said it, and this one sees the contrary: going by its own it would be in a group of its own."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     members = ElasticGroup()
-    dist.PrefixStore("moe_rt/survivors/1", members._store).set("formed", str(formed))
+    dist.PrefixStore(f"moe_rt/survivors/{members._name}/1", members._store).set("formed", str(formed))
     try:
         with monkeypatch.context() as patch:
             if formed:
@@ -87,6 +87,18 @@ def test_the_first_word_on_whether_the_group_was_made_counts(monkeypatch: pytest
             with pytest.raises(RankExcluded if formed else PeerTimeout):
                 members.survivors()
         assert members.survivors() == [0], "asked once more, it decides anew"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_a_job_before_decided_counts_no_more() -> None:
+    """It was started anew over the same store."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    before = dist.PrefixStore("moe_rt/survivors/1", dist.distributed_c10d._get_process_group_store(dist.group.WORLD))
+    before.set("decision", "[]")
+    try:
+        assert ElasticGroup().survivors() == [0]
     finally:
         dist.destroy_process_group()
 

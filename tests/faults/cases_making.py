@@ -8,18 +8,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from cases_faults import good_round, open_buffer
 from routing import buffer_kwargs, make_spec
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_rt import Buffer
+from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap import shm
+from moe_rt.heap.groups import rendezvous_of
 
 FAULTY_RANK = 1
 Seen = tuple[str, float]
@@ -145,14 +148,41 @@ def interrupted_in_a_wait(group: Any) -> Seen:
     return seen
 
 
-def late(group: Any) -> Seen:
-    """The faulty rank comes when the others have given up, and all make a good buffer afterwards."""
-    if rank_of(group) == FAULTY_RANK:
-        time.sleep(4.0)
-        seen = seen_by(lambda: open_buffer(group).close())
-    else:
-        seen = seen_by(lambda: open_buffer(group, init_timeout_s=0.5).close())
+def stays_away(group: Any, times: int) -> list[Seen]:
+    """The faulty rank misses so many buffers, and all make a good one afterwards."""
+    store, key, seen = rendezvous_of(group)._store, f"test/stays_away/{times}", []
+    if rank_of(group) != FAULTY_RANK:
+        for _ in range(times):
+            seen.append(seen_by(lambda: open_buffer(group, init_timeout_s=0.5).close()))
+        store.add(key, 1)
+    while rank_of(group) == FAULTY_RANK and store.add(key, 0) < 2:
+        time.sleep(0.01)
     use(group)
+    return seen
+
+
+def stays_away_from_a_layer(group: Any) -> list[Seen]:
+    """The same with layers, whose making is several meetings."""
+    config = MoEConfig(
+        hidden=8, intermediate=8, num_experts=3, num_topk=1, num_max_tokens_per_rank=4, init_timeout_s=0.5
+    )
+    seen = [seen_by(lambda: MoELayer(config, group))] if rank_of(group) != FAULTY_RANK else []
+    dist.barrier(group)
+    layer = MoELayer(replace(config, init_timeout_s=60.0), group)
+    layer(torch.randn(4, 8))[0].sum().backward()
+    return seen
+
+
+def overlapping_groups(group: Any) -> list[Seen]:
+    """The faulty rank is in both, and stays away from the first buffer over one of them."""
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    mine = [g for g in groups if isinstance(g, dist.ProcessGroup)]
+    seen = []
+    if rank_of(group) == 0:
+        seen.append(seen_by(lambda: open_buffer(groups[0], make_spec(2), init_timeout_s=0.5).close()))
+    dist.barrier(group)
+    for some in mine:
+        open_buffer(some, make_spec(2)).close()
     return seen
 
 
@@ -176,10 +206,10 @@ def store_ends(group: Any) -> Seen:
     first = dist.distributed_c10d._get_process_group_store(group)
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
-        served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        served = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         first.set("port", str(served.port))
     else:
-        served = dist.TCPStore("127.0.0.1", int(first.get("port")), is_master=False)
+        served = dist.TCPStore("localhost", int(first.get("port")), is_master=False)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=served, rank=rank, world_size=size)
     if rank == 0:

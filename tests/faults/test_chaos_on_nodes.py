@@ -83,7 +83,7 @@ def test_without_ucx_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = CliRunner().invoke(main, ["chaos", "--nodes", "1,1", "--rounds", "1"])
     assert result.exit_code == 1
-    assert "pip install 'moe_rt[ucx]'" in result.output
+    assert "pip install '.[ucx]'" in result.output
     assert result.output.count("\n") == 1
 
 

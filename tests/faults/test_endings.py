@@ -1,4 +1,4 @@
-"""Whoever starts ranks or steps as processes leaves none behind: at SIGTERM, at Ctrl-C, and when it is killed."""
+"""Whoever starts ranks or steps as processes leaves none behind: at SIGTERM, SIGHUP or Ctrl-C, and when killed."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     [
         pytest.param(starter, number, marks=() if starter == "bench" or number == KILL else pytest.mark.sweep)
         for starter in STARTERS
-        for number in (signal.SIGTERM, signal.SIGINT, KILL)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, KILL)
     ],
 )
 def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -> None:
     """At SIGKILL the kernel ends them, or they themselves if they had not come so far as to ask it for that."""
     arguments, argument, count = STARTERS[starter]
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        ["env", "--default-signal=HUP", sys.executable, *arguments],  # it may be ignored here
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -144,3 +144,12 @@ def test_hanging_up_reaches_a_rank_although_later_ones_hold_copies() -> None:
         later.start(0, until_hung_up)
         earlier.hang_up(0)
         assert earlier.await_end(0, PATIENCE_S)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal(ignored: bool) -> None:
+    """Ranks end with it, unless the program was started with nohup: then they go on, as the program does."""
+    how = "--ignore-signal=HUP" if ignored else "--default-signal=HUP"
+    words = ["env", how, sys.executable, Path(__file__).with_name("hung_up.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == ((0, "goes on\n") if ignored else (128 + signal.SIGHUP, ""))

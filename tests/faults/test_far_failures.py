@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import cases_failures
@@ -22,11 +23,8 @@ NO_TIMEOUT_S = 90.0  # an end that comes before was noticed
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[NodeRanks]:
-    made = NodeRanks(NODES)
-    try:
+    with closing(NodeRanks(NODES)) as made:
         yield made
-    finally:
-        made.close()
 
 
 def once_all_have_begun(begun: Path, size: int, act: Callable[[], None]) -> threading.Thread:
@@ -106,14 +104,11 @@ def test_nothing_is_left_of_closed_buffers(ranks: NodeRanks) -> None:
 
 def test_a_node_that_dies(tmp_path: Path) -> None:
     """All its ranks at once, and its network: the other node goes on and is told, and nothing is left."""
-    made = NodeRanks((2, 1))
-    try:
+    with closing(NodeRanks((2, 1))) as made:
         init = made.cluster.init_process(1)
         kill = once_all_have_begun(tmp_path / "begun", made.size, lambda: os.kill(init, signal.SIGKILL))
         outcomes = made.outcomes(cases.rounds_until_failure, str(tmp_path / "begun"), NO_TIMEOUT_S, 2)
         kill.join()
         assert isinstance(outcomes[2], ChildProcessError)
         assert all(text.startswith("PeerDead:") for text, _ in outcomes[:2]), outcomes
-    finally:
-        made.close()
     assert [path.name for path in Path("/run/netns").glob(f"{made.cluster.name}-*")] == []

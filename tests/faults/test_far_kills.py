@@ -6,6 +6,7 @@ UCX ended survivors here as long as its own one-sided gets and puts were used (d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import cases_far as cases
@@ -24,11 +25,8 @@ FAILURES_OF_A_STOP = (*FAILURES, "PeerTimeout:", "GroupClosed:")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[NodeRanks]:
-    made = NodeRanks((1, 1, 1), rate="200mbit")
-    try:
+    with closing(NodeRanks((1, 1, 1), rate="200mbit")) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize("seed", [*SOME, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in MANY)])

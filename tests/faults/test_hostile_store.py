@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from routing import make_spec
 from moe_rt.comm.agreement import agree
 from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, InvalidConfig, PeerTimeout, SegmentPermission
 from moe_rt.heap import shm
+from moe_rt.heap.meeting import Meeting
 from moe_rt.heap.processes import place
 from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
 
@@ -62,9 +64,12 @@ def test_what_is_no_record_is_refused(payload: str) -> None:
 
 def test_bytes_that_are_no_text_are_refused() -> None:
     store = torch.distributed.HashStore()
-    store.set("moe_rt/1/0/1", b"\xff\xfe{}")
-    with pytest.raises(CorruptPeer, match="rank 1"):
-        all_gather_records(Rendezvous(store, 0, 2), {}, 1.0)
+    peer = Meeting(store, 1, 2)
+    with Rendezvous(store, 0, 2) as rendezvous:
+        peer._find_name("")
+        store.set(peer._keys(0)[1], b"\xff\xfe{}")
+        with pytest.raises(CorruptPeer, match="rank 1"):
+            all_gather_records(rendezvous, {}, 1.0)
 
 
 @pytest.mark.parametrize("text", [*NO_RECORDS, '{"where": 3, "pid": 4}', '{"pid": 1}'], ids=lambda p: repr(p[:10]))
@@ -154,9 +159,22 @@ def test_a_file_that_could_shrink_is_refused(tmp_path: Path) -> None:
 )
 def test_a_failure_that_a_peer_made_up_is_an_error(text: str) -> None:
     store = torch.distributed.HashStore()
-    store.set("moe_rt/1/failure", text.encode(errors="surrogatepass"))
-    with pytest.raises((CorruptPeer, GroupPoisoned)):
-        shm.allocate(Rendezvous(store, 0, 2), NUM_BYTES, 1.0)
+    peer = Meeting(store, 1, 2)
+    with Rendezvous(store, 0, 2) as rendezvous:
+        peer._find_name("{}")
+        rendezvous.all_gather("{}", 1.0)
+        store.set(peer._keys(1)[0].rpartition("/")[0], text.encode(errors="surrogatepass"))
+        with pytest.raises((CorruptPeer, GroupPoisoned)):
+            shm.allocate(rendezvous, NUM_BYTES, 1.0)
+
+
+@pytest.mark.parametrize("failure", [7, {}, {"id": 1}, {"came": ["", ""]}], ids=str)
+def test_a_failure_at_a_place_that_is_none_concerns_nobody(failure: Any) -> None:
+    store = torch.distributed.HashStore()
+    here = {**place(), "ticket": "", "since": time.time()}
+    store.set("moe_rt/places/1", json.dumps({**here, "failures": [failure]}))
+    with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not come"):
+        all_gather_records(Rendezvous(store, 0, 2), {}, 0.1)
 
 
 def test_payloads_are_json() -> None:

@@ -83,9 +83,27 @@ def test_an_interrupt_while_waiting(make_ranks: MakeRanks) -> None:
     told(outcomes, "GroupPoisoned", "rank 1 gave up: KeyboardInterrupt")
 
 
+def gave_up(outcomes: list[Any]) -> None:
+    """All but the faulty rank say in each attempt that it did not come, and it says nothing."""
+    assert outcomes.pop(FAULTY_RANK) == []
+    for seen in outcomes:
+        told(seen, "PeerTimeout", "ranks [1] did not come to make a buffer within 0.5 s")
+
+
 @pytest.mark.parametrize("heap", CPU_HEAPS)
-def test_a_rank_that_comes_when_others_have_given_up(make_ranks: MakeRanks, heap: str) -> None:
-    told(make_ranks(heap, SIZE).run(cases.late), "PeerTimeout", "ranks [1] did not come to make a buffer within 0.5 s")
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rank_that_stays_away_spoils_no_later_buffer(make_ranks: MakeRanks, heap: str, times: int) -> None:
+    gave_up(make_ranks(heap, SIZE).run(cases.stays_away, times))
+
+
+def test_a_rank_that_stays_away_from_a_layer(make_ranks: MakeRanks) -> None:
+    gave_up(make_ranks("shm", SIZE).run(cases.stays_away_from_a_layer))
+
+
+def test_a_rank_of_two_groups_that_stays_away_from_one(make_ranks: MakeRanks) -> None:
+    first, *others = make_ranks("shm", SIZE).run(cases.overlapping_groups)
+    told(first, "PeerTimeout", "ranks [1] did not come")
+    assert others == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from harness import ProcessRanks, Ranks
 
 from moe_rt.errors import OutOfSharedMemory
 from moe_rt.heap import shm
+from moe_rt.heap.processes import why_closed
 from moe_rt.heap.rendezvous import ThreadGroup
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -55,11 +56,9 @@ def test_limit_of_one_rank_is_told_to_all(make_ranks: MakeRanks, limit: str, num
         assert text.startswith("OutOfSharedMemory: rank 1 could not reserve a segment"), text
 
 
-def test_limit_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_of_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen before anything is taken: beyond it the kernel would kill."""
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    monkeypatch.setattr(shm, "Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr(shm, "available_bytes", lambda: 100_000)
     with pytest.raises(OutOfSharedMemory, match=r"got segments of 200000 bytes .*, expected at most 100000"):
         shm.allocate(ThreadGroup.make(1)[0], 200_000, 1.0)
     shm.allocate(ThreadGroup.make(1)[0], 65_536, 1.0).release()
@@ -85,3 +84,24 @@ def test_segment_of_another_user_is_refused() -> None:
     texts = ranks.outcomes(cases.open_as_another_user)
     ranks.close()
     assert all(isinstance(text, str) and text.startswith("SegmentPermission:") for text in texts), texts
+    # Of the two ranks that refuse the other, the first to say so is the cause on both.
+    causes = ("is of user 0, this one of user 65534; ranks must be", "got device, inode, size, user, seals")
+    assert any(cause in texts[1] for cause in causes), texts
+
+
+def test_segment_of_a_process_that_is_not_dumpable_is_refused() -> None:
+    """With its cause, on every rank; ranks that share a user are not told that they do not."""
+    ranks = ProcessRanks(2)
+    texts = ranks.run(cases.open_while_not_dumpable)
+    ranks.close()
+    for text in texts:
+        assert text.startswith(
+            "SegmentPermission: rank 0 cannot open the segment of rank 1 (Permission denied): process "
+        )
+        assert "is not dumpable: " in text
+        assert "prctl(PR_SET_DUMPABLE, 1)" in text
+
+
+def test_why_a_process_that_is_not_here_stays_closed() -> None:
+    assert why_closed(2**30) == f"no process {2**30} is here; ranks must be processes of one process-id namespace"
+    assert why_closed(os.getpid()).startswith(f"process {os.getpid()} is of the same user, but ")

@@ -14,12 +14,12 @@ void push_lists(const World& w, int window) {
   const auto own = RouteLists<Weight>::view(w, w.rank, window);
   for (int receiver = 0; receiver < s.num_ranks; ++receiver) {
     const auto there = ListsFor<Weight>{w, w.base, window, true}(receiver);
-    std::copy_n(own.counts, s.num_experts, there.counts);
-    std::copy_n(own.pull_offs, s.num_ranks + 1, there.pull_offs);
-    std::copy_n(own.copy_offs, s.num_ranks + 1, there.copy_offs);
-    std::copy_n(own.pulls, own.pull_offs[s.num_ranks], there.pulls);
-    std::copy_n(own.copies, own.copy_offs[s.num_ranks], there.copies);
-    std::copy_n(own.weights, own.copy_offs[s.num_ranks], there.weights);
+    std::copy_n(own.counts.start, s.num_experts, there.counts.start);
+    std::copy_n(own.pull_offs.start, s.num_ranks + 1, there.pull_offs.start);
+    std::copy_n(own.copy_offs.start, s.num_ranks + 1, there.copy_offs.start);
+    std::copy_n(own.pulls.start, own.pull_offs[s.num_ranks], there.pulls.start);
+    std::copy_n(own.copies.start, own.copy_offs[s.num_ranks], there.copies.start);
+    std::copy_n(own.weights.start, own.copy_offs[s.num_ranks], there.weights.start);
   }
 }
 

@@ -67,7 +67,7 @@ struct Lists {
         copies(in.shape.num_max_tokens * in.shape.num_topk),
         weights(in.shape.num_max_tokens * in.shape.num_topk) {}
   RouteLists<float> view() {
-    return {counts.data(), pull_offs.data(), copy_offs.data(), pulls.data(), copies.data(), weights.data()};
+    return {{counts.data()}, {pull_offs.data()}, {copy_offs.data()}, {pulls.data()}, {copies.data()}, {weights.data()}};
   }
 };
 
@@ -124,7 +124,8 @@ struct Lane {
   Range chunk(int64_t n) const { return contiguous_chunk(n, rank_, size_); }
 };
 
-// The id of the lowest bad entry, or -1; the lists only if there is none.
+// The id of the lowest bad entry, or -1; the lists only if there is none. Between the passes a peer writes over what the
+// first one has published, which nothing may follow.
 int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
   const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
   std::vector<int32_t> ints(LaneCounters::num_ints(in.shape, in.lanes), -7);
@@ -136,11 +137,15 @@ int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
     }
   }
   place_lanes(w, counters, in.lanes, out.view());
-  for (int lane = 0; lane < in.lanes; ++lane) {
-    std::vector<int32_t> cursor(in.shape.num_ranks);
-    write_lists(Lane{lane, in.lanes}, dims, w, in.ids(), in.weights.data(), in.num_tokens, counters, cursor.data(),
-                out.view(), out.send_plan.data());
+  const Lists published = out;
+  for (std::vector<int32_t>* const list : {&out.counts, &out.pull_offs, &out.copy_offs}) {
+    std::fill(list->begin(), list->end(), 0x10000000);
   }
+  for (int lane = 0; lane < in.lanes; ++lane) {
+    write_lists(Lane{lane, in.lanes}, dims, w, in.ids(), in.weights.data(), in.num_tokens, counters, out.view(),
+                out.send_plan.data());
+  }
+  out.counts = published.counts, out.pull_offs = published.pull_offs, out.copy_offs = published.copy_offs;
   return -1;
 }
 

@@ -45,5 +45,5 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 1
     assert result.output == (
         "Error: InvalidConfig: --nproc: got 8, but torch finds 2 GPUs here; CUDA_VISIBLE_DEVICES may hide some "
-        "(docs/errors.md#invalidconfig)\n"
+        "(moe-rt docs errors#invalidconfig)\n"
     )

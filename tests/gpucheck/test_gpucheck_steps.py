@@ -14,8 +14,8 @@ from moe_rt import Buffer
 from moe_rt.gpucheck import chains, correctness, failures, layers
 from moe_rt.gpucheck.layers import LayerSizes
 from moe_rt.gpucheck.steps import STEPS, Check, perform
+from moe_rt.heap.thread_ranks import ThreadRanks
 from moe_rt.testing.rounds import WrongOutput, check_bits, check_close
-from moe_rt.testing.thread_ranks import ThreadRanks
 
 
 @pytest.fixture(autouse=True)

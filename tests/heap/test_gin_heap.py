@@ -67,6 +67,19 @@ def test_what_fails_on_one_rank_is_raised_by_all(call: str, faulty_rank: int) ->
     job.allocate(100)
 
 
+def test_an_attempt_that_one_rank_left_early_leaves_numbers_alike() -> None:
+    """Segments are known by them: those of other numbers are never handed out again."""
+    job = Job(2)
+    in_use = job.allocate(100)
+    (connected,) = job.worlds[1]._groups.values()
+    connected.num_attempts += 1
+    made = job.allocate(100)
+    own = [segments.symmetric for segments in made]
+    release(made)
+    assert [segments.symmetric for segments in job.allocate(100)] == own
+    release(in_use)
+
+
 def allocate_alone(group: ThreadGroup, job: Job) -> Segments:
     return job.worlds[group.rank].allocate(group, 100, TIMEOUT_S, job.gpus[group.rank])
 

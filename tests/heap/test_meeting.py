@@ -28,8 +28,8 @@ def clients(kind: str, path: Path) -> list[Store]:
         return [dist.HashStore()] * SIZE
     if kind == "file":
         return [dist.FileStore(str(path / "store"), -1) for _ in range(SIZE)]
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    tcp = [server, *(dist.TCPStore("127.0.0.1", server.port) for _ in range(SIZE - 1))]
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    tcp = [server, *(dist.TCPStore("localhost", server.port) for _ in range(SIZE - 1))]
     return [dist.PrefixStore("group", store) for store in tcp] if kind == "prefix" else tcp
 
 
@@ -68,7 +68,8 @@ def test_keys_of_a_meeting_go_with_it(kind: str, tmp_path: Path) -> None:
     for hidden in (good["hidden"], good["hidden"], 0, good["hidden"]):
         on_threads(lambda rank, hidden=hidden: make(rank, **({"hidden": hidden} if rank == 1 else {})))
         counts.append(stores[0].num_keys())
-    assert counts == [own + 2 * SIZE] * 4, "a number and a place for each rank, however many buffers there were"
+    del counts[2]  # of one that did not take place, a word may be left until the next
+    assert counts == [own + SIZE, own + SIZE, own + SIZE + 1], "a place for each rank, and a number once one has failed"
 
 
 def test_an_interrupted_round_leaves_no_key() -> None:
@@ -89,7 +90,7 @@ def test_an_interrupted_round_leaves_no_key() -> None:
 
     on_threads(work)
     assert sorted(failed) == [0, 1, 2]
-    assert store.num_keys() == 2 * SIZE
+    assert store.num_keys() == SIZE
 
 
 def test_one_thread_makes_a_buffer_as_a_rank() -> None:
@@ -131,19 +132,24 @@ def test_a_rank_that_ended_long_ago_is_not_waited_for() -> None:
 
 
 class Clock:
-    """It moves by the pauses of a wait alone, and lets rank 1 come to rounds of the first meeting in `store`."""
+    """It moves by the pauses of a wait alone, and lets rank 1 come to rounds of a meeting in `store`."""
 
     def __init__(self, store: Store, *comes: float) -> None:
-        self.now, self._store = 0.0, store
-        self._comes = [(when, f"moe_rt/1/{number}/1") for number, when in enumerate(comes)]
+        self.now, self._store, self._comes = 0.0, store, list(comes)
+        self._peer: meeting.Meeting | None = None
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        while self._comes and self.now >= self._comes[0][0]:
-            self._store.set(self._comes.pop(0)[1], "{}")
+        if self._comes and self.now >= self._comes[0]:
+            del self._comes[0]
+            if self._peer is None:
+                self._peer = meeting.Meeting(self._store, 1, 2)
+                self._peer._find_name("{}")
+            else:
+                self._store.set(self._peer._keys(1)[1], "{}")
 
 
 @pytest.mark.parametrize("comes", [(), (9.0,), (5.0, 9.0)], ids=str)
@@ -156,7 +162,8 @@ def test_one_timeout_for_all_rounds_of_a_meeting(monkeypatch: pytest.MonkeyPatch
     with group:
         for _ in comes:
             group.all_gather("{}", 10.0)
-        with pytest.raises(PeerTimeout, match=r"ranks \[1\] did not come to make a buffer within 10 s"):
+        said = "came, and did not go on" if comes else "did not come to make a buffer"
+        with pytest.raises(PeerTimeout, match=rf"ranks \[1\] {said} within 10 s"):
             group.all_gather("{}", 10.0)
     assert 10.0 < clock.now < 10.2
 

@@ -16,6 +16,7 @@ import nvshmem_standin
 import pytest
 from nvshmem_standin import Cluster, Core
 
+from moe_rt.extras import how_to_install
 from moe_rt.heap import nvshmem
 
 
@@ -24,7 +25,7 @@ def core() -> Any:
     try:
         return importlib.import_module("nvshmem.core")
     except ImportError as error:
-        reason = f"the NVSHMEM heap needs its package, pip install 'moe_rt[cuda]': {error}"
+        reason = f"the NVSHMEM heap needs its package, pip install '.[cuda]': {error}"
         if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
@@ -81,6 +82,7 @@ import torch
 from nvshmem_standin import HostGpu
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig
+from moe_rt.extras import how_to_install
 from moe_rt.heap import nvshmem
 gpu = HostGpu()
 for device in ("cpu", "cuda:0", "cuda"):
@@ -112,6 +114,6 @@ def test_without_the_package_it_is_refused_and_nothing_imports_it() -> None:
     hidden = "import sys\nsys.modules['nvshmem'] = sys.modules['nvshmem.core'] = None\n"
     lines = run(hidden + WITHOUT_A_GPU)
     assert "expected NVSHMEM's package, a CUDA driver and" in lines[1]
-    assert "; pip install 'moe_rt[cuda]' (docs/" in lines[1]
+    assert f"; {how_to_install('cuda')} (moe-rt docs " in lines[1]
     check = "import moe_rt, moe_rt.heap.nvshmem, sys; print({'nvshmem', 'cuda.core'} & set(sys.modules) or 'none')"
     assert run(check) == ["none"]

@@ -110,3 +110,15 @@ def test_modules(capsys: pytest.CaptureFixture[str]) -> None:
     job.cores[0].fail.add("module_init")
     with pytest.raises(InvalidConfig, match="module_init fails"):
         job.worlds[0].register_module(8)
+
+
+def test_an_attempt_that_one_rank_left_early_leaves_numbers_alike() -> None:
+    """Segments are known by them: those of other numbers are never handed out again."""
+    job = Job(2)
+    in_use = job.allocate(PAGE)
+    job.worlds[1]._num_attempts += 1
+    made = job.allocate(PAGE)
+    addresses = made[0].addresses
+    release(made)
+    assert job.allocate(PAGE)[0].addresses == addresses
+    release(in_use)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from moe_rt.heap import ucx
 from moe_rt.native.backend import Backend, find_hosts
 
 HERE = Path(__file__).parent
+HANG_S = 600.0
 ADDRESS = {"address": "AAAA", "secret": 4096}
 NO_ADDRESSES: list[Any] = [
     None,
@@ -107,7 +109,7 @@ def test_a_network_alone() -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ucx, "_LIBRARY", "libucp_that_is_not_here.so.0")
-    with pytest.raises(MissingPackage, match=r"expected one; pip install 'moe_rt\[ucx\]'"):
+    with pytest.raises(MissingPackage, match=r"expected one; pip install '\.\[ucx\]'"):
         ucx.library()
     assert "pip install" in ucx.describe()
 
@@ -141,6 +143,22 @@ def test_settings_of_the_user_stay() -> None:
     code += "print(*map(os.environ.get, ('UCX_TCP_USER_TIMEOUT', 'UCX_TCP_KEEPCNT', 'UCX_KEEPALIVE_INTERVAL')))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "7s 2 500ms\n"
+
+
+@pytest.mark.parametrize(("asked", "changes"), [(None, set()), ("SIGUSR2", {signal.SIGUSR2})])
+def test_signals_and_limits_of_the_program_stay(asked: str | None, changes: set[int]) -> None:
+    """All that UCX changes of them while it is loaded and opens a network, unless the user asks for a signal."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)} | ({"UCX_DEBUG_SIGNO": asked} if asked else {})
+    words = [sys.executable, HERE / "signals_of_ucx.py"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
+    assert set(json.loads(done.stdout)) == changes, done.stdout
+
+
+def test_a_rank_ends_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    """And its peer raises PeerDead."""
+    words = ["env", "--default-signal=HUP", sys.executable, HERE / "closed_terminal.py", tmp_path / "store"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout == f"PeerDead, {-signal.SIGHUP}\n", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import pytest
 
 import moe_rt
 from moe_rt import _engine
+from moe_rt.extras import how_to_install
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("", "cuda", "train", "bench", "transformers")
-WORKS = ("round", "help", "version", "info", "bench help", "chaos help", "gpucheck help", "train help")
+WORKS = ("round", "help", "version", "info", "bench help", "chaos help", "gpucheck help", "train help", "pages")
 # Tested elsewhere where the packages are there, and slow: to compile every kernel, to import Transformers.
 LEFT_OUT = {"cuda": ["gpucheck compile"], "bench": ["transformers"]}
 Results = dict[str, tuple[int, str]]
@@ -25,7 +26,7 @@ def environment(path: Path, extra: str) -> Path:
     site = environments.make(path, extra)
     (site / "moe_rt").mkdir()
     compiled = Path(_engine.__file__)
-    for part in (*Path(moe_rt.__file__).parent.iterdir(), compiled, compiled.parent / "cuda"):
+    for part in (*Path(moe_rt.__file__).parent.iterdir(), compiled, compiled.parent / "cuda", ROOT / "docs"):
         (site / "moe_rt" / part.name).symlink_to(part)
     (site / "moe_rt-0.dist-info").mkdir()
     (site / "moe_rt-0.dist-info" / "METADATA").write_text(f"Name: moe_rt\nVersion: {moe_rt.__version__}\n")
@@ -50,6 +51,21 @@ def test_what_every_install_can_do(used: tuple[str, Results]) -> None:
         assert status == 0, f"{name}: {output}"
 
 
+def where_an_error_leads(results: Results) -> None:
+    """The command at the end of a message shows the error's section."""
+    status, refused = results["bench refused"]
+    assert status == 1
+    assert refused.endswith("(moe-rt docs errors#invalidconfig)\n")
+    status, shown = results["docs"]
+    assert status == 0, shown
+    assert shown.startswith("## InvalidConfig\n")
+    assert shown in (ROOT / "docs/errors.md").read_text()
+
+
+def test_an_error_says_where_to_read_on(used: tuple[str, Results]) -> None:
+    where_an_error_leads(used[1])
+
+
 def test_what_is_missing_is_asked_for(used: tuple[str, Results]) -> None:
     extra, results = used
     for name, (_, output) in results.items():
@@ -58,7 +74,7 @@ def test_what_is_missing_is_asked_for(used: tuple[str, Results]) -> None:
     status, training = results["train"]
     assert status == 1
     trains = "data: got nowhere, expected a readable file or directory"
-    wanted = trains if extra in ("train", "bench") else "pip install 'moe_rt[train]'"
+    wanted = trains if extra in ("train", "bench") else "pip install '.[train]'"
     assert wanted in training
     assert training.count("\n") == 1, training
     status, report = results["bench report"]
@@ -67,18 +83,18 @@ def test_what_is_missing_is_asked_for(used: tuple[str, Results]) -> None:
         assert "contestants: got 'nobody'" in report
     else:
         assert report.startswith("Error: MissingPackage: --report draws plots: got no package matplotlib")
-        assert "; pip install 'moe_rt[bench]' (docs/" in report
+        assert f"; {how_to_install('bench')} (moe-rt docs errors#missingpackage)" in report
     status, message = results["toolkit"]
     assert status == (0 if extra == "cuda" else 1), message
     if extra != "cuda":
-        assert "; pip install 'moe_rt[cuda]' (docs/" in message
+        assert f"; {how_to_install('cuda')} (moe-rt docs " in message
         status, compiled = results["gpucheck compile"]
         assert status == 1
         assert compiled == f"Error: CompileError: {message}\n"
     status, imported = results.get("transformers", (0, ""))
     assert status == (0 if extra in ("bench", "transformers") else 1), imported
     if status:
-        assert "pip install 'moe_rt[transformers]'" in imported.splitlines()[-1], imported
+        assert "pip install '.[transformers]'" in imported.splitlines()[-1], imported
 
 
 def test_the_environment_has_nothing_else(used: tuple[str, Results]) -> None:

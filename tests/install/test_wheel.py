@@ -16,6 +16,7 @@ from pathlib import Path
 
 import environments
 import pytest
+from test_extras import WORKS, where_an_error_leads
 
 import moe_rt
 
@@ -34,19 +35,26 @@ def tracked(*under: str) -> set[str]:
     return set(subprocess.check_output(["git", "ls-files", *under], cwd=ROOT, text=True).split())
 
 
-def test_the_wheel_has_the_package_its_kernels_and_nothing_else() -> None:
+def test_the_wheel_has_the_package_its_kernels_its_documents_and_nothing_else() -> None:
     names = set(zipfile.ZipFile(built("*.whl")).namelist())
     kernels = {f"moe_rt/{name}" for name in tracked("cuda/protocol", "cuda/device") if name.endswith((".h", ".cu"))}
+    documents = {f"moe_rt/{name}" for name in tracked("docs") if name.endswith(".md")}
     package = {name for name in names if ".dist-info/" not in name}
     engine = {name for name in package if name.startswith("moe_rt/_engine.") and name.endswith(".so")}
     assert len(engine) == 1
-    assert package == tracked("moe_rt") | kernels | engine
+    assert package == tracked("moe_rt") | kernels | documents | engine
 
 
 def test_the_sdist_has_what_a_build_needs() -> None:
     with tarfile.open(built("*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = tracked("moe_rt", "cuda") | {"pyproject.toml", "CMakeLists.txt", "LICENSE", "README.md", "PKG-INFO"}
+    wanted = tracked("moe_rt", "cuda", "docs") | {
+        "pyproject.toml",
+        "CMakeLists.txt",
+        "LICENSE",
+        "README.md",
+        "PKG-INFO",
+    }
     assert wanted <= names
     assert not {name for name in names if name.startswith((".ci/", "bench/results/", "build/", ".venv/"))}
 
@@ -70,7 +78,8 @@ def test_it_works_where_there_is_no_compiler(tmp_path: Path) -> None:
         env=environments.variables(PATH=str(programs), CC="", CXX=""),
     )  # fmt: skip
     results = json.loads(run.stdout)
-    for name in ("round", "help", "version", "info", "bench help", "chaos help", "gpucheck help", "train help"):
+    for name in WORKS:
         status, output = results[name]
         assert status == 0, f"{name}: {output}"
     assert moe_rt.__version__ in results["version"][1]
+    where_an_error_leads(results)

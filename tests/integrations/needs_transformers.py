@@ -13,7 +13,7 @@ def require_transformers() -> None:
     missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
     if not missing:
         return
-    reason = f"needs {' and '.join(missing)} (pip install 'moe_rt[transformers]')"
+    reason = f"needs {' and '.join(missing)} (pip install '.[transformers]')"
     if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
         pytest.fail(reason)
     pytest.skip(reason, allow_module_level=True)

@@ -67,4 +67,4 @@ def test_old_transformers_are_refused() -> None:
         "except ImportError as error:\n    print(error)\n"
     )
     done = run_python("-c", script)
-    assert "expected 5.23 or later; pip install 'moe_rt[transformers]'" in done.stdout
+    assert "expected 5.23 or later; pip install '.[transformers]'" in done.stdout

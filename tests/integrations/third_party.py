@@ -12,6 +12,7 @@ from typing import Any
 from tool_environments import ROOT, python_of
 
 TIMEOUT_S = 3000
+REAL_JOB = Path(__file__).with_name("real_job.py")
 
 
 def third_party_python(name: str) -> Path:
@@ -20,14 +21,15 @@ def third_party_python(name: str) -> Path:
     return python_of("third_party", name, pins, "tools/install_third_party.py")
 
 
-def run_real(name: str, **cases: tuple[Any, ...]) -> Callable[[str], Any]:
-    """Runs cases of real_job.py there, each given as (case, *arguments), in one process: it imports the packages once.
+def run_real(name: str, job_file: Path = REAL_JOB, **cases: tuple[Any, ...]) -> Callable[[str], Any]:
+    """Runs cases of real_job.py, or of another file, there, each given as (case, *arguments), in one process: it
+    imports the packages once.
 
     What is returned gives the result of each by its name, or fails with what it raised.
     """
     job = json.dumps([(case, arguments) for case, *arguments in cases.values()])
-    command = [third_party_python(name), Path(__file__).with_name("real_job.py"), job]
-    places = os.pathsep.join(map(str, (ROOT / "tests", Path(__file__).parent)))
+    command = [third_party_python(name), job_file, job]
+    places = os.pathsep.join(map(str, (ROOT / "tests", job_file.parent)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

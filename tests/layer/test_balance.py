@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from cases_router import E, K, T, make_router, tokens
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.nn.router import Router
 from moe_rt.nn.router_losses import load_balancing_loss
 
 
@@ -25,14 +31,85 @@ def test_balance_bias_chooses_but_does_not_weigh() -> None:
     assert aux.tokens_per_expert.tolist() == torch.bincount(idx.flatten(), minlength=E).tolist()
 
 
-@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64])
-def test_balance_bias_stays_fp32(cast: torch.dtype) -> None:
+def halves(router: Router) -> dict[str, Tensor]:
+    return {name: t.bfloat16() for name, t in router.state_dict().items()}
+
+
+def from_default_dtype(router: Router) -> Router:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return make_router(balance_bias=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def assigned(router: Router) -> Router:
+    router.load_state_dict(halves(router), assign=True)
+    return router
+
+
+def assigned_to_meta(router: Router) -> Router:
+    parent = nn.Sequential(router.to("meta"))
+    parent.load_state_dict({f"0.{name}": t for name, t in halves(make_router(balance_bias=True)).items()}, assign=True)
+    return router
+
+
+def swapped(router: Router) -> Router:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return assigned(router.bfloat16())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def set_by_checkpoint(router: Router) -> Router:
+    set_model_state_dict(router, halves(router))
+    return router
+
+
+def emptied(router: Router) -> Router:
+    router.bfloat16().to_empty(device="cpu").load_state_dict(halves(make_router(balance_bias=True)))
+    return router
+
+
+def poked(router: Router) -> Router:
+    """As offloading hooks and wrappers do it; the module sees it at the next update."""
+    router._buffers["balance_bias"] = router.balance_bias.bfloat16()
+    return router
+
+
+CASTS = {
+    "bfloat16": lambda router: router.bfloat16(),
+    "half": lambda router: nn.Sequential(router).half()[0],
+    "double": lambda router: router.double(),
+    "to": lambda router: router.to("cpu", torch.bfloat16),
+    "type": lambda router: router.type(torch.float16),
+    "copied": lambda router: copy.deepcopy(router).bfloat16(),
+}
+LOADS = [from_default_dtype, assigned, assigned_to_meta, swapped, set_by_checkpoint, emptied, poked]
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+def test_balance_bias_stays_fp32_in_casts(cast: Callable[[Router], Router]) -> None:
     router = make_router(balance_bias=True)
-    assert router.balance_bias is not None
     before = router.balance_bias.clone()
-    router.to(cast)
-    assert router.weight.dtype is cast
+    router = cast(router)
+    assert router.weight.dtype is not torch.float32
     assert torch.equal(router.balance_bias, before)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_balance_bias_stays_fp32_in_loads(load: Callable[[Router], Router]) -> None:
+    """An expert that lacks tokens rises by steps that a half would round away."""
+    router = load(make_router(balance_bias=True))
+    if load is not poked:
+        assert router.balance_bias.dtype is torch.float32
+    with torch.no_grad():
+        router.balance_bias.fill_(1.0)
+    for _ in range(3):
+        router.update_bias(torch.tensor([0] + [1] * (E - 1)))
+    assert router.balance_bias.dtype is torch.float32
+    torch.testing.assert_close(router.balance_bias[0], torch.tensor(1.003))
 
 
 def test_update_bias_moves_towards_balance() -> None:

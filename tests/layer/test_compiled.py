@@ -5,12 +5,16 @@ A compiler sees that outputs for no tokens are empty. What makes Inductor keep t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import cases_compiled as cases
 import pytest
+from cases_kinds import layer_config
 from harness import Ranks
 from torch import Tensor
+
+from moe_rt import MoELayer
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -25,3 +29,10 @@ def test_ops_that_write_what_they_are_given(make_ranks: MakeRanks) -> None:
     for outputs in make_ranks("shm", 2).run(cases.written_outputs, [0, 9]):
         for off in outputs:
             assert not len(off) or float(off.abs().max()) < 1e-5
+
+
+def test_experts_are_not_taken_for_those_of_fsdp() -> None:
+    """torch's compiler asks the class, too, and so finds a property, whose value it does not ask for (torch 2.15)."""
+    layer = MoELayer(layer_config())
+    for module in layer.modules():
+        assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)

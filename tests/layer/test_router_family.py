@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_router import FAMILY, E, H, K, T, make_router, tokens
+from cases_router import FAMILY, E, H, K, NoRead, T, make_router, tokens
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn.router import RouterConfig
@@ -194,15 +193,6 @@ def test_gradcheck(options: dict[str, Any]) -> None:
 
     x = tokens(2, 3, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(call, (x, *router.parameters()))
-
-
-class NoRead(TorchDispatchMode):
-    """Raises on ops whose result or shape depends on a device's numbers."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split("::")[1].split(".")[0]
-        assert name not in ("_local_scalar_dense", "nonzero", "item", "masked_select", "bincount", "unique"), name
-        return func(*args, **(kwargs or {}))
 
 
 @family

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases_layer import config
-from conftest import HEAPS
+from conftest import CPU_HEAPS, HEAPS
 from harness import Ranks
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
@@ -44,6 +44,20 @@ def after_garbage_of_one_rank(group: Any, closes: bool) -> bool:
 @pytest.mark.parametrize("heap", HEAPS)
 def test_garbage_of_one_rank_does_not_decide(make_ranks: MakeRanks, heap: str, closes: bool) -> None:
     assert all(make_ranks(heap, 2).run(after_garbage_of_one_rank, closes))
+
+
+def tags_after_one_too_many(group: Any) -> list[int]:
+    """On rank 1 the making of a layer fails when it has its tag."""
+    first = MoELayer(config(timeout_s=60.0), group)
+    if (group.rank if isinstance(group.rank, int) else group.rank()) == 1:
+        first.buffer.new_tag()
+    return [MoELayer(config(timeout_s=60.0), group).tag for _ in range(2)]
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+def test_a_layer_that_one_rank_could_not_make_leaves_tags_alike(make_ranks: MakeRanks, heap: str) -> None:
+    tags, others = make_ranks(heap, 2).run(tags_after_one_too_many)
+    assert tags == others
 
 
 def test_a_buffer_that_is_outgrown_gets_half_as_much_room_again() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from moe_rt import MoEConfig, MoELayer
@@ -57,6 +57,25 @@ def fsdp_decoder(efsdp: int, ep: int, *, over_mesh: bool = True, **changes: Any)
     for block in model.layers:
         fully_shard(block, mesh=dense)
     return fully_shard(model, mesh=dense)
+
+
+def mixed_precision(
+    group: Any, experts: dict[str, Any], others: dict[str, Any], over_mesh: bool
+) -> tuple[list[float], set[torch.dtype]]:
+    """Losses of steps under FSDP's policies, by fields of MixedPrecisionPolicy, and what rows travel in."""
+    mesh = ep_mesh(2, group.size() // 2)
+    model = decoder(mesh["ep"] if over_mesh else mesh.get_group("ep"))
+    dense = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("dp",))
+    shard_experts(model, mesh["efsdp"], mp_policy=MixedPrecisionPolicy(**experts))
+    assert not any("held_experts" in name for name in model.state_dict())  # a shard is no rank's block of experts
+    for block in model.layers:
+        fully_shard(block, mesh=dense, mp_policy=MixedPrecisionPolicy(**others))
+    fully_shard(model, mesh=dense, mp_policy=MixedPrecisionPolicy(**others))
+    try:
+        losses, _ = train_steps(model, group.rank(), group.size())
+        return losses, {layer.buffer.spec.dtype for layer in moe_layers(model)}
+    finally:
+        close(model)
 
 
 def loss_of(model: nn.Module, step: int, rank: int = 0, world: int = 1) -> Tensor:

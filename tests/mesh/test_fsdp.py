@@ -33,3 +33,27 @@ def test_trains_as_one_process(make_ranks: MakeRanks, efsdp: int, ep: int, chang
         assert kept == experts / 4
         torch.testing.assert_close(got_losses, losses, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got, parameters, rtol=1e-5, atol=1e-5)
+
+
+USUAL = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("experts", "others", "over_mesh"),
+    [
+        (USUAL, USUAL, True),
+        (USUAL, USUAL, False),
+        (USUAL, {}, True),
+        ({}, USUAL, True),
+        ({**USUAL, "output_dtype": torch.float32}, USUAL, True),
+        ({**USUAL, "cast_forward_inputs": False}, USUAL, True),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else str(v),
+)
+def test_policies_of_mixed_precision(
+    make_ranks: MakeRanks, experts: dict[str, Any], others: dict[str, Any], over_mesh: bool
+) -> None:
+    losses, _ = cases.single_steps({})
+    for got, dtypes in make_ranks("shm", 4).run(cases.mixed_precision, experts, others, over_mesh):
+        assert dtypes == {experts.get("param_dtype", torch.float32)}
+        torch.testing.assert_close(got, losses, rtol=2e-2, atol=2e-2)

@@ -81,7 +81,7 @@ def test_commands_of_a_node_are_together(cluster: Cluster) -> None:
     """As ranks are that share memory through /proc: by their process ids, in this directory."""
     look = "readlink /proc/self/ns/pid /proc/1/ns/pid; cat /proc/sys/kernel/random/boot_id; pwd; ls /dev/shm"
     assert said(cluster, 1, "sh", "-c", look) == said(cluster, 1, "sh", "-c", look)
-    pid, *inside = said(cluster, 1, "sh", "-c", look).split()
+    pid, *inside = said(cluster, 1, "sh", "-c", look).splitlines()
     assert {pid} == {inside[0]}
     assert str(Path.cwd()) in inside
 
@@ -149,7 +149,7 @@ def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> No
 @pytest.mark.parametrize("change", ["", "env -i", "unshare --pid --fork"])
 def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster, tmp_path: Path, change: str) -> None:
     """Whatever it has changed of what it was started with: session, parent, environment, process ids."""
-    gone = tmp_path / "gone"
+    gone = f'"{tmp_path / "gone"}"'
     daemon = DAEMON.replace("echo gone", f"echo gone; : > {gone}").replace("setsid", f"setsid {change}")
     daemon = daemon.replace("exec sleep 1000", f"until [ -e {gone} ]; do sleep 0.02; done")
     look = ["ip", "netns", "pids", f"{cluster.name}-node0"]

@@ -139,3 +139,31 @@ def odd_tag(group: Any, faulty_rank: int, tag: Any) -> list[str]:
         results[2].tag = kept
         buffer.combine(*results)
     return texts
+
+
+def odd_handle(group: Any, faulty_rank: int, handle: Any, with_out: bool) -> str:
+    """Given to combine by the faulty rank alone; what this rank saw. The group goes on."""
+    rank = group.rank if isinstance(group.rank, int) else group.rank()
+    with Buffer(group, **SIZES) as buffer:
+        rows, weights, right = buffer.dispatch(**inputs(rank))
+        text = "no error"
+        try:
+            given = handle if rank == faulty_rank else right
+            buffer.combine(rows, weights, given, out=torch.empty(T, H) if with_out else None)
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        buffer.combine(rows, weights, right)
+        return text
+
+
+def odd_choice(group: Any, faulty_rank: int, coded: Any) -> str:
+    """As odd_handle, of a dispatch's `coded`, in a buffer whose rows travel as codes."""
+    rank = group.rank if isinstance(group.rank, int) else group.rank()
+    with Buffer(group, **SIZES, dispatch_dtype=torch.int8) as buffer:
+        text = "no error"
+        try:
+            buffer.dispatch(**inputs(rank), coded=coded if rank == faulty_rank else False)
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+        buffer.dispatch(**inputs(rank))
+        return text

@@ -51,6 +51,7 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
         "combine_backward": (x.detach(), y.detach(), rw.detach(), recv_plan, engine, 0),
         "grouped_mm": (y, torch.randn(E, H, 8, dtype=torch.float64, requires_grad=True), offs),
         "grouped_add": (y, torch.randn(E, H, dtype=torch.float64, requires_grad=True), offs),
+        "grouped_sum": (y.detach(), offs),
         "activate": ([y, y.detach()], offs, "geglu", False, 1.0, 1.0),
         "activate_backward": (y.detach(), [y.detach()] * 2, offs, "geglu", False, 1.0, 1.0),
         "swiglu": (y, offs),
@@ -179,6 +180,7 @@ def test_fakes_have_static_shapes(buffer: Buffer) -> None:
         assert recv_x.shape == (buffer.capacity, H)
         assert recv_weights.shape == (buffer.capacity,)
         assert handle.offs.shape == (E,)
+        assert repr(handle).startswith(f"Handle(tag=0, offs=[{E}], recv_plan=[")
         assert buffer.combine(recv_x, recv_weights, handle).shape == (T, H)
 
 
@@ -197,6 +199,7 @@ def test_no_host_read_forward_and_backward(buffer: Buffer) -> None:
     with ForbidHostReads():
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
         out = buffer.combine(recv_x, recv_weights, handle)
+        assert repr(handle).endswith(f", send_plan=[{T}, {idx.shape[1]}], device='cpu')")
         torch.autograd.grad(out, [x, w], torch.ones_like(out))
     with pytest.raises(AssertionError, match="host read"), ForbidHostReads():
         int(handle.offs[-1])  # the detector is not blind

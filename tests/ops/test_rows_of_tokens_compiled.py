@@ -84,6 +84,7 @@ def test_fakes_have_the_shapes_of_the_layout(buffer: Buffer) -> None:
             assert handle.offs.shape == (1,)
             assert handle.recv_topk_idx is not None
             assert handle.recv_topk_idx.shape == (rows, K)
+            assert f", recv_topk_idx=[{rows}, {K}], device=" in repr(handle)
             assert buffer.combine(recv_x, None, handle).shape == (T, H)
 
 

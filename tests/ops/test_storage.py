@@ -64,13 +64,45 @@ def test_a_block_serves_every_shape_that_fits() -> None:
 def test_what_another_process_may_read_is_not_used_again() -> None:
     """Sending a tensor moves it to shared memory, under every tensor of its storage."""
     memory = Recycler()
-    pages = memory.empty(*SHAPE, torch.bfloat16).data_ptr()
     sent = memory.empty(*SHAPE, torch.bfloat16).share_memory_()
-    assert sent.data_ptr() != pages
+    assert sent.is_shared()
     del sent
+    assert not memory.empty(*SHAPE, torch.bfloat16).is_shared()
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0], ids=["nothing", "half", "all"])
+def test_whoever_saves_memory_resizes_a_storage(part: float) -> None:
+    """To nothing and back, as for any tensor; what is handed out later has all its pages again."""
+    memory = Recycler()
+    kept = memory.empty(*SHAPE, torch.bfloat16).fill_(3)
+    storage, copy = kept.untyped_storage(), kept.clone()
+    num_bytes = storage.nbytes()
+    assert num_bytes >= kept.numel() * kept.itemsize
+    storage.resize_(0)
+    assert storage.nbytes() == 0
+    storage.resize_(num_bytes)
+    assert torch.equal(kept.copy_(copy), copy)
+    storage.resize_(int(part * num_bytes))
+    del kept, storage
     fresh = memory.empty(*SHAPE, torch.bfloat16)
-    assert fresh.data_ptr() == pages
-    assert not fresh.is_shared()
+    assert fresh.untyped_storage().nbytes() == num_bytes
+    assert torch.equal(fresh.copy_(copy), copy)
+
+
+def test_every_large_output_of_an_op_can_be_resized() -> None:
+    hidden, tokens = 2048, 300
+    sizes = dict(num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=1, num_experts=2, dtype=torch.float32)
+    with Buffer(None, **sizes) as buffer:
+        x = torch.randn(tokens, hidden, requires_grad=True)
+        recv_x, recv_weights, handle = buffer.dispatch(x, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(300, 1))
+        out = buffer.combine(recv_x, recv_weights, handle)
+        grad_recv_x, grad_x = torch.autograd.grad(out.sum(), [recv_x, x])
+        for t in (recv_x, out, grad_recv_x, grad_x):
+            copy, storage = t.detach().clone(), t.untyped_storage()
+            num_bytes = storage.nbytes()
+            storage.resize_(0), storage.resize_(num_bytes)
+            with torch.no_grad():
+                assert torch.equal(t.copy_(copy), copy)
 
 
 def test_a_dead_tensors_block_is_used_again() -> None:

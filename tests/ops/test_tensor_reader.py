@@ -162,3 +162,22 @@ def test_ops_do_the_same_where_nothing_is_plain() -> None:
         assert asked == ["dispatch", "combine", "combine"]
         assert torch.equal(found, expected)
         assert torch.equal(other.offs, handle.offs)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-8, 0), (-8, 1), (-1, 1), (0, 8)])
+def test_memory_that_is_avoided(begin: int, end: int) -> None:
+    """`begin` and `end` are bytes from the end of a tensor, or where it begins: not one byte may lie between them."""
+    for name in ("x", "topk_idx", "weights"):
+        given = dispatched()
+        looks = reader()
+        first = given[name].data_ptr() + given[name].nbytes
+        looks.avoid(begin=first + begin, end=first + end)
+        assert (looks.dispatch(*given.values()) == T) is (begin >= 0), name
+        looks.avoid(begin=given[name].data_ptr() + begin, end=given[name].data_ptr() + end)
+        assert (looks.dispatch(*given.values()) == T) is (end <= 0), name
+    for name in ("y", "recv_weights", "recv_plan", "send_plan"):
+        returned = combined()
+        looks = reader()
+        assert looks.combine(*returned.values()) is not None
+        looks.avoid(begin=returned[name].data_ptr(), end=returned[name].data_ptr() + 1)
+        assert looks.combine(*returned.values()) is None, name

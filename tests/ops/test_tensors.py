@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cases_tensors as cases
+import numpy
 import pytest
 from conftest import CPU_HEAPS, HEAPS
 from harness import Ranks
@@ -54,3 +55,21 @@ def test_what_is_no_tag(make_ranks: MakeRanks, heap: str, tag: Any) -> None:
     for texts in zip(*ranks, strict=True):
         assert texts[FAULTY_RANK].startswith(f"InvalidInput: tag: got {tag!r}, expected an integer in [0, 2**28)")
         assert "rank 1 refused its input" in texts[0]
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+@pytest.mark.parametrize("handle", [None, "handle", 3, ()], ids=str)
+@pytest.mark.parametrize("with_out", [False, True], ids=["out", "into"])
+def test_a_handle_of_another_kind(make_ranks: MakeRanks, heap: str, handle: Any, with_out: bool) -> None:
+    texts = make_ranks(heap, SIZE).run(cases.odd_handle, FAULTY_RANK, handle, with_out)
+    assert texts[FAULTY_RANK].startswith(f"InvalidInput: handle: got a {type(handle).__name__}, expected the Handle")
+    assert texts[0].startswith("InvalidInput: ")
+    assert "rank 1 refused its input" in texts[0]
+
+
+@pytest.mark.parametrize("heap", CPU_HEAPS)
+@pytest.mark.parametrize("coded", ["yes", 1, None, numpy.ones(2)], ids=str)
+def test_what_is_no_choice(make_ranks: MakeRanks, heap: str, coded: Any) -> None:
+    texts = make_ranks(heap, SIZE).run(cases.odd_choice, FAULTY_RANK, coded)
+    assert texts[FAULTY_RANK].startswith("InvalidInput: coded: got ")
+    assert "rank 1 refused its input" in texts[0]

@@ -56,8 +56,9 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
             ("5", "2", "2", "two_level"),
             ("3", "1", "3", "two_level"),
         ):
-            result = run(program, ranks, lanes, FEW_ROUNDS, "1", "experts", "", nodes, MOST_TOKENS, route)
-            assert result.returncode == 0, result.stdout + result.stderr
+            for rows in ("experts", "tokens"):
+                result = run(program, ranks, lanes, FEW_ROUNDS, "1", rows, "", nodes, MOST_TOKENS, route)
+                assert result.returncode == 0, result.stdout + result.stderr
     for first_seq, *rows in (
         (NEAR_A_WRAP[0], "experts", ""),
         (NEAR_A_WRAP[1], "tokens", ""),

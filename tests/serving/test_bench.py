@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,16 +22,19 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 def test_contestants_answer_as_stock_does() -> None:
     sizes = ("--hidden", "64", "--experts", "6", "--topk", "2", "--intermediate", "64")
+    segments = set(os.listdir("/dev/shm"))
     document = bench("--ranks", "2", *sizes, "--sequences", "1,3", "--prompts", "40", "--iters", "1")
+    assert not [name for name in set(os.listdir("/dev/shm")) - segments if name.startswith("moe_rt_bench_vllm")]
     assert [run["title"] for run in document["runs"]] == [
         "decode: 1 sequence a rank, 32 steps", "decode: 3 sequences a rank, 32 steps", "prefill: 40 tokens a rank",
     ]  # fmt: skip
     for run in document["runs"]:
-        ours, gloo, stock = run["results"]
-        assert [result["contestant"] for result in run["results"]] == ["moe_rt", "gloo", "stock"]
-        assert [result["errors"] for result in run["results"]] == [[]] * 3
+        ours, shm, gloo, stock = run["results"]
+        assert [result["contestant"] for result in run["results"]] == ["moe_rt", "shm", "gloo", "stock"]
+        assert [result["errors"] for result in run["results"]] == [[]] * 4
         layers = 4 * 2 * (run["load"]["steps"] or 1)
-        assert ours["layer_us"]["n"] == gloo["layer_us"]["n"] == ours["adapter_us"]["n"] == layers
+        assert ours["layer_us"]["n"] == shm["layer_us"]["n"] == gloo["layer_us"]["n"] == layers
+        assert ours["adapter_us"]["n"] == layers
         assert 0 < ours["adapter_us"]["p50"] < ours["layer_us"]["p50"]
         assert "layer_us" not in stock
 

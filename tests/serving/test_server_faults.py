@@ -1,4 +1,4 @@
-"""A server whose rank freezes, comes late or never, or that is told to end amid requests: nothing hangs or stays."""
+"""A server whose ranks freeze or come late, whose processes are killed, or that is told to end: nothing hangs."""
 
 from __future__ import annotations
 
@@ -99,6 +99,33 @@ def test_a_rank_that_never_comes(start: Start) -> None:
     assert "PeerTimeout: " in server.log
     assert "rank 1" in server.log
     assert server.await_end()
+
+
+def named(server: Server, name: str) -> int:
+    """Return the one process of the server that calls itself so."""
+    (found,) = [
+        pid for pid in server.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode())
+    ]
+    return found
+
+
+def test_a_killed_api_server(start: Start) -> None:
+    """vLLM's other processes would live on."""
+    server = start()
+    server.await_ready()
+    with amid_requests(server) as asked:
+        os.kill(server.pid, signal.SIGKILL)
+        assert ended_with(asked) == {0}
+    assert server.await_end()
+
+
+def test_a_killed_coordinator(start: Start) -> None:
+    """vLLM would answer /health with 200, and to some requests nothing."""
+    server = start()
+    server.await_ready()
+    os.kill(named(server, "VLLM::DPCoordinator"), signal.SIGKILL)
+    assert server.await_end()
+    assert "vLLM's coordinator was killed" in server.log
 
 
 @pytest.mark.parametrize("interrupt", [False, True])

@@ -1,61 +1,28 @@
-"""What moe_rt does not serve is refused at start, by the setting's name; without the variable vLLM is as it was."""
+"""vLLM's settings decide where moe_rt is put and with which options; without the variable vLLM is as it was."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from platforms import Platform
+from vllm import plugins
 from vllm.model_executor.layers.fused_moe import all2all_utils
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.vllm import factory, settings
-from moe_rt.testing.serving.engines import EngineRanks, Failed
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.process_ranks import ProcessRanks
 
-SERVED = dict(all2all_backend="allgather_reducescatter", pcp_size=1, enable_eplb=False, ep_size=2, use_ep=True)
-
-
-def refused(monkeypatch: pytest.MonkeyPatch, of_layer: dict[str, Any], parallel: dict[str, Any], **moe: Any) -> str:
-    """The refusal of a layer with these settings, or nothing."""
-    config = dict(tensor_parallel_size=1, use_ubatching=False, enable_elastic_ep=False) | parallel
-    monkeypatch.setattr(
-        settings, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=SimpleNamespace(**config))
-    )
-    asked = dict(num_experts=8, is_lora_enabled=False) | moe
-    kernel = {name: asked.pop(name, name == "modular") for name in ("monolithic", "modular")}
-    layer = SimpleNamespace(moe_parallel_config=SimpleNamespace(**(SERVED | of_layer)), **asked)
-    try:
-        settings.refuse_unserved(layer, **kernel)
-    except InvalidConfig as error:
-        return str(error)
-    return ""
-
-
-class Platform:
-    """vLLM's idea of the machine, so far as anything here asks."""
-
-    def __init__(self, device_name: str) -> None:
-        self.device_name = device_name
-
-    def is_cpu(self) -> bool:
-        return self.device_name == "cpu"
-
-    def is_cuda(self) -> bool:
-        return self.device_name == "cuda"
-
-
-def test_a_platform_without_ranks_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, said in {"cpu": "", "cuda": "", "rocm": "got the platform rocm, expected CPUs or NVIDIA GPUs"}.items():
-        monkeypatch.setattr(settings, "current_platform", Platform(name))
-        assert said in refused(monkeypatch, {}, {})
-        assert bool(refused(monkeypatch, {}, {})) == bool(said)
+HANG_S = 600.0
+PLACES = ("all2all_utils", "eep_reconfigure", "oracle.unquantized", "oracle.fp8")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +35,8 @@ def test_each_device_has_its_group_and_its_rows(
     """CPU ranks meet over gloo; GPUs over the group that has NCCL, or their rows would go through the host's memory."""
     monkeypatch.setattr(settings, "current_platform", Platform(device))
     monkeypatch.setattr(factory, "current_platform", Platform(device))
-    monkeypatch.setattr(factory, "refuse_unserved", lambda *_, **__: None)
+    monkeypatch.setattr(factory, "refuse_layer", lambda *_, **__: None)
+    monkeypatch.setattr(factory, "get_current_vllm_config", lambda: SimpleNamespace(parallel_config=None))
     monkeypatch.setattr(factory, "get_ep_group", lambda: SimpleNamespace(device_group="cuda", cpu_group="wrong"))
     made: list[Any] = []
 
@@ -89,35 +57,6 @@ def test_each_device_has_its_group_and_its_rows(
     assert type(ours) is kind
     assert made == [(device, layout)]
     ours._buffer.close()
-
-
-def test_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused(monkeypatch, {}, {}) == ""
-    assert refused(monkeypatch, {"ep_size": 8}, {}, num_experts=8) == ""
-
-
-@pytest.mark.parametrize(
-    ("names", "of_layer", "parallel", "moe"),
-    [
-        ("--all2all-backend deepep_low_latency", {"all2all_backend": "deepep_low_latency"}, {}, {}),
-        ("--tensor-parallel-size 2", {}, {"tensor_parallel_size": 2}, {}),
-        ("--prefill-context-parallel-size 2", {"pcp_size": 2}, {}, {}),
-        ("--enable-lora", {}, {}, {"is_lora_enabled": True}),
-        ("--enable-eplb", {"enable_eplb": True}, {}, {}),
-        ("--enable-elastic-ep", {}, {"enable_elastic_ep": True}, {}),
-        ("--enable-fault-tolerance", {}, {"enable_fault_tolerance": True}, {}),
-        ("--ubatch-size", {}, {"use_ubatching": True}, {}),
-        ("do their own routing", {}, {}, {"monolithic": True}),
-        ("do their own routing", {}, {}, {"modular": False}),
-        ("7 experts on 8 ranks", {"ep_size": 8}, {}, {"num_experts": 7}),
-    ],
-)
-def test_what_is_refused(
-    monkeypatch: pytest.MonkeyPatch, names: str, of_layer: dict[str, Any], parallel: dict[str, Any], moe: dict[str, Any]
-) -> None:
-    said = refused(monkeypatch, of_layer, parallel, **moe)
-    assert names in said
-    assert "expected" in said
 
 
 @pytest.mark.parametrize(
@@ -193,55 +132,38 @@ def test_layers_without_expert_parallelism_are_left_to_vllm() -> None:
     assert given == [(layer, None, True, {"use_monolithic": False})]
 
 
-def is_ours(chosen: str) -> bool:
-    """Whether, with MOE_RT_VLLM so, vLLM's plug-ins put our factory in all places that have its name."""
-    asks = (
-        "from vllm.model_executor.layers.fused_moe import all2all_utils, eep_reconfigure\n"
-        "from vllm.model_executor.layers.fused_moe.oracle import unquantized\n"
-        "from vllm.plugins import load_general_plugins\n"
-        "load_general_plugins()\n"
-        "from vllm.model_executor.layers.fused_moe.oracle import fp8\n"
-        "places = (all2all_utils, eep_reconfigure, unquantized, fp8)\n"
-        "ours = [getattr(p.maybe_make_prepare_finalize, 'of_moe_rt', False) for p in places]\n"
-        "assert len(set(ours)) == 1, ours\n"
-        "raise SystemExit(10 + ours[0])"
-    )
-    code = subprocess.run([sys.executable, "-c", asks], env={**os.environ, "MOE_RT_VLLM": chosen}).returncode
-    assert code in (10, 11)
-    return code == 11
+def load_plugins(channel: Channel, chosen: str) -> None:
+    """Say whether, with MOE_RT_VLLM so, vLLM's search for plug-ins replaces all that moe_rt takes the place of."""
+    os.environ["MOE_RT_VLLM"] = chosen
+    plugins.plugins_loaded = False  # this process is forked from one that may have looked
+    plugins.load_general_plugins()
+    places = [importlib.import_module(f"vllm.model_executor.layers.fused_moe.{name}") for name in PLACES]
+    ours = {getattr(place.maybe_make_prepare_finalize, "of_moe_rt", False) for place in places}
+    ours.add(getattr(factory.EngineArgs.create_engine_config, "of_moe_rt", False))
+    channel.send(json.dumps(sorted(ours)).encode())
 
 
-def test_vllm_loads_it_where_it_is_chosen_and_is_untouched_elsewhere() -> None:
-    assert is_ours("1")
-    assert not is_ours("0")
-
-
-def test_tensor_parallel_ranks_are_refused_before_they_crash(
-    model: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """By their workers, whose errors vLLM writes to the log."""
-    ranks = EngineRanks(
-        model("qwen3_moe"), 1, [("MOE_RT_VLLM", "1")], dtype="float32", tensor_parallel_size=2,
-        enable_expert_parallel=True, distributed_executor_backend="mp",
-    )  # fmt: skip
-    try:
-        (said,) = ranks.started()
-    finally:
-        ranks.close()
-    assert isinstance(said, Failed)
-    log = "".join(capfd.readouterr())
-    assert "InvalidConfig: vllm: got --tensor-parallel-size 2 --enable-expert-parallel, expected" in log
+@pytest.mark.parametrize("chosen", ["1", "0"])
+def test_vllm_loads_it_where_it_is_chosen_and_is_untouched_elsewhere(chosen: str) -> None:
+    with ProcessRanks() as one:
+        one.start(0, load_plugins, chosen)
+        assert json.loads(one.hear(0, HANG_S)) == [chosen == "1"]
 
 
 def test_a_second_call_wraps_nothing() -> None:
-    before = all2all_utils.maybe_make_prepare_finalize, factory.MoERunner._select_forward
+    def wrapped() -> tuple[Any, ...]:
+        create = factory.EngineArgs.create_engine_config
+        return all2all_utils.maybe_make_prepare_finalize, factory.MoERunner._select_forward, create
+
+    before = wrapped()
     try:
         factory.install()
-        once = all2all_utils.maybe_make_prepare_finalize, factory.MoERunner._select_forward
+        once = wrapped()
         factory.install()
-        assert (all2all_utils.maybe_make_prepare_finalize, factory.MoERunner._select_forward) == once != before
+        assert wrapped() == once
+        assert not any(one is other for one, other in zip(before, once, strict=True))
     finally:
         for name, module in list(sys.modules.items()):
             if name.startswith("vllm.") and getattr(module, "maybe_make_prepare_finalize", None) is once[0]:
                 module.maybe_make_prepare_finalize = before[0]  # type: ignore[attr-defined]
-        factory.MoERunner._select_forward = before[1]
+        factory.MoERunner._select_forward, factory.EngineArgs.create_engine_config = before[1:]

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -181,17 +180,19 @@ def as_nobody() -> Iterator[None]:
         (".", 'rank 0 got "Permission denied"'),
     ],
 )
-def test_unreadable_files_are_damage(two: Path, locked: str, message: str) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o755)
-        directory = Path(name) / "checkpoints"
-        shutil.copytree(two / "step-00000002", directory / "step-00000002")
-        for path in (directory, *directory.rglob("*")):
-            path.chmod(0o755)
-        (directory / locked).chmod(0)
-        with as_nobody(), pytest.raises(CorruptCheckpoint, match=message):
-            cases.load(None, directory)
-        (directory / locked).chmod(0o755)
+def test_unreadable_files_are_damage(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # from here its name leads there, though others may not pass through what is above it
+    tmp_path.chmod(0o755)
+    directory = Path("checkpoints")
+    shutil.copytree(two / "step-00000002", directory / "step-00000002")
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755)
+    (directory / locked).chmod(0)
+    with as_nobody(), pytest.raises(CorruptCheckpoint, match=message):
+        cases.load(None, directory)
+    (directory / locked).chmod(0o755)
 
 
 def test_metadata_is_not_unpickled(copy: Path) -> None:

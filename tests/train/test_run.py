@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-import socket
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,11 +15,14 @@ import matplotlib.image
 import pytest
 from click.testing import CliRunner
 from forked_python import commands, run_python
+from rich.console import Console
 from torch import Tensor, nn
 
 from moe_rt.errors import MoeRtError
 from moe_rt.parallel.clip import clip_grad_norm_
+from moe_rt.testing.ports import free_ports
 from moe_rt.train import cli, loop, train
+from moe_rt.train.metrics import Reporter
 from moe_rt.train.optim import learning_rate
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -40,6 +44,29 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     result = launch(*TORCHRUN, "-m", "moe_rt.train", *arguments(out=out, steps=30, sample_bytes=20))
     assert result.returncode == 0, result.stderr
     return out, result.stdout
+
+
+def test_the_bar_shows_no_number_before_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(tmp_path / "metrics.jsonl", first_step=0, steps=2)
+    assert said_by(reporter) == "training 0/2"
+    reporter.validation({"step": 0, "val_loss": 5.5, "val_bpb": 8.0})
+    assert said_by(reporter) == "training 0/2 val 8.000 bits/byte"
+    reporter.training({"step": 1, "loss": 5.25, "tokens_per_s": 1234.5})
+    assert said_by(reporter) == "training 1/2 loss 5.250 val 8.000 bits/byte 1,234 bytes/s"
+    with reporter:
+        pass
+    again = Reporter(tmp_path / "metrics.jsonl", first_step=1, steps=2)
+    assert said_by(again) == "training 1/2 loss 5.250 val 8.000 bits/byte 1,234 bytes/s"
+    with again:
+        pass
+
+
+def said_by(reporter: Reporter) -> str:
+    """The progress bar's words, without the bar and the time that is left."""
+    console = Console(width=200, file=io.StringIO())
+    console.print(reporter._progress.get_renderable())
+    words = console.file.getvalue().split()
+    return " ".join(word for word in words if word[0] not in "━╸╺-" and not re.fullmatch(r"-:--:--|\d:\d\d:\d\d", word))
 
 
 def test_metrics_schema(finished: tuple[Path, str]) -> None:
@@ -137,8 +164,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
     ],
 )
 def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_ports()
     script = Path(__file__).with_name("failing_rank.py")
     ranks = [
         subprocess.Popen(

@@ -32,7 +32,7 @@ def test_commands() -> None:
     result = CliRunner().invoke(main, ["bensh"])
     assert (result.exit_code, "No such command 'bensh'" in result.output) == (2, True)
     listed = CliRunner().invoke(main, ["--help"]).output
-    assert re.findall(r"^  ([a-z]+) ", listed, re.MULTILINE) == ["bench", "chaos", "gpucheck", "info", "nodes"]
+    assert re.findall(r"^  ([a-z]+) ", listed, re.MULTILINE) == ["bench", "chaos", "docs", "gpucheck", "info", "nodes"]
 
 
 def test_public_names_and_no_others() -> None:

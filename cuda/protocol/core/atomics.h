@@ -67,6 +67,35 @@ MOE_RT_FN T load_relaxed(const T& word) {
   return SystemRef<T>(const_cast<T&>(word)).load(kRelaxed);
 }
 
+// Keeps each word in a register from here on. No loop, and on a GPU not volatile: it would keep arrays in memory, those of
+// the code around it, too.
+template <int kWords>
+MOE_RT_FN void pin(uint32_t* words) {
+  if constexpr (kWords > 0) {
+#if defined(__CUDACC__)
+    asm("" : "+r"(words[kWords - 1]));
+#else
+    asm volatile("" : "+r"(words[kWords - 1]));
+#endif
+    pin<kWords - 1>(words);
+  }
+}
+
+// Copy of what a peer may be rewriting at this moment, each word loaded once. Without it: 1. this rank judges a word, 2. a
+// peer changes it, 3. the compiler loads it again, and what nobody has judged is followed. The load is a plain one, which
+// a GPU may have from its cache; after the empty statement the register is the only place where a compiler finds it.
+template <class T>
+MOE_RT_FN T read_once(const T& shared) {
+  constexpr int kWords = sizeof(T) / sizeof(uint32_t);
+  static_assert(is_trivially_copyable_v<T> && sizeof(T) == kWords * sizeof(uint32_t), "whole words");
+  struct Words {
+    uint32_t of[kWords];
+  };
+  Words words = __builtin_bit_cast(Words, shared);
+  pin<kWords>(words.of);
+  return __builtin_bit_cast(T, words);
+}
+
 template <class T>
 MOE_RT_FN void store_release(T& word, T value) {
   SystemRef<T>(word).store(value, kRelease);

@@ -39,6 +39,9 @@ struct RecvPlan {
   int32_t* ends;  // [L], where rows of experts are aligned: behind the last one of each that is not padding
   // [served][T], for each far source that this rank serves: how many ranks of this node each of its tokens visits.
   int32_t* forwards;
+  // Set once leads_inside has judged the whole plan. A GPU looks at an entry when it follows it: its host does not, and its blocks read lists
+  // each by itself, so that a peer that rewrites them meanwhile leaves entries that no block has written.
+  bool judged = false;
 
   MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
   // Below 2^31, as the host has checked: a GPU holds such a number in one register.
@@ -76,6 +79,23 @@ struct RecvPlan {
            below(h.first_own, int64_t{h.num_pulled} + 1) && below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
   }
 
+  // Returns whether an entry leads to a token, slot and copies that exist. After fits.
+  MOE_RT_FN bool leads_inside(const World& w, const Pulled& p) const {
+    const Shape& s = w.shape;
+    return below(p.token, s.num_max_tokens) && below(p.source, s.num_ranks) && below(p.slot, s.num_node_slots()) &&
+           below(int64_t{p.copies} - 1, s.num_topk) && below(p.first, int64_t{head->num_copies} - p.copies + 1);
+  }
+  MOE_RT_FN bool can_follow(const World& w, const Pulled& p) const { return judged || leads_inside(w, p); }
+  // Return a copy's row, or kDropped, and its entry of the token's top-k. Both exist, whatever the plan says.
+  MOE_RT_FN int32_t row(int64_t copy) const {
+    const int32_t row = rows[copy];
+    return below(row, head->num_rows) ? row : kDropped;
+  }
+  MOE_RT_FN int32_t k(const Shape& s, int64_t copy) const {
+    const int32_t k = ks[copy];
+    return below(k, s.num_topk) ? k : 0;
+  }
+
   // Whether every entry leads to a token, slot or row that there is. After fits. In 32 bits without a sign, so that
   // compilers make vectors of it.
   MOE_RT_FN bool leads_inside(const World& w) const {
@@ -84,11 +104,7 @@ struct RecvPlan {
     for (int32_t e = 0; s.alignment > 1 && e < w.num_local_experts(); ++e) {
       bad |= !below(ends[e], int64_t{head->num_rows} + 1);
     }
-    for (int64_t i = 0; i < head->num_pulled; ++i) {
-      const Pulled& p = pulled[i];
-      bad |= !(below(p.token, s.num_max_tokens) && below(p.source, s.num_ranks) && below(p.slot, s.num_node_slots()) &&
-               below(int64_t{p.copies} - 1, s.num_topk) && below(p.first, int64_t{head->num_copies} - p.copies + 1));
-    }
+    for (int64_t i = 0; i < head->num_pulled; ++i) bad |= !leads_inside(w, pulled[i]);
     const auto num_copies = head->num_copies;
     const auto end_row = uint32_t(head->num_rows) + 1, end_k = uint32_t(s.num_topk);  // dropped rows wrap around to 0
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(rows[c]) - uint32_t(kDropped) >= end_row);
@@ -137,28 +153,37 @@ MOE_RT_FN int num_partials(const int32_t* send_plan_row, int num_topk) {
   return n;
 }
 
+// A list in memory that peers can write, the rank's own window included: entries are put there and never looked at again
+// by their writer, and come as values that were read once.
+template <class T>
+struct SharedList {
+  T* start;
+  MOE_RT_FN T operator[](int64_t i) const { return read_once(start[i]); }
+  MOE_RT_FN void put(int64_t i, const T& value) const { start[i] = value; }
+};
+
 // Views of the route lists in a source's window.
 template <class Weight>
 struct RouteLists {
-  int32_t *counts, *pull_offs, *copy_offs;
-  Pull* pulls;
-  Copy* copies;
-  Weight* weights;
+  SharedList<int32_t> counts, pull_offs, copy_offs;
+  SharedList<Pull> pulls;
+  SharedList<Copy> copies;
+  SharedList<Weight> weights;
   MOE_RT_FN static RouteLists view(const World& w, int source, int window) {
     const Layout::Window& o = w.layout.window[window];
     char* const start = w.window_start(source, window);
     const auto at = [&](int64_t offset) { return start + (offset - o.counts); };
-    return {reinterpret_cast<int32_t*>(start),           reinterpret_cast<int32_t*>(at(o.pull_offs)),
-            reinterpret_cast<int32_t*>(at(o.copy_offs)), reinterpret_cast<Pull*>(at(o.pulls)),
-            reinterpret_cast<Copy*>(at(o.copies)),       reinterpret_cast<Weight*>(at(o.weights))};
+    return {{reinterpret_cast<int32_t*>(start)},           {reinterpret_cast<int32_t*>(at(o.pull_offs))},
+            {reinterpret_cast<int32_t*>(at(o.copy_offs))}, {reinterpret_cast<Pull*>(at(o.pulls))},
+            {reinterpret_cast<Copy*>(at(o.copies))},       {reinterpret_cast<Weight*>(at(o.weights))}};
   }
   // Those that the source has pushed, or pushes, into the receiver's segment.
   MOE_RT_FN static RouteLists pushed(const World& w, char* segment, int source, int window) {
     const Layout::Lists& o = w.layout.pushed;
     char* const start = segment + (w.layout.window[window].pushed + source * o.bytes);
-    return {reinterpret_cast<int32_t*>(start + o.counts),    reinterpret_cast<int32_t*>(start + o.pull_offs),
-            reinterpret_cast<int32_t*>(start + o.copy_offs), reinterpret_cast<Pull*>(start + o.pulls),
-            reinterpret_cast<Copy*>(start + o.copies),       reinterpret_cast<Weight*>(start + o.weights)};
+    return {{reinterpret_cast<int32_t*>(start + o.counts)},    {reinterpret_cast<int32_t*>(start + o.pull_offs)},
+            {reinterpret_cast<int32_t*>(start + o.copy_offs)}, {reinterpret_cast<Pull*>(start + o.pulls)},
+            {reinterpret_cast<Copy*>(start + o.copies)},       {reinterpret_cast<Weight*>(start + o.weights)}};
   }
   // Where this rank reads what the source lists for it.
   MOE_RT_FN static RouteLists received(const World& w, int source, int window, bool are_pushed) {

@@ -126,7 +126,8 @@ MOE_RT_FN Code wait_signal(const Mailbox& mailbox, uint64_t seq, Idle& idle) {
 
 // Judges a peer's header against ours. A refusal is believed before the call is compared: who refuses an op may not
 // know the handle it was given.
-MOE_RT_FN Status check_header(const Header& theirs, const Header& ours, int peer) {
+MOE_RT_FN Status check_header(const Header& announced, const Header& ours, int peer) {
+  const Header theirs = read_once(announced);
   Status s{.op = op_of(ours), .phase = Phase::kWait, .peer = peer, .seq = ours.seq};
   if (theirs.config != ours.config) {
     s.code = Code::kConfigMismatch, s.got = int64_t(theirs.config), s.expected = int64_t(ours.config);

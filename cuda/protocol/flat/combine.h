@@ -28,12 +28,12 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, int window, const Pu
                           char* dst, const Rows& rows, const Link& link) {
   const char* srcs[Dims::kTopkBound];
   Weight factors[Dims::kTopkBound];
-  const int64_t shared_row = w.shape.by_token() ? in.plan.rows[p.first] : 0;
+  const int64_t shared_row = w.shape.by_token() ? in.plan.row(p.first) : 0;
   for_topk<Dims>(p.copies, [&](int c) {
-    const int64_t row = in.plan.rows[p.first + c];
+    const int64_t row = in.plan.row(p.first + c);
     const bool kept = row != kDropped;
     if (in.scalars && coop.leader()) {
-      const int32_t k = in.plan.ks[p.first + c];
+      const int32_t k = in.plan.k(w.shape, p.first + c);
       const int64_t entry = !w.shape.by_token()      ? row
                             : shared_row == kDropped ? kDropped
                                                      : shared_row * w.shape.num_topk + k;
@@ -54,6 +54,7 @@ MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, int window, c
   const Range share = coop.share(head.num_pulled - left_out);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = in.plan.pulled[i < head.first_own ? i : i + left_out];
+    if (!in.plan.can_follow(w, p)) continue;
     const int64_t home = w.partial_row(window, p.token, p.slot);
     sum_copies<Dims>(coop, w, window, p, in, link.target_row(w, p.source, home), rows, link);
     link.deliver(w, p.source, home, rows.encoded_row_bytes());

@@ -40,6 +40,13 @@ struct Received {
 template <class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, int window, int source, int64_t i,
                             const Blocks& b, const Received<Weight>& out, const Rows& rows, const Link& link) {
+  const bool by_token = w.shape.by_token();
+  if (by_token && coop.leader() && i < out.capacity) {  // also where the entry turns out to be wrong
+    for (int k = 0; k < dims.num_topk(); ++k) {
+      out.plan.ids[i * dims.num_topk() + k] = kNoExpert;
+      out.recv_weights[i * dims.num_topk() + k] = 0;
+    }
+  }
   const auto lists = RouteLists<Weight>::received(w, source, window, b.pushed);
   const Pull pull = lists.pulls[b.first_pull[source] + (i - b.pull_start[source])];
   const int32_t first_copy = b.first_copy[source], num_copies = b.copy_start[source + 1] - b.copy_start[source];
@@ -52,13 +59,6 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   const int32_t at = b.copy_start[source] + pull.first - first_copy;
   if (coop.leader()) out.plan.pulled[i] = {pull.token, int16_t(source), int16_t(pull.slot), at, pull.copies};
   const int64_t num_ranks = w.shape.num_ranks, num_local = w.num_local_experts();
-  const bool by_token = w.shape.by_token();
-  if (by_token && coop.leader() && i < out.capacity) {
-    for (int k = 0; k < dims.num_topk(); ++k) {
-      out.plan.ids[i * dims.num_topk() + k] = kNoExpert;
-      out.recv_weights[i * dims.num_topk() + k] = 0;
-    }
-  }
   int32_t to[Dims::kTopkBound];
   bool out_of_range = false;
   for_topk<Dims>(pull.copies, [&](int c) {
@@ -88,6 +88,20 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   return true;
 }
 
+// A source whose entries do not share out all its copies, in their order, or -1: some entry of the plan would be nobody's,
+// or two tokens', and an op that follows the plan would blame this rank for it. After gather, of private memory alone.
+MOE_RT_FN int unshared_copies(const World& w, const Blocks& b, const RecvPlan& plan) {
+  for (int source = 0; source < w.shape.num_ranks; ++source) {
+    int64_t next = b.copy_start[source];
+    for (int32_t i = b.pull_start[source]; i < b.pull_start[source + 1]; ++i) {
+      if (plan.pulled[i].first != next) return source;
+      next += plan.pulled[i].copies;
+    }
+    if (next != b.copy_start[source + 1]) return source;
+  }
+  return -1;
+}
+
 // Rows between an expert's last, which `ends` say, and the next one's first: zero, and of weight zero. Of num_rows at
 // most.
 template <class Coop, class Weight, class Rows>
@@ -104,22 +118,22 @@ MOE_RT_FN void clear_padding(const Coop& coop, const World& w, const int32_t* en
   }
 }
 
-// Returns a source with entries out of range, or -1. Ranks start at their own rows, so that peers do not all read
-// the same rank first.
+// Returns a source with entries out of range, or -1; all others are taken, since a GPU hands its outputs over whatever they
+// are. Ranks start at their own rows, so that peers do not all read the same rank first.
 template <class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int window, const Blocks& b,
                      const Received<Weight>& out, const Rows& rows, const Link& link) {
   const int64_t total = b.pull_start[w.shape.num_ranks];
   const Range share = coop.share(total);
-  int source = 0;
+  int source = 0, corrupt = -1;
   for (int64_t q = share.begin; q < share.end; q += share.step) {
     int64_t i = q + b.pull_start[w.rank];
     if (i >= total) i -= total;
     if (i < b.pull_start[source]) source = 0;
     while (i >= b.pull_start[source + 1]) ++source;
-    if (!gather_token(coop, dims, w, window, source, i, b, out, rows, link)) return source;
+    if (!gather_token(coop, dims, w, window, source, i, b, out, rows, link)) corrupt = source;
   }
-  return -1;
+  return corrupt;
 }
 
 // grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out
@@ -131,15 +145,17 @@ MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const R
   const Range share = coop.share(plan.head->num_pulled);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
     const Pulled p = plan.pulled[i];
+    if (!plan.can_follow(w, p)) continue;
     const char* g = link.source_row(w, p.source, w.token_row(window, p.token), rows.encoded_row_bytes());
+    int32_t at[Dims::kTopkBound];
     if (!recv_weights) {
-      rows.spread(grad_y, plan.rows + p.first, 1, g);
+      at[0] = plan.row(p.first);
+      rows.spread(grad_y, at, 1, g);
       continue;
     }
-    int32_t at[Dims::kTopkBound];
     Weight weights[Dims::kTopkBound], dots[Dims::kTopkBound];
     for_topk<Dims>(p.copies, [&](int c) {
-      at[c] = plan.rows[p.first + c];
+      at[c] = plan.row(p.first + c);
       weights[c] = at[c] == kDropped ? Weight(0) : recv_weights[at[c]];
     });
     rows.scale_dots(grad_y, y, at, weights, g, dots, p.copies);

@@ -134,7 +134,7 @@ MOE_RT_FN int64_t rows_for(const World& w, int window, const Blocks& b, int rank
   int64_t rows = 0;
   for (int s = 0; s < w.shape.num_ranks; ++s) {
     const auto lists = RouteLists<float>::received(w, s, window, b.pushed);
-    const int32_t* offs = w.shape.by_token() ? lists.pull_offs : lists.copy_offs;
+    const auto& offs = w.shape.by_token() ? lists.pull_offs : lists.copy_offs;
     rows += int64_t{offs[rank + 1]} - offs[rank];
   }
   return rows;
@@ -142,7 +142,7 @@ MOE_RT_FN int64_t rows_for(const World& w, int window, const Blocks& b, int rank
 
 // Rows of a rank's recv_x, as it has announced with dispatch `seq`: each knows its own alone.
 MOE_RT_FN int64_t announced_capacity(const World& w, uint64_t seq, int rank) {
-  return w.mailbox(w.rank, Kind::kDispatch, rank).header[seq & 1].capacity;
+  return read_once(w.mailbox(w.rank, Kind::kDispatch, rank).header[seq & 1].capacity);
 }
 
 // Rows that fit a rank's recv_x however its experts' padding falls.

@@ -46,14 +46,16 @@ MOE_RT_FN bool sort_visits(const World& w, const Ids& topk_idx, int64_t first, i
   return true;
 }
 
-// Per-lane counters, [lanes][E + R]: rows for each place, pulls for each rank. After place_lanes: where a lane starts.
+// Per-lane counters, [lanes][E + 2R]: rows for each place, pulls and copies for each rank. After place_lanes: where a lane
+// starts. Peers can write the lists, so what routing follows is here and in no list.
 struct LaneCounters {
   int32_t* data;
   int32_t num_places, num_ranks;
-  MOE_RT_FN int32_t* rows(int lane) const { return data + int64_t{lane} * (num_places + num_ranks); }
+  MOE_RT_FN int32_t* rows(int lane) const { return data + int64_t{lane} * (num_places + 2 * num_ranks); }
   MOE_RT_FN int32_t* pulls(int lane) const { return rows(lane) + num_places; }
+  MOE_RT_FN int32_t* copies(int lane) const { return pulls(lane) + num_ranks; }
   MOE_RT_FN static int64_t num_ints(const Shape& s, int lanes) {
-    return int64_t{lanes} * (s.num_experts + s.num_ranks);
+    return int64_t{lanes} * (s.num_experts + 2 * s.num_ranks);
   }
 };
 
@@ -91,53 +93,46 @@ MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, 
   return true;
 }
 
+// Turns a counter of each lane into where the lane starts, from `start` on. Returns where the last one ends.
+template <class CounterOf>
+MOE_RT_FN int32_t start_lanes(int lanes, int32_t start, CounterOf&& counter_of) {
+  for (int lane = 0; lane < lanes; ++lane) {
+    int32_t& counter = counter_of(lane);
+    const int32_t mine = counter;
+    counter = start;
+    start += mine;
+  }
+  return start;
+}
+
 // Turns counters into starting places and writes the totals that receivers read. By one lane; callers sync around it.
 template <class Weight>
 MOE_RT_FN void place_lanes(const World& w, const LaneCounters& counters, int lanes, const RouteLists<Weight>& lists) {
-  for (int place = 0; place < counters.num_places; ++place) {
-    int32_t total = 0;
-    for (int lane = 0; lane < lanes; ++lane) {
-      int32_t& slot = counters.rows(lane)[place];
-      const int32_t mine = slot;
-      slot = total;
-      total += mine;
-    }
-    lists.counts[place] = total;
-  }
   int32_t pulls = 0, copies = 0;
   for (int r = 0; r < counters.num_ranks; ++r) {
-    lists.pull_offs[r] = pulls;
-    lists.copy_offs[r] = copies;
-    for (int lane = 0; lane < lanes; ++lane) {
-      int32_t& slot = counters.pulls(lane)[r];
-      const int32_t mine = slot;
-      slot = pulls;
-      pulls += mine;
+    lists.pull_offs.put(r, pulls);
+    lists.copy_offs.put(r, copies);
+    for (int lane = 0; lane < lanes; ++lane) counters.copies(lane)[r] = copies;
+    for (int i = w.placement.rank_first[r]; i < w.placement.rank_first[r + 1]; ++i) {
+      const int32_t rows = start_lanes(lanes, 0, [&](int lane) -> int32_t& { return counters.rows(lane)[i]; });
+      lists.counts.put(i, rows);
+      for (int lane = 0; lane < lanes; ++lane) counters.copies(lane)[r] += counters.rows(lane)[i];
+      copies += rows;
     }
-    for (int i = w.placement.rank_first[r]; i < w.placement.rank_first[r + 1]; ++i) copies += lists.counts[i];
+    pulls = start_lanes(lanes, pulls, [&](int lane) -> int32_t& { return counters.pulls(lane)[r]; });
   }
-  lists.pull_offs[counters.num_ranks] = pulls;
-  lists.copy_offs[counters.num_ranks] = copies;
+  lists.pull_offs.put(counters.num_ranks, pulls);
+  lists.copy_offs.put(counters.num_ranks, copies);
 }
 
-// Where this lane's first copy for `rank` goes: everything that earlier lanes send to the same rank comes before it.
-MOE_RT_FN int32_t first_copy(const World& w, const LaneCounters& counters, int lane, int rank, int32_t rank_offset) {
-  for (int i = w.placement.rank_first[rank]; i < w.placement.rank_first[rank + 1]; ++i) {
-    rank_offset += counters.rows(lane)[i];
-  }
-  return rank_offset;
-}
-
-// Second pass: writes pulls, copies and weights of this lane's tokens, and send_plan. `copy_cursor` is [R] of scratch.
+// Second pass: writes pulls, copies and weights of this lane's tokens, and send_plan.
 template <class Coop, class Dims, class Ids, class Weight>
 MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, const Ids& topk_idx,
                            const Weight* topk_weights, int64_t num_tokens, const LaneCounters& counters,
-                           int32_t* copy_cursor, const RouteLists<Weight>& lists, int32_t* send_plan) {
-  int32_t* rows = counters.rows(coop.rank());
-  int32_t* pulls = counters.pulls(coop.rank());
-  for (int r = 0; r < w.shape.num_ranks; ++r) {
-    copy_cursor[r] = first_copy(w, counters, coop.rank(), r, lists.copy_offs[r]);
-  }
+                           const RouteLists<Weight>& lists, int32_t* send_plan) {
+  int32_t* const rows = counters.rows(coop.rank());
+  int32_t* const pulls = counters.pulls(coop.rank());
+  int32_t* const copies = counters.copies(coop.rank());
   int32_t order[Dims::kTopkBound];
   NodeSlots<Dims> node_slots(w);
   const Range tokens = coop.chunk(num_tokens);
@@ -147,6 +142,7 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
     for (int i = 0; i < dims.num_topk(); ++i) order[i] = send_plan[base + i];
     Pull pull{int32_t(t), -1, 0, 0};
     int32_t last_place = kNoPlace, last_owner = -1, first_k = 0;
+    Weight sum = 0;  // of the last copy
     for (int i = 0; i < dims.num_topk(); ++i) {
       const int32_t k = order[i];
       const int64_t expert = topk_idx[base + k];
@@ -157,17 +153,18 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
       const Weight weight = topk_weights[base + k];
       const int32_t place = w.placement.position[expert];
       if (place == last_place) {  // a duplicate expert: one row, weights added
-        lists.weights[copy_cursor[last_owner] - 1] += weight;
+        sum += weight;
+        lists.weights.put(copies[last_owner] - 1, sum);
       } else {
-        const int32_t owner = w.placement.owner[place], at = copy_cursor[owner]++;
+        const int32_t owner = w.placement.owner[place], at = copies[owner]++;
         const int32_t next = owner != last_owner;  // a pull for each rank, rewritten with every copy
         pull.slot = node_slots.slot_of(owner, next, pull.slot);
         pull.first = next ? at : pull.first;
         pull.copies = next ? 1 : pull.copies + 1;
         pulls[owner] += next;
-        lists.pulls[pulls[owner] - 1] = pull;
-        lists.copies[at] = {place - w.placement.rank_first[owner], rows[place]++, k, 0};
-        lists.weights[at] = weight;
+        lists.pulls.put(pulls[owner] - 1, pull);
+        lists.copies.put(at, {place - w.placement.rank_first[owner], rows[place]++, k, 0});
+        lists.weights.put(at, sum = weight);
         last_place = place, last_owner = owner, first_k = k;
       }
       send_plan[base + k] = send_entry(node_slots.slot_at_home(last_owner, pull.slot), first_k);

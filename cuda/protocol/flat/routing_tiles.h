@@ -130,7 +130,7 @@ struct TileRouter {
     const Range experts = strided(coop, w.shape.num_experts);
     for (int64_t i = experts.begin; i < experts.end; i += experts.step) {
       const int32_t entry = tables.entries[i], place = place_of(entry);
-      lists_for(owner_of(entry)).counts[place] = tiles.rows[place];
+      lists_for(owner_of(entry)).counts.put(place, tiles.rows[place]);
     }
   }
 
@@ -222,7 +222,7 @@ struct TileRouter {
       for (int32_t s = 0; s < r; ++s) pulls += tiles.all_pulls[s], copies += tiles.all_copies[s];
       for (int32_t reader = 0; tell_receivers && reader < lists_for.number(); ++reader) {
         const auto lists = lists_for(reader);
-        lists.pull_offs[r] = pulls, lists.copy_offs[r] = copies;
+        lists.pull_offs.put(r, pulls), lists.copy_offs.put(r, copies);
       }
       if (r < w.shape.num_ranks) tiles.pulls[r] += pulls, tiles.copies[r] += copies;
     }
@@ -257,11 +257,11 @@ struct TileRouter {
       const auto lists = lists_for(rank);
       const Tiles::Sent sent = tiles.sent_before(rank, token);
       const int32_t first_copy = tiles.copies[rank] + sent.copies, at = first_copy + before;
-      lists.copies[at] = {place - w.placement.rank_first[rank], tiles.rows[place] + tiles.visits_before(place, token),
-                          k, 0};
-      lists.weights[at] = weight;
+      const int32_t index = tiles.rows[place] + tiles.visits_before(place, token);
+      lists.copies.put(at, {place - w.placement.rank_first[rank], index, k, 0});
+      lists.weights.put(at, weight);
       if (!has(entry, kLeads)) continue;
-      lists.pulls[tiles.pulls[rank] + sent.pulls] = {int32_t(start) + token, slot, first_copy, num_copies};
+      lists.pulls.put(tiles.pulls[rank] + sent.pulls, {int32_t(start) + token, slot, first_copy, num_copies});
     }
   }
 

@@ -16,8 +16,9 @@ namespace moe_rt {
 // slots of a token's ranks must be in rank order, since send_sums takes so many from the first on.
 MOE_RT_FN bool mark_token(const World& w, const Pull& pull, int32_t* forwards) {
   if (!below(pull.token, w.shape.num_max_tokens) || !below(pull.slot, w.shape.num_node_slots())) return false;
-  if (pull.slot != forwards[pull.token]) return false;
-  ++forwards[pull.token];
+  int32_t& mark = forwards[pull.token];
+  if (pull.slot != load_relaxed(mark)) return false;
+  store_relaxed(mark, pull.slot + 1);  // no more than there are slots, whatever another lane has marked meanwhile
   return true;
 }
 
@@ -35,7 +36,11 @@ MOE_RT_FN bool mark_tokens(const Coop& coop, const World& w, int source, int win
     if (w.nodes.node_of[r] != w.nodes.own) continue;
     coop.sync();  // after the marks of the rank before
     const int64_t first = lists.pull_offs[r], end = lists.pull_offs[r + 1];
-    if (first < 0 || end > most) return false;
+    // Not the end of the loop: another lane may have read what was there before, and waits for this one.
+    if (first < 0 || end > most) {
+      credible = false;
+      continue;
+    }
     const Range pulls = strided(coop, end - first);
     for (int64_t i = pulls.begin; i < pulls.end; i += pulls.step) {
       credible &= mark_token(w, lists.pulls[first + i], forwards);

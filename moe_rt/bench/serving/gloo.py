@@ -65,24 +65,41 @@ class GlooPrepareAndFinalize(MoeRtPrepareAndFinalize):
             partial = F.embedding_bag(torch.arange(len(y)), y, self._tokens, mode="sum")
         else:
             partial = y.new_zeros(sum(self._sizes), output.shape[1])
+        self._summed(partial, output)
+
+    def _summed(self, partial: Tensor, output: Tensor) -> None:
+        """Add up the ranks' rows of this rank's tokens, of those of all tokens [sum of sizes, H] -> output [T, H]."""
         ranks, num_tokens = self._group.size(), len(output)
         arrived = torch.empty(ranks * num_tokens, output.shape[1])
         dist.all_to_all_single(arrived, partial, [num_tokens] * ranks, self._sizes, group=self._group)
         torch.sum(arrived.view(ranks, num_tokens, -1), 0, out=output)
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        """All ranks' rows; gloo gathers equal numbers only."""
+        """Return all ranks' rows; gloo gathers equal numbers only."""
         most = max(self._sizes)
-        padded = F.pad(mine, (0, 0, 0, most - len(mine))) if len(mine) < most else mine
         everyone = torch.empty(len(self._sizes) * most, mine.shape[1])
-        dist.all_gather_into_tensor(everyone, padded, group=self._group)
+        dist.all_gather_into_tensor(everyone, padded(mine, most), group=self._group)
+        return self._without_padding(everyone)
+
+    def _without_padding(self, everyone: Tensor) -> Tensor:
+        most = max(self._sizes)
         if min(self._sizes) == most:
             return everyone
         return torch.cat([part[:size] for part, size in zip(everyone.split(most), self._sizes, strict=True)])
 
 
+def padded(rows: Tensor, most: int) -> Tensor:
+    """Return the rows with zeros below them, as many as are missing."""
+    return F.pad(rows, (0, 0, 0, most - len(rows))) if len(rows) < most else rows
+
+
 def install() -> None:
     """Takes moe_rt's place in moe_rt's own factory."""
+    replace(GlooPrepareAndFinalize)
+
+
+def replace(kind: type[GlooPrepareAndFinalize]) -> None:
+    """Make the factory make this kind where it would make a buffer and moe_rt's own."""
     names: Any = factory
     names.make_buffer = lambda moe, group: (moe, group)
-    names.MoeRtPrepareAndFinalize = lambda made: GlooPrepareAndFinalize(*made)
+    names.MoeRtPrepareAndFinalize = lambda made: kind(*made)

@@ -9,7 +9,7 @@ import torch
 
 from moe_rt.bench.serving.clock import Clock
 
-CONTESTANTS = ("moe_rt", "gloo", "stock")
+CONTESTANTS = ("moe_rt", "shm", "gloo", "stock")
 _CLOCK = Clock()  # of this process: engines make their layers out of our sight
 
 
@@ -18,11 +18,14 @@ def become(contestant: str, ranks: int) -> None:
     if contestant == "stock":
         torch.set_num_threads(ranks)
         return
-    from moe_rt.bench.serving import gloo
+    from moe_rt.bench.serving import gloo, shm
 
     if contestant == "gloo":
         gloo.install()
         _CLOCK.watch(gloo.GlooPrepareAndFinalize)
+    elif contestant == "shm":
+        shm.install()
+        _CLOCK.watch(shm.ShmPrepareAndFinalize)
     else:
         from moe_rt.comm.buffer import Buffer
         from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize

@@ -1,5 +1,7 @@
 """Puts moe_rt's prepare and finalize where vLLM makes its own: in the one factory that all its expert kernels ask.
 
+What is not served is refused where vLLM makes its configuration, before any of its other processes starts.
+
 Compilers must not look into them, since the number of received rows is no constant. On GPUs vLLM makes a whole layer
 of experts one opaque op; on CPUs it lets compilers look inside, except for layers over moe_rt.
 """
@@ -10,19 +12,22 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.distributed import get_ep_group
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import all2all_utils
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareAndFinalizeModular
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
-from moe_rt.integrations.vllm import PLUGIN
+from moe_rt.integrations.vllm import PLUGIN, orphans
 from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
-from moe_rt.integrations.vllm.settings import make_buffer, refuse_unserved
+from moe_rt.integrations.vllm.refusals import FIELDS, early, refuse_layer
+from moe_rt.integrations.vllm.settings import make_buffer
 from moe_rt.integrations.vllm.token_rows import TokenRowsPrepareAndFinalize
 
 _NAME = "maybe_make_prepare_finalize"
@@ -45,6 +50,8 @@ def install() -> None:
         if name.startswith("vllm.") and getattr(module, _NAME, None) is original:
             setattr(module, _NAME, wrapped)
     MoERunner._select_forward = opaque(MoERunner._select_forward)
+    EngineArgs.create_engine_config = early(EngineArgs.create_engine_config)
+    orphans.install()
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,8 +65,11 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         moe = given.arguments["moe"]
         if not moe.moe_parallel_config.use_ep:
             return original(*args, **kwargs)
-        refuse_unserved(
-            moe, monolithic=given.arguments["use_monolithic"], modular=given.arguments["allow_new_interface"]
+        refuse_layer(
+            moe,
+            get_current_vllm_config().parallel_config,
+            monolithic=given.arguments["use_monolithic"],
+            modular=given.arguments["allow_new_interface"],
         )
         if current_platform.is_cpu():
             manager = given.arguments["all2all_manager"] or all2all_utils.get_ep_all2all_manager()
@@ -87,6 +97,7 @@ def opaque(original: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Cal
 def _compare(original: Callable[..., Any] | None) -> None:
     """Raises unless this vLLM calls what we wrap, and asks of it what we have."""
     lacking = sorted(_PARAMETERS - set(inspect.signature(original).parameters)) if original else [_NAME]
+    lacking += sorted(FIELDS - {field.name for field in fields(EngineArgs)})
     asked = sorted(FusedMoEPrepareAndFinalizeModular.__abstractmethods__ - set(vars(MoeRtPrepareAndFinalize)))
     if lacking or asked:
         found = f"no {', '.join(lacking)}" if lacking else f"a contract that also has {', '.join(asked)}"

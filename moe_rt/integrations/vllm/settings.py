@@ -1,4 +1,4 @@
-"""From vLLM's own configuration to a buffer, and which of its settings moe_rt does not serve."""
+"""Makes a buffer from vLLM's own configuration, and reads what a server's owner may choose of it."""
 
 from __future__ import annotations
 
@@ -17,61 +17,10 @@ from moe_rt.comm.shared_buffers import shared_buffer
 from moe_rt.config.codec import Codec
 from moe_rt.config.options import BufferOptions
 from moe_rt.errors import InvalidConfig
-from moe_rt.integrations.vllm import PLUGIN
 
 KEY = "moe_rt"  # of --additional-config
 # What a server's owner may choose: the rest follows from the model, or would turn requests away.
 CHOICES = ("combine_dtype", "dispatch_dtype", "init_timeout_s", "num_threads", "timeout_s")
-
-
-def refuse_unserved(moe: FusedMoEConfig, *, monolithic: bool, modular: bool) -> None:
-    """Raises for settings under which expert parallelism over moe_rt would be wrong, or was never tried.
-
-    Args:
-        moe: of the layer.
-        monolithic: the experts route for themselves.
-        modular: the caller takes a separate prepare and finalize.
-
-    Raises:
-        InvalidConfig: naming the setting and what to do about it.
-    """
-    config = get_current_vllm_config()
-    parallel, of_layer = config.parallel_config, moe.moe_parallel_config
-    default = "allgather_reducescatter"
-    refusals = {
-        f"the platform {current_platform.device_name}": (
-            not (current_platform.is_cpu() or current_platform.is_cuda()),
-            "CPUs or NVIDIA GPUs",
-        ),
-        f"--all2all-backend {of_layer.all2all_backend}": (
-            of_layer.all2all_backend != default,
-            f"{default} (vLLM's default), whose place moe_rt takes",
-        ),
-        f"--tensor-parallel-size {parallel.tensor_parallel_size} --enable-expert-parallel": (
-            parallel.tensor_parallel_size > 1,
-            "--tensor-parallel-size 1 and the ranks in --data-parallel-size: a rank of moe_rt has tokens of its own",
-        ),
-        f"--prefill-context-parallel-size {of_layer.pcp_size}": (of_layer.pcp_size > 1, "1"),
-        "--enable-lora": (moe.is_lora_enabled, "no LoRA on a model whose experts are spread"),
-        "--enable-eplb": (of_layer.enable_eplb, "experts that stay where they are"),
-        "--enable-elastic-ep": (bool(getattr(parallel, "enable_elastic_ep", False)), "a fixed number of ranks"),
-        "--enable-fault-tolerance": (
-            bool(getattr(parallel, "enable_fault_tolerance", False)),
-            "a server that ends with its first rank, and is started again",
-        ),
-        "--enable-dbo or --ubatch-size": (parallel.use_ubatching, "one batch at a time"),
-        "experts that do their own routing (monolithic kernels)": (
-            monolithic or not modular,
-            "a checkpoint or --moe-backend whose experts take routed tokens",
-        ),
-        f"{moe.num_experts} experts on {of_layer.ep_size} ranks": (
-            moe.num_experts < of_layer.ep_size,
-            "at least one for each rank",
-        ),
-    }
-    for setting, (unserved, expected) in refusals.items():
-        if unserved:
-            raise PLUGIN.unserved(setting, expected)
 
 
 def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:

@@ -10,17 +10,18 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_rt.testing.channel import Channel
+from moe_rt.testing.ports import free_ports
 from moe_rt.testing.process_ranks import ProcessRanks
 
 START_S = 600.0  # an engine starts within ten seconds on an idle core
 ANSWER_S = 600.0
+AFTER_FAILURE_S = 60.0
 ENGINE = dict(
     enforce_eager=True, max_model_len=1024, max_num_seqs=16, seed=0, disable_log_stats=True, skip_tokenizer_init=True,
     kv_cache_memory_bytes=64 << 20, distributed_executor_backend="uni",
@@ -57,9 +58,7 @@ class EngineRanks:
     ) -> None:
         self.size = size
         self._ranks = ProcessRanks()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_ports(10)  # as many as vLLM keeps for its groups: each that it makes takes the next one
         variables = {"MOE_RT_VLLM": str(int(size > 1)), **dict(environment)}
         if size > 1:
             engine = {"enable_expert_parallel": True, **engine}
@@ -70,8 +69,17 @@ class EngineRanks:
             self._ranks.start(rank, _serve, *arguments)
 
     def started(self) -> list[Any]:
-        """What each rank says once its engine is made: nothing, or a Failed."""
-        return [self._hear(rank, START_S) for rank in range(self.size)]
+        """Return what each rank says once its engine is made: nothing, or a Failed.
+
+        Peers of an engine that fails may wait for it for as long as vLLM does: they get AFTER_FAILURE_S.
+        """
+        said: dict[int, Any] = {}
+        while missing := [rank for rank in range(self.size) if rank not in said]:
+            limit = AFTER_FAILURE_S if any(said.values()) else START_S
+            self._ranks.has_news(missing, limit)
+            ready = [rank for rank in missing if self._ranks.has_news([rank])]
+            said |= {rank: self._hear(rank, ANSWER_S if ready else 0.0) for rank in ready or missing}
+        return [said[rank] for rank in range(self.size)]
 
     def generate(
         self, prompts: Sequence[Sequence[list[int]]], lengths: Sequence[Sequence[int]], **more: Any

@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import sys
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from typing import Any
 
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.forking import fork
+from moe_rt.testing.ports import free_ports
 
 START_S = 800.0
 END_S = 120.0
@@ -51,9 +51,7 @@ class Server:
         as_users_start_it: bool = False,
         environment: dict[str, str] | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_ports()
         self._log, self._anew = log, as_users_start_it
         self._environment = {"MOE_RT_VLLM": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         self._environment |= environment or {}

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from moe_rt.errors import GroupClosed, GroupPoisoned
 from moe_rt.heap.rendezvous import ThreadGroup
 
 # Ranks' streams must not share a hardware queue: one rank's launch would wait behind another's wait. And whatever
 # waits for the whole device, such as loading a kernel when it is first used, must not happen while a peer waits.
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 _SMALL_BLOCKS, _SMALL_BYTES = 16, 1 << 20
-_GRACE_S = 10.0
+_GRACE_S, _FOREVER_S = 10.0, 1e9
+_CONSEQUENCES = (GroupPoisoned, GroupClosed, threading.BrokenBarrierError)  # of what another rank did
 _streams: dict[torch.device, list[Any]] = {}
 
 
@@ -75,11 +77,12 @@ class ThreadRanks:
         """Runs work(group, *arguments) on every rank and returns what each returned.
 
         Raises:
-            What the first rank to fail raised; TimeoutError with the stack of every rank that did not finish in time.
+            What the first rank to fail raised, and not what others made of that; TimeoutError with the stack of every
+            rank that did not finish in time.
         """
-        outcomes, errors = self._live(work, arguments, seconds, _GRACE_S)
-        if errors:
-            raise errors[0]
+        outcomes, errors = self._live(work, arguments, min(seconds, _FOREVER_S), _GRACE_S)
+        if errors:  # a rank may hear of a failure, and fail, before the one that failed has left `work`
+            raise next((error for error in errors if not isinstance(error, _CONSEQUENCES)), errors[0])
         return outcomes
 
     def outcomes(self, work: Callable[..., Any], *arguments: Any, seconds: float = 600.0) -> list[Any]:

@@ -1,0 +1,49 @@
+"""Experts behind a buffer that a wrapper takes for copies of one another: found in the graph of what combine gets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from moe_rt.errors import InvalidConfig
+
+_KNOWN: WeakSet[Any] = WeakSet()  # buffers whose experts were looked at, inside of a wrapper
+
+
+def refuse_replicated_experts(buffer: Any, y: Any) -> None:
+    """Raises InvalidConfig where DistributedDataParallel averages parameters that `y` was computed with.
+
+    They are experts, of which every rank has others. Only the first call inside of a wrapper's forward looks.
+    """
+    if buffer.num_ranks == 1 or not isinstance(y, Tensor) or not y.requires_grad or is_compiling():
+        return
+    module: Any = sys.modules.get("torch.nn.parallel.distributed")
+    wrapper = module and module.DistributedDataParallel._active_ddp_module
+    if not wrapper or buffer in _KNOWN:
+        return
+    _KNOWN.add(buffer)
+    replicated = {id(p) for p in wrapper._module_parameters}
+    for p in _leaves(y.grad_fn):
+        if id(p) in replicated:
+            raise InvalidConfig(
+                f"DistributedDataParallel: got experts' weights {list(p.shape)} among its parameters, which it takes "
+                "for copies of one another; expected moe_rt.parallel.own_experts(module, buffer), then prepare(model)"
+            )
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    """Leaves of the graph behind a node, as far as the dispatch that the rows came from."""
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or "dispatch" in node.name().lower():
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        todo.extend(before for before, _ in node.next_functions)

@@ -1,0 +1,26 @@
+"""A program with one rank. Both get SIGHUP, as from a terminal that is closed; then the rank says that it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from moe_rt.testing.channel import Channel
+from moe_rt.testing.process_ranks import ProcessRanks
+
+
+def go_on(channel: Channel) -> None:
+    channel.receive()
+    os.kill(os.getpid(), signal.SIGHUP)
+    channel.send(b"goes on")
+
+
+def main() -> None:
+    with ProcessRanks() as ranks:
+        ranks.start(0, go_on)
+        os.kill(os.getpid(), signal.SIGHUP)
+        ranks.tell(0, b"go on")
+        print(ranks.hear(0).decode())
+
+
+main()

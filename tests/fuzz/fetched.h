@@ -1,0 +1,58 @@
+// Counts how much of a peer's lists and rows is asked for over a network, by a launch and by a CPU rank.
+#pragma once
+
+#include <vector>
+
+#include "../../cuda/device/rdma.h"
+#include "../../cuda/host/far_network.h"
+
+namespace moe_rt {
+
+// Returns what a launch fetches of a list on an unmapped peer: [first, end) of so many entries, or nothing.
+struct Fetched {
+  struct Net {
+    int64_t* bytes;
+    void get(const Solo&, void*, const char*, int64_t n, int) const { *bytes += n; }
+  };
+  struct {
+    Net net;
+  } links;
+  Solo block() const { return {}; }
+};
+
+inline int64_t fetched(int64_t first, int64_t end, int64_t size) {
+  int64_t bytes = 0;
+  const Fetched machine{{{&bytes}}};
+  static Pull list[16];
+  fetch_entries(machine, list + 4, nullptr, first, end, size, 0);
+  return bytes / int64_t{sizeof(Pull)};
+}
+
+// And what a CPU rank asks of one, of entries and of tokens.
+struct Asked {
+  int64_t bytes = 0;
+  void get(int, int64_t, void*, int64_t n) { bytes += n; }
+};
+
+inline int64_t asked(int64_t first, int64_t end, int64_t size) {
+  Asked network;
+  static Pull list[16];
+  get_entries(network, 0, 0, list + 4, first, end, size);
+  return network.bytes / int64_t{sizeof(Pull)};
+}
+
+// Returns whether the row of a token is asked for.
+inline bool asks_for(int32_t token, int32_t num_tokens) {
+  World w{};
+  w.shape = {3, 5, num_tokens, 1, 2, 4, 4}, w.layout = Layout::make(w.shape);
+  constexpr int64_t kRowBytes = 3;
+  Asked network;
+  std::vector<char> rows(num_tokens * w.shape.row_bytes());
+  {
+    RowGetter getter(w, network, 0, kRowBytes, [&](int) { return rows.data(); });
+    getter.get(0, token);
+  }
+  return network.bytes == kRowBytes;
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,78 @@
+"""A thread that rewrites lists in the segments that a rank maps, its own included, while ranks work with them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from pathlib import Path
+
+from compiled import compile_program
+
+from moe_rt import Buffer
+
+LISTS = ("counts", "pull_offs", "copy_offs", "pulls", "copies")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(compile_program(Path(__file__).with_name("rewriter.cpp"), "-O1", "-shared", "-fPIC")))
+    loaded.make_shape.restype = ctypes.c_void_p
+    loaded.segment_bytes.restype = loaded.rewrite.restype = ctypes.c_int64
+    return loaded
+
+
+def shape_of(buffer: Buffer) -> ctypes.c_void_p:
+    """The buffer's Shape, for calls of the library."""
+    spec, engine = buffer.spec, buffer._engine
+    pushed, rows = 0, 0
+    if engine.pushes and not spec.node_of:
+        from moe_rt.config import spec as sizes
+
+        row_bytes = spec.shape().row_bytes()
+        pushed = min(spec.num_max_tokens_per_rank, sizes.PUSHED_TOKENS)
+        rows = min(
+            spec.num_max_tokens_per_rank, sizes.PUSHED_ROWS, sizes.PUSHED_ROWS_BYTES // (spec.num_ranks * row_bytes)
+        )
+    fields = (
+        *(spec.num_ranks, spec.num_experts, spec.num_max_tokens_per_rank, spec.hidden, spec.num_topk),
+        *(spec.dtype.itemsize, spec.by_token, spec.expert_alignment, pushed, rows),
+    )
+    nodes = (ctypes.c_int32 * spec.num_ranks)(*spec.node_of) if spec.node_of else None
+    shape = ctypes.c_void_p(library().make_shape((ctypes.c_int32 * len(fields))(*fields), nodes))
+    assert library().segment_bytes(shape) == buffer.num_bytes
+    return shape
+
+
+def lists_of(buffer: Buffer, window: int) -> dict[str, int]:
+    """Return where each list of a window begins in a segment."""
+    found = (ctypes.c_int64 * len(LISTS))()
+    library().lists_at(shape_of(buffer), window, found)
+    return dict(zip(LISTS, found, strict=True))
+
+
+class Rewriter:
+    """Rewrites from entering to leaving; `num_words` is how many words that were.
+
+    Args:
+        control: also mailboxes, poison words and all else that comes before the lists.
+    """
+
+    def __init__(self, buffer: Buffer, seed: int, control: bool) -> None:
+        segments = [address for address in buffer._engine._segments.addresses if address]
+        self.num_words = 0
+        self._stop = ctypes.c_int32(0)
+        table = (ctypes.c_void_p * len(segments))(*segments)
+        given = (shape_of(buffer), table, len(segments), ctypes.c_uint64(seed), int(control), ctypes.byref(self._stop))
+        self._thread = threading.Thread(target=self._rewrite, args=given)
+
+    def _rewrite(self, *given: object) -> None:
+        self.num_words = library().rewrite(*given)
+
+    def __enter__(self) -> Rewriter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.value = 1
+        self._thread.join()

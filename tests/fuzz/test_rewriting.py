@@ -1,0 +1,65 @@
+"""Peers that rewrite lists while ranks read them: no crash, no hang, and no error but those of the family.
+
+Seconds of each heap; MOE_RT_REWRITING_MINUTES=20 for so many minutes of each, and MOE_RT_REWRITING_SEED for others.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from conftest import HEAPS
+from fuzz import cases_rewriting as cases
+from harness import Ranks, ThreadRanks
+from nodes.node_ranks import NodeRanks
+
+MakeRanks = Callable[[str, int], Ranks]
+MINUTES = float(os.environ.get("MOE_RT_REWRITING_MINUTES", "0"))
+SEED = int(os.environ.get("MOE_RT_REWRITING_SEED", "1"))
+BUFFERS = 10  # of one call
+NODES = (1, 2)
+OF_HEAP = {"loopback": {"overflow": "drop"}}  # its host does not look, and retries nothing
+
+
+def rewrite(ranks: Ranks, control: bool = False, **fixed: Any) -> Counter[str]:
+    """Runs as long as asked for, and until lists of some rank were found to be untrue; says how it went."""
+    total: Counter[str] = Counter()
+    end, seed = time.monotonic() + 60 * MINUTES, SEED
+    while not total or not total["CorruptPeer"] or time.monotonic() < end:
+        for ends in ranks.run(cases.rewritten, seed, BUFFERS, ranks.size, control, fixed):
+            total += ends
+        seed += 1
+    print(f"{ranks.heap}, {ranks.size} ranks, seeds {SEED} to {seed - 1}, {BUFFERS} buffers of each: {dict(total)}")
+    return total
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_lists(make_ranks: MakeRanks, heap: str) -> None:
+    assert rewrite(make_ranks(heap, 2), **OF_HEAP.get(heap, {}))["words rewritten"] > 0
+
+
+@pytest.mark.parametrize("heap", ["shm", "loopback"])
+def test_all_that_peers_write(make_ranks: MakeRanks, heap: str) -> None:
+    """Mailboxes, poison words, op records and last words, too."""
+    rewrite(make_ranks(heap, 2), control=True, **OF_HEAP.get(heap, {}))
+
+
+def test_lists_that_are_staged() -> None:
+    """Neighbours map what a forwarder has fetched from another node for all of them."""
+    rewrite(ThreadRanks(3, nodes=(0, 1, 1)), route="two_level")
+
+
+@pytest.fixture(scope="module")
+def far_ranks() -> Iterator[NodeRanks]:
+    with closing(NodeRanks(NODES)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("route", ["flat", "two_level"])
+def test_lists_over_nodes(far_ranks: NodeRanks, route: str) -> None:
+    rewrite(far_ranks, heap="ucx", route=route)

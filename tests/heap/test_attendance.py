@@ -1,0 +1,283 @@
+"""Ranks meet again after one stayed away, failed or was started anew, and what they are told is true."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from test_meeting import SIZE, clients, on_threads
+
+from moe_rt.errors import CallOrderMismatch, GroupPoisoned, InvalidConfig, MoeRtError, PeerTimeout
+from moe_rt.heap.attendance import Attendance
+from moe_rt.heap.meeting import Meeting
+from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
+from moe_rt.heap.segments import all_or_none
+
+LONG_S = 60.0
+
+
+def in_words(work: Callable[[], Any]) -> Any:
+    """What it returned, or the kind of error and its message."""
+    try:
+        return work()
+    except (MoeRtError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def seats(store: Any = None) -> list[Rendezvous]:
+    store = store or dist.HashStore()
+    return [Rendezvous(store, rank, SIZE) for rank in range(SIZE)]
+
+
+def meet(rank: Rendezvous, timeout_s: float = LONG_S) -> Any:
+    return in_words(lambda: rank.all_gather(str(rank.rank), timeout_s))
+
+
+def all_meet(ranks: list[Rendezvous]) -> list[Any]:
+    seen: list[Any] = [None] * SIZE
+    on_threads(lambda rank: seen.__setitem__(rank, meet(ranks[rank])))
+    return seen
+
+
+def raising(error: BaseException) -> Callable[[], dict[str, Any]]:
+    def work() -> dict[str, Any]:
+        raise error
+
+    return work
+
+
+EVERYONE = [["0", "1", "2"]] * SIZE
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
+def test_who_stayed_away_comes_to_the_next(kind: str, tmp_path: Path) -> None:
+    """Once, twice, and another rank after it has met the others."""
+    stores = clients(kind, tmp_path)
+    ranks = [Rendezvous(stores[rank], rank, SIZE) for rank in range(SIZE)]
+    for away, times in ((1, 1), (1, 2), (0, 1)):
+        for _ in range(times):
+            for rank in ranks[:away] + ranks[away + 1 :]:
+                assert "PeerTimeout" in meet(rank, 0.01)
+        assert all_meet(ranks) == EVERYONE
+
+
+def test_a_rank_that_gives_up_ends_the_wait_of_all_that_had_come() -> None:
+    ranks, seen = seats(), {}
+    waits = threading.Thread(target=lambda: seen.update({2: meet(ranks[2], 1000.0)}), daemon=True)
+    waits.start()
+    with ranks[0]:  # it stays in until rank 2 is known to have come
+        while not ranks[0]._seat.attendance.ticket_of(2):
+            time.sleep(0.001)
+        seen[0] = meet(ranks[0], 0.01)
+    waits.join(LONG_S)
+    assert seen[0] == seen[2]
+    assert seen[2].startswith("PeerTimeout: rank 0: ranks [1] did not come to make a buffer within 0.01 s")
+    assert all_meet(ranks) == EVERYONE, "and rank 1 is not told of what it had no part in"
+
+
+def test_a_rank_that_came_and_was_not_done_is_told_so() -> None:
+    store = dist.HashStore()
+    waiting, slow = Rendezvous(store, 0, 2), Rendezvous(store, 1, 2)
+    with slow:
+        said = [meet(waiting, 0.01), meet(slow)]
+    assert said[0] == said[1]
+    assert said[0].startswith("PeerTimeout: rank 0: ranks [1] came, and did not go on within 0.01 s")
+
+
+def test_failures_before_others_come_are_met_one_by_one() -> None:
+    """A rank that is ahead fails twice by itself; the others' first two attempts are the same ones."""
+    ranks = seats()
+    for words in ("first", "second"):
+        said = in_words(lambda words=words: all_or_none(ranks[1], raising(InvalidConfig(words)), "work", LONG_S))
+        assert said.startswith(f"InvalidConfig: {words}")
+    seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+
+    def go_on(rank: int) -> None:
+        while not seen[rank] or isinstance(seen[rank][-1], str):
+            seen[rank].append(meet(ranks[rank]))
+
+    on_threads(go_on)
+    assert seen[1] == EVERYONE[:1]
+    for rank in (0, 2):
+        assert [str(words)[:21] for words in seen[rank]] == [
+            "InvalidConfig: first ",
+            "InvalidConfig: second",
+            "['0', '1', '2']",
+        ]
+
+
+def test_a_failure_before_a_meeting_that_took_place_is_over() -> None:
+    """It stands in its rank's place until that comes again, which others may do before it."""
+    ranks = seats()
+    assert in_words(lambda: all_or_none(ranks[1], raising(InvalidConfig("own")), "work", LONG_S))
+    for rank in (0, 2):
+        assert meet(ranks[rank]).startswith("InvalidConfig: own")
+    assert all_meet(ranks) == EVERYONE
+    for rank in (0, 2):
+        assert meet(ranks[rank], 0.01).startswith("PeerTimeout: rank ")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
+def test_ranks_that_fail_in_the_same_attempt_meet_in_the_next(order: tuple[int, ...]) -> None:
+    ranks = seats()
+    for rank in order:
+        said = in_words(lambda rank=rank: all_or_none(ranks[rank], raising(InvalidConfig("own")), "work", LONG_S))
+        assert said.startswith("InvalidConfig: own")
+    assert all_meet(ranks) == EVERYONE
+
+
+def test_an_interrupt_in_the_middle_is_over_for_all() -> None:
+    ranks, seen = seats(), {}
+
+    def work(rank: int) -> None:
+        def both_rounds() -> None:
+            with ranks[rank]:
+                ranks[rank].all_gather("", LONG_S)
+                if rank == 1:
+                    raise KeyboardInterrupt
+                ranks[rank].all_gather("", LONG_S)
+
+        seen[rank] = in_words(both_rounds)
+
+    on_threads(work)
+    assert seen.pop(1) == "KeyboardInterrupt: "
+    assert all(said.startswith(f"{GroupPoisoned.__name__}: rank 1 gave up: Keyboard") for said in seen.values())
+    assert all_meet(ranks) == EVERYONE
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_round_takes_place_for_all_or_for_none(number: int) -> None:
+    """Rank 1 has left, and then sees rank 0 the texts of both."""
+    store = dist.HashStore()
+    meetings = [Meeting(store, rank, 2) for rank in (0, 1)]
+    for here in meetings:
+        here._find_name("")
+    for here in meetings * number:
+        here._begin()
+        here._round = 1
+        store.set(here._keys(1)[here._rank], "")
+    assert meetings[1]._gives_up(PeerTimeout("rank 1 gave up"))
+    for key in meetings[0]._keys(number):
+        store.set(key, "")
+    assert meetings[0]._all_payloads() is None
+    assert meetings[1]._name == ("" if number == 0 else meetings[0]._name)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_does_not_leave_a_round_that_takes_place(number: int) -> None:
+    """Its time is up when another has seen the texts of both."""
+    store = dist.HashStore()
+    meetings = [Meeting(store, rank, 2) for rank in (0, 1)]
+    for here in meetings:
+        here._find_name("0")
+    for here in meetings * number:
+        here._begin()
+        here._round = 1
+        store.set(here._keys(1)[here._rank], "1")
+    assert meetings[0]._all_payloads() == [str(number)] * 2
+    assert not meetings[1]._gives_up(PeerTimeout("rank 1 gave up"))
+    assert meetings[1]._all_payloads() == [str(number)] * 2
+
+
+def test_ranks_that_meet_for_different_things_all_raise() -> None:
+    ranks, seen = seats(), {}
+    purposes = ["make a layer", "make a buffer", "make a layer"]
+
+    def work(rank: int) -> None:
+        seen[rank] = in_words(lambda: all_gather_records(ranks[rank], {}, LONG_S, purposes[rank]))
+
+    on_threads(work)
+    said = f"{CallOrderMismatch.__name__}: rank 1 came to make a buffer, expected to make a layer as rank 0"
+    assert all(text.startswith(said) for text in seen.values()), seen
+    assert all_meet(ranks) == EVERYONE
+
+
+def test_a_key_that_vanishes_holds_nobody_past_its_time() -> None:
+    store = dist.HashStore()
+    lost = SimpleNamespace(
+        **{name: getattr(store, name) for name in ("set", "add", "delete_key", "compare_set")},
+        check=lambda keys: True,
+        get=lambda key: pytest.fail("waits as long as the store's own time-out"),
+    )
+    other, rank = Rendezvous(lost, 1, 2), Rendezvous(lost, 0, 2)
+    with other:
+        assert meet(rank, 0.01).startswith("PeerTimeout")
+
+
+def test_a_long_wait_is_announced_once(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = seats()
+    with ranks[2]:
+        assert meet(ranks[0], 0.2).startswith("PeerTimeout")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("moe_rt: rank 0 has waited ")]
+    assert len(lines) == 1
+    assert lines[0].endswith(" s for ranks [1] to make a buffer; PeerTimeout after 0.2 s")
+
+
+def forked(rank: int, path: Path, work: Callable[[Rendezvous], None]) -> int:
+    process = os.fork()
+    if process == 0:
+        try:
+            work(Rendezvous(dist.FileStore(str(path), -1), rank, 2))
+        finally:
+            os._exit(1)
+    return process
+
+
+def meet_and_say(rank: Rendezvous) -> None:
+    os._exit(0 if meet(rank) == ["0", "1"] else 2)
+
+
+def ended(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+@pytest.mark.parametrize("before", ["0 waited", "1 waited", "both met", "1 failed", "0 left"])
+def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path) -> None:
+    """Its processes neither take the dead for peers, nor believe what they left."""
+    path, says = tmp_path / "store", tmp_path / "says"
+
+    def work(rank: Rendezvous) -> None:
+        if before == "both met":
+            meet(rank)
+        elif before == "1 failed":
+            in_words(lambda: all_or_none(rank, raising(InvalidConfig("of the job before")), "work", LONG_S))
+        elif before == "0 left":
+            meet(rank, 0.01)
+        with rank:
+            says.write_text("has come")
+            rank.all_gather("of the job before", LONG_S)
+
+    first = [forked(int(r), path, work) for r in ("0", "1") if before[0] in (r, "b")]
+    while not says.exists():
+        time.sleep(0.001)
+    for process in first:
+        os.kill(process, signal.SIGKILL)
+        ended(process)
+    time.sleep(2 / os.sysconf("SC_CLK_TCK"))  # what the system's clock of processes can tell apart
+    for early in (0, 1):
+        second = [forked(early, path, meet_and_say)]
+        time.sleep(0.05)
+        second.append(forked(1 - early, path, meet_and_say))
+        assert [ended(process) for process in second] == [0, 0]
+
+
+def test_a_failure_ends_the_attempt_to_which_its_rank_came() -> None:
+    """Rank 1 missed the first one, for which rank 0 waited; it fails in its own first, which is rank 0's second."""
+    store = dist.HashStore()
+    waiting = Attendance(store, 0, 2)
+    first = Meeting(store, 0, 2, waiting)
+    with pytest.raises(PeerTimeout) as late:
+        first.gather("", 0.01)
+    first.fail(late.value)
+    second = Meeting(store, 0, 2, waiting)
+    Meeting(store, 1, 2).fail(InvalidConfig("what rank 1 got"))
+    with pytest.raises(InvalidConfig, match="what rank 1 got"):
+        second.raise_first_failure()

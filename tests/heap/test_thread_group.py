@@ -1,0 +1,66 @@
+"""One call makes ranks that are threads: results in rank order, the failure that was the cause, an end in time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from device.emulated import EmulatedGpu
+
+from moe_rt import Buffer, ThreadGroup
+from moe_rt.errors import GroupPoisoned, InvalidConfig
+
+SIZE = 3
+SIZES = dict(num_max_tokens_per_rank=2, hidden=8, num_topk=1, num_experts=SIZE, dtype=torch.float32)
+
+
+def exchange(group: ThreadGroup, factor: float) -> float:
+    """Each rank sends its number to the rank after it and back."""
+    device = getattr(group.device, "device", "cpu")
+    x = torch.full((1, 8), float(group.rank), device=device)
+    idx = torch.tensor([[(group.rank + 1) % SIZE]], device=device)
+    with Buffer(group, **SIZES) as buffer:
+        recv_x, weights, handle = buffer.dispatch(x, idx, torch.ones(1, 1, device=device))
+        return buffer.combine(recv_x * factor, weights, handle)[0, 0].item()
+
+
+@pytest.mark.parametrize("device", ["cpu", EmulatedGpu()], ids=["threads", "loopback"])
+def test_results_are_in_rank_order(device: object) -> None:
+    assert ThreadGroup.run(exchange, SIZE, 2.0, device=device) == [0.0, 2.0, 4.0]
+    assert ThreadGroup.run(lambda group: group.topology.num_nodes, 2, nodes=[0, 1]) == [2, 2]
+    with pytest.raises(InvalidConfig, match="nodes"):
+        ThreadGroup.run(exchange, SIZE, 2.0, nodes=[0, 1])
+
+
+def test_the_cause_is_raised_though_another_rank_has_failed_before() -> None:
+    """Rank 0 hears of the failure, and its thread has ended with that, before the cause has left rank 1."""
+    heard = []
+
+    def fails(group: ThreadGroup) -> None:
+        try:
+            with Buffer(group, **SIZES) as buffer:
+                if group.rank == 1:
+                    raise ValueError("bad batch")
+                buffer.dispatch(torch.ones(1, 8), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+        except GroupPoisoned as error:
+            heard.append(error.peer)
+            raise
+        except ValueError:
+            for thread in threading.enumerate():
+                if thread.name in ("rank 0", "rank 2"):
+                    thread.join(60)
+            raise
+
+    with pytest.raises(ValueError, match="bad batch"):
+        ThreadGroup.run(fails, SIZE)
+    assert heard == [1, 1]
+
+
+def test_ranks_that_do_not_end_are_shown() -> None:
+    end = threading.Event()
+    try:
+        with pytest.raises(TimeoutError, match=r"(?s)got no end of rank 1 within 0.5 s.*end\.wait"):
+            ThreadGroup.run(lambda group: group.rank == 1 and end.wait(), 2, timeout_s=0.5)
+    finally:
+        end.set()

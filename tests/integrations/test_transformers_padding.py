@@ -1,0 +1,135 @@
+"""Padding of a Transformers model visits no expert, and real tokens do not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from needs_transformers import require_transformers
+
+require_transformers()
+
+import cases_transformers_padding as cases  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers_models import tiny_config  # noqa: E402
+
+from moe_rt.integrations.unattended import Attended, watch_attention  # noqa: E402
+
+MakeRanks = Callable[[str, int], Ranks]
+TWO = dict(fsdp_size=2, ep_size=2)
+TOKENS = cases.SHAPE[0] * cases.SHAPE[1]
+REAL = int(cases.padded_tokens(0, "left")[1].sum())
+LAYERS = 2
+
+
+@pytest.mark.parametrize(
+    ("family", "distributed", "attention", "checkpointing", "send_padding", "sent"),
+    [
+        ("mixtral", TWO, "sdpa", False, False, [REAL] * 2 * LAYERS),
+        ("qwen3_moe", TWO, "eager", True, False, [REAL] * 4 * LAYERS),
+        ("deepseek_v3", TWO, "sdpa", False, False, [REAL] * 2 * LAYERS),
+        ("gpt_oss", dict(tp_size=2, ep_size=2), "eager", False, False, None),
+        ("nemotron_h", TWO, "sdpa", False, False, [TOKENS] * 2 * LAYERS),  # experts in blocks of their own
+        ("mixtral", TWO, "sdpa", False, True, [TOKENS] * 2 * LAYERS),
+    ],
+)
+def test_real_tokens_equal_one_process(
+    make_ranks: MakeRanks,
+    tmp_path: Path,
+    family: str,
+    distributed: dict[str, int],
+    attention: str,
+    checkpointing: bool,
+    send_padding: bool,
+    sent: list[int] | None,
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config(family)).save_pretrained(tmp_path)
+    arguments = (str(tmp_path), distributed, attention, checkpointing, send_padding)
+    results = make_ranks("shm", 2).run(cases.equals_one_process, *arguments)
+    for r in results:
+        assert r["logits"] < 1e-5
+        assert r["grads"] < 1e-5
+        assert r["same_tokens"]
+        if sent is not None:
+            assert r["sent"] == sent
+    if sent is None:  # halves of one batch
+        assert [sum(both) for both in zip(*(r["sent"] for r in results), strict=True)] == [REAL] * 2 * LAYERS
+
+
+class Layer(nn.Module):
+    """Attention and experts, and what experts hear of the attention's mask."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return x
+
+    def __init__(self, attentions: int = 1) -> None:
+        super().__init__()
+        for i in range(attentions):
+            self.add_module(f"attention{i}", self.Attention())
+        self.mlp = nn.ModuleDict({"experts": nn.Identity()})
+        self.attended = Attended(self.mlp["experts"])
+
+    def forward(self, x: Tensor, mask: Any, first: bool = False) -> Tensor | None:
+        before = self.attended.real(len(x)) if first else None
+        self.attention0(x, attention_mask=mask)
+        return before if first else self.attended.real(len(x))
+
+
+REAL_TOKENS = torch.tensor([[0, 1, 1], [1, 1, 0]])
+CAUSAL = torch.ones(3, 3, dtype=torch.bool).tril() & (REAL_TOKENS == 1)[:, None, None, :]
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("mask", "known"),
+    [
+        (REAL_TOKENS, True),
+        (REAL_TOKENS.float(), True),
+        (CAUSAL, True),
+        (CAUSAL.expand(2, 4, 3, 3), True),
+        (torch.where(CAUSAL, 0.0, LOWEST), True),
+        (torch.where(CAUSAL, 0.0, LOWEST).bfloat16(), True),
+        (torch.where(CAUSAL, -5.0, LOWEST), True),  # biased, as by positions
+        (None, False),
+        ("a block mask", False),
+        (REAL_TOKENS[:, :2], False),
+        (torch.cat([CAUSAL, CAUSAL], -1), False),  # earlier tokens are in a cache
+        (torch.cat([CAUSAL, CAUSAL], -1)[:1], False),  # as many as the tokens
+        (CAUSAL[:1], False),
+        (CAUSAL[:, 0], False),
+    ],
+)
+def test_masks_of_every_kind(mask: Any, known: bool) -> None:
+    model = nn.ModuleList([Layer()])
+    watch_attention(model)
+    got = model[0](torch.zeros(6, 4), mask)
+    assert (got is None) is not known
+    assert got is None or torch.equal(got, REAL_TOKENS.flatten() == 1)
+
+
+def test_a_token_that_others_attend_to_is_real() -> None:
+    model = nn.ModuleList([Layer()])
+    watch_attention(model)
+    no_self = (~torch.eye(3, dtype=torch.bool)).expand(2, 1, 3, 3)
+    assert model[0](torch.zeros(6, 4), no_self).all()
+
+
+def test_layers_that_are_not_understood_send_padding() -> None:
+    """Two attentions have two masks; experts that run first would use the mask of another batch."""
+    two, first, apart = Layer(attentions=2), Layer(), nn.ModuleList([Layer.Attention(), nn.Identity()])
+    lone = Attended(apart[1])
+    model = nn.ModuleList([two, first, apart])
+    watch_attention(model)
+    x = torch.zeros(6, 4)
+    assert two(x, REAL_TOKENS) is None
+    apart[0](x, attention_mask=REAL_TOKENS)
+    assert lone.real(6) is None
+    for _ in range(2):
+        assert first(x, REAL_TOKENS, first=True) is None

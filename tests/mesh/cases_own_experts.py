@@ -1,0 +1,197 @@
+"""What ranks do in the tests of experts that are a user's own, or that an adapter stands around."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from moe_rt import Buffer, MoEConfig, MoELayer
+from moe_rt.parallel import own_experts, prepare, whole_state_dict
+
+H, E, TOKENS = 16, 4, 48
+
+
+class Listed(nn.Module):
+    """A module for each expert of this rank."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        every = [nn.Linear(H, H) for _ in range(E)]
+        self.each = nn.ModuleList(every[i] for i in ids)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        ends = [0, *offs.tolist()]
+        rows = [expert(x[a:b]) for expert, a, b in zip(self.each, ends, ends[1:], strict=False)]
+        return torch.cat(rows)
+
+
+class Stacked(nn.Module):
+    """One tensor for all experts of this rank."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, H, H)[ids] / H**0.5)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        ends = [0, *offs.tolist()]
+        return torch.cat([x[a:b] @ w for w, a, b in zip(self.weight, ends, ends[1:], strict=False)])
+
+
+class Model(nn.Module):
+    def __init__(self, group: Any, kind: type[nn.Module], marked: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        sizes: Any = dict(num_max_tokens_per_rank=TOKENS, hidden=H, num_topk=2, num_experts=E, dtype=torch.float32)
+        self.buffers_of_rows = [Buffer(group, **sizes)]
+        [buffer] = self.buffers_of_rows
+        self.before, self.router = nn.Linear(H, H), nn.Linear(H, E)
+        self.experts = kind(buffer.spec.placement.local_experts(buffer.rank))
+        if marked:
+            own_experts(self.experts, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        [buffer] = self.buffers_of_rows
+        x = self.before(x)
+        topk_weights, topk_idx = self.router(x).softmax(-1).topk(2)
+        recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
+        return buffer.combine(self.experts(recv_x, handle.offs), recv_weights, handle)
+
+    def close(self) -> None:
+        self.buffers_of_rows[0].close()
+
+
+def steps(model: nn.Module, rank: int, world: int, num: int = 3) -> list[float]:
+    """Norms and global losses of some steps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+    seen = []
+    for step in range(num):
+        x = torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        loss = (model(x) - x.flip(-1)).square().mean()
+        loss.backward()
+        norm = clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach()
+        if world > 1:
+            dist.all_reduce(total)
+        seen += [norm.item(), total.item() / world]
+    return seen
+
+
+def trained(group: Any, kind: type[nn.Module]) -> list[float]:
+    model = Model(group, kind)
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    try:
+        return steps(model if world == 1 else DistributedDataParallel(prepare(model)), rank, world)
+    finally:
+        model.close()
+
+
+def unmarked(group: Any, how: str) -> None:
+    model = Model(group, Listed, marked=False)
+    try:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=how == "unused")
+        if how == "later":  # a forward without gradients is no proof
+            with torch.no_grad():
+                wrapped(torch.zeros(0, H))
+        steps(wrapped, group.rank(), group.size(), 1)
+    finally:
+        model.close()
+
+
+def refused(group: Any, how: str) -> None:
+    layer = MoELayer(MoEConfig(hidden=H, intermediate=8, num_experts=E, num_topk=2, num_max_tokens_per_rank=4), group)
+    try:
+        own_experts(layer if how == "layer" else layer.experts, layer.buffer)
+    finally:
+        layer.buffer.close()
+
+
+def of_threads(group: Any) -> None:
+    Model(group, Listed)
+
+
+def saved_on_one(group: Any, kind: type[nn.Module], whole: bool) -> tuple[list[float], list[float]]:
+    """Steps of a model, and of another that was loaded from the first rank's file of it."""
+    model = DistributedDataParallel(prepare(Model(group, kind)))
+    rank, world = group.rank(), group.size()
+    steps(model, rank, world, 1)
+    file = io.BytesIO()
+    torch.save(whole_state_dict(model) if whole else model.state_dict(), file)
+    files = [None] * world
+    dist.all_gather_object(files, file.getvalue())
+    other = DistributedDataParallel(prepare(Model(group, kind)))
+    try:
+        other.load_state_dict(torch.load(io.BytesIO(files[0])))
+        if not whole:  # another rank refused it, and would not come to steps
+            return [], []
+        return steps(model, rank, world, 2), steps(other, rank, world, 2)
+    finally:
+        model.module.close()
+        other.module.close()
+
+
+def copied(group: Any) -> tuple[list[float], list[float]]:
+    model = prepare(Model(group, Listed))
+    again = copy.deepcopy(model)
+    try:
+        return tuple(steps(DistributedDataParallel(m), group.rank(), group.size(), 2) for m in (model, again))
+    finally:
+        model.close()
+
+
+class Adaptable(nn.Module):
+    def __init__(self, group: Any, layout: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        sizes: Any = dict(hidden=H, intermediate=8, num_experts=E, num_topk=2, num_max_tokens_per_rank=TOKENS)
+        self.before, self.moe = nn.Linear(H, H), MoELayer(MoEConfig(layout=layout, **sizes), group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.moe(self.before(x))[0]
+        return out
+
+
+def adapted(group: Any, layout: str, late: bool = False) -> list[float]:
+    """PEFT's adapters on the weights of experts; each rank has those of its own."""
+    base = Adaptable(group, layout)
+    layer = base.moe
+    inputs, down = layer.config.weight_names
+    lora = peft.LoraConfig(
+        r=2, target_modules=["before"], target_parameters=[f"moe.experts.{name}" for name in (*inputs, down)]
+    )
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    if late:
+        prepare(base)
+    model: Any = peft.get_peft_model(base, lora)
+    _draw_adapters(model, layer.expert_ids)
+    try:
+        if world > 1:
+            model = DistributedDataParallel(model if late else prepare(model))
+        return steps(model, rank, world)
+    finally:
+        layer.buffer.close()
+
+
+@torch.no_grad()
+def _draw_adapters(model: nn.Module, ids: list[int]) -> None:
+    """The same for each expert whatever the rank. PEFT keeps A as [E r, in] and B as [out, r E], experts innermost."""
+    for name, p in model.named_parameters():
+        if "lora_" not in name:
+            continue
+        of_experts = ".experts." in name
+        held = len(ids) if of_experts else 1
+        first = "lora_A" in name
+        rank_and_held, other = (p.shape[0], p.shape[1]) if first else (p.shape[1], p.shape[0])
+        r = rank_and_held // held
+        drawn = torch.randn((E if of_experts else 1), r, other, generator=torch.Generator().manual_seed(len(name))) / 4
+        drawn = drawn[ids] if of_experts else drawn
+        p.copy_(drawn.flatten(0, 1) if first else drawn.permute(2, 1, 0).flatten(1))

@@ -1,0 +1,71 @@
+"""Experts of a user's own over a buffer, and adapters on experts, train in wrappers as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases_own_experts as cases
+import pytest
+from harness import Ranks, ThreadRanks
+
+from moe_rt.errors import InvalidConfig
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+@pytest.mark.parametrize("kind", [cases.Listed, cases.Stacked])
+def test_own_experts_train_as_one_process(make_ranks: MakeRanks, kind: Any) -> None:
+    expected = cases.trained(None, kind)
+    for got in make_ranks("shm", 2).run(cases.trained, kind):
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("how", ["at once", "later"])
+def test_own_experts_that_nobody_named_are_refused(make_ranks: MakeRanks, how: str) -> None:
+    for outcome in make_ranks("shm", 2).outcomes(cases.unmarked, how):
+        with pytest.raises(InvalidConfig, match=r"expected moe_rt\.parallel\.own_experts\(module, buffer\)"):
+            raise outcome
+
+
+@pytest.mark.parametrize("how", ["layer", "experts"])
+def test_experts_that_name_themselves_are_refused(make_ranks: MakeRanks, how: str) -> None:
+    for outcome in make_ranks("shm", 2).outcomes(cases.refused, how):
+        with pytest.raises(InvalidConfig, match=r"own_experts: got (MoELayer|Experts) in the module"):
+            raise outcome
+
+
+def test_threads_are_refused() -> None:
+    for outcome in ThreadRanks(2).outcomes(cases.of_threads):
+        with pytest.raises(InvalidConfig, match="2 ranks that are threads"):
+            raise outcome
+
+
+def test_whole_experts_go_on(make_ranks: MakeRanks) -> None:
+    for expected, got in make_ranks("shm", 2).run(cases.saved_on_one, cases.Stacked, True):
+        assert got == expected
+
+
+@pytest.mark.parametrize("kind", [cases.Listed, cases.Stacked])
+def test_another_rank_s_file_is_refused(make_ranks: MakeRanks, kind: Any) -> None:
+    other = make_ranks("shm", 2).outcomes(cases.saved_on_one, kind, False)[1]
+    with pytest.raises(InvalidConfig, match=r"got experts \[0, 1\], expected this rank's, \[2, 3\]"):
+        raise other
+
+
+def test_a_copy_knows_its_experts(make_ranks: MakeRanks) -> None:
+    for expected, got in make_ranks("shm", 2).run(cases.copied):
+        assert got == expected
+
+
+@pytest.mark.parametrize("layout", ["hf", "split"])
+def test_adapters_train_as_in_one_process(make_ranks: MakeRanks, layout: str) -> None:
+    expected = cases.adapted(None, layout)
+    for got in make_ranks("shm", 2).run(cases.adapted, layout):
+        assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_adapters_that_come_after_prepare_are_refused(make_ranks: MakeRanks) -> None:
+    for outcome in make_ranks("shm", 2).outcomes(cases.adapted, "hf", True):
+        with pytest.raises(InvalidConfig, match=r"expected moe_rt\.parallel\.prepare\(model\)"):
+            raise outcome

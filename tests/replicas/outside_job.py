@@ -1,0 +1,38 @@
+"""Runs cases with trainers and optimizers of others, in an environment of their own: outside_job.py <list of [case,
+arguments] as JSON>."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import cases_outside as cases
+import harness
+from harness import ProcessRanks
+
+from moe_rt.testing import forking
+
+harness.CASE_TIMEOUT_S = 900  # every rank imports all of a package, which takes a loaded machine minutes
+
+
+def told(outcome: Any) -> Any:
+    return f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else outcome
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    forking.PRELOAD.append("cases_outside")
+    outcomes = []
+    for case, arguments in json.loads(sys.argv[1]):
+        try:
+            alone = getattr(cases, f"{case}_alone", None)
+            ranks = ProcessRanks(2)
+            results = [told(outcome) for outcome in ranks.outcomes(getattr(cases, case), *arguments)]
+            ranks.close()
+            outcomes.append([[*results, alone(*arguments) if alone else None], None])
+        except Exception:
+            outcomes.append([None, traceback.format_exc()])
+    print(json.dumps(outcomes), flush=True)

@@ -1,0 +1,49 @@
+"""Parameters of experts are parts whatever way they came in: made, assigned, loaded, cast, moved or adapted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cases_marks as cases
+import pytest
+from harness import Ranks
+
+MakeRanks = Callable[[str, int], Ranks]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before prepare", "after prepare"])
+@pytest.mark.parametrize("way", {**cases.WAYS, **cases.RESHAPING})
+def test_norms_are_those_of_all_ranks(make_ranks: MakeRanks, way: str, after: bool) -> None:
+    results = make_ranks("shm", 2).run(cases.norms, way, after)
+    assert len({theirs for theirs, *_ in results}) == 1
+    for theirs, ours, by_hand, plain in results:
+        assert theirs == pytest.approx(by_hand, rel=1e-5)
+        assert ours == pytest.approx(by_hand, rel=1e-5)
+        assert plain == []
+
+
+def test_values_survive(make_ranks: MakeRanks) -> None:
+    ranks = make_ranks("shm", 2)
+    [expected, _] = ranks.run(cases.norms, "nothing", False)
+    for way in cases.WAYS:
+        assert ranks.run(cases.norms, way, True)[0][0] == pytest.approx(expected[0], rel=1e-5), way
+
+
+def test_pickles_and_copies(make_ranks: MakeRanks) -> None:
+    for norms in make_ranks("shm", 2).run(cases.pickled):
+        assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-6)
+
+
+def test_offloading_hooks(make_ranks: MakeRanks) -> None:
+    for before, offloaded in make_ranks("shm", 2).run(cases.offloaded):
+        assert offloaded == before
+
+
+def test_models_made_without_memory(make_ranks: MakeRanks) -> None:
+    for on_meta, expected, got in make_ranks("shm", 2).run(cases.made_empty):
+        assert on_meta
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_functional_calls(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 2).run(cases.called_with_others) == [True, True]
