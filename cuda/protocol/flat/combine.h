@@ -53,7 +53,7 @@ MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, int window, c
   const int32_t left_out = Own::kPushed ? 0 : head.num_own;
   const Range share = coop.share(head.num_pulled - left_out);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
-    const Pulled p = in.plan.pulled[i < head.first_own ? i : i + left_out];
+    const Pulled p = read_once(in.plan.pulled[i < head.first_own ? i : i + left_out]);
     if (!in.plan.can_follow(w, p)) continue;
     const int64_t home = w.partial_row(window, p.token, p.slot);
     sum_copies<Dims>(coop, w, window, p, in, link.target_row(w, p.source, home), rows, link);

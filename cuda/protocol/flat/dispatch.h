@@ -123,12 +123,13 @@ MOE_RT_FN void clear_padding(const Coop& coop, const World& w, const int32_t* en
 template <class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int window, const Blocks& b,
                      const Received<Weight>& out, const Rows& rows, const Link& link) {
-  const int64_t total = b.pull_start[w.shape.num_ranks];
+  const uint32_t total = b.pull_start[w.shape.num_ranks];
   const Range share = coop.share(total);
+  const uint32_t end = share.end, step = share.step;  // below 2^31; a GPU holds each in one register
   int source = 0, corrupt = -1;
-  for (int64_t q = share.begin; q < share.end; q += share.step) {
-    int64_t i = q + b.pull_start[w.rank];
-    if (i >= total) i -= total;
+  for (uint32_t q = share.begin; q < end; q += step) {
+    const uint32_t ahead = q + b.pull_start[w.rank];
+    const int32_t i = ahead < total ? ahead : ahead - total;
     if (i < b.pull_start[source]) source = 0;
     while (i >= b.pull_start[source + 1]) ++source;
     if (!gather_token(coop, dims, w, window, source, i, b, out, rows, link)) corrupt = source;
