@@ -21,6 +21,7 @@ CPU_HEAPS = ("threads", "shm")
 HEAPS = (*CPU_HEAPS, "loopback")
 # Files that a worker takes half a minute for, first, so that none is left with one of them when the others are done.
 LONGEST = (
+    "test_compiled.py",
     "test_docs.py",
     "test_model.py",
     "test_estimate.py",
