@@ -51,6 +51,15 @@ def test_all_ports_are_looked_at_where_the_kernel_has_them_all(monkeypatch: pyte
     assert ports.LOWEST <= ports.free_ports(10) <= ports.HIGHEST
 
 
+def test_a_range_of_just_enough_ports_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    start = ports.free_ports(7)
+    monkeypatch.setattr(ports, "LOWEST", start)
+    monkeypatch.setattr(ports, "HIGHEST", start + 6)
+    monkeypatch.setattr(ports, "EPHEMERAL", tmp_path / "range")
+    ports.EPHEMERAL.write_text(f"{start + 3}\t65535\n")
+    assert {ports.free_ports(3) for _ in range(20)} == {start}
+
+
 def test_no_program_takes_the_port_of_a_closed_socket() -> None:
     """A number that is read from a socket, inside of `with`, and used after it: that of a port that anyone may get."""
     found = [
