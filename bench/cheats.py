@@ -15,7 +15,7 @@ from moe_rt.nn.router import Router
 
 
 class Zeros(MoeRt):
-    """Returns memory it has never written to."""
+    """Returns memory that it has never written to."""
 
     name = "zeros"
 
@@ -24,7 +24,7 @@ class Zeros(MoeRt):
 
 
 class Stale(MoeRt):
-    """Does the op once and returns that result ever after."""
+    """Runs the op once and returns that result every time."""
 
     name = "stale"
     first: Delivery | None = None
@@ -50,7 +50,7 @@ class Misrouted(MoeRt):
 
 
 class OneWrongBit(MoeRt):
-    """Gets one element of one row wrong by its last bit."""
+    """Changes the last bit of one element of one row."""
 
     name = "one wrong bit"
 
@@ -61,7 +61,7 @@ class OneWrongBit(MoeRt):
 
 
 class Unweighted(MoeRt):
-    """Forgets the routing weights of half of the rows."""
+    """Drops the routing weights of half of the rows."""
 
     name = "unweighted"
 
@@ -73,7 +73,7 @@ class Unweighted(MoeRt):
 
 
 class OnOneRank(MoeRt):
-    """Gets the last token wrong, on rank 1 only, whatever the op but dispatch."""
+    """Gets the last token wrong on rank 1 only, in every op but dispatch."""
 
     def combine(self, y: Tensor, delivery: Delivery) -> Tensor:
         out = super().combine(y, delivery)
@@ -82,7 +82,7 @@ class OnOneRank(MoeRt):
         return torch.cat((out[:-1], self.wrong(out)))
 
     def wrong(self, out: Tensor) -> Tensor:
-        """[1, H], instead of the last row."""
+        """Return [1, H], which replaces the last row."""
         return out[:1]
 
     def layer(self, router: Router, experts: SwiGLUExperts) -> nn.Module:
@@ -96,7 +96,7 @@ class OneWrongToken(OnOneRank):
 
 
 class Nan(OnOneRank):
-    """Divides by zero."""
+    """Returns NaN in the last row."""
 
     name = "nan"
 
@@ -105,7 +105,7 @@ class Nan(OnOneRank):
 
 
 class Late(OnOneRank):
-    """Returns what was right an iteration before."""
+    """Returns the last row of the previous iteration."""
 
     name = "late"
     before: Tensor | None = None
@@ -116,13 +116,13 @@ class Late(OnOneRank):
 
 
 class Honest(MoeRt):
-    """Not a cheat: what the class path of a contestant of one's own looks like."""
+    """No cheat: shows that a user's contestant can be given by its class path."""
 
     name = "honest"
 
 
 class Broken(MoeRt):
-    """Fails on one rank, while the others go on."""
+    """Fails on one rank, while the others continue."""
 
     name = "broken"
 

@@ -1,4 +1,4 @@
-"""Ratios of a benchmark next to those that baseline.json keeps: how much each changed, and which fell too far."""
+"""Compare the ratios of a benchmark with those in baseline.json, and find gross regressions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-GROSS = 2.0  # machines differ and are noisy; less than this is reported, but no failure
+GROSS = 2.0  # machines differ and are noisy; a smaller change is reported but is no failure
 
 Baseline = dict[str, dict[str, float]]  # case -> contestant -> its isolated time over moe_rt's
 
 
 @dataclass(frozen=True)
 class Change:
-    """How many times as long as moe_rt a contestant takes in a case, before and now. More is better."""
+    """A contestant's time in a case as a multiple of moe_rt's, before and now. More is better."""
 
     case: str
     contestant: str
@@ -22,7 +22,7 @@ class Change:
 
     @property
     def gross(self) -> bool:
-        """Whether moe_rt's lead has fallen by more than GROSS."""
+        """True if moe_rt's lead has fallen by more than GROSS."""
         return self.now * GROSS < self.before
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Change:
 
 
 def changes(runs: list[dict[str, Any]], baseline: Baseline) -> Iterator[Change]:
-    """Of every ratio in the baseline. KeyError if a contestant, or moe_rt, is not in a run."""
+    """Compare every ratio in the baseline. KeyError if a contestant, or moe_rt, is not in a run."""
     for run in runs:
         name = run["case"]["name"]
         for contestant, before in baseline[name].items():

@@ -1,6 +1,6 @@
-"""The benchmark runs on every case, catches wrong output, and its ratios have not become much worse.
+"""The benchmark runs on every case and catches wrong output, and its ratios are not much worse than the baseline.
 
-Not part of a plain `pytest`: `pytest bench`.
+A plain `pytest` does not run these tests; `pytest bench` does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUICK = ("--iters", "2", "--warmup", "1")
 
 
 def bench(*arguments: str) -> Result:
-    """The command, in this process: most of a short benchmark is importing torch. Its ranks are processes."""
+    """Run the command in this process, since most of a short benchmark is importing torch. Its ranks are processes."""
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return CliRunner().invoke(main, ["bench", *arguments], env={"PYTHONPATH": os.pathsep.join(paths)})
 
@@ -71,7 +71,7 @@ def test_every_case_runs_with_right_outputs(every_case: dict[str, Any], name: st
 
 
 def test_skewed_routing_on_more_ranks_than_cores() -> None:
-    """No rank but the first receives anything; ranks have 3, 2 and 2 experts."""
+    """Only the first rank receives tokens; ranks have 3, 2 and 2 experts."""
     sizes = ("--routing", "onehot", "--ranks", "3", "--tokens", "17", "--experts", "7", "--topk", "3", "--hidden", "40")
     run = passed(bench(*sizes, *QUICK, "--contestants", "moe_rt,a2a,mpi,memcpy"))["runs"][0]
     assert run["bytes"]["logical"] == 3 * run["bytes"]["physical"]
@@ -93,7 +93,8 @@ def test_a_trace_of_routing_on_thread_ranks_with_another_payload(tmp_path: Path)
 
 
 def test_wrong_outputs_fail_the_benchmark() -> None:
-    """Whatever the op, and even where one contestant alone is wrong, by one bit, or in one token of one rank."""
+    """Every cheat is caught in every op, even if a single contestant is wrong, by one bit, or in one token of one
+    rank."""
     cases = ("--case", "pair-2x512x2048", "--case", "combine-2x2048x7168", "--case", "layer-qwen3-small")
     sizes = ("--tokens", "32", "--hidden", "64", "--topk", "4", "--experts", "16", "--intermediate", "32")
     cheats = ("Honest", "Zeros", "Stale", "Misrouted", "Unweighted", "OneWrongBit", "OneWrongToken", "Nan", "Late")
@@ -119,19 +120,19 @@ def test_a_rank_that_fails_ends_the_benchmark() -> None:
 
 
 def job_of(rank: str) -> Path:
-    """The directory that a rank's program was given."""
+    """Directory that a rank's program was given."""
     return Path(Path(f"/proc/{rank}/cmdline").read_text().rstrip("\0").rpartition("\0")[2])
 
 
 def test_sigterm_leaves_nothing_behind() -> None:
-    """Neither ranks nor files in memory."""
+    """No ranks and no files in memory remain."""
     command = [sys.executable, "-m", "moe_rt", "bench", "--contestants", "moe_rt", "--iters", str(10**6)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     try:
         deadline = time.monotonic() + 600
         directories: set[Path] = set()
-        while {d.parent for d in directories} != {IN_MEMORY}:  # ranks are forked before they are programs
+        while {d.parent for d in directories} != {IN_MEMORY}:  # ranks are forked before they execute their program
             assert time.monotonic() < deadline
             time.sleep(0.05)
             ranks = children.read_text().split()
@@ -147,7 +148,7 @@ def test_sigterm_leaves_nothing_behind() -> None:
 
 
 def test_sigterm_while_ranks_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are just being started are ended, too."""
+    """Processes that are just being started are ended as well."""
     job = Job([CASES["pair-2x512x2048"]], ["moe_rt"], [0], iters=1, warmup=0, seed=0, cold=False)
     started = []
 
@@ -176,7 +177,7 @@ def test_the_slope_is_that_of_the_time_above_the_floor() -> None:
 
 
 def test_no_gross_regression(capsys: pytest.CaptureFixture[str]) -> None:
-    """Time of others over time of moe_rt: its speed-up over a2a, and over the memcpy reference. More is better."""
+    """Ratios of the others' times to moe_rt's: its speed-up over a2a, and over the memcpy reference. More is better."""
     isa = machine_card()["isa"]
     baseline: dict[str, dict[str, float]] = json.loads(BASELINE.read_text()).get(isa)
     if baseline is None:

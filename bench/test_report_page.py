@@ -1,4 +1,4 @@
-"""The benchmark's report says the result in a sentence, holds its figures, and cannot be lost after measuring."""
+"""The benchmark's report states the result in a sentence, holds its figures, and cannot be lost after measuring."""
 
 from __future__ import annotations
 

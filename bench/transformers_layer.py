@@ -1,11 +1,11 @@
-"""Times one Qwen3-MoE block, forward and backward, on two CPU ranks: moe_rt next to Transformers' own all-to-all.
+"""Time one Qwen3-MoE block, forward and backward, on two CPU ranks: moe_rt against Transformers' own all-to-all.
 
     python bench/transformers_layer.py [--tokens 2048 64] [--rounds 15] [--dtype bf16|fp32] [--malloc recycle|system]
 
-Both run the same weights on the same tokens; their outputs are compared first. A round times one and then the other, in
-turn, and the ratio is the median over rounds, so that what else runs on the machine reaches both. As in `moe-rt bench`,
-malloc keeps freed memory unless it is left to the system: the gradients of the weights are of the size where malloc
-gives memory back in one step and not in the next.
+Both run the same weights on the same tokens, and their outputs are compared first. A round times one and then the
+other, and the ratio is the median over rounds, so that other load on the machine affects both. As in `moe-rt bench`,
+malloc keeps freed memory unless it is left to the system: the weights' gradients have a size that malloc returns to the
+system in some steps and not in others.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.update(RECYCLE if options.malloc == "recycle" else {})
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.models.qwen3_moe.modeling_qwen3_moe"])  # which takes seconds
-    for num_tokens in options.tokens:  # in fresh processes, so that no size meets the memory of another
+    context.set_forkserver_preload(["transformers.models.qwen3_moe.modeling_qwen3_moe"])  # this import takes seconds
+    for num_tokens in options.tokens:  # in fresh processes, so that no size reuses the memory of another
         with tempfile.TemporaryDirectory() as directory:
             arguments = (f"{directory}/store", num_tokens, options.rounds, DTYPES[options.dtype])
             ranks = [context.Process(target=serve, args=(r, *arguments)) for r in range(RANKS)]

@@ -25,9 +25,9 @@ torch.manual_seed(0)
 config = MoEConfig(
     hidden=64, intermediate=128, num_experts=8, num_topk=2, num_max_tokens_per_rank=64, aux_loss_coef=0.01
 )
-model = DistributedDataParallel(prepare(Model(config)))  # Accelerator().prepare(prepare(Model(config))) is the same
+model = DistributedDataParallel(prepare(Model(config)))  # Accelerator().prepare(prepare(Model(config))) does the same
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-x = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))  # every rank has a batch of its own
+x = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))  # every rank has its own batch
 for step in range(10):
     with torch.autocast("cpu", torch.bfloat16):  # rows travel and experts compute in bf16, as linear layers do
         y, aux_loss = model(x)

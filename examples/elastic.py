@@ -1,4 +1,4 @@
-"""Three ranks train, one is killed, two go on from the checkpoint: python examples/elastic.py"""
+"""Three ranks train, one is killed, two continue from the checkpoint: python examples/elastic.py"""
 
 import multiprocessing
 import tempfile
@@ -19,16 +19,16 @@ from moe_rt.train import TrainConfig, train
 def rank_main(rank, store, config):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
-    members = ElasticGroup()  # collective, while all are alive: from here on ranks know whose process has ended
+    members = ElasticGroup()  # collective, while all are alive: from now on ranks know which process has ended
     failed = False
     for _ in range(6):  # a rank may die in training, or while the others regroup; both are tried again
         try:
             if failed:
-                members.survivors()  # the default process group is now that of the ranks that are left
+                members.survivors()  # the default process group now has the remaining ranks
                 config = replace(config, resume=True)
             return train(config)
         except (RankExcluded, StoreLost):
-            raise  # nothing is left to go on with
+            raise  # nothing is left to continue with
         except RuntimeError as error:  # PeerDead, GroupPoisoned, ... from moe_rt, or the same news from gloo
             print(f"rank {rank}: {type(error).__name__}", flush=True)
             failed = True
@@ -46,7 +46,7 @@ with tempfile.TemporaryDirectory() as directory:
     [rank.start() for rank in ranks]
     while not list(out.glob("checkpoints/*/manifest.json")) and ranks[1].is_alive():
         time.sleep(0.01)
-    ranks[1].kill()  # SIGKILL: it tells nobody
+    ranks[1].kill()  # SIGKILL: it announces nothing
     [rank.join() for rank in ranks]
     assert [rank.exitcode for rank in ranks] == [0, -9, 0]
     assert (out / "checkpoints" / "step-00000060").is_dir()

@@ -1,4 +1,4 @@
-"""Only the communication: rows to experts of your own and back."""
+"""Only the communication: rows to your own experts and back."""
 
 import torch
 

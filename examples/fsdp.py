@@ -30,12 +30,12 @@ config = MoEConfig(
     hidden=64, intermediate=128, num_experts=8, num_topk=2, num_max_tokens_per_rank=64, aux_loss_coef=0.01
 )
 blocks = nn.ModuleList(Block(MoELayer(config, experts["ep"])) for _ in range(2))
-shard_experts(blocks, experts["efsdp"])  # before fully_shard for what holds them
+shard_experts(blocks, experts["efsdp"])  # before fully_shard of the modules that contain them
 for block in blocks:
     fully_shard(block, mesh=everyone)
 
 optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
-x = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))  # every rank has a batch of its own
+x = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))  # every rank has its own batch
 for step in range(10):
     y, loss = x, 0.0
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint and goes on, or resumes from one, on any number of ranks: examples/resume.py DIRECTORY"""
+"""Writes a checkpoint and continues, or resumes from one, on any number of ranks: examples/resume.py DIRECTORY"""
 
 import os
 import sys
@@ -37,7 +37,7 @@ x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).chunk(world)[
 for step in range(1 if resumed else 0, 2):
     loss = (layer(x)[0] - x).square().sum() / 8
     loss.backward()
-    dist.all_reduce(layer.router.weight.grad)  # experts hold sums over all ranks already
+    dist.all_reduce(layer.router.weight.grad)  # experts' gradients are already sums over all ranks
     optimizer.step()
     optimizer.zero_grad()
     total = loss.detach()

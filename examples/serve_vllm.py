@@ -2,7 +2,7 @@
 
     python examples/serve_vllm.py
 
-Each engine is a process. The model has random weights, so its answers mean nothing; that they are the same does.
+Each engine is a process. The model has random weights, so its answers mean nothing, but they must be the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def save_model(path: str) -> None:
 
 
 def answer(model: str, rank: int, size: int, port: int) -> list[list[int]]:
-    """This rank's share of the prompts, answered."""
+    """Answer this rank's share of the prompts."""
     os.environ |= SETTINGS
     if size > 1:
         os.environ |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": str(size)}
@@ -51,9 +51,9 @@ def answer(model: str, rank: int, size: int, port: int) -> list[list[int]]:
 
 
 def free_port() -> int:
-    """Return the first of ten consecutive free ports, which vLLM's ranks meet on, one after the other.
+    """Return the first of ten consecutive free ports, which vLLM's ranks use for rendezvous, one after the other.
 
-    They are below those that the kernel gives to connections (32768 on), which could get one before vLLM does.
+    They are below the ports that the kernel gives to connections (from 32768), which could get one before vLLM does.
     """
     while True:
         first = random.randrange(20000, 32000)

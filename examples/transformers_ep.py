@@ -12,7 +12,7 @@ import moe_rt.integrations.transformers  # noqa: F401  line one: registers "moe_
 path = sys.argv[1]
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-if rank == 0:  # a tiny random model stands for yours
+if rank == 0:  # a tiny random model in place of yours
     sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     AutoModelForCausalLM.from_config(Qwen3MoeConfig(vocab_size=100, **sizes, **experts)).save_pretrained(path)
@@ -22,7 +22,7 @@ config = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="mo
 model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-tokens = torch.randint(100, (2, 16 + 8 * rank))  # every rank has a batch of its own, of any size
+tokens = torch.randint(100, (2, 16 + 8 * rank))  # every rank has its own batch, of any size
 losses = []
 for _ in range(5):
     loss = model(tokens, labels=tokens).loss

@@ -1,4 +1,4 @@
-"""Trains two steps and saves on rank 0, or goes on from that file, on any number of ranks: examples/whole.py FILE"""
+"""Trains two steps and saves on rank 0, or continues from that file, on any number of ranks: examples/whole.py FILE"""
 
 import os
 import sys

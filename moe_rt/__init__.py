@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Buffer", "Handle", "MoEConfig", "MoELayer", "ThreadGroup"]
 __version__ = "0.1.0"
-# Imported when they are first asked for: torch takes a second, and processes that start ranks have no use for it.
+# These names are imported on first use: importing torch takes a second, and a process that starts ranks can do without.
 _HOMES = {
     "Buffer": "comm.buffer",
     "Handle": "comm.handle",

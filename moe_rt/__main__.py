@@ -1,4 +1,4 @@
-"""Makes `python -m moe_rt` run the command line of cli.py."""
+"""Entry point of `python -m moe_rt`, which runs the command line of cli.py."""
 
 from moe_rt.cli import main
 

@@ -234,7 +234,7 @@ class SwigluBackwardArgs:
     def address(self) -> int: ...
 
 class RecvPlan:
-    """Where in the int32 tensor recv_plan each of these fields is."""
+    """Index of each of these fields in the int32 tensor recv_plan."""
 
     num_tokens: int = 4
 
@@ -363,7 +363,7 @@ class NetworkLayout:
 
 def closed_marks(shape: Shape, rank: int) -> list[int]:
     """
-    Where in a rank's segment the other ranks leave their marks when they close, of either kind of op.
+    Offsets in a rank's segment of the marks that the other ranks set when they close, for both kinds of op.
     """
 
 class Network:

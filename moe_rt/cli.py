@@ -1,4 +1,4 @@
-"""The command line `moe-rt`. Each command is imported when it is called: torch takes a second, and not all need it."""
+"""The command line `moe-rt`. A command is imported when it is called: torch takes a second, and some do not need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HOMES |= {"docs": "moe_rt.pages", "info": "moe_rt.info"}
 
 
 class _Commands(click.Group):
-    """Each stands under its own name in the module that _HOMES names."""
+    """Commands, each found under its own name in the module that _HOMES names."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(_HOMES)

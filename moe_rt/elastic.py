@@ -1,9 +1,9 @@
-"""Going on without the dead: the ranks that are left agree on who they are and become the new default process group.
+"""Recovery after a rank died: the surviving ranks agree on their members and form a new default process group.
 
-Ranks agree through the store of the old group: each leaves a mark, and the first that has seen all marks it may still
-expect writes down who is left. There is one decision, and everyone, late ranks included, goes by it. Nothing of the old
-group is used again: buffers made on the new one have segments of their own, so a rank that was given up but still runs
-writes into memory that nobody reads any more.
+Ranks agree through the store of the old group. Each sets a mark, and the first rank that has seen every mark it can
+still expect writes down the survivors. Only one decision exists, and every rank, however late, follows it. Nothing of
+the old group is used again: buffers made on the new group have new segments, so a rank that was given up but still runs
+writes into memory that no survivor reads.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _LOOK_EVERY_S = 0.001
 
 
 class ElasticGroup:
-    """The ranks of the default process group, and whose processes have ended. Making it is collective.
+    """The ranks of the default process group, with a watch on their processes. The constructor is collective.
 
     Args:
-        timeout_s: seconds to wait for all ranks to come.
+        timeout_s: seconds to wait for all ranks to join.
 
     Raises:
-        InvalidConfig: the group's back end is not gloo. NCCL and NVSHMEM cannot go on without a rank.
-        PeerTimeout: a rank did not come.
-        LimitReached: a rank may not open the descriptors by which it watches its peers.
+        InvalidConfig: the group's back end is not gloo. NCCL and NVSHMEM cannot continue without a rank.
+        PeerTimeout: a rank did not join.
+        LimitReached: a rank has too few descriptors to watch its peers.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -49,9 +49,9 @@ class ElasticGroup:
         self._attempts = 0
         here, rendezvous = {**place(), "name": secrets.token_hex(8)}, StoreRendezvous(group)
         places = all_gather_records(rendezvous, here, timeout_s, "learn of its peers' processes")
-        # What is decided in this group: a job that was started anew finds in its store what the one before had decided.
+        # Prefix of this group's keys: a restarted job may find its predecessor's decisions in the same store.
         self._name = str(places[0].get("name"))
-        self._watches: list[Watch | None] = []  # None for a rank elsewhere: only its silence tells
+        self._watches: list[Watch | None] = []  # None for a rank on another host: only its silence shows
 
         def watch_all() -> dict[str, Any]:
             self._watches = [watch(p["pid"]) if p.get("where") == here["where"] else None for p in places]
@@ -60,23 +60,23 @@ class ElasticGroup:
         all_or_none(rendezvous, watch_all, "watch its peers' processes", timeout_s)
 
     def survivors(self, timeout_s: float = 30.0) -> list[int]:
-        """Replaces the default process group by one of the ranks that are left, in their old order.
+        """Replace the default process group by a group of the surviving ranks, in their old order.
 
-        Collective over the ranks that are alive, after an op has failed on each and its buffers were left. Other
-        process groups are gone as well. A rank whose process ended on this host is not waited for. The new group has
-        the old one's timeout, and this object its members. If this raises PeerTimeout, it does so on every rank that
-        is left, and each calls it again, as often as ranks die meanwhile.
+        Collective over the live ranks. Call it after an op has failed on each of them and its buffers are closed. All
+        other process groups are destroyed also. A rank of this host whose process ended is not waited for. The new
+        group keeps the old timeout, and this object then describes the new group. A PeerTimeout is raised on every
+        survivor; each then calls this again, as often as ranks die meanwhile.
 
         Args:
-            timeout_s: seconds to wait for a rank that may be alive; one that stays silent for longer is left out.
+            timeout_s: seconds to wait for a rank that may be alive; a rank that stays silent for longer is left out.
 
         Returns:
-            The old ranks of those that are left.
+            The survivors, by their ranks in the old group.
 
         Raises:
-            RankExcluded: the others did not wait for this rank; it has no group any more, and should end.
-            StoreLost: the store was served by a process that ended.
-            PeerTimeout: a rank that had left its mark ended before the new group was made.
+            RankExcluded: the others did not wait for this rank. It has no group any more and should exit.
+            StoreLost: the process that served the store ended.
+            PeerTimeout: a rank that had set its mark ended before the new group was made.
         """
         self._attempts += 1
         store = PrefixStore(f"moe_rt/survivors/{self._name}/{self._attempts}", self._store)
@@ -87,7 +87,7 @@ class ElasticGroup:
             if self._rank not in left:
                 raise self._excluded(left)
             failure = self._join(store, left)
-            # The first to know says it for all: a rank held up until now must not go on in a group that others gave up.
+            # The first rank to finish decides for all: a delayed rank must not use a group that others gave up.
             formed = store.compare_set("formed", "", str(failure is None)) == b"True"
         if not formed:
             message = f"rank {self._rank}: one of the ranks {left} that are left did not join the new group"
@@ -99,7 +99,7 @@ class ElasticGroup:
         return left
 
     def _decide(self, store: Store, timeout_s: float) -> list[int]:
-        """Old ranks that are left, the same answer on every rank that asks."""
+        """Return the survivors' old ranks, the same list on every rank."""
         size = len(self._watches)
         store.set(f"here/{self._rank}", "1")
         deadline = time.monotonic() + timeout_s
@@ -108,7 +108,7 @@ class ElasticGroup:
             missing = {r for r in missing if not (self._has_ended(r) or store.check([f"here/{r}"]))}
             time.sleep(_LOOK_EVERY_S)
         left = [r for r in range(size) if store.check([f"here/{r}"]) and not self._has_ended(r)]
-        # The first to get here decides for all: ranks may have looked at different times and seen different marks.
+        # The first rank to get here decides for all: ranks read the marks at different times and may see others.
         return json.loads(store.compare_set("decision", "", json.dumps(left)))
 
     def _has_ended(self, rank: int) -> bool:
@@ -116,7 +116,7 @@ class ElasticGroup:
         return watched is not None and watched.has_ended()
 
     def _join(self, store: Store, left: list[int]) -> RuntimeError | None:
-        """Makes the new group; returns why it could not be made."""
+        """Make the new group. Return the error if it could not be made."""
         rank, size = left.index(self._rank), len(left)
         store = PrefixStore("group", store)
         try:

@@ -1,8 +1,8 @@
-"""The errors of moe_rt: one family, each saying what was got, what was expected and which rank is concerned.
+"""The errors of moe_rt. Each message states what was got, what was expected and which rank is concerned.
 
 Refusals (bad input, overflow) are raised by every rank in the same op, and the buffer can be used again. Failures (a
 dead or silent peer, ranks that disagree) end the group: every later op raises `GroupPoisoned` or the same failure.
-A message ends with the command that shows the section of docs/errors.md which says what to do.
+A message ends with the command that shows its section of docs/errors.md, which explains what to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Code(IntEnum):
 
 
 class Op(IntEnum):
-    """The four ops, as they travel in headers."""
+    """The four ops, by their numbers in headers."""
 
     NONE = 0
     DISPATCH = 1
@@ -49,7 +49,7 @@ class Op(IntEnum):
 
 
 class Phase(IntEnum):
-    """Where in an op something was noticed."""
+    """Part of an op in which an error was found."""
 
     NONE = 0
     PUBLISH = 1
@@ -60,10 +60,14 @@ class Phase(IntEnum):
 
 
 class MoeRtError(RuntimeError):
-    """Base of all errors. `rank` is who raises, `peer` whom it concerns; -1 where that has no meaning.
+    """Base of all errors.
 
-    `report` says what every rank did when a wait was in vain or ranks called different ops; None in other errors and on
-    CUDA ranks.
+    Attributes:
+        rank: the rank that raises, or -1 if that has no meaning.
+        peer: the rank that the error concerns, or -1.
+        op, seq, phase: the op in which it was found, the op's sequence number, and the part of the op.
+        report: what every rank was doing when a wait failed or ranks called different ops; None in other errors and on
+            CUDA ranks.
     """
 
     def __init__(
@@ -83,15 +87,15 @@ class MoeRtError(RuntimeError):
     def __str__(self) -> str:
         text, named = super().__str__(), next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         section = f"(moe-rt docs errors#{named.__name__.lower()})"
-        return text if text.endswith(section) else f"{text} {section}"  # a peer's may be part of the message
+        return text if text.endswith(section) else f"{text} {section}"  # a quoted peer's has it already
 
 
 class InvalidConfig(MoeRtError, ValueError):
-    """A buffer or layer was asked for with a value that makes no sense, on this rank or on a peer."""
+    """A value given for a buffer or layer is invalid, on this rank or on a peer."""
 
 
 class CompileError(MoeRtError):
-    """CUDA kernels could not be compiled: no compiler, or it refused; the message holds its log."""
+    """CUDA kernels could not be compiled: the compiler is missing or failed. The message holds its log."""
 
 
 class LaunchFailed(MoeRtError):
@@ -99,15 +103,15 @@ class LaunchFailed(MoeRtError):
 
 
 class InvalidInput(MoeRtError, ValueError):
-    """A tensor has the wrong shape, dtype, device or kind, a tag is none, or a handle is not of this buffer."""
+    """A tensor has the wrong shape, dtype, device or kind, a tag is invalid, or a handle is not of this buffer."""
 
 
 class InvalidRouting(InvalidInput):
-    """An expert id lies outside [-1, num_experts)."""
+    """An expert id is outside [-1, num_experts)."""
 
 
 class TooManyTokens(InvalidInput):
-    """More tokens than num_max_tokens_per_rank."""
+    """A rank gave more tokens than num_max_tokens_per_rank, or than the call's max_tokens."""
 
 
 class CapacityOverflow(MoeRtError):
@@ -121,24 +125,24 @@ class ConfigMismatch(MoeRtError):
 class CallOrderMismatch(MoeRtError):
     """Ranks issued different ops, or the same op on different layers or handles.
 
-    `peer` is the one rank that called something else than most; -1 where nobody can say who is right.
+    `peer` is the one rank that called something other than the majority; -1 if that is not decided.
     """
 
 
 class CorruptPeer(MoeRtError):
-    """A peer's control data cannot be true; nothing was read through it."""
+    """A peer's control data is invalid; no memory was accessed through it."""
 
 
 class PeerTimeout(MoeRtError):
-    """A peer did not announce the op, or come to make a buffer, in time."""
+    """A peer did not announce the op, or did not join the making of a buffer, in time."""
 
 
 class PeerDead(MoeRtError):
-    """A peer's process ended before it announced the op, or came to make a buffer."""
+    """A peer's process ended before it announced the op or joined the making of a buffer."""
 
 
 class GroupPoisoned(MoeRtError):
-    """Another rank failed first and said so; `peer` is that rank."""
+    """Another rank failed first and poisoned the group; `peer` is that rank."""
 
 
 class FaultInjected(MoeRtError):
@@ -146,15 +150,15 @@ class FaultInjected(MoeRtError):
 
 
 class GroupClosed(MoeRtError):
-    """The buffer, or a peer's, was closed."""
+    """This rank or a peer closed the buffer."""
 
 
 class RankExcluded(MoeRtError):
-    """The ranks that are left have gone on without this one."""
+    """The surviving ranks continued without this rank."""
 
 
 class StoreLost(MoeRtError):
-    """The store through which ranks meet has ended, perhaps with the rank that served it."""
+    """The rendezvous store is gone, possibly with the rank that served it."""
 
 
 class ConcurrentUse(MoeRtError):
@@ -166,23 +170,23 @@ class OutOfSharedMemory(MoeRtError, MemoryError):
 
 
 class SegmentPermission(MoeRtError, PermissionError):
-    """A peer's segment cannot be opened, or is not what the peer said it is."""
+    """A peer's segment cannot be opened, or differs from what the peer announced."""
 
 
 class LimitReached(MoeRtError):
-    """The system grants this process no more descriptors or threads."""
+    """The operating system grants this process no more descriptors or threads."""
 
 
 class MissingPackage(MoeRtError, ImportError):
-    """A package that this use needs is not installed; the message says how to install it."""
+    """A required package is not installed; the message says how to install it."""
 
 
 class CorruptCheckpoint(MoeRtError):
-    """A checkpoint's files are not as they were written, and no older whole one is there."""
+    """A checkpoint's files are missing or damaged; if older checkpoints were tried, none is intact."""
 
 
 class WriteFailed(MoeRtError, OSError):
-    """The system refused to write a checkpoint on some rank: the disk is full, say."""
+    """A checkpoint could not be written on some rank, for example because the disk is full."""
 
 
 class SizeOverflow(InvalidConfig):

@@ -1,10 +1,10 @@
-"""Faults on purpose, for tests: the environment variable MOE_RT_FAULT names a rank, a point, and what happens there.
+"""Injected faults, for tests: the environment variable MOE_RT_FAULT names a rank, a point and an action.
 
     MOE_RT_FAULT=rank=1,op=3,at=after_payload,do=kill
 
 `op` counts the ops of each buffer from 1 (default 1): dispatch, combine, combine_backward, dispatch_backward of a
-first training step are 1 to 4. At `between_dispatch_and_combine` and `in_backward` the fault happens before the first
-combine, or backward op, from that number on; `pre_rendezvous`, `post_rendezvous`, `in_destroy` are outside of ops.
+first training step are 1 to 4. A fault at `between_dispatch_and_combine` or `in_backward` fires before the first
+combine, or backward op, from that number on. `pre_rendezvous`, `post_rendezvous` and `in_destroy` are outside ops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Point(IntEnum):
-    """Where; cuda/host/fault.h says what has happened by then."""
+    """Points at which a fault can fire; cuda/host/fault.h describes how far the op is at each."""
 
     NONE = 0
     PRE_RENDEZVOUS = 1
@@ -39,7 +39,7 @@ class Point(IntEnum):
 
 
 class Action(IntEnum):
-    """What: SIGKILL or SIGSTOP to the own process, a sleep, FaultInjected, or control data that cannot be true."""
+    """Actions: SIGKILL or SIGSTOP to this process, a sleep, FaultInjected, or invalid control data."""
 
     NONE = 0
     KILL = 1
@@ -54,10 +54,10 @@ ACTIONS = {action.name.lower(): action for action in Action if action}
 
 
 def planned(rank: int, num_ranks: int, on_cpu: bool) -> _engine.Fault:
-    """What MOE_RT_FAULT plans for this rank: nothing, as a rule.
+    """Return the fault that MOE_RT_FAULT plans for this rank; an empty one if the variable is not set.
 
     Raises:
-        InvalidConfig: the variable makes no sense, on whichever rank it names, or ranks are not on the CPU.
+        InvalidConfig: the variable is malformed, for this rank or another, or ranks are not on the CPU.
     """
     text = os.environ.get(VARIABLE, "")
     if not text:
@@ -88,7 +88,7 @@ def planned(rank: int, num_ranks: int, on_cpu: bool) -> _engine.Fault:
 
 
 def reach(fault: _engine.Fault, point: Point) -> None:
-    """Injects the fault if `point`, which is outside of ops, is where; raises FaultInjected if it is to raise."""
+    """Inject the fault if it is planned at `point`, a point outside ops. Raise FaultInjected if that is its action."""
     if fault.at == point and not fault.strike():
         raise FaultInjected(f"failed at {point.name.lower()} as {VARIABLE} asked")
 

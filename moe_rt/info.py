@@ -18,9 +18,9 @@ from moe_rt.testing.output import console
 @click.option("--attach", "pid", type=int, metavar="PID", help="Report on the group of this process instead.")
 @click.option("--json", "as_json", is_flag=True, help="With --attach: one JSON document, a list of reports.")
 def info(pid: int | None, as_json: bool) -> None:
-    """What this machine offers: version, instruction sets, cores, heaps.
+    """Show what this machine offers: version, instruction sets, cores, heaps.
 
-    With --attach: what each rank of a running group does and whom it waits for, also while ranks hang or are stopped.
+    With --attach: show what each rank of a running group does and which rank it waits for, also if ranks hang.
     """
     if pid is not None:
         return _info_on_group(pid, as_json)

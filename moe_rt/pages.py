@@ -1,4 +1,4 @@
-"""The command `moe-rt docs`: shows a page of the documents, which come with the package, or one section of it."""
+"""The command `moe-rt docs`: shows a page of the documents in the package, or one section of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADING = re.compile(r"(#{1,6})\s+(.+?)[\s#]*$")
 def docs(page: str | None) -> None:
     """Show PAGE of the documents, or one section of it: `moe-rt docs errors#peerdead`. Without PAGE, list them all.
 
-    A link of a page is good for PAGE, too.
+    PAGE may also be a link copied from a page.
     """
     try:
         click.echo(list_pages() if page is None else read(page))
@@ -28,12 +28,12 @@ def docs(page: str | None) -> None:
 
 
 def directory() -> Path:
-    """Where the pages are: in the package, or beside it in a checkout."""
+    """Return the directory of the pages: in the package, or next to it in a checkout."""
     return next(path for path in (HERE / "docs", HERE.parent / "docs") if (path / "errors.md").is_file())
 
 
 def list_pages() -> str:
-    """Every page and its title, a line each."""
+    """Return every page and its title, one per line."""
     found = {path.relative_to(directory()).with_suffix("").as_posix(): path for path in directory().rglob("*.md")}
     width = max(map(len, found))
     titles = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in found.items()}
@@ -41,10 +41,10 @@ def list_pages() -> str:
 
 
 def read(link: str) -> str:
-    """The text of the page or the section that `link` leads to: `errors`, `docs/errors.md#peerdead`, `../errors.md`.
+    """Return the page or section that `link` names: `errors`, `docs/errors.md#peerdead`, `../errors.md`.
 
     Raises:
-        InvalidConfig: there is no such page, or no such section of it.
+        InvalidConfig: the page, or the section of it, does not exist.
     """
     page, _, section = link.partition("#")
     name = re.sub(r"^(\.\./|docs/)+", "", page).removesuffix(".md")
@@ -64,7 +64,7 @@ def read(link: str) -> str:
 
 
 def _headings(text: str) -> list[tuple[int, int, str]]:
-    """Line, level and anchor of each heading, anchors as GitHub spells them; the second `x` is `x-1`."""
+    """Return line, level and anchor of each heading. Anchors are spelled as on GitHub; the second `x` is `x-1`."""
     found: list[tuple[int, int, str]] = []
     titles: list[str] = []
     fence = ""

@@ -1,6 +1,6 @@
-"""C++ test programs, compiled once for all tests, workers and runs: build/tests keeps each for what it was made of.
+"""C++ test programs, compiled once for all tests, workers and runs; build/tests caches each by the text of its sources.
 
-A program is linked of objects, so that one that does not depend on a test's macros is compiled for all tests at once.
+A program is linked from objects, so that an object without a test's macros is compiled once for all tests.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build/tests"
-# Lines are enough debug information for reports.
+# Line tables are enough debug information for reports.
 FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-ffp-contract=off", "-pthread")
 
 
 class NotCompiled(Exception):
-    """The compiler refuses a source, and has said why. tools/mutants.py looks for this name: no test has failed."""
+    """The compiler rejected a source and printed why. tools/mutants.py searches for this name: it is not a test
+    failure."""
 
 
 def compile_program(source: Path, *flags: str) -> Path:
-    """A program of one source, or with -shared a library, compiled with $CXX."""
+    """Compile a program of one source, or with -shared a library, using $CXX."""
     return link([compile_object(source, *flags)], *flags)
 
 
 def compile_object(source: Path, *flags: str) -> Path:
-    """One source; the headers of cuda/ and tests/ are taken to be part of it."""
+    """Compile one source; the headers of cuda/ and tests/ count as part of it."""
     name = f"{source.stem}-{_digest(*flags, str(source))}"
     return kept(name, _digest(_headers(), source.read_text()), *flags, "-c", str(source))
 
 
 def link(objects: Sequence[Path], *flags: str) -> Path:
-    """A program of objects that compile_object made."""
+    """Link objects of compile_object."""
     stem = objects[0].name.split("-")[0]
     name = f"{stem}-{_digest(*flags, *(path.stem for path in objects))}"
-    libraries = [flag for flag in flags if flag.startswith("-l")]  # searched by the linker for what it has met
+    libraries = [flag for flag in flags if flag.startswith("-l")]  # the linker resolves earlier objects from these
     made_of = _digest(*(path.name for path in objects))
     return kept(f"{name}-linked", made_of, *flags, *map(str, objects), *libraries)
 
 
 def kept(name: str, made_of: str, *arguments: str) -> Path:
-    """Runs the compiler, unless its output for these sources is there; that for older ones is removed.
+    """Run the compiler unless its output for these sources exists; remove outputs for older sources.
 
-    Workers that want the same one at the same time wait for each other.
+    Workers that need the same output wait for each other.
     """
     compiler = os.environ.get("CXX", "g++")
     name = f"{name}-{_digest(_version(compiler), *FLAGS)}"

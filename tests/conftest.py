@@ -1,4 +1,4 @@
-"""Fixtures: groups of ranks, one pool of processes per size for the whole session."""
+"""Fixtures: groups of ranks, with one pool of processes per size for the whole session."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from device.emulated import EmulatedGpu
 from harness import ProcessRanks, Ranks, ThreadRanks
 
-# `make serve-test` runs these, each in an environment that has what it tests.
+# `make serve-test` runs these directories, each in an environment with that server.
 SERVERS = {"vllm": "serving", "sglang": "serving_sglang"}
 collect_ignore = [tests for server, tests in SERVERS.items() if not importlib.util.find_spec(server)]
 CPU_HEAPS = ("threads", "shm")
 # "loopback" is the CUDA engine with its kernels on an emulated GPU.
 HEAPS = (*CPU_HEAPS, "loopback")
-# Files that a worker takes half a minute for, first, so that none is left with one of them when the others are done.
+# Run files that take half a minute first, so that no worker is left with one at the end.
 LONGEST = (
     "test_compiled.py",
     "test_docs.py",
@@ -61,11 +61,11 @@ LONGEST = (
     "test_far_failures.py",
     "test_ptx_rounds.py",
 )
-# Programs that tests start would take a thread for each core, and spin while they wait for each other.
+# Programs that tests start would otherwise use a thread per core, and spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch's compiler would start a process for each core in every program that compiles, each of which imports torch.
+# torch's compiler would start a process per core in every program that compiles, each of which imports torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# A shell has its jobs in the background ignore Ctrl-C, and so would every program that a test starts and interrupts.
+# A shell starts background jobs with Ctrl-C ignored, and programs that tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --sweep, combinations whose parts other tests prove are left out; the longest files come first."""
+    """Skip combinations whose parts other tests cover, unless --sweep is given; run the longest files first."""
     if not config.getoption("--sweep"):
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for in what tests make, not in all that was imported: a tenth of the suite's time."""
+    """Exclude imported objects from garbage collection, which saves a tenth of the suite's time."""
     gc.collect()
     gc.freeze()
 
@@ -93,7 +93,7 @@ def pytest_collection_finish() -> None:
 def make_ranks() -> Iterator[Callable[[str, int], Ranks]]:
     """make_ranks(heap, size): ranks to run cases on; a module's cases share its processes.
 
-    No longer than that: the thread of each gloo group that a case left behind wakes 100 times a second.
+    They end with the module: the thread of each gloo group that a case left open wakes 100 times a second.
     """
     pools: dict[int, ProcessRanks] = {}
 

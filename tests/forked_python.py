@@ -1,9 +1,9 @@
-"""Python programs that start in milliseconds: each is forked from a process that has imported torch and nothing else.
+"""Python programs that start in milliseconds: each is forked from a process that has only imported torch.
 
-Importing torch takes two seconds of a core, more than most programs of tests take for all the rest. A program finds the
-arguments, the directory, the environment and a session of its own, and ends as any other does. It must import torch by
-itself to use it, as it would anywhere; only that this takes no time is new to it. `commands()` has a python, a torchrun
-and a moe-rt that do the same for programs that start others; torchrun starts ranks with $PYTHON_EXEC.
+Importing torch takes two seconds of a core, more than most test programs need for everything else. A program has its
+arguments, directory, environment and a new session, and ends as any other does. It must import torch itself to use it,
+as usual; the import only takes no time. `commands()` has a python, a torchrun and a moe-rt that do the same for
+programs that start others; torchrun starts ranks with $PYTHON_EXEC.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-LIMIT_S = 3000.0  # of hangs alone
+LIMIT_S = 3000.0  # for hangs only
 SERVER = Path(__file__).with_name("python_server.py")
-# Stands for a program, which it hands signals to and ends like; where it is killed, the program is. The shell's line is
-# a text to Python: the kernel takes no path with spaces after #!, nor a long one.
+# Represents a program: it forwards signals to it and ends with its status; killing it kills the program. The shell's
+# line is a string to Python, because after #! the kernel accepts no path with spaces and no long one.
 COMMAND = """#!/bin/sh
 '''exec' {quoted} -IS "$0" "$@"
 '''
@@ -57,14 +57,15 @@ def run_python(
     env: Mapping[str, str] | None = None,
     limit_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run([sys.executable, *arguments], capture_output=True, text=True). All of its session ends with it.
+    """Like subprocess.run([sys.executable, *arguments], capture_output=True, text=True); its whole session ends with
+    it.
 
     Args:
-        arguments: of Python: a script, or -m and a module, or -c and a text, and then the program's own. There are no
-            others, and of the variables that change Python itself PYTHONPATH alone is heeded.
+        arguments: a script, or -m and a module, or -c and a text, followed by the program's arguments. Python has no
+            other options here, and of the variables for Python itself only PYTHONPATH has an effect.
 
     Raises:
-        subprocess.TimeoutExpired: it had not ended after so long, and was ended; it holds what the program had said.
+        subprocess.TimeoutExpired: the program ran past `limit_s` and was killed; it contains its output so far.
     """
     words = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory(prefix="moe_rt-python-") as directory, ExitStack() as opened:
@@ -88,7 +89,7 @@ def run_python(
 
 @functools.cache
 def commands() -> Path:
-    """A directory of commands, and of the server's socket. The server ends with this process."""
+    """Return a directory of commands, and of the server's socket. The server ends with this process."""
     directory = Path(tempfile.mkdtemp(prefix="moe_rt-python-"))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(directory / "socket"))

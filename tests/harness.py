@@ -1,7 +1,7 @@
 """Runs a case on every rank of a group, for ranks that are threads and ranks that are processes.
 
-A case is a module-level function `case(group, *args)`; what it returns or raises comes back per rank. Process ranks are
-kept alive between cases, since joining a group takes longer than most cases.
+A case is a module-level function `case(group, *args)`; its result or exception is returned per rank. Process ranks stay
+alive between cases, since joining a group takes longer than most cases.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from moe_rt.heap.groups import rendezvous_of
 from moe_rt.testing import process_ranks
 from moe_rt.testing.channel import Channel
 
-CASE_TIMEOUT_S = 2400.0  # of hangs alone: on a busy machine a cold compiler takes more than ten minutes
+CASE_TIMEOUT_S = 2400.0  # for hangs only: on a busy machine a cold compiler takes more than ten minutes
 END_S = 100.0
 TELL_STACKS = signal.SIGUSR1
 
 
 def named_case(group: Any, module: str, name: str, *args: Any) -> Any:
-    """A case of a module that the caller would take long to import."""
+    """Run a case of a module that the caller would take long to import."""
     return getattr(importlib.import_module(module), name)(group, *args)
 
 
 def meet(group: Any) -> None:
-    """Returns when every rank is there: a rank that fails after it fails nobody's op of before."""
+    """Return when every rank is here: a later failure of a rank cannot affect any earlier op."""
     rendezvous_of(group).all_gather("", CASE_TIMEOUT_S)
 
 
@@ -57,7 +57,7 @@ class Ranks:
 
 
 class ThreadRanks(Ranks):
-    """On the CPU, or as virtual ranks of one GPU or what stands in for it."""
+    """Ranks on the CPU, or virtual ranks of one GPU or of its stand-in."""
 
     def __init__(self, size: int, device: Any = "cpu", nodes: Sequence[int] | None = None) -> None:
         self.size, self.heap = size, "threads" if device == "cpu" else "loopback"
@@ -68,13 +68,13 @@ class ThreadRanks(Ranks):
 
 
 class ProcessRanks(Ranks):
-    """Cases, arguments and outcomes travel pickled: both ends are tests."""
+    """Ranks that are processes. Cases, arguments and outcomes are pickled, as both ends are tests."""
 
     heap = "shm"
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # A port, not a file: a rank may have given up the rights to a directory.
+        # Use a port instead of a file: a rank may have dropped its rights to a directory.
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._ranks = process_ranks.ProcessRanks(in_server=True)
         self._hang = False
@@ -88,14 +88,14 @@ class ProcessRanks(Ranks):
         self._lives += 1
 
     def outcomes(self, case: Callable[..., Any], *args: Any) -> list[Any]:
-        if self._hang:  # what those ranks say when they are done would be taken for an answer to this case
+        if self._hang:  # a late reply of these ranks would be taken for an answer to this case
             self._hang = False
             self._ranks.close()
             self._start()
         message = pickle.dumps((case, args))
         for rank in range(self.size):
             self._ranks.tell(rank, message)
-        deadline = time.monotonic() + CASE_TIMEOUT_S  # one for all: the last to hang must not hide why the first failed
+        deadline = time.monotonic() + CASE_TIMEOUT_S  # shared: the last rank to hang must not hide why the first failed
         return [self._outcome(rank, deadline) for rank in range(self.size)]
 
     def _outcome(self, rank: int, deadline: float) -> Any:
@@ -109,12 +109,12 @@ class ProcessRanks(Ranks):
             return ChildProcessError(f"rank {rank} died")
 
     def kill(self, rank: int) -> None:
-        """Returns when the process has ended."""
+        """Kill a rank; return when its process has exited."""
         self._ranks.send_signal(rank, signal.SIGKILL)
         assert self._ranks.await_end(rank, END_S)
 
     def close(self) -> None:
-        """Lets each rank leave its group, and ends those that do not."""
+        """Let each rank leave its group, and kill ranks that do not exit."""
         for rank in range(self.size):
             self._ranks.hang_up(rank)
         for rank in range(self.size):
@@ -138,7 +138,7 @@ def _serve(channel: Channel, rank: int, size: int, port: int, life: str, host: s
 
 
 def _next(channel: Channel) -> bytes:
-    """Nothing at the end."""
+    """Return b"" at the end."""
     try:
         return channel.receive()
     except EOFError:
@@ -149,5 +149,5 @@ def _outcome(case: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         return case(dist.group.WORLD, *args)
     except Exception as error:
-        error.__notes__ = [traceback.format_exc()]  # add_note, which Python 3.10 lacks
+        error.__notes__ = [traceback.format_exc()]  # add_note does not exist in Python 3.10
         return error

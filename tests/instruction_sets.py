@@ -1,4 +1,4 @@
-"""The instruction sets of the row primitives, for tests that run on each: one that is not here is a skip, not a gap."""
+"""Instruction sets of the row primitives, for tests that run on each; one that this machine lacks is a skip."""
 
 from __future__ import annotations
 

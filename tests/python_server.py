@@ -1,7 +1,8 @@
-"""Forks programs from a process that has imported torch; forked_python.py starts it, gives it a socket and asks.
+"""Forks programs from a process that has imported torch; forked_python.py starts it, passes it a socket and sends
+requests.
 
-Whoever asks sends the arguments, the directory, the environment and three open files, hears the process id and, when
-it has ended, its status. A number that it sends meanwhile is a signal; if it hangs up, the program is ended.
+A client sends the arguments, the directory, the environment and three open files, and receives the process id and,
+after the exit, the status. A number that it sends meanwhile is a signal; if it disconnects, the program is killed.
 """
 
 import contextlib
@@ -16,15 +17,17 @@ import socket
 import sys
 import tempfile
 
-# With what torch imports at the first gradient, comparison or optimiser step: each program would take seconds for that.
+# Also import what torch imports at the first gradient, comparison or optimiser step, which would take each program
+# seconds.
 for name in ("torch", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
     importlib.import_module(name)
 
 
 def serve(listener: socket.socket) -> list[str]:
-    """Returns in a new process alone, with its arguments. Ends with whoever started this, which holds its input."""
+    """Return only in new processes, with their arguments. Exit with the process that started this server and owns its
+    input."""
     running: dict[int, int] = {}  # descriptor of a process -> its id
-    asking: dict[int, socket.socket] = {}  # descriptor of a process -> who asked for it
+    asking: dict[int, socket.socket] = {}  # descriptor of a process -> its client
     while True:
         heard = {connection: process for process, connection in asking.items()}
         ready, _, _ = select.select([0, listener, *running, *heard], [], [])
@@ -34,7 +37,7 @@ def serve(listener: socket.socket) -> list[str]:
             raise SystemExit
         for process in running.keys() & set(ready):
             pid = running.pop(process)
-            end(pid)  # what it has left running
+            end(pid)  # its remaining children
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             os.close(process)
             if connection := asking.pop(process, None):
@@ -64,19 +67,19 @@ def serve(listener: socket.socket) -> list[str]:
 
 
 def tell(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # it may have hung up
+    with contextlib.suppress(OSError):  # the client may have disconnected
         connection.send(str(number).encode())
 
 
 def end(pid: int) -> None:
-    """All of its session."""
+    """Kill the process and its session."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # it may not lead one yet
+        os.kill(pid, signal.SIGKILL)  # it may not lead a session yet
         os.killpg(pid, signal.SIGKILL)
 
 
 def become(asked: list, files: list[int]) -> list[str]:
-    """Of the new process: a session, a directory, an environment and three files of its own, and no others."""
+    """Give the new process a session, a directory, an environment and three files, and close all others."""
     arguments, directory, environment = asked
     os.setsid()
     os.chdir(directory)
@@ -86,12 +89,12 @@ def become(asked: list, files: list[int]) -> list[str]:
         os.dup2(number, stream)
     for number in files:
         os.close(number)
-    tempfile.tempdir = None  # something that was imported may have asked where it is
+    tempfile.tempdir = None  # an import may have cached the directory
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     return arguments
 
 
-gc.freeze()  # for the programs: looking for garbage would touch, and so copy, all that was imported
+gc.freeze()  # for the programs: garbage collection would touch, and so copy, all imported objects
 arguments = serve(socket.socket(fileno=int(sys.argv[1])))
 sys.path[0] = ""
 if arguments[0] == "-m":

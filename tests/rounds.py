@@ -1,4 +1,4 @@
-"""What every rank does in a conformance case: rounds of the real ops, which moe_rt.testing.rounds compares."""
+"""Conformance cases, as functions of a rank: rounds of the real ops, which moe_rt.testing.rounds compares."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
 def full_round(
     group: Any, spec: BufferSpec, num_tokens: list[int], seed: int, kind: str, num_threads: int = 1
 ) -> list[bytes]:
-    """Forward and backward once; everything against the reference. Returns the outputs' bytes."""
+    """Run forward and backward once; compare everything with the reference. Return the outputs' bytes."""
     inputs = make_inputs(spec, num_tokens, seed, kind)
     with Buffer(group, num_threads=num_threads, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         return one_round(buffer, inputs, seed)
 
 
 def rounds_in_a_row(group: Any, spec: BufferSpec, num_tokens: list[int], seeds: list[int], kind: str) -> None:
-    """On one buffer, a round of other inputs for each seed."""
+    """Run a round for each seed, with different inputs, on one buffer."""
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
         for seed in seeds:
             one_round(buffer, make_inputs(spec, num_tokens, seed, kind), seed)
@@ -38,7 +38,7 @@ def one_round(buffer: Buffer, inputs: Inputs, seed: int, tag: int = 0) -> list[b
 
 
 def chain(group: Any, pairs: int, route: str = "auto") -> int:
-    """Pairs of dispatch and combine without a drain between them, on three ranks; the last round in full."""
+    """Run pairs of dispatch and combine without a drain between them, on three ranks; check the last round in full."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     spec = make_spec(3, route=route, dtype=torch.bfloat16, hidden=64)
     pace = random.Random(rank)

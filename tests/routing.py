@@ -1,6 +1,6 @@
 """Seeded inputs that every rank can make for all ranks, so that each can compute the whole group's reference.
 
-They are those of `moe-rt gpucheck`, which needs them where there are no tests.
+They are those of `moe-rt gpucheck`, which needs them in installations without tests.
 """
 
 from moe_rt.testing.rounds import Inputs, buffer_kwargs, make_inputs, make_spec

@@ -1,4 +1,4 @@
-"""The environments that `make tools` makes under the running one, for tests that need other packages than it has."""
+"""Environments that `make tools` makes under the running one, for tests that need other packages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def python_of(kind: str, name: str, requirements: Path, tool: str) -> Path:
-    """The interpreter of <kind>/<name>, made of `requirements`; skips where there is none, or fails if tools are
-    required."""
+    """Return the interpreter of <kind>/<name>, installed from `requirements`; skip the test without it, or fail if
+    tools are required."""
     home = Path(sys.prefix) / kind / name
     there = home / requirements.name  # a copy, written when the environment was complete
     if there.is_file() and there.read_text() == requirements.read_text():

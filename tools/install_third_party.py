@@ -1,9 +1,9 @@
-"""Installs what moe_rt is compared with or plugged into, beside the running environment, for the tests that run it.
+"""Install the packages that moe_rt is compared with or plugged into, next to the running environment, for their tests.
 
     python tools/install_third_party.py
 
-Each tools/third_party/*.txt gets an environment of its own under the running one, which finds torch and everything else
-there; so neither can change what the other is tested with. What is there already and has not changed is left alone.
+Each tools/third_party/*.txt gets an environment under the running one, in which it finds torch and everything else. So
+no package can affect the tests of another. Environments that are up to date are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from install_toolkits import install
 
 def main() -> None:
     for pins in sorted((Path(__file__).parent / "third_party").glob("*.txt")):
-        # Megatron-Core asks for a newer Python than its modules need.
+        # Megatron-Core declares a newer Python than its modules need.
         home = Path(sys.prefix) / "third_party" / pins.stem
         install(pins, home, "--no-deps", "--ignore-requires-python")
 

@@ -1,10 +1,9 @@
-"""Installs the CUDA compilers that torch's own builds pin, beside the newest one, for the tests that compile with them.
+"""Install the CUDA compilers that torch's own builds pin, next to the newest one, for the tests that compile with them.
 
     python tools/install_toolkits.py
 
-Each constraints-cuda-*.txt gets an environment of its own under the running one, which finds everything else in the
-running one, but for packages of CUDA: a compiler would take another one's headers. What is there already and has not
-changed is left alone.
+Each constraints-cuda-*.txt gets an environment under the running one, in which it finds everything else except packages
+of CUDA, since a compiler would use another compiler's headers. Environments that are up to date are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_CUDA = ("cuda", "nvidia", "nvshmem")  # how names of such packages begin, and of their modules
+OF_CUDA = ("cuda", "nvidia", "nvshmem")  # prefixes of the names of such packages and their modules
 
 
 def main() -> None:
@@ -28,9 +27,10 @@ def main() -> None:
 def install(
     constraints: Path, home: Path, *flags: str, without: tuple[str, ...] = (), hidden: tuple[str, ...] = ()
 ) -> None:
-    """Makes the environment `home`, which is complete once it holds a copy of the constraints; flags are pip's.
+    """Create the environment `home`, which is complete once it holds a copy of the constraints. `flags` are pip's.
 
-    Packages in `without` are taken out again. What begins with one of `hidden` is not found in the running environment.
+    Packages in `without` are uninstalled again. Names that begin with one of `hidden` are not found in the running
+    environment.
     """
     done, wanted = home / constraints.name, constraints.read_text()
     if done.is_file() and done.read_text() == wanted:
@@ -50,7 +50,7 @@ def install(
 
 
 def _links(folder: Path, hidden: tuple[str, ...]) -> list[str]:
-    """A folder of links to what the running environment has, without what is hidden."""
+    """Create a folder of links to the running environment's packages, except hidden ones."""
     folder.mkdir()
     for path in (path for place in site.getsitepackages() for path in Path(place).iterdir()):
         if not path.name.startswith(hidden):

@@ -1,12 +1,13 @@
-"""Runs tests under small wrong changes of the sources, the mutants of tests/mutants, and says which no test notices.
+"""Run tests under small wrong changes of the sources, the mutants of tests/mutants, and report which no test notices.
 
     python tools/mutants.py [--only NAME ...] [--changed REF] [--share I/N] [--minutes M]
 
-Each file there is one mutant: the text `find`, which stands once in `file`, becomes `replace`, and one of `tests` must
-fail. All happens in a scratch copy of the tracked files. With `kind`, "expression" or "statement", the text is of the
-CPU engine: all such mutants are compiled into one engine, and an environment variable switches one of them on. A mutant
-with `survives` is not run: that is the reason why no test can fail. Exits with 1 if a mutant survives, with 2 if one
-could not be judged: its tests fail without it, too, end without a verdict, or are not there.
+A file there has the mutants of one folder, a table each: the text `find`, which occurs once in `function` of `file`,
+becomes `replace`, and one of `tests` must fail. Without `function` the text occurs once in the file. All happens in a
+scratch copy of the tracked files. With `kind`, "expression" or "statement", the text is of the CPU engine: all such
+mutants are compiled into one engine, and an environment variable switches one of them on. A mutant with `survives` is
+not run: that is the reason why no test can fail. Exits with 1 if a mutant survives, with 2 if one could not be judged:
+its tests also fail without it, end without a verdict, or do not exist.
 """
 
 from __future__ import annotations
@@ -29,14 +30,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from functions import find_once
 from scratch_tree import ScratchTree
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "tests/mutants"
-AREAS = (
-    *("Python", "Bench", "Engine", "Checks", "Orders", "Device", "Launcher"),
-    *("Errors", "Timeouts", "Cleanup", "Security", "Tools", "Docs"),
-)
 SWITCH = {
     "expression": '(moe_rt_mutant("{name}") ? ({replace}) : ({find}))',
     "statement": 'if (moe_rt_mutant("{name}")) {{ {replace} }} else {{ {find} }}',
@@ -60,28 +58,37 @@ KILLED, SURVIVED = "killed", "SURVIVED"
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One file of tests/mutants; its fields are those of the file, and `name` is its name."""
+    """One table of a file of tests/mutants, which is `group`; its fields are those of the table."""
 
     name: str
-    area: str
+    group: str
     says: str
     file: str
     find: str
     replace: str
+    function: str = ""
     tests: tuple[str, ...] = ()
     kind: str = ""
     survives: str = ""
 
     @property
     def switched(self) -> str:
-        """What stands in the engine's source in place of `find`."""
+        """Code that replaces `find` in the engine's source."""
         return SWITCH[self.kind].format(name=self.name, find=self.find, replace=self.replace)
 
 
 def read(root: Path) -> list[Mutant]:
-    """All mutants, by name."""
+    """Return all mutants, by file and name."""
     paths = sorted((root / HERE).glob("*.toml"))
-    return [as_mutant(path.stem, tomllib.loads(path.read_text())) for path in paths]
+    mutants = [mutant for path in paths for mutant in parse(path.stem, path.read_text())]
+    twice = [name for name, count in Counter(mutant.name for mutant in mutants).items() if count > 1]
+    if twice:
+        refuse(f"two mutants have the name {', '.join(twice)}")
+    return mutants
+
+
+def parse(group: str, text: str) -> list[Mutant]:
+    return [as_mutant(group, name, fields) for name, fields in sorted(tomllib.loads(text).items())]
 
 
 def refuse(why: str) -> NoReturn:
@@ -89,24 +96,27 @@ def refuse(why: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def as_mutant(name: str, fields: dict[str, object]) -> Mutant:
+def as_mutant(group: str, name: str, fields: dict[str, object]) -> Mutant:
+    fields = {"name": name, "group": group, **fields, "tests": tuple(fields.get("tests", ()))}  # type: ignore[arg-type]
     try:
-        mutant = Mutant(**{"name": name, **fields, "tests": tuple(fields.get("tests", ()))})  # type: ignore[arg-type]
+        mutant = Mutant(**fields)  # type: ignore[arg-type]
     except TypeError as error:
-        refuse(f"{HERE}/{name}.toml: {error}")
-    if mutant.area not in AREAS or mutant.kind not in ("", *SWITCH) or bool(mutant.tests) == bool(mutant.survives):
-        refuse(f"{HERE}/{name}.toml: wrong area or kind, or not one of tests and survives")
+        refuse(f"{HERE}/{group}.toml, {name}: {error}")
+    if mutant.kind not in ("", *SWITCH) or bool(mutant.tests) == bool(mutant.survives):
+        refuse(f"{HERE}/{group}.toml, {name}: wrong kind, or not one of tests and survives")
     return mutant
 
 
 def with_replaced(text: str, mutants: Sequence[Mutant]) -> str:
-    """The text of a file with each mutant's `find` replaced, by a switch if it has a kind."""
+    """Return the text of a file with each mutant's `find` replaced, by a switch if it has a kind."""
+    places = []
     for mutant in mutants:
-        if text.count(mutant.find) != 1:
-            refuse(f"{mutant.name}: its text is {text.count(mutant.find)} times in {mutant.file}, expected once")
-    places = sorted((text.index(mutant.find), mutant) for mutant in mutants)
+        try:
+            places.append((find_once(mutant.file, text, mutant.function, mutant.find), mutant))
+        except ValueError as error:
+            refuse(f"{mutant.name}: {error}")
     parts, at = [], 0
-    for place, mutant in places:
+    for place, mutant in sorted(places, key=lambda placed: placed[0]):
         if place < at:
             refuse(f"{mutant.name}: its text overlaps with that of another mutant of {mutant.file}")
         parts += [text[at:place], mutant.switched if mutant.kind else mutant.replace]
@@ -114,14 +124,23 @@ def with_replaced(text: str, mutants: Sequence[Mutant]) -> str:
     return "".join((*parts, text[at:]))
 
 
-def touched(root: Path, ref: str) -> set[str]:
-    """Files that differ from a git ref; none where there is no such commit, as in a clone of depth 1."""
+def touched(root: Path, ref: str) -> tuple[set[str], list[Mutant]]:
+    """Return files that differ from a git ref, and its mutants; nothing if no such commit exists (clone of depth 1)."""
     git = ["git", "-C", str(root)]
     if subprocess.run([*git, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}"], capture_output=True).returncode:
         print(f"there is no {ref} here: nothing is taken for changed")
-        return set()
+        return set(), read(root)
     listed = subprocess.run([*git, "diff", "--name-only", ref], check=True, stdout=subprocess.PIPE, text=True)
-    return set(listed.stdout.splitlines())
+    before = [
+        mutant for path in sorted((root / HERE).glob("*.toml")) for mutant in parse(path.stem, at_ref(git, ref, path))
+    ]
+    return set(listed.stdout.splitlines()), before
+
+
+def at_ref(git: list[str], ref: str, path: Path) -> str:
+    """Return the text of a mutant file at a git ref, empty if it did not exist."""
+    shown = subprocess.run([*git, "show", f"{ref}:{HERE}/{path.name}"], capture_output=True, text=True)
+    return "" if shown.returncode else shown.stdout
 
 
 def in_share(name: str, share: str) -> bool:
@@ -130,7 +149,7 @@ def in_share(name: str, share: str) -> bool:
 
 
 def choose(mutants: list[Mutant], asked: argparse.Namespace) -> list[Mutant]:
-    """Those that any of the options names, first those of changed files; without options all."""
+    """Mutants selected by any of the options, those of changed files first; without options all."""
     if asked.only:
         unknown = set(asked.only) - {mutant.name for mutant in mutants}
         if unknown:
@@ -138,21 +157,21 @@ def choose(mutants: list[Mutant], asked: argparse.Namespace) -> list[Mutant]:
         return [mutant for mutant in mutants if mutant.name in asked.only]
     if not asked.changed and not asked.share:
         return mutants
-    differ = touched(asked.root, asked.changed) if asked.changed else set()
-    first = [mutant for mutant in mutants if {mutant.file, f"{HERE}/{mutant.name}.toml"} & differ]
+    files, before = touched(asked.root, asked.changed) if asked.changed else (set(), mutants)
+    first = [mutant for mutant in mutants if mutant.file in files or mutant not in before]
     shared = [mutant for mutant in mutants if asked.share and in_share(mutant.name, asked.share)]
     return first + [mutant for mutant in shared if mutant not in first]
 
 
 def judge(tree: ScratchTree, mutant: Mutant) -> tuple[str, str]:
-    """What became of it, and what pytest printed."""
+    """Return the verdict on a mutant, and pytest's output."""
     if mutant.kind:
         status, output = tree.run_tests([TEST_LIMIT, *mutant.tests], LIMIT_S, **{CHOSEN: mutant.name})
     else:
         text = with_replaced((tree.root / mutant.file).read_text(), [mutant])
         with tree.changed({mutant.file: text}):
             status, output = tree.run_tests([TEST_LIMIT, *mutant.tests], LIMIT_S)
-    # Only failed tests are a verdict: pytest has other statuses for tests that it could not import or find.
+    # Only failed tests are a verdict. pytest has other statuses for tests that it cannot import or find.
     if status == 1 and NOT_COMPILED in output:
         return "no verdict: it does not compile", output
     verdicts = {0: SURVIVED, 1: KILLED, None: "took too long"}
@@ -173,7 +192,7 @@ def make_engine(tree: ScratchTree, mutants: list[Mutant]) -> None:
 
 
 def pass_without(tree: ScratchTree, mutants: list[Mutant], end: float) -> bool:
-    """Whether there was time to see that the tests of these mutants pass, for one that fails anyway proves nothing."""
+    """True if these mutants' tests passed in time without a mutant; a test that always fails proves nothing."""
     seconds = end - time.monotonic()
     if seconds <= 0:
         return False
@@ -185,7 +204,7 @@ def pass_without(tree: ScratchTree, mutants: list[Mutant], end: float) -> bool:
 
 
 def run(mutants: list[Mutant], root: Path, minutes: float) -> dict[str, str]:
-    """What became of each that was run, by name."""
+    """Return the verdict on each mutant that was run, by name."""
     end = time.monotonic() + 60 * minutes
     results: dict[str, str] = {}
     with (
@@ -212,19 +231,21 @@ def run(mutants: list[Mutant], root: Path, minutes: float) -> dict[str, str]:
 
 
 def summary(mutants: list[Mutant], results: dict[str, str]) -> str:
-    """The score by area, and each mutant that was not killed."""
-    lines = ["", f"{'area':10} mutants  killed  survived  not visible  score"]
+    """Return the score by file of mutants, and each mutant that was not killed."""
+    groups = sorted({mutant.group for mutant in mutants})
+    width = max(map(len, [*groups, "folder"]))
+    lines = ["", f"{'folder':{width}} mutants  killed  survived  not visible  score"]
     visible = [mutant for mutant in mutants if mutant.name in results]
-    judged = Counter((mutant.area, results[mutant.name]) for mutant in visible)
-    listed = Counter(mutant.area for mutant in mutants if mutant.survives)
-    for area in (*AREAS, "all"):
-        areas = AREAS if area == "all" else [area]
-        killed, survived = (sum(judged[a, result] for a in areas) for result in (KILLED, SURVIVED))
-        unseen, every = sum(listed[a] for a in areas), sum(m.area in areas for m in mutants)
-        ran = sum(m.area in areas for m in visible)
+    judged = Counter((mutant.group, results[mutant.name]) for mutant in visible)
+    listed = Counter(mutant.group for mutant in mutants if mutant.survives)
+    for group in (*groups, "all"):
+        some = groups if group == "all" else [group]
+        killed, survived = (sum(judged[g, result] for g in some) for result in (KILLED, SURVIVED))
+        unseen, every = sum(listed[g] for g in some), sum(m.group in some for m in mutants)
+        ran = sum(m.group in some for m in visible)
         if every:
             score = f"{killed / ran:.0%}" if ran else "-"
-            lines.append(f"{area:10} {every:7}  {killed:6}  {survived:8}  {unseen:11}  {score:>5}")
+            lines.append(f"{group:{width}} {every:7}  {killed:6}  {survived:8}  {unseen:11}  {score:>5}")
     for mutant in mutants:
         result = results.get(mutant.name, KILLED)
         if result != KILLED:

@@ -1,8 +1,8 @@
-"""Prints which share of cuda/protocol the C++ test programs run, for CPU ranks, emulated GPUs and an emulated network.
+"""Print the share of cuda/protocol that the C++ test programs run: CPU ranks, emulated GPUs and an emulated network.
 
     python tools/protocol_coverage.py [--below]
 
-With --below, it also lists the lines that nothing has run. It needs g++, and gcovr, which the extra `dev` installs.
+With --below, it also lists the lines that no program runs. It needs g++ and gcovr, which the extra `dev` installs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STRESS, PEERS, ROUTING = "tests/protocol/stress.cpp", "tests/fuzz/peers.cpp", "t
 REPLAY, CORPUS = "tests/fuzz/replay.cpp", ROOT / "tests/fuzz/corpus"
 CHAINS = ("3", "3", "20")  # ranks, lanes, rounds
 
-# Program -> its sources, its defines, and what it is given.
+# Program -> its sources, its defines, and its arguments.
 PROGRAMS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "chains": ((STRESS, *CPU), (), CHAINS),
     "chains-nodes": ((STRESS, *CPU), (), ("5", "2", "20", "1", "experts", "-", "2", "9", "two_level")),
@@ -38,7 +38,7 @@ PROGRAMS: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--below", action="store_true", help="list the lines that nothing has run")
+    parser.add_argument("--below", action="store_true", help="list the lines that no program runs")
     below = parser.parse_args().below
     for name, (sources, defines, arguments) in PROGRAMS.items():
         directory = OUT / name

@@ -1,4 +1,4 @@
-"""A copy of the tracked files in which sources may be changed: Python imports moe_rt from it, tests run in it."""
+"""A copy of the tracked files in which sources can be changed. Python imports moe_rt from it, and tests run in it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-# What site-packages imports at start to find an editable install; an empty module of that name leaves it unfound.
+# Module that site-packages imports at start to find an editable install. An empty module of this name disables it.
 EDITABLE_FINDER = "_editable_skbc_moe_rt"
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider")
-# Importing torch takes longer than most tests: a process that has done it forks another one for each run of pytest.
+# Importing torch takes longer than most tests, so a process that has imported it forks one child per run of pytest.
 RUNNER = """
 import json, os, sys
 import pytest, torch
@@ -37,7 +37,7 @@ for line in sys.stdin:
 
 
 class ScratchTree:
-    """The tracked files of `source`, as they are now, under `root`."""
+    """Copy of the current tracked files of `source` under `root`."""
 
     def __init__(self, source: Path, root: Path) -> None:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=source, check=True, stdout=subprocess.PIPE, text=True)
@@ -53,13 +53,13 @@ class ScratchTree:
         self._runner: subprocess.Popen[bytes] | None = None
 
     def take_engine(self) -> None:
-        """The compiled engine of the running environment's moe_rt, which was built from sources without a change."""
+        """Copy the compiled engine of the running environment's moe_rt, which was built from unchanged sources."""
         package = find_spec("moe_rt")
         places = package.submodule_search_locations if package and package.submodule_search_locations else ()
         self._take_engine(engine for place in places for engine in Path(place).glob("_engine*.so"))
 
     def build_engine(self, header: str) -> None:
-        """Builds the engine of this tree's sources as they are now; every source includes `header` first."""
+        """Build the engine from this tree's current sources; every source includes `header` first."""
         (self._beside / "first.h").write_text(header)
         installed = self._beside / "installed"
         flags = f"{os.environ.get('CXXFLAGS', '')} -include '{self._beside / 'first.h'}'"
@@ -69,7 +69,7 @@ class ScratchTree:
 
     @contextmanager
     def changed(self, texts: Mapping[str, str]) -> Iterator[None]:
-        """Files with other texts for a while."""
+        """Replace texts of files within the block."""
         before = {name: (self.root / name).read_text() for name in texts}
         try:
             self._write(texts)
@@ -78,11 +78,11 @@ class ScratchTree:
             self._write(before)
 
     def run_tests(self, tests: list[str], seconds: float, **environment: str) -> tuple[int | None, str]:
-        """pytest's exit status, or None if it took longer than that, and what it printed."""
+        """Run tests; return pytest's exit status, or None if it took longer than `seconds`, and its output."""
         if self._runner is None:
             command, pipe = [sys.executable, "-c", RUNNER], subprocess.PIPE
             env = self._environment()
-            # Without buffers, which select would not look into.
+            # Unbuffered, since select does not see data in Python's buffers.
             self._runner = subprocess.Popen(command, cwd=self.root, env=env, bufsize=0, stdin=pipe, stdout=pipe)
         asked, told = self._runner.stdin, self._runner.stdout
         assert asked is not None
@@ -92,20 +92,20 @@ class ScratchTree:
         asked.write(json.dumps([[*PYTEST, *tests], environment, str(output)]).encode() + b"\n")
         leader = int(told.readline())
         in_time = bool(select.select([told], [], [], seconds)[0])
-        with suppress(ProcessLookupError):  # what tests that were cut off left running, or all of it
+        with suppress(ProcessLookupError):  # remaining processes of the tests, or all of them after a timeout
             os.killpg(leader, signal.SIGKILL)
         status = int(told.readline())
         return (status, output.read_text(errors="replace")) if in_time else (None, "")
 
     def close(self) -> None:
-        """Ends the process that starts runs."""
+        """End the process that starts runs."""
         if self._runner is not None:
             self._runner.communicate()
 
     def _write(self, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             path = self.root / name
-            # Python takes a module for unchanged that has the same size and the same second of writing.
+            # Python treats a module as unchanged if its size and its second of writing are the same.
             self._newest = max(self._newest + 2, path.stat().st_mtime + 2)
             path.write_text(text)
             os.utime(path, (self._newest, self._newest))
@@ -115,7 +115,7 @@ class ScratchTree:
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def _take_engine(self, found: Iterable[Path]) -> None:
-        """Copies the first of these, and makes sure that this tree is imported: else every mutant would survive."""
+        """Copy the first of these, and check that this tree is imported: otherwise every mutant would survive."""
         shutil.copy2(next(iter(found)), self.root / "moe_rt")
         code = "import moe_rt, moe_rt._engine as e; print(moe_rt.__file__); print(e.__file__)"
         command = [sys.executable, "-c", code]

@@ -1,9 +1,9 @@
-"""Serves a small model with the whole of SGLang on two CPU ranks over moe_rt, and compares with SGLang on one rank.
+"""Serve a small model with all of SGLang on two CPU ranks over moe_rt, and compare with SGLang on one rank.
 
     .venv/serving/sglang/bin/python tools/serve_sglang.py
 
-SGLang has no compiled kernels for CPUs to install, so this sets up what is missing: sglang_stand_ins, and a method that
-its attention in plain torch lacks. It shows that the whole works; tests/serving_sglang looks at the dispatcher alone.
+SGLang has no installable CPU kernels, so this provides what is missing: sglang_stand_ins, and a method that its plain
+torch attention lacks. It shows that the whole server works; tests/serving_sglang tests only the dispatcher.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ENGINE = dict(
 
 
 def answer(model: str, ranks: int) -> tuple[list[list[int]], float]:
-    """Greedy tokens of every request, and how long they took."""
+    """Return the greedy tokens of every request, and the time that they took."""
     from sglang.srt.entrypoints.engine import Engine
 
     more: dict[str, Any] = {}

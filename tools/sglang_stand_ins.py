@@ -1,9 +1,9 @@
-"""Stands in for what SGLang imports and CPU ranks do not run: its compiled kernels, Triton, and torchvision.
+"""Stand-ins for modules that SGLang imports and CPU ranks do not run: its compiled kernels, Triton, and torchvision.
 
     import sglang_stand_ins  # before sglang
 
-Their packages are built for CUDA: the first is not to be had without, the second takes a gigabyte, the third fails to
-import. Models of text ask them for names and decorate functions with them; whoever calls anything else, fails.
+Their packages are built for CUDA: the first needs it, the second takes a gigabyte, the third fails to import. Text
+models import names from them and decorate functions with them; every other use fails.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
-# It asks what is installed, and remembers: what stands in is not.
+# transformers checks what is installed and caches the result, so it must do so before the stand-ins exist.
 from transformers.utils import is_torchvision_available
 
 MISSING = ("sgl_kernel", "torchvision", "triton")
 
 
 class _Named(type):
-    """A class with any attributes, classes as itself; it leaves functions that it decorates as they are."""
+    """A class with any attributes, which are classes of the same kind. Functions that it decorates are unchanged."""
 
     def __getattr__(cls, name: str) -> _Named:
         return _named(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__ == "get_current_target":  # SGLang asks Triton for its device, and takes an error for "CPU"
+        if cls.__name__ == "get_current_target":  # SGLang asks Triton for its device, and takes an error as "CPU"
             raise RuntimeError("a stand-in for Triton has no device")
         return args[0] if args and isinstance(args[0], FunctionType) else cls
 

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: the documents beside docs/ become pages of the site, and links between them and docs/ lead there.
+"""mkdocs hook: documents outside docs/ become pages of the site, and links between them and docs/ lead there.
 
-Links to anything else become plain names of files, since the site has no copy of the sources. tools/check_tree.py holds
-that all of them point at files of the tree; mkdocs in strict mode holds those within the site.
+Links to any other file become plain file names, since the site has no copy of the sources. tools/check_tree.py checks
+that all links point at files of the tree; mkdocs in strict mode checks the links within the site.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Where they are on the site. Elsewhere a README would be an index, and two pages are about security.
+# Pages on the site. A README would be an index elsewhere, and two pages are about security.
 BESIDE = {f"{name}.md": f"project/{name.lower()}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")}
 SOURCES = {page: source for source, page in BESIDE.items()}
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]+)\]\((?!\w+:|#)(?P<link>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -21,7 +21,7 @@ NAMED = re.compile(r"(?<![\w/.>\"])docs/((?:\w+/)*\w+)\.md")
 
 
 def site_links(markdown: str, page: str) -> str:
-    """`markdown` of the site's page `page`, with links to other pages of the site and names of all other files."""
+    """Return `markdown` of the site's page `page`, with links to other pages and plain names of all other files."""
     source = SOURCES.get(page, f"docs/{page}")
 
     def lead(match: re.Match[str]) -> str:
@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """Docstrings name pages as files; on the site of the reference each is a link."""
+    """Docstrings name pages as files; in the site's API reference, make each a link."""
     if not page.file.src_uri.startswith("api/"):
         return html
     up = "../" * page.url.count("/")

@@ -1,4 +1,4 @@
-// The CUDA kernels of the experts' activation, for any number of columns.
+// CUDA kernels of the experts' activation, for any number of columns.
 //
 // The just-in-time compiler defines MOE_RT_ELEM (F32, Bf16, F16 or F64) and MOE_RT_THREADS.
 #include "activation.h"

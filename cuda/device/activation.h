@@ -1,7 +1,7 @@
-// SwiGLU over the real rows of a receive buffer, and its backward: how many rows are real is read on the device.
+// SwiGLU over the real rows of a receive buffer, and its backward. The number of real rows is read on the device.
 //
-// Written for the machines of ops.h. Rows past the last expert's end are neither read nor written. Math is in the
-// accumulator type and every result is rounded once.
+// The functions run on the machines of ops.h. Rows past the last expert's end are neither read nor written. Arithmetic
+// is in the accumulator type and every result is rounded once.
 #pragma once
 
 #include "../protocol/core/args.h"
@@ -9,7 +9,7 @@
 
 namespace moe_rt {
 
-// gate_up [num_rows, 2 * intermediate] has the gate in its first columns; out [num_rows, intermediate].
+// gate_up [num_rows, 2 * intermediate] holds the gate in its first columns; out is [num_rows, intermediate].
 template <class Elem, int kElems>
 struct alignas(sizeof(Elem) * kElems) ElemVector {
   Elem elem[kElems];
@@ -18,20 +18,20 @@ struct alignas(sizeof(Elem) * kElems) ElemVector {
 MOE_RT_FN float exponential(float x) { return expf(x); }
 MOE_RT_FN double exponential(double x) { return exp(x); }
 
-// Never more rows than the tensors have, whatever offs says.
+// Number of real rows, never more than the tensors have, whatever offs contains.
 template <class Args>
 MOE_RT_FN int64_t num_real_rows(const Args& a) {
   return smaller(int64_t{a.offs[a.num_local - 1]}, a.num_rows);
 }
 
-// Whether rows of so many bytes start on multiples of 16 in each of the tensors.
+// True if rows of row_bytes bytes start at multiples of 16 in each of the tensors.
 template <class... Pointers>
 MOE_RT_FN bool on_vectors(int64_t row_bytes, Pointers... tensors) {
   return (uint64_t(row_bytes) | ... | reinterpret_cast<uint64_t>(tensors)) % 16 == 0;
 }
 
-// fn(row, at) for every one of `each` vectors of every row, neighbours to neighbouring lanes. Counts on instead of
-// dividing for each vector: 64-bit divisions take longer than the activation.
+// Calls fn(row, at) for each of the `each` vectors of every row, with neighbouring vectors on neighbouring lanes. It
+// advances row and vector by addition: a 64-bit division per vector would take longer than the activation.
 template <class Machine, class Fn>
 MOE_RT_FN void for_vectors(const Machine& m, int64_t num_rows, int64_t each, Fn&& fn) {
   const auto block = m.block();

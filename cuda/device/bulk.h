@@ -1,4 +1,4 @@
-// Bulk copies of a GPU of compute capability 9.0 or more, as a ring starts and awaits them (ring.h).
+// Bulk copies of GPUs with compute capability 9.0 or more, as rings use them (ring.h).
 #pragma once
 
 #include "../protocol/core/atomics.h"
@@ -9,8 +9,8 @@ namespace moe_rt {
 
 class BulkCopies {
  public:
-  // A barrier for each slot, whose phase ends when the bytes of one piece are there: one arrival, of the lane that has
-  // said how many.
+  // Initialises a barrier for each slot. Its phase ends when one piece's bytes have arrived; the single expected
+  // arrival is that of the lane that announced the byte count.
   __device__ void open(char* barriers, int stride) const {
 #pragma unroll 1
     for (int i = 0; i < kRingSlots; ++i) {
@@ -27,7 +27,7 @@ class BulkCopies {
         "l"(global(from)), "r"(bytes), "r"(shared(barrier))
         : "memory");
   }
-  // A copy ends by itself: this waits for nobody.
+  // A bulk copy always completes: this wait depends on no other lane.
   __device__ void await_load(uint64_t* barrier, uint32_t parity) const {
     for (uint32_t there = 0; there == 0;) {
       asm volatile(
@@ -56,7 +56,7 @@ class BulkCopies {
   __device__ static uint64_t global(const void* address) { return uint64_t(__cvta_generic_to_global(address)); }
 };
 
-// Mapped peers (machine.h), and rings for the warps of a block.
+// Links to mapped peers (machine.h), with rings for the warps of a block.
 struct RingLinks {
   static constexpr bool kWarpsOnly = false, kTwoLevel = false, kOrderedSignals = true;
   RingMemory memory;

@@ -1,7 +1,8 @@
-// Coding and decoding rows by a group of lanes: sixteen elements to a lane where their number divides a row, so that codes
-// move in 16 bytes. A block of 128 elements, which has one scale, is then of eight neighbouring lanes.
+// Encoding and decoding of rows by a group of lanes: each lane takes sixteen elements if sixteen divides a row, so that
+// codes move in 16-byte accesses. A block of 128 elements, which has one scale, then belongs to eight neighbouring
+// lanes.
 //
-// Rows of other lengths, and groups without eight lanes side by side, go element by element: encode_row and decode_row.
+// Rows of other lengths, and groups without eight neighbouring lanes, go element by element: encode_row and decode_row.
 #pragma once
 
 #include "codes.h"
@@ -21,7 +22,7 @@ struct CodesWithScale {
   float scale;
 };
 
-// Pieces of coded rows, of a buffer's codec.
+// Pieces of rows coded with a buffer's codec.
 template <class AccType>
 struct CodesFormat {
   using Acc = AccType;
@@ -42,7 +43,7 @@ struct CodesFormat {
   }
 };
 
-// Pieces as long as codes', of rows in vectors of elements.
+// Pieces of kCodesAtOnce elements, of rows stored as vectors of elements.
 template <class Elem, class Vector, int kElems>
 struct ElementsFormat {
   using Acc = typename Elem::Acc;
@@ -64,8 +65,8 @@ struct ElementsFormat {
   }
 };
 
-// Codes piece `at` of a row of so many, to each place that each_place gives to its argument. All lanes of a warp call it;
-// a piece past the last one is of zeros.
+// Encodes piece `at` of a row and writes it to each place that each_place passes to its argument. All lanes of a warp
+// call it; pieces from num_pieces on are zeros.
 template <class Group, class EachPlace, class Acc>
 MOE_RT_FN void encode_piece(const Group& group, Codec codec, EachPlace&& each_place, int64_t scales_at, int num_pieces,
                             int at, const Acc* sum) {
@@ -87,7 +88,7 @@ MOE_RT_FN void encode_piece(const Group& group, Codec codec, EachPlace&& each_pl
   });
 }
 
-// Codes value(i), i < hidden, into a coded row at each place, each block by a team of lanes.
+// Encodes value(i), i < hidden, into a coded row at each place; a team of lanes encodes each block.
 template <class Group, class EachPlace, class Value>
 MOE_RT_FN void encode_row(const Group& group, Codec codec, int hidden, EachPlace&& each_place, Value&& value) {
   constexpr int kEach = kCodecBlock / Group::kTeamLanes;

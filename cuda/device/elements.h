@@ -1,4 +1,4 @@
-// Payload elements: how each becomes an accumulator and is rounded back, on a GPU and, for tests, on the CPU.
+// Payload elements: conversion to the accumulator type and back with rounding, on a GPU and, for tests, on the CPU.
 #pragma once
 
 #include "../protocol/core/platform.h"
@@ -54,7 +54,7 @@ struct Bf16 {
     std::memcpy(&x, &word, sizeof(x));
     return x;
   }
-  // To nearest, ties to even; a NaN stays one.
+  // Rounds to nearest, ties to even; a NaN stays a NaN.
   static Bf16 round(Acc x) {
     uint32_t word;
     std::memcpy(&word, &x, sizeof(word));
@@ -70,7 +70,8 @@ struct F16 {
   static F16 round(Acc x) { return {static_cast<_Float16>(x)}; }
 };
 
-// Calls fn(element) with one of the type that the just-in-time compiler is given by this name; false if there is none.
+// Calls fn(element) with a value of the type that the just-in-time compiler knows by this name; false if no such type
+// exists.
 template <class Fn>
 bool with_element(const char* name, Fn&& fn) {
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };

@@ -1,5 +1,5 @@
-// The __global__ functions, each a call of its body: the including file has chosen Links, how peers are reached, and with
-// MOE_RT_WHOLE_OPS that dispatch and combine are a launch each (whole_ops.h).
+// The __global__ functions, each of which calls its body. The including file has chosen Links, the access to peers, and
+// defines MOE_RT_WHOLE_OPS if dispatch and combine take one launch each (whole_ops.h).
 //
 // The just-in-time compiler defines MOE_RT_ELEM (F32, Bf16, F16 or F64), MOE_RT_HIDDEN, MOE_RT_TOPK, MOE_RT_THREADS,
 // and MOE_RT_DISPATCH_CODEC, MOE_RT_COMBINE_CODEC (kRaw, kFp8 or kInt8).

@@ -1,13 +1,13 @@
-// The frame around every op on a GPU, in two launches: one begins it, which writes and announces, and one finishes it,
-// which waits and reads. The halves are those of the CPU engine (host/exchange.h).
+// Frame of every op on a GPU, in two launches: one begins the op (writes and announces), one finishes it (waits and
+// reads). The halves are those of the CPU engine (host/exchange.h).
 //
 // No block waits for another block of its own launch. The sending launch never waits: its last block announces. Every
-// block of the receiving launch waits by itself for every peer, and the peers' sending launches need none of its room.
-// A launch of one block may have waited before, so that a late peer holds no more than that. The halves of an op of very
-// few tokens may follow each other in one launch of one block (whole_ops.h).
-// A launch may begin while the one before it in its op still runs: once all blocks of that have sent their share. Until it
-// has awaited that one's end it touches nothing that an op before this one has not left there.
-// Sequence numbers and turns live in device memory and the kernels advance them, so a captured graph can be replayed.
+// block of the receiving launch waits by itself for every peer; the peers' sending launches do not need the
+// multiprocessors that it occupies. A launch of one block may wait first, so that a late peer keeps only one block
+// busy. An op of very few tokens may do both halves in one launch of one block (whole_ops.h). With programmatic
+// dependent launch, a launch may begin while the previous launch of its op still runs, once all blocks of that one have
+// sent their share. Until it has waited for that launch's end, it reads only state left by earlier ops. Sequence
+// numbers and windows are in device memory and the kernels advance them, so a captured graph can be replayed.
 #pragma once
 
 #include "../protocol/core/coop.h"
@@ -19,22 +19,22 @@ namespace moe_rt {
 
 inline constexpr int64_t kNoBadEntry = 0x7fffffffffffffff;
 
-// One rank's private device memory; zero, except bad_entry, when the buffer is made.
+// One rank's private device memory: zero, except bad_entry, when the buffer is created.
 struct DeviceState {
-  uint64_t seq[kNumKinds];  // last op announced, of either kind
+  uint64_t seq[kNumKinds];  // last op announced of each kind
   int64_t bad_entry;        // lowest index into topk_idx with an expert id out of range, or kNoBadEntry; see begin
   uint32_t done;            // blocks of the running launch that have finished their share
-  uint32_t failed;          // not zero once this rank has given up: later launches do nothing
-  WindowSelector windows;   // of the last op announced
+  uint32_t failed;          // not zero once this rank has failed: later launches do nothing
+  WindowSelector windows;   // state after the last op announced
 };
 
-// Page-locked host memory that both sides see: what ended the group, written once, `reported` last.
+// Page-locked host memory, accessible to both sides: the error that ended the group, written once, `reported` last.
 struct HostRecord {
   uint32_t reported, unused;
   Status status;
 };
 
-// What every launch is given besides the World and the tensors.
+// Arguments of every launch, in addition to the World and the tensors.
 struct Control {
   DeviceState* state;
   HostRecord* record;
@@ -45,14 +45,14 @@ struct Control {
 
 static_assert(sizeof(Control) == 32 && sizeof(HostRecord) == 48 && sizeof(DeviceState) == 48, "the host's layout");
 
-// What the lanes of a block tell each other.
+// Shared memory through which the lanes of a block communicate.
 struct BlockShared {
   uint64_t worst;
-  int64_t bad_entry;  // as DeviceState's, where one block makes all lists
+  int64_t bad_entry;  // DeviceState::bad_entry of an op whose lists are built by one block
   uint32_t flag, unused;
 };
 
-// An op's number among those of its kind, and its window.
+// An op's sequence number and window.
 struct Turn {
   uint64_t seq;
   int window;
@@ -61,9 +61,9 @@ MOE_RT_FN Turn next_turn(const Control& c, Kind kind) {
   return {c.state->seq[int(kind)] + 1, c.state->windows.next(kind)};
 }
 
-// How a lane waits for its peers, one after the other, with one deadline for all: each with its own would make a launch
-// wait as many timeouts as a lane has silent peers. Where what a peer announces is passed on, it looks at whoever does
-// that, and waits a quarter longer, so that whoever knows better speaks first.
+// Wait of a lane for its peers, one after the other, with one deadline for all: with one deadline per peer, a launch
+// could wait for as many timeouts as a lane has silent peers. If a proxy passes on a peer's announcements, the lane
+// watches the proxy and waits a quarter longer, so that a rank closer to the cause reports first.
 template <class Machine>
 class DeviceIdle {
  public:
@@ -98,10 +98,10 @@ class DeviceIdle {
 
  private:
   static constexpr uint32_t kLookEvery = 16;
-  // Of what is passed on, one kind may be told ahead of the other.
+  // Passed-on announcements of the two kinds may arrive out of order.
   MOE_RT_FN bool in_order() const { return !Machine::kTwoLevel || announces_itself(world_, peer_); }
-  // Where signals have no order among themselves (gin_net.h), one may be seen after what its sender has signalled since,
-  // but its header is not: whoever has looked at the later one, by an acquire, finds that.
+  // If the network does not order signals (gin_net.h), a later signal of a sender may be seen before an earlier one.
+  // The earlier one's header is there by then: a reader that has acquired the later signal finds it.
   MOE_RT_FN static bool on_its_way(const Mailbox& mailbox, uint64_t seq) {
     return !Machine::kOrderedSignals && load_relaxed(mailbox.header[seq & 1].seq) == seq;
   }
@@ -118,8 +118,8 @@ class DeviceIdle {
   uint32_t looks_ = 0;
 };
 
-// Ends the group: the first failure of this rank is reported to the host and to all peers, also what another has found,
-// who may not have lived to tell everyone.
+// Ends the group: reports this rank's first failure to the host and to all peers. A poison word found here is passed on
+// as well, since its author may have died before it reached everyone.
 template <class Link>
 MOE_RT_FN void fail(const World& w, const Control& c, Status status, const Link& link) {
   if (!replace_acq_rel(c.state->failed, 0u, 1u)) return;
@@ -133,18 +133,18 @@ MOE_RT_FN void fail(const World& w, const Control& c, Status status, const Link&
   store_release(c.record->reported, 1u);
 }
 
-// The same answer on every lane of the block, though another block may fail meanwhile.
+// True if this rank has not failed; identical on every lane of the block, although another block may fail meanwhile.
 template <class Machine>
 MOE_RT_FN bool healthy(const Machine& m, const Control& c) {
   if (m.block().rank() == 0) m.shared().flag = load_relaxed(c.state->failed) == 0;
   m.block().sync();
   const bool answer = m.shared().flag != 0;
-  m.block().sync();  // before the flag says something else
+  m.block().sync();  // the flag is reused after this sync
   return answer;
 }
 
-// Announces an op that all blocks have sent, to every peer, and takes its turn: all lanes of one block, which have met
-// since. Where an entry was found bad, it announces what refuse(header, entry) makes of the header.
+// Announces an op that all blocks have sent, to every peer, and advances the rank's state. All lanes of one block call
+// it, after a sync. If a bad entry was found, refuse(header, entry) turns the header into a refusal.
 template <class Machine, class Refuse>
 MOE_RT_FN void announce_to_all(const Machine& m, const World& w, const Control& c, const Call& call, const Turn& turn,
                                int64_t bad, Refuse&& refuse) {
@@ -165,8 +165,8 @@ MOE_RT_FN void announce_to_all(const Machine& m, const World& w, const Control& 
   c.state->windows.take(kind);
 }
 
-// Whether this block is the last of its launch to come here, and so has behind it what all blocks have written; the same
-// on every lane.
+// True if this block is the last of its launch to call this function, and therefore sees the writes of all blocks;
+// identical on every lane.
 template <class Machine>
 MOE_RT_FN bool comes_last(const Machine& m, const Control& c) {
   const auto block = m.block();
@@ -181,7 +181,7 @@ MOE_RT_FN bool comes_last(const Machine& m, const Control& c) {
 template <class Machine, class Send, class Refuse>
 MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const Call& call, Send&& send,
                      Refuse&& refuse) {
-  const Turn turn = next_turn(c, kind_of(call.op));  // at once with what healthy loads: one trip to memory
+  const Turn turn = next_turn(c, kind_of(call.op));  // loads together with those of healthy: one round trip to memory
   if (!healthy(m, c)) return;
   send(turn.window);
   m.let_next_begin();
@@ -189,7 +189,7 @@ MOE_RT_FN void begin(const Machine& m, const World& w, const Control& c, const C
   announce_to_all(m, w, c, call, turn, load_relaxed(c.state->bad_entry), refuse);
 }
 
-// Orders failures: the highest code, then the lowest peer, is the smallest key.
+// Orders failures: the smallest key has the highest code, then the lowest peer.
 MOE_RT_FN uint64_t severity(const Status& s) {
   return s.ok() ? ~uint64_t{0} : uint64_t(0xffff - int(s.code)) << 32 | uint32_t(s.peer);
 }
@@ -213,8 +213,8 @@ MOE_RT_FN Status wait_for(DeviceIdle<Machine>& idle, const World& w, Kind kind, 
 
 inline constexpr uint64_t kAllWell = ~uint64_t{0};
 
-// Waits for every peer that `heeds(peer)` names and judges what it says. `mine` is the worst that this lane has found;
-// returns that of all lanes by severity, or kAllWell, the same on every lane.
+// Waits for every peer for which heeds(peer) is true and checks its header. `mine` is the worst status that this lane
+// has found. Returns the severity of the worst status of all lanes, or kAllWell, identical on every lane.
 template <class Machine, class Heeds>
 MOE_RT_FN uint64_t listen(const Machine& m, const World& w, const Control& c, Kind kind, const Header& ours,
                           Status& mine, Heeds&& heeds) {
@@ -233,8 +233,8 @@ MOE_RT_FN uint64_t listen(const Machine& m, const World& w, const Control& c, Ki
   return load_relaxed(m.shared().worst);
 }
 
-// Waits for every peer and judges all headers, then runs receive(seq, window); otherwise() where the op must be given up,
-// so that whoever reads its outputs finds them empty.
+// Waits for every peer and checks all headers, then runs receive(seq, window). If the op fails it runs otherwise(), so
+// that later readers of its outputs find them empty.
 template <class Machine, class Receive, class Otherwise>
 MOE_RT_FN void wait_for_all(const Machine& m, const World& w, const Control& c, const Call& call, const Turn& turn,
                             Receive&& receive, Otherwise&& otherwise) {
@@ -248,12 +248,12 @@ MOE_RT_FN void wait_for_all(const Machine& m, const World& w, const Control& c, 
   otherwise();
 }
 
-// As wait_for_all, on every block, for the op that was announced last.
+// Runs wait_for_all on every block, for the op that was announced last.
 template <class Machine, class Receive, class Otherwise>
 MOE_RT_FN void finish(const Machine& m, const World& w, const Control& c, const Call& call, Receive&& receive,
                       Otherwise&& otherwise) {
   const Kind kind = kind_of(call.op);
-  m.await_launch_before();  // which has advanced the state
+  m.await_launch_before();  // the launch before has advanced the state
   const Turn turn{c.state->seq[int(kind)], c.state->windows.taken(kind)};
   if (!healthy(m, c)) return otherwise();
   wait_for_all(m, w, c, call, turn, receive, otherwise);

@@ -1,5 +1,5 @@
-// The __global__ functions of ranks on several nodes, each a call of its body: those of entry_points.h, and those between
-// what sends and what receives. The including file has chosen Links.
+// The __global__ functions of ranks on several nodes, each of which calls its body: those of entry_points.h, and the
+// launches between sending and receiving. The including file has chosen Links.
 #pragma once
 
 #include "entry_points.h"

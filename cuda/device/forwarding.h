@@ -1,15 +1,15 @@
-// What a GPU does for ranks of other nodes, where rows go in two levels (protocol/two_level/): launches between the one
-// that sends and the one that receives. The CPU's are in host/forwarder.h.
+// Launches in which a GPU serves its clients, ranks of other nodes whose proxy it is (protocol/two_level/). They run
+// between the sending and the receiving launch of an op. host/forwarder.h has the CPU's.
 //
-//   dispatch            dispatch_lists                  get what served sources list for this node, mark their tokens
+//   dispatch            dispatch_lists                  get the clients' lists for this node, mark their tokens
 //                       dispatch_forward                get each marked row once, pass on
-//   combine, and        combine_first_wait              on one block, where many tokens are worth a launch
+//   combine, and        combine_first_wait              on one block, if there are enough tokens to justify a launch
 //   dispatch backward   combine_forward                 add up each node's partials, put the sums, pass on
 //   combine backward    combine_backward_first_wait     as above
 //                       combine_backward_forward        get each marked row once, pass on
-// Blocks wait for their neighbours and for the ranks that they serve, whose sending launches need none of their room, and
-// for no other block of their launch: the last one passes on. So receiving launches, which wait for what is passed on,
-// wait in no circle.
+// Blocks wait for the ranks of their node and for their clients, whose sending launches do not need the multiprocessors
+// occupied here, and for no other block of their launch: the last block passes on. Receiving launches wait for what is
+// passed on, so no cycle of waits exists.
 #pragma once
 
 #include "ops.h"
@@ -17,33 +17,34 @@
 
 namespace moe_rt {
 
-// The same as RdmaSignals, of a rank that maps its node alone.
+// RdmaSignals of a rank that maps only the ranks of its node.
 template <class Net>
 class NodeSignals : public RdmaSignals<Net> {
  public:
   MOE_RT_FN NodeSignals(const Net& net, const NetworkMemory& memory)
       : RdmaSignals<Net>(net, memory), net_(net), memory_(memory) {}
 
-  // Of other nodes, those hear of this rank itself that serve it, and of dispatch-type ops alone.
+  // Announces an op. Of the ranks on other nodes, only this rank's proxies receive it, and only for dispatch-type ops.
   MOE_RT_FN void announce(const World& w, int peer, Kind kind, const Header& header) const {
     if (!w.base[peer] && (kind != Kind::kDispatch || w.nodes.serving[peer] != peer)) return;
     RdmaSignals<Net>::announce(w, peer, kind, header);
   }
 
-  // SYNC POINT signal, passed on: post, or the network's signal behind fences, releases what this launch has staged or
-  // put, and pairs with wait_signal. That this rank has heard of the source comes before, so that the source's reads of
-  // the op before are over for whoever hears of it here. The header goes as it came: a refusal is for all to hear.
+  // SYNC POINT signal, passed on: post, or the network's signal after fences, releases what this launch has staged or
+  // put. Pairs with wait_signal. This rank has received the source's signal before, so a rank that receives it from
+  // here knows that the source's reads of the previous op are over. The header is copied unchanged: a refusal must
+  // reach all ranks.
   template <Kind kKind>
   MOE_RT_FN void pass_on(const World& w, int to, int source, uint64_t seq) const {
     const Header& header = w.mailbox(w.rank, kKind, source).header[seq & 1];
-    if constexpr (kKind == Kind::kDispatch) {  // to a neighbour
+    if constexpr (kKind == Kind::kDispatch) {  // target is on this node
       post(w.mailbox(to, kKind, source), read_once(header));
       return;
     }
     network_fence();
     Mailbox* const mailboxes = reinterpret_cast<Mailbox*>(memory_.segment + w.layout.mailboxes);
     Mailbox& there = mailboxes[int(kKind) * w.shape.num_ranks + source];
-    net_.fence();  // as in RdmaSignals::announce
+    net_.fence();  // see RdmaSignals::announce
     net_.put_signal(&there.header[seq & 1], &header, &there.signal, seq, to);
   }
 
@@ -68,7 +69,7 @@ struct Forwarding {
   const World& w = launch.w;
   const Control& c = launch.c;
 
-  // The first launch after the one that sent the op.
+  // First launch after the op's sending launch.
   MOE_RT_FN void dispatch_lists(const DispatchArgs& a) const {
     const int32_t* const served = w.nodes.served;
     m.await_launch_before();
@@ -115,8 +116,8 @@ struct Forwarding {
   }
   MOE_RT_FN Turn last_turn(Kind kind) const { return {c.state->seq[int(kind)], c.state->windows.taken(kind)}; }
 
-  // Waits for those who announce first. What they refuse is passed on, for receiving launches to judge; anything else that
-  // is wrong ends the group: of a peer whose signal comes after this wait, later launches would take what nobody staged.
+  // Waits for the ranks that announce first. Refusals are passed on, and receiving launches judge them. Any other error
+  // ends the group: if a peer's signal arrived after this wait, later launches would take rows that were never staged.
   MOE_RT_FN Heard hear_first(const Call& call, const Turn& turn) const {
     const Kind kind = kind_of(call.op);
     Status mine;
@@ -132,7 +133,8 @@ struct Forwarding {
     if (healthy(m, c)) hear_first(call, last_turn(kind_of(call.op)));
   }
 
-  // Runs move(window) on every block, once all have announced who do so first; the last block passes on what they say.
+  // Runs move(window) on every block, once all ranks that announce first have done so; the last block passes their
+  // announcements on.
   template <Kind kKind, class Move>
   MOE_RT_FN void forward(const Call& call, Move&& move) const {
     m.await_launch_before();
@@ -147,8 +149,8 @@ struct Forwarding {
     if (m.block().rank() == 0) c.state->done = 0;
   }
 
-  // Of a dispatch-type op what served ranks announce, to the neighbours, and of a combine-type op what this node's do, to
-  // served ranks: a lane for each pair.
+  // Passes on announcements, one pair of ranks per lane: clients' to this node's ranks in dispatch-type ops, this
+  // node's ranks' to clients in combine-type ops.
   template <Kind kKind>
   MOE_RT_FN void pass_on(uint64_t seq) const {
     const auto link = m.link();
@@ -165,9 +167,9 @@ struct Forwarding {
     }
   }
 
-  // What a source lists for ranks of this node, into its place in the staging: at once where that is little, else counts
-  // and ends, and then the entries of each run of neighbours. What else may stand there is judged by who reads it. Ends
-  // out of step.
+  // Gets a source's lists for ranks of this node into the staging area: all in one get if they are small, else counts
+  // and ends first, then the entries of each run of this node's ranks. Other contents of the staging area are validated
+  // by their readers. Lanes do not sync at the end.
   MOE_RT_FN void get_lists(int source, int window) const {
     const Layout::Window& o = w.layout.window[window];
     const char* const there = m.links.memory.segment;
@@ -210,13 +212,13 @@ struct Forwarding {
       network_fence();
       group.sync();
       m.links.net.put(group, memory.segment + offset, row, bytes, to);
-      group.sync();  // the scratch is for another sum
+      group.sync();  // the scratch row is reused for another sum
     };
     send_sums<Dims>(
         group, w, window, p.forwards, launch.rows(group, launch.combine_codec(a.op)), a.grad_recv_weights != nullptr,
         coded + w.shape.row_bytes(), [&](int64_t) { return coded; }, put);
     group.sync();
-    if (group.leader()) m.links.net.before_signals();  // as RdmaLink::flush
+    if (group.leader()) m.links.net.before_signals();  // like RdmaLink::flush
   }
 };
 

@@ -1,19 +1,19 @@
 // NCCL's device interface, GIN, as a network of the kernels (rdma.h). The compile step has included gin_prelude.h.
 //
-// GIN promises less than NVSHMEM, and no more than this is leaned on:
-// * A put returns before its source is read. A wait or a flush ends when sources have been read, and tells nothing of
-//   what has arrived: it is for memory that is to be written again, or to go.
-// * Only a strong signal tells what has arrived: all that was put for the same peer on the same context before it. So what
-//   goes to a peer goes over one context, and every signal is strong. Gets are in no order with anything, and take any.
-// * Signals are added, and not set. Segments begin with zeros, and each op of a kind adds one, so that the word is the
-//   sequence number: a mailbox has one announcer, which announces every op in the launch that sends or forwards it, or
-//   has failed, and then announces nothing ever again. Adds of two ops may arrive in either order. The word then says
-//   n - 1 by the add of n, which is strong: what belongs to n - 1 is there.
-// * Signals have no order among themselves: a mark, which is one, too, or that of a later op of the other kind may be seen
-//   before the last signal is. Its header was put, and is there: whoever would find the peer gone, or in another op, looks
-//   at that first (DeviceIdle::on_its_way).
-// * There is no compare-and-swap: of two poison words the last one stays, and ranks that have found either name that cause.
-//   Both are true, each is whole, and a word is never zero again.
+// GIN guarantees less than NVSHMEM. This file relies on the following only:
+// * A put returns before its source is read. A wait or a flush ends when sources have been read, and implies nothing
+//   about arrival: it protects memory that is about to be overwritten or freed.
+// * Only a strong signal implies arrival, of everything put before it for the same peer on the same context. So all
+//   data for a peer goes over one context, and every signal is strong. Gets are unordered and may use any context.
+// * Signals are added, not set. Segments begin with zeros, and each op of a kind adds one, so that the word is the
+//   sequence number. A mailbox has one announcer, which announces every op in the launch that sends or forwards it, or
+//   has failed and then never announces again. Adds of two ops may arrive in either order. The word then reads n - 1
+//   because of the add of n, which is strong: what belongs to n - 1 has arrived.
+// * Signals are unordered among themselves: a mark, which is also a signal, or the signal of a later op of the other
+//   kind may be seen before the last signal. That one's header was put and has arrived: before a rank reports a peer
+//   as closed or in another op, it checks that header (DeviceIdle::on_its_way).
+// * There is no compare-and-swap: of two poison words the last one stays, and ranks that have found either report that
+//   cause. Both are true, each is whole, and a word never returns to zero.
 #pragma once
 
 #include "rdma.h"
@@ -48,17 +48,18 @@ struct Gin : GinHandles {
                        NCCL_GIN_SIGNAL_TYPE_NONE, nullptr, 0, 0, false, ncclGinSignalInc, 0, lane(), false, nullptr,
                        kReleased, kNeeded, ncclGinOptFlagsDefault);
   }
-  // SYNC POINT signal over GIN, writer side: pairs with wait_signal, whose load is the one that GIN reads signals with. It
-  // is strong: else the header alone would be sure to be there, and a reader would take rows or sums of an op before.
+  // SYNC POINT signal over GIN, writer side. Pairs with wait_signal, whose load is the load with which GIN itself reads
+  // signals. The signal is strong. Otherwise only the header would be certain to have arrived, and a reader would take
+  // rows or sums of an earlier op.
   MOE_RT_FN void put_signal(Header* there, const Header* here, uint64_t* signal, uint64_t, int pe) const {
     ncclGin_C gin = context(pe);
     hand_over(gin, there, here, sizeof(Header), pe, {signal, /*strong=*/true});
   }
-  MOE_RT_FN void before_signals() const {}  // they are strong
-  MOE_RT_FN void fence() const {}           // and are added
+  MOE_RT_FN void before_signals() const {}  // signals are strong
+  MOE_RT_FN void fence() const {}           // signals are added
   MOE_RT_FN void poison(uint64_t* there, uint64_t word, int pe) const { put_value(there, word, pe); }
-  // SYNC POINT closed over GIN, writer side: pairs with closed_before. Strong, so that the last header is there; without
-  // it an op that is complete would be given up.
+  // SYNC POINT closed over GIN, writer side. Pairs with closed_before. The mark is strong, so that the last header has
+  // arrived; otherwise a reader would abandon an op that is complete.
   MOE_RT_FN void mark(uint64_t* there, int pe) const {
     ncclGin_C gin = context(pe);
     const Place word = place(there);
@@ -73,7 +74,7 @@ struct Gin : GinHandles {
   }
 
  private:
-  // What the network reads may be another GPU's writes, over NVLink; no caller's fence is taken for what GIN needs.
+  // The network may read another GPU's writes over NVLink, so no caller's fence can replace the fence that GIN needs.
   static constexpr cuda::thread_scope kReleased = cuda::thread_scope_thread, kNeeded = cuda::thread_scope_system;
   struct Place {
     ncclWindow_t window;
@@ -103,7 +104,7 @@ struct Gin : GinHandles {
       return group.leader();
     }
   }
-  // The context of a get: warps take turns, and blocks each have a source of their own.
+  // Context of a get: warps take turns, and each block has its own source.
   template <class Group>
   MOE_RT_FN static int64_t spread(const Group& group, int pe) {
     if constexpr (requires { group.index; }) {
@@ -112,7 +113,8 @@ struct Gin : GinHandles {
       return pe;
     }
   }
-  // Not inline: what NCCL does for each of its back ends would be in a kernel for each get, and registers would not suffice.
+  // Not inline: otherwise each get of a kernel would contain NCCL's code for each of its back ends, and exceed the
+  // registers.
   MOE_RT_FN __attribute__((noinline)) void fetch(void* here, const void* there, int64_t bytes, int pe,
                                                  int64_t any) const {
     ncclGin_C gin = context(any);
@@ -129,7 +131,8 @@ struct Gin : GinHandles {
                   signal.strong, ncclGinSignalInc, 1, false, 0, lane(), false, nullptr, kReleased, kNeeded,
                   ncclGinOptFlagsDefault, ncclGinSegmentTypeDevice);
   }
-  // Until what this lane has asked of the context for this peer is done here: gets are in, and sources read.
+  // Waits until this lane's requests to the context for this peer are complete here: gets have arrived, sources are
+  // read.
   MOE_RT_FN void wait(ncclGin_C& gin, int pe) const {
     ncclGinRequest_t request;
     ncclGinFlushAsync(&gin, team(), uint32_t(pe), &request, lane(), ncclGinOptFlagsDefault, false, nullptr);

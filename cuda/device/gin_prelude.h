@@ -1,10 +1,10 @@
 // NCCL's device headers for NVRTC; the compile step includes this before a source that is linked with NCCL.
 //
-// It is their view for whoever links: functions are declared here, and libnccl_device.ltoir has their bodies. As in
-// nvshmem_prelude.h, the library's uint64_t is `unsigned long` where NVRTC's is `unsigned long long`: CCCL and the CUDA
-// headers keep their own type and are therefore included first. What groups of lanes do is inline in any case, and comes
-// before the header that would leave it out. Headers of the host's C and C++ that NCCL includes are empty ones
-// (moe_rt/native/nvrtc.py), for it uses nothing of theirs here that NVRTC has not.
+// The headers are in their form for linking: functions are declared here, and libnccl_device.ltoir has their bodies. As
+// in nvshmem_prelude.h, the library's uint64_t is `unsigned long` and NVRTC's is `unsigned long long`: CCCL and the
+// CUDA headers keep their own type and are therefore included first. The functions of groups of lanes are inline in any
+// case; their header is included before the wrapper, which would omit it. Headers of the host's C and C++ that NCCL
+// includes are empty (moe_rt/native/nvrtc.py), because NCCL needs nothing from them here that NVRTC lacks.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)

@@ -1,18 +1,19 @@
-// Which lanes of a launch take a row together, by how many rows there are.
+// Choice of the lanes that take a row together, by the number of rows.
 #pragma once
 
 #include "../protocol/core/platform.h"
 
 namespace moe_rt {
 
-// How many of a block's warps take a row together: as many as leave no row waiting for another, or one.
+// Number of a block's warps that take a row together: the maximum at which no row waits for another, or one.
 MOE_RT_FN int warps_together(int64_t num_rows, int64_t num_blocks, int warps) {
   int together = warps;
   while (together > 1 && num_rows > num_blocks * (warps / together)) together = together % 2 == 0 ? together / 2 : 1;
   return together;
 }
 
-// Groups of lanes for so many rows: whatever their number is, all warps have work, and one row more takes little longer.
+// Runs fn on groups of lanes for `num_rows` rows: all warps have work for any number, and one more row adds little
+// time.
 template <class Machine, class Fn>
 MOE_RT_FN void with_groups(const Machine& m, int first_block, int64_t num_rows, Fn&& fn) {
   if constexpr (Machine::kWarpsOnly) {

@@ -1,4 +1,4 @@
-// The CUDA kernels of a rank all of whose peers are mapped: NVLink, or virtual ranks of one GPU.
+// CUDA kernels of a rank whose peers are all mapped: NVLink, or virtual ranks of one GPU.
 #include "machine.h"
 
 namespace moe_rt {

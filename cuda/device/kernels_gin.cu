@@ -1,4 +1,4 @@
-// The CUDA kernels of a rank some of whose peers are reached over a network, linked with NCCL's device library.
+// CUDA kernels of a rank that reaches some peers over a network, linked with NCCL's device library.
 //
 // The compile step has included gin_prelude.h.
 #include "gin_net.h"

@@ -1,4 +1,4 @@
-// The CUDA kernels of a rank whose rows go in two levels, linked with NCCL's device library.
+// CUDA kernels of a rank whose rows go in two levels, linked with NCCL's device library.
 //
 // The compile step has included gin_prelude.h.
 #include "forwarding.h"

@@ -1,4 +1,4 @@
-// The CUDA kernels of two levels among ranks that map each other, as a rehearsal: gets and puts are copies.
+// CUDA kernels of two levels for tests among ranks that map each other: gets and puts are copies.
 #include "forwarding.h"
 #include "mapped_net.h"
 

@@ -1,5 +1,5 @@
-// The CUDA kernels of a rank whose launches have few blocks, all of whose peers are mapped: rows as they are go through
-// shared memory (ring.h).
+// CUDA kernels of a rank whose launches have few blocks and whose peers are all mapped: raw rows go through shared
+// memory (ring.h).
 #include "bulk.h"
 
 namespace moe_rt {

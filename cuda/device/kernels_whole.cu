@@ -1,4 +1,5 @@
-// The CUDA kernels of a rank whose buffer is for very few tokens, all of whose peers are mapped: whole ops.
+// CUDA kernels of a rank whose buffer is for very few tokens and whose peers are all mapped: dispatch and combine take
+// one launch each.
 #include "machine.h"
 #include "whole_ops.h"
 

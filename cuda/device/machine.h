@@ -1,4 +1,4 @@
-// The machine of blocks and lanes that role bodies run on: CUDA's. tests/device/emulation.cpp has the one of threads.
+// CUDA's machine of blocks and lanes that op bodies run on. tests/device/emulation.cpp has a machine of host threads.
 #pragma once
 
 #include "exchange.h"
@@ -11,11 +11,11 @@ struct BlockCoop {
   MOE_RT_FN void sync() const { __syncthreads(); }
 };
 
-// What lanes of a warp do together, each of which runs all of a role, so that branches do not diverge.
+// Warp operations of groups in which each lane runs all of a role, so that branches do not diverge.
 struct WarpLanes {
   static constexpr int kTeamLanes = 32;
   __device__ static int team_lane() { return int(threadIdx.x) % kTeamLanes; }
-  // Of each kLanes neighbouring lanes.
+  // Maximum over each kLanes neighbouring lanes.
   template <int kLanes>
   __device__ static uint32_t team_max(uint32_t x) {
     if constexpr (kLanes == kTeamLanes) return __reduce_max_sync(0xffffffffu, x);
@@ -27,7 +27,7 @@ struct WarpLanes {
   }
 };
 
-// The lanes of one warp, on one row after another.
+// Lanes of one warp, which take one row after another.
 struct WarpGroup : WarpLanes {
   int64_t index, count;
   __device__ WarpGroup(int64_t i, int64_t n) : index(i), count(n) {}
@@ -45,8 +45,8 @@ struct WarpGroup : WarpLanes {
   }
 };
 
-// Some warps of a block on one row after another. These are only moved and summed element by element: no warp waits for
-// another, and there is no sum over lanes.
+// Several warps of a block, which take one row after another. They only move rows and sum element by element: no warp
+// waits for another, and no sum over lanes exists.
 struct WarpsGroup : WarpLanes {
   int64_t index, count;
   int lane_, lanes_;
@@ -59,7 +59,7 @@ struct WarpsGroup : WarpLanes {
   __device__ int teams() const { return lanes_ / kTeamLanes; }
 };
 
-// How the peers of this build are reached; part of every launch's arguments.
+// Links to mapped peers. A Links object is part of every launch's arguments.
 struct MappedLinks {
   static constexpr bool kWarpsOnly = false, kTwoLevel = false, kOrderedSignals = true;
   uint64_t unused;
@@ -70,7 +70,7 @@ struct MappedLinks {
   }
 };
 
-// Of a launch of any number of blocks, or of one alone.
+// Machine of a launch with any number of blocks, or with exactly one.
 template <class Links, bool kOneBlock = false>
 struct CudaMachine {
   static constexpr bool kWarpsOnly = Links::kWarpsOnly, kTwoLevel = Links::kTwoLevel,
@@ -91,14 +91,15 @@ struct CudaMachine {
     return now;
   }
   __device__ void nap() const { __nanosleep(kNapNs); }
-  // Of launches that depend on each other, which GPUs have from compute capability 9.0 on. The next may begin once all
-  // blocks have come here or ended.
+  // Lets the next launch begin once all blocks have called this or ended: programmatic dependent launch, from compute
+  // capability 9.0 on.
   __device__ void let_next_begin() const {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   }
-  // Until the launch before has ended, and what it wrote can be read here; at once where it ended before this one began.
+  // Waits until the previous launch has ended and its writes are visible here; returns immediately if it had already
+  // ended.
   __device__ void await_launch_before() const {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,4 +1,4 @@
-// A network of copies, between ranks that map each other all the same: two levels can be rehearsed on one GPU, or one host.
+// Network of copies between ranks that map each other: it exercises two levels on one GPU, or one host.
 #pragma once
 
 #include "machine.h"
@@ -9,8 +9,8 @@ namespace moe_rt {
 
 struct MappedNet {
   static constexpr bool kOrderedSignals = true;
-  char* const* segments;  // [R] where each rank's segment is
-  char* mine;             // the own one: remote places are named by it
+  char* const* segments;  // [R] address of each rank's segment
+  char* mine;             // this rank's segment, whose addresses name remote places
 
   __device__ void get(const WarpGroup& group, void* here, const void* there, int64_t bytes, int pe) const {
     copy(group, static_cast<char*>(here), at(static_cast<const char*>(there), pe), bytes);
@@ -47,7 +47,7 @@ struct MappedNet {
   __device__ T* at(T* place, int pe) const {
     return reinterpret_cast<T*>(segments[pe] + (reinterpret_cast<const char*>(place) - mine));
   }
-  // In the widest vectors that divide both places and what is between them.
+  // Copies in the widest vectors that divide both addresses and the size.
   template <class Group>
   __device__ static void copy(const Group& group, char* to, const char* from, int64_t bytes) {
     const auto places = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | uint64_t(bytes);

@@ -1,13 +1,13 @@
-// Moving a row by a group of lanes: neighbouring vectors to neighbouring lanes, several under way at once.
+// Moves of a row by a group of lanes: neighbouring vectors on neighbouring lanes, with several vectors in flight.
 #pragma once
 
 #include "../protocol/core/platform.h"
 
 namespace moe_rt {
 
-inline constexpr int kVectorsAtOnce = 4;  // of a copy that a lane has under way
+inline constexpr int kVectorsAtOnce = 4;  // vectors that a lane has in flight
 
-// Reads the n vectors of a row once; sink(to_row) may call to_row(dst) for each place that they go to.
+// Reads the n vectors of a row once; sink(to_row) may call to_row(dst) for each destination.
 template <class Vector, class Group, class Sink>
 MOE_RT_FN void move_vectors(const Group& group, int n, const char* src, Sink&& sink) {
   const int step = group.lanes() * kVectorsAtOnce;
@@ -25,7 +25,7 @@ MOE_RT_FN void move_vectors(const Group& group, int n, const char* src, Sink&& s
   }
 }
 
-// How rows move as they are: by lanes, through their registers. ring.h has the other way.
+// Moves raw rows by lanes, through their registers. ring.h has the alternative.
 struct ByLanes {
   template <class Vector, class Group, class Sink>
   MOE_RT_FN void move(const Group& group, int n, const char* src, Sink&& sink) const {

@@ -5,7 +5,7 @@
 
 namespace moe_rt {
 
-// NVSHMEM's device interface as the kernels call it: blocking gets and puts by warps or blocks, the rest by a lane.
+// NVSHMEM calls of the kernels: blocking gets and puts by warps or blocks, all others by one lane.
 struct Nvshmem {
   static constexpr bool kOrderedSignals = true;
   __device__ void get(const WarpGroup&, void* here, const void* there, int64_t bytes, int pe) const {
@@ -22,7 +22,7 @@ struct Nvshmem {
   __device__ void put_signal(Header* there, const Header* here, uint64_t* signal, uint64_t seq, int pe) const {
     nvshmem_putmem_signal(there, here, sizeof(Header), nvshmem_word(signal), seq, NVSHMEM_SIGNAL_SET, pe);
   }
-  // The first word stays.
+  // The first poison word stays.
   __device__ void poison(uint64_t* there, uint64_t word, int pe) const {
     nvshmem_uint64_atomic_compare_swap(nvshmem_word(there), 0, word, pe);
   }

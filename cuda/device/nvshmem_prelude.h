@@ -1,15 +1,15 @@
 // NVSHMEM's device headers for NVRTC; the compile step includes this before a source that is linked with NVSHMEM.
 //
-// Under NVRTC, CCCL's uint64_t is `unsigned long long`. The library was built where it is `unsigned long`, so its
-// functions that take one would not be found. CCCL and the CUDA headers keep their own type and are therefore included
-// first; only NVSHMEM's text sees the other. Sources hand a signal of the protocol over through nvshmem_word.
+// Under NVRTC, CCCL's uint64_t is `unsigned long long`. The library was built with `unsigned long`, so the linker would
+// not find its functions that take a uint64_t. CCCL and the CUDA headers keep their own type and are therefore included
+// first; only NVSHMEM's text sees the other. Sources pass a signal of the protocol through nvshmem_word.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
 #error "nvshmem_prelude.h is for NVRTC only"
 #endif
 
-// Everything that NVSHMEM includes and that names uint64_t.
+// All headers that NVSHMEM includes and that name uint64_t.
 #include <cuda_awbarrier_helpers.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline_helpers.h>
@@ -49,7 +49,7 @@ using moe_rt_nvshmem_uint64_t = moe_rt::NvshmemWord;
 
 namespace moe_rt {
 
-// A signal as NVSHMEM's functions take it.
+// Converts a signal to the type that NVSHMEM's functions take.
 __device__ inline NvshmemWord* nvshmem_word(unsigned long long* word) {
   static_assert(sizeof(NvshmemWord) == sizeof(unsigned long long));
   return reinterpret_cast<NvshmemWord*>(word);

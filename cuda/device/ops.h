@@ -1,15 +1,15 @@
-// The bodies of the CUDA launches, two for each op, written for any machine of blocks and lanes: `*_send` begins the op,
+// Bodies of the CUDA launches, two for each op, written for any machine of blocks and lanes: `*_send` begins the op,
 // `*_receive` finishes it (exchange.h).
 //
 //   dispatch            dispatch_send          publish, route    | dispatch_receive          wait, index, gather
 //   combine             combine_send           push              | combine_receive           wait, reduce
 //   dispatch backward   combine_send           push, scalars     | combine_receive           wait, reduce, scalars
 //   combine backward    combine_backward_send  publish           | combine_backward_receive  wait, gather_grad
-// Between the two, `*_wait` may wait on one block: the blocks of a launch that finishes then find everything there.
-// whole_ops.h has ops in one launch, and forwarding.h what ranks do in between for those of other nodes.
-// A Machine has block(), shared(), scratch(), num_blocks(), block_index(), clock_ns(), nap(), link(), and groups of
-// lanes that move rows: warps(first), and warps(first, n) of n warps of a block each, over the launch's blocks from
-// `first` on. Neighbouring groups are of different blocks, so that a few rows are spread over all.
+// Between the two, `*_wait` may wait on one block: the blocks of the receiving launch then find all signals there.
+// whole_ops.h has ops in one launch, and forwarding.h the launches of proxies in between. A Machine has block(),
+// shared(), scratch(), num_blocks(), block_index(), clock_ns(), nap(), link(), and groups of lanes that move rows:
+// warps(first), and warps(first, n) with n warps of a block per group, over the launch's blocks from `first` on.
+// Neighbouring groups are in different blocks, so that a few rows are spread over all.
 #pragma once
 
 #include "../protocol/core/calls.h"
@@ -44,14 +44,14 @@ struct Launch {
     return {
         group, {a.code_bytes, a.scale_bytes}, static_cast<const char*>(a.scales), static_cast<char*>(a.recv_scales)};
   }
-  // fn(group, rows), as with_groups: rows(group, kind), all of which are where they belong when it returns.
+  // Calls fn(group, rows) like with_groups, with rows(group, kind). All rows have arrived when it returns.
   template <class Kind, class Fn>
   MOE_RT_FN void with_rows(int first_block, int64_t num_rows, const Kind& kind, Fn&& fn) const {
     with_groups(m, first_block, num_rows, [&](const auto& group) {
       with_moving<Kind>(m, group, dims.num_topk(), [&](const auto& moving) { fn(group, rows(group, kind, moving)); });
     });
   }
-  // How the lanes of a group reach their peers in an op that uses this window.
+  // Link of a group's lanes to their peers, in an op that uses this window.
   template <class Group>
   MOE_RT_FN auto link(const Group& group, [[maybe_unused]] int window) const {
     if constexpr (Machine::kTwoLevel) {
@@ -60,16 +60,16 @@ struct Launch {
       return m.link(group);
     }
   }
-  // Gradients travel as they are.
+  // Gradients travel raw.
   MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
-  // False where the handle is not of a dispatch of this engine with so many tokens, or rows are missing.
+  // False if the handle is not from a dispatch of this engine with this many tokens, or rows are missing.
   template <class Args>
   MOE_RT_FN bool can_follow(const RecvPlan& p, const Args& a) const {
     return p.fits(w, a.num_tokens, a.capacity) && p.head->num_rows <= a.num_rows;
   }
-  // The same answer on every lane; where it is no, the op is announced as refused.
+  // Result of can_follow, identical on every lane; if false, the op is announced as refused.
   template <class Args>
   MOE_RT_FN bool followed(const RecvPlan& p, const Args& a) const {
     if (can_follow(p, a)) return true;
@@ -82,7 +82,7 @@ struct Launch {
     header.refuse(Code::kInvalidInput, fits ? a.num_rows : 0, fits ? p.head->num_rows : 0);
   }
 
-  // `kind` is what rows(group, kind) takes.
+  // `kind` is the argument of rows(group, kind).
   template <class Kind>
   MOE_RT_FN void publish(int first_block, int window, const void* x, int64_t num_tokens, const Kind& kind) const {
     with_rows(first_block, num_tokens, kind, [&](const auto& group, const auto& moved) {
@@ -90,7 +90,7 @@ struct Launch {
     });
   }
 
-  // This rank's rows, to the ranks that they visit. Not over a network: there rows are pulled.
+  // Pushes this rank's rows to the ranks that they visit. Network peers pull rows instead.
   template <class Kind>
   MOE_RT_FN void push_tokens(int first_block, int window, const RoutingTables& tables, const ExpertIds& ids,
                              const DispatchArgs& a, const Kind& kind) const {
@@ -107,8 +107,8 @@ struct Launch {
     publish(first_block, window, a.x, a.num_tokens, kind);
   }
 
-  // How many of a launch's first blocks route: one for each tile of tokens, of an eighth of all at most, since routing a
-  // token takes far less than moving its row. There are two blocks at least.
+  // Number of a launch's first blocks that route: one for each tile of tokens, but at most an eighth of all blocks,
+  // since routing a token takes far less time than moving its row. A launch has at least two blocks.
   MOE_RT_FN int num_routers(const Tiles& tiles, int64_t num_tokens) const {
     const int64_t most = m.num_blocks() < 16 ? 1 : m.num_blocks() / 8;
     return int(smaller(Tiles::number(num_tokens, tiles.tokens), most));
@@ -145,7 +145,7 @@ struct Launch {
     header.refuse(Code::kInvalidRouting, ids_of(a)[bad], w.shape.num_experts);
   }
 
-  // No rows: later launches that are handed these outputs read and write nothing through them.
+  // Writes empty outputs: later launches that receive them read and write nothing through them.
   MOE_RT_FN void receive_nothing(const DispatchArgs& a) const {
     if (m.block_index() != 0) return;
     const Range parts = strided(m.block(), w.num_parts());
@@ -153,8 +153,8 @@ struct Launch {
     if (m.block().rank() == 0) *plan(a.recv_plan).head = {};
   }
 
-  // What a launch that finishes the op does before it reads, and nothing else: what it finds wrong it reports, and that
-  // launch does nothing then.
+  // The wait of a receiving launch, without its reads. It reports the errors that it finds, and the receiving launch
+  // then does nothing.
   MOE_RT_FN void wait(const Call& call) const {
     finish(m, w, c, call, [](uint64_t, int) {}, [] {});
   }
@@ -171,7 +171,7 @@ struct Launch {
     finish(m, w, c, call_of(a, c.tag), receive, [&] { receive_nothing(a); });
   }
 
-  // Once all have announced; lists and rows are here or with their sources.
+  // Receives a dispatch that all ranks have announced; lists and rows are in this rank's segment or at their sources.
   MOE_RT_FN void receive_tokens(const DispatchArgs& a, uint64_t seq, int window, bool pushed_lists,
                                 bool pushed_rows) const {
     const auto block = m.block();
@@ -197,7 +197,7 @@ struct Launch {
     take(a, seq, window, blocks, dims.dispatch_codec());
   }
 
-  // All that others send to this rank, as rows(group, kind) deliver it.
+  // Gathers all rows sent to this rank, as rows(group, kind) deliver them.
   template <class Kind>
   MOE_RT_FN void take(const DispatchArgs& a, uint64_t seq, int window, const Blocks& blocks, const Kind& kind) const {
     const Received<Acc> out{static_cast<char*>(a.recv_x), static_cast<Acc*>(a.recv_weights), a.capacity,
@@ -270,14 +270,14 @@ struct Launch {
     finish(m, w, c, call_of(a, c.tag, p), receive, [] {});
   }
 
-  // This rank cannot go on, as its host knows: ends every peer's waits.
+  // Ends every peer's waits, because this rank's host knows that it cannot continue.
   MOE_RT_FN void abort_group(const EndArgs& a) const {
     if (m.block_index() != 0 || m.block().rank() != 0 || !replace_acq_rel(c.state->failed, 0u, 1u)) return;
     const auto link = m.link();
     for (int r = 0; r < w.shape.num_ranks; ++r) link.poison(w, r, poison_word(Code(a.code), w.rank, -1));
   }
 
-  // Tells every peer that this rank has closed.
+  // Announces to every peer that this rank has closed.
   MOE_RT_FN void leave(const EndArgs&) const {
     const Range peers = strided(m.block(), m.block_index() == 0 ? w.shape.num_ranks : 0);
     const auto link = m.link();

@@ -1,21 +1,21 @@
-// How a rank reaches peers whose segments are not mapped: rows are fetched and delivered by gets and puts of a network.
+// Links to peers whose segments are not mapped: rows are fetched and delivered by a network's gets and puts.
 //
-// The protocol stays: a row that is needed is pulled into a staging row of the warp that wants it, a partial row is
+// The protocol is unchanged: a needed row is pulled into a staging row of the warp that needs it, a partial row is
 // summed there and put, and a signal comes last, after everything before it has arrived. Route lists, which many warps
-// read, are copied once by dispatch_fetch. forwarding.h has what goes in two levels.
+// read, are copied once by dispatch_fetch. forwarding.h has the launches for two levels.
 //
 // `Net` is NVSHMEM's device interface, NCCL's (gin_net.h), copies (mapped_net.h), or a test's. Every call names remote
-// memory by the own symmetric address of the same place. A network promises:
-//   get              by all lanes of a group, which meet around it: what is there is here when it returns
-//   put              as get: its source may be written again when it returns
-//   put_value        a word of 4 or 8 bytes, by one lane
-//   before_signals   what this lane knows to have been put arrives before any signal that it, or whom it tells, puts later
-//   put_signal       a header, and then the signal, which becomes seq from seq - 1
-//   mark             a word of one writer, which was zero, is not any more
-//   fence, quiet     so do signals before what is put behind a fence, and before marks that are put behind a quiet; unless
-//                    kOrderedSignals is false: then so do their headers, and readers look there (DeviceIdle)
-//   quiet            besides, what was handed over needs the rank's own memory no more
-//   poison           a word that was zero is not from now on: it is this one, or another rank's
+// memory by this rank's symmetric address of the same place. A network guarantees:
+//   get              all lanes of a group call it and sync around it; the data is here when it returns
+//   put              called like get; its source may be overwritten when it returns
+//   put_value        one lane puts a word of 4 or 8 bytes
+//   before_signals   puts that this lane knows of arrive before later signals of this lane and of lanes synced after it
+//   put_signal       puts a header, then changes the signal from seq - 1 to seq
+//   mark             makes a word of one writer, which was zero, non-zero
+//   fence, quiet     signals arrive before what is put after a fence, and before marks that are put after a quiet. If
+//                    kOrderedSignals is false, only their headers do, and readers check those (DeviceIdle)
+//   quiet            also: the network no longer reads this rank's memory for earlier requests
+//   poison           makes a word non-zero and keeps it so: the value is this word, or another rank's
 #pragma once
 
 #include "ops.h"
@@ -30,7 +30,7 @@ class RdmaLink {
 
   MOE_RT_FN const char* source_row(const World& w, int peer, int64_t offset, int64_t bytes) const {
     if (w.base[peer]) return w.at<const char>(peer, offset);
-    group_.sync();  // lanes may still read the row before
+    group_.sync();  // lanes may still read the previous row
     net_.get(group_, row_, memory_.segment + offset, bytes, peer);
     network_fence();
     group_.sync();
@@ -54,8 +54,8 @@ class RdmaLink {
       net_.put_value(reinterpret_cast<T*>(memory_.segment + offset), value, peer);
     }
   }
-  // What the whole group has put comes before the op's signals: one lane sees to it for all that its rank has handed to
-  // the network so far, once the others have handed over theirs.
+  // Makes everything that the whole group has put arrive before the op's signals: once the other lanes have handed over
+  // theirs, one lane orders all that its rank has handed to the network so far.
   MOE_RT_FN void flush() const {
     group_.sync();
     if (group_.leader()) net_.before_signals();
@@ -68,7 +68,7 @@ class RdmaLink {
   char* row_;
 };
 
-// The same for one lane that announces, poisons or leaves.
+// Link of one lane that announces, poisons or closes.
 template <class Net>
 class RdmaSignals {
  public:
@@ -83,7 +83,7 @@ class RdmaSignals {
     out = header;
     network_fence();
     Mailbox& there = mailbox(w, kind);
-    net_.fence();  // after the last signal: of two that nothing orders, the older one may arrive last and stay
+    net_.fence();  // after the last signal: of two unordered signals the older may arrive last and stay
     net_.put_signal(&there.header[header.seq & 1], &out, &there.signal, header.seq, peer);
   }
   MOE_RT_FN void poison(const World& w, int peer, uint64_t word) const {
@@ -97,10 +97,10 @@ class RdmaSignals {
     if (w.base[peer]) {
       mapped_.close(w, peer);
     } else {
-      net_.quiet();  // the last signals first
+      net_.quiet();  // the last signals arrive first
       net_.mark(&mailbox(w, Kind::kDispatch).closed, peer);
       net_.mark(&mailbox(w, Kind::kCombine).closed, peer);
-      net_.quiet();  // before the segment may go
+      net_.quiet();  // the segment may be unmapped afterwards
     }
   }
 
@@ -125,8 +125,8 @@ struct RdmaLinks {
   }
 };
 
-// The entries [first, end) of a list, if that is a range of a list of `size`: what else may stand there is judged by
-// the launch that reads it.
+// Fetches the entries [first, end) of a list, if that is a range of a list of `size`. Other contents of the destination
+// are validated by the launch that reads it.
 template <class Machine, class T>
 MOE_RT_FN void fetch_entries(const Machine& m, const T* list, const char* there, int64_t first, int64_t end,
                              int64_t size, int source) {
@@ -135,8 +135,8 @@ MOE_RT_FN void fetch_entries(const Machine& m, const T* list, const char* there,
   m.links.net.get(m.block(), here, there + first * int64_t{sizeof(T)}, (end - first) * int64_t{sizeof(T)}, source);
 }
 
-// Copies what unmapped sources list for this rank, a block for each source: before dispatch_receive, which looks at the
-// signals again and judges.
+// Copies the lists of unmapped sources for this rank, one source per block. It precedes dispatch_receive, which reads
+// the signals again and judges the headers.
 template <class Dims, class Elem, class Machine>
 MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const DispatchArgs& a) {
   using Acc = typename Elem::Acc;
@@ -154,8 +154,8 @@ MOE_RT_FN void fetch_lists(const Launch<Dims, Elem, Machine>& launch, const Disp
     if (w.base[source]) continue;
     if (block.rank() == 0) {
       const Status s = wait_for(idle, w, Kind::kDispatch, ours, source);
-      // The next launch judges refusals, of all peers at once. Anything else ends the group here: of a peer whose signal
-      // comes after this wait, that launch would take lists that nobody fetched.
+      // The next launch judges refusals of all peers together. Any other error ends the group here: if a peer's signal
+      // arrived after this wait, that launch would take lists that were never fetched.
       if (!s.ok() && !is_refusal(s.code)) fail(w, c, s, m.link());
       m.shared().flag = s.ok();
     }

@@ -1,8 +1,8 @@
-// The GPU's row primitives: a group of lanes moves or sums one row in vectors of up to 16 bytes.
+// Row primitives of the GPU: a group of lanes moves or sums one row in vectors of up to 16 bytes.
 //
-// Lanes take neighbouring vectors, several at once, so that many loads are under way before the first is used. Sums are
-// taken in the accumulator type, in the order given, and rounded once: the bits of the CPU engine. Coded rows
-// (protocol/core/codec.h) go sixteen elements to a lane: coded_rows.h.
+// Neighbouring lanes take neighbouring vectors, several each, so that many loads are in flight before the first is
+// used. Sums are in the accumulator type, in the order given, and rounded once: the bits of the CPU engine. Lanes take
+// sixteen elements each of coded rows (protocol/core/codec.h): coded_rows.h.
 #pragma once
 
 #include "../protocol/core/dims.h"
@@ -13,7 +13,7 @@
 
 namespace moe_rt {
 
-// The widest vector that divides every row; run-time sizes are known too late to choose one.
+// Widest vector that divides every row. Run-time sizes are known too late to choose one.
 template <class Dims>
 struct VectorBytes {
   MOE_RT_FN static constexpr int of(int elem_bytes) { return elem_bytes; }
@@ -32,7 +32,7 @@ struct alignas(sizeof(ElemType) * kNum) RowVector {
   ElemType elem[kNum];
 };
 
-// Pieces of rows as they are: a vector each.
+// Pieces of raw rows: a vector each.
 template <class Elem, int kElems>
 struct VectorFormat {
   using Acc = typename Elem::Acc;
@@ -61,7 +61,8 @@ struct DeviceRows {
   MOE_RT_FN int64_t tensor_row_bytes() const { return int64_t{dims.hidden()} * int64_t{sizeof(Elem)}; }
   MOE_RT_FN int64_t encoded_row_bytes() const { return codec_row_bytes(codec, dims.hidden(), sizeof(Elem)); }
   MOE_RT_FN bool coded() const { return codec != Codec::kRaw; }
-  // Before lanes read a row that they have written, or write it again: of a row that is not coded each has its own pieces.
+  // Must be called before lanes read a row that they have written, or overwrite it. Each lane of a raw row only uses
+  // its own pieces, so it needs no sync.
   MOE_RT_FN void meet() const {
     if (codec != Codec::kRaw) group.sync();
   }
@@ -77,7 +78,7 @@ struct DeviceRows {
     publish_to(x + row * tensor_row_bytes(), row, [&](auto&& put) { put(dst); });
   }
 
-  // The row at src to each place that each_place gives to its argument; it is read and coded once.
+  // Writes the row at src to each place that each_place passes to its argument; it is read and encoded once.
   template <class EachPlace>
   MOE_RT_FN void publish_to(const char* src, int64_t, EachPlace&& each_place) const {
     if (codec != Codec::kRaw) {
@@ -92,7 +93,7 @@ struct DeviceRows {
     for (int at = group.lane(); at < num_vectors(); at += group.lanes()) dst[at] = Vector{};
   }
 
-  // One row to n rows of `to`; those that are negative are left out. It is read once.
+  // Writes one row to n rows of `to`, skipping negative ones. It is read once.
   MOE_RT_FN void spread(char* to, const int32_t* rows, int n, const char* src) const {
     const auto each_row = [&](auto&& put) {
       for_topk<Dims>(n, [&](int i) {
@@ -124,8 +125,8 @@ struct DeviceRows {
     }
   }
 
-  // Row rows[i] of dst = weights[i] * g and dots[i] = <g, that row of y>, on every lane, but where rows[i] is negative.
-  // g is read once. Two tensors and their rows take fewer registers than as many addresses.
+  // Row rows[i] of dst = weights[i] * g and dots[i] = <g, that row of y> on every lane, except for negative rows[i]. g
+  // is read once. Two tensors and row indices take fewer registers than the same number of addresses.
   MOE_RT_FN void scale_dots(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g, Acc* dots,
                             int n) const {
     with_count<smaller(kRowsOfDots, Dims::kTopkBound)>(n, [&](auto count) {
@@ -140,9 +141,9 @@ struct DeviceRows {
   static constexpr int kRowsOfDots = 4;
   MOE_RT_FN static Acc one(int, bool) { return 1; }
 
-  // Each lane's part of the dots: of g and kRows rows, several vectors of each where rows are few, all are loaded before
-  // the first is used. Where there may be more rows, so many after so many. Without branches but around loads and stores,
-  // as sums (sums.h).
+  // Each lane's part of the dots of g and kRows rows, with several vectors of each if rows are few. It loads all
+  // vectors before it uses the first, and takes kRows rows at a time if there are more. Only loads and stores have
+  // branches, as in sums.h.
   template <int kRows, class Bound>
   MOE_RT_FN void scale_together(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g,
                                 Acc* dots, int n) const {
@@ -196,8 +197,8 @@ struct DeviceRows {
   MOE_RT_FN int64_t scales_at() const { return codec_parts(dims.hidden()).scales_at(); }
   MOE_RT_FN int num_pieces() const { return dims.hidden() / kCodesAtOnce; }
 
-  // The coded sum of weight(i) * srcs[i], of which Bound::kTopkBound are the most, to each place that each_place gives
-  // to its argument.
+  // Writes the coded sum of weight(i) * srcs[i], of at most Bound::kTopkBound sources, to each place that each_place
+  // passes to its argument.
   template <class Bound, class EachPlace, class WeightOf>
   MOE_RT_FN void encode(EachPlace&& each_place, const char* const* srcs, WeightOf&& weight, int n) const {
     if constexpr (Group::kTeamLanes % kLanesOfBlock == 0) {
@@ -218,7 +219,7 @@ struct DeviceRows {
     });
   }
 
-  // The sum of coded rows, of which Bound::kTopkBound are the most, to each row that each_row gives to its argument.
+  // Writes the sum of at most Bound::kTopkBound coded rows to each row that each_row passes to its argument.
   template <class Bound, class EachRow>
   MOE_RT_FN void decode(const char* const* srcs, int n, EachRow&& each_row) const {
     if (dims.hidden() % kCodesAtOnce == 0) {

@@ -1,7 +1,7 @@
-// Rows of two tensors, codes and their scales, which dispatch moves as bytes: what they say is for experts to read.
+// Rows of two tensors, codes and their scales, which dispatch moves as bytes: only experts interpret them.
 //
-// How long they are is known when a call is made, so each part goes in the widest of three vectors that divides it:
-// its rows then begin at multiples of that, in tensors and in windows.
+// Their sizes are known when a call is made, so each part goes in the widest of three vectors that divides it: its rows
+// then begin at multiples of that vector, in tensors and in windows.
 #pragma once
 
 #include "../protocol/core/codec.h"
@@ -14,7 +14,7 @@ struct alignas(16) FourWords {
   uint32_t words[4];
 };
 
-// fn(vector, n): an example of the vector of which n are so many bytes.
+// Calls fn(vector, n) with a value of the vector type of which n make up `bytes` bytes.
 template <class Fn>
 MOE_RT_FN void with_vectors(int64_t bytes, Fn&& fn) {
   if (bytes % 16 == 0) {
@@ -26,7 +26,8 @@ MOE_RT_FN void with_vectors(int64_t bytes, Fn&& fn) {
   }
 }
 
-// As DeviceRows for dispatch: `x` and `to` of its calls are codes, and the rows of the same number here are their scales.
+// Interface of DeviceRows for dispatch: `x` and `to` of its calls are codes, and rows of the same index here are their
+// scales.
 template <class Dims, class Group>
 struct DeviceScaledRows {
   Group group;
@@ -39,7 +40,7 @@ struct DeviceScaledRows {
   MOE_RT_FN void publish(char* dst, const char* x, int64_t row) const {
     publish_to(x + row * parts.code_bytes, row, [&](auto&& put) { put(dst); });
   }
-  // The codes at src, and the scales of that row, to each place that each_place gives to its argument.
+  // Writes the codes at src, and the scales of that row, to each place that each_place passes to its argument.
   template <class EachPlace>
   MOE_RT_FN void publish_to(const char* src, int64_t row, EachPlace&& each_place) const {
     move_part(src, parts.code_bytes, each_place);

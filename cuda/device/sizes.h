@@ -1,4 +1,4 @@
-// How much memory launches need besides their tensors, and the tokens of a routing tile: the same for host and device.
+// Memory that launches need in addition to their tensors, and tokens of a routing tile, identical on host and device.
 #pragma once
 
 #include "../protocol/flat/index.h"
@@ -6,12 +6,12 @@
 
 namespace moe_rt {
 
-// What every GPU grants a block without asking, less what the frame keeps for itself.
+// Shared memory that every GPU grants a block without opt-in, less the bytes that the frame uses.
 inline constexpr int64_t kScratchBytes = 48 * 1024 - 64;
 static_assert(kScratchBytes / 8 <= kMaxPlaces, "an expert takes a set of bits and a count, and fits an entry");
 
-// Two entries per lane, or fewer where experts and ranks leave no room for that many: few steps, and small batches are
-// one tile. Whole words of bits where there are more tokens than one has.
+// Tokens of a tile: two entries per lane, or fewer if experts and ranks leave too little space, so that steps are few
+// and small batches are one tile. A tile of more than 32 tokens fills whole words of bits.
 MOE_RT_FN int32_t tile_for(int32_t lanes, const Shape& s) {
   int32_t tokens = 2 * lanes / s.num_topk;
   if (tokens > 32) tokens -= tokens % 32;
@@ -19,18 +19,18 @@ MOE_RT_FN int32_t tile_for(int32_t lanes, const Shape& s) {
   return tokens > 1 ? tokens : 1;
 }
 
-// Tokens of a rank, at most, in a buffer whose ops are whole: one launch of one block (whole_ops.h). By estimate one block
-// is faster than two launches of many for so few (docs/cuda.md).
+// Maximum tokens of a rank in a buffer whose ops are whole: one launch of one block (whole_ops.h). By estimate one
+// block is faster than two launches of many for that few tokens (docs/cuda.md).
 inline constexpr int32_t kWholeTokens = 2;
 
-// What the block of a whole op has copied: the tables that routing reads and the op's short inputs, so that they come
-// in one trip to memory. Its routing tile lies before.
+// Copies that the block of a whole op makes: the tables that routing reads and the op's short inputs, loaded in one
+// round trip to memory. They follow the block's routing tile.
 template <class Weight>
 struct WholeScratch {
   char** base;       // [R]
   Weight* weights;   // [kWholeTokens][K]
   int32_t* entries;  // [E]
-  int32_t* ids;      // [kWholeTokens][K]; or of combine, its send plan
+  int32_t* ids;      // [kWholeTokens][K]; or combine's send plan
 
   MOE_RT_FN static int64_t tile_ints(const Shape& s) { return round_up(Tiles::num_ints(s, kWholeTokens), 4); }
   MOE_RT_FN static int64_t num_ints(const Shape& s) {
@@ -47,7 +47,7 @@ struct WholeScratch {
   }
 };
 
-// As kWholeTokens, or none where a block has no room for the copies.
+// kWholeTokens, or 0 if a block has no space for the copies or rows cannot be pushed.
 MOE_RT_FN int32_t whole_tokens(const Shape& s) {
   const int64_t ints = s.acc_bytes == 8 ? WholeScratch<double>::num_ints(s) : WholeScratch<float>::num_ints(s);
   return ints * 4 > kScratchBytes || s.num_pushed_rows < s.num_max_tokens ? 0 : kWholeTokens;
@@ -60,18 +60,18 @@ MOE_RT_FN int64_t scratch_bytes(const World& w, int32_t lanes) {
   return 4 * larger(larger(tiles, blocks), whole);
 }
 
-// Symmetric memory of this rank besides its segment, and the segment as the network knows it.
+// Symmetric memory of this rank in addition to its segment, and the segment's address in the network.
 struct NetworkMemory {
   char* segment;
-  Header* outbox;  // [kinds][R][2] headers on their way
-  char* staging;   // rows for each warp of a launch
+  Header* outbox;  // [kinds][R][2] headers being sent
+  char* staging;   // staging rows of each warp of a launch
   int64_t warp_bytes;
   MOE_RT_FN char* scratch_of(int64_t warp) const { return staging + warp * warp_bytes; }
 };
 static_assert(sizeof(NetworkMemory) == 32, "the host's layout");
 
-// What the host knows of NCCL's network, for gin_net.h: a communicator in this GPU's memory, the windows of the rank's
-// segment and of its other symmetric memory, and where they begin.
+// Handles of NCCL's network, for gin_net.h: a communicator in this GPU's memory, the windows of the rank's segment and
+// of its other symmetric memory, and the addresses of both.
 struct GinHandles {
   const void* comm;
   void *segment_window, *memory_window;
@@ -79,11 +79,11 @@ struct GinHandles {
   int64_t segment_bytes;
 };
 
-// Symmetric memory that reaching unmapped peers takes: headers on their way, a staging row for each warp of a launch,
-// and for each peer room for what its route lists say. In two levels a warp has two rows, a sum and its codes, and lists
-// are staged in the segments.
+// Symmetric memory for reaching unmapped peers: headers being sent, a staging row for each warp of a launch, and space
+// for each peer's route lists. In two levels a warp has two rows, a sum and its codes, and lists are staged in the
+// segments.
 struct NetworkLayout {
-  int64_t staging, warp_bytes, mirrors, mirror_bytes, bytes;  // the headers are at 0
+  int64_t staging, warp_bytes, mirrors, mirror_bytes, bytes;  // offsets and sizes in bytes; the headers are at 0
 
   MOE_RT_FN static NetworkLayout make(const Shape& s, int64_t num_warps) {
     const Layout::Window window = Layout::make(s).window[0];

@@ -1,17 +1,17 @@
-// Sums of several rows by a group of lanes: what a lane needs of all of them is loaded before the first is used.
+// Sums of several rows by a group of lanes: a lane loads its part of all rows before it uses the first.
 //
-// A lane takes a row piece by piece. A Format says what that is: Format::Piece, as it lies in memory, of kSize elements;
-// load(row, at), the piece of that number; widen(piece, x), its elements; kAtOnce, how many pieces a lane has under way; and
-// kTogether, of how many rows at most: registers are few. Elements are added in the order of the rows, so that changes no
-// bit.
+// A lane takes a row piece by piece, as a Format defines: Format::Piece, the in-memory form, of kSize elements;
+// load(row, at), the piece with index `at`; widen(piece, x), its elements; kAtOnce, the number of pieces that a lane
+// has in flight; kTogether, the maximum number of rows, since registers are few. Elements are added in the order of the
+// rows, so these numbers change no bit.
 #pragma once
 
 #include "../protocol/core/dims.h"
 
 namespace moe_rt {
 
-// Bytes as they were loaded, in whole words: a GPU would take elements of 16 bits apart when they arrive, and so wait for
-// them. Rows of fewer bytes, and elements that are no plain bits, stay what they are.
+// Loaded bytes, in whole words: a GPU would unpack 16-bit elements when they arrive, and so wait for them. Vectors of
+// fewer bytes, and elements that are not plain bits, stay unchanged.
 template <int kBytes>
 struct alignas(kBytes) Words {
   uint32_t words[kBytes / 4];
@@ -43,14 +43,14 @@ struct Count {
   static constexpr int value = kValue;
 };
 
-// The most rows of a sum, where they are fewer than a token's experts.
+// Maximum number of rows of a sum, if it is below a token's experts.
 template <int kMost>
 struct AtMost {
   static constexpr int kTopkBound = kMost;
   static constexpr bool kUnrolled = true;
 };
 
-// fn(count), a Count of 1, 2, 4 ... or kMost: the first that n does not exceed, or kMost.
+// Calls fn(count) with a Count of 1, 2, 4 ... or kMost: the first that n does not exceed, or kMost.
 template <int kMost, int kLeast = 1, class Fn>
 MOE_RT_FN void with_count(int n, Fn&& fn) {
   if constexpr (kLeast < kMost) {
@@ -59,7 +59,7 @@ MOE_RT_FN void with_count(int n, Fn&& fn) {
   fn(Count<kLeast>{});
 }
 
-// The pieces of up to kSources rows that a lane has under way, kEach of each.
+// Pieces of up to kSources rows that a lane has in flight, kEach of each.
 template <int kSources, int kEach, class Format, class Group>
 struct Pieces {
   const Group& group;
@@ -70,7 +70,7 @@ struct Pieces {
   MOE_RT_FN Pieces(const Group& g, const Format& f, int from, int num)
       : group(g), format(f), first(from), num_pieces(num) {}
   MOE_RT_FN int at(int e) const { return first + e * group.lanes(); }
-  // `has(i)`: whether there is a source i, which is srcs[i].
+  // has(i): true if source i exists, which is srcs[i].
   template <class Has>
   MOE_RT_FN void load(const char* const* srcs, Has&& has) {
     unrolled<kSources>([&](int i) {
@@ -81,8 +81,8 @@ struct Pieces {
       });
     });
   }
-  // Without branches, so that no compiler moves a use up to its load: what is not there adds zero times zero, and a sum
-  // that began at zero is never the negative one.
+  // No branches, so that no compiler moves a use up to its load: a missing source adds zero times zero, and a sum that
+  // began at zero is never the negative one.
   template <class Acc, class Has, class WeightOf>
   MOE_RT_FN void add(Acc* sum, int e, Has&& has, WeightOf&& weight) const {
     unrolled<kSources>([&](int i) {
@@ -94,9 +94,9 @@ struct Pieces {
   }
 };
 
-// Calls use(at, sum) for every piece of the sum of weight(i, true) * srcs[i], i < n. Sources that are nullptr are not read
-// and add nothing: weight(i, false) is finite for them. The lanes of a warp stay together and all call it, also for pieces past the last, which are zeros: so it
-// may exchange words.
+// Calls use(at, sum) for every piece of the sum of weight(i, true) * srcs[i], i < n. Sources that are nullptr are not
+// read and add nothing: weight(i, false) must be finite. The lanes of a warp stay together and all call `use`, also for
+// pieces past the last, which are zeros, so `use` may exchange words between lanes.
 template <class Dims, class Format, class Group, class WeightOf, class Use>
 MOE_RT_FN void sum_rows(const Group& group, const Format& format, int num_pieces, const char* const* srcs,
                         WeightOf&& weight, int n, Use&& use) {
@@ -116,7 +116,7 @@ MOE_RT_FN void sum_rows(const Group& group, const Format& format, int num_pieces
           some.add(sum, e, has, weight);
           use(some.at(e), sum);
         });
-      } else {  // more than are loaded together: so many after so many
+      } else {  // more than are loaded together: kSources at a time
         Acc sum[Format::kSize] = {};
         for_topk<Dims, kSources>(n, [&](int start) {
           const auto has = [&](int i) { return start + i < Dims::kTopkBound && start + i < n && srcs[start + i]; };

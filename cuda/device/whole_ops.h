@@ -1,22 +1,23 @@
 // A dispatch or a combine of very few tokens in one launch of one block, which sends, announces, waits and receives.
 //
-// Two launches are for rows on all multiprocessors. With a token or two, time goes by between launches and for one access
-// after another; so one block does both halves (ops.h), and what they would ask memory for in turn it loads at the start.
-// It has no other block of its launch to wait for: its peers' sending, in whatever launches, needs none of its room.
+// Two launches serve rows on all multiprocessors. With one or two tokens, the time goes to the gap between launches and
+// to dependent memory accesses. So one block does both halves (ops.h), and loads at the start what they would read one
+// after another. It waits for no other block of its launch, and its peers' sending launches do not need its
+// multiprocessor.
 #pragma once
 
 #include "ops.h"
 
 namespace moe_rt {
 
-// Copies, by all lanes, what a dispatch looks up while it routes; they meet before it is read. Every load of a lane is
-// issued before the first is needed. An id that is none stays none, whatever its bits.
+// Copies what a dispatch looks up while it routes; all lanes call it and sync before they read the copies. Every load
+// of a lane is issued before the first is needed. An invalid id stays invalid, whatever its bits.
 template <class Weight, class Coop>
 MOE_RT_FN void copy_inputs(const Coop& coop, const World& w, const DispatchArgs& a, const WholeScratch<Weight>& to) {
   const Shape& s = w.shape;
   const ExpertIds ids = ids_of(a);
   const auto* const weights = static_cast<const Weight*>(a.topk_weights);
-  const int64_t entries = a.num_tokens * s.num_topk, tables = s.num_experts;  // no fewer than ranks
+  const int64_t entries = a.num_tokens * s.num_topk, tables = s.num_experts;  // at least the number of ranks
   const Range all = strided(coop, larger(entries, tables));
   for (int64_t i = all.begin; i < all.end; i += all.step) {
     const int64_t id = i < entries ? ids[i] : -1;
@@ -29,7 +30,7 @@ MOE_RT_FN void copy_inputs(const Coop& coop, const World& w, const DispatchArgs&
   }
 }
 
-// In a buffer for at most whole_tokens (sizes.h).
+// Requires a buffer for at most whole_tokens (sizes.h).
 template <class Dims, class Elem, class Machine>
 MOE_RT_FN void dispatch_whole(const Launch<Dims, Elem, Machine>& launch, const DispatchArgs& a) {
   using Acc = typename Elem::Acc;
@@ -41,7 +42,7 @@ MOE_RT_FN void dispatch_whole(const Launch<Dims, Elem, Machine>& launch, const D
   const auto copied = WholeScratch<Acc>::view(m.scratch(), w.shape);
   copy_inputs(m.block(), w, a, copied);
   if (m.block().rank() == 0) m.shared().bad_entry = kNoBadEntry;
-  if (!healthy(m, c)) return launch.receive_nothing(a);  // lanes have met: the copies are there
+  if (!healthy(m, c)) return launch.receive_nothing(a);  // lanes have synchronised: the copies are there
   const RoutingTables tables{copied.entries, copied.base, w.shape.num_experts};
   const ExpertIds ids{copied.ids, true};
   if (a.scaled.row_format) {
@@ -83,7 +84,7 @@ MOE_RT_FN void combine_whole(const Launch<Dims, Elem, Machine>& launch, const Co
   int32_t* const send_plan = WholeScratch<typename Elem::Acc>::view(m.scratch(), w.shape).ids;
   const Range entries = strided(m.block(), a.num_tokens * w.shape.num_topk);
   for (int64_t i = entries.begin; i < entries.end; i += entries.step) send_plan[i] = a.send_plan[i];
-  if (!healthy(m, c)) return;  // lanes have met: the copy is there
+  if (!healthy(m, c)) return;  // lanes have synchronised: the copy is there
   if (follows) launch.send_partials(a, p, turn.window);
   streaming_store_fence();
   m.block().sync();  // every lane's partials come before the signal

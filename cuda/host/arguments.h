@@ -1,7 +1,7 @@
-// Structs of arguments for Python: a class whose constructor takes every field by its name, and no other way.
+// Python bindings of argument structs: each class has a constructor that takes every field by name, and only by name.
 //
-// The CPU engine reads such an object, and a CUDA launch copies the struct from its address. A field without a name here
-// does not compile; one that a caller forgets, or that does not exist, is a TypeError.
+// The CPU engine reads such an object, and a CUDA launch copies the struct from its address. A field without a name
+// here does not compile; one that a caller omits, or that does not exist, raises TypeError.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,7 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// What Python gives for a field: an address for a pointer, an integer for an enumerator.
+// Python's representation of a field: an address for a pointer, an integer for an enumerator.
 template <class T>
 using Word = std::conditional_t<std::is_pointer_v<T>, Address, std::conditional_t<std::is_enum_v<T>, int32_t, T>>;
 
@@ -53,11 +53,11 @@ constexpr int num_fields() {
   }
 }
 
-// Fields that are zero until a property sets them.
+// Number of fields that are zero until a property sets them.
 template <class Args>
 constexpr int kSetLater = 0;
 
-// `address` is that of the struct, as long as the object lives.
+// `address` is the struct's address, valid for the object's lifetime.
 template <class Args, class... Ts>
 nanobind::class_<Args> bind_arguments(nanobind::module_& m, const char* name, Field<Args, Ts>... fields) {
   static_assert(num_fields<Args>() == sizeof...(Ts) + kSetLater<Args>, "every field has a name");

@@ -1,6 +1,6 @@
-// moe_rt._engine: the CPU engine for Python. Tensors come as addresses, so that a call costs well under a microsecond;
-// moe_rt/native gives them shapes. The GIL is released for the whole of every op, waits included, but for the moments in
-// which a long wait lets Python handle signals.
+// moe_rt._engine: the CPU engine for Python. Tensors are passed as addresses, so that a call costs well under 1 us;
+// moe_rt/native gives them shapes. The GIL is released during the whole op, waits included, except when a long wait
+// lets Python handle signals.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -29,8 +29,8 @@ void bind_network(nb::module_& m);  // network_bindings.cpp
 
 namespace {
 
-// Runs the handlers of signals that have come, as Python does it in its main thread alone. True when one has raised.
-// Other threads do not ask: for the GIL they might wait long, and in vain.
+// Runs the handlers of pending signals, which Python does only in its main thread. True if one has raised. Other
+// threads return immediately: they would wait for the GIL without any effect.
 bool interrupted() {
   if (syscall(SYS_gettid) != getpid()) return false;
   const nb::gil_scoped_acquire gil;
@@ -49,14 +49,15 @@ Status run(Fn&& op) {
   return status;
 }
 
-// The same for an op that nearly always goes well: no object says so, as making it and asking it takes long.
+// Like run, for an op that nearly always succeeds: success returns no object, because creating and checking one is
+// slow.
 template <class Fn>
 std::optional<Status> failure_of(Fn&& op) {
   const Status status = run(op);
   return status.ok() ? std::nullopt : std::optional(status);
 }
 
-// The engine starts threads, which the system may refuse: an OSError then.
+// Raises OSError if the system refuses the engine's threads.
 void make_engine(Engine* self, EngineConfig config) {
   try {
     new (self) Engine(std::move(config));
@@ -70,7 +71,8 @@ void make_engine(Engine* self, EngineConfig config) {
 }  // namespace
 
 NB_MODULE(_engine, m) {
-  // FSDP keeps modules, and so their engines, past the interpreter's end; leaving a group does not depend on that.
+  // FSDP keeps modules, and so their engines, past the interpreter's end; leaving a group does not depend on
+  // destructors.
   nb::set_leak_warnings(false);
 
   m.attr("MAX_TOPK") = kMaxTopk;
@@ -124,7 +126,7 @@ NB_MODULE(_engine, m) {
           "recv_ids_at", [](const Shape& s, int num_local) { return RecvPlan::ids_at(s, num_local); },
           nb::arg("num_local"));
 
-  // Enumerators travel as integers; moe_rt/errors.py names them and a test compares the two.
+  // Enumerators are passed as integers; moe_rt/errors.py names them and a test compares the two.
   nb::class_<Status>(m, "Status")
       .def_prop_ro("code", [](const Status& s) { return static_cast<int>(s.code); })
       .def_prop_ro("op", [](const Status& s) { return static_cast<int>(s.op); })
@@ -208,7 +210,7 @@ NB_MODULE(_engine, m) {
           nb::arg("dispatch_codec"), nb::arg("combine_codec"), nb::arg("drop_overflow"), nb::arg("num_lanes"),
           nb::arg("isa"), nb::arg("fault"), nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"),
           nb::arg("network").none())
-      // By position, as nanobind finds these fastest: what has many fields is in the arguments.
+      // Arguments are positional, which nanobind parses fastest; calls with many fields pass them in the args objects.
       .def(
           "dispatch",
           [](Engine& e, const DispatchArgs& args, uint32_t tag) {
@@ -268,7 +270,7 @@ NB_MODULE(_engine, m) {
       },
       nb::arg("descriptor"));
 
-  // One row op on its own, for tests and benchmarks of the instruction sets: float accumulators, any element type.
+  // One row op by itself, for tests and benchmarks of the instruction sets: float accumulators, any element type.
   m.def(
       "weighted_sum",
       [](const std::string& isa, int elem, Address dst, const std::vector<Address>& srcs,

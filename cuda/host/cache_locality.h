@@ -1,6 +1,6 @@
-// Which peers share a cache with this rank: told by how long a line takes to read that a peer has just written, 10 to
-// 20 ns if they do and 100 or more if not (docs/log.md). What the system says of caches is not asked: the cores of a
-// virtual machine may be anywhere, and a minute later elsewhere.
+// Detection of peers that share a cache with this rank, by the time to read a line that a peer has just written: 10 to
+// 20 ns with a shared cache and 100 or more without (docs/log.md). The system's description of caches is not used: the
+// cores of a virtual machine may be anywhere, and move at any time.
 #pragma once
 
 #include <algorithm>
@@ -11,27 +11,27 @@
 
 namespace moe_rt {
 
-constexpr double kNearNs = 60;  // between the two, as far as we know
+constexpr double kNearNs = 60;  // between the two measured ranges
 
 class CacheLocality {
  public:
-  // A peer is near until a line of its takes longer than `near_ns`.
-  // `num_far` have no memory in common with this rank, and never look near.
+  // A peer counts as near until one of its lines takes longer than `near_ns`. `num_far` ranks share no memory with this
+  // rank and are never near.
   CacheLocality(int num_ranks, int num_far, int rank, double near_ns)
       : line_latency_ns_(num_ranks), near_ns_(near_ns), num_far_(num_far), peer_(rank) {
     for (int i = 0; i < 16; ++i) clock_ns_ = std::min(clock_ns_, since(Clock::now()));
   }
 
-  // Once all peers have announced a dispatch: times reads of one peer's list, of lines for this rank alone, another
-  // peer's at each call. False where there are none.
+  // Times reads of one peer's list, of lines written for this rank only, another peer at each call. Requires that all
+  // peers have announced a dispatch. False if no such line exists.
   bool look(const World& w, int window) {
     const int num_ranks = w.shape.num_ranks;
     peer_ = (peer_ + 1) % num_ranks;
     if (peer_ == w.rank) peer_ = (peer_ + 1) % num_ranks;
-    if (peer_ == w.rank || !w.base[peer_]) return false;  // there is no peer, or nothing of it is read here
+    if (peer_ == w.rank || !w.base[peer_]) return false;  // no peer, or its memory is not mapped
     const auto lists = RouteLists<float>::view(w, peer_, window);
     const int64_t first = lists.pull_offs[w.rank], end = lists.pull_offs[w.rank + 1];
-    // The source's word, which nobody has judged yet.
+    // These values come from the source and are not validated yet.
     if (first < 0 || end <= first || end > int64_t{w.shape.num_max_tokens} * w.shape.num_visits()) return false;
     const double ns = time_line(lists.pulls.start + first, end - first);
     double& known = line_latency_ns_[peer_];
@@ -44,20 +44,22 @@ class CacheLocality {
     const auto near = [&](double ns) { return ns <= near_ns_; };
     return static_cast<int>(std::count_if(line_latency_ns_.begin(), line_latency_ns_.end(), near)) - num_far_;
   }
-  // [R] what a line of each peer takes, as far as is known; 0 where nothing is.
+  // [R] latency of each peer's lines in ns, or 0 if unknown.
   const std::vector<double>& line_latency_ns() const { return line_latency_ns_; }
 
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr int64_t kPullsOfLine = 64 / sizeof(Pull);
-  // A line that has left its writer's cache for memory takes long, too: what is believed of a peer rises no faster.
+  // A line that its writer's cache has evicted to memory is slow as well, so a peer's known latency rises by at most
+  // this factor.
   static constexpr double kRise = 1.5, kShortest = 10;
 
   static double since(Clock::time_point start) {
     return std::chrono::duration<double, std::nano>(Clock::now() - start).count();
   }
 
-  // The median of three, in no order that a prefetcher would know and no two of a pair of lines; or the only one.
+  // Median of three reads, in an order that no prefetcher predicts and not two from one pair of lines; or the only
+  // read.
   double time_line(const Pull* pulls, int64_t num_pulls) const {
     constexpr int kPlaces[] = {1, 5, 3};
     const int64_t eighth = num_pulls / kPullsOfLine / 8 * kPullsOfLine;

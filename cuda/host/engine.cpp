@@ -1,4 +1,4 @@
-// What every op of the engine shares: exclusive use, announcing, waiting, judging headers, and failing for good.
+// Steps shared by every op of the engine: exclusive use, announcement, waits, header checks, and permanent failure.
 #include "engine.h"
 
 #include <algorithm>
@@ -62,7 +62,7 @@ Engine::~Engine() {
 }
 
 void Engine::reach_far() {
-  if (!config_.network) throw std::invalid_argument("segments that are not mapped, and no network");
+  if (!config_.network) throw std::invalid_argument("unmapped segments require a network");
   if (config_.node_of.empty()) {
     auto far = std::make_shared<FarPeers>(config_.shape, world_.layout, base_, *config_.network);
     far_peers_ = far.get(), far_ = std::move(far);
@@ -76,7 +76,7 @@ void Engine::reach_far() {
   config_.network->keep(far_, world_.base[world_.rank]);
 }
 
-// Fails only where a fault is injected.
+// Announces the op to all peers. Fails if a fault is injected, or if the wait for the network fails.
 Status Engine::post_all(Pending& op) {
   const Header& header = op.header;
   const int num_ranks = world_.shape.num_ranks;
@@ -100,7 +100,7 @@ Status Engine::post_all(Pending& op) {
   return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }
 
-// Waits for all peers, or for those that announce before anything is passed on.
+// Waits for all peers, or only for the peers that announce before proxies pass anything on.
 Status Engine::wait_for(Pending& op, bool first_ones) {
   const Header& ours = op.header;
   const Kind kind = kind_of(op.call.op);
@@ -123,9 +123,10 @@ Status Engine::wait_for(Pending& op, bool first_ones) {
     if (waited > op_record_.longest_ns) op_record_.longest_ns = waited, op_record_.longest_peer = peer;
     if (code == Code::kInterrupted) return {.code = code, .phase = Phase::kWait};  // no peer is to blame
     const uint64_t announced = load_acquire(mailbox.signal);
-    // What a look has found wrong with the peer does not count if it has announced meanwhile.
+    // An error that idle found is void if the peer has announced meanwhile, unless this rank is poisoned.
     if (code != Code::kOk && (code == Code::kPoisoned || !reached(announced, ours.seq))) {
-      // Whoever has neither passed it on nor said that it waits for the peer itself is the one that is late.
+      // The announcer is late: it has neither passed the announcement on nor reported that it waits for the peer
+      // itself.
       return {.code = code,
               .phase = Phase::kWait,
               .peer = announcer,
@@ -137,14 +138,14 @@ Status Engine::wait_for(Pending& op, bool first_ones) {
   return {};
 }
 
-// Waits for every peer, those that send nothing included, before it judges any header: the order of peers must not
-// decide which of two refusals is raised, and buffer reuse needs all of them.
+// Waits for every peer, including peers that send nothing, before it checks any header: the order of peers must not
+// decide which of two refusals is raised, and buffer reuse needs all signals.
 Status Engine::wait_all(Pending& op) {
   const Status waited = wait_for(op, false);
   return waited.ok() ? judge_headers(op.header, false) : waited;
 }
 
-// Of all peers, or of those that announce first.
+// Returns the worst status of all peers, or only of the peers that announce first.
 Status Engine::judge_headers(const Header& ours, bool first_ones) const {
   const Kind kind = kind_of(op_of(ours));
   Status worst;
@@ -166,8 +167,8 @@ HostIdle Engine::idle(Op op) const {
           far_ ? config_.network.get() : nullptr};
 }
 
-// Ranks that share a cache have equal parts of it. What is written for a rank with another cache had better not stay in
-// this one: fetching it from here takes longer than from memory.
+// Ranks that share a cache have equal parts of it. Rows for a rank with another cache are always streamed: that rank
+// reads them faster from memory than from this cache.
 void Engine::set_stream_from() {
   const auto part = static_cast<double>(config_.cache_bytes) / cache_locality_.num_near();
   const auto from = [&](double share) { return static_cast<int64_t>(part * share); };
@@ -178,17 +179,18 @@ void Engine::set_stream_from() {
 
 Status Engine::fail(Status status) {
   if (status.ok() || is_refusal(status.code)) return status;
-  // Who left because of a failure may look dead to a rank that finds its end before the word that it left of the cause.
+  // A rank that aborted may look dead if its exit is seen before its poison word. Prefer the poison word: it names the
+  // cause.
   if (status.code == Code::kPoisoned || status.code == Code::kPeerDead) {
     const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
     if (word != 0) status = poisoned(word, status);
   }
-  // Also what another has found, who may not have lived to tell everyone.
+  // Failures that other ranks found are passed on as well: their authors may have died before they reached every rank.
   poison(status.code, status.peer);
   return failure_ = status;
 }
 
-// Of the op that runs, in this rank's own segment: peers and other processes read it there (op_record.h).
+// Writes the running op's record to this rank's own segment, where peers and other processes read it (op_record.h).
 void Engine::record(int64_t OpRecord::* step, Clock::time_point when) {
   op_record_.*step = nanoseconds({}, when);
   write_op_record(world_.op_record(op_record_.number), op_record_);
@@ -204,9 +206,10 @@ void Engine::leave_words(std::string_view text) {
   if (pid_ == getpid()) write_last_words(*world_.at<LastWords>(world_.rank, world_.layout.last_words), text);
 }
 
-// Own word first: where a peer's failure is there already, that one is passed on. Otherwise 1. a peer fails and tells
-// this rank, 2. this rank leaves because of it and tells a third rank, 3. which would take this rank for the first.
-// Acquire and release: whoever sees a word, passed on or not, sees the last words of the rank that it names.
+// Writes the own segment's word first: if a peer's failure is already there, that word is passed on. Otherwise: 1. a
+// peer fails and poisons this rank, 2. this rank fails because of it and poisons a third rank, 3. the third rank takes
+// this rank for the cause. Acquire and release: a rank that sees a word, passed on or not, also sees the last words of
+// the rank that it names.
 void Engine::poison(Code code, int peer) {
   if (pid_ != getpid()) return;
   uint64_t& own = world_.poison(world_.rank);
@@ -222,7 +225,7 @@ Status Engine::health() const {
   if (pid_ != getpid()) return {.code = Code::kForked};
   if (load_acquire(closed_)) return {.code = Code::kClosed};
   if (!failure_.ok()) return failure_;
-  const uint64_t word = load_acquire(world_.poison(world_.rank));  // as in fail
+  const uint64_t word = load_acquire(world_.poison(world_.rank));  // see fail
   return word == 0 ? Status{} : poisoned(word);
 }
 
@@ -235,7 +238,7 @@ bool Engine::close() {
     }
   }
   if (far_) config_.network->leave(seq_);
-  // Taking the engine for good: whoever comes later finds it busy and closed, and touches no segment.
+  // Takes the engine permanently: a later op finds it busy and closed, and touches no segment.
   return exchange_acquire(busy_, 1u) == 0;
 }
 

@@ -1,4 +1,4 @@
-// The CPU engine of one rank: owns its sequence numbers and scratch, and runs each op as one call over mapped segments.
+// CPU engine of one rank: owns its sequence numbers and scratch, and runs each op as one call over mapped segments.
 #pragma once
 
 #include <unistd.h>
@@ -31,22 +31,23 @@ struct EngineConfig {
   int rank;
   uint64_t config_hash;
   std::vector<int32_t> expert_rank;  // [E]
-  std::vector<int32_t> node_of{};    // [R] where rows go in two levels, else empty
+  std::vector<int32_t> node_of{};    // [R] node of each rank if rows go in two levels, else empty
   std::vector<uint64_t>
-      segments;              // [R] addresses; each Layout::bytes long, zero-filled before first use; 0: not mapped
-  std::vector<int> watches;  // [R] or empty; see HostIdle::watch
+      segments;              // [R] addresses, 0 if not mapped; each Layout::bytes long, zero-filled before first use
+  std::vector<int> watches;  // [R] /proc/<pid>/stat descriptors, or empty; see HostIdle::Watched
   double timeout_s;
-  Codec dispatch_codec, combine_codec;  // how rows travel forward; gradients travel as they are
-  bool drop_overflow;                   // false: overflow is refused by all ranks
+  Codec dispatch_codec, combine_codec;  // codecs of forward ops; gradients travel raw
+  bool drop_overflow;                   // false: all ranks refuse an overflow
   int num_lanes;
   std::string isa;
-  uint64_t first_seq = 1;  // of either kind, with mailboxes that hold the one before: tests start close to a wrap
-  Fault fault{};           // none, outside of tests
-  int64_t cache_bytes = int64_t{32} << 20;  // of the last-level cache
-  double near_ns = kNearNs;                 // most that a line takes from a cache that is shared
-  int num_cores = static_cast<int>(std::thread::hardware_concurrency());  // that all ranks together may run on
-  bool (*interrupted)() = nullptr;     // asked a few times a second in long waits; true ends the op, and the group
-  std::shared_ptr<Network> network{};  // by which peers are reached that are not mapped
+  uint64_t first_seq = 1;  // first sequence number of both kinds; mailboxes hold the one before: tests start close to a
+                           // wrap
+  Fault fault{};           // set by tests only
+  int64_t cache_bytes = int64_t{32} << 20;  // bytes of the last-level cache
+  double near_ns = kNearNs;                 // maximum latency of a line from a shared cache, in ns
+  int num_cores = static_cast<int>(std::thread::hardware_concurrency());  // cores shared by all ranks
+  bool (*interrupted)() = nullptr;     // called a few times a second in long waits; true ends the op, and the group
+  std::shared_ptr<Network> network{};  // network to unmapped peers
 };
 
 class Engine {
@@ -56,53 +57,53 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Each returns when this rank's part is done. `tag` names the layer; it must agree between ranks.
+  // Each call returns when this rank's part is done. `tag` names the layer; it must be identical on all ranks.
   Status dispatch(const DispatchArgs& args, uint32_t tag);
   Status combine(const CombineArgs& args, uint32_t tag);  // and dispatch backward
   Status combine_backward(const CombineBackwardArgs& args, uint32_t tag);
 
-  // Takes part in an op only to say that this rank refuses it, so that every rank raises and none waits.
+  // Takes part in an op only to announce that this rank refuses it, so that every rank raises and none waits.
   Status refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag);
 
-  // Which token window the next op takes if it is a dispatch.
+  // Token window that the next op takes if it is a dispatch.
   int next_token_window() const { return windows_.next(Kind::kDispatch); }
 
-  // After kCapacityOverflow: the rows that this rank would have received.
+  // Rows that this rank would have received; valid after kCapacityOverflow.
   int64_t needed_rows() const { return needed_rows_; }
 
-  // Says why this rank is about to leave, for peers that learn of it. Idempotent: the first words stay.
+  // Records why this rank is about to leave, for its peers. Idempotent: the first words stay.
   void leave_words(std::string_view text);
-  // Those of a peer that is not mapped; empty where they cannot be had.
+  // Last words of an unmapped peer; empty if they cannot be fetched.
   std::string far_last_words(int peer) { return far_ ? far_->last_words(world_, peer) : std::string(); }
-  // Tells every peer that this rank will not go on; their waits end. Idempotent: the first cause stays.
+  // Announces to every peer that this rank cannot continue; their waits end. Idempotent: the first cause stays.
   void poison(Code code, int peer);
   // The failure that ended this group, if any; never blocks.
   Status health() const;
-  // Local: tells peers that it has closed and refuses further ops. Idempotent. True when the segments may be unmapped:
-  // not while another thread is inside an op.
+  // Announces to peers that this rank has closed, and refuses further ops; waits for no peer. Idempotent. True if the
+  // segments may be unmapped: not while another thread is inside an op.
   bool close();
 
-  // The op of now, or the last one: when lane 0 began it, announced, had heard of everyone, and ended.
+  // Record of the current or last op: times when lane 0 began it, announced, had all peers' signals, and ended.
   const OpRecord& op_record() const { return op_record_; }
-  // Bytes from which on this rank stores rows of a kind past the caches (rows.h).
+  // Bytes per op from which on this rank stores rows past the caches (rows.h), by kind of row.
   struct StreamFrom {
     int64_t published, received, pushed, combined;
   };
   const StreamFrom& stream_from() const { return stream_from_; }
-  // [R] from the start of its wait until each peer's signal was seen, in rank order.
+  // [R] time in ns from the start of the wait until each peer's signal was seen, in rank order.
   const std::vector<int64_t>& arrival_ns() const { return arrival_ns_; }
-  // [R] how long this rank has waited for each peer so far, looking at peers in rank order.
+  // [R] total time in ns that this rank has waited for each peer; peers are awaited in rank order.
   std::vector<int64_t> waited_ns() const;
   const std::vector<double>& line_latency_ns() const { return cache_locality_.line_latency_ns(); }
 
  private:
   struct Pending;
-  // What goes on over the network between the two halves of an op; of most there is nothing.
+  // Network steps between the two halves of an op; most ops have none.
   static constexpr auto kNothing = [](auto&&...) { return Status{}; };
   template <class Fetch = decltype(kNothing), class Forward = decltype(kNothing)>
   struct Between {
-    Fetch fetch{};      // (window, idle), by one lane: what is received from peers that are not mapped
-    Forward forward{};  // (coop, window, idle): what this rank does for ranks of other nodes
+    Fetch fetch{};      // (window, idle), by one lane: fetches data of unmapped peers
+    Forward forward{};  // (coop, window, idle): serves clients as their proxy
   };
   template <class Fetch, class Forward>
   static Between<Fetch, Forward> between(Fetch fetch, Forward forward) {
@@ -133,12 +134,12 @@ class Engine {
   void reach_far();
   void set_stream_from();
   void record(int64_t OpRecord::* step, std::chrono::steady_clock::time_point when);
-  // For an op that writes n rows of a kind that is streamed from so many bytes on.
+  // Row primitives of an op that writes n rows and streams from `stream_from` bytes on.
   template <class Acc>
   rows::HostRows<Acc> row_ops(int64_t n, int64_t stream_from, Codec codec) const;
-  // The same for rows with scales, which a dispatch publishes or delivers.
+  // Row primitives for rows with scales, which a dispatch publishes or delivers.
   rows::HostScaledRows scaled_rows(const ScaledArgs& args, int64_t n, int64_t stream_from) const;
-  static constexpr int kScratchRows = 3;  // of a lane
+  static constexpr int kScratchRows = 3;  // scratch rows per lane
   char* scratch_row(int lane, int which = 0) {
     return scratch_rows_[(lane * kScratchRows + which) * world_.shape.row_bytes() / sizeof(Line)].bytes;
   }
@@ -160,7 +161,7 @@ class Engine {
   PlacementTables placement_;
   NodeTables nodes_;
   std::vector<char*> base_;
-  std::shared_ptr<FarNetwork> far_;  // where some peer is not mapped: one of the next two
+  std::shared_ptr<FarNetwork> far_;  // set if some peer is not mapped: one of the next two
   FarPeers* far_peers_ = nullptr;
   Forwarder* forwarder_ = nullptr;
   int num_mapped_;
@@ -170,12 +171,12 @@ class Engine {
   struct alignas(kRowAlign) Line {
     char bytes[kRowAlign];
   };
-  std::vector<Line> scratch_rows_;  // rows of a window for every lane
+  std::vector<Line> scratch_rows_;  // window rows for every lane
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds];
   WindowSelector windows_{};
   Status failure_;
-  Point fault_point_ = Point::kNone;  // of the running op
+  Point fault_point_ = Point::kNone;  // fault point of the running op
   OpRecord op_record_{};
   std::vector<int64_t> arrival_ns_, waited_ns_;
   uint32_t busy_ = 0, closed_ = 0;

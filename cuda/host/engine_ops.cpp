@@ -1,5 +1,5 @@
 // The four ops of the CPU engine, each in two halves as on a GPU (device/ops.h): what it sends before it announces, and
-// what it receives after everyone has announced.
+// what it receives after all ranks have announced.
 #include <algorithm>
 
 #include "../protocol/two_level/reduce.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kNoFault = -1, kNeverStreamed = INT64_MAX;
 
-// What lane 0 alone does between the halves of an op.
+// Runs fn on lane 0 only, between the halves of an op.
 template <class Fn>
 auto by_one_lane(Fn fn) {
   return [fn](const auto& coop, int window, HostIdle& idle) {
@@ -43,7 +43,7 @@ template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   const LaneCounters counters{lane_counters_.data(), world_.shape.num_experts, world_.shape.num_ranks};
   const int num_local = world_.num_local_experts(), alignment = world_.shape.alignment;
-  // Which width ids have is asked once, not for each of them.
+  // The width of ids is tested once, not for each id.
   const auto with_ids = [&](auto&& fn) {
     return a.idx_bytes == 4 ? fn(static_cast<const int32_t*>(a.topk_idx)) : fn(static_cast<const int64_t*>(a.topk_idx));
   };
@@ -130,8 +130,8 @@ Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
   return run(call_of(a, tag), send, receive, {}, middle);
 }
 
-// Whether an op may follow its plans, and its rows are all there. Before anything is announced, so that every rank hears
-// of it in this op. What is read here is in the cache when the op follows it.
+// Checks that an op may follow its plans, and that its rows are complete. It runs before anything is announced, so that
+// every rank learns of a refusal in this op. The plans that it reads stay in the cache for the op.
 template <class Args>
 Status Engine::judge(Op op, const RecvPlan& plan, const int32_t* send_plan, const Args& a) const {
   Status status{.op = op, .phase = Phase::kPublish, .peer = world_.rank};
@@ -144,7 +144,8 @@ Status Engine::judge(Op op, const RecvPlan& plan, const int32_t* send_plan, cons
   return status;
 }
 
-// Whether `out` shares memory with what goes into local partials: those must then be made before any of it is written.
+// True if `out` shares memory with the inputs of local partials: these must then be computed before any of `out` is
+// written.
 bool Engine::out_overlaps_rows(const CombineArgs& a) const {
   const int64_t row_bytes = int64_t{world_.shape.hidden} * world_.shape.elem_bytes;
   const auto overlaps = [&](const void* memory, int64_t bytes) {

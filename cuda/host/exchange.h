@@ -1,8 +1,8 @@
-// The frame around every op, in two halves as on a GPU (device/exchange.h): `begin` runs what the op sends and announces
-// it, `finish` waits for every peer and runs what the op receives.
+// Frame of every op, in two halves as on a GPU (device/exchange.h): `begin` runs what the op sends and announces it,
+// `finish` waits for every peer and runs what the op receives.
 //
-// A lane goes through both halves at once, as `run` does it, or with other work in between: all that the second half
-// needs of the first is in Pending.
+// A lane may run both halves in one pass, as `run` does, or with other work in between: Pending holds everything that
+// the second half needs from the first.
 #pragma once
 
 #include "engine.h"
@@ -16,15 +16,15 @@ inline int64_t nanoseconds(Clock::time_point from, Clock::time_point to) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(to - from).count();
 }
 
-// An op of this rank between its first step and its last.
+// State of an op of this rank between its first step and its last.
 struct Engine::Pending {
   Call call;
   Status refusal;  // ok, or why this rank refuses its own input
   int window;
   Header header;
   Status status;
-  HostIdle idle;       // of all its waits
-  bool moves = false;  // nobody refuses who announces first
+  HostIdle idle;       // for all its waits
+  bool moves = false;  // no rank that announces first has refused
 };
 
 template <class Fn>
@@ -36,7 +36,7 @@ void Engine::run_lanes(Fn&& fn) {
   }
 }
 
-// Where an armed engine's fault strikes; every lane calls it. False when the op ends here.
+// Injects an armed engine's fault at its point; every lane calls it. False if the op ends here.
 template <class Coop>
 bool Engine::goes_on(const Coop& coop, Point point, Pending& op) {
   if (fault_point_ != point) return true;
@@ -49,7 +49,7 @@ bool Engine::goes_on(const Coop& coop, Point point, Pending& op) {
   return op.status.ok();
 }
 
-// `send(coop, window, header)` writes the window and may turn the header into a refusal. False, on every lane, when the
+// `send(coop, window, header)` writes the window and may turn the header into a refusal. False, on every lane, if the
 // op ends without an announcement. After the sync no lane touches the window.
 template <class Coop, class Send>
 bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
@@ -68,8 +68,8 @@ bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
   return true;
 }
 
-// What this rank does for ranks of other nodes, as soon as it has heard of those that take part: its neighbours, and the
-// ranks that it serves. What they announce is passed on whatever it says, refusals too, since nobody else tells.
+// Serves this rank's clients as soon as the ranks that take part have announced: the ranks of its node, and the
+// clients. Their announcements are passed on whatever they contain, refusals included, since no other rank sends them.
 template <class Coop, class Forward>
 void Engine::forward(const Coop& coop, Pending& op, const Forward& forward) {
   if (coop.rank() == 0 && op.status.ok()) {
@@ -86,8 +86,8 @@ void Engine::forward(const Coop& coop, Pending& op, const Forward& forward) {
   if (s.ok()) op.status = forwarder_->pass_on(world_, op.header, op.idle);
 }
 
-// `receive(coop, seq, window, status)` reads peers' windows and may report a failure; it does not run where the wait
-// was in vain.
+// `receive(coop, seq, window, status)` reads peers' windows and may report a failure; it does not run if the wait
+// failed.
 template <class Coop, class Receive, class Middle>
 void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Middle& middle) {
   if (forwarder_) forward(coop, op, middle.forward);
@@ -97,7 +97,7 @@ void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Midd
       op.idle.resume();
       op.status = middle.fetch(op.window, op.idle);
     }
-    if (far_) config_.network->end_driving();  // lanes may be busy for long now
+    if (far_) config_.network->end_driving();  // lanes may compute for a long time now
     record(&OpRecord::heard_ns, Clock::now());
     if (op.status.ok() && op.call.op == Op::kDispatch && cache_locality_.look(world_, op.window)) set_stream_from();
   }
@@ -105,7 +105,7 @@ void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Midd
   if (!op.status.ok()) return;
   const uint64_t seq = op.header.seq;
   if (fault_point_ == Point::kMidRead) {
-    Status half;  // what half of the rows are found to be is no finding
+    Status half;  // errors found in half of the rows do not count
     receive(HalfWay(coop), seq, op.window, half);
   }
   if (!goes_on(coop, Point::kMidRead, op)) return;
@@ -113,7 +113,7 @@ void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Midd
   streaming_store_fence();
 }
 
-// Numbers the op, chooses its window, and records that it starts.
+// Assigns the op's sequence number and window, and records its start.
 inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
   const Kind kind = kind_of(call.op);
   const uint64_t seq = ++seq_[static_cast<int>(kind)];
@@ -130,8 +130,8 @@ inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
   return {call, refusal, windows_.take(kind), header, {}, idle(call.op)};
 }
 
-// What is kept for sending is free again after this, and the op's signals have arrived before those of the next. A peer
-// that is lost by now has announced this op: the next one tells.
+// Afterwards send buffers may be reused, and the op's signals have arrived before those of the next op. A peer that is
+// lost by now has announced this op, so the next op reports it.
 inline void Engine::settle(Pending& op) {
   if (op.status.ok() || is_refusal(op.status.code)) {
     config_.network->begin_driving();
@@ -142,7 +142,7 @@ inline void Engine::settle(Pending& op) {
   config_.network->end_driving();
 }
 
-// How roles reach their peers in an op that uses this window.
+// Calls fn with the link by which roles reach their peers in an op that uses this window.
 template <class Fn>
 void Engine::with_link(int window, Fn&& fn) const {
   if (forwarder_) {
@@ -154,7 +154,7 @@ void Engine::with_link(int window, Fn&& fn) const {
   }
 }
 
-// Takes the engine for a whole op: both halves in one pass of the lanes.
+// Takes the engine for a whole op and runs both halves in one pass of the lanes.
 template <class Send, class Receive, class Middle>
 Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal, const Middle& middle) {
   if (exchange_acquire(busy_, 1u)) {
@@ -162,7 +162,8 @@ Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Statu
     return {.code = Code::kConcurrentUse, .op = call.op};
   }
   Status status = health();
-  if (status.code == Code::kPoisoned) status = fail(status);  // some may wait for this rank, and have not been told
+  if (status.code == Code::kPoisoned) status = fail(status);  // peers may wait for this rank and not know of the
+                                                              // failure
   if (status.ok()) {
     Pending op = open(call, refusal);
     run_lanes([&](const auto& coop) {

@@ -1,7 +1,7 @@
-// What an engine does over its network in every op, whichever way rows take: announces, and waits until all is done.
+// Network steps of an engine in every op, flat or in two levels: announcing, and waiting until requests are complete.
 //
-// Nothing but flushes orders anything: a network may deliver in any order what lies between two of them. Rows are flushed
-// before the op is posted, and that before the op ends, so that of two signals none overtakes the other.
+// Only flushes order requests: a network may deliver requests between two of them in any order. Rows are flushed before
+// the op is posted, and the post before the op ends, so that no signal overtakes an earlier one.
 #pragma once
 
 #include <string>
@@ -14,7 +14,8 @@
 
 namespace moe_rt {
 
-// The entries [first, end) of a list that a peer has, if that is a range of a list of `size`: the peer says which.
+// Gets the entries [first, end) of a peer's list, if that is a range of a list of `size`. The range comes from the
+// peer.
 template <class Net, class T>
 void get_entries(Net& network, int peer, int64_t there, T* here, int64_t first, int64_t end, int64_t size) {
   if (first < 0 || end > size || first >= end) return;
@@ -23,7 +24,7 @@ void get_entries(Net& network, int peer, int64_t there, T* here, int64_t first, 
 
 class FarNetwork {
  public:
-  // Far are the ranks whose `base` is nullptr.
+  // Ranks whose `base` is nullptr are unmapped.
   FarNetwork(const std::vector<char*>& base, Network& network) : network_(network) {
     for (size_t r = 0; r < base.size(); ++r) {
       if (!base[r]) ranks_.push_back(int(r));
@@ -36,14 +37,14 @@ class FarNetwork {
   Network& network() const { return network_; }
   const std::vector<int>& ranks() const { return ranks_; }
 
-  // A header for a far rank's mailbox of that source: this rank's own, or one that it passes on.
+  // A header for an unmapped rank's mailbox of `source`: this rank's own header, or one that it passes on.
   struct Posting {
     int peer, source;
     Header header;
   };
 
-  // SYNC POINT signal over a network, writer side: pairs with wait_signal. Everything that this rank has put for a peer
-  // is there before anything is posted to it. Who is lost is left out: what that means is for the wait to say.
+  // SYNC POINT signal over a network, writer side. Pairs with wait_signal. Everything that this rank has put for a peer
+  // has arrived before anything is posted to it. Lost peers are skipped: the wait decides what a loss means.
   Status announce(const World& w, const std::vector<Posting>& postings, HostIdle& idle) {
     std::vector<int> waiting;
     for (const Posting& p : postings) {
@@ -66,7 +67,7 @@ class FarNetwork {
     return {};
   }
 
-  // Returns once everything that was asked of these ranks is done; PeerDead where one is lost.
+  // Returns once all requests to these ranks are complete; PeerDead if one of them is lost.
   Status settle(const std::vector<int>& ranks, Phase phase, HostIdle& idle) {
     for (const int r : ranks) network_.flush(r);
     for (const int r : ranks) {
@@ -79,7 +80,8 @@ class FarNetwork {
     return {};
   }
 
-  // Why a peer left, if it can still be asked, or nothing. It was said before the poison word was sent, or `closed`.
+  // Returns why a peer left, if it can still be read, or nothing. The peer writes it before it sends the poison word or
+  // `closed`.
   std::string last_words(const World& w, int peer) {
     network_.get(peer, w.layout.last_words, &words_, sizeof(words_));
     network_.flush(peer);
@@ -90,7 +92,7 @@ class FarNetwork {
     return {};
   }
 
-  // The first cause of a failure, to all: see Engine::poison.
+  // Sends the first cause of a failure to all unmapped ranks: see Engine::poison.
   void poison(const World& w, uint64_t word) {
     for (const int r : ranks_) {
       network_.put_last(r, w.layout.poison, word);
@@ -103,7 +105,7 @@ class FarNetwork {
     return {.code = code, .phase = phase, .peer = code == Code::kInterrupted ? -1 : peer};
   }
 
-  // What a source's lists have for that rank, into `here`, as far as its ends can be true.
+  // Gets the entries of a source's lists for `rank` into `here`, if their bounds are plausible.
   template <class Weight>
   void get_lists(const World& w, int window, int source, const RouteLists<Weight>& here, int rank) {
     const Layout::Window& o = w.layout.window[window];
@@ -122,12 +124,12 @@ class FarNetwork {
   }
   Network& network_;
   std::vector<int> ranks_;
-  LastWords words_{};  // of the peer that was asked last
+  LastWords words_{};  // last words of the peer read last
   static constexpr std::chrono::milliseconds kWordsWithin{500};
 };
 
-// Gets token rows of far sources, those of neighbouring tokens together, to where `to(source)` says that the first token's
-// row is.
+// Gets token rows of unmapped sources, runs of neighbouring tokens in one request. `to(source)` is the address of the
+// first token's row.
 template <class Net, class To>
 class RowGetter {
  public:
@@ -136,7 +138,7 @@ class RowGetter {
   ~RowGetter() { end(); }
   RowGetter(const RowGetter&) = delete;
   RowGetter& operator=(const RowGetter&) = delete;
-  // Of a token that there is not, nothing: gather_token tells.
+  // Tokens out of range are skipped: gather_token reports them.
   void get(int peer, int32_t token) {
     if (!below(token, w_.shape.num_max_tokens)) return;
     if (peer == peer_ && token == end_) {

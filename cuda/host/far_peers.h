@@ -1,9 +1,9 @@
-// Peers of a CPU rank whose segments are not mapped, where each rank reaches each: what is fetched of them and put there.
+// Unmapped peers of a CPU rank in flat mode: data fetched from them, and data to be put there.
 //
-// The protocol stays, as on a GPU (device/rdma.h): what a rank needs is pulled once it is announced, a partial row is
-// summed here and put, and a signal is put last. What is fetched lies here in private memory, lists and token rows as
-// in the source's window, so that roles find them there, and no peer can change what was judged. All rows are asked for
-// at once: a row for which a lane waited would cost a round trip each.
+// The protocol is that of a GPU (device/rdma.h): a rank pulls what it needs once it is announced, sums a partial row
+// here and puts it, and puts the signal last. Fetched data is in private memory, lists and token rows as in the
+// source's window, so that roles find them there, and no peer can change validated data. All rows are requested
+// together: a lane that waited for each row would pay a round trip per row.
 #pragma once
 
 #include <vector>
@@ -16,7 +16,8 @@ namespace moe_rt {
 
 class FarPeers : public FarNetwork {
  public:
-  // Those whose `base` is nullptr. Throws std::system_error where there is no address space for what they send.
+  // Serves the peers whose `base` is nullptr. Throws std::system_error if the address space for their data cannot be
+  // reserved.
   FarPeers(const Shape& shape, const Layout& layout, const std::vector<char*>& base, Network& network)
       : FarNetwork(base, network),
         parts_(shape, layout),
@@ -33,15 +34,15 @@ class FarPeers : public FarNetwork {
 
   char* const* mirrors() const { return mirrors_.data(); }  // World::mirror
 
-  // Where the row, or scalar, at `offset` of the peer's window is kept here: by its token, since each token has one row
-  // here at a time, whatever its slot.
+  // Local copy of the row, or scalar, at `offset` of the peer's window. Rows are stored by token, since each token has
+  // one row here at a time, in whatever slot.
   char* row(const World& w, int peer, int64_t offset, int64_t region) const {
     return rows_[peer] + (offset - region) % (w.shape.num_max_tokens * w.shape.row_bytes());
   }
   char* scalar(int peer, int64_t offset, int64_t region) const { return scalars_[peer] + (offset - region); }
 
-  // What far sources list for this rank, and the rows that they list: before index_blocks, which judges the lists.
-  // Of a list that cannot be true nothing more is fetched.
+  // Fetches the lists of unmapped sources for this rank, and the rows in them. It precedes index_blocks, which
+  // validates the lists; nothing more is fetched for an implausible list.
   template <class Weight>
   Status fetch(const World& w, int window, int64_t row_bytes, HostIdle& idle) {
     const Layout::Window& o = w.layout.window[window];
@@ -60,7 +61,7 @@ class FarPeers : public FarNetwork {
     return settle(ranks(), Phase::kGather, idle);
   }
 
-  // The rows of a plan that far sources own.
+  // Fetches the rows of a plan whose sources are unmapped.
   Status fetch(const World& w, int window, const RecvPlan& plan, int64_t row_bytes, HostIdle& idle) {
     RowGetter rows(w, network(), window, row_bytes, [&](int r) { return rows_[r]; });
     for (int32_t i = 0; i < plan.head->num_pulled; ++i) {
@@ -71,21 +72,21 @@ class FarPeers : public FarNetwork {
   }
 
  private:
-  // Where the lists of a peer end and its rows begin, and where its scalars.
+  // Offsets of a peer's rows and scalars after its lists, and the size of all.
   struct Parts {
     int64_t rows, scalars, bytes;
     Parts(const Shape& s, const Layout& layout) {
-      const Layout::Window& o = layout.window[0];  // lists of both are of one size
+      const Layout::Window& o = layout.window[0];  // both windows have lists of one size
       rows = round_up(o.tokens - o.counts, kPage);
       scalars = rows + round_up(s.num_max_tokens * s.row_bytes(), kPage);
       bytes = scalars + round_up(int64_t{s.num_max_tokens} * s.num_topk * s.acc_bytes, kPage);
     }
   } parts_;
   LazyMemory memory_;
-  std::vector<char*> mirrors_, rows_, scalars_;  // [R]; nullptr of peers that are mapped
+  std::vector<char*> mirrors_, rows_, scalars_;  // [R]; nullptr for mapped peers
 };
 
-// How a role reaches peers of which some are far (protocol/core/link.h). A partial row is put as soon as it is summed.
+// Link to peers of which some are unmapped (protocol/core/link.h). A partial row is put as soon as it is summed.
 struct FarLink {
   const FarPeers& far;
   int window;
@@ -98,7 +99,7 @@ struct FarLink {
   }
   void deliver(const World& w, int peer, int64_t offset, int64_t bytes) const {
     if (w.base[peer]) return;
-    streaming_store_fence();  // another thread may be the one that sends it
+    streaming_store_fence();  // another thread may send it
     far.network().put(peer, offset, target_row(w, peer, offset), bytes);
   }
   template <class T>

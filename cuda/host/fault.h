@@ -1,6 +1,4 @@
-// Faults on purpose, for tests: at one point of one op this rank dies, stops, sleeps, fails, or publishes nonsense.
-//
-// An engine that is not armed pays a comparison at each point, none of which is in a loop over rows.
+// Fault injection for tests: at one point of one op this rank dies, stops, sleeps, fails, or publishes invalid data.
 #pragma once
 
 #include <signal.h>
@@ -16,20 +14,20 @@
 
 namespace moe_rt {
 
-// Where; values are those of moe_rt/faults.py, which reaches the points outside of ops itself.
+// Points of an op. Values are those of moe_rt/faults.py, which itself implements the points outside of ops.
 enum class Point : int32_t {
   kNone = 0,
   kPreRendezvous = 1,
   kPostRendezvous = 2,
   kMidPayload = 3,  // half of the rows are written
   kAfterPayload = 4,
-  kAfterSomeFlags = 5,  // one peer has not been told
+  kAfterSomeFlags = 5,  // one peer has no announcement
   kAfterAllFlags = 6,
   kMidRead = 7,  // half of the rows are read
   kBetweenDispatchAndCombine = 8,
   kInBackward = 9,
   kInDestroy = 10,
-  kBeforePassingOn = 11,  // what ranks of other nodes sent or are sent has been moved, and nobody been told of it
+  kBeforePassingOn = 11,  // data of other nodes has been moved, but not announced
 };
 
 enum class Action : int32_t { kNone = 0, kKill = 1, kStop = 2, kSleep = 3, kRaise = 4, kCorrupt = 5 };
@@ -37,10 +35,11 @@ enum class Action : int32_t { kNone = 0, kKill = 1, kStop = 2, kSleep = 3, kRais
 struct Fault {
   Point at = Point::kNone;
   Action action = Action::kNone;
-  uint64_t op = 0;  // the first op from this number on, counted from 1, that has the point
+  uint64_t op = 0;  // count of ops from 1: the fault fires in the first op from this one on that has the point
   double seconds = 0;
 
-  // The point at which to strike in the op of this number, or kNone. Given once: later ops are spared.
+  // Returns the point at which to fire in the op of this number, or kNone. It returns a point only once: later ops have
+  // no fault.
   Point take(Op kind, uint64_t number) {
     bool here = number == op;
     if (at == Point::kBetweenDispatchAndCombine) here = kind == Op::kCombine && number >= op;
@@ -48,7 +47,7 @@ struct Fault {
     return here ? std::exchange(at, Point::kNone) : Point::kNone;
   }
 
-  // False when this rank is to fail here. kCorrupt does nothing by itself: see `corrupt`.
+  // False if this rank must fail here. kCorrupt does nothing by itself: see `corrupt`.
   bool strike() const {
     if (action == Action::kKill) kill(getpid(), SIGKILL);
     if (action == Action::kStop) kill(getpid(), SIGSTOP);
@@ -57,7 +56,7 @@ struct Fault {
   }
 };
 
-// Makes what this rank is about to announce impossible: a dispatch's counts and offsets, any other op's header.
+// Corrupts what this rank is about to announce: a dispatch's counts and offsets, any other op's header.
 inline void corrupt(const World& world, Op op, int window, Header& header) {
   if (op == Op::kDispatch) {
     const Layout::Window& o = world.layout.window[window];
@@ -67,7 +66,7 @@ inline void corrupt(const World& world, Op op, int window, Header& header) {
   }
 }
 
-// A lane that stops half-way through the rows that are its share.
+// Lane that stops half-way through its share of rows.
 template <class Coop>
 struct HalfWay : Coop {
   explicit HalfWay(const Coop& coop) : Coop(coop) {}

@@ -1,8 +1,8 @@
-// What a CPU rank does for ranks of other nodes, where rows go in two levels (protocol/two_level/).
+// Proxy duties of a CPU rank for its clients, ranks of other nodes, if rows go in two levels (protocol/two_level/).
 //
-// For the far ranks that it serves it stages what they send to this node, each row once, and sends home what this node
-// makes of their tokens, one row for each. In between it hands on what they announce: no rank completes an op before it
-// has heard of all, so windows need no other acknowledgement than where all reach all (docs/two_level.md).
+// It stages what its clients send to this node, each row once, and sends home the sum of this node's rows for their
+// tokens, one row each. In between it passes on their announcements: no rank completes an op before all signals have
+// reached it, so windows need no other acknowledgement than in flat mode (docs/two_level.md).
 #pragma once
 
 #include <vector>
@@ -17,7 +17,7 @@ namespace moe_rt {
 
 class Forwarder : public FarNetwork {
  public:
-  // Throws std::system_error where there is no address space for the sums.
+  // Throws std::system_error if the address space for the sums cannot be reserved.
   Forwarder(const World& w, const NodeTables& tables, Network& network)
       : FarNetwork({w.base, w.base + w.shape.num_ranks}, network),
         tables_(tables),
@@ -31,7 +31,7 @@ class Forwarder : public FarNetwork {
 
   char* const* lists() const { return lists_.data(); }  // World::mirror
 
-  // Those whom this rank tells itself what it announces: of other nodes its forwarders, in a dispatch-type op.
+  // Returns this rank's announcements to other nodes: to its proxies there, in a dispatch-type op.
   std::vector<Posting> own_postings(const Header& header, int rank) const {
     std::vector<Posting> postings;
     for (int node = 0; node < tables_.num_nodes() && kind_of(op_of(header)) == Kind::kDispatch; ++node) {
@@ -40,16 +40,17 @@ class Forwarder : public FarNetwork {
     return postings;
   }
 
-  // Passes on what is announced: of a dispatch-type op what served ranks have, to the neighbours, and of a combine-type
-  // op what this node's have, to served ranks. Headers go as they came: a refusal is for all to hear.
+  // Passes on announcements: clients' to this node's ranks in a dispatch-type op, this node's ranks' to clients in a
+  // combine-type op. Headers are copied unchanged: a refusal must reach all ranks.
   Status pass_on(const World& w, const Header& own, HostIdle& idle) {
     const Kind kind = kind_of(op_of(own));
     const auto header_of = [&](int source) {
       return source == w.rank ? own : read_once(w.mailbox(w.rank, kind, source).header[own.seq & 1]);
     };
     if (kind == Kind::kDispatch) {
-      // SYNC POINT signal, passed on: post releases what was staged, and pairs with wait_signal. That this rank has heard
-      // of the source comes before, so that the source's reads of the op before are over for whoever hears of it here.
+      // SYNC POINT signal, passed on: post releases what was staged, and pairs with wait_signal. This rank has received
+      // the source's signal before, so a rank that receives it from here knows that the source's reads of the previous
+      // op are over.
       for (const int source : tables_.served()) {
         for (const int to : tables_.neighbours()) {
           if (to != w.rank) post(w.mailbox(to, kind, source), header_of(source));
@@ -64,7 +65,7 @@ class Forwarder : public FarNetwork {
     return announce(w, postings, idle);
   }
 
-  // Brings what served sources list for this node, and each row that it wants, once. Fills `forwards` as mark_tokens.
+  // Gets the clients' lists for this node, and each row that it needs, once. Fills `forwards` like mark_tokens.
   template <class Weight>
   Status stage(const World& w, int window, int32_t* forwards, int64_t row_bytes, HostIdle& idle) {
     const std::vector<int32_t>& served = tables_.served();
@@ -87,7 +88,7 @@ class Forwarder : public FarNetwork {
     return stage_rows(w, window, forwards, row_bytes, idle);
   }
 
-  // The rows alone, of an op that reuses a plan.
+  // Gets only the rows, for an op that reuses a plan.
   Status stage_rows(const World& w, int window, const int32_t* forwards, int64_t row_bytes, HostIdle& idle) {
     const auto to = [&](int s) { return w.at<char>(w.rank, staged(w, s) + w.layout.staged.rows); };
     RowGetter rows(w, network(), window, row_bytes, to);
@@ -96,8 +97,8 @@ class Forwarder : public FarNetwork {
     return settle(tables_.served(), Phase::kGather, idle);
   }
 
-  // Adds up this node's partials of served ranks' tokens and sends the sums home, with scalars where there are any.
-  // Every lane calls it; `sum` is a row of scratch of this lane.
+  // Adds up this node's partials of clients' tokens and sends the sums home, with scalars if `scalars`. Every lane
+  // calls it; `sum` is this lane's scratch row.
   template <class Coop, class Rows>
   void send_sums(const Coop& coop, const World& w, int window, const int32_t* forwards, const Rows& rows, bool scalars,
                  char* sum) {
@@ -113,8 +114,8 @@ class Forwarder : public FarNetwork {
   }
 
   const NodeTables& tables_;
-  std::vector<char*> lists_;  // [R]; nullptr of this node's
-  LazyMemory sums_;           // [served][T] rows
+  std::vector<char*> lists_;  // [R]; nullptr for ranks of this node
+  LazyMemory sums_;           // [clients][T] rows
 };
 
 }  // namespace moe_rt

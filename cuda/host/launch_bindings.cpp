@@ -1,5 +1,5 @@
-// The part of moe_rt._engine that ops and CUDA launches are given: structs by the names of their fields, in the bytes
-// that engine and kernels read, so that Python knows no C++ layout.
+// Part of moe_rt._engine that makes the arguments of ops and CUDA launches: structs by the names of their fields, in
+// the bytes that engine and kernels read, so that Python knows no C++ layout.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -23,7 +23,7 @@
 namespace nb = nanobind;
 using namespace moe_rt;
 
-// `scaled`: only rows with scales pay for saying what they are.
+// `scaled` is set later, so that only rows with scales pay for their description.
 template <>
 constexpr int moe_rt::kSetLater<DispatchArgs> = 1;
 
@@ -71,14 +71,14 @@ void bind_ops(nb::module_& m) {
       Field{"grad_gate_up", &SwigluBackwardArgs::grad_gate_up});
 }
 
-// The fields of a handle's receive plan that Python may look at.
+// Fields of a handle's receive plan that Python may read.
 void bind_plan(nb::module_& m) {
-  nb::class_<RecvPlan> plan(m, "RecvPlan", "Where in the int32 tensor recv_plan each of these fields is.");
+  nb::class_<RecvPlan> plan(m, "RecvPlan", "Index of each of these fields in the int32 tensor recv_plan.");
   plan.attr("num_tokens") = offsetof(RecvPlan::Head, num_tokens) / sizeof(int32_t);
   plan.attr("num_dropped") = offsetof(RecvPlan::Head, num_dropped) / sizeof(int32_t);
 }
 
-// What a launch is given besides the op's own arguments.
+// Arguments of every launch in addition to the op's own.
 void bind_group(nb::module_& m) {
   nb::class_<Nodes>(m, "Nodes")
       .def("__init__", [](Nodes* self) { new (self) Nodes{}; })
@@ -124,7 +124,7 @@ void bind_group(nb::module_& m) {
       .def_rw("tag", &Control::tag);
 }
 
-// The device's own is in its memory; a host that has queued all ops itself knows what it will be.
+// The device keeps its selector in its memory; a host that queues all ops itself predicts it with this copy.
 void bind_window_selector(nb::module_& m) {
   nb::class_<WindowSelector>(m, "WindowSelector")
       .def("__init__", [](WindowSelector* self) { new (self) WindowSelector{}; })
@@ -178,12 +178,12 @@ void bind_sizes(nb::module_& m) {
       nb::arg("shape"), nb::arg("expert_rank"), nb::arg("rank"), nb::arg("threads"));
 }
 
-// The driver's cuLaunchKernel, found at run time: nothing here is built with CUDA or linked with it.
+// The driver's cuLaunchKernel, found at run time: this module is neither built with CUDA nor linked with it.
 using LaunchKernel = int (*)(void* function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z,
                              unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared_bytes,
                              void* stream, void** params, void** extra);
 
-// And its cuLaunchKernelEx, which is told what else holds for a launch.
+// The driver's cuLaunchKernelEx, which also takes launch attributes.
 struct LaunchAttribute {
   uint32_t id, unused;
   union {
@@ -200,13 +200,13 @@ struct LaunchConfig {
 using LaunchKernelEx = int (*)(const LaunchConfig* config, void* function, void** params, void** extra);
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "cuda.h's layout");
 
-// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the one before it in the stream has
-// ended, for whose end its kernel waits by itself.
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the launch may begin before the previous launch in the stream
+// has ended; its kernel waits for that end itself.
 constexpr LaunchAttribute kMayBeginEarly{.id = 6, .unused = 0, .value = {.allowed = 1}};
 
-// Queues kernels, each a function, its blocks and the shared memory of each, until the driver refuses one: how many are
-// queued, and what it said of the next. All but the first may begin early, where there is a launch_kernel_ex. Other threads
-// run Python meanwhile, since a full queue waits for the device, on which a peer may wait for them.
+// Queues kernels, each given by a function, its blocks and the shared memory of each, until the driver refuses one.
+// Returns the number queued and the driver's error for the next. All but the first may begin early if launch_kernel_ex
+// is given. The GIL is released, since a full queue waits for the device, which may wait for a peer that needs Python.
 std::pair<int, int> launch(Address launch_kernel, Address launch_kernel_ex,
                            const std::vector<std::tuple<Address, unsigned, unsigned>>& grids, unsigned threads,
                            Address stream, Address params) {
@@ -244,7 +244,8 @@ void bind_launch(nb::module_& m) {
     state.bad_entry = kNoBadEntry;
     return nb::bytes(reinterpret_cast<const char*>(&state), sizeof(state));
   });
-  // The failure that kernels have reported at this address, or None. The load pairs with the kernel's last store.
+  // Returns the failure that kernels have reported at this address, or None. The load pairs with the kernel's last
+  // store.
   m.attr("HOST_RECORD_BYTES") = sizeof(HostRecord);
   m.def(
       "reported",

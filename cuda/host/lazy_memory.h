@@ -1,4 +1,4 @@
-// Private memory whose pages are taken only when something is written there: room for the most that may come.
+// Private memory that reserves address space for the maximum; the system allocates a page when it is first written.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,7 +12,7 @@ namespace moe_rt {
 
 class LazyMemory {
  public:
-  // Throws std::system_error where there is no address space for so many bytes.
+  // Throws std::system_error if the address space cannot be reserved.
   explicit LazyMemory(int64_t bytes) : bytes_(larger(bytes, kPage)) {
     void* const mapped =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

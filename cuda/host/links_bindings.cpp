@@ -1,4 +1,4 @@
-// The part of moe_rt._engine that tells a CUDA launch how peers are reached whose segments are not mapped.
+// Part of moe_rt._engine that makes the arguments by which a CUDA launch reaches unmapped peers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -13,8 +13,7 @@ using namespace moe_rt;
 
 namespace {
 
-// RdmaLinks and NodeLinks of the kernels: how the network is called is an empty struct there, that of mapped_net.h, or
-// that of gin_net.h.
+// RdmaLinks and NodeLinks of the kernels. Their Net is an empty struct, that of mapped_net.h, or that of gin_net.h.
 struct MappedNet {
   char* const* segments;
   char* mine;
@@ -78,6 +77,6 @@ void bind_links(nb::module_& m) {
         }
         return marks;
       },
-      "Where in a rank's segment the other ranks leave their marks when they close, of either kind of op.",
+      "Offsets in a rank's segment of the marks that the other ranks set when they close, for both kinds of op.",
       nb::arg("shape"), nb::arg("rank"));
 }

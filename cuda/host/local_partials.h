@@ -1,8 +1,8 @@
-// A CPU rank's partials of its own tokens, made in cached scratch when reduce comes to them.
+// A CPU rank's partials of its own tokens, computed in cached scratch when reduce needs them.
 //
-// Pushed through the window they would be written to memory and read back: a fifth of what combine moves with two
-// ranks. They are coded and rounded as in the window, so the sum has the same bits. A GPU pushes them: its groups walk
-// the tokens in no order, and what they write stays in its own memory.
+// Pushed through the window they would be written to memory and read back: a fifth of combine's traffic with two ranks.
+// They are coded and rounded as in the window, so the sum has the same bits. A GPU pushes them: its groups visit tokens
+// in no fixed order, and their writes stay in its own memory.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@ struct LocalPartials {
   const World& w;
   int window;
   Returned<Weight> in;
-  Rows rows;      // with stores that stay in the cache
-  char* scratch;  // a row as in the window, of this lane alone
+  Rows rows;      // primitives whose stores stay in the cache
+  char* scratch;  // a window row, private to this lane
   const Pulled *next = nullptr, *end = nullptr;
   int replaced = -1;  // slot of the last token's local partial
 
-  // Own tokens are listed in their order; the lane's share is contiguous.
+  // Own tokens are in token order; the lane's share is contiguous.
   void begin(const Range& tokens) {
     const RecvPlan::Head& head = *in.plan.head;
     const Pulled* const first = in.plan.pulled + head.first_own;
@@ -38,8 +38,9 @@ struct LocalPartials {
     srcs[replaced] = scratch;
   }
 
-  // A sum also asks for the lines after those that it reads: the same slot's next partial. This asks for the next
-  // token's where `token` reads nothing before it in the window, having n partials or its own in that slot.
+  // Prefetches the next token's partials. A sum also prefetches the lines that follow the ones it reads, which are the
+  // same slot's next partial. So this covers only slots of the next token in which `token` reads nothing from the
+  // window: it has n partials, and its local one is not read there.
   void prefetch_next(int64_t token, int n, int num_next) const {
     const int own = next != end && next->token == token + 1 ? next->slot : -1;
     for (int slot = 0; slot < num_next; ++slot) {

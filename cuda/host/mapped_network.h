@@ -1,7 +1,7 @@
-// A network of memory that is mapped: ranks of one host that take each other for ranks of several nodes.
+// Network over mapped memory: ranks of one host that treat each other as ranks of several nodes.
 //
-// With it two levels can be tried, and tested, where there is one host only. What a network of hosts does late is done at
-// once here; tests/protocol has one that does all of it as late as it may.
+// It allows two levels to be tried, and tested, on a single host. Requests complete immediately here, where a network
+// of hosts completes them late; tests/protocol has a network that completes each as late as allowed.
 #pragma once
 
 #include <cstring>
@@ -14,7 +14,7 @@ namespace moe_rt {
 
 class MappedNetwork : public Network {
  public:
-  // [R] the address of each rank's segment; `rank` is this one.
+  // [R] address of each rank's segment; `rank` is this one.
   MappedNetwork(const std::vector<uint64_t>& segments, const Shape& shape, int rank)
       : mailboxes_(Layout::make(shape).mailboxes), rank_(rank) {
     for (const uint64_t s : segments) segments_.push_back(reinterpret_cast<char*>(s));
@@ -29,7 +29,7 @@ class MappedNetwork : public Network {
   void post(int peer, int64_t mailbox, const Header& header) override {
     moe_rt::post(*reinterpret_cast<Mailbox*>(segments_[peer] + mailbox), header);
   }
-  // A poison word: the first one stays.
+  // Puts a poison word: the first one stays.
   void put_last(int peer, int64_t offset, uint64_t word) override {
     replace_acq_rel(*reinterpret_cast<uint64_t*>(segments_[peer] + offset), uint64_t{0}, word);
   }

@@ -1,4 +1,4 @@
-// The networks for Python, which makes them and hands them to the engine: heap/ucx.py also connects its own.
+// Networks for Python, which creates them and passes them to the engine; heap/ucx.py also connects its own.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

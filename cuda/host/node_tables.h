@@ -1,4 +1,4 @@
-// Tables of who serves whom between nodes, made from the node of each rank.
+// Tables of proxies and clients between nodes, computed from the node of each rank.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace moe_rt {
 
 class NodeTables {
  public:
-  // `node_of` is the node of each rank; empty where nodes are not told apart.
+  // `node_of` is the node of each rank; empty in flat mode.
   NodeTables(const std::vector<int32_t>& node_of, int rank)
       : rank_(rank),
         node_of_(node_of),
@@ -30,7 +30,7 @@ class NodeTables {
     }
   }
 
-  // The shape of a group on those nodes: every rank's segment has room for what the busiest forwarder serves.
+  // Returns the shape of a group on those nodes: every rank's segment has capacity for the maximum number of clients.
   static Shape sized(Shape shape, const std::vector<int32_t>& node_of) {
     for (size_t r = 0; r < node_of.size(); ++r) {
       const NodeTables tables(node_of, static_cast<int>(r));
@@ -43,14 +43,14 @@ class NodeTables {
 
   int own() const { return node_of_[rank_]; }
   int num_nodes() const { return static_cast<int>(ranks_.size()); }
-  const std::vector<int32_t>& neighbours() const { return ranks_[own()]; }  // this rank is one
+  const std::vector<int32_t>& neighbours() const { return ranks_[own()]; }  // includes this rank
   const std::vector<int32_t>& served() const { return served_; }
   const std::vector<int32_t>& forwarders() const { return forwarder_; }
   const std::vector<int32_t>& served_at() const { return served_at_; }
   const std::vector<int32_t>& serving() const { return serving_; }
 
-  // The rank of a node that serves a rank of another: by its place on its own node, so that all nodes' work is spread
-  // alike. A rank of the node itself needs none, and stands for itself.
+  // Returns a rank's proxy on `node`, chosen by the rank's index on its own node, so that all nodes' work is spread
+  // alike. A rank of the node itself is its own proxy.
   int forwarder(int node, int rank) const {
     if (node_of_[rank] == node) return rank;
     const std::vector<int32_t>& home = ranks_[node_of_[rank]];
@@ -66,7 +66,7 @@ class NodeTables {
  private:
   int rank_;
   std::vector<int32_t> node_of_, forwarder_, served_at_, served_, serving_;
-  std::vector<std::vector<int32_t>> ranks_;  // of each node
+  std::vector<std::vector<int32_t>> ranks_;  // ranks of each node
 };
 
 }  // namespace moe_rt

@@ -1,4 +1,4 @@
-// Tables of a placement, made from the rank of each expert: the same for the CPU engine and for CUDA ranks.
+// Tables of a placement, computed from the rank of each expert, identical for the CPU engine and for CUDA ranks.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,5 @@
-// What tells the plans of one engine from those of all others, of other processes too, and from memory that is no plan.
+// Mark that distinguishes one engine's plans from those of all other engines, also in other processes, and from memory
+// that is no plan.
 #pragma once
 
 #include <cstdint>

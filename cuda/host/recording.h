@@ -1,4 +1,4 @@
-// Writing a rank's op records, its segment header and its last words, and reading what may be changing meanwhile.
+// Writers of a rank's op records, segment header and last words, and readers that tolerate concurrent changes.
 #pragma once
 
 #include <unistd.h>
@@ -17,10 +17,10 @@ namespace moe_rt {
 
 using OpRecordWords = std::array<uint64_t, kOpRecordWords>;
 
-// SYNC POINT op record, writer side: pairs with read_op_record. The stamp is odd while the words change. Each word is a
-// release, so that a reader who sees it sees the odd stamp, too; the even stamp is one, so that whoever sees it sees
-// all words. Without either: 1. reader loads the stamp, 2. half of the next op is written, 3. reader takes a mixture
-// of two ops for one.
+// SYNC POINT op record, writer side. Pairs with read_op_record. The stamp is odd while the words change. Each word is
+// stored with release, so that a reader that sees it also sees the odd stamp; the even stamp is stored with release, so
+// that a reader that sees it sees all words. Without either: 1. reader loads the stamp, 2. half of the next op is
+// written, 3. reader takes a mixture of two ops for one.
 inline void write_op_record(OpRecordSlot& slot, const OpRecord& op_record) {
   const auto words = std::bit_cast<OpRecordWords>(op_record);
   const uint64_t stamp = load_relaxed(slot.stamp);
@@ -29,8 +29,8 @@ inline void write_op_record(OpRecordSlot& slot, const OpRecord& op_record) {
   store_release(slot.stamp, stamp + 2);
 }
 
-// SYNC POINT op record, reader side. The words are acquires, so that the second look at the stamp comes after them.
-// False when the slot was changing, as it stays if its owner was stopped or killed in the middle.
+// SYNC POINT op record, reader side. The words are loaded with acquire, so that the second load of the stamp comes
+// after them. False if the slot was changing, which is permanent if its owner was stopped or killed in the middle.
 inline bool read_op_record(const OpRecordSlot& slot, OpRecord& op_record) {
   const uint64_t stamp = load_acquire(slot.stamp);
   OpRecordWords words;
@@ -39,8 +39,8 @@ inline bool read_op_record(const OpRecordSlot& slot, OpRecord& op_record) {
   return stamp % 2 == 0 && load_relaxed(slot.stamp) == stamp;
 }
 
-// SYNC POINT segment header, writer side: pairs with read_segment. Without the release a reader could take the magic
-// for granted and read offsets that are not there yet. `members` has an entry for each rank.
+// SYNC POINT segment header, writer side. Pairs with read_segment. Without the release a reader could accept the magic
+// and read offsets that are not written yet. `members` has an entry for each rank.
 inline void write_segment_header(char* segment, const Shape& s, int rank, uint64_t config,
                                  const std::vector<Member>& members) {
   const Layout l = Layout::make(s);
@@ -68,8 +68,8 @@ inline void write_segment_header(char* segment, const Shape& s, int rank, uint64
   store_release(header.magic, kSegmentHeaderMagic);
 }
 
-// SYNC POINT last words, writer side: pairs with read_last_words. Only the first words are kept, so that the text never
-// changes under a reader; without the release one could see their length before the text.
+// SYNC POINT last words, writer side. Pairs with read_last_words. Only the first words are kept, so that the text never
+// changes under a reader; without the release a reader could see the length before the text.
 inline void write_last_words(LastWords& words, std::string_view text) {
   if (load_relaxed(words.num_bytes) != 0) return;
   const size_t n = std::min(text.size(), sizeof(words.text));
@@ -77,7 +77,8 @@ inline void write_last_words(LastWords& words, std::string_view text) {
   store_release(words.num_bytes, uint64_t{n});
 }
 
-// SYNC POINT last words, reader side. A peer may have written anything: any bytes come back, but never more than fit.
+// SYNC POINT last words, reader side. A peer may have written anything: the result may be any bytes, but never more
+// than fit.
 inline std::string read_last_words(const LastWords& words) {
   return {words.text, std::min<size_t>(load_acquire(words.num_bytes), sizeof(words.text))};
 }

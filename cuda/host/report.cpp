@@ -1,4 +1,4 @@
-// Reading a segment that nothing is known of: its header is copied and judged first, then what it points at is read.
+// Reader of unknown segments: the header is copied and validated first, then the data at its offsets is read.
 #include "report.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace moe_rt {
 
 namespace {
 
-constexpr int32_t kMostRanks = 1 << 15;  // fit the poison word
-constexpr int kLooks = 1000;             // at a slot that changes; writing it takes far less time
+constexpr int32_t kMostRanks = 1 << 15;  // fits the poison word
+constexpr int kLooks = 1000;             // attempts to read a changing slot; writing one takes far less time
 
 void expect(bool condition, const char* what, int64_t got, const std::string& expected) {
   if (condition) return;
@@ -46,7 +46,7 @@ SegmentHeader read_segment_header(const char* segment, int64_t num_bytes) {
   return p;
 }
 
-// Who hands on what, where rows go in two levels between nodes that there can be.
+// Finds the announcers and clients of the segment's rank, if rows go in two levels and its node numbers are possible.
 void find_forwarders(SegmentReport& report) {
   const SegmentHeader& p = report.header;
   std::vector<int32_t> node_of;
@@ -56,7 +56,7 @@ void find_forwarders(SegmentReport& report) {
   if (node_of.size() != report.members.size()) node_of.clear();
   const NodeTables tables(node_of, p.rank);
   report.served = tables.served();
-  World of_its_nodes{};  // all that is asked of it
+  World of_its_nodes{};  // the only fields that announcer_of reads
   of_its_nodes.rank = p.rank;
   if (!node_of.empty()) of_its_nodes.nodes = tables.view();
   for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {

@@ -1,5 +1,5 @@
-// What a reader finds in one rank's segment. Its rank may hang, be dead, or have written nonsense over it: nothing
-// read there is an index or a size before it was checked.
+// Contents of one rank's segment, for a reader. The rank may hang, be dead, or have overwritten the segment: no value
+// read there is used as an index or a size before it was checked.
 #pragma once
 
 #include <string>
@@ -12,18 +12,18 @@ namespace moe_rt {
 struct SegmentReport {
   SegmentHeader header;
   uint64_t poison;
-  std::vector<uint64_t> announced[kNumKinds];  // [R] what each rank has announced to this one
-  std::vector<bool> closed_to;                 // [R] to this one
+  std::vector<uint64_t> announced[kNumKinds];  // [R] last sequence number that each rank has announced to this one
+  std::vector<bool> closed_to;                 // [R] true if the rank has closed towards this one
   std::vector<Member> members;                 // [R]
-  std::vector<int32_t> announcers[kNumKinds];  // [R] who tells this rank of each: itself, or a forwarder
-  std::vector<int32_t> served;                 // far ranks for which this one is a forwarder
-  std::vector<OpRecord> op_records;            // the last kNumOpRecords at most, in order
-  int num_torn = 0;                            // slots that changed at every look
-  std::string last_words;                      // of its rank: any bytes
+  std::vector<int32_t> announcers[kNumKinds];  // [R] announcer of each rank: itself or a proxy
+  std::vector<int32_t> served;                 // clients whose proxy this rank is
+  std::vector<OpRecord> op_records;            // at most the last kNumOpRecords, in order
+  int num_torn = 0;                            // slots that changed at every read
+  std::string last_words;                      // last words of the rank: any bytes
 };
 
 // Reads the segment in `num_bytes` bytes that start on a line; they may be mapped read-only, and may change meanwhile.
-// Throws std::invalid_argument where they cannot be a segment.
+// Throws std::invalid_argument if they cannot be a segment.
 SegmentReport read_segment(const char* segment, int64_t num_bytes);
 
 }  // namespace moe_rt

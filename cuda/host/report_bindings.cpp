@@ -1,4 +1,4 @@
-// The part of moe_rt._engine that writes a segment header and reads segments; moe_rt/diagnostics makes reports of it.
+// Part of moe_rt._engine that writes a segment header and reads segments; moe_rt/diagnostics builds reports from it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -12,7 +12,7 @@ using namespace moe_rt;
 
 namespace {
 
-// Of anything that holds bytes, a mapping for one, be it read-only.
+// Reads the segment in any object that holds bytes, for instance a read-only mapping.
 SegmentReport read_buffer(nb::handle holder) {
   Py_buffer view;
   if (PyObject_GetBuffer(holder.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();

@@ -1,4 +1,4 @@
-// Picks the row primitives for this machine.
+// Selects the row primitives for this machine.
 #include "rows.h"
 
 #include <cstring>
@@ -13,7 +13,7 @@ extern const Table kTable_portable;
 extern const Table kTable_avx2, kTable_avx512;
 
 namespace {
-// Asked of the processor: __builtin_cpu_supports of clang 13 to 16 refuses "f16c".
+// Reads CPUID, because __builtin_cpu_supports of clang 13 to 16 rejects "f16c".
 bool has_f16c() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;

@@ -1,4 +1,5 @@
-// The CPU's row primitives: one table of functions per instruction set and element type, chosen when an engine is made.
+// Row primitives of the CPU: one table of functions per instruction set and element type, chosen when an engine is
+// created.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 namespace moe_rt::rows {
 
 enum class Elem : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
-// In the order of Elem: as torch names each, and as device/elements.h does. Python has its tables from here.
+// Names of each element type in torch and in device/elements.h, in the order of Elem. Python's tables come from here.
 struct ElemNames {
   const char *torch, *device;
 };
@@ -21,21 +22,22 @@ inline constexpr ElemNames kElemNames[] = {
     {"float32", "F32"}, {"bfloat16", "Bf16"}, {"float16", "F16"}, {"float64", "F64"}};
 inline constexpr int kNumElems = std::size(kElemNames);
 
-// Each works on `hidden` elements. Sums are taken in fp32 (fp64 for fp64), in the order given, and rounded once, to
+// Each function works on `hidden` elements. Sums are in fp32 (fp64 for fp64), in the order given, and rounded once, to
 // nearest even. No fused multiply-add is contracted, so every instruction set gives the same bits.
 template <class Acc>
 struct Functions {
   void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
   Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden, bool stream);
-  // Coded rows (protocol/core/codec.h); nullptr for fp64, which is never coded. encode_sum codes the weighted sum of
+  // Coded rows (protocol/core/codec.h); nullptr for fp64, which is never coded. encode_sum encodes the weighted sum of
   // rows, decode_sum rounds the sum of coded rows.
   void (*encode_sum)(Codec codec, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
   void (*decode_sum)(Codec codec, char* dst, const char* const* srcs, int n, int64_t hidden);
 };
 
-// Rows are streamed past the caches when those that a rank writes in an op reach this share of its part of the
-// last-level cache: published in a rank's own window, received from those of others, pushed into those as partials, or
-// combined from partials. Measured where it was made, docs/log.md; other tenants of a machine take their share, too.
+// Rows are streamed past the caches when the rows that a rank writes in an op reach this share of its part of the
+// last-level cache. They are published in a rank's own window, received from others' windows, pushed as partials into
+// those, or combined from partials. The values were measured (docs/log.md); other tenants of a machine use the cache as
+// well.
 struct StreamShares {
   double published, received, pushed, combined;
 };
@@ -43,10 +45,10 @@ struct StreamShares {
 struct Table {
   const char* name;
   StreamShares stream;
-  int64_t prefetch_distance;  // bytes between a load and the line that is fetched for a later one
-  // To each of n places that is not nullptr; n <= kMaxTopk.
+  int64_t prefetch_distance;  // bytes between a load and the line prefetched with it
+  // Copies to each of n destinations, skipping nullptr; n <= kMaxTopk.
   void (*copy)(char* const* dsts, int n, const char* src, int64_t bytes, bool stream);
-  // By Elem; empty where it sums in the other type.
+  // Indexed by Elem; empty if the element sums in the other type.
   Functions<float> in_floats[kNumElems];
   Functions<double> in_doubles[kNumElems];
 
@@ -60,10 +62,10 @@ struct Table {
   }
 };
 
-// `isa` is "auto", "portable", "avx2" or "avx512"; nullptr when this machine or build lacks it.
+// `isa` is "auto", "portable", "avx2" or "avx512"; nullptr if this machine or build lacks it.
 const Table* find_table(const char* isa);
 
-// Where each of n rows of a tensor begins, for Table::copy; nullptr for those that are negative.
+// Addresses of n rows of a tensor, for Table::copy; nullptr for negative rows.
 struct Places {
   char* dsts[kMaxTopk];
   Places(char* tensor, int64_t row_bytes, const int32_t* rows, int n) {
@@ -71,20 +73,20 @@ struct Places {
   }
 };
 
-// The primitive that role functions take: one element type, one row length, streaming or not.
+// Row primitive that role functions take: one element type, one row length, streaming or not.
 template <class Acc>
 struct HostRows {
   const Table* table;
   const Functions<Acc>* fn;
   int64_t hidden, elem_bytes;
-  // Streaming stores go past the caches, which wins once the rows written exceed what the caches would keep.
+  // Streaming stores bypass the caches, which is faster once the rows written exceed what the caches would keep.
   bool stream;
   Codec codec;
 
   int64_t tensor_row_bytes() const { return hidden * elem_bytes; }
   int64_t encoded_row_bytes() const { return codec_row_bytes(codec, hidden, elem_bytes); }
   bool coded() const { return codec != Codec::kRaw; }
-  void meet() const {}  // one lane has a row for itself
+  void meet() const {}  // a row belongs to one lane
   void publish(char* dst, const char* x, int64_t row) const {
     const char* const src = x + row * tensor_row_bytes();
     if (coded()) return encode(dst, src);
@@ -102,7 +104,7 @@ struct HostRows {
       if (places.dsts[i]) fn->decode_sum(codec, places.dsts[i], &src, 1, hidden);
     }
   }
-  // The arrays are the caller's scratch: sources that are nullptr are squeezed out.
+  // The arrays are the caller's scratch: this function removes sources that are nullptr from them.
   void encode_sum(char* dst, const char** srcs, Acc* weights, int n) const {
     int kept = 0;
     for (int i = 0; i < n; ++i) {
@@ -123,12 +125,12 @@ struct HostRows {
       fn->decode_sum(codec, dst, srcs, n, hidden);
     }
   }
-  // The lines of a row that no sum asks for in time.
+  // Prefetches the lines of a row that no sum prefetches in time.
   void prefetch(const char* row) const {
     const int64_t bytes = smaller(table->prefetch_distance, encoded_row_bytes());
     for (int64_t i = 0; i < bytes; i += kRowAlign) __builtin_prefetch(row + i);
   }
-  // After the first of them, g is in the cache.
+  // g is in the cache after the first row.
   void scale_dots(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g, Acc* dots,
                   int n) const {
     for (int i = 0; i < n; ++i) {

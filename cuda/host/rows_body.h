@@ -1,4 +1,4 @@
-// The bodies of the row primitives, compiled once per instruction set (rows_portable, rows_avx2, rows_avx512.cpp).
+// Bodies of the row primitives, compiled once per instruction set (rows_portable, rows_avx2, rows_avx512.cpp).
 #include <algorithm>
 #include <limits>
 
@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kCacheLine = 64;
 
-// How far ahead of a load its line is asked for. Rows of a token lie in as many places as it has experts, and hardware
-// prefetchers start anew at each; past the end of a row comes the same expert's next row, which is wanted soon.
+// Prefetch distance in bytes. A token's rows are in as many places as it has experts, and hardware prefetchers restart
+// at each. Past a row's end is the same expert's next row, which is needed soon.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int64_t kPrefetchDistance = 1024;
 #else
@@ -22,7 +22,7 @@ inline void prefetch(const char* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(p + kPrefetchDistance + i);
 }
 
-// How so many elements at a time become accumulators, and back.
+// Conversion of kCount elements to a block of accumulators, and back.
 template <class B, int kCount, B (*kLoad)(const char*), void (*kStore)(char*, B)>
 struct Lanes {
   using Block = B;
@@ -31,7 +31,7 @@ struct Lanes {
   static void store(char* p, Block x) { kStore(p, x); }
 };
 
-// An element type: its lanes in order, and in whatever order is fastest for sums element by element.
+// Element type: its lanes in order, and in the fastest order for sums element by element.
 template <class AccType, int kSize, class Ordered, class Fastest = Ordered>
 struct Element {
   using Acc = AccType;
@@ -46,7 +46,7 @@ using Bf16 = Element<float, 2, Lanes<Floats, kFloats, load_bf16, store_bf16>,
 using F16 = Element<float, 2, Lanes<Floats, kFloats, load_f16, store_f16>>;
 using F64 = Element<double, 8, Lanes<Doubles, kDoubles, load_f64, store_f64>>;
 
-// Whole lines past the caches, what surrounds them through them.
+// Streams whole lines past the caches, and copies the bytes around them through the caches.
 inline void stream_part(char* dst, const char* src, int64_t bytes) {
   const int64_t misaligned = (kCacheLine - reinterpret_cast<uintptr_t>(dst) % kCacheLine) % kCacheLine;
   int64_t i = smaller(misaligned, bytes);
@@ -55,9 +55,9 @@ inline void stream_part(char* dst, const char* src, int64_t bytes) {
   std::memcpy(dst + i, src + i, bytes - i);
 }
 
-// Whole rows through the caches: memcpy moves long ones with a single instruction, which loops do not keep up with
-// where a peer holds the lines. Past the caches part by part to every place, so that each part is read once and no
-// place waits for a whole row of another.
+// Copies whole rows through the caches: memcpy moves long rows with a single instruction, which is faster than loops if
+// a peer's cache holds the lines. Streams rows past the caches in parts, each to every destination, so that each part
+// is read once and no destination waits for a whole row of another.
 void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream) {
   constexpr int64_t kPart = 16 * kCacheLine;
   if (!stream) {
@@ -76,8 +76,8 @@ void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream)
   }
 }
 
-// kBlocks blocks together: enough independent additions to hide their latency, and whole lines to stream. `kRows` is n
-// where the compiler knows it.
+// Sums kBlocks blocks together: enough independent additions to hide their latency, and whole lines to stream. `kRows`
+// is n if the compiler knows it, else 0.
 template <class E, int kBlocks, int kRows>
 [[gnu::always_inline]] inline void sum_blocks(char* dst, const char* const* srcs, const typename E::Acc* weights, int n,
                                               int64_t at, bool stream) {
@@ -98,8 +98,8 @@ template <class E, int kBlocks, int kRows>
   for (int64_t i = 0; i < kBlocks * kStep; i += kCacheLine) stream_line(dst + at + i, lines + i);
 }
 
-// All whole blocks of a row; returns where they end. Copies of what it is given stay in registers: stores to dst might
-// change the originals, for all that the compiler knows.
+// Sums all whole blocks of a row and returns their end. Local copies of the arguments stay in registers: the compiler
+// must assume that stores to dst change the originals.
 template <class E, int kRows>
 int64_t sum_whole_blocks(char* dst, const char* const* given_srcs, const typename E::Acc* given_weights, int n,
                          int64_t bytes, bool stream) {
@@ -134,7 +134,7 @@ void weighted_sum(char* dst, const char* const* srcs, const typename E::Acc* giv
                   bool stream) {
   using L = typename E::AnyOrder;
   typename E::Acc weights[kMaxTopk];
-  for (int j = 0; j < n; ++j) {  // a NaN becomes the one that store_bf16_deinterleaved may be given
+  for (int j = 0; j < n; ++j) {  // store_bf16_deinterleaved requires the quiet NaN
     weights[j] = given[j] == given[j] ? given[j] : std::numeric_limits<typename E::Acc>::quiet_NaN();
   }
   stream = stream && reinterpret_cast<uintptr_t>(dst) % kCacheLine == 0;
@@ -183,7 +183,7 @@ typename E::Acc scale_dot(char* dst, typename E::Acc weight, const char* g, cons
   return sum;
 }
 
-// A row is coded block by block: integers have no rounding, so every instruction set gives the same bits here, too.
+// Encodes a row block by block. Integers have no rounding, so every instruction set gives the same bits here as well.
 template <class E>
 void encode_sum(Codec codec, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
   using L = typename E::InOrder;

@@ -1,4 +1,4 @@
-// Rows of two tensors, codes and their scales, which dispatch moves as bytes: what they say is for experts to read.
+// Rows of two tensors, codes and their scales, which dispatch moves as bytes: only experts interpret them.
 #pragma once
 
 #include <cstring>
@@ -7,7 +7,8 @@
 
 namespace moe_rt::rows {
 
-// As HostRows for dispatch: `x` and `to` of its calls are codes, and the rows of the same number here are their scales.
+// Interface of HostRows for dispatch: `x` and `to` of its calls are codes, and rows of the same index here are their
+// scales.
 struct HostScaledRows {
   const Table* table;
   RowParts parts;

@@ -1,10 +1,10 @@
-// Sixteen floats or eight doubles at a time, for the instruction set that the including file is compiled for.
+// Blocks of sixteen floats or eight doubles, for the instruction set that the including file is compiled for.
 //
-// A block always has the same lanes, whatever registers it is made of, so that sums over lanes have one order. Sums
-// element by element need none: for them bf16 has blocks of its own, Deinterleaved, whose lanes are shuffled until they
-// are stored. What is stored must have no NaN with anything in its lower half: sums of bf16 rows have none, if no
-// weight has. Everything has internal linkage: code compiled with wider instructions must not replace the portable one
-// at link time.
+// A block always has the same lanes, in whatever registers, so that sums over lanes have one order. Sums element by
+// element need no order: bf16 has separate blocks for them, Deinterleaved, whose lanes are shuffled until they are
+// stored. A stored value must not be a NaN with bits in its lower half: sums of bf16 rows have none, if no weight has.
+// Everything has internal linkage: code compiled with wider instructions must not replace the portable one at link
+// time.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ inline Deinterleaved add_scaled(Deinterleaved sum, float w, Deinterleaved x) {
   const __m512 f = _mm512_set1_ps(w);
   return {_mm512_add_ps(sum.even, _mm512_mul_ps(f, x.even)), _mm512_add_ps(sum.odd, _mm512_mul_ps(f, x.odd))};
 }
-// To the nearest even bf16, in the upper half of each lane, for anything but a NaN that would be carried out of it.
+// Rounds to the nearest even bf16, in the upper half of each lane; a NaN must not carry out of its lane.
 inline __m512i round_number(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -102,7 +102,7 @@ inline void store_f32(char* p, Floats x) {
   _mm256_storeu_ps(reinterpret_cast<float*>(p), x.lo);
   _mm256_storeu_ps(reinterpret_cast<float*>(p) + 8, x.hi);
 }
-// To the nearest even bf16, in the upper half of each lane, for anything but a NaN that would be carried out of it.
+// Rounds to the nearest even bf16, in the upper half of each lane; a NaN must not carry out of its lane.
 inline __m256i round_number(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

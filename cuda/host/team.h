@@ -1,4 +1,4 @@
-// A team of host threads that runs one role together: the coop for several cores per rank, and for race tests.
+// Team of host threads that runs one role together: the coop for several cores per rank, and for race tests.
 #pragma once
 
 #include <sched.h>
@@ -14,14 +14,14 @@
 
 namespace moe_rt {
 
-// Lanes of one op meet here. Bounded because every lane reaches it: only lane 0 ever waits for a peer, with a deadline.
-// Until it has heard of all peers the others sleep: their core may be the one that a late peer needs.
+// Barrier for the lanes of one op. Its wait is bounded because every lane reaches it: only lane 0 ever waits for a
+// peer, with a deadline. Meanwhile the other lanes sleep: a late peer may need their core.
 class Barrier {
  public:
-  // A lane gives its core away so many times before it sleeps: the default is about 100 us on an idle core, ten times
-  // what lanes take to be woken.
+  // A lane yields `yields` times before it sleeps: the default takes about 100 us on an idle core, ten times as long as
+  // waking the lanes.
   explicit Barrier(int size, int yields = 256) : size_(size), yields_(yields) {}
-  // SYNC POINT barrier: the last lane's release of generation_ pairs with the others' acquire; arrivals are chained by
+  // SYNC POINT barrier. The last lane's release of generation_ pairs with the others' acquire; arrivals are chained by
   // the read-modify-write. Without it a lane could read scratch that another lane has not finished writing.
   void wait() {
     const uint32_t generation = load_relaxed(generation_);
@@ -57,7 +57,7 @@ struct TeamCoop {
 // Threads that sleep between ops; the caller is lane 0.
 class Team {
  public:
-  // Throws std::system_error, with no thread left behind, where the system grants too few.
+  // Throws std::system_error, leaving no thread running, if the system grants too few.
   explicit Team(int size) : size_(size), barrier_(size) {
     try {
       for (int lane = 1; lane < size; ++lane) threads_.emplace_back([this, lane] { serve(lane); });
@@ -121,7 +121,7 @@ class Team {
   std::condition_variable wake_;
   void (*job_)(void*, const TeamCoop&) = nullptr;
   void* argument_ = nullptr;
-  std::fenv_t floats_;  // how the caller rounds and treats denormals: bits must not depend on the number of lanes
+  std::fenv_t floats_;  // the caller's rounding and denormal modes: bits must not depend on the number of lanes
   uint64_t round_ = 0;
   bool stopping_ = false;
 };

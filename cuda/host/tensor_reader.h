@@ -1,9 +1,9 @@
-// What ops ask of the tensors that they are given, in one call: whether each is of the right size and type, and lies in
-// memory as C++ reads it.
+// Validation of an op's tensors in one call: each must have the right size and type, and plain contiguous memory.
 //
-// torch tells by the table of functions that it gives to other libraries, DLPack's exchange API: nothing here is built
-// with torch or linked with it. Asked attribute by attribute, this takes Python longer than exchanging a token. What is
-// not plain, Python looks at again (moe_rt/native/checks.py): it says what is wrong, or makes a plain copy.
+// torch gives access through the function table that it exports to other libraries, DLPack's exchange API, so this
+// module is neither built with torch nor linked with it. Reading attribute by attribute takes Python longer than
+// exchanging a token. Python checks tensors that are not plain again (moe_rt/native/checks.py): it reports the error,
+// or makes a plain copy.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,11 +19,11 @@ namespace moe_rt {
 
 namespace nb = nanobind;
 
-// DLPackExchangeAPI of dlpack.h 1.3; a version that lays it out otherwise has another `major`.
+// DLPackExchangeAPI of dlpack.h 1.3; a version with another layout has another `major`.
 struct DlpackExchange {
   uint32_t major, minor;
   void *older, *allocate, *share, *adopt;
-  int (*read)(PyObject* tensor, nb::dlpack::dltensor* found);  // nothing is owned; -1 with an exception if it cannot
+  int (*read)(PyObject* tensor, nb::dlpack::dltensor* found);  // returns no ownership; -1 with an exception on failure
   void* stream;
 };
 
@@ -32,7 +32,8 @@ class TensorReader {
   using Found = nb::dlpack::dltensor;
   using Dtype = nb::dlpack::dtype;
 
-  // Of a rank whose tensors are on `device`, where inputs begin at multiples of `vector_bytes`; `tensor` is torch.Tensor.
+  // Reader for a rank whose tensors are on `device`, and whose inputs begin at multiples of `vector_bytes`; `tensor` is
+  // torch.Tensor.
   TensorReader(nb::handle tensor, const Shape& shape, rows::Elem elem, int64_t plan_ints, nb::dlpack::device device,
                int64_t vector_bytes)
       : is_neg_(tensor.attr("is_neg")),
@@ -44,15 +45,16 @@ class TensorReader {
         device_(device),
         vector_bytes_(vector_bytes) {
     const nb::object table = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
-    if (!PyCapsule_IsValid(table.ptr(), kTable)) return;  // a torch without it: nothing is plain
+    if (!PyCapsule_IsValid(table.ptr(), kTable)) return;  // this torch has no such table: no tensor is plain
     const auto* found = static_cast<const DlpackExchange*>(PyCapsule_GetPointer(table.ptr(), kTable));
     if (found->major == kMajor) read_ = found->read;
   }
 
-  // Tensors in this memory are not plain from now on: ops write it, and Python decides which may be there all the same.
+  // Treats tensors in this memory as not plain from now on: ops write it, and Python decides which tensors may be
+  // there.
   void avoid(uintptr_t begin, uintptr_t end) { avoided_begin_ = begin, avoided_end_ = end; }
 
-  // x [T, H], topk_idx [T, K] and topk_weights [T, K]: T, or -1 where one of them is not plain.
+  // Returns T of x [T, H], topk_idx [T, K] and topk_weights [T, K], or -1 if one of them is not plain.
   int64_t dispatch(nb::handle x, nb::handle topk_idx, nb::handle topk_weights) const {
     Found rows, ids, weights;
     const bool plain = input(x, rows) && input(topk_idx, ids) && input(topk_weights, weights) &&
@@ -63,8 +65,8 @@ class TensorReader {
     return plain ? rows.shape[0] : -1;
   }
 
-  // y [N, H], recv_weights [capacity], or [capacity, K] where rows are of tokens, or None, and a handle's plans: N,
-  // capacity and T. None where one of them is not plain.
+  // Returns N, capacity and T of y [N, H], recv_weights [capacity], or [capacity, K] with RecvLayout::kTokens, or None,
+  // and a handle's plans. None if one of them is not plain.
   std::optional<std::tuple<int64_t, int64_t, int64_t>> combine(nb::handle y, nb::handle recv_weights,
                                                                nb::handle recv_plan, nb::handle send_plan) const {
     Found rows, weights, received, sent;
@@ -104,7 +106,8 @@ class TensorReader {
     return t.ndim == 2 && t.shape[1] == columns && t.dtype == dtype;
   }
 
-  // Dense, on this device, contiguous and not where it is to be avoided; strides of dimensions with one entry mean nothing.
+  // True if the tensor is dense, on this device, contiguous and outside the avoided memory; strides of dimensions with
+  // one entry have no meaning.
   bool lies_here(nb::handle tensor, Found& t) const {
     if (!read_) return false;
     if (read_(tensor.ptr(), &t) != 0) {
@@ -121,7 +124,7 @@ class TensorReader {
     return at >= avoided_end_ || at + size * t.dtype.bits / 8 <= avoided_begin_;
   }
 
-  // What memory holds is also what torch shows: no sign is owed, and zeros are really there.
+  // True if the memory also holds what torch shows: no pending negation, and no zero tensor without data.
   bool input(nb::handle tensor, Found& t) const {
     if (!lies_here(tensor, t) || reinterpret_cast<uintptr_t>(t.data) % vector_bytes_ != 0) return false;
     return is_false(is_zero_, tensor) && (t.dtype.code == kInt || is_false(is_neg_, tensor));

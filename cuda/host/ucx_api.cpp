@@ -1,4 +1,4 @@
-// Opens UCX's library at run time, and finds its functions by their names.
+// Opens UCX's library at run time and finds its functions by name.
 #include "ucx_api.h"
 
 #include <dlfcn.h>
@@ -41,7 +41,7 @@ Api find_all(const char* library) {
   find(a.ep_close_nbx, "ucp_ep_close_nbx");
   find(a.am_send_nbx, "ucp_am_send_nbx");
   find(a.request_free, "ucp_request_free");
-  find(a.status_string, "ucs_status_string");  // of libucs, which libucp brings along
+  find(a.status_string, "ucs_status_string");  // in libucs, which libucp loads
   return a;
 }
 
@@ -49,7 +49,7 @@ Api find_all(const char* library) {
 
 const Api& Api::open(const char* library) {
   static std::mutex mutex;
-  static std::map<std::string, Api> opened;  // never closed: its threads and handlers are the process's
+  static std::map<std::string, Api> opened;  // never closed: its threads and handlers belong to the process
   const std::lock_guard lock(mutex);
   const auto found = opened.find(library);
   return found != opened.end() ? found->second : opened.emplace(library, find_all(library)).first->second;
@@ -57,7 +57,7 @@ const Api& Api::open(const char* library) {
 
 Handle Api::context() const {
   static std::mutex mutex;
-  static std::map<std::pair<const Api*, pid_t>, Handle> contexts;  // a forked child needs one of its own
+  static std::map<std::pair<const Api*, pid_t>, Handle> contexts;  // a forked child needs a new one
   const std::lock_guard lock(mutex);
   Handle& context = contexts[{this, getpid()}];
   if (context) return context;

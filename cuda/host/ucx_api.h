@@ -1,7 +1,7 @@
-// The part of UCX's binary interface that moe_rt uses, found in a library that is opened at run time.
+// Part of UCX's binary interface that moe_rt uses, found in a library that is opened at run time.
 //
-// No header of UCX is needed to build: structs are those that all versions from 1.13 on share, of which a field mask
-// says what is filled in. tests/heap/ucx_interface.cpp compares each with the headers of the installed package.
+// The build needs no UCX header: the structs are common to all versions from 1.13 on, and a field mask says which
+// fields are filled in. tests/heap/ucx_interface.cpp compares each with the headers of the installed package.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 
 namespace moe_rt::ucx {
 
-using Status = int8_t;  // zero is success, negative ones are errors
+using Status = int8_t;  // zero is success, negative values are errors
 inline constexpr Status kOk = 0, kInProgress = 1, kBusy = -15;
-inline constexpr unsigned kMajor = 1, kOldestMinor = 13;  // of the interface, and so of the oldest library
+inline constexpr unsigned kMajor = 1, kOldestMinor = 13;  // version of the interface, and so of the oldest library
 
 enum Feature : uint64_t { kWakeup = 1 << 4, kActiveMessages = 1 << 6 };
 struct Params {
@@ -29,12 +29,12 @@ struct WorkerParams {
 };
 
 struct ReceiveParams {
-  static constexpr uint64_t kIsOffer = 1 << 17;  // of data that the sender keeps until it is fetched
+  static constexpr uint64_t kIsOffer = 1 << 17;  // flag: the sender keeps the data until it is fetched
   uint64_t attributes;
   void* reply_endpoint;
 };
 
-inline constexpr unsigned kMessageId = 0;  // of moe_rt's one handler
+inline constexpr unsigned kMessageId = 0;  // id of moe_rt's only handler
 struct HandlerParams {
   static constexpr uint64_t kId = 1, kFlags = 2, kFunction = 4, kArgument = 8;
   static constexpr uint32_t kWholeMessages = 1;
@@ -59,7 +59,7 @@ struct EndpointParams {
 struct RequestParams {
   static constexpr uint32_t kCallback = 1 << 1, kUserData = 1 << 2, kFlags = 1 << 4;
   static constexpr uint32_t kForceClose = 1;  // a flag of closing an endpoint
-  static constexpr uint32_t kEager = 1 << 1;  // of a message
+  static constexpr uint32_t kEager = 1 << 1;  // flag of sending a message
   uint32_t mask, flags;
   void* request;
   void (*on_end)(void* request, Status status, void* user_data);
@@ -68,13 +68,13 @@ struct RequestParams {
   char unused[56];
 };
 
-// A call's answer: nothing more to come, an error, or a request.
+// Result of a call: complete, an error, or a request.
 inline bool is_request(const void* answer) { return reinterpret_cast<uintptr_t>(answer) - 1 < uintptr_t(-100) - 1; }
 inline Status status_of(const void* answer) {
   return is_request(answer) ? kInProgress : static_cast<Status>(reinterpret_cast<intptr_t>(answer));
 }
 
-using Handle = void*;  // of a context, worker or endpoint
+using Handle = void*;  // a context, worker or endpoint
 struct Api {
   void (*get_version)(unsigned* major, unsigned* minor, unsigned* release);
   Status (*config_read)(const char* prefix, const char* file, Handle* config);
@@ -96,12 +96,12 @@ struct Api {
   void (*request_free)(void* request);
   const char* (*status_string)(Status);
 
-  // The library of a path, or of a name that the system's loader finds; opened once in a process. Throws
-  // std::runtime_error where there is none, or one of another interface.
+  // Opens the library at a path, or with a name that the system's loader finds; once per process. Throws
+  // std::runtime_error if it is missing, or has another interface.
   static const Api& open(const char* library);
 
-  // The process's one context: it takes half a second to find the machine's devices. Never cleaned up. Throws
-  // std::runtime_error where UCX refuses.
+  // The process's only context: creating it takes half a second for finding the machine's devices. Never cleaned up.
+  // Throws std::runtime_error if UCX refuses.
   Handle context() const;
 };
 

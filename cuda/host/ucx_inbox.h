@@ -1,4 +1,4 @@
-// What comes of peers over UCX, and what is done with it: the one place where far peers reach this rank's segment.
+// Handler of messages from peers over UCX: the only place where unmapped peers access this rank's segment.
 #pragma once
 
 #include <cstring>
@@ -12,7 +12,7 @@ namespace moe_rt {
 
 class UcxInbox {
  public:
-  // `peers` are those of the worker, by rank.
+  // `peers` are the worker's, indexed by rank.
   UcxInbox(const Layout& layout, std::vector<UcxPeer>& peers) : layout_(layout), peers_(peers), early_(peers.size()) {
     std::random_device random;
     secret_ = uint64_t{random()} << 32 | random();
@@ -20,18 +20,18 @@ class UcxInbox {
   void open(char* segment) { segment_ = segment; }
   uint64_t secret() const { return secret_; }
 
-  // What is of no rank of this group is left. A rank whose message cannot be meant is lost, as if its process had ended.
-  // `is_here`: the data has come with the message.
+  // Handles one message. Messages from outside the group are ignored. A rank that sends a malformed message is lost, as
+  // if its process had ended. `is_here`: the data has arrived with the message.
   void take(const void* head, size_t head_bytes, const void* data, uint64_t bytes, bool is_here) {
     Message m;
     if (head_bytes != sizeof(m)) return;
     std::memcpy(&m, head, sizeof(m));
     if (m.secret != secret_ || m.source >= peers_.size() || peers_[m.source].lost()) return;
     if (!is_here || !can_be_meant(m, bytes, layout_, int(peers_.size())) || !obey(m, data)) {
-      peers_[m.source].lose("it has sent what no rank sends");
+      peers_[m.source].lose("it sent a malformed message");
     }
   }
-  // A peer can be answered from now on.
+  // Answers the get of a peer that has just been connected.
   void connected(int peer) {
     if (early_[peer].ask == Ask::kGet) peers_[peer].answer(early_[peer], segment_);
   }
@@ -65,9 +65,9 @@ class UcxInbox {
     }
     return false;
   }
-  // SYNC POINT word over a network, writer side: `closed` pairs with closed_before, a poison word with Engine::fail.
-  // Without the release a reader could see the word, and not what was announced or said before it. Of two poison words
-  // the first stays, as where ranks map each other: the cause, not what followed from it.
+  // SYNC POINT word over a network, writer side. `closed` pairs with closed_before, a poison word with Engine::fail.
+  // Without the release a reader could see the word, but not the announcement or last words before it. Of two poison
+  // words the first stays, as with mapped ranks: it is the cause, not a consequence.
   void write(const Message& m, const void* data) {
     char* const to = segment_ + m.offset;
     uint64_t word;
@@ -83,8 +83,8 @@ class UcxInbox {
       store_release(target, word);
     }
   }
-  // SYNC POINT signal over a network, writer side: pairs with wait_signal, as `post` of a peer that is mapped does. The
-  // rows of the op were written before, under the worker's lock: the peer has flushed them, or it would not announce.
+  // SYNC POINT signal over a network, writer side. Pairs with wait_signal, like `post` of a mapped peer. The rows of
+  // the op were written before, under the worker's lock: the peer has flushed them, or it would not announce.
   void announce(const Message& m, const void* data) {
     Header header;
     std::memcpy(&header, data, sizeof(header));
@@ -93,7 +93,7 @@ class UcxInbox {
 
   const Layout& layout_;
   std::vector<UcxPeer>& peers_;
-  std::vector<Message> early_;  // [R] the get of a peer that was not connected yet
+  std::vector<Message> early_;  // [R] get of a peer that was not connected yet
   char* segment_ = nullptr;
   uint64_t secret_;
 };

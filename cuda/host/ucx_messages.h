@@ -1,6 +1,6 @@
-// What CPU ranks send each other over UCX: a head, and data behind it; and which of it may be obeyed.
+// Messages between CPU ranks over UCX: a head followed by data, and the checks that a message must pass.
 //
-// Whoever is asked does the work itself, and looks first: a peer reaches nothing but this rank's segment.
+// The receiver of a request does the work itself, and validates first: a peer can access only this rank's segment.
 #pragma once
 
 #include "../protocol/core/layout.h"
@@ -8,31 +8,29 @@
 namespace moe_rt {
 
 enum class Ask : uint32_t {
-  kGet = 1,  // send me `bytes` of your segment
-  kGot,      // there they are: what get `number` has asked for
-  kPut,      // what follows belongs there
-  kPost,     // what follows is the header of an op: announce it in that mailbox
-  kFlush,    // tell me once you have taken in `number` puts and posts of mine, all in all
-  kFlushed,  // so many are; also said unasked
+  kGet = 1,  // send `bytes` of your segment
+  kGot,      // reply with the bytes of get `number`
+  kPut,      // write the data at `offset`
+  kPost,     // announce the op whose header follows in the mailbox at `offset`
+  kFlush,    // reply once `number` puts and posts of the sender in all are done
+  kFlushed,  // `number` puts and posts are done; also sent unasked
 };
 
 struct Message {
-  uint64_t secret =
-      0;  // what the rank that it is for has told its group: it was not meant for an earlier process there
+  uint64_t secret = 0;  // secret that the receiver gave to its group: excludes messages for an earlier process
   uint32_t source = 0;  // rank
   Ask ask{};
-  int64_t offset = 0, bytes = 0;  // in the segment of whoever is asked; of the data that follows, or is asked for
+  int64_t offset = 0, bytes = 0;  // place in the receiver's segment; bytes of the data that follows, or is requested
   uint64_t number = 0;
 };
 static_assert(sizeof(Message) == 40 && sizeof(Message) + sizeof(Header) < 128, "UCX takes it all as one short message");
 
-// Of one message; more goes in several. A message of this size takes one step of UCX over TCP: neither side copies it
-// together.
+// Maximum bytes of one message; more data takes several. A message of this size takes one step of UCX over TCP: neither
+// side has to assemble it.
 inline constexpr int64_t kMostBytes = 60 << 10;
 
-// What may be under way at once of all that a rank gets from another, and of all that it puts there; and after how much
-// of the latter it is told how much has arrived. A link that carries more than this in the time of a message there and
-// back is not filled by one pair of ranks.
+// Maximum bytes in flight of a rank's gets from a peer, and of its puts there; and the bytes of puts after which the
+// receiver reports progress. A link that carries more than this in a round trip is not saturated by one pair of ranks.
 inline constexpr int64_t kMostUnderWay = 192 << 10, kTellAfter = kMostBytes;
 static_assert(kTellAfter + kMostBytes <= kMostUnderWay, "or the next put may wait for a word that is not due yet");
 
@@ -45,8 +43,8 @@ constexpr bool is_mailbox(int64_t offset, const Layout& layout, int num_ranks) {
   return from_first >= 0 && from_first % size == 0 && from_first / size < int64_t{kNumKinds} * num_ranks;
 }
 
-// Whether a rank with segments like this one's may have sent the message, behind which so much data came. Answers are
-// compared with what was asked by whoever has asked (ucx_peer.h).
+// True if a rank with a segment like this one's may have sent the message, followed by data_bytes bytes. Replies are
+// compared with the request by its sender (ucx_peer.h).
 constexpr bool can_be_meant(const Message& m, uint64_t data_bytes, const Layout& layout, int num_ranks) {
   switch (m.ask) {
     case Ask::kGet:

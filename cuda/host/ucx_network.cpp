@@ -1,4 +1,4 @@
-// UcxNetwork: what the engine asks, as calls of UCX; and the end of the program.
+// UcxNetwork: the engine's requests as calls of UCX, and the end of the program.
 #include "ucx_network.h"
 
 #include <unistd.h>
@@ -14,7 +14,8 @@ UcxNetwork::UcxNetwork(const char* library, int descriptor, const Shape& shape, 
   worker_->start(worker_);
 }
 
-// A network that was left goes on by itself. In a forked child there is no thread, and locks may be held for ever.
+// A network that was left continues in its thread, which ends by itself. A forked child has no such thread, and its
+// locks may stay locked.
 UcxNetwork::~UcxNetwork() {
   if (pid_ != getpid()) {
     new std::shared_ptr<UcxWorker>(std::move(worker_));

@@ -1,10 +1,10 @@
-// One peer of a UCX worker: its endpoint, what was asked of it and has not ended, and what it has sent. All under the
-// worker's lock.
+// One peer of a UCX worker: its endpoint, pending requests to it, and its messages. The worker's lock protects all of
+// it.
 //
-// Of rows only so many are under way at a time, in either direction. All at once they would fill every queue between the
-// two ranks, and what one asks for would wait behind all that it has to answer: ranks that get from each other would
-// take turns instead of using both directions of their link.
-// Words that waits look at without the lock are of atomics.h.
+// The bytes of rows in flight are bounded in either direction. Without the bound rows would fill every queue between
+// the two ranks, and a rank's requests would wait for all its replies: ranks that get from each other would take turns
+// instead of using both directions of their link. Words that waits read without the lock are accessed through
+// atomics.h.
 #pragma once
 
 #include <algorithm>
@@ -20,23 +20,23 @@ namespace moe_rt {
 
 class UcxPeer {
  public:
-  // `self` is this rank, and `secret` what the peer has told.
+  // `self` is this rank; `secret` was given by the peer.
   void connect(const ucx::Api& api, ucx::Handle endpoint, int self, uint64_t secret) {
     api_ = &api, endpoint_ = endpoint, self_ = static_cast<uint32_t>(self), secret_ = secret;
   }
   bool is_connected() const { return endpoint_ != nullptr; }
   bool can_be_asked() const { return endpoint_ && !load_relaxed(lost_); }
 
-  // SYNC POINT flush, reader side: pairs with look_for_end. Without it a lane could read a row as it was before.
+  // SYNC POINT flush, reader side. Pairs with look_for_end. Without it a lane could read a row as it was before.
   bool flushed() const { return load_acquire(flushing_) == 0; }
   bool lost() const { return load_acquire(lost_) != 0; }
   const char* words_of(ucx::Status status) const { return api_->status_string(status); }
   const char* problem() const { return load_relaxed(lost_) ? problem_ : ""; }
 
-  // What a network is asked (network.h); of a peer that can be asked.
+  // Requests of a network (network.h), to a peer that can be asked.
   void get(int64_t offset, void* to, int64_t bytes) {
     int64_t i = 0;
-    do {  // also of nothing: the answer says that the peer is there
+    do {  // also for 0 bytes: the reply shows that the peer is alive
       const int64_t part = std::min(kMostBytes, bytes - i);
       getting_.emplace_hint(getting_.end(), ++gets_, Getting{offset + i, static_cast<char*>(to) + i, part});
       i += kMostBytes;
@@ -50,8 +50,8 @@ class UcxPeer {
     }
     go_on();
   }
-  // These two do not wait for puts that are not under way yet. The word says that the group is over, and before a post
-  // all was flushed.
+  // These two do not wait for puts that are not sent yet: put_last's word ends the group, and everything is flushed
+  // before a post.
   void put_last(int64_t offset, uint64_t word) {
     if (last_ != 0) return;
     last_ = word, ++puts_;
@@ -68,7 +68,7 @@ class UcxPeer {
     look_for_end();
   }
 
-  // What it has sent, and may have meant. False where that does not go with what was asked of it.
+  // Handlers of the peer's replies. False if a reply does not match a request.
   bool has_got(const Message& m, const void* data) {
     const auto found = getting_.find(m.number);
     if (found == getting_.end() || m.number > gets_asked_ || found->second.bytes != m.bytes) return false;
@@ -86,11 +86,12 @@ class UcxPeer {
     look_for_end();
     return true;
   }
-  // A get, with what it asks for. Who asks before this rank knows where it is has to wait for its answer.
+  // Answers a get with its bytes. If a peer asks before this rank knows its address, the answer waits.
   void answer(const Message& m, const char* segment) {
     send({.ask = Ask::kGot, .offset = m.offset, .bytes = m.bytes, .number = m.number}, segment + m.offset);
   }
-  // A flush; and that a put or a post of its was taken in. In whichever order they come, an answer says how many were.
+  // Answer a flush, and count a put or post that was done. Messages may arrive in any order: an answer reports the
+  // count.
   void answer_flush(const Message& m) {
     flush_of_ = std::max(flush_of_, m.number);
     if (m.number <= taken_) tell_taken();
@@ -100,7 +101,7 @@ class UcxPeer {
     if (taken_ == flush_of_ || untold_bytes_ >= kTellAfter) tell_taken();
   }
 
-  // Nothing more is asked of it, and nothing that it sends is looked at: what was under way has ended.
+  // Marks the peer as lost: no more requests are sent, its messages are ignored, and pending requests end.
   void lose(const char* problem) {
     if (load_relaxed(lost_)) return;
     problem_ = problem;
@@ -108,7 +109,7 @@ class UcxPeer {
     store_release(lost_, 1u);
     store_release(flushing_, 0u);
   }
-  // Whatever is under way is cancelled. What is to be progressed until it has ended, or nullptr.
+  // Cancels pending requests. Returns the request to be progressed until it has ended, or nullptr.
   void* close() {
     if (!endpoint_) return nullptr;
     lose("closed");
@@ -134,10 +135,10 @@ class UcxPeer {
   struct Sending {
     UcxPeer* peer;
     Message head;
-    Header header;  // of an op, which is the data then
+    Header header;  // data of a post
   };
 
-  // Lets as much be under way as may be.
+  // Sends requests up to the bounds on bytes in flight.
   void go_on() {
     while (gets_asked_ < gets_ && can_be_asked()) {
       const Getting get = getting_.at(gets_asked_ + 1);
@@ -168,7 +169,7 @@ class UcxPeer {
     const int64_t bytes = data || header ? head.bytes : 0;
     ucx::RequestParams given{};
     given.mask = given.kCallback | given.kUserData | given.kFlags;
-    given.flags = given.kEager;  // UCX asks for data that it sends on request with messages of its own
+    given.flags = given.kEager;  // otherwise UCX fetches the data with messages of its protocol
     given.on_end = end;
     given.user_data = sending;
     const void* const answer = api_->am_send_nbx(endpoint_, ucx::kMessageId, &sending->head, sizeof(Message),
@@ -185,7 +186,7 @@ class UcxPeer {
     delete sending;
   }
 
-  // SYNC POINT flush, writer side: pairs with flushed. Release: what was got comes before the word.
+  // SYNC POINT flush, writer side. Pairs with flushed. Release: received data comes before the word.
   void look_for_end() {
     const bool got = getting_.empty() || getting_.begin()->first > gets_to_end_;
     if (got && puts_ended_ >= puts_to_end_) store_release(flushing_, 0u);
@@ -196,16 +197,16 @@ class UcxPeer {
   uint32_t self_ = 0, flushing_ = 0, lost_ = 0;
   uint64_t secret_ = 0, last_ = 0;
   const char* problem_ = "";
-  std::map<uint64_t, Getting> getting_;  // by number; the peer has been asked for those up to gets_asked_
-  int64_t coming_bytes_ = 0;             // of the latter
-  std::deque<Putting> putting_;          // of which none is under way
-  std::deque<int64_t> going_;            // bytes of puts and posts that are, the first number being puts_ended_ + 1
+  std::map<uint64_t, Getting> getting_;  // keyed by number; gets up to gets_asked_ have been sent
+  int64_t coming_bytes_ = 0;             // bytes of gets that have been sent
+  std::deque<Putting> putting_;          // not sent yet
+  std::deque<int64_t> going_;            // bytes of puts and posts that are sent; the first is number puts_ended_ + 1
   int64_t going_bytes_ = 0;
-  uint64_t gets_ = 0, gets_asked_ = 0, puts_ = 0;  // so far, posts among the latter
-  uint64_t gets_to_end_ = 0, puts_to_end_ = 0;     // before the last flush ends
-  uint64_t puts_ended_ = 0, asked_of_ = 0;         // as the peer says; as it was asked to say
-  uint64_t taken_ = 0, flush_of_ = 0;              // of the peer's puts, those that are done, and that it flushes
-  int64_t untold_bytes_ = 0;                       // of the former
+  uint64_t gets_ = 0, gets_asked_ = 0, puts_ = 0;  // totals; puts_ includes posts
+  uint64_t gets_to_end_ = 0, puts_to_end_ = 0;     // numbers that must end before the last flush ends
+  uint64_t puts_ended_ = 0, asked_of_ = 0;         // ended according to the peer; number of the last flush request
+  uint64_t taken_ = 0, flush_of_ = 0;              // the peer's puts: number done, and number that it flushes
+  int64_t untold_bytes_ = 0;                       // bytes done since the last report
 };
 
 }  // namespace moe_rt

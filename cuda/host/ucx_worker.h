@@ -1,7 +1,7 @@
-// What UcxNetwork and its thread share: the worker, the segment, and an endpoint for each peer.
+// State shared by UcxNetwork and its thread: the worker, the segment, and an endpoint for each peer.
 //
-// One lock is around every call of UCX, and its callbacks run inside of calls. Flags that waits look at are words of
-// atomics.h, so that a look takes no lock.
+// One lock protects every call of UCX, and its callbacks run inside calls. Flags that waits read are accessed through
+// atomics.h, so that reading them takes no lock.
 #pragma once
 
 #include <poll.h>
@@ -30,7 +30,7 @@ namespace moe_rt {
 
 class UcxWorker {
  public:
-  // As UcxNetwork's.
+  // Arguments and exceptions are UcxNetwork's.
   UcxWorker(const char* library, int descriptor, const Shape& shape, int rank)
       : api_(ucx::Api::open(library)),
         layout_(Layout::make(shape)),
@@ -47,7 +47,7 @@ class UcxWorker {
   UcxWorker(const UcxWorker&) = delete;
   UcxWorker& operator=(const UcxWorker&) = delete;
 
-  // Lets a thread serve peers, which holds `self` for as long as it runs.
+  // Starts a thread that serves peers and holds `self` as long as it runs.
   void start(std::shared_ptr<UcxWorker> self) {
     const std::lock_guard lock(all().mutex);
     std::thread([self = std::move(self)] { self->serve(); }).detach();
@@ -66,12 +66,12 @@ class UcxWorker {
     ucx::Handle endpoint = nullptr;
     require(api_.ep_create(worker_, &params, &endpoint), "connect to a peer");
     p.connect(api_, endpoint, rank_, secret);
-    p.get(0, nullptr, 0);  // whose answer says that both reach each other
+    p.get(0, nullptr, 0);  // the answer shows that each reaches the other
     p.flush();
     inbox_.connected(peer);
   }
 
-  // Does `act`(peer), unless the peer is lost, which shows there.
+  // Calls act(peer), unless the peer is lost, which UcxPeer::lost reports.
   template <class Act>
   void ask(int peer, Act&& act) {
     const std::lock_guard lock(mutex_);
@@ -81,7 +81,8 @@ class UcxWorker {
     const std::lock_guard lock(mutex_);
     if (!stop_) kept_ = std::move(memory), callers_segment_ = segment;
   }
-  // The same place where it lasts: a rank that has failed unmaps its segment while answers to it may be under way.
+  // Returns the same place in the mapping that lasts: a failed rank unmaps its segment while replies to it may be
+  // pending.
   template <class T>
   T* lasting(T* place) const {
     const uint64_t at = reinterpret_cast<uintptr_t>(place) - reinterpret_cast<uintptr_t>(callers_segment_);
@@ -97,7 +98,7 @@ class UcxWorker {
     if (!driven) changed_.notify_one();
   }
 
-  // The thread ends once no peer reads here any more.
+  // The thread ends once no peer reads this segment any more.
   void leave(const uint64_t (&last_seq)[kNumKinds]) {
     const std::lock_guard lock(mutex_);
     if (leaving_ || stop_) return;
@@ -112,7 +113,7 @@ class UcxWorker {
     }
     wake_up();
   }
-  // The thread ends at once.
+  // The thread ends immediately.
   void stop() {
     const std::lock_guard lock(mutex_);
     stop_ = true;
@@ -149,7 +150,7 @@ class UcxWorker {
   using Clock = std::chrono::steady_clock;
   static constexpr uint64_t kOne = 1;
   static constexpr int kPollMs = 1000, kPollLeavingMs = 20, kClosingSteps = 1000;
-  static constexpr std::chrono::milliseconds kLastWords{1000};  // to tell peers why, once the group is over
+  static constexpr std::chrono::milliseconds kLastWords{1000};  // time for peers to read why the group ended
 
   struct All {
     std::mutex mutex;
@@ -186,7 +187,7 @@ class UcxWorker {
     require(api_.worker_set_am_recv_handler(worker_, &of_messages), "take messages");
     void* bytes = nullptr;
     size_t num_bytes = 0;
-    require(api_.worker_get_address(worker_, &bytes, &num_bytes), "say where it is");
+    require(api_.worker_get_address(worker_, &bytes, &num_bytes), "give its address");
     address_.assign(static_cast<char*>(bytes), num_bytes);
     api_.worker_release_address(worker_, bytes);
   }
@@ -202,7 +203,7 @@ class UcxWorker {
     return ucx::kOk;
   }
 
-  // The thread. It lets go of the lock between steps: an op may want to drive.
+  // The thread. It releases the lock between steps, since an op may want to drive.
   void serve() {
     {
       std::unique_lock lock(mutex_);
@@ -226,8 +227,9 @@ class UcxWorker {
     all().ended.notify_all();
   }
 
-  // Whether no peer reads this segment any more, and all have what this rank has told them. Who has closed, or gone on
-  // to a later op, has read all that this rank announced. Once the group is over, last words are all that is asked for.
+  // True if no peer reads this segment any more, and all have received this rank's messages. A peer that has closed, or
+  // has announced a later op, has read everything that this rank announced. Once the group has ended, peers read only
+  // last words.
   bool everyone_is_done() const {
     const bool over = load_acquire(*reinterpret_cast<const uint64_t*>(segment_ + layout_.poison)) != 0;
     if (over && Clock::now() > left_ + kLastWords) return true;
@@ -275,7 +277,7 @@ class UcxWorker {
   UcxInbox inbox_;
   ucx::Handle worker_ = nullptr;
   char* segment_ = nullptr;
-  const char* callers_segment_ = nullptr;  // the same memory
+  const char* callers_segment_ = nullptr;  // the caller's mapping of the same memory
   std::string address_;
   std::shared_ptr<const void> kept_;
   std::mutex mutex_;

@@ -1,4 +1,4 @@
-// How a CPU rank waits for a peer: spin, then yield, then doze, always looking out for poison, death, the deadline and
+// Wait of a CPU rank for a peer: spin, then yield, then doze, while checking for poison, death, the deadline and
 // signals to this process.
 #pragma once
 
@@ -24,8 +24,8 @@ class HostIdle {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `seq` holds this rank's own numbers per kind. `interrupted` may be null, or says whether a signal ends this wait.
-  // `network`, where some peer is reached through one, is driven from here; else nullptr.
+  // `seq` holds this rank's sequence numbers per kind. `interrupted` may be null; it returns true if a signal ends this
+  // wait. `network` is driven by this wait if some peer is reached through one; else nullptr.
   HostIdle(const World& world, Op op, const uint64_t* seq, double timeout_s, bool oversubscribed, bool (*interrupted)(),
            Network* network = nullptr)
       : world_(world),
@@ -40,25 +40,25 @@ class HostIdle {
         look_for_signals_(looked_ + kLookForSignalsEvery),
         spins_(oversubscribed ? kSpinsOversubscribed : kSpins) {}
 
-  // Who is waited for.
+  // Peer that is waited for.
   struct Watched {
     int peer;
-    int announcer;     // the peer, or the rank that passes on what it announces
-    int process = -1;  // an open /proc/<pid>/stat of the latter; negative (ranks that are threads): never looked at
-    bool passed_on = false;  // it comes after others have been waited for
-    bool in_order = true;    // the peer announces both kinds by itself, so that one tells of the other
+    int announcer;           // the peer, or the proxy that passes its announcements on
+    int process = -1;        // the announcer's open /proc/<pid>/stat; negative (ranks are threads): never read
+    bool passed_on = false;  // a proxy announces it after other waits
+    bool in_order = true;    // the peer announces both kinds itself, so that their order is meaningful
   };
   void watch(const Watched& watched) { watched_ = watched; }
 
-  // The op waits again, after work that is no waiting. All its waits together end after timeout_s; where something is
-  // passed on, a quarter later, so that whoever waits for its source directly is the first to tell.
+  // Starts another wait of the op after other work. All its waits together end after timeout_s; waits for a proxy a
+  // quarter later, so that a rank that waits for the source directly reports first.
   void resume(Clock::time_point now = Clock::now()) {
     looked_ = now;
     pauses_ = 0, this_wait_ = {}, dozing_ = false;
   }
 
   Code pause(const Mailbox& mailbox, uint64_t) { return pause(&mailbox); }
-  // Between looks at what the network has to finish, of which no peer announces anything.
+  // Pause between polls of network requests, which no peer announces.
   Code pause() { return pause(nullptr); }
 
  private:
@@ -84,15 +84,15 @@ class HostIdle {
     return code;
   }
 
-  // About 5 us of spinning covers a peer that is already in the op; yielding covers one that shares our core; dozing
-  // leaves the core to a peer that computes for long, at a cost that is small against such a wait.
+  // About 5 us of spinning covers a peer that is already in the op; yielding covers a peer that shares this core;
+  // dozing leaves the core to a peer that computes for long, at a cost that is small against such a wait.
   static constexpr int kSpins = 256, kSpinsOversubscribed = 8, kLookEvery = 64;
   static constexpr std::chrono::milliseconds kDozeAfter{5};
   static constexpr long kNapNs = 50'000;
   static constexpr std::chrono::microseconds kLookAtProcessEvery{500};
   static constexpr std::chrono::milliseconds kLookForSignalsEvery{100};
-  // Looks are further apart than this if this process did not run: stopped, frozen, suspended. That is no waiting: when
-  // a whole job is thawed, its ranks must not blame each other for the time in which none could do anything.
+  // Checks are further apart than this only if this process did not run: stopped, frozen or suspended. That time is not
+  // waiting: when a whole job is thawed, its ranks must not blame each other for it.
   static constexpr Clock::duration kLongestGap = std::chrono::milliseconds(100);
   static constexpr double kPatience = 1.25;
 
@@ -113,7 +113,8 @@ class HostIdle {
     if (mailbox) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
       const Mailbox& others = world_.mailbox(world_.rank, other, watched_.peer);
-      // Of the peer itself it means nothing where somebody passes its announcements on, and may be behind it.
+      // Check the announcer, not the peer: a peer may have closed while its proxy still has to pass its announcements
+      // on.
       const Mailbox& announcers = world_.mailbox(world_.rank, kind_, watched_.announcer);
       if (closed_before(announcers, *mailbox, seq_of(kind_))) return Code::kPeerClosed;
       if (watched_.in_order && out_of_order(*mailbox, seq_of(kind_), others, seq_of(other))) {
@@ -122,9 +123,9 @@ class HostIdle {
       if (network_ && network_->lost(watched_.announcer)) return Code::kPeerDead;
     }
     if (is_due(look_at_process_, kLookAtProcessEvery) && has_ended(watched_.process)) return Code::kPeerDead;
-    const double waited = std::chrono::duration<double>(waited_).count();  // timeout_s may be more than a clock counts
+    const double waited = std::chrono::duration<double>(waited_).count();  // timeout_s may exceed the clock's range
     const bool late = waited > timeout_s_ * (watched_.passed_on ? kPatience : 1);
-    // A signal that came before the time was over is not lost to the exception that says so.
+    // An interrupt that arrived before the timeout takes precedence over PeerTimeout.
     if (interrupted_ && (is_due(look_for_signals_, kLookForSignalsEvery) || late) && interrupted_()) {
       return Code::kInterrupted;
     }
@@ -140,7 +141,7 @@ class HostIdle {
     return true;
   }
 
-  // Once per op, and straight to stderr: whoever looks at a job that hangs must see it, and Python may never run again.
+  // Warns once per op, directly on stderr: it must be visible when a job hangs, and Python may never run again.
   void warn() const {
     constexpr const char* kNames[] = {"no op", "dispatch", "combine", "dispatch_backward", "combine_backward"};
     std::fprintf(stderr, "moe_rt: %s #%llu on rank %d has waited %.3g s for rank %d; PeerTimeout after %g s\n",
@@ -156,7 +157,7 @@ class HostIdle {
   bool (*interrupted_)();
   Network* network_;
   Clock::time_point looked_, look_at_process_, look_for_signals_;
-  Clock::duration waited_{0}, this_wait_{0};  // in this op so far, and since it has last resumed
+  Clock::duration waited_{0}, this_wait_{0};  // in this op so far, and since the last resume
   Watched watched_{-1, -1};
   int spins_, pauses_ = 0;
   bool dozing_ = false, warned_ = false;

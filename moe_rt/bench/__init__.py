@@ -1,1 +1,1 @@
-"""The benchmark: contestants move the same tokens on the same ranks in one run. docs/benchmarks.md has the rules."""
+"""The benchmark: contestants move the same tokens on the same ranks in one run. docs/benchmarks.md states the rules."""

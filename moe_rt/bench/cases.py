@@ -1,4 +1,4 @@
-"""What is measured: one op on one group of ranks with one set of sizes, and the cases that have a name."""
+"""Benchmark cases: one op on one group of ranks with one set of sizes, and the named cases."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One op and its sizes; `tokens` is per rank. `intermediate` is the experts' inner size, which only layers have.
+    """One op and its sizes. `tokens` is per rank; `intermediate` is the experts' inner size, used by the layer op only.
 
-    With `nodes`, ranks are on so many emulated nodes, as many on each, and each node's link carries `rate`, such as
-    "1gbit", each way; "" for no limit.
+    With `nodes`, ranks are spread evenly over that many emulated nodes, and each node's link carries `rate`, such as
+    "1gbit", in each direction; "" for no limit.
     """
 
     name: str = "custom"
@@ -57,17 +57,17 @@ class Case:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether ranks have a GPU, each its own ("nvshmem", "gin") or all the same ("loopback")."""
+        """True if ranks use GPUs: one each ("nvshmem", "gin") or one for all ("loopback")."""
         return self.heap in GPU_HEAPS
 
     @property
     def as_processes(self) -> bool:
-        """Whether ranks are processes, which torch.distributed needs, and no threads of one."""
+        """True if ranks are processes, which torch.distributed needs, rather than threads of one process."""
         return self.heap in ("shm", "ucx", "nvshmem", "gin")
 
     @property
     def topology(self) -> Topology:
-        """Where ranks are: on one host, or in blocks on its emulated nodes."""
+        """Placement of the ranks: on one host, or in blocks on its emulated nodes."""
         return Topology(tuple(rank * (self.nodes or 1) // self.ranks for rank in range(self.ranks)))
 
     @property
@@ -87,15 +87,17 @@ class Case:
 
     @property
     def most_received_bytes(self) -> int:
-        """Of the rows of a dispatch that brings every token of the group to as many experts of one rank as it can."""
+        """Maximum bytes of a rank's received rows: every token of the group takes as many of its experts as
+        possible."""
         return self.ranks * self.tokens * min(self.topk, max(self.local_experts)) * self.row_bytes
 
     def changed(self, **sizes: Any) -> Case:
-        """With these fields instead; the name then has a star, since its sizes are no longer this case's."""
+        """Return the case with these fields replaced. Its name then gets a star, since the sizes are no longer the
+        named case's."""
         return replace(self, **sizes, name=f"{self.name}{CHANGED}") if sizes else self
 
     def title(self) -> str:
-        """The name, unless it is that of a case with other sizes, and all sizes."""
+        """Return the name and all sizes. The name is left out if the sizes are not the named case's."""
         name = "" if CHANGED in self.name else f"{self.name}: "
         return f"{name}{self.op}, {self.sizes()}, {self.dtype}, {self.routing} routing, {self.heap} heap"
 
@@ -105,7 +107,7 @@ class Case:
         return sizes + (f" on {self.nodes} nodes, {self.rate or 'no limit'}" if self.nodes else "")
 
     def in_words(self) -> str:
-        """For who knows neither the names of cases nor the letters."""
+        """Describe the case without case names or symbols."""
         what = {"pair": "dispatch and combine", "layer": "a mixture-of-experts layer"}.get(self.op, self.op)
         tokens = "1 token" if self.tokens == 1 else f"{self.tokens} tokens"
         place = f" on {self.nodes} nodes" if self.nodes else ""
@@ -118,19 +120,19 @@ MIXTRAL: dict[str, Any] = dict(hidden=4096, topk=2, experts=8, intermediate=1433
 GPT_OSS: dict[str, Any] = dict(hidden=2880, topk=4, experts=128, intermediate=2880)  # gpt-oss-120b
 
 NAMED = (
-    # Models as they are, on one node of eight ranks.
+    # Real models, on one node of eight ranks.
     Case(name="deepseek-v3-prefill", ranks=8, tokens=4096, **DEEPSEEK_V3),
     Case(name="deepseek-v3-decode", ranks=8, tokens=128, **DEEPSEEK_V3),
     Case(name="qwen3-moe", ranks=8, tokens=4096, **QWEN3_MOE),
     Case(name="mixtral", ranks=8, tokens=4096, **MIXTRAL),
     Case(name="gpt-oss", ranks=8, tokens=4096, **GPT_OSS),
-    # The same models with fewer ranks, tokens and experts, for two cores.
+    # Smaller variants of these models, for two cores.
     Case(name="deepseek-v3-prefill-small", tokens=512, **{**DEEPSEEK_V3, "experts": 64}),
     Case(name="deepseek-v3-decode-small", tokens=16, **{**DEEPSEEK_V3, "experts": 64}),
     Case(name="qwen3-moe-small", tokens=512, **{**QWEN3_MOE, "experts": 32}),
     Case(name="mixtral-small", tokens=512, **MIXTRAL),
     Case(name="gpt-oss-small", tokens=512, **{**GPT_OSS, "experts": 32}),
-    # What the project holds itself to.
+    # Cases that the project's targets are stated for.
     Case(name="pair-2x512x2048"),
     Case(name="pair-4x512x2048", ranks=4),
     Case(name="pair-2x2048x7168", tokens=2048, hidden=7168, topk=8, experts=64),

@@ -25,7 +25,7 @@ from moe_rt.testing.output import console, make_directory
 
 
 class Numbers(click.ParamType):
-    """Positive numbers with commas between them; none of them where there is nothing."""
+    """Positive integers separated by commas. An empty value gives an empty tuple."""
 
     name = "n,n"
 
@@ -49,20 +49,20 @@ def _size(name: str, what: str) -> Any:
     multiple=True,
     default=[DEFAULT_CASE],
     show_default=True,
-    help="What to measure, from the list below; may be given several times. The next options change it.",
+    help="Case to measure, from the list below; may be given several times. The next options change it.",
 )
 @click.option(
     "--op",
     type=click.Choice([*OPS, serving.OP]),
     help="pair is dispatch and combine; serve is vLLM, see `moe-rt docs benchmarks`; default: the case's.",
 )
-@_size("ranks", "Ranks, each on a core of its own while there are enough")
+@_size("ranks", "Ranks, each on its own core if there are enough")
 @_size("tokens", "Tokens per rank")
 @_size("hidden", "Elements of a row")
 @_size("topk", "Experts of a token")
 @_size("experts", "Experts of the group")
 @_size("intermediate", "Inner size of the layer's experts")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of rows; default: the case's.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Type of rows; default: the case's.")
 @click.option("--routing", help=f"{ROUTING_HELP}; default: the case's.")
 @click.option(
     "--heap",
@@ -73,34 +73,34 @@ def _size(name: str, what: str) -> Any:
 @click.option(
     "--nodes",
     type=Numbers(),
-    help="Emulated nodes that ranks are on, in equal parts, and 2 on each without --ranks; needs root. 2,4: both.",
+    help="Emulated nodes with equal numbers of ranks, 2 each without --ranks; needs root. 2,4: both.",
 )
 @click.option(
-    "--rate", help="With --nodes: what each may send and receive, such as 200mbit,1gbit,unlimited for all three."
+    "--rate", help="With --nodes: send and receive limit of each, such as 200mbit,1gbit,unlimited for all three."
 )
 @click.option("--sweep", type=click.Choice(["tokens"]), help="Repeat a case at 1, 64, 128, ... tokens.")
-@click.option("--max-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Where --sweep ends.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=64), default=8192, show_default=True, help="Last point of --sweep."
+)
 @click.option(
     "--contestants",
-    help=f"Who takes part, by name or as package.module:Class; default: {','.join(ON_ONE_HOST)}, or with --nodes "
+    help=f"Contestants, by name or as package.module:Class; default: {','.join(ON_ONE_HOST)}, or with --nodes "
     f"{','.join(ON_NODES)}.",
 )
-@click.option(
-    "--iters", type=click.IntRange(min=1), help="Iterations of either kind; default: 200, or 20 of large ops."
-)
+@click.option("--iters", type=click.IntRange(min=1), help="Iterations of each kind; default: 200, or 20 of large ops.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Untimed iterations first.")
-@click.option("--seed", default=0, show_default=True, help="Of inputs and routing.")
+@click.option("--seed", default=0, show_default=True, help="Seed of inputs and routing.")
 @click.option(
     "--malloc",
     type=click.Choice(["recycle", "system"]),
     default="recycle",
     show_default=True,
-    help="Whether freed memory stays with the process, as on a GPU, for all contestants alike.",
+    help="Keep freed memory in the process, as on a GPU, or return it; for all contestants.",
 )
 @click.option("--cold", is_flag=True, help="Fill the caches with other data before each isolated iteration.")
-@click.option("--sequences", type=Numbers(), help="serve: of each rank, to be decoded; default: 1,16,64.")
-@click.option("--prompts", type=Numbers(), help="serve: tokens of prompts to be read; default: 512,2048.")
-@click.option("--kills", type=click.IntRange(min=1), help="serve: instead, kill a rank of so many servers.")
+@click.option("--sequences", type=Numbers(), help="serve: sequences to decode on each rank; default: 1,16,64.")
+@click.option("--prompts", type=Numbers(), help="serve: tokens of the prompts to prefill; default: 512,2048.")
+@click.option("--kills", type=click.IntRange(min=1), help="serve: instead, kill one rank in each of this many servers.")
 @click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write a page with plots there.")
 def bench(
     names: tuple[str, ...],
@@ -120,7 +120,7 @@ def bench(
     kills: int | None,
     **sizes: Any,
 ) -> None:
-    """Time dispatch and combine against other ways to do them, in the same processes, and check every output.
+    """Time dispatch and combine against other implementations, in the same processes, and check every output.
 
     The last line is one JSON document. The exit status is 1 if any output was wrong.
     """
@@ -161,7 +161,7 @@ def bench(
 
 
 def _places(nodes: tuple[int, ...] | None, rate: str | None, changed: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is different of a case for each number of nodes and each rate of their links."""
+    """Fields to change in a case, for each number of nodes and each rate of their links."""
     if not nodes:
         return [{}]
     rates = ["" if word == "unlimited" else word for word in (rate or "unlimited").split(",")]
@@ -170,7 +170,7 @@ def _places(nodes: tuple[int, ...] | None, rate: str | None, changed: dict[str, 
 
 
 def _given(context: click.Context) -> dict[str, Any]:
-    """The options on the command line."""
+    """Options given on the command line."""
     written = ParameterSource.COMMANDLINE
     return {name: value for name, value in context.params.items() if context.get_parameter_source(name) is written}
 

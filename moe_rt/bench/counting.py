@@ -1,4 +1,4 @@
-"""What a step sends over each node's link: counted at its interface, and what it has to send by the routing."""
+"""Bytes that a step sends over each node's link: counted at its interface, and computed from the routing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moe_rt.bench.step import Step
 from moe_rt.bench.world import World
 from moe_rt.nodes.inside import own_traffic
 
-MOST_INPUTS = 4  # each goes once through every contestant
-SETTLE_S = 0.2  # acknowledgements come later than what they acknowledge
+MOST_INPUTS = 4  # each runs once through every contestant
+SETTLE_S = 0.2  # acknowledgements arrive later than the data that they acknowledge
 
 
 class Links:
-    """The links of a case's nodes, and the inputs that are counted.
+    """Links of a case's nodes, and the inputs used for counting.
 
     Attributes:
-        least_us: what an iteration takes a link at the least; None without a limit.
+        least_us: lower bound on a link's time per iteration; None without a rate limit.
     """
 
     def __init__(self, case: Case, seed: int, rotations: int) -> None:
@@ -36,10 +36,10 @@ class Links:
         self.least_us = fmean(least) if least else None
 
     def count(self, world: World, step: Step, unit: Unit | None) -> dict[str, Any]:
-        """Bytes of each node's link in an iteration of a step, and those of the formula. Collective, and not timed.
+        """Bytes of each node's link per iteration of a step, and the formula's. Collective, and not timed.
 
         Args:
-            unit: what the contestant sends a token's row once for; None where that is not known.
+            unit: the contestant sends a token's row once per distinct unit; None if unknown.
         """
         world.meet()
         time.sleep(SETTLE_S)

@@ -1,7 +1,7 @@
-"""What crosses the network between nodes in an op: bytes that each node sends, and the least time links take for them.
+"""Traffic between nodes in an op: bytes that each node sends, and the least time that the links need for them.
 
-Whoever exchanges tokens sends a token's row once for each expert on another node, once for each rank there, or once for
-each node, and adds up as many rows on the way home. The last is the least that any exchange must send.
+An exchange sends a token's row once for each expert on another node, once for each rank there, or once for each node,
+and returns as many rows. Once for each node is the least that any exchange must send.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from moe_rt.config.placement import Placement
 from moe_rt.nodes.cluster import Traffic, rate_in_bits
 
 Unit = Literal["expert", "rank", "node"]
-Rows = dict[Unit, Tensor]  # int64 [from node, to node], of a dispatch; none within a node
+Rows = dict[Unit, Tensor]  # int64 [from node, to node], of a dispatch; 0 within a node
 
 
 def count_rows(case: Case, topk_idx: Sequence[Tensor]) -> Rows:
-    """Rows that cross in a dispatch if each token's goes once for each far unit, from the routing of every rank."""
+    """Count the rows that cross in a dispatch if each token's row is sent once per remote unit, from the routing of all
+    ranks."""
     topology, num_nodes = case.topology, case.topology.num_nodes
     owner = torch.tensor(Placement.contiguous(case.experts, case.ranks).ranks)
     node_of = torch.tensor(topology.nodes)
@@ -33,18 +34,18 @@ def count_rows(case: Case, topk_idx: Sequence[Tensor]) -> Rows:
         crossing = torch.zeros(num_nodes, num_nodes, dtype=torch.int64)
         for rank, idx in enumerate(topk_idx):
             visits = torch.zeros(len(idx), len(node_of_unit[unit]), dtype=torch.int64)
-            visits.scatter_(1, number_of[unit][idx], 1)  # one for each distinct unit
+            visits.scatter_(1, number_of[unit][idx], 1)  # 1 for each distinct unit
             crossing[topology.node_of(rank)].index_add_(0, node_of_unit[unit], visits.sum(0))
         rows[unit] = crossing.fill_diagonal_(0)
     return rows
 
 
 def list_bytes(case: Case, rows: Rows, unit: Unit) -> Tensor:
-    """[from node, to node]: what receivers must know of a dispatch besides its rows.
+    """[from node, to node]: bytes of metadata that receivers of a dispatch need in addition to its rows.
 
-    expert: an int64 count for each far expert. rank: each far rank reads of each source an int32 for each expert of the
-    group and two for each rank and one more, 16 bytes for each row and, for each (token, expert), 16 and its weight.
-    node: the same, the numbers read once for all ranks of a node.
+    expert: an int64 count for each remote expert. rank: from each source, each remote rank reads int32 values, one per
+    expert of the group and two per rank plus two; 16 bytes for each row; and 16 bytes and a weight for each (token,
+    expert). node: the same, with the int32 values read once for all ranks of a node.
     """
     topology = case.topology
     ranks = torch.tensor([len(topology.ranks_of(node)) for node in range(topology.num_nodes)])
@@ -59,10 +60,10 @@ def list_bytes(case: Case, rows: Rows, unit: Unit) -> Tensor:
 
 
 def bytes_through(case: Case, rows: Rows, unit: Unit, times: int = 1) -> list[Traffic]:
-    """Of each node in one op, without headers of packets: what it sends and what it receives.
+    """Bytes that each node sends and receives in one op, without packet headers.
 
     Args:
-        times: how often the op's rows go: twice where there is a backward, whose lists are known already.
+        times: how often the op's rows are sent: 2 with a backward, which reuses the forward's metadata.
     """
     there, home = times * case.row_bytes * rows[unit], times * case.row_bytes * rows[unit].T
     sent = {"dispatch": there, "combine": home}.get(case.op, there + home)
@@ -72,9 +73,11 @@ def bytes_through(case: Case, rows: Rows, unit: Unit, times: int = 1) -> list[Tr
 
 
 def least_us(case: Case, rows: Rows, times: int = 1) -> float | None:
-    """How long links of the case's rate take for rows that go once for each node, and nothing else; None without limit.
+    """Time of the links at the case's rate for one row per token and remote node, and nothing else; None without a
+    limit.
 
-    A dispatch takes as long as the node that sends or receives most; what goes home takes as long, the other way round.
+    A dispatch takes as long as the node that sends or receives most. Combine takes as long in the opposite
+    direction.
     """
     if not case.rate:
         return None

@@ -1,4 +1,4 @@
-"""The layer op's weights, and what the layer computes with them, in fp32 and without any exchange."""
+"""Weights of the layer op, and a reference of the layer in fp32 without any exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_router(case: Case) -> Router:
 
 
 def make_experts(case: Case, ids: range, dtype: torch.dtype) -> SwiGLUExperts:
-    """Experts by global id. Their parameters are of the payload dtype: casting them is no part of an exchange."""
+    """Create experts by global id. Their parameters have the payload dtype, since casting is no part of an exchange."""
     experts = SwiGLUExperts(len(ids), case.hidden, case.intermediate, dtype=dtype)
     for local, expert in enumerate(ids):
         g = generator("expert", expert)
@@ -30,19 +30,19 @@ def make_experts(case: Case, ids: range, dtype: torch.dtype) -> SwiGLUExperts:
 
 
 def make_grad_out(case: Case, rank: int) -> Tensor:
-    """The gradient that a rank's output gets."""
+    """Gradient of a rank's output."""
     return torch.randn(case.tokens, case.hidden, generator=generator("grad", rank)).to(case.torch_dtype)
 
 
 @torch.enable_grad()
 def dense(case: Case, x: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
-    """out, grad_x and router.grad: every expert of the group in turn on its tokens."""
+    """Return out, grad_x and router.grad: every expert of the group in turn on its tokens."""
     x = x.float().requires_grad_()
     router = make_router(case)
     topk_idx, topk_weights, _ = router(x)
     grad_x, grad_weights = torch.zeros_like(x), torch.zeros_like(topk_weights)
     out = torch.zeros_like(x)
-    for expert in range(case.experts):  # each with its own backward, so that only one is in memory
+    for expert in range(case.experts):  # each has its own backward, so that only one is in memory
         token, k = (topk_idx == expert).nonzero(as_tuple=True)
         weights = make_experts(case, range(expert, expert + 1), torch.float32)
         rows = x.detach()[token].requires_grad_()

@@ -1,4 +1,4 @@
-"""What every contestant's output must be, computed from the inputs of all ranks in plain torch."""
+"""Expected output of every contestant, computed from the inputs of all ranks in plain torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from moe_rt.bench.inputs import Inputs, make_inputs, route
 from moe_rt.bench.traffic import Traffic, count
 from moe_rt.testing.rounds import WrongOutput
 
-# Largest error of an element, relative to the sum of its absolute terms. A contestant may round weights, products and
-# partial sums to the payload.
+# Largest error of an element, relative to the sum of the absolute values of its terms. A contestant may round weights,
+# products and partial sums to the payload dtype.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}
-# Largest error of a token's row of the layer's outputs, relative to its norm, and of the router's whole gradient, whose
+# Largest error of a token's row of the layer's outputs, relative to its norm, and of the whole router gradient, whose
 # rows cancel. The reference is fp32, the experts are not.
 LAYER_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-4}
 
 
 class Expectation:
-    """The right outputs of one rank, for any input number. What is checked is brought to the CPU."""
+    """Correct outputs of one rank, for any input number. Checked tensors are copied to the CPU."""
 
     def __init__(self, case: Case, seed: int, rank: int, rotations: int) -> None:
         self._case, self._seed, self._rank, self._rotations = case, seed, rank, rotations
         self._first_expert = sum(case.local_experts[:rank])
-        # All contestants are checked on the same one or two input numbers: those of their last iterations.
+        # All contestants are checked on the same one or two inputs: those of their last iterations.
         self._inputs = lru_cache(maxsize=1)(
             lambda rotation: [make_inputs(case, seed, source, rotation) for source in range(case.ranks)]
         )
@@ -37,11 +37,11 @@ class Expectation:
         )
 
     def traffic(self) -> list[Traffic]:
-        """Of every rank, for the first input; the others have the same routing up to chance."""
+        """Traffic of every rank, for the first input. The other inputs have the same routing distribution."""
         return count(self._case, [route(self._case, self._seed, rank, 0) for rank in range(self._case.ranks)])
 
     def rows(self, i: int, rows: Tensor, experts: Tensor) -> None:
-        """Checks what dispatch delivered, bit for bit: rows [n, H] for the local experts [n], in any order."""
+        """Check the rows that dispatch delivered, bit for bit: rows [n, H] for the local experts [n], in any order."""
         rows, experts = rows.cpu(), experts.cpu()
         inputs: list[Inputs] = self._inputs(i % self._rotations)
         local = torch.cat([tokens.topk_idx for tokens in inputs]) - self._first_expert
@@ -56,7 +56,7 @@ class Expectation:
             raise WrongOutput(f"rank {self._rank} received {int(wrong.sum())} rows that were not sent to their expert")
 
     def combined(self, i: int, out: Tensor, scaled: bool) -> None:
-        """Checks what combine returned for rows as dispatched, or for rows that went through `scale`."""
+        """Check the output of combine for rows as dispatched, or for rows that went through `scale`."""
         out = out.cpu()
         tokens: Inputs = self._inputs(i % self._rotations)[self._rank]
         self._same_shape("out", out, tokens.x)
@@ -64,14 +64,14 @@ class Expectation:
         factor = factors(self._case)[tokens.topk_idx] if scaled else torch.ones(tokens.topk_idx.shape)
         total = (tokens.topk_weights.double() * factor).sum(1, keepdim=True)
         error = (out.double() - x * total).abs()
-        # The small constant is for elements next to zero, which fp16 rounds more coarsely.
-        wrong = ~(error <= TOLERANCE[self._case.torch_dtype] * (x.abs() * total + 1e-3)).all(1)  # NaN is wrong too
+        # The small constant is for elements close to zero, which fp16 rounds more coarsely.
+        wrong = ~(error <= TOLERANCE[self._case.torch_dtype] * (x.abs() * total + 1e-3)).all(1)  # NaN is wrong as well
         if wrong.any():
             message = f"combined {int(wrong.sum())} tokens wrongly, off by up to {float(error.max()):.3g}"
             raise WrongOutput(f"rank {self._rank} {message}")
 
     def layer(self, i: int, outputs: dict[str, Tensor | None]) -> None:
-        """Checks the layer's output, and the gradients of tokens and router where there are any."""
+        """Check the layer's output, and the gradients of tokens and router if there are any."""
         expected: dict[str, Tensor] = self._dense(i % self._rotations)
         for name, got in outputs.items():
             want = expected[name]
@@ -80,11 +80,11 @@ class Expectation:
                 difference, want = difference.view(1, -1), want.view(1, -1)
             size = want.norm(dim=1)
             error = difference.norm(dim=1) / size.clamp(min=1e-3 * float(size.max()))
-            if not bool((error <= LAYER_TOLERANCE[self._case.torch_dtype]).all()):  # NaN is wrong too
+            if not bool((error <= LAYER_TOLERANCE[self._case.torch_dtype]).all()):  # NaN is wrong as well
                 raise WrongOutput(f"rank {self._rank}: {name} is off by {float(error.max()):.3g} of its norm")
 
     def scale(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """What the experts of the combine op do: each multiplies its rows by a factor of its own."""
+        """Apply the experts of the combine op: each multiplies its rows by a distinct factor."""
         factor = factors(self._case).to(rows.device)[self._first_expert + experts]
         return (rows * factor[:, None]).to(rows.dtype)
 
@@ -96,7 +96,8 @@ class Expectation:
 
 
 def _order(rows: Tensor, experts: Tensor) -> Tensor:
-    """A permutation that puts equal sets of rows in the same order: by expert, then by their first eight bytes."""
+    """Return a permutation that puts equal sets of rows in the same order: by expert, then by the rows' first eight
+    bytes."""
     first = 8 // rows.itemsize
     head = F.pad(rows[:, :first], (0, max(0, first - rows.shape[1]))).contiguous().view(torch.int64)[:, 0]
     order = head.argsort(stable=True)
@@ -104,5 +105,6 @@ def _order(rows: Tensor, experts: Tensor) -> Tensor:
 
 
 def factors(case: Case) -> Tensor:
-    """fp32 [E]: neighbours differ by powers of two, which no rounding hides and which themselves round nothing."""
+    """fp32 [E]: neighbours differ by powers of two, which rounding cannot hide and which cause no rounding
+    themselves."""
     return 2.0 ** (torch.arange(case.experts) % 4)

@@ -1,4 +1,4 @@
-"""The result in a sentence for each case, for who reads no table."""
+"""The result as one sentence per case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUSY = 0.5  # load average per core
 
 
 def headline(document: dict[str, Any]) -> list[str]:
-    """A sentence on each case, on the first and the last of a sweep; and one on a machine that had other work."""
+    """One sentence per case, or for the first and last case of a sweep, and one if the machine had other work."""
     runs, machine = document["runs"], document["machine"]
     said = [sentence(run) for run in (runs[:: max(1, len(runs) - 1)] if "slopes" in document else runs)]
     if machine["load_average"] > BUSY * machine["cores"]:
@@ -21,7 +21,7 @@ def headline(document: dict[str, Any]) -> list[str]:
 
 
 def sentence(run: dict[str, Any]) -> str:
-    """How long the case takes with moe_rt, and how much longer with others; of its last phase if it has several."""
+    """State the case's time with moe_rt and the ratios of the others, for its last phase if it has several."""
     case = Case(**run["case"])
     what = case.in_words()[0].upper() + case.in_words()[1:]
     if wrong := sorted({result["contestant"] for result in run["results"] if result["errors"]}):

@@ -1,4 +1,4 @@
-"""Seeded inputs: what a rank feeds to every contestant. Any rank can make any rank's, so each can check the others'."""
+"""Seeded inputs of every contestant. Any rank can make any rank's inputs, so each can check the others'."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ MOST_ROTATIONS = 8
 
 @dataclass(frozen=True)
 class Inputs:
-    """One rank's tokens: x [T, H], topk_idx int64 [T, K], distinct in a row, topk_weights fp32 [T, K], adding to 1."""
+    """One rank's tokens: x [T, H], topk_idx int64 [T, K], distinct within a row, topk_weights fp32 [T, K], summing to
+    1."""
 
     x: Tensor
     topk_idx: Tensor
@@ -30,19 +31,20 @@ class Inputs:
 
 
 def generator(*key: object) -> torch.Generator:
-    """A stream of random numbers that depends on the key alone, not on who draws it or when."""
+    """Return a random generator that depends only on the key, not on the rank or the time of the call."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def num_rotations(case: Case, cache_bytes: int) -> int:
-    """How many inputs take turns: enough for all ranks' to be twice the last-level cache, where eight suffice."""
+    """Number of inputs that alternate: enough for all ranks' inputs to fill twice the last-level cache, but at most
+    eight."""
     needed = -(-2 * cache_bytes // (case.ranks * case.tokens * case.row_bytes))
     return min(MOST_ROTATIONS, max(2, needed))
 
 
 def make_inputs(case: Case, seed: int, rank: int, rotation: int) -> Inputs:
-    """Inputs number `rotation` of a rank."""
+    """Make input number `rotation` of a rank."""
     g = generator(seed, "tokens", rank, rotation)
     x = torch.randn(case.tokens, case.hidden, generator=g).to(case.torch_dtype)
     weights = torch.randn(case.tokens, case.topk, generator=g).softmax(-1)
@@ -50,11 +52,11 @@ def make_inputs(case: Case, seed: int, rank: int, rotation: int) -> Inputs:
 
 
 def route(case: Case, seed: int, rank: int, rotation: int) -> Tensor:
-    """int64 [T, K], K distinct experts for each token.
+    """Return int64 [T, K]: K distinct experts for each token.
 
-    uniform: any K. lognormal:SIGMA: expert e is drawn with probability proportional to exp(SIGMA * z_e), z normal and
-    the same on all ranks, without replacement. onehot: every token takes experts 0 to K - 1. trace:FILE: rows of a
-    .npy array [N, K], read on from where the rank before stopped, and again from the start when they run out.
+    uniform: any K. lognormal:SIGMA: expert e is drawn without replacement with probability proportional to exp(SIGMA *
+    z_e), where z is normal and identical on all ranks. onehot: every token takes experts 0 to K - 1. trace:FILE: rows
+    of a .npy array [N, K]; each rank continues after the previous rank's rows, and wraps around at the end.
     """
     kind, _, argument = case.routing.partition(":")
     shape = (case.tokens, case.experts)

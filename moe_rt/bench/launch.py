@@ -1,4 +1,4 @@
-"""Starts the ranks of a job, listens to rank 0, and leaves none of them behind."""
+"""Start the ranks of a job, read rank 0's records, and leave no process running."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from moe_rt.nodes.own_cluster import OwnCluster
 from moe_rt.testing.endings import Signals
 from moe_rt.testing.programs import ONE_HOST, Program, running, wait
 
-# glibc then keeps freed memory, in huge pages where it may. By default it returns every large tensor to the kernel, and
-# all that allocate per call spend most of their time on page faults; on a GPU torch's caching allocator sees to this.
+# glibc keeps freed memory with these settings, in huge pages if allowed. By default it returns every large tensor to
+# the kernel, and contestants that allocate per call spend most of their time on page faults. torch's caching allocator
+# avoids this on GPUs.
 RECYCLE = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -37,12 +38,13 @@ MPIRUN_FLAGS = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
 
 
 class RankFailed(Exception):
-    """A rank ended early; what it said is on stderr."""
+    """A rank ended early; its output is on stderr."""
 
 
 @functools.cache
 def find_mpirun() -> str | None:
-    """mpirun of this environment or of the system, if it is there and mpi4py finds its library; None otherwise."""
+    """Path of mpirun in this environment or on the system; None if it is missing or mpi4py does not find its
+    library."""
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
@@ -55,16 +57,16 @@ def find_mpirun() -> str | None:
 
 
 def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[float], None]) -> list[dict[str, Any]]:
-    """Runs the job and returns one record per case, in order.
+    """Run the job and return one record per case, in order.
 
     Args:
-        mpirun: starts the ranks, where given; otherwise they are started one by one.
+        mpirun: starts the ranks if given; otherwise they are started one by one.
         recycle: run every rank with RECYCLE in its environment.
-        progress: called with the part of a case that has been done since the last call.
+        progress: called with the fraction of a case completed since the last call.
 
     Raises:
-        InvalidConfig: the case is of emulated nodes, and this process has not the rights to make them.
-        MissingPackage: the same, and a tool of the system is not here; or UCX, which every rank would say.
+        InvalidConfig: the case needs emulated nodes, and this process lacks the rights to make them.
+        MissingPackage: the same, and a system tool is missing; or UCX is, which every rank would report.
     """
     case = job.cases[0]
     if case.heap == "ucx" and any(name.startswith("moe_rt") for name in job.contestants):
@@ -107,10 +109,10 @@ def _programs(case: Case, cluster: Cluster | None, directory: str, mpirun: str |
 
 
 def listen(processes: list[subprocess.Popen[str]], progress: Callable[[float], None]) -> list[dict[str, Any]]:
-    """The records that they print as lines of JSON, until all have ended.
+    """Collect the records that the processes print as lines of JSON, until all have ended.
 
     Raises:
-        RankFailed: one ended with another status than 0.
+        RankFailed: a process ended with a status other than 0.
     """
     records: list[dict[str, Any]] = []
     with selectors.DefaultSelector() as selector:
@@ -134,7 +136,7 @@ def _hear(line: str, records: list[dict[str, Any]], progress: Callable[[float], 
     try:
         message = json.loads(line)
         advanced, record = message.get("progress"), message.get("record")
-    except (ValueError, AttributeError):  # something a library prints
+    except (ValueError, AttributeError):  # a library's output
         print(line, end="", file=sys.stderr)
         return
     if advanced is not None:
@@ -144,9 +146,9 @@ def _hear(line: str, records: list[dict[str, Any]], progress: Callable[[float], 
 
 
 def _shared_directory(case: Case) -> str | None:
-    """Where the barrier lives: in memory if possible, so that the kernel never writes its page to a disk.
+    """Directory of the barrier file: in memory if possible, so that the kernel never writes its page to a disk.
 
-    Nodes have memory of their own there, and share files elsewhere.
+    Emulated nodes have separate memory file systems there, and share files elsewhere.
     """
     memory = "/dev/shm"
     return memory if not case.nodes and os.access(memory, os.W_OK) else None

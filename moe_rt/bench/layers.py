@@ -1,6 +1,6 @@
-"""The layer op: router, dispatch, experts, combine, forward and with backward, around any exchange.
+"""The layer op: router, dispatch, experts and combine around any exchange; forward, and forward with backward.
 
-All contestants get the same weights and moe_rt's own router and experts, so that only the exchange differs.
+All contestants get the same weights and moe_rt's own router and experts, so only the exchange differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ExchangeLayer(nn.Module):
-    """What moe_rt.MoELayer is, around any exchange."""
+    """The equivalent of moe_rt.MoELayer around any exchange."""
 
     def __init__(self, exchange: Exchange, router: Router, experts: SwiGLUExperts) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ExchangeLayer(nn.Module):
 
 
 def layer_steps(exchange: Exchange, inputs: Sequence[Inputs], expect: Expectation) -> list[Step]:
-    """Forward, and forward with backward."""
+    """Steps of the layer op: forward, and forward with backward."""
     case, rank = exchange.case, exchange.world.rank
     first = sum(case.local_experts[:rank])
     device = exchange.world.processor.device

@@ -1,4 +1,4 @@
-"""Timing: contestants take turns, and an iteration lasts from the first rank's start to the last rank's end."""
+"""Timing: contestants alternate, and an iteration lasts from the first rank's start to the last rank's end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROUNDS = 5
 
 @dataclass
 class Clock:
-    """What one rank noted about one step. perf_counter_ns is one clock for all processes of a Linux machine.
+    """Times of one step on one rank. perf_counter_ns is one clock for all processes of a Linux machine.
 
     Attributes:
         isolated: (start, end) of every iteration that began at a barrier.
-        chains: (start, end) of every chain of iterations without one.
-        error: what a check said, or nothing.
+        chains: (start, end) of every chain of iterations without barriers.
+        error: message of a failed check, or "".
     """
 
     isolated: list[tuple[int, int]] = field(default_factory=list)
@@ -35,12 +35,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Times:
-    """One step over all ranks, in microseconds.
+    """Times of one step over all ranks, in microseconds.
 
     Attributes:
-        isolated: one for each iteration.
-        free_running: one for each chain, divided by its length.
-        errors: what the ranks' checks said.
+        isolated: one per iteration.
+        free_running: one per chain, divided by the chain's length.
+        errors: messages of the ranks' failed checks.
     """
 
     isolated: list[float]
@@ -51,13 +51,14 @@ class Times:
 def measure(
     world: World, steps: list[Step], iters: int, warmup: int, cold: bool, progress: Callable[[float], None]
 ) -> list[Times]:
-    """Times all steps and checks their last outputs. Collective; every rank gets the same result.
+    """Time all steps and check their last outputs. Collective; every rank gets the same result.
 
-    Every round runs each step for its share of `iters` isolated iterations and then as long a chain. The order within
-    a round rotates, so that nobody always follows the same neighbour; the first iteration after a change of step is
-    not timed, as it finds the caches full of another's data. With `cold`, every isolated iteration does. A chain takes
-    its inputs backwards, so that it ends on the one next to that of the last isolated iteration: however many inputs
-    take turns, no output of long ago is right in both checks. `progress` hears what part is done, turn by turn.
+    Every round runs each step for its share of `iters` isolated iterations and then as long a chain. The order within a
+    round rotates, so that no step always follows the same neighbour. The first iteration after a change of step is not
+    timed, since the caches are full of another step's data. With `cold`, this holds before every isolated iteration. A
+    chain takes its inputs backwards, so that it ends on the input next to the last isolated iteration's: however many
+    inputs alternate, a stale output cannot pass both checks. `progress` is called after each turn with the fraction
+    completed.
     """
     clocks = [Clock() for _ in steps]
     rounds = min(ROUNDS, iters)
@@ -76,10 +77,10 @@ def measure(
 
 
 def _one_turn(world: World, step: Step, clock: Clock, share: int, cold: bool, check: bool) -> None:
-    first = 2 * len(clock.isolated)  # inputs go on where the turn before stopped
+    first = 2 * len(clock.isolated)  # inputs continue where the previous turn stopped
     step.run(first)
     for i in range(first + 1, first + 1 + share):
-        output = None  # frees the one before, which is no part of this iteration
+        output = None  # free the previous output outside of the timed iteration
         world.meet(cold)
         start = perf_counter_ns()
         output = step.run(i)
@@ -114,7 +115,8 @@ def _merge(ranks: list[dict[str, list[tuple[int, int]]]], lengths: list[int]) ->
 
 
 def _spread(spans: tuple[tuple[int, int], ...]) -> int:
-    """From the first start to the last end: the longest of the ranks, wherever the barrier let them go."""
+    """Time from the first start to the last end: the duration for the whole group, whenever the barrier released each
+    rank."""
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 

@@ -1,6 +1,6 @@
-"""What only moe_rt can tell about itself: where the time of its ops goes, who waits for whom, what Python adds.
+"""Breakdown of moe_rt's own time: the phases of its ops, waits per peer, and the overhead of Python.
 
-Measured apart from the timed iterations, so that looking costs the contestant nothing.
+Measured apart from the timed iterations, so that the instrumentation costs the contestant nothing.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ PHASES = {"dispatch": ("publish", "wait for rows", "gather"), "combine": ("push"
 
 
 class _Notes(defaultdict[str, list[Any]]):
-    """Everything one rank saw, by name, in nanoseconds."""
+    """Observations of one rank, by name, in nanoseconds."""
 
     def __init__(self, buffer: Buffer) -> None:
         super().__init__(list)
         self._buffer = buffer
 
     def spans(self) -> list[int]:
-        """What the engine spent in the last op: before announcing, waiting, after."""
+        """Time of the engine in the last op: before the signal, waiting, after."""
         timings = self._buffer.timings()
         return [timings["before_ns"], timings["wait_ns"], timings["after_ns"]]
 
     def timed(self, op: str, call: Callable[[], T], mode: str) -> T:
-        """Runs one op of the buffer; what it takes beyond the engine's own time is Python and autograd."""
+        """Run one op of the buffer. Its time beyond the engine's own is Python and autograd."""
         start = perf_counter_ns()
         result = call()
         wall = perf_counter_ns() - start
@@ -47,20 +47,20 @@ class _Notes(defaultdict[str, list[Any]]):
         if mode == "no_grad":
             for phase, span in zip(PHASES[op], spans, strict=True):
                 self[phase].append(span)
-            # Peers are looked at in order, so arrivals grow; what a peer adds is how long it was waited for.
+            # Peers are polled in order, so arrivals increase; the increment of a peer is the time spent waiting for it.
             seen = self._buffer.timings()["arrival_ns"]
             self[f"per peer {op}"].append([late - early for early, late in zip([0, *seen], seen, strict=False)])
         return result
 
 
 def observe_pair(world: World, buffer: Buffer, inputs: Sequence[Inputs], cold: bool) -> dict[str, Any]:
-    """Looks at isolated pairs, before each of which caches are warm or cold; everything in microseconds.
+    """Observe isolated pairs with warm or cold caches; everything in microseconds.
 
     Returns:
         breakdown: phase -> median, mean over ranks.
-        waits: op -> [rank][peer], mean of how long `rank` waited for `peer`, longer than for the peers before it.
-        line_latency_ns: [rank][peer], how long a line takes to read that the peer has just written (`Buffer.timings`).
-        overhead: op and mode -> median, mean over ranks, of what Python and autograd add to the engine's time.
+        waits: op -> [rank][peer], mean time that `rank` waited for `peer` after the peers before it.
+        line_latency_ns: [rank][peer], time to read a cache line that the peer has just written (`Buffer.timings`).
+        overhead: op and mode -> median, mean over ranks, of the time that Python and autograd add to the engine's.
     """
     notes = _Notes(buffer)
     for i in range(ITERS):
@@ -91,7 +91,7 @@ def _pair(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
 
 
 def _pair_with_gradients(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
-    """Forward and backward of both ops. Backward is one walk of the graph, as in a model; its two ops share it."""
+    """Run forward and backward of both ops. Backward is one walk of the graph, as in a model, shared by its two ops."""
     x, topk_weights = tokens.x.detach().requires_grad_(), tokens.topk_weights.detach().requires_grad_()
     rows, weights, handle = notes.timed("dispatch", lambda: buffer.dispatch(x, tokens.topk_idx, topk_weights), "grad")
     out = notes.timed("combine", lambda: buffer.combine(rows, weights, handle), "grad")
@@ -104,7 +104,7 @@ def _pair_with_gradients(notes: _Notes, buffer: Buffer, tokens: Inputs) -> None:
 
 
 class _OpClock(TorchDispatchMode):
-    """Adds up the time inside moe_rt's communication ops, forward and backward, and what of it was waiting."""
+    """Sums the time inside moe_rt's communication ops, forward and backward, and the part of it spent waiting."""
 
     OPS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 

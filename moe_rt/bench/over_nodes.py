@@ -1,4 +1,4 @@
-"""Ranks on emulated nodes: what is run in which node so that they all start, one by one or by mpirun."""
+"""Programs that start ranks on emulated nodes, one by one or by mpirun."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from moe_rt.nodes.inside import INTERFACE
 from moe_rt.nodes.run import in_node
 from moe_rt.testing.programs import Program
 
-# What they talk over; UCX and Open MPI would try the loopback interface, which leads to no other node.
+# Interface for all traffic. UCX and Open MPI would also try the loopback interface, which reaches no other node.
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "UCX_NET_DEVICES": INTERFACE}
 _MPIRUN_FLAGS = (
     *("--leave-session-attached", "--prtemca", "plm_ssh_no_tree_spawn", "1"),
     *("--prtemca", "prte_if_include", INTERFACE, "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"),
     *("--mca", "btl_tcp_if_include", INTERFACE),
 )
-# In place of ssh: whoever waits in that node for a command line gets it, and a shell there takes it apart, as with ssh.
+# Replaces ssh: the shell that waits in that node receives the command line and splits it, as with ssh.
 _AGENT = '#!/bin/sh\nhost=$1; shift; echo "$*" > "$(dirname "$0")/$host/command"\n'
 _AWAIT = 'read -r command < "$0"; eval "$command"'
 
 
 def programs(cluster: Cluster, case: Case, command: Sequence[str], environment: Mapping[str, str]) -> list[Program]:
-    """One for each rank, which then has its number in RANK."""
+    """One program per rank, with its rank in RANK."""
     environment = {**environment, **_ENVIRONMENT}
     return [
         Program(in_node(cluster, node, command), {**environment, "RANK": str(rank)})
@@ -41,7 +41,7 @@ def programs_of_mpi(
     environment: Mapping[str, str],
     mpirun: Sequence[str],
 ) -> list[Program]:
-    """mpirun in the first node, and in the others a shell that becomes its daemon there."""
+    """mpirun in the first node, and in each other node a shell that becomes its daemon."""
     agent = directory / "agent"
     agent.write_text(_AGENT)
     agent.chmod(0o700)
@@ -54,7 +54,7 @@ def programs_of_mpi(
         commands.append(["sh", "-c", _AWAIT, str(directory / f"node{node}" / "command")])
     made = []
     for node, words in enumerate(commands):
-        own = directory / f"node{node}"  # nodes share /tmp, and process ids, by which Open MPI tells its files there
+        own = directory / f"node{node}"  # nodes share /tmp and process ids, and Open MPI names its files by them
         own.mkdir()
         os.mkfifo(own / "command")
         made.append(Program(in_node(cluster, node, words), {**environment, **_ENVIRONMENT, "TMPDIR": str(own)}))

@@ -1,4 +1,4 @@
-"""The figures of the report."""
+"""Figures of the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _name(result: dict[str, Any]) -> str:
 
 
 def over_tokens(runs: list[dict[str, Any]], slopes: dict[str, float]) -> Figure:
-    """Isolated median over tokens, log-log, p50 to p90 shaded; the copy that serves as reference is dashed."""
+    """Isolated median over tokens, log-log, p50 to p90 shaded; the reference copy is dashed."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     tokens = [run["case"]["tokens"] for run in runs]
@@ -76,13 +76,13 @@ def _median_bars(axes: Axes, run: dict[str, Any]) -> None:
 
 
 def label(run: dict[str, Any]) -> str:
-    """The name and sizes of a case; of one that was changed, or is a point of a sweep, the sizes alone."""
+    """Name and sizes of a case; sizes only if the case was changed or is a point of a sweep."""
     case = Case(**run["case"])
     return f"{case.name}: {case.sizes()}" if CASES.get(case.name) == case else f"{case.op}, {case.sizes()}"
 
 
 def breakdown(runs: list[dict[str, Any]]) -> Figure:
-    """Where the time of moe_rt's pair goes, phase by phase."""
+    """Time of moe_rt's pair by phase."""
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(runs)), layout="constrained")
     axes = figure.add_subplot()
     shares = [run["moe_rt"]["breakdown"] for run in runs]
@@ -104,7 +104,7 @@ def breakdown(runs: list[dict[str, Any]]) -> Figure:
 
 
 def waits(run: dict[str, Any]) -> Figure:
-    """Rank by rank, how long a rank waited for each peer; a row adds up to all that the rank waited."""
+    """Matrix of the time that each rank waited for each peer; a row sums to the rank's whole wait."""
     matrices = run["moe_rt"]["waits"]
     size = len(next(iter(matrices.values())))
     side = max(2.6, 0.5 * size)

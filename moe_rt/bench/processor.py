@@ -1,4 +1,4 @@
-"""What a rank computes on: where its tensors live, when its work is done, and how its caches get cold."""
+"""The processor of a rank: its tensors' device, the end of its work, and cold caches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Processor:
     """A core, or a GPU.
 
     Args:
-        device: a torch device or its name, or an object that stands in for a GPU.
+        device: a torch device or its name, or an object that emulates a GPU.
 
     Attributes:
-        device: where this rank's tensors live.
-        name: what it is called in results.
+        device: device of this rank's tensors.
+        name: its name in results.
         cache_bytes: size of its last-level cache.
     """
 
@@ -33,14 +33,14 @@ class Processor:
         self._filler: Tensor | None = None
 
     def finish(self) -> None:
-        """Waits for what this thread has queued; a CPU rank has done it already."""
+        """Wait for the work that this thread has queued; a CPU rank has completed it already."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def cool(self) -> None:
-        """Reads and writes twice as many bytes as the last-level cache has, so that it holds nothing else.
+        """Read and write twice the size of the last-level cache, so that it holds nothing else.
 
-        Reads, too, as writing alone may pass by the caches.
+        It also reads, since writes may bypass the caches.
         """
         if self._filler is None:
             self._filler = torch.zeros(2 * self.cache_bytes // 8, dtype=torch.int64, device=self.device)

@@ -1,6 +1,6 @@
-"""The program of a rank: `python -m moe_rt.bench.rank DIRECTORY` runs the cases that directory/job.json asks for.
+"""The program of a rank: `python -m moe_rt.bench.rank DIRECTORY` runs the cases in directory/job.json.
 
-Rank 0 prints lines of JSON: {"progress": part of a case} and {"record": a finished case}.
+Rank 0 prints lines of JSON: {"progress": fraction of a case} and {"record": a finished case}.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Job:
 
 
 def run_case(world: World, job: Job, case: Case, progress: Callable[[float], None]) -> dict[str, Any]:
-    """Every contestant on one case. Collective; every rank gets the same record."""
+    """Run every contestant on one case. Collective; every rank gets the same record."""
     rotations = num_rotations(case, world.processor.cache_bytes)
     inputs = [make_inputs(case, job.seed, world.rank, i).to(world.processor.device) for i in range(rotations)]
     expect = Expectation(case, job.seed, world.rank, rotations)
@@ -87,14 +87,14 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
 
 def _observe(world: World, job: Job, contestant: MoeRt, steps: list[Step], inputs: list[Inputs]) -> dict[str, Any]:
     if contestant.case.on_gpu:
-        return {}  # the host does not watch its ops
+        return {}  # the host does not observe a GPU's ops
     if contestant.case.op == "layer":
         return observe_layer(world, contestant.buffer, steps, job.cold)
     return observe_pair(world, contestant.buffer, inputs, job.cold)
 
 
 def _enter(world: World, job: Job, case: Case) -> tuple[list[Contestant], dict[str, str]]:
-    """Those who can take part on every rank, and why the others cannot."""
+    """Contestants that can run on every rank, and the reasons of the others."""
     present: list[Contestant] = []
     absent: dict[str, str] = {}
     for name in job.contestants:
@@ -112,7 +112,7 @@ def _enter(world: World, job: Job, case: Case) -> tuple[list[Contestant], dict[s
 
 
 def run_job(world: World, job: Job) -> None:
-    """All cases in turn; rank 0 reports."""
+    """Run all cases in order; rank 0 reports."""
 
     def say(**message: object) -> None:
         if world.rank == 0:
@@ -131,7 +131,8 @@ def main() -> None:
         run_job(join_processes(directory, first.ranks, job.cores, first.on_gpu), job)
         dist.destroy_process_group()
     else:
-        # Of a shared GPU: room for what two ops bring, the experts make of it, and as much for gradients.
+        # Memory reserved on a shared GPU: the rows that two ops receive, the experts' outputs, and as much for
+        # gradients.
         reserve = max(6 * case.most_received_bytes for case in job.cases)
         device = "cuda" if first.on_gpu else "cpu"
         run_threads(first.ranks, job.cores, lambda world: run_job(world, job), device, reserve)

@@ -1,4 +1,4 @@
-"""The report: one HTML page that holds its figures, and beside it the document it was made from, a table and plots."""
+"""The report: one self-contained HTML page, and next to it the document that it was made from, a table and plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ th:first-child, td:first-child, .facts td { text-align: left }
 .notes { font-size: 13px; color: #555 }
 img { max-width: 100% }
 """
-# What the page calls the fields of run.Settings, and who started the ranks.
+# Labels of the fields of run.Settings, and of the launcher.
 SETTINGS = {
     "contestants": "contestants",
     "iters": "iterations",
@@ -40,7 +40,8 @@ SETTINGS = {
 
 
 def write_report(document: dict[str, Any], directory: Path) -> Path:
-    """Writes results.json and then, made from it, results.csv, the plots as SVG and index.html; returns its path."""
+    """Write results.json and, made from it, results.csv, the plots as SVG and index.html; return the path of the
+    page."""
     make_directory(directory)
     write_document(document, directory / "results.json")
     with (directory / "results.csv").open("w", newline="", encoding="utf-8") as file:
@@ -51,7 +52,7 @@ def write_report(document: dict[str, Any], directory: Path) -> Path:
 
 
 def table(runs: list[dict[str, Any]]) -> list[list[Any]]:
-    """A head, and a row for each run and contestant: the case's fields, then what was measured."""
+    """A header, and a row for each run and contestant: the case's fields, then the measurements."""
     times = [(kind, part) for kind in ("isolated_us", "free_running_us") for part in ("p50", "p90", "p99")]
     rates = ["logical_gbps", "physical_gbps"]
     head = [*runs[0]["case"], "contestant", "phase", *(f"{kind}_{part}" for kind, part in times), *rates, "output"]
@@ -92,7 +93,7 @@ def _page(document: dict[str, Any], directory: Path) -> str:
 
 
 def _section(title: str, figure: Figure, beside: Path) -> str:
-    """The figure for the page, and as a file of its own, which can be made larger and changed."""
+    """Return the figure for the page, and save it as a separate scalable file."""
     figure.savefig(beside, metadata={"Date": None})
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)

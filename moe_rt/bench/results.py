@@ -1,4 +1,4 @@
-"""From raw times to figures: percentiles, bandwidths, ratios to moe_rt, the slope over tokens."""
+"""Figures from raw times: percentiles, bandwidths, ratios to moe_rt, the slope over tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-# In a sweep, sizes that take less than this multiple of the smallest one's time are latency, not cost per token.
+# Sizes of a sweep that take less than this multiple of the smallest one's time show latency, not cost per token.
 ABOVE_FLOOR = 4.0
 
 
 def summarise(record: dict[str, Any]) -> dict[str, Any]:
-    """The public form of a rank's record: times in microseconds, bandwidths in GB/s of one rank."""
+    """Return the public form of a rank's record: times in microseconds, bandwidths in GB/s of one rank."""
     results = [_result(raw, record["bytes"]) for raw in record["results"]]
     return {**record, "results": results, "ratios": _ratios(results)}
 
 
 def _result(raw: dict[str, Any], num_bytes: dict[str, int]) -> dict[str, Any]:
     free_running = percentiles(raw["free_running"])
-    # Backward moves what forward moved.
+    # Backward moves as many bytes as forward.
     times_moved = 2 if raw["phase"] == "forward+backward" else 1
     per_second = times_moved / (free_running["p50"] * 1e3)
     link = {"link": raw["link"]} if "link" in raw else {}
@@ -42,8 +42,8 @@ def percentiles(times: Sequence[float]) -> dict[str, float]:
 
 
 def _ratios(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """phase -> contestant -> its median time over moe_rt's: above one where moe_rt is faster. memcpy is a reference,
-    which moe_rt may beat."""
+    """phase -> contestant -> its median time over moe_rt's: above one if moe_rt is faster. memcpy is a reference, which
+    moe_rt may beat."""
     own = {result["phase"]: result for result in results if result["contestant"] == "moe_rt"}
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     for result in results:
@@ -58,7 +58,7 @@ def _ratios(results: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
 def slopes(runs: list[dict[str, Any]]) -> dict[str, float]:
     """contestant -> log-log slope, least squares over tokens, of its isolated median above the latency floor.
 
-    The first run is the floor, a single token: every other size takes that long, too, and something for its tokens.
+    The first run, a single token, is the floor: every other size takes that long plus the time of its tokens.
     """
     series: dict[str, list[tuple[int, float]]] = {}
     for run in runs:
@@ -76,7 +76,7 @@ def slopes(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def rounded(value: Any) -> Any:
-    """The same document with four significant digits."""
+    """Return the document with four significant digits."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):

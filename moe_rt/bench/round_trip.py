@@ -1,4 +1,4 @@
-"""How long a message takes there and back between two nodes over plain TCP: what no op between them can go below."""
+"""Round-trip time of a message between two nodes over plain TCP: a lower bound for any op between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MESSAGE = bytes(64)
 
 
 def round_trip_us(world: World, topology: Topology) -> float:
-    """Median, between the first rank and the first of the last node. Collective, while nobody else sends."""
+    """Median between the first rank and the first rank of the last node. Collective; no other rank may send
+    meanwhile."""
     far = topology.ranks_of(topology.num_nodes - 1)[0]
     with socket.create_server(("", 0), backlog=1) as server:
         server.settimeout(TIMEOUT_S)

@@ -23,15 +23,15 @@ SMALL_OP_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure.
+    """Settings of a measurement.
 
     Attributes:
         contestants: names, see `moe_rt.bench.contestants`.
-        iters: isolated iterations, and free-running ones; None: 200 of small ops, 20 of large ones.
+        iters: number of isolated iterations, and of free-running ones; None: 200 of small ops, 20 of large ones.
         warmup: untimed iterations before the first round.
-        seed: of inputs and routing.
+        seed: seed of inputs and routing.
         malloc: "recycle" freed memory in every rank, or leave that to the "system".
-        cold: whether isolated iterations find the caches full of other data.
+        cold: True if caches are filled with other data before each isolated iteration.
     """
 
     contestants: tuple[str, ...]
@@ -43,27 +43,25 @@ class Settings:
 
 
 def sweep_tokens(case: Case, max_tokens: int) -> list[Case]:
-    """One token, which shows the latency floor, then 64 tokens and on in powers of two."""
+    """One token, which shows the latency floor, then powers of two from 64 tokens."""
     tokens = [1] + [2**n for n in range(6, 32) if 2**n <= max_tokens]
     return [replace(case, name=f"{case.name}-T{t}", tokens=t) for t in tokens]
 
 
 def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[float], None]) -> dict[str, Any]:
-    """Measures all cases and returns the document that `moe-rt bench` prints.
+    """Measure all cases and return the document that `moe-rt bench` prints.
 
     Args:
-        sweep: the cases are one case at growing numbers of tokens, the first being the floor.
-        progress: called with the part of a case that has been done since the last call.
+        sweep: the cases are one case at increasing numbers of tokens; the first is the floor.
+        progress: called with the fraction of a case completed since the last call.
 
     Raises:
-        InvalidConfig, MissingPackage: before any rank is started, for what can be seen here.
-        RankFailed: when a rank ends early.
+        InvalidConfig, MissingPackage: for errors found before any rank is started.
+        RankFailed: a rank ended early.
     """
     names = [find(name).name for name in settings.contestants]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise InvalidConfig(
-            f"contestants: got {', '.join(repeated)} more than once, expected names that tell them apart"
-        )
+        raise InvalidConfig(f"contestants: got {', '.join(repeated)} more than once, expected distinct names")
     for case in cases:
         route(replace(case, tokens=1), settings.seed, 0, 0)
         _require_gpus(case)
@@ -75,7 +73,7 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
     groups: dict[tuple[object, ...], list[int]] = {}
     for place, case in enumerate(cases):
         groups.setdefault((case.ranks, case.heap, case.nodes, case.rate, _iters(case, settings)), []).append(place)
-    measured: dict[int, dict[str, Any]] = {}  # by place, as the same case may be asked for twice
+    measured: dict[int, dict[str, Any]] = {}  # by position, since the same case may be given twice
     for group in groups.values():  # ranks are started once for all cases that they can run
         job = Job(
             cases=[cases[place] for place in group],

@@ -1,4 +1,4 @@
-"""The unit of timing: one op of one contestant, and how to tell that it did what it was asked."""
+"""The unit of timing: one op of one contestant, and the check of its output."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 class Unavailable(Exception):
-    """This contestant cannot take part here; the message says why, and what to install if that helps."""
+    """Raised if a contestant cannot run here; the message says why, and what to install if that helps."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One op of one contestant. It runs without gradients unless it turns them on itself.
+    """One op of one contestant. It runs without gradients unless it enables them itself.
 
     Attributes:
-        run: does the op on input number `i` (taken modulo the number of inputs) and returns its output; this is timed.
+        run: runs the op on input number `i` (modulo the number of inputs) and returns its output; this is timed.
         check: raises WrongOutput unless the output of `run(i)` is right.
-        phase: which part of the case this is, where it has several: "forward", "forward+backward".
+        phase: name of this part of a case with several parts: "forward", "forward+backward".
     """
 
     run: Callable[[int], Any]

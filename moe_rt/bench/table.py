@@ -1,4 +1,4 @@
-"""The readable result: a table for every case."""
+"""The result as a table for every case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from moe_rt.bench.cases import Case
 
 COLUMNS = ("isolated p50", "p90", "p99", "free-running p50", "GB/s logical", "GB/s physical", "time / moe_rt")
-LINK_COLUMNS = ("MB sent", "by formula", "time / least")  # of ranks on several nodes
+LINK_COLUMNS = ("MB sent", "by formula", "time / least")  # for ranks on several nodes
 
 
 def show_machine(card: dict[str, Any]) -> RenderableType:
@@ -20,7 +20,7 @@ def show_machine(card: dict[str, Any]) -> RenderableType:
 
 
 def show_run(run: dict[str, Any]) -> RenderableType:
-    """One case: who took how long, what moe_rt says about itself, who is absent and why."""
+    """Show one case: times of the contestants, moe_rt's own observations, and the absent contestants with reasons."""
     table = Table(title=Case(**run["case"]).title(), title_justify="left")
     table.add_column("contestant", no_wrap=True)
     for column in columns(run):
@@ -32,7 +32,7 @@ def show_run(run: dict[str, Any]) -> RenderableType:
 
 
 def cells(run: dict[str, Any], result: dict[str, Any]) -> list[str]:
-    """A contestant's name and columns."""
+    """Cells of a contestant's row, its name first."""
     isolated, free = result["isolated_us"], result["free_running_us"]
     ratio = run["ratios"].get(result["phase"], {}).get(result["contestant"])
     return [
@@ -62,7 +62,7 @@ def _link_cells(run: dict[str, Any], result: dict[str, Any]) -> list[str]:
 
 
 def notes(run: dict[str, Any]) -> list[str]:
-    """What there is to say below a case's table."""
+    """Lines below a case's table."""
     moved = ", ".join(f"{name} {number / 1e6:.4g} MB" for name, number in run["bytes"].items())
     lines = [f"{run['device']}; per rank: {moved}"]
     if any(result["contestant"] == "memcpy" for result in run["results"]):
@@ -73,7 +73,7 @@ def notes(run: dict[str, Any]) -> list[str]:
         )
         lines.append(f"a message takes {time(run['round_trip_us'])} there and back between two nodes over plain TCP")
     if run.get("least_us") is not None:
-        lines.append(f"least: {time(run['least_us'])}, which links take for each token's row once for each far node")
+        lines.append(f"least: {time(run['least_us'])}, the links' time for each token's row once per remote node")
     own = run.get("moe_rt")
     if own is not None:
         route = f", route {own['route']}" if run["case"].get("nodes") else ""
@@ -98,8 +98,8 @@ def _own_lines(own: dict[str, Any]) -> list[str]:
 
 
 def time(us: float) -> str:
-    """Three digits and a unit."""
-    for limit, divisor, unit in ((999.5, 1, "us"), (999.5e3, 1e3, "ms")):  # what three digits round up to 1000
+    """Format a time with three digits and a unit."""
+    for limit, divisor, unit in ((999.5, 1, "us"), (999.5e3, 1e3, "ms")):  # above, three digits round to 1000
         if us < limit:
             return f"{us / divisor:.3g} {unit}"
     return f"{us / 1e6:.3g} s"

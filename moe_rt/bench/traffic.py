@@ -1,4 +1,4 @@
-"""What an op has to move: bytes as published figures count them, as protocols move them, and the least there is."""
+"""Bytes that an op has to move: as published figures count them, as protocols move them, and the minimum."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from moe_rt.bench.cases import Case
 from moe_rt.config.placement import Placement
 
-# How many times tokens travel in an op: there, back, or both. A layer's forward is a pair.
+# Transfers of each token in an op: to the experts, back, or both. A layer's forward is a pair.
 TRIPS = {"dispatch": 1, "combine": 1, "pair": 2, "layer": 2}
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows that one rank has to do with in one dispatch or combine.
+    """Rows of one rank in one dispatch or combine.
 
     Attributes:
-        tokens: T, that are here.
-        copies: N, received here: one for each (token, local expert).
-        visits: U, distinct ranks summed over the tokens that are here, their own rank included.
+        tokens: T, tokens of this rank.
+        copies: N, rows received by this rank: one for each (token, local expert).
+        visits: U, distinct ranks summed over this rank's tokens, including this rank itself.
         guests, away: (token, rank) pairs that cross the link to this rank, and from it.
     """
 
@@ -34,8 +34,8 @@ class Traffic:
     def copied_rows(self, op: str) -> float:
         """Rows that a copy of the same traffic copies: half of the rows read plus the rows written.
 
-        It is the least possible where each token crosses the link once per rank. dispatch writes N rows, each a copy
-        of one of T. combine reads N rows, writes the partial sums of its guests, reads those of its tokens that were
+        It is the minimum if each token crosses the link once per rank. dispatch writes N rows, each a copy of one of T.
+        combine reads N rows, writes the partial sums of its guests, reads the partial sums of its own tokens that were
         away, and writes T rows. pair reads T and writes N, then does the same as combine.
         """
         combine = self.copies + self.guests + self.away + self.tokens

@@ -1,4 +1,4 @@
-"""The ranks of a run as contestants see them: who they are, where they meet, and a barrier that costs a microsecond."""
+"""The ranks of a run as contestants see them: identity, rendezvous, and a barrier that costs a microsecond."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from moe_rt.heap.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
 from moe_rt.heap.thread_ranks import ThreadRanks
 
 TIMEOUT_S = 600.0
-LINE = 8  # 64-bit words of a cache line, so that each rank polls words that only their owner writes
+LINE = 8  # 64-bit words of a cache line, so that a rank polls lines that only their owner writes
 
 
 class SpinBarrier:
-    """Ranks count their arrivals in shared memory; a collective's own barrier would cost more than a small op."""
+    """Barrier of arrival counters in shared memory. A collective's own barrier would cost more than a small op."""
 
     def __init__(self, shared: mmap.mmap, rank: int, size: int, pause: Callable[[], object]) -> None:
         self._words = memoryview(shared).cast("q")
@@ -41,20 +41,20 @@ class SpinBarrier:
             while self._words[peer] < self._arrivals:
                 self._pause()
                 if time.monotonic() > deadline:
-                    raise PeerTimeout(f"rank {peer // LINE} did not come to the barrier within {TIMEOUT_S:g} s")
+                    raise PeerTimeout(f"rank {peer // LINE} did not reach the barrier within {TIMEOUT_S:g} s")
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank among ranks that are all processes, or all threads of one process.
+    """One rank. Ranks are all processes, or all threads of one process.
 
     Attributes:
-        rank, size: who this is, of how many.
-        group: what a moe_rt.Buffer is made for.
+        rank, size: this rank, and the number of ranks.
+        group: the group to make a moe_rt.Buffer for.
         board: all-gathers texts.
-        barrier: what every isolated iteration starts from.
-        processor: what it computes on.
-        mpi: whether mpirun started them.
+        barrier: starts every isolated iteration.
+        processor: the rank's core or GPU.
+        mpi: True if mpirun started the ranks.
     """
 
     rank: int
@@ -66,19 +66,19 @@ class World:
     mpi: bool
 
     def meet(self, cold: bool = False) -> None:
-        """Nobody goes on before every rank is here and idle; if `cold`, with its caches full of other data."""
+        """Wait until every rank is here and idle; if `cold`, with its caches full of other data."""
         if cold:
             self.processor.cool()
         self.processor.finish()
         self.barrier.wait()
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, in rank order. Collective."""
+        """All-gather a text, in rank order. Collective."""
         return self.board.all_gather(text, TIMEOUT_S)
 
 
 def pin(cores: list[int]) -> None:
-    """Binds the calling thread, and all that it will start, to these cores."""
+    """Bind the calling thread, and all threads that it will start, to these cores."""
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
 
@@ -88,15 +88,15 @@ def barrier_bytes(size: int) -> int:
 
 
 def join_processes(directory: Path, size: int, cores: list[int], on_gpu: bool) -> World:
-    """Meets the other processes through files in `directory`; also makes the default process group.
+    """Join the other processes through files in `directory`, and create the default process group.
 
-    A CPU rank has one core. A rank with a GPU, which is that of its number, also has threads that feed NCCL and
-    autograd: it shares out the cores with the others.
+    A CPU rank has one core. A GPU rank uses the GPU of its rank number. It also has threads that feed NCCL and
+    autograd, so it shares the cores evenly with the others.
     """
     mpi = "OMPI_COMM_WORLD_RANK" in os.environ
     rank = int(os.environ["OMPI_COMM_WORLD_RANK" if mpi else "RANK"])
     own = [cores[rank % len(cores)]]
-    pin(cores[rank::size] or own if on_gpu else own)  # first, so that threads of libraries stay with their rank
+    pin(cores[rank::size] or own if on_gpu else own)  # first, so that threads of libraries inherit it
     with open(directory / "barrier", "r+b") as file:
         shared = mmap.mmap(file.fileno(), 0)
     processor = Processor(torch.device("cuda", rank) if on_gpu else "cpu")
@@ -107,7 +107,7 @@ def join_processes(directory: Path, size: int, cores: list[int], on_gpu: bool) -
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
-    # Ranks that share a core must give it up for the others to arrive.
+    # Ranks that share a core must yield it for the others to arrive.
     barrier = SpinBarrier(shared, rank, size, os.sched_yield)
     return World(rank, size, group, StoreRendezvous(group), barrier, processor, mpi=mpi)
 
@@ -115,16 +115,16 @@ def join_processes(directory: Path, size: int, cores: list[int], on_gpu: bool) -
 def run_threads(
     size: int, cores: list[int], work: Callable[[World], None], device: Any = "cpu", reserve_bytes: int = 0
 ) -> None:
-    """Runs `work` on `size` ranks that are threads, and raises what the first of them raised.
+    """Run `work` on `size` ranks that are threads, and raise the first exception of any of them.
 
     Args:
-        device, reserve_bytes: what the ranks share, as for `heap.thread_ranks.ThreadRanks`.
+        device, reserve_bytes: the ranks' device and its reserved memory, as for `heap.thread_ranks.ThreadRanks`.
     """
     shared = mmap.mmap(-1, barrier_bytes(size))
 
     def rank_main(group: ThreadGroup) -> None:
         pin([cores[group.rank % len(cores)]])
-        # sleep(0) lets go of the interpreter lock, without which no other rank can arrive.
+        # sleep(0) releases the interpreter lock; no other rank can arrive without it.
         barrier = SpinBarrier(shared, group.rank, size, lambda: time.sleep(0))
         work(World(group.rank, size, group, group, barrier, Processor(device), mpi=False))
 

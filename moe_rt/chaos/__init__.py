@@ -1,1 +1,1 @@
-"""moe-rt chaos: ranks die, stop, sleep, fail and lie at random points, and every survivor must notice at once."""
+"""moe-rt chaos: kill, stop, delay and corrupt ranks at random points. Every survivor must notice promptly."""

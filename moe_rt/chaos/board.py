@@ -1,4 +1,4 @@
-"""What every rank of a pool and the process that injects faults into them see at once, without asking."""
+"""Progress of every rank of a pool, readable by all ranks and by the process that injects faults."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 
 class Board:
-    """One page of memory that is shared with every process forked later.
+    """One page of memory shared with every process forked later.
 
     Attributes:
-        began: when each rank last began something, monotonic seconds: what is left of a rank that was killed in it.
-        step: how many steps each rank has begun; -1 before it came to this session.
-        steps: how many steps each rank's session has. Whoever changes it while a rank works stops it first.
+        began: time when each rank last began an operation, in monotonic seconds; it survives a rank killed in it.
+        step: number of steps that each rank has begun; -1 before it joins this session.
+        steps: number of steps of each rank's session. Stop a working rank before changing it.
     """
 
     def __init__(self, size: int) -> None:
@@ -22,5 +22,5 @@ class Board:
         self.steps = page[16 * size :].cast("q")
 
     def begin(self, rank: int) -> None:
-        """The rank begins something now."""
+        """Record that the rank begins an operation now."""
         self.began[rank] = time.monotonic()

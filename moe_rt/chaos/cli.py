@@ -27,22 +27,27 @@ def _numbers(context: click.Context, parameter: click.Parameter, text: str | Non
 
 
 @click.command()
-@click.option("--ranks", type=click.IntRange(min=2), default=3, show_default=True, help="Processes.")
-@click.option("--nodes", callback=_numbers, help="Emulated nodes of so many ranks each, such as 2,2; needs root.")
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Trials of a group.")
-@click.option("--seed", default=0, show_default=True, help="Of what happens where.")
+@click.option("--ranks", type=click.IntRange(min=2), default=3, show_default=True, help="Number of processes.")
+@click.option("--nodes", callback=_numbers, help="Ranks on each emulated node, such as 2,2; needs root.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Number of trials.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the trials.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0.1), default=0.5, show_default=True, help="timeout_s of a stop's group."
+    "--timeout",
+    type=click.FloatRange(min=0.1),
+    default=0.5,
+    show_default=True,
+    help="timeout_s of a stopped rank's group.",
 )
-@click.option("--action", "actions", type=click.Choice(NAMES), multiple=True, help="Only these; may be repeated.")
+@click.option("--action", "actions", type=click.Choice(NAMES), multiple=True, help="Use only this; may be repeated.")
 def chaos(ranks: int, nodes: list[int], rounds: int, seed: int, timeout: float, actions: tuple[str, ...]) -> None:
-    """Let random things happen to groups that work, and check what every rank does.
+    """Inject random faults into working groups, and check what every rank does.
 
-    Every round makes a group of CPU ranks, which run steps and check every result. One rank is killed, also with much
-    memory, stopped, delayed, made to fail or lie, interrupted, or held to a limit; or all are frozen for a while; or
-    evaluate between training steps. With --nodes, ranks are on emulated nodes, and nodes die and links go down, too.
-    Who died is started anew. The last line is one JSON document. The exit status is 1 if a rank hung, raised something
-    else than it must, left something behind, or got wrong data.
+    Every round makes a group of CPU ranks, which run steps and check every result. One rank is killed, also while it
+    holds much memory, stopped, delayed, made to fail or to publish corrupt data, interrupted, or given too few
+    resources; or all ranks are frozen for a while; or they evaluate between training steps. With --nodes, ranks are on
+    emulated nodes, and nodes die and links go down as well. Dead ranks are started again. The last line is one JSON
+    document. The exit status is 1 if a rank hung, raised another error than it must, left something behind, or got
+    wrong data.
     """
     possible = on_nodes.ACTIONS if nodes else on_one_host.ACTIONS
     if odd := set(actions) - set(possible):

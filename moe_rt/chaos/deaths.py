@@ -1,4 +1,4 @@
-"""How soon a rank learns that its peer was killed, by how much memory the kernel has to take back from the dead.
+"""Time until a rank notices that its peer was killed, by the amount of memory that the kernel has to free.
 
     python -m moe_rt.chaos.deaths --gib 0 --gib 2 --gib 8 --kills 40 --write docs/reliability.md
 
@@ -28,15 +28,15 @@ from moe_rt.testing.channel import Channel
 from moe_rt.testing.output import replace_section
 from moe_rt.testing.process_ranks import ProcessRanks
 
-VICTIM = 1  # of the ranks 0 and 1
+VICTIM = 1  # the ranks are 0 and 1
 TOKENS, HIDDEN = 8, 32
 PATIENCE_S = 60.0
-WAITED_S = (0.05, 0.15)  # how long the survivor has waited when its peer is killed
+WAITED_S = (0.05, 0.15)  # time for which the survivor has waited when its peer is killed
 
 
 @dataclass(frozen=True)
 class Death:
-    """One kill: what the survivor raised, and milliseconds until it had and until nothing was left of the victim."""
+    """One kill: the survivor's error, and milliseconds until it was raised and until the victim was completely gone."""
 
     gib: float
     raised: str
@@ -45,12 +45,12 @@ class Death:
 
 
 def kill_one(gib: float, pace: random.Random) -> Death:
-    """Two ranks; one holds so much memory and is killed while the other waits for it."""
+    """Start two ranks, and kill one that holds `gib` GiB while the other waits for it."""
     with tempfile.TemporaryDirectory(prefix="moe_rt_deaths_") as directory, ProcessRanks() as pool:
         for rank in range(2):
             pool.start(rank, _live, rank, f"{directory}/store", gib if rank == VICTIM else 0.0)
         for rank in range(2):
-            _hear(pool, rank)  # it is ready
+            _hear(pool, rank)  # ready
         time.sleep(pace.uniform(*WAITED_S))
         start = time.monotonic()
         pool.send_signal(VICTIM, signal.SIGKILL)
@@ -79,7 +79,7 @@ def _live(channel: Channel, rank: int, store: str, gib: float) -> None:
     except MoeRtError as error:
         raised = type(error).__name__
     channel.send(json.dumps({"raised": raised, "at": time.monotonic()}).encode())
-    time.sleep(PATIENCE_S)  # until it is killed
+    time.sleep(PATIENCE_S)  # until killed
 
 
 def _hear(pool: ProcessRanks, rank: int) -> bytes:
@@ -91,7 +91,7 @@ def _hear(pool: ProcessRanks, rank: int) -> bytes:
 
 
 def markdown(deaths: list[Death], command: str) -> str:
-    """The table, and how it came about."""
+    """The table and its origin."""
     lines = [
         origin(2, command),
         "Milliseconds from the kill, median / worst.",
@@ -108,11 +108,13 @@ def markdown(deaths: list[Death], command: str) -> str:
 
 @click.command()
 @click.option("--gib", "sizes", type=click.FloatRange(min=0), multiple=True, default=(0.0, 2.0), show_default=True)
-@click.option("--kills", type=click.IntRange(min=1), default=10, show_default=True, help="Of each size.")
-@click.option("--seed", default=0, show_default=True, help="Of how long the survivor has waited.")
-@click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
+@click.option("--kills", type=click.IntRange(min=1), default=10, show_default=True, help="Kills per size.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the survivor's waiting times.")
+@click.option(
+    "--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Document that holds the table."
+)
 def main(sizes: tuple[float, ...], kills: int, seed: int, write: Path | None) -> None:
-    """Kills ranks that hold memory, and measures how soon the rank that waits for them raises."""
+    """Kill ranks that hold memory, and measure how soon the rank that waits for them raises."""
     pace, deaths = random.Random(seed), []
     for gib in sizes:
         for _ in range(kills):

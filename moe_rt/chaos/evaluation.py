@@ -11,15 +11,15 @@ from moe_rt.chaos.steps import MODES
 from moe_rt.chaos.worker import PATIENCE_S
 
 STEPS = 24
-SIZE = {"tokens": 128, "hidden": 4096}  # 12 MiB of rows to the experts, and up to 2 MiB home
+SIZE = {"tokens": 128, "hidden": 4096}  # 12 MiB of dispatched rows, and up to 2 MiB of combined rows
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every step in a mode of its own, a training step at the end; nothing may be raised, all results must be right.
+    """Steps in changing modes, ending with a training step. No rank may raise, and all results must be right.
 
     Attributes:
-        modes: keys of `steps.MODES`, in turn.
+        modes: keys of `steps.MODES`, in order.
     """
 
     modes: tuple[str, ...]
@@ -27,17 +27,17 @@ class Evaluation:
 
     @classmethod
     def draw(cls, pace: random.Random, ranks: int) -> Evaluation:
-        """Any order of modes, that of training among them."""
+        """Draw a random order of modes that includes training."""
         modes = [pace.choice(list(MODES)) for _ in range(pace.randint(1, STEPS // 2 - 1))]
         return cls((*modes, "train"))
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         return "evaluate " + ",".join(self.modes)
 
     def run(self, pool: RankPool) -> Outcome[Evaluation]:
-        """The order at least twice."""
+        """Run the order at least twice."""
         ranks, steps = range(pool.size), STEPS - STEPS % len(self.modes)
         pool.session(ranks, steps, modes=self.modes, sizes=SIZE)
         reports = pool.reports(ranks, 2 * PATIENCE_S)

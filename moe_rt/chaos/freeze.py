@@ -1,4 +1,4 @@
-"""The whole group is stopped for longer than timeout_s and goes on, as by Ctrl-Z, docker pause or a suspended job."""
+"""Stop the whole group for longer than timeout_s and continue it, as Ctrl-Z, docker pause or a suspended job does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FROZEN_S = 1.5 * TIMEOUT_S
 
 @dataclass(frozen=True)
 class Freeze:
-    """Ranks are stopped in one order and go on in another; nothing may be raised, and all results must be right.
+    """Ranks are stopped in one order and continued in another. No rank may raise, and all results must be right.
 
     Attributes:
         stopped, thawed: the orders.
-        gap_s: between one rank and the next; so short that no rank waits for timeout_s while it runs.
-        step: near which it happens.
+        gap_s: time between two ranks, short enough that no rank waits for timeout_s while it runs.
+        step: approximate step of the freeze.
     """
 
     stopped: tuple[int, ...]
@@ -33,19 +33,19 @@ class Freeze:
 
     @classmethod
     def draw(cls, pace: random.Random, ranks: int) -> Freeze:
-        """All at once, or one after the other."""
+        """Draw a freeze of all ranks together, or one after the other."""
         orders = [tuple(pace.sample(range(ranks), ranks)) for _ in range(2)]
         gap_s = pace.choice([0.0, round(pace.uniform(0.0, 0.1 * TIMEOUT_S / ranks), 3)])
         return cls(orders[0], orders[1], gap_s, pace.randrange(10))
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         stopped, thawed = ("".join(map(str, order)) for order in (self.stopped, self.thawed))
         return f"freeze of {stopped} near step {self.step}, thaw of {thawed}, gaps of {self.gap_s} s"
 
     def run(self, pool: RankPool) -> Outcome[Freeze]:
-        """A session whose end is set while all ranks are stopped."""
+        """Run a session whose end is set while all ranks are stopped."""
         ranks = range(pool.size)
         pool.session(ranks, steps=ENDLESS, timeout_s=TIMEOUT_S)
         pool.await_steps(ranks, self.step)

@@ -1,4 +1,4 @@
-"""One fault in one session: what was injected, what every rank then raised and how soon, and whether that is right."""
+"""One fault in one session: the errors that every rank then raised, how soon, and whether they are right."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moe_rt.faults import POINTS
 
 STEPS = 3
 STOP_TIMEOUT_S = 0.5
-INIT_TIMEOUT_S = 0.5  # when a rank stays away; otherwise a loaded machine may take its time
-AFTERLIFE_STEPS = 50  # of a newer group, while a stopped rank of the old one wakes up
-OF_FORWARDERS = "before_passing_on"  # in an op, too, where rows go in two levels
+INIT_TIMEOUT_S = 0.5  # if a rank stays away; otherwise a loaded machine needs more time
+AFTERLIFE_STEPS = 50  # steps of a newer group, while a stopped rank of the old one wakes up
+OF_FORWARDERS = "before_passing_on"  # inside an op of the two-level route
 IN_OPS = ("mid_payload", "after_payload", "after_some_flags", "after_all_flags", "mid_read")
 BETWEEN_OPS = ("between_dispatch_and_combine", "in_backward")
 OUTSIDE = ("pre_rendezvous", "post_rendezvous", "in_destroy")
 POINTS_OF_ONE_HOST = tuple(at for at in POINTS if at != OF_FORWARDERS)
-# What a fault must end as on the ranks that notice it themselves; who learns it from another rank: GroupPoisoned.
+# Errors on ranks that notice the fault themselves. Ranks notified by another rank raise GroupPoisoned.
 SURVIVORS_RAISE = {
     "kill": "PeerDead",
     "stop": "PeerTimeout",
@@ -33,13 +33,13 @@ SURVIVORS_RAISE = {
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault: `do` is an action of SURVIVORS_RAISE.
+    """A fault. `do` is an action of SURVIVORS_RAISE.
 
     Attributes:
-        seconds: for how long a sleep lasts.
-        ballast_mib: memory that the faulty rank holds, and that the kernel takes apart when it is killed.
-        stop_timeout_s: timeout_s of the group of a rank that stops.
-        route: which way rows go.
+        seconds: duration of a sleep.
+        ballast_mib: memory of the faulty rank, which the kernel frees when it is killed.
+        stop_timeout_s: timeout_s of the group of a stopped rank.
+        route: route of the rows.
     """
 
     rank: int
@@ -53,42 +53,42 @@ class InjectedFault:
 
     @property
     def spec(self) -> str:
-        """For MOE_RT_FAULT."""
+        """Value for MOE_RT_FAULT."""
         do = f"sleep={self.seconds}" if self.do == "sleep" else self.do
         return f"rank={self.rank},op={self.op},at={self.at},do={do}"
 
     @property
     def raised(self) -> str:
-        """The class that survivors must raise, or "nothing"."""
+        """Class that survivors must raise, or "nothing"."""
         if self.do == "sleep":
             return "GroupClosed" if self.at == "in_destroy" else "nothing"  # it leaves a step early
         return SURVIVORS_RAISE[self.do]
 
     @property
     def action(self) -> str:
-        """Its name among the actions of `moe-rt chaos`."""
+        """Name among the actions of `moe-rt chaos`."""
         return "heavy" if self.ballast_mib else self.do
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         return f"{self.spec} with {self.ballast_mib} MiB" if self.ballast_mib else self.spec
 
     def run(self, pool: RankPool) -> Outcome[InjectedFault]:
-        """A session of all ranks with the fault in it.
+        """Run a session of all ranks with the fault in it.
 
-        Milliseconds of the outcome run from when the faulty rank began its op until each survivor raised; of a stop,
-        less timeout_s. There are none where the faulty rank never comes to make a buffer.
+        The outcome's milliseconds run from the faulty rank's start of the op until each survivor raised, less timeout_s
+        for a stop. They are empty if the faulty rank never makes a buffer.
         """
         timeout_s = self.stop_timeout_s if self.do == "stop" else PATIENCE_S
         outcome = self._session(pool, timeout_s)
-        while outcome is None:  # on a busy machine a wait may expire before anybody has stopped
+        while outcome is None:  # on a busy machine a wait may expire before any rank has stopped
             timeout_s = min(10 * timeout_s, PATIENCE_S)
             outcome = self._session(pool, timeout_s)
         return outcome
 
     def _session(self, pool: RankPool, timeout_s: float) -> Outcome[InjectedFault] | None:
-        """`run`, or None if a shorter timeout_s than PATIENCE_S ended the group before the rank was stopped."""
+        """`run`, or None if a timeout_s shorter than PATIENCE_S ended the group before the rank was stopped."""
         stops, away, ranks = self.do == "stop", self.at == "pre_rendezvous", range(pool.size)
         init_timeout_s = INIT_TIMEOUT_S if away and stops else PATIENCE_S
         ballast = {self.rank: {"ballast_mib": self.ballast_mib}}
@@ -136,16 +136,17 @@ def _judge(fault: InjectedFault, reports: dict[int, dict[str, Any]], survivors: 
 
 
 def _of_faulty_rank(fault: InjectedFault) -> set[str]:
-    """What the faulty rank itself may report."""
+    """Reports that are allowed for the faulty rank."""
     if fault.do == "stop":  # it wakes up after the group has ended
         return {{"pre_rendezvous": "PeerTimeout", "in_destroy": "nothing"}.get(fault.at, "GroupPoisoned")}
-    if fault.do == "corrupt":  # it checks itself like any other rank
+    if fault.do == "corrupt":  # it verifies its own data as any other rank does
         return {"CorruptPeer", "GroupPoisoned"}
     return {"kill": {"killed"}, "raise": {"FaultInjected"}, "sleep": {"nothing"}}[fault.do]
 
 
 def _steps_done(fault: InjectedFault) -> tuple[int, int]:
-    """Fewest and most steps that a survivor completes: the op of the fault may still succeed, no later one."""
+    """Least and largest number of steps that a survivor completes: the faulty op may still succeed, later ones may
+    not."""
     if fault.at == "in_destroy":
         return STEPS - 1, STEPS - 1
     if fault.do == "sleep":

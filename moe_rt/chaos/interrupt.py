@@ -1,4 +1,4 @@
-"""Ctrl-C: SIGINT to one rank, in Python or inside a wait for a rank that is late."""
+"""Ctrl-C: SIGINT to one rank, in Python or while it waits for a late rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_rt.chaos.outcome import Outcome, after_all, alive, not_raised
 from moe_rt.chaos.rank_pool import ENDLESS, RankPool
 from moe_rt.chaos.worker import PATIENCE_S
 
-AT_ONCE_S = 20.0  # a wait for a late rank is not over before PATIENCE_S
+AT_ONCE_S = 20.0  # less than PATIENCE_S, the timeout of a wait for a late rank
 PLACES = ("anywhere", "in_an_op", "while_making")
 
 
@@ -20,10 +20,10 @@ class Interrupt:
     """The rank must raise KeyboardInterrupt within seconds, and the others an error that names it.
 
     Attributes:
-        rank: who is interrupted.
-        late: who is stopped meanwhile, so that the others wait; nobody "anywhere", where all ranks work.
-        step: near which it happens, counted from 1; "while_making" there is none yet.
-        after_s: so much later.
+        rank: the interrupted rank.
+        late: rank that is stopped meanwhile, so that the others wait; unused for "anywhere", where all ranks work.
+        step: approximate step of the signal, counted from 1; unused for "while_making".
+        after_s: additional delay.
     """
 
     rank: int
@@ -35,18 +35,18 @@ class Interrupt:
 
     @classmethod
     def draw(cls, pace: random.Random, ranks: int) -> Interrupt:
-        """Any two ranks, any place."""
+        """Draw any two ranks and any place."""
         rank, late = pace.sample(range(ranks), 2)
         return cls(rank, late, pace.choice(PLACES), pace.randint(1, 10), round(pace.uniform(0.0, 0.2), 3))
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         late = "" if self.where == "anywhere" else f", rank {self.late} late"
         return f"interrupt of rank {self.rank} {self.where}, step {self.step} + {self.after_s} s{late}"
 
     def run(self, pool: RankPool) -> Outcome[Interrupt]:
-        """An outcome's milliseconds run from the signal until each rank raised; of the late one there are none."""
+        """Run the trial. Milliseconds run from the signal until each rank raised; the late rank has none."""
         ranks, making, waits = range(pool.size), self.where == "while_making", self.where != "anywhere"
         fault = f"rank={self.late},at=pre_rendezvous,do=stop" if making else ""
         pool.session(ranks, steps=ENDLESS, fault=fault)
@@ -67,7 +67,7 @@ class Interrupt:
         complaints = not_raised(reports, [self.rank], {"KeyboardInterrupt"}) + after_all(reports)
         others = [rank for rank in ranks if rank != self.rank]
         if waits and pool.far and reports[self.late]["raised"] == "PeerDead":
-            # The others do not wait for ever until a rank of another host takes what they tell it of the cause.
+            # The others stop waiting after a while for a remote rank to accept their notice of the cause.
             others.remove(self.late)
         complaints += not_raised(reports, others, {"GroupPoisoned"})
         blamed = {rank: reports[rank].get("peer") for rank in others if rank in alive(reports)}

@@ -1,4 +1,4 @@
-"""A node's link that is down, for a moment or for long, or slow, or that loses packets."""
+"""Faults of a node's link: down for a short or a long time, slow, or lossy."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from moe_rt.chaos.node_trials import HANG_S, Moment, judged, survived
 from moe_rt.chaos.outcome import Outcome, after_all, not_raised, steps_of_all
 
 AFTERLIFE_STEPS = 5
-# For how long, in seconds. UCX gives a peer up that has not answered for two (docs/howto/cluster.md), and TCP asks
-# again after 0.2, 0.6 and 1.4.
+# Durations in seconds. UCX gives up a peer that has not answered for two seconds (docs/howto/cluster.md), and TCP
+# retransmits after 0.2, 0.6 and 1.4.
 LONGEST_BLINK_S = 1.0
 SECONDS = {"blink": (0.05, 0.5), "flap": (1.0, 4.0), "slow": (0.2, 1.0), "lossy": (0.2, 0.8)}
 SLOW, SHORT_QUEUE = ("1mbit", "5mbit", "20mbit"), "1ms"
-CUT_TIMEOUT_S = 12.0  # a link that is down is to be noticed long before, though nothing may be under way
+CUT_TIMEOUT_S = 12.0  # a link that is down must be noticed much earlier, even without traffic
 LOST = {"PeerDead", "GroupPoisoned", "GroupClosed"}
 
 
 @dataclass(frozen=True)
 class LinkFault:
-    """What must follow: of "cut" PeerDead on both sides; of "blink", "slow" and "lossy" nothing; of "flap" either.
+    """A link fault. "cut" must give PeerDead on both sides; "blink", "slow" and "lossy" nothing; "flap" either.
 
     Attributes:
-        action: "cut" lasts until all have raised; after it, or a "flap", the ranks must work in a new group.
-        rate: while it is slow or lossy.
+        action: "cut" lasts until all have raised. After it, or after a "flap", the ranks must work in a new group.
+        rate: rate while the link is slow or lossy.
     """
 
     action: str
@@ -38,13 +38,13 @@ class LinkFault:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         lasts = "" if self.action == "cut" else f" for {self.seconds} s"
         at = f" at {self.rate}" if self.action in ("slow", "lossy") else ""
         return f"{self.action} of node {self.node}{lasts}{at}, {self.moment}"
 
     def run(self, pool: NodePool) -> Outcome[Any]:
-        """An outcome's milliseconds run from the cut until each rank raised."""
+        """Run the trial. Milliseconds run from the cut until each rank raised."""
         if self.action == "cut":
             return self._cut(pool)
         self.moment.await_in(pool)
@@ -55,7 +55,7 @@ class LinkFault:
         seconds = time.monotonic() - begin
         if self.action == "flap":
             return self._flapped(pool)
-        if self.action == "blink" and seconds > LONGEST_BLINK_S:  # on a busy machine; what follows says nothing
+        if self.action == "blink" and seconds > LONGEST_BLINK_S:  # on a busy machine; the result is then meaningless
             flapped = self._flapped(pool)
             return flapped if flapped.complaints else self.run(pool)
         return survived(pool, self)
@@ -86,7 +86,7 @@ class LinkFault:
         return Outcome(self, reports, milliseconds, complaints)
 
     def _flapped(self, pool: NodePool) -> Outcome[LinkFault]:
-        """The link may have been down for long enough for some connections, and not for others."""
+        """The link may have been down long enough for some connections, and not for others."""
         ranks = range(pool.size)
         pool.finish(ranks)
         reports = pool.reports(ranks, HANG_S)
@@ -96,6 +96,6 @@ class LinkFault:
 
 
 def draw_link_fault(action: str, pace: random.Random, nodes: int) -> LinkFault:
-    """Of any node, at any moment."""
+    """Draw a fault of any node at any moment."""
     seconds = round(pace.uniform(*SECONDS.get(action, (0.0, 0.0))), 3)
     return LinkFault(action, pace.randrange(nodes), Moment.draw(pace), seconds, pace.choice(SLOW))

@@ -1,8 +1,8 @@
-"""The fault matrix: every point, every action, every kind of op; as a table that docs/reliability.md holds.
+"""The fault matrix: every point, every action and every kind of op, as the table in docs/reliability.md.
 
     python -m moe_rt.chaos.matrix --write docs/reliability.md
 
-The last line is one JSON document; the exit status is 1 if a survivor did anything but what it must.
+The last line is one JSON document; the exit status is 1 if a survivor raised anything but the expected error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.table import origin, span
 from moe_rt.testing.output import replace_section, section_marks
 
-RANKS, FAULTY_RANK = 3, 1  # some deadlocks show from three ranks on only
-SECOND_STEP = {"dispatch": 5, "combine": 6, "backward": 7}  # the ops with the fault, by number
+RANKS, FAULTY_RANK = 3, 1  # some deadlocks need three ranks
+SECOND_STEP = {"dispatch": 5, "combine": 6, "backward": 7}  # op numbers that carry the fault
 COMMAND = "python -m moe_rt.chaos.matrix --write docs/reliability.md"
 
 
 def injected_faults() -> Iterator[InjectedFault]:
-    """All of the matrix; the faulty rank is always the same."""
+    """All faults of the matrix; the faulty rank is always the same."""
     for at in POINTS_OF_ONE_HOST:
         ops = SECOND_STEP.values() if at in IN_OPS else [SECOND_STEP["dispatch"] if at in BETWEEN_OPS else 1]
         for op in ops:
@@ -37,7 +37,7 @@ def injected_faults() -> Iterator[InjectedFault]:
 
 
 def measure(progress: Callable[[InjectedFault], None]) -> list[Outcome[InjectedFault]]:
-    """Runs the matrix; about a minute on two cores."""
+    """Run the matrix; it takes about a minute on two cores."""
     outcomes = []
     with RankPool(RANKS) as pool:
         for fault in injected_faults():
@@ -47,11 +47,11 @@ def measure(progress: Callable[[InjectedFault], None]) -> list[Outcome[InjectedF
 
 
 def classes(outcomes: list[Outcome[InjectedFault]]) -> dict[str, dict[str, str]]:
-    """{point: {action: what the survivors raised}}; a class that a rank has only been told of is not counted."""
+    """{point: {action: errors of the survivors}}. Errors that a rank was only notified of are not counted."""
     table: dict[str, dict[str, str]] = {}
     for outcome in outcomes:
         fault, row = outcome.trial, table.setdefault(outcome.trial.at, {})
-        # Who publishes nonsense reads it too, and may be the first to notice.
+        # The rank that publishes corrupt data also reads it, and may be the first to notice.
         noticing = [r for r in outcome.reports if r != fault.rank or fault.do == "corrupt"]
         seen = {outcome.reports[r]["raised"] for r in noticing}
         already = set(filter(None, row.get(fault.do, "").split(" or ")))
@@ -60,13 +60,13 @@ def classes(outcomes: list[Outcome[InjectedFault]]) -> dict[str, dict[str, str]]
 
 
 def times(outcomes: list[Outcome[InjectedFault]], do: str, at: str | None = None) -> list[float]:
-    """Milliseconds until survivors raised, of one action, at one point or all."""
+    """Milliseconds until survivors raised, for one action, at one point or all."""
     chosen = (o for o in outcomes if o.trial.do == do and at in (None, o.trial.at))
     return [ms for outcome in chosen for ms in outcome.milliseconds]
 
 
 def markdown(outcomes: list[Outcome[InjectedFault]]) -> str:
-    """The table, and how it came about."""
+    """The table and its origin."""
     lines = [
         origin(RANKS, COMMAND),
         "Times run from when the faulty rank began its op until a survivor had raised, median / worst; after a kill",
@@ -87,7 +87,7 @@ _TIMED = ("kill", "raise")
 
 
 def committed(text: str) -> dict[str, dict[str, str]]:
-    """`classes` as a document states them."""
+    """Parse `classes` from a document's table."""
     begin, end = section_marks("matrix")
     table = text.partition(begin)[2].partition(end)[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
@@ -99,9 +99,11 @@ def committed(text: str) -> dict[str, dict[str, str]]:
 
 
 @click.command()
-@click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
+@click.option(
+    "--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Document that holds the table."
+)
 def main(write: Path | None) -> None:
-    """Injects every fault of the matrix into groups of three ranks, and prints what the survivors raised."""
+    """Inject every fault of the matrix into groups of three ranks, and print the errors of the survivors."""
     outcomes = measure(lambda fault: click.echo(fault.spec, err=True))
     table, wrong = markdown(outcomes), [o for o in outcomes if o.complaints]
     click.echo(table)

@@ -1,4 +1,4 @@
-"""Trials of a rank that does what it should not: see `misdeeds`."""
+"""Trials of a rank that misuses the API: see `misdeeds`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.steps import Size
 
 STEPS = 12
-# What the rank itself then raises, and what the others do.
+# Errors of the rank itself, and of the other ranks.
 RAISED: dict[str, tuple[set[str], set[str]]] = {
     "raise": ({"ValueError"}, {"GroupPoisoned"}),
     "close": ({"GroupClosed"}, {"GroupClosed", "GroupPoisoned"}),
@@ -26,7 +26,8 @@ REFUSED = ("input", "overflow")
 
 @dataclass(frozen=True)
 class Misbehaviour:
-    """All others must raise at once what RAISED says, and name the rank; what is REFUSED, all refuse, and go on."""
+    """All others must promptly raise the errors in RAISED and name the rank. For REFUSED actions, all ranks refuse the
+    op and continue."""
 
     action: str
     rank: int
@@ -34,7 +35,7 @@ class Misbehaviour:
 
     @classmethod
     def draw(cls, action: str, pace: random.Random, ranks: int) -> Misbehaviour:
-        """Any rank, any step."""
+        """Draw any rank and any step."""
         rank, moment = pace.randrange(ranks), Moment.draw(pace)
         if action == "overflow":
             moment = replace(moment, size=Size(route=moment.size.route, capacity_factor=TIGHT))
@@ -42,11 +43,11 @@ class Misbehaviour:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         return f"{self.action} by rank {self.rank}, {self.moment}"
 
     def run(self, pool: RankPool) -> Outcome[Misbehaviour]:
-        """There are no milliseconds: the rank itself chooses the moment."""
+        """Run the trial. It has no milliseconds, since the rank itself chooses the moment."""
         ranks, others = range(pool.size), [rank for rank in range(pool.size) if rank != self.rank]
         instead = [self.rank, self.moment.step, self.action]
         pool.session(ranks, STEPS, sizes=asdict(self.moment.size), instead=instead)
@@ -56,7 +57,7 @@ class Misbehaviour:
         if self.action in REFUSED:
             complaints += not_raised(reports, others, of_others) + not_done(reports, STEPS) + after_all(reports)
         else:
-            # Whoever finds that calls differ cannot know who is right, and others hear of that from it.
+            # A rank that detects differing calls cannot know which rank is right, and the others are notified by it.
             found = [rank for rank in others if reports[rank]["raised"] == "CallOrderMismatch"]
             complaints += judged(reports, others, of_others, lambda _: [self.rank, *found])
         return Outcome(self, reports, [], complaints)

@@ -1,4 +1,4 @@
-"""What ranks do in a session that they should not: raise, leave, call another op, give nonsense, or too many rows."""
+"""Misuse of the API in a session: a rank raises, leaves, calls another op, or passes bad input or too many rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from moe_rt.comm.buffer import Buffer
 from moe_rt.errors import CapacityOverflow, InvalidRouting
 from moe_rt.testing.rounds import WrongOutput
 
-# For `Size.capacity_factor`: with it a step of the usual `Size` fits, and all rows to one rank do not.
+# Value for `Size.capacity_factor`: a step of the usual `Size` fits, but all rows to one rank do not.
 TIGHT = 1.5
 
 
 def misbehave(buffer: Buffer, act: str, by_this_rank: bool, step: int) -> None:
-    """Before a step: "raise", "close", "abort" or "order" of one rank; "input" or "overflow", which all ranks refuse.
+    """Misbehave before a step: "raise", "close", "abort" or "order" on one rank; "input" or "overflow", which all ranks
+    refuse.
 
     Raises:
-        WrongOutput: that was not refused, or as something else.
+        WrongOutput: the misuse was not refused, or with another error.
     """
     if act in ("input", "overflow"):
         return _be_refused(buffer, act, by_this_rank, step)
@@ -37,7 +38,7 @@ def misbehave(buffer: Buffer, act: str, by_this_rank: bool, step: int) -> None:
 
 def _be_refused(buffer: Buffer, act: str, by_this_rank: bool, step: int) -> None:
     x, topk_idx = inputs(buffer, step)
-    if act == "overflow":  # all that there can be, to one rank
+    if act == "overflow":  # the maximum number of rows, all to one rank
         x = torch.ones(buffer.spec.num_max_tokens_per_rank, buffer.spec.hidden)
         topk_idx = torch.arange(topk_idx.shape[1]).expand(len(x), -1)
     elif by_this_rank:

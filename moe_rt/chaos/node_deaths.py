@@ -1,4 +1,4 @@
-"""Ranks that are killed at any moment, alone or with their whole node, and ranks that are stopped by a signal."""
+"""Ranks that are killed at any moment, singly or with their whole node, and ranks that are stopped by a signal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kill:
 
     Attributes:
         action: "kill", "ranks" or "node".
-        rank: the one, or one of the node.
+        rank: the killed rank, or one rank of the node.
     """
 
     action: str
@@ -32,12 +32,12 @@ class Kill:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         whom = {"kill": "rank", "ranks": "all ranks on the node of rank", "node": "the node of rank"}[self.action]
         return f"kill of {whom} {self.rank}, {self.moment}"
 
     def run(self, pool: NodePool) -> Outcome[Kill]:
-        """An outcome's milliseconds run from the signal until each survivor raised."""
+        """Run the trial. Milliseconds run from the signal until each survivor raised."""
         node = pool.node_of[self.rank]
         dead = [self.rank] if self.action == "kill" else pool.ranks_of(node)
         survivors = [rank for rank in range(pool.size) if rank not in dead]
@@ -59,12 +59,12 @@ class Kill:
 
 @dataclass(frozen=True)
 class Stop:
-    """SIGSTOP of a rank: for a moment, which changes nothing, or until the others have given it up, or for ever.
+    """SIGSTOP of a rank: briefly, which changes nothing; until the others have given it up; or permanently.
 
     Attributes:
         action: "pause" or "stop".
-        seconds: of a pause.
-        wakes: whether the rank that was given up goes on, beside a newer group of the others.
+        seconds: duration of a pause.
+        wakes: True if the rank that was given up continues while the others are in a newer group.
     """
 
     action: str
@@ -75,12 +75,12 @@ class Stop:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         until = f"{self.seconds} s" if self.action == "pause" else "late" if self.wakes else "never"
         return f"stop of rank {self.rank} until {until}, {self.moment}"
 
     def run(self, pool: NodePool) -> Outcome[Any]:
-        """There are no milliseconds."""
+        """Run the trial. It has no milliseconds."""
         if self.action == "pause":
             self.moment.await_in(pool)
             pool.send_signal(self.rank, signal.SIGSTOP)
@@ -88,7 +88,7 @@ class Stop:
             pool.send_signal(self.rank, signal.SIGCONT)
             return survived(pool, self)
         timeout_s = STOP_TIMEOUT_S
-        while (outcome := self._given_up(pool, timeout_s)) is None:  # on a busy machine a wait may expire before
+        while (outcome := self._given_up(pool, timeout_s)) is None:  # on a busy machine a wait may expire earlier
             timeout_s = min(10 * timeout_s, PATIENCE_S)
         return outcome
 
@@ -113,21 +113,21 @@ class Stop:
             complaints = [f"in a newer group {text}" for text in not_raised(newer, survivors, {"nothing"})]
             reports[self.rank] = pool.report(self.rank, HANG_S)
             complaints += not_raised(reports, [self.rank], {"GroupPoisoned", "PeerDead", "GroupClosed", "PeerTimeout"})
-        # Who takes nothing of what it is sent is dead, as far as the system can tell. And who waits for its data is
-        # late itself: a rank whose time ends before may name that one, but not itself. One names the right one.
+        # A rank that accepts no data looks dead to the system. A rank that waits for its data is late itself, so a rank
+        # whose wait expires earlier may name that one, but never itself. At least one rank names the right one.
         expected = {"PeerTimeout", "GroupPoisoned", "PeerDead", "GroupClosed"}
         complaints += judged(reports, survivors, expected, lambda rank: [peer for peer in ranks if peer != rank])
         if not any(names(reports[rank], self.rank) for rank in survivors):
-            complaints.append(f"nobody names rank {self.rank}, which was stopped")
+            complaints.append(f"no rank names rank {self.rank}, which was stopped")
         return Outcome(self, reports, [], complaints)
 
 
 def draw_kill(action: str, pace: random.Random, ranks: int) -> Kill:
-    """Any rank, any moment."""
+    """Draw any rank and any moment."""
     return Kill(action, pace.randrange(ranks), Moment.draw(pace))
 
 
 def draw_stop(action: str, pace: random.Random, ranks: int) -> Stop:
-    """Any rank, any moment."""
+    """Draw any rank and any moment."""
     seconds = round(pace.uniform(0.05, 0.5), 3)
     return Stop(action, pace.randrange(ranks), Moment.draw(pace), seconds, wakes=pace.random() < 0.5)

@@ -1,8 +1,8 @@
-"""What ranks on emulated nodes raise when something fails, by either route; as a table that docs/reliability.md holds.
+"""Errors of ranks on emulated nodes after a failure, by either route, as the table in docs/reliability.md.
 
     python -m moe_rt.chaos.node_matrix --write docs/reliability.md
 
-The last line is one JSON document; the exit status is 1 if a survivor did anything but what it must.
+The last line is one JSON document; the exit status is 1 if a survivor raised anything but the expected error.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from moe_rt.config.options import Route
 from moe_rt.testing.output import replace_section, section_marks
 
 NODES = (2, 1)
-FAULTY_RANK, LONE_RANK = 1, 2  # with a neighbour, who sees its process; and without
-COMBINE, BACKWARD = 6, 7  # ops of the second step, by number
+FAULTY_RANK, LONE_RANK = 1, 2  # with a neighbour on the node, which sees its process; and without
+COMBINE, BACKWARD = 6, 7  # op numbers in the second step
 COMMAND = "python -m moe_rt.chaos.node_matrix --write docs/reliability.md"
 Row = Callable[[Moment], Trial[NodePool]]
 ROWS: dict[str, Row] = {
     "a rank is killed": lambda moment: Kill("kill", FAULTY_RANK, moment),
     "all ranks of a node are killed": lambda moment: Kill("ranks", FAULTY_RANK, moment),
     "a node dies": lambda moment: Kill("node", LONE_RANK, moment),
-    "a rank is stopped, and goes on when it was given up": lambda moment: Stop("stop", LONE_RANK, moment, 0.0, True),
+    "a rank is stopped, and continues after it was given up": lambda moment: Stop("stop", LONE_RANK, moment, 0.0, True),
     "a rank is stopped for a moment": lambda moment: Stop("pause", FAULTY_RANK, moment, 0.2, False),
     "a link goes down, and comes back when all have raised": lambda moment: LinkFault("cut", 1, moment, 0.0, ""),
     "a link is down for a moment": lambda moment: LinkFault("blink", 1, moment, 0.3, ""),
@@ -45,13 +45,13 @@ ROWS: dict[str, Row] = {
     "a rank aborts its buffer": lambda moment: Misbehaviour("abort", LONE_RANK, moment),
     "a rank closes early": lambda moment: Misbehaviour("close", FAULTY_RANK, moment),
     "a rank calls another op": lambda moment: Misbehaviour("order", LONE_RANK, moment),
-    "one rank's input is bad: all refuse it, and go on": lambda moment: Misbehaviour("input", LONE_RANK, moment),
-    "a rank would receive too many rows: all refuse that, and go on": lambda moment: Misbehaviour(
+    "one rank's input is bad: all refuse it, and continue": lambda moment: Misbehaviour("input", LONE_RANK, moment),
+    "a rank would receive too many rows: all refuse that, and continue": lambda moment: Misbehaviour(
         "overflow", FAULTY_RANK, moment
     ),
-    "a forwarder is killed before it passes on a combine": lambda moment: _of_forwarder("kill", COMBINE, moment),
-    "a forwarder is killed before it passes on a backward": lambda moment: _of_forwarder("kill", BACKWARD, moment),
-    "a forwarder raises before it passes on a combine": lambda moment: _of_forwarder("raise", COMBINE, moment),
+    "a proxy is killed before it forwards a combine": lambda moment: _of_forwarder("kill", COMBINE, moment),
+    "a proxy is killed before it forwards a backward": lambda moment: _of_forwarder("kill", BACKWARD, moment),
+    "a proxy raises before it forwards a combine": lambda moment: _of_forwarder("raise", COMBINE, moment),
 }
 
 
@@ -60,7 +60,7 @@ def _of_forwarder(do: str, op: int, moment: Moment) -> InjectedFault:
 
 
 def measure(progress: Callable[[str], None], routes: Sequence[Route] = ROUTES) -> dict[str, dict[str, Outcome[Any]]]:
-    """Of each row and route; what forwarders do, there is in two levels alone."""
+    """Run every row on every route. Faults of proxies exist on the two-level route only."""
     outcomes: dict[str, dict[str, Outcome[Any]]] = {name: {} for name in ROWS}
     with NodePool(NODES) as pool:
         for route in routes:
@@ -73,19 +73,19 @@ def measure(progress: Callable[[str], None], routes: Sequence[Route] = ROUTES) -
 
 
 def classes(outcomes: dict[str, dict[str, Outcome[Any]]]) -> dict[str, dict[str, str]]:
-    """{row: {route: what ranks raised}}, without what a rank has only been told of, and without its own mistake."""
+    """{row: {route: errors of the ranks}}, without notices from other ranks and without the faulty rank's own error."""
     return {name: {route: _class(o) for route, o in of_routes.items()} for name, of_routes in outcomes.items()}
 
 
 def _class(outcome: Outcome[Any]) -> str:
-    # Who calls another op may be the first to notice.
+    # The rank that calls another op may be the first to notice.
     culprit = -1 if outcome.trial.action == "order" else getattr(outcome.trial, "rank", -1)
     seen = {report["raised"] for rank, report in outcome.reports.items() if rank != culprit} - {"killed"}
     return " or ".join(sorted(seen - {"GroupPoisoned"} or seen))
 
 
 def markdown(outcomes: dict[str, dict[str, Outcome[Any]]]) -> str:
-    """The table, and how it came about."""
+    """The table and its origin."""
     lines = [origin(sum(NODES), COMMAND), "", "| What happens | " + " | ".join(f"`{r}`" for r in ROUTES) + " |"]
     lines.append("|---" * (len(ROUTES) + 1) + "|")
     for name, row in classes(outcomes).items():
@@ -94,7 +94,7 @@ def markdown(outcomes: dict[str, dict[str, Outcome[Any]]]) -> str:
 
 
 def committed(text: str) -> dict[str, dict[str, str]]:
-    """`classes` as a document states them."""
+    """Parse `classes` from a document's table."""
     begin, end = section_marks("nodes")
     table = text.partition(begin)[2].partition(end)[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("| ")]
@@ -102,10 +102,14 @@ def committed(text: str) -> dict[str, dict[str, str]]:
 
 
 @click.command()
-@click.option("--route", "routes", type=click.Choice(ROUTES), multiple=True, default=ROUTES, help="May be repeated.")
-@click.option("--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Where the table stands.")
+@click.option(
+    "--route", "routes", type=click.Choice(ROUTES), multiple=True, default=ROUTES, help="Route; may be repeated."
+)
+@click.option(
+    "--write", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Document that holds the table."
+)
 def main(routes: tuple[Route, ...], write: Path | None) -> None:
-    """Lets every row of the table happen to ranks on two emulated nodes, by either route. As root."""
+    """Run every row of the table on ranks on two emulated nodes, by either route. It needs root."""
     outcomes = measure(lambda text: click.echo(text, err=True), routes)
     of_all = [outcome for row in outcomes.values() for outcome in row.values()]
     table, wrong = markdown(outcomes), [o for o in of_all if o.complaints]

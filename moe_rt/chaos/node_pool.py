@@ -1,4 +1,4 @@
-"""The ranks of trials on emulated nodes: what happens to a node, or to its link, happens to them."""
+"""Ranks of trials on emulated nodes. Faults of a node or of its link affect its ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from moe_rt.testing.channel import Channel
 from moe_rt.testing.forking import Work
 
 _LOOK_S = 0.001
-# Of a rank in a session: that it is there, where gloo finds it, its place, and the number of meetings that it came to.
+# Store keys of a rank in a session: its presence, its address for gloo, its place, and its count of rendezvous.
 _KEYS = 4
 
 
 class NodePool(RankPool):
-    """Node n of a cluster holds as many ranks as the n-th number says; they meet on a node more.
+    """Node n of a cluster holds as many ranks as the n-th number says. One further node holds the store for the
+    rendezvous.
 
     Raises:
-        InvalidConfig, MissingPackage: as `Cluster.up`; or there is no UCX, which every rank would say.
+        InvalidConfig, MissingPackage: as in `Cluster.up`; or UCX is missing, which every rank would report.
     """
 
     far = True
 
     def __init__(self, nodes: Sequence[int]) -> None:
         ucx.library()
-        self._num_meetings = 0  # of each rank, added up
+        self._num_meetings = 0  # summed over ranks
         self.nodes = tuple(nodes)
         self.node_of = [node for node, number in enumerate(nodes) for _ in range(number)]
         self.cluster = OwnCluster("chaos")
@@ -50,12 +51,12 @@ class NodePool(RankPool):
         return [rank for rank, at in enumerate(self.node_of) if at == node]
 
     def start(self, rank: int, work: Work, *arguments: Any) -> None:
-        """A process here starts the rank in its node, and ends with it."""
+        """Start a process here that starts the rank in its node, and ends with it."""
         node = len(self.nodes) if rank == STORE else self.node_of[rank]
         super().start(rank, _in_node, self.cluster.name, node, work, *arguments)
 
     def pid(self, rank: int) -> int:
-        """Of the rank itself, by its id here.
+        """Id, on this host, of the rank itself.
 
         Raises:
             ProcessLookupError: it has ended.
@@ -83,16 +84,16 @@ class NodePool(RankPool):
         super().session(ranks, *arguments, **orders)
 
     def kept(self) -> dict[str, int]:
-        """Keys where ranks meet, beyond those that a name of a session is given for good."""
+        """Count the store keys left over, beyond the permanent keys of a session's name."""
         self.tell(STORE, b"")
         return {"store keys": int(self.hear(STORE)) - _KEYS * self._num_meetings}
 
     def kill_node(self, node: int) -> None:
-        """Its init process, and with it all that runs there, at once."""
+        """Kill the node's init process, and with it all processes of the node."""
         os.kill(self.cluster.init_process(node), signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends all ranks, and takes the cluster down."""
+        """End all ranks, and take the cluster down."""
         try:
             super().close()
         finally:

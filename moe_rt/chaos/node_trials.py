@@ -1,4 +1,4 @@
-"""What is common to trials on emulated nodes: ranks that work by either route until something happens to them."""
+"""Common parts of trials on emulated nodes: ranks that work by either route until a fault is injected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moe_rt.chaos.worker import PATIENCE_S
 from moe_rt.config.options import Route
 
 ROUTES: tuple[Route, ...] = ("flat", "two_level")
-HANG_S = 4 * PATIENCE_S  # who waits in vain says so before
+HANG_S = 4 * PATIENCE_S  # longer than the timeout of every wait
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Near which step something happens, and how much later; and what ranks do until then."""
+    """Approximate step of a fault and the delay after it, and the sizes that ranks work with until then."""
 
     size: Size
     step: int
@@ -30,7 +30,7 @@ class Moment:
 
     @classmethod
     def draw(cls, pace: random.Random) -> Moment:
-        """Any; some ranks have no tokens in some steps, whatever the size."""
+        """Draw any moment. Some ranks have no tokens in some steps, for every size."""
         size = Size(pace.choice([1, 8, 64]), pace.choice([32, 500, 4096]), pace.choice([1, 1, 2]), pace.choice(ROUTES))
         return cls(size, pace.randint(1, 8), round(pace.uniform(0.0, 0.1), 4))
 
@@ -39,7 +39,7 @@ class Moment:
         return f"{s.route} {s.tokens}x{s.hidden}, {s.num_threads} threads, step {self.step} + {self.after_s} s"
 
     def await_in(self, pool: NodePool, timeout_s: float = PATIENCE_S, **orders: Any) -> None:
-        """Begins a session without an end, and returns when it is the moment."""
+        """Begin an endless session, and return at the moment of the fault."""
         ranks = range(pool.size)
         pool.session(ranks, ENDLESS, sizes=asdict(self.size), timeout_s=timeout_s, **orders)
         pool.await_steps(ranks, self.step)
@@ -47,7 +47,7 @@ class Moment:
 
 
 def survived(pool: NodePool, trial: Any) -> Outcome[Any]:
-    """The outcome of what must change nothing: all ranks come to the end of the session."""
+    """Outcome of a fault that must change nothing: all ranks complete the session."""
     ranks = range(pool.size)
     last = pool.finish(ranks)
     reports = pool.reports(ranks, HANG_S)
@@ -61,7 +61,7 @@ def judged(
     expected: set[str],
     causes: Callable[[int], Iterable[int]],
 ) -> list[str]:
-    """Complaints of ranks that raised something else than expected, or named none of those that a rank may blame."""
+    """Complaints about ranks that raised an unexpected error, or named none of the ranks that they may blame."""
     ranks = list(ranks)
     complaints = not_raised(reports, ranks, expected) + after_all(reports)
     for rank in ranks:
@@ -72,6 +72,6 @@ def judged(
 
 
 def names(report: dict[str, Any], rank: int) -> bool:
-    """Whether an error itself does, whatever its account of the others says behind the first line."""
+    """True if the first line of the error names the rank; later lines describe all ranks."""
     first_line = report.get("message", "").partition("\n")[0]
     return re.search(rf"\brank {rank}\b", first_line) is not None

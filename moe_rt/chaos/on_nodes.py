@@ -1,4 +1,4 @@
-"""Which actions `moe-rt chaos --nodes` chooses among: faults of ranks, of nodes and of links."""
+"""Actions of `moe-rt chaos --nodes`: faults of ranks, of nodes and of links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACTIONS = (*KILLS, *STOPS, *LINKS, *RAISED, "interrupt")
 
 
 def draw(action: str, pace: random.Random, nodes: Sequence[int]) -> Trial[NodePool]:
-    """Any rank, node and moment."""
+    """Draw any rank, node and moment."""
     if action in KILLS:
         return draw_kill(action, pace, sum(nodes))
     if action in STOPS:

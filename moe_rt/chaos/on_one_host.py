@@ -1,4 +1,4 @@
-"""Which actions `moe-rt chaos` chooses among where all ranks are on this host."""
+"""Actions of `moe-rt chaos` with all ranks on this host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_rt.chaos.rank_pool import RankPool
 from moe_rt.chaos.scarcity import Scarcity
 from moe_rt.chaos.steps import OPS_OF_A_STEP
 
-# There must be a later op in which survivors notice.
+# The last op of a fault: survivors must notice in a later op.
 LAST_OP = OPS_OF_A_STEP * (STEPS - 1)
 OTHERS: dict[str, Callable[[random.Random, int], Trial[RankPool]]] = {
     "freeze": Freeze.draw,
@@ -26,7 +26,7 @@ ACTIONS = (*SURVIVORS_RAISE, "heavy", *OTHERS)
 
 
 def draw(action: str, pace: random.Random, ranks: int, stop_timeout_s: float) -> Trial[RankPool]:
-    """Of a fault any rank, point and op as far as they go together."""
+    """Draw a trial. A fault has any compatible rank, point and op."""
     if action in OTHERS:
         return OTHERS[action](pace, ranks)
     at = "after_payload" if action == "corrupt" else pace.choice(POINTS_OF_ONE_HOST)

@@ -1,4 +1,4 @@
-"""What came of one trial of a group: what every rank reported, how soon, and what is wrong with that."""
+"""Outcome of one trial of a group: the report of every rank, times, and complaints."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ P = TypeVar("P", bound=RankPool, contravariant=True)
 
 
 class Trial(Protocol[P]):
-    """Something that happens to a group in a session; `run` judges what the ranks then do."""
+    """A fault that is injected into a group in a session. `run` judges the ranks' reaction."""
 
     @property
     def action(self) -> str:
-        """What the command line calls it."""
+        """Name on the command line."""
         ...
 
     @property
     def text(self) -> str:
-        """All of it, in a line."""
+        """One-line description."""
         ...
 
     def run(self, pool: P) -> Outcome[Any]:
-        """The pool is complete again in its next session."""
+        """Run the trial. The pool is complete again in its next session."""
         ...
 
 
@@ -34,10 +34,10 @@ T = TypeVar("T", bound=Trial[Any])
 
 @dataclass
 class Outcome(Generic[T]):
-    """Of a trial: every rank's report (see `worker.serve`), by rank, and what is wrong with them.
+    """Every rank's report (see `worker.serve`) of one trial, and complaints about them.
 
     Attributes:
-        milliseconds: how long each rank that had to notice something took; empty where nobody had to.
+        milliseconds: time of each rank that had to notice a fault; empty if no rank had to.
     """
 
     trial: T
@@ -46,7 +46,7 @@ class Outcome(Generic[T]):
     complaints: list[str] = field(default_factory=list)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON."""
+        """Plain values for JSON."""
         return {
             "trial": self.trial.text,
             "raised": {str(rank): report["raised"] for rank, report in sorted(self.reports.items())},
@@ -57,12 +57,12 @@ class Outcome(Generic[T]):
 
 
 def alive(reports: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Without those of ranks that did not live to report."""
+    """Reports of the ranks that lived to report."""
     return {rank: report for rank, report in reports.items() if report["raised"] not in ("killed", "hung")}
 
 
 def not_raised(reports: dict[int, dict[str, Any]], ranks: Iterable[int], expected: set[str]) -> list[str]:
-    """A complaint for each of the ranks that raised something else."""
+    """A complaint for each of the ranks that raised another error."""
     wrong = {rank: reports[rank] for rank in ranks if reports[rank]["raised"] not in expected}
     names = " or ".join(sorted(expected))
     return [
@@ -72,7 +72,7 @@ def not_raised(reports: dict[int, dict[str, Any]], ranks: Iterable[int], expecte
 
 
 def after_all(reports: dict[int, dict[str, Any]]) -> list[str]:
-    """A complaint for each rank that went on after an error, or kept something of a buffer that it had left."""
+    """A complaint for each rank that continued after an error, or kept resources of a closed buffer."""
     complaints = []
     for rank, report in alive(reports).items():
         if report["raised"] != "nothing" and report["then"] == "nothing" and report["made"]:
@@ -90,7 +90,7 @@ def not_done(reports: dict[int, dict[str, Any]], steps: int) -> list[str]:
 
 
 def steps_of_all(pool: RankPool, ranks: Sequence[int], steps: int, timeout_s: float) -> list[str]:
-    """The ranks make a newer group and work; a complaint for each that did not get through."""
+    """Let the ranks make a newer group and work; return a complaint for each that failed."""
     pool.session(ranks, steps)
     reports = pool.reports(ranks, timeout_s)
     return [f"in a newer group {text}" for text in not_raised(reports, ranks, {"nothing"})]

@@ -1,4 +1,4 @@
-"""The ranks of trials: every session is one life of a group of them, in which each works and then reports."""
+"""Ranks of trials. In every session they form a group, work and report."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from moe_rt.heap.processes import state_letter
 from moe_rt.testing.channel import Channel
 from moe_rt.testing.process_ranks import ProcessRanks
 
-ENDLESS = 2**62  # steps, until something else ends a session
-STORE = -1  # among ranks
-MORE_STEPS = 20  # of a session that comes to its end
+ENDLESS = 2**62  # steps of a session that is ended from outside
+STORE = -1  # place of the store's process
+MORE_STEPS = 20  # steps left when an endless session is given an end
 
 
 class RankPool(ProcessRanks):
     """Ranks 0 to size - 1, each forked from this process, which must have imported torch but never used it.
 
-    In every session ranks meet anew, work, report, and leave. Those that died are replaced. `host` is where they meet.
+    In every session ranks rendezvous anew on `host`, work, report, and leave. Dead ranks are replaced.
     """
 
-    far = False  # whether some are on other hosts
+    far = False  # True if some ranks are on other hosts
 
     def __init__(self, size: int, host: str = "localhost") -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class RankPool(ProcessRanks):
     def session(
         self, ranks: Sequence[int], steps: int, only: Mapping[int, dict[str, Any]] | None = None, **orders: Any
     ) -> None:
-        """Starts who is missing of `ranks` and gives them the same orders, see `worker.serve`; `only` has a rank's own.
+        """Start the missing ones of `ranks` and send all the same orders, see `worker.serve`; `only` has orders for
+        single ranks.
 
         `timeout_s` and `init_timeout_s` are `worker.PATIENCE_S` if they are not given.
         """
@@ -53,7 +54,7 @@ class RankPool(ProcessRanks):
             self.tell(rank, json.dumps({**common, "rank": new_rank, **(only or {}).get(rank, {})}).encode())
 
     def report(self, rank: int, timeout_s: float) -> dict[str, Any]:
-        """What the rank says at the end of its session, or {"raised": "killed"} or {"raised": "hung"}."""
+        """Return the rank's report at the end of its session, or {"raised": "killed"} or {"raised": "hung"}."""
         try:
             return dict(json.loads(self.hear(rank, timeout_s)))
         except (EOFError, TimeoutError) as error:
@@ -61,25 +62,25 @@ class RankPool(ProcessRanks):
             return {"raised": "killed" if isinstance(error, EOFError) else "hung"}
 
     def reports(self, ranks: Sequence[int], timeout_s: float) -> dict[int, dict[str, Any]]:
-        """`report` of each, in that order."""
+        """Return the report of each rank, in that order."""
         return {rank: self.report(rank, timeout_s) for rank in ranks}
 
     def await_steps(self, ranks: Sequence[int], steps: int) -> None:
-        """Returns when each of the ranks has begun so many steps, or one has ended its session."""
+        """Wait until each of the ranks has begun `steps` steps, or one has ended its session."""
         while any(self.board.step[rank] < steps for rank in ranks) and not self.has_news(ranks, 0.001):
             pass
 
     def await_stop(self, rank: int) -> None:
-        """Returns when the rank is stopped, or has ended its session."""
+        """Wait until the rank is stopped, or has ended its session."""
         while not self.stopped(rank) and not self.has_news([rank], 0.001):
             pass
 
     def stopped(self, rank: int) -> bool:
-        """Whether a signal has stopped the rank."""
+        """True if a signal has stopped the rank."""
         return state_letter(self.pid(rank)) == "T"
 
     def finish(self, ranks: Sequence[int]) -> int:
-        """Lets an endless session end soon, and returns the number of its steps."""
+        """Let an endless session end soon, and return its number of steps."""
         for rank in ranks:
             self.send_signal(rank, signal.SIGSTOP)
         for rank in ranks:
@@ -90,19 +91,19 @@ class RankPool(ProcessRanks):
         return last
 
     def set_end(self, ranks: Sequence[int]) -> int:
-        """Of an endless session whose ranks are stopped: how many steps it has from now on."""
+        """Set the number of steps of an endless session whose ranks are stopped, and return it."""
         last = max(self.board.step) + MORE_STEPS
         for rank in ranks:
             self.board.steps[rank] = last
         return last
 
     def kept(self) -> dict[str, int]:
-        """What the ranks have left besides what each of them says."""
+        """Count resources that the ranks have leaked, beyond those in their reports."""
         return {}
 
 
 def _serve_store(channel: Channel, host: str) -> None:
-    """Where ranks meet, as under torchrun: a process that outlives every rank."""
+    """Serve the store for the rendezvous, as under torchrun: in a process that outlives every rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     channel.send(str(store.port).encode())

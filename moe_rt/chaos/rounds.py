@@ -1,4 +1,4 @@
-"""Rounds of chaos: random trials of groups that work, one after the other, and a count of what is left behind."""
+"""Rounds of chaos: random trials of working groups in sequence, and a count of leaked resources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rt.nodes.cluster import NETNS
 from moe_rt.testing.held import held, left_of
 
 Pool = TypeVar("Pool", bound=RankPool)
-Draw = Callable[[str, random.Random], Trial[Pool]]  # of an action's name
+Draw = Callable[[str, random.Random], Trial[Pool]]  # called with an action's name
 
 
 def chaos(
@@ -27,7 +27,7 @@ def chaos(
     seed: int,
     progress: Callable[[int, Outcome[Any]], None],
 ) -> dict[str, Any]:
-    """Runs the rounds and returns a document; its `complaints` are empty if nothing hung, leaked or went wrong."""
+    """Run the rounds and return a document. Its `complaints` are empty if nothing hung, leaked or went wrong."""
     pace, before, start = random.Random(seed), _held(), time.monotonic()
     outcomes: list[Outcome[Any]] = []
     with make_pool() as pool:
@@ -57,7 +57,7 @@ def _summary(outcomes: list[Outcome[Any]]) -> dict[str, float]:
 
 
 def _held() -> dict[str, int]:
-    """What could leak, here; every rank counts its own."""
+    """Count resources of this process that could leak; every rank counts its own."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     namespaces = list(NETNS.glob(f"*_{os.getpid()}-*"))
     return held() | {"processes": len(children), "namespaces": len(namespaces)}

@@ -11,19 +11,20 @@ from moe_rt.chaos.worker import PATIENCE_S
 from moe_rt.testing.limits import KINDS
 
 STEPS = 2
-AT_ONCE_S = 20.0  # who does not learn of it waits for PATIENCE_S
-# For each kind: the most room that may be left, in descriptors or MiB, and the size of the buffer.
+AT_ONCE_S = 20.0  # shorter than PATIENCE_S, the wait of a rank that is not notified
+# Largest margin below the limit per kind, in descriptors or MiB, and the size of the buffer.
 ROOM = {"descriptors": 10, "memory": 40, "threads": 48}
 SIZES = {
     "descriptors": {},
     "memory": {"tokens": 128, "hidden": 4096},  # 10 MiB for each rank
-    "threads": {"num_threads": 4},  # stacks of 8 MiB, as a rule
+    "threads": {"num_threads": 4},  # stacks are usually 8 MiB
 }
 
 
 @dataclass(frozen=True)
 class Scarcity:
-    """Either all ranks make the buffer, or all raise a typed error at once; then the limit is lifted, and all works.
+    """Either all ranks make the buffer, or all promptly raise a typed error. Then the limit is lifted, and all must
+    work.
 
     Attributes:
         kind, room: see `limits.limited`.
@@ -36,17 +37,17 @@ class Scarcity:
 
     @classmethod
     def draw(cls, pace: random.Random, ranks: int) -> Scarcity:
-        """Any rank, kind and room."""
+        """Draw any rank, kind and margin."""
         kind = pace.choice(KINDS)
         return cls(pace.randrange(ranks), kind, pace.randint(0 if kind == "descriptors" else 2, ROOM[kind]))
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """One-line description."""
         return f"limit of rank {self.rank}: {self.kind}, room for {self.room}"
 
     def run(self, pool: RankPool) -> Outcome[Scarcity]:
-        """An outcome's milliseconds run from when the rank began to make the buffer until each rank raised."""
+        """Run the trial. Milliseconds run from the rank's start of making the buffer until each rank raised."""
         ranks = range(pool.size)
         pool.session(ranks, STEPS, {self.rank: {"limit": [self.kind, self.room]}}, sizes=SIZES[self.kind])
         reports = pool.reports(ranks, AT_ONCE_S)

@@ -1,4 +1,4 @@
-"""One verified step of a rank: dispatch and combine, and their backwards where the mode has them, of exact sums."""
+"""One verified step of a rank: dispatch, combine and, in modes with gradients, their backwards, with exact sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rt.testing.rounds import WrongOutput
 
 TOPK, EXPERTS_PER_RANK = 2, 2
 OPS_OF_A_STEP = 4  # dispatch, combine, combine_backward, dispatch_backward
-# How a step may be run; those without gradients are half a step.
+# Modes of a step. Modes without gradients run only dispatch and combine.
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "train": nullcontext,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -29,7 +29,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of a buffer: the most tokens of a rank, and elements of a row; and other options of it."""
+    """Options of a buffer: its maximum tokens per rank, elements per row, and others."""
 
     tokens: int = 8
     hidden: int = 32
@@ -40,7 +40,7 @@ class Size:
 
 
 def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init_timeout_s: float) -> Buffer:
-    """For `Steps`."""
+    """Make a buffer for `Steps`."""
     return Buffer(
         group,
         num_max_tokens_per_rank=size.tokens,
@@ -58,10 +58,10 @@ def make_buffer(group: Group, num_ranks: int, size: Size, timeout_s: float, init
 
 
 class Steps:
-    """Steps with integers, whose sums are exact in any order; different data in every one.
+    """Steps on integers, whose sums are exact in any order; the data differ in every step.
 
     The start of each op is noted on the board, except that both backward ops are one call. Every third output is kept
-    until the next step is done and looked at again: nobody else may have got its memory meanwhile.
+    until the next step is done and checked again: its memory must not have been given to another tensor.
     """
 
     def __init__(self, buffer: Buffer, board: Board, place: int, modes: Sequence[str] = ("train",)) -> None:
@@ -69,10 +69,10 @@ class Steps:
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def run(self, i: int) -> None:
-        """Step number i.
+        """Run step number i.
 
         Raises:
-            WrongOutput: naming what is not as it should be.
+            WrongOutput: a result is wrong; names it.
         """
         self._board.step[self._place] = i + 1
         with MODES[self._modes[i % len(self._modes)]]():
@@ -88,13 +88,13 @@ class Steps:
         self._begin()
         recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
         self._begin()
-        out = buffer.combine(recv_x.neg(), recv_weights, handle)  # of one argument: nothing else brings autograd in
+        out = buffer.combine(recv_x.neg(), recv_weights, handle)  # only neg() involves autograd
         visits = (topk_idx >= 0).sum(1, keepdim=True)
         expected = -x.detach() * visits
         _expect("out", out, expected)
         if torch.is_grad_enabled():
             grad_out = float(i % 5 + 1)
-            # A gradient handed to backward() would make every new process import sympy.
+            # A gradient passed to backward() would make every new process import sympy.
             loss = (out.neg() * grad_out).sum()
             self._begin()
             loss.backward()
@@ -108,9 +108,9 @@ class Steps:
 
 
 def inputs(buffer: Buffer, i: int) -> tuple[Tensor, Tensor]:
-    """x [T, H] and topk_idx [T, K]; T, the choices and some missing ones depend on the rank and the step."""
+    """x [T, H] and topk_idx [T, K]. T, the choices and the dropped entries depend on the rank and the step."""
     rank, most, num_experts = buffer.rank, buffer.spec.num_max_tokens_per_rank, buffer.spec.num_experts
-    num_tokens = (most - 5 * rank - 3 * (i // 3)) % (most + 1)  # outputs of one shape for a while
+    num_tokens = (most - 5 * rank - 3 * (i // 3)) % (most + 1)  # outputs keep one shape for several steps
     token = torch.arange(num_tokens)[:, None]
     x = ((token + 7 * i + 3 * rank) % 11 + torch.arange(buffer.spec.hidden) % 3).float().requires_grad_()
     first = (token + i + rank) % num_experts

@@ -1,4 +1,4 @@
-"""What the tables in docs/reliability.md share: how they came about, and how a span of times is written."""
+"""Common parts of the tables in docs/reliability.md: their origin, and the format of times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_rt.testing.host_info import machine_card
 
 
 def origin(ranks: int, command: str) -> str:
-    """Where, when and by which command a table was made."""
+    """State the machine, the date and the command of a table."""
     card = machine_card()
     return (
         f"{ranks} processes on {card['cores']} cores of {card['cpu']}, load average {card['load_average']:.1f}, "
@@ -19,5 +19,5 @@ def origin(ranks: int, command: str) -> str:
 
 
 def span(milliseconds: Sequence[float]) -> str:
-    """Median / worst; nothing of none."""
+    """Median / worst; empty without times."""
     return f"{median(milliseconds):.1f} / {max(milliseconds):.1f}" if milliseconds else ""

@@ -1,4 +1,4 @@
-"""What one rank does in a session: makes a buffer, runs verified steps, and says what ended them and when."""
+"""One rank of a session: it makes a buffer, runs verified steps, and reports what ended them and when."""
 
 from __future__ import annotations
 
@@ -32,29 +32,28 @@ _POPULATED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
 
 def serve(channel: Channel, board: Board, place: int, far: bool) -> None:
-    """Runs sessions for orders from the channel, and sends a report of each; `place` is on the board.
-    `far` says whether some ranks are on other hosts.
+    """Run sessions by orders from the channel, and send a report of each. `place` is the rank's index on the board.
+    `far` is True if some ranks are on other hosts.
 
     Orders: host and port (of the store), session (its name there), rank, size (of the process group), timeout_s and
-    init_timeout_s; and if there are any: fault (for MOE_RT_FAULT), sizes (fields of Size), modes (of the steps, in
-    turn), ballast_mib (memory to hold), limit ([kind, room], see `limited`), instead ([rank, step, act], see
-    `misbehave`). The report: raised (the error's class,
-    "nothing" or "wrong data"), typed (whether it is one of ours), message, peer, at (when it was raised,
-    monotonic), made (whether there was a buffer), steps done, then (what the next step raises), segments,
-    descriptors and threads left behind.
+    init_timeout_s; optional: fault (for MOE_RT_FAULT), sizes (fields of Size), modes (of the steps, in order),
+    ballast_mib (memory to hold), limit ([kind, room], see `limited`), instead ([rank, step, act], see `misbehave`). The
+    report: raised (the error's class, "nothing" or "wrong data"), typed (True for an error class of moe_rt), message,
+    peer, at (when it was raised, monotonic), made (True if the buffer was made), steps done, then (error of the next
+    step), segments, descriptors and threads that leaked.
     """
     torch.set_num_threads(1)
-    os.environ[faults.VARIABLE] = ""  # a fault is for sessions only
-    # Ctrl-C is for the process that injects faults, and for a rank that is interrupted.
+    os.environ[faults.VARIABLE] = ""  # faults apply to sessions only
+    # SIGINT is only for the process that injects faults, and for a rank that is interrupted.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _warm_up(far)
     with suppress(EOFError):
-        for orders in iter(channel.receive, None):  # which it never is: the end is an error
+        for orders in iter(channel.receive, None):  # never None: the end of the channel raises
             channel.send(json.dumps(_life(json.loads(orders), board, place)).encode())
 
 
 def _life(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
-    """One session, and what it left behind."""
+    """Run one session, and add to its report the resources that it leaked."""
     before = held()
     ballast = mmap.mmap(-1, max(1, order.get("ballast_mib", 0) * MIB), flags=_POPULATED)
     _join(order)
@@ -66,9 +65,9 @@ def _life(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
 
 
 def _warm_up(far: bool) -> None:
-    """A process is slow in its first step, when libraries wake up; a short timeout_s must not be spent on that.
+    """Run a step before the sessions: libraries initialise in it, and a short timeout_s must not be spent on that.
 
-    And what they keep for good is no leak.
+    Resources that they keep permanently then do not count as leaks.
     """
     with make_buffer(ThreadGroup.make(1)[0], 1, Size(), PATIENCE_S, PATIENCE_S) as buffer:
         Steps(buffer, Board(1), 0).run(0)
@@ -83,7 +82,7 @@ def _join(order: dict[str, Any]) -> None:
     rank, size = order["rank"], order["size"]
     store = PrefixStore(order["session"], TCPStore(order["host"], order["port"]))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    # A rank that fails at once must not cut off one that is still connecting to it.
+    # A rank that fails early must not cut off one that is still connecting to it.
     store.set(f"connected/{rank}", "1")
     store.wait([f"connected/{r}" for r in range(size)])
 
@@ -112,12 +111,12 @@ def _session(order: dict[str, Any], board: Board, place: int) -> dict[str, Any]:
         buffer.close()
     except (Exception, KeyboardInterrupt) as error:
         report |= _raised(error)
-        if buffer is not None:  # else the error would keep what there was of one
+        if buffer is not None:  # otherwise the error would keep a partly made buffer alive
             raised = error
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if buffer is not None and report["raised"] != "nothing":
         if not report["typed"]:
-            buffer.abort(raised)  # as leaving its `with` block by an exception would
+            buffer.abort(raised)  # the same as leaving its `with` block by an exception
         try:
             Steps(buffer, Board(1), 0).run(0)
         except (MoeRtError, WrongOutput) as error:

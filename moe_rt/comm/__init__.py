@@ -1,1 +1,1 @@
-"""The buffer: dispatch and combine over one group's symmetric memory, as torch ops."""
+"""The buffer: dispatch and combine over the symmetric memory of one group, as torch ops."""

@@ -1,4 +1,4 @@
-"""Ranks agree on a buffer's configuration before any memory is shared: all get the same one, or all raise."""
+"""Agreement on a buffer's configuration before memory is shared: all ranks get the same one, or all raise."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moe_rt.heap.segments import all_or_none
 
 
 def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s: float) -> BufferSpec:
-    """Makes this rank's spec and compares it with everyone's.
+    """Make this rank's spec and compare it with the specs of all ranks. Collective.
 
-    A rank whose own values are wrong says so, and its peers raise too instead of waiting for it.
+    A rank whose own values are invalid reports that, so that its peers raise also instead of waiting for it.
 
     Raises:
-        InvalidConfig: `make_spec` raised here, whatever it was, or on a peer.
-        ConfigMismatch: naming the first field that differs, the ranks and both values.
-        CorruptPeer: what came for a rank is no record.
-        PeerTimeout, PeerDead, StoreLost: a rank did not come, or will never come.
+        InvalidConfig: `make_spec` raised some exception, here or on a peer.
+        ConfigMismatch: the specs differ; names the first such field, the ranks and both values.
+        CorruptPeer: the record received from a rank is malformed.
+        PeerTimeout, PeerDead, StoreLost: a rank did not join, or can no longer join.
     """
     specs: list[BufferSpec] = []
 
@@ -32,11 +32,11 @@ def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s
     try:
         records = all_or_none(rendezvous, make, "make its configuration", timeout_s)
     except InvalidConfig as error:
-        if error.peer < 0:  # our own
+        if error.peer < 0:  # raised by make_spec
             raise
         message = f"rank {error.peer} refused its own configuration: {error}"
         raise InvalidConfig(message, rank=me, peer=error.peer) from None
-    # Everyone is compared with rank 0, so that every rank names the same faulty rank.
+    # Every rank is compared with rank 0, so that all name the same faulty rank.
     for peer, record in enumerate(records):
         for field in records[me]:
             expected = records[0].get(field)

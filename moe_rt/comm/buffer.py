@@ -1,4 +1,4 @@
-"""The buffer: one group's symmetric memory, and dispatch and combine over it."""
+"""The buffer: symmetric memory of one group, and dispatch and combine over it."""
 
 from __future__ import annotations
 
@@ -31,45 +31,45 @@ from moe_rt.native.leaving import first_failure, leave
 class Buffer(Observed):
     """Symmetric memory of one expert-parallel group, shared by all layers whose sizes fit it.
 
-    Making a buffer is collective: every rank of the group makes it, in the same order. All ops of a buffer must be
-    issued in the same order on every rank, by ranks without tokens too.
+    The constructor is collective: every rank of the group makes its buffers in the same order. All ops of a buffer must
+    be issued in the same order on every rank, including ranks without tokens.
 
     Args:
-        group: a ProcessGroup, a DeviceMesh of one dimension, or of two, nodes and the ranks of a node, a ThreadGroup
-            (ranks are threads), or None: the default group, or a single rank where torch.distributed is not initialised
-            and no launcher has started others; ThreadGroup.make(1)[0] is a single rank everywhere.
-        num_max_tokens_per_rank: the most tokens a rank will dispatch at once; the same on every rank.
+        group: a ProcessGroup; a DeviceMesh of one dimension, or of two (nodes, ranks of a node); a ThreadGroup (ranks
+            are threads); or None: the default group, or a single rank if torch.distributed is not initialised and no
+            launcher has started other ranks. ThreadGroup.make(1)[0] is always a single rank.
+        num_max_tokens_per_rank: maximum number of tokens a rank dispatches in one call; identical on every rank.
         hidden: elements of a row (H).
         num_topk: entries of topk_idx for each token (K).
-        num_experts: experts of the whole group (E); need not divide by the number of ranks.
-        dtype: of rows: torch.float32, bfloat16, float16 or float64. Sums are taken in fp32 (fp64 for float64).
-        layout: of what a rank receives. "experts": a row for each (token, local expert), and combine weighs and adds
-            them. "tokens": a row for each token, however many of the rank's experts it visits; they weigh and add what
-            they make of it, and combine adds the ranks' sums.
-        expert_alignment: 1, 8, 16, 32 or 128: with layout="experts", each expert's rows begin and end at a multiple.
-            What is between the last of them and the end is zero, in recv_x, recv_weights and gradients; `handle.ends`
-            and `handle.row_experts` tell it from rows.
-        heap: "shm" (ranks are processes of one host), "ucx" (of several), "threads", "nvshmem" or "gin" (with a
-            GPU each), "loopback" (threads that share one GPU), or "auto": what fits the group, see docs/heap.md.
-        capacity_factor: None sizes recv_x for the worst case, which cannot overflow; else this many balanced loads.
-        overflow: what happens beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered;
-            "drop" the last rows in the order expert, source rank, token, and count them in `handle.num_dropped`; or
-            "retry" at once with room for all, which later dispatches keep (CPU ranks, eager: shapes change).
-        dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as codes of one byte with an fp32 scale
-            for every 128; None sends them as they are. Gradients are never coded. docs/payload.md has the errors.
-        combine_dtype: the same for the sums that come home.
-        route: how rows go between nodes: "flat", "two_level" or "auto"; see docs/two_level.md.
-        timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf for ever.
-        init_timeout_s: the same for making the buffer, in all its waits together.
+        num_experts: experts of the whole group (E), at least one per rank; need not be a multiple of the rank count.
+        dtype: dtype of rows: torch.float32, bfloat16, float16 or float64. Sums use fp32 (fp64 for float64).
+        layout: rows that a rank receives. "experts": one row for each (token, local expert); combine weights and sums
+            them. "tokens": one row for each token that visits any local expert; the caller weights and sums the
+            experts' outputs, and combine adds the ranks' sums.
+        expert_alignment: 1, 8, 16, 32 or 128; with layout="experts", each expert's rows begin and end at a multiple of
+            it. Padding rows are zero in recv_x, recv_weights and gradients; `handle.ends` and `handle.row_experts`
+            identify them.
+        heap: "shm" (ranks are processes of one host), "ucx" (of several hosts), "threads", "nvshmem" or "gin" (one GPU
+            per process), "loopback" (threads that share one GPU), or "auto": chosen for the group, see docs/heap.md.
+        capacity_factor: None sizes recv_x for the worst case, which cannot overflow; else for this many balanced loads.
+        overflow: action beyond capacity: "raise" CapacityOverflow on every rank before any row is delivered; "drop" the
+            last rows in the order expert, source rank, token, and count them in `handle.num_dropped`; or "retry"
+            immediately with a larger capacity, which later dispatches keep (CPU ranks, eager: shapes change).
+        dispatch_dtype: torch.float8_e4m3fn or torch.int8 sends rows to experts as one-byte codes with one fp32 scale
+            per 128 elements; None sends them unchanged. Gradients are never coded. docs/payload.md has the errors.
+        combine_dtype: same as dispatch_dtype, for the sums that combine sends.
+        route: path of rows between nodes: "flat", "two_level" or "auto"; see docs/two_level.md.
+        timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf disables the timeout.
+        init_timeout_s: seconds that all waits of the constructor may take together.
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
         num_threads: host threads that run this rank's ops on the CPU.
-        num_sms: multiprocessors that an op's launches may fill on a GPU (docs/cuda.md); None for all the heap allows.
+        num_sms: multiprocessors that an op's launches may fill on a GPU (docs/cuda.md); None: the heap's limit.
 
     Raises:
-        InvalidConfig, ConfigMismatch: on every rank, when a value makes no sense on any rank or differs between ranks.
-        OutOfSharedMemory, SegmentPermission: on every rank, when a segment cannot be made or opened.
-        LimitReached: on every rank, when the system grants one of them too few descriptors or threads.
-        PeerTimeout, PeerDead, StoreLost, GroupPoisoned: a rank did not come, never will, or gave up.
+        InvalidConfig, ConfigMismatch: on every rank, if a value is invalid on some rank or differs between ranks.
+        OutOfSharedMemory, SegmentPermission: on every rank, if a segment cannot be made or opened.
+        LimitReached: on every rank, if the system grants some rank too few descriptors or threads.
+        PeerTimeout, PeerDead, StoreLost, GroupPoisoned: a rank did not join, can no longer join, or gave up.
 
     Example:
         >>> buffer = Buffer(None, num_max_tokens_per_rank=16, hidden=8, num_topk=2, num_experts=4, dtype=torch.float32)
@@ -124,7 +124,7 @@ class Buffer(Observed):
                 expert_alignment=expert_alignment,
             )
 
-        with rendezvous:  # whichever way this rank leaves, its peers learn of it
+        with rendezvous:  # an exception in this block is reported to the peers
             self.spec = agree(rendezvous, make_spec, init_timeout_s)
             backend = find_hosts(backends[0], rendezvous, self.spec, init_timeout_s)
             self.spec = choose_route(self.spec, backend)
@@ -134,7 +134,7 @@ class Buffer(Observed):
         self._acc_dtype = self.spec.acc_dtype
         self._tells_more = self.spec.by_token or self.spec.expert_alignment > 1
         self._num_tags = 0
-        # When the buffer is garbage or the interpreter ends, whichever is first; close() leaves by hand.
+        # Runs when the buffer is garbage or the interpreter ends, unless close() has run before.
         self._finalizer = weakref.finalize(self, leave, self._engine)
 
     @overload
@@ -156,39 +156,39 @@ class Buffer(Observed):
         self, x: Tensor | tuple[Tensor, Tensor], topk_idx: Tensor, topk_weights: Tensor, *, tag: int = 0,
         max_tokens: int | None = None, coded: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle]:  # fmt: skip
-        """Sends every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
+        """Send every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
 
         A token that names an expert twice visits it once, with the sum of both weights.
 
         Args:
             x: [T, H] of the buffer's dtype, 0 <= T <= num_max_tokens_per_rank; T may differ between ranks. Or (codes,
-                scales), which arrive bit for bit: codes [T, H] of float8_e4m3fn, float8_e5m2, int8 or uint8, or uint8
-                [T, H/2], two in a byte; scales [T, S] of float32, int32 or uint8; of dtypes and sizes that are the
-                same on every rank, and together no longer than a row of the buffer's dtype. They have no gradients.
+                scales), delivered bit for bit: codes [T, H] of float8_e4m3fn, float8_e5m2, int8 or uint8, or uint8
+                [T, H/2], two codes per byte; scales [T, S] of float32, int32 or uint8. Their dtypes and sizes are
+                identical on every rank; together they fit in a row of the buffer's dtype. They have no gradients.
             topk_idx: int64 or int32 [T, K]; expert ids, or -1 for none.
             topk_weights: floating [T, K].
-            tag: names the layer, in [0, 2**28), so that ranks that run layers in different order are told.
-            max_tokens: the most tokens that any rank dispatches in this call, the same on every rank, in
-                [1, num_max_tokens_per_rank]: what is received has rows for so many. None for num_max_tokens_per_rank.
-            coded: with a dispatch_dtype: rows stay as they travel, (codes [capacity, H], fp32 scales [capacity,
-                ceil(H / 128)]), for this rank alone to choose. They have no gradients either.
+            tag: identifies the layer, in [0, 2**28), so that ranks that run layers in different order raise.
+            max_tokens: maximum number of tokens of any rank in this call, identical on every rank, in
+                [1, num_max_tokens_per_rank]; it sets the capacity of recv_x. None: num_max_tokens_per_rank.
+            coded: with a dispatch_dtype, True returns rows as they travel: (codes [capacity, H], fp32 scales [capacity,
+                ceil(H / 128)]), without gradients. Each rank chooses for itself.
 
         Returns:
-            recv_x [capacity, H], or (codes, scales) of so many rows each, in the order local expert, source rank,
+            recv_x [capacity, H], or (codes, scales) with `capacity` rows each, in the order local expert, source rank,
             token; recv_weights [capacity], the weight of each row (fp32, or fp64 for fp64); and the handle, whose
-            `offs` delimit the experts. With layout="tokens", rows in the order source rank, token; recv_weights
+            `offs` delimit the experts. With layout="tokens", rows are in the order source rank, token; recv_weights is
             [capacity, K], zero where the handle's `recv_topk_idx` is -1; and `offs` delimit the source ranks. With
-            max_tokens, capacity is that of a buffer made for so many tokens a rank.
+            max_tokens, capacity is that of a buffer made for max_tokens tokens per rank.
 
         Raises:
             InvalidInput, InvalidRouting, TooManyTokens, CapacityOverflow: on every rank, in this op; the buffer can be
                 used again.
-            ConfigMismatch: ranks gave different max_tokens, or codes and scales of other dtypes or sizes, or only some
-                of them did; the group is over.
-            PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, CallOrderMismatch: the group is over.
+            ConfigMismatch: ranks gave different max_tokens, or codes and scales of different dtypes or sizes, or only
+                some ranks gave them; the group is over.
+            PeerDead, PeerTimeout, GroupPoisoned, GroupClosed, CorruptPeer, CallOrderMismatch: the group is over.
             ConcurrentUse: another thread is inside an op of this buffer.
         """
-        if (  # what is no tensor is refused below, on every rank
+        if (  # a topk_weights of another type is refused below, on every rank
             isinstance(topk_weights, Tensor)
             and topk_weights.dtype is not self._acc_dtype
             and topk_weights.is_floating_point()
@@ -210,7 +210,7 @@ class Buffer(Observed):
         return recv_x if recv_scales is None else (recv_x, recv_scales), recv_weights, handle
 
     def _tell_more(self, handle: Handle, recv_weights: Tensor) -> None:
-        """Views of what the plan has behind all else."""
+        """Add views of the last part of the plan to the handle."""
         told = handle.recv_plan[self._engine.ids_at :]
         if self.spec.by_token:
             handle.recv_topk_idx = told[: recv_weights.numel()].view(recv_weights.shape)
@@ -218,23 +218,23 @@ class Buffer(Observed):
             handle.real_ends = told[: self.num_local_experts]
 
     def combine(self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None) -> Tensor:
-        """Brings the experts' rows home: out[t] is the sum of recv_weights * y over the rows of token t. Collective.
+        """Return the experts' rows to their tokens: out[t] sums recv_weights * y over the rows of token t. Collective.
 
-        Differentiable in y and recv_weights. Each rank sums its own rows of a token first and rounds the partial to
-        the dtype of rows; partials are added in rank order. With layout="tokens" each row is a partial, and is added as
-        it is.
+        Differentiable in y and recv_weights. Each rank first sums its own rows of a token and rounds this partial to
+        the dtype of rows; partials are added in rank order. With layout="tokens" each row is a partial, added as it is.
 
         Args:
             y: [N, H] of the buffer's dtype, handle.offs[-1] <= N <= capacity; rows past handle.offs[-1] are not read.
-            recv_weights: [capacity], as dispatch returned them; None with layout="tokens".
-            handle: of the dispatch that these rows come from.
-            out: contiguous [T, H] of the buffer's dtype, to be written and returned; it may share memory with y. Only
-                where no gradients are recorded.
+            recv_weights: [capacity], as returned by dispatch; None with layout="tokens".
+            handle: the handle of the dispatch that returned these rows.
+            out: contiguous [T, H] of the buffer's dtype, written and returned; it may share memory with y. Allowed only
+                while no gradients are recorded.
 
         Returns:
             out [T, H], T as in that dispatch; tokens without experts are zero.
 
-        Raises: as `dispatch`.
+        Raises:
+            MoeRtError: see `dispatch`.
         """
         if not isinstance(handle, Handle):
             self._engine.refuse_handle(handle)
@@ -244,32 +244,32 @@ class Buffer(Observed):
         return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag)
 
     def refuse(self, error: InvalidInput, *, tag: int = 0) -> NoReturn:
-        """In place of a dispatch whose input is wrong: raises `error`, and InvalidInput on every peer. Collective."""
+        """Raise `error`, and InvalidInput on every peer, in place of a dispatch with invalid input. Collective."""
         self._engine._refuse(Op.DISPATCH, tag, error, 0, 0)
 
     def new_tag(self) -> int:
-        """A layer tag that this buffer has not given before; layers ask for theirs in the same order on every rank."""
+        """Return an unused layer tag. Layers must ask for their tags in the same order on every rank."""
         self._num_tags += 1
         return self._num_tags
 
     def reserve_tags(self, tag: int) -> None:
-        """Never gives this tag, nor a lower one, to a layer: it is that of one which did not ask here."""
+        """Exclude this tag and all lower ones from `new_tag`: a layer that got its tag elsewhere uses it here."""
         self._num_tags = max(self._num_tags, tag)
 
     @property
     def closed(self) -> bool:
-        """True once this rank has left the group."""
+        """True once this rank has closed the buffer."""
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Leaves the group. Local and idempotent: peers that still wait for this rank raise GroupClosed."""
+        """Close the buffer. Local and idempotent: peers that still wait for this rank raise GroupClosed."""
         if self._finalizer.detach():
             self._engine.close()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Ends the group on every rank, for a rank that cannot go on: peers raise GroupPoisoned at once.
+        """End the group on every rank, if this rank cannot continue: peers raise GroupPoisoned immediately.
 
-        CPU ranks tell their peers why: `error`, or the exception that is being handled.
+        CPU ranks send their peers the cause: `error`, or the exception that is being handled.
         """
         try:
             if self._finalizer.alive:

@@ -1,8 +1,8 @@
-"""The gradients of dispatch and combine, for torch's dispatcher and for those who go past it alike.
+"""Gradients of dispatch and combine, for calls through torch's dispatcher and for calls that bypass it.
 
 dispatch           saves its plans;            backward: dispatch_backward (a combine-type op)
 combine            saves y, weights, plans;    backward: combine_backward  (a dispatch-type op)
-                   where rows are of tokens it saves the plan alone: combine_tokens_backward
+                   if layout="tokens", saves only the plan; backward: combine_tokens_backward
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_rt.native.engine import Engine, engine_by_id
 
 
 def unwatched(*tensors: Tensor) -> bool:
-    """Whether torch's dispatcher would do nothing but call the engine: eager, plain tensors, nobody who looks on."""
+    """True if torch's dispatcher would only call the engine: eager mode, plain tensors, no modes, no profiler."""
     if (
         is_dynamo_compiling()
         or _len_torch_dispatch_stack()
@@ -35,14 +35,14 @@ def unwatched(*tensors: Tensor) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    for t in tensors:  # noqa: SIM110, as a generator would take longer than all that is asked above
+    for t in tensors:  # noqa: SIM110, as a generator would take longer than all the checks above
         if type(t) is not Tensor:
             return False
     return True
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether a Function would leave a node of the graph."""
+    """True if autograd would record a Function of these tensors."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
@@ -51,7 +51,7 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 
 def _backward(kind: Op, op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:
-    """Runs one; through the dispatcher if somebody watches, or wants the second derivative that it refuses."""
+    """Run a backward op; through the dispatcher if it is watched, or must refuse to record a second derivative."""
     if not torch.is_grad_enabled() and unwatched(*tensors):
         return engine_op(*tensors, ctx.tag)
     ctx.engine.require_call(kind, ctx.tag, grad=tensors[0])
@@ -62,7 +62,7 @@ def save_for_dispatch_backward(ctx: Any, engine: Engine, tag: int, output: tuple
     recv_x, recv_weights, _, recv_plan, send_plan = output
     ctx.engine, ctx.tag = engine, tag
     ctx.shapes, ctx.dtypes = (recv_x.shape, recv_weights.shape), (recv_x.dtype, recv_weights.dtype)
-    ctx.set_materialize_grads(False)  # of five outputs only two have gradients
+    ctx.set_materialize_grads(False)  # only two of the five outputs have gradients
     ctx.save_for_backward(recv_plan, send_plan)
 
 
@@ -107,8 +107,8 @@ def _differentiate_combine_of_tokens(ctx: Any, grad_out: Tensor, recv_plan: Tens
     return op(grad_out, recv_plan, ctx.num_rows, ctx.engine.id, ctx.tag)
 
 
-# Saves in forward: torch would bind the arguments of a Function with a setup_context by name, which takes longer than
-# the op.
+# Both Functions save tensors in forward: if they had a setup_context, torch would bind the arguments by name, which
+# takes longer than the op.
 class DispatchFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ def _set_up_refusal(ctx: Any, inputs: Args, output: Any) -> None:
 
 
 def _tangents_of_dispatch(args: Args, tangents: Args) -> tuple[Tensor | None, ...]:
-    """A second dispatch, of the tangents, to the same experts."""
+    """Dispatch the tangents to the same experts."""
     x, topk_idx, topk_weights, *others = args
     rows = torch.zeros_like(x) if tangents[0] is None else tangents[0]
     weights = torch.zeros_like(topk_weights) if tangents[2] is None else tangents[2]
@@ -163,7 +163,7 @@ def _tangents_of_dispatch(args: Args, tangents: Args) -> tuple[Tensor | None, ..
 
 
 def _tangents_of_combine(args: Args, tangents: Args) -> Tensor:
-    """A second combine, of each row's weighted tangent."""
+    """Combine the weighted tangents of the rows."""
     y, recv_weights, *others = args
     rows, ones = torch.zeros_like(y) if tangents[0] is None else tangents[0], None
     if recv_weights is not None:
@@ -176,7 +176,7 @@ def _tangents_of_combine(args: Args, tangents: Args) -> Tensor:
 
 
 class _Calls:
-    """Calls of one op, by the arguments that its schema names."""
+    """Refusals of one op's calls; finds the engine and tag among the op's arguments."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -185,7 +185,7 @@ class _Calls:
         self._engine, self._tag = arguments.index("engine"), arguments.index("tag")
 
     def refuse(self, message: str, args: Args) -> NoReturn:
-        """On every rank, in place of the op."""
+        """Raise InvalidInput on every rank, in place of the op."""
         engine = engine_by_id(args[self._engine])
         engine._refuse(self._kind, args[self._tag], InvalidInput(message, rank=engine.rank, op=self._kind), 0, 0)
 
@@ -196,7 +196,7 @@ class _Calls:
         self.refuse_tangents(ctx.inputs, ())
 
     def plain_rows(self, rule: TangentRule) -> TangentRule:
-        """The rule where rows travel as they are."""
+        """Return `rule`, guarded: it refuses buffers that code rows, because codes have no derivatives."""
 
         def rule_or_refusal(args: Args, tangents: Args) -> Any:
             engine = engine_by_id(args[self._engine])
@@ -210,7 +210,7 @@ class _Calls:
 
 
 def _below_autograd(calls: _Calls, require: Callable[..., None]) -> Callable[..., Any]:
-    """An op without gradients, after `require` has refused a call of it that would lose some."""
+    """Return an op without gradients; `require` first refuses a call that would lose some."""
     op = getattr(torch.ops.moe_rt, calls.name).default
 
     def run(*args: Any, **out: Any) -> Any:
@@ -236,7 +236,7 @@ def _require_no_grad_through_codes(
 
 
 def register_gradients(lib: Library) -> None:
-    """Tells torch's dispatcher what is above, and what ops of this library, which is moe_rt's, have no gradients."""
+    """Register these gradients with torch's dispatcher, and refusals for the ops of `lib` that have none."""
     for name, backward, set_up, rule in (
         ("dispatch", differentiate_dispatch, _set_up_dispatch, _tangents_of_dispatch),
         ("combine", differentiate_combine, _set_up_combine, _tangents_of_combine),

@@ -1,8 +1,8 @@
-"""Buffers whose size nobody has to know beforehand: made at first use, and again, larger, when a batch outgrows them.
+"""Buffers without a size given in advance: made at first use, and replaced by larger ones when a batch outgrows them.
 
-Ranks hold different numbers of tokens, and none knows its peers'. On CPU ranks a batch that does not fit is refused by
-every rank in the same op, so the op itself tells all of them to grow: batches that fit cost no host collective. On CUDA
-ranks a refusal ends the group, so there the ranks compare sizes before each dispatch, unless a size was given.
+Ranks hold different numbers of tokens, and no rank knows its peers' counts. All CPU ranks refuse a batch that does not
+fit in the same op, and then all grow: batches that fit cost no host collective. On CUDA ranks a refusal ends the group,
+so these ranks compare sizes before each dispatch, unless a size was given.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.heap.rendezvous import all_gather_records
 from moe_rt.kernels import cuda_activation
 
-# Sizes are rounded up to this many tokens, so that batches which differ by a few make no new buffer.
+# Sizes are rounded up to a multiple of this many tokens, so that slightly larger batches need no new buffer.
 _GRANULE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingOptions(BufferOptions):
-    """What a user may choose about buffers that are made for them; the same on every rank.
+    """Options of buffers that an adapter makes for its user; identical on every rank.
 
     Attributes:
-        num_max_tokens_per_rank: a fixed size; None grows as needed.
+        num_max_tokens_per_rank: maximum number of tokens a rank dispatches in one call; None grows as needed.
     """
 
     num_max_tokens_per_rank: int | None = None
@@ -46,10 +46,10 @@ class GrowingOptions(BufferOptions):
 
 
 class Lease:
-    """Keeps a buffer while something holds the lease.
+    """Keeps a buffer alive while any object holds the lease.
 
-    Ops name a buffer by an integer, so graphs hold a lease: a larger buffer may take its place before their backward.
-    Neither they nor models hold the buffer itself: graphs may outlive the interpreter, and native engines must not.
+    Ops name a buffer by an integer, so graphs hold a lease: a larger buffer may replace it before their backward.
+    Neither graphs nor models hold the buffer itself: graphs may outlive the interpreter, and native engines must not.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -60,7 +60,7 @@ class Lease:
         return _leased[self]
 
     def hold_for_backward(self, out: Tensor) -> None:
-        """Until the graph that made `out` is gone."""
+        """Make the graph of `out` hold this lease."""
         node: Any = out.grad_fn
         if node is not None:
             node.metadata["moe_rt.lease"] = self
@@ -72,7 +72,7 @@ atexit.register(_leased.clear)
 
 @dataclass(frozen=True)
 class Received:
-    """What a dispatch brought, and the lease on the buffer that has to combine it."""
+    """Result of one dispatch, and the lease on the buffer that must combine it."""
 
     rows: Tensor
     weights: Tensor
@@ -80,17 +80,17 @@ class Received:
     lease: Lease
 
     def combine(self, y: Tensor) -> Tensor:
-        """The experts' rows back to their tokens; see `moe_rt.Buffer.combine`."""
+        """Return the experts' rows to their tokens; see `moe_rt.Buffer.combine`."""
         out = self.lease.buffer.combine(y, self.weights, self.handle)
         self.lease.hold_for_backward(out)
         return out
 
 
 class GrowingBuffer:
-    """One group's buffer for rows of one kind, shared by all layers that send such rows.
+    """A group's buffer for rows of one size and dtype, shared by all layers that send such rows.
 
     Args:
-        group: the ranks.
+        group: the ranks; see `moe_rt.Buffer`.
         options: see GrowingOptions.
         sizes: hidden, num_topk, num_experts and dtype of `moe_rt.Buffer`.
     """
@@ -102,12 +102,12 @@ class GrowingBuffer:
         self.compares_each_call = False
 
     def new_tag(self) -> int:
-        """A layer's tag; layers ask at their first forward, which is in the same order on every rank."""
+        """Return an unused layer tag. Layers ask at their first forward, in the same order on every rank."""
         self._num_tags += 1
         return self._num_tags
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int) -> Received:
-        """As `moe_rt.Buffer.dispatch`, for any number of tokens unless the size is fixed. Collective."""
+        """Dispatch any number of tokens, unless the size is fixed; see `moe_rt.Buffer.dispatch`. Collective."""
         lease = self.lease
         if lease is None or (self.compares_each_call and self._most(x.shape[0], lease.buffer) > _size(lease.buffer)):
             lease = self._grow(x.shape[0])
@@ -122,22 +122,22 @@ class GrowingBuffer:
         return Received(rows, weights, handle, lease)
 
     def _most(self, num_tokens: int, buffer: Buffer) -> int:
-        """The largest batch of any rank, where a refusal is no way to find out."""
-        if buffer.process_group is None:  # threads, which meet without it
+        """Return the largest batch of any rank, for ranks on which a refusal would end the group."""
+        if buffer.process_group is None:  # ranks are threads
             return self._agree(num_tokens)
         most = torch.tensor(num_tokens, device=buffer.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, buffer.process_group)
         return int(most)
 
     def _grow(self, num_tokens: int) -> Lease:
-        """Makes the buffer. The one before, if any, goes when no graph has to go back through it any more."""
+        """Make a buffer. The previous one, if any, is freed when no graph needs it for its backward any more."""
         o = self.options
         size, most = o.num_max_tokens_per_rank, self._agree(num_tokens)
         if size is None:
             before = 0 if self.lease is None else _size(self.lease.buffer)
             size = -(-max(most, before + before // 2, 1) // _GRANULE) * _GRANULE
         buffer = Buffer(self._group, num_max_tokens_per_rank=size, **self._sizes, **o.arguments())
-        if buffer.heap in GPU_HEAPS:  # there a batch that is refused ends the group
+        if buffer.heap in GPU_HEAPS:  # on GPUs a refused batch ends the group
             self.compares_each_call = o.num_max_tokens_per_rank is None
         if buffer.device.type == "cuda":
             cuda_activation.prepare(buffer.device, self._sizes["dtype"])
@@ -145,7 +145,7 @@ class GrowingBuffer:
         return self.lease
 
     def _agree(self, num_tokens: int) -> int:
-        """The most tokens of any rank; ranks that were configured differently all raise ConfigMismatch."""
+        """Return the largest batch of any rank. Raise ConfigMismatch on every rank if their fixed sizes differ."""
         rendezvous = rendezvous_of(self._group)
         mine = {"size": self.options.num_max_tokens_per_rank, "tokens": num_tokens}
         records = all_gather_records(rendezvous, mine, self.options.init_timeout_s, "compare its batch")
@@ -158,11 +158,10 @@ class GrowingBuffer:
 
 
 class SharedBuffers:
-    """The buffers of layers that were made together, one for each kind of rows.
+    """Buffers of layers that were made together, one for each row size and dtype.
 
-    Layers that are made on one group before any of them runs belong together. What they share is thereby a matter of
-    the program, the same on every rank, and not of when a rank's garbage is collected; it goes when the last layer
-    does.
+    Layers made on one group before any of them runs belong together. Sharing therefore depends only on the program,
+    which is identical on every rank, and not on when a rank collects garbage. The last layer frees the buffers.
     """
 
     def __init__(self, group: Group) -> None:
@@ -171,13 +170,13 @@ class SharedBuffers:
 
     @classmethod
     def join(cls, group: Group) -> SharedBuffers:
-        """For a layer that is being made."""
+        """Return the shared buffers that a layer under construction joins."""
         if _making.buffers is None or _making.buffers.group is not group:
             _making.buffers = cls(group)
         return _making.buffers
 
     def get(self, options: GrowingOptions, **sizes: Any) -> GrowingBuffer:
-        """The buffer for these rows: the same as before, unless the options have changed."""
+        """Return the buffer for these rows: the same one each time, unless the options have changed."""
         if _making.buffers is self:
             _making.buffers = None
         key = tuple(sorted(sizes.items()))
@@ -187,7 +186,7 @@ class SharedBuffers:
 
 
 class _Making(threading.local):
-    """Whose layers are still being made: one at most, of each rank, which may be a thread."""
+    """The shared buffers that new layers still join; at most one per thread, since a rank may be a thread."""
 
     buffers: SharedBuffers | None = None
 

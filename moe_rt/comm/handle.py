@@ -1,4 +1,4 @@
-"""What dispatch returns besides rows: everything combine and both backwards need to find the way back."""
+"""The handle of a dispatch: the routing that combine and both backward ops need."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Handle:
     """Routing of one dispatch, in private memory: it stays valid while later ops reuse the windows.
 
     Attributes:
-        offs: int32 [L], inclusive cumulative rows per local expert, or [R], per source rank, with layout="tokens"; rows
-            past offs[-1] are unspecified.
-        recv_plan: int32, opaque: which rows belong to which pulled token.
-        send_plan: int32 [T, K], opaque: where each top-k entry of this rank's tokens went.
-        tag: the layer tag given to dispatch; combine must carry the same.
-        recv_topk_idx: with layout="tokens", int32 [capacity, K]: which local experts each row is for, in the places of
-            the source's topk_idx; -1 where that names none of this rank, or names one again. Rows past offs[-1] are
-            unspecified. Otherwise None.
-        real_ends: with an expert_alignment, what `ends` is; otherwise None.
+        offs: int32 [L], inclusive cumulative row counts per local expert; with layout="tokens", int32 [R], per source
+            rank. Rows past offs[-1] are unspecified.
+        recv_plan: int32, opaque: maps rows to received tokens.
+        send_plan: int32 [T, K], opaque: destination of each top-k entry of this rank's tokens.
+        tag: the layer tag given to dispatch.
+        recv_topk_idx: with layout="tokens", int32 [capacity, K]: local experts of each row, at the positions of the
+            source's topk_idx; -1 for an entry that names an expert of another rank or repeats one. Rows past offs[-1]
+            are unspecified. Otherwise None.
+        real_ends: value of `ends` with an expert_alignment or, with 1 or layout="tokens", None.
     """
 
     offs: Tensor
@@ -35,20 +35,21 @@ class Handle:
     real_ends: Tensor | None = None
 
     def __repr__(self) -> str:
-        """The tag, and the shapes of what is there: no number is read from the device, so no host waits."""
+        """Return the tag and the tensors' shapes. No value is read from the device, so the host does not wait."""
         there = {field.name: getattr(self, field.name) for field in fields(self)}
         shapes = [f"{name}={list(value.shape)}" for name, value in there.items() if isinstance(value, Tensor)]
         return f"Handle(tag={self.tag}, {', '.join(shapes)}, device={str(self.offs.device)!r})"
 
     @property
     def ends(self) -> Tensor:
-        """int32 [L] on the device: where the rows of each local expert end, and padding up to offs begins."""
+        """int32 [L] on the device: end of each local expert's rows; padding follows, up to offs."""
         return self.offs if self.real_ends is None else self.real_ends
 
     def row_experts(self, num_rows: int) -> Tensor:
-        """int32 [num_rows] on the device: which local expert each row of recv_x is for; -1 for padding, and past all.
+        """Return int32 [num_rows] on the device: local expert of each row of recv_x; -1 for padding and unused rows.
 
-        With layout="tokens" it raises InvalidConfig.
+        Raises:
+            InvalidConfig: the layout is "tokens".
         """
         self._require_rows_of_experts("row_experts")
         rows = torch.arange(num_rows, dtype=torch.int32, device=self.offs.device)
@@ -63,11 +64,11 @@ class Handle:
 
     @property
     def num_recv_tokens_per_expert(self) -> Tensor:
-        """int32 [L] on the device: rows that each local expert received. InvalidConfig with layout="tokens"."""
+        """int32 [L] on the device: rows received by each local expert. Raises InvalidConfig with layout="tokens"."""
         self._require_rows_of_experts("num_recv_tokens_per_expert")
         return self.ends - torch.nn.functional.pad(self.offs[:-1], (1, 0))
 
     @property
     def num_dropped(self) -> Tensor:
-        """int32 scalar on the device: rows beyond capacity that this rank did not take (overflow="drop")."""
+        """int32 scalar on the device: rows beyond capacity that this rank dropped (overflow="drop")."""
         return self.recv_plan[_engine.RecvPlan.num_dropped]

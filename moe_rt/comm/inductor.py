@@ -1,11 +1,11 @@
-"""Makes Inductor, torch's own compiler, keep every op, and in the order in which the program calls them.
+"""Makes Inductor, torch's compiler, keep every op, in program order.
 
-Peers wait for an op whatever becomes of its outputs. Inductor knows of outputs alone: those of a rank without tokens
-are empty, so that nothing seems to depend on them, and it would drop the op, or run it behind the one that follows.
+Peers wait for an op even if its outputs are unused. Inductor looks only at outputs: a rank without tokens has empty
+ones, on which nothing seems to depend, so Inductor would drop the op or run it after its successor.
 
-torch's registry of effects (`torch.library._register_effectful_op`) is made for that, but graphs that have activation
-checkpointing in them do not compile then (torch 2.13: an assertion refuses the token that forward saves for backward).
-The passes before the last one keep order anyway; so it is the last one, the scheduler of kernels, that is told.
+torch's registry of effects (`torch.library._register_effectful_op`) exists for this, but with it graphs that contain
+activation checkpointing do not compile (torch 2.13: an assertion refuses the token that forward saves for backward).
+All passes except the last one, the kernel scheduler, keep the order anyway; so only the scheduler gets dependencies.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from weakref import WeakKeyDictionary
 from torch._ops import OpOverload
 
 _kept: set[OpOverload] = set()
-_latest: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of each graph that is being lowered, the last of these ops
+_latest: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # graph being lowered -> its last op so far
 
 
 def tells_inductor(ops: Sequence[OpOverload], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`fake`, the outputs of one of `ops` without their data, which whoever traces it asks for before it compiles."""
+    """Wrap `fake`, the fake implementation of one of `ops`: it is called in tracing, before Inductor compiles."""
 
     def told(*args: Any, **kwargs: Any) -> Any:
-        # To load Inductor takes seconds, and is not for those who trace without it; it is loaded when it traces.
+        # Importing Inductor takes seconds, so it is not imported here; if Inductor compiles, it is loaded by now.
         if "torch._inductor.lowering" in sys.modules and not _kept.issuperset(ops):
             _keep_in_order(ops)
         return fake(*args, **kwargs)
@@ -35,7 +35,7 @@ def tells_inductor(ops: Sequence[OpOverload], fake: Callable[..., Any]) -> Calla
 
 def _keep_in_order(ops: Sequence[OpOverload]) -> None:
     lowering: Any = sys.modules["torch._inductor.lowering"]
-    for op in ops:  # at first as Inductor does it for every op that it does not know
+    for op in ops:  # first register the fallback that Inductor uses for unknown ops
         tag = lowering.get_layout_constraint_tag(op, with_default=True)
         lowering.make_fallback(op, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
         lowering.lowerings[op] = _behind_the_latest(lowering.lowerings[op])
@@ -54,7 +54,7 @@ def _behind_the_latest(lower: Callable[..., Any]) -> Callable[..., Any]:
             made.has_side_effects = lambda: True
             if latest is not None:
                 V.graph.additional_buffer_deps[made.get_operation_name()].add(latest.get_name())
-        _latest[V.graph] = V.graph.operations[-1]  # the last output is a small one: it lives until the next op
+        _latest[V.graph] = V.graph.operations[-1]  # the last output is small, so keeping it until the next op is cheap
         return result
 
     return lower_in_order

@@ -1,12 +1,12 @@
-"""The torch ops: dispatch, combine and their backwards, with fakes and autograd (gradients.py).
+"""The torch ops: dispatch, combine and their backward ops, with fake implementations and autograd (gradients.py).
 
 Ops are functional and return fresh tensors of static shape, so that autograd, checkpointing and torch.compile see
-nothing unusual; combine_out alone writes what it was given. It has no gradients, nor has dispatch_scaled, whose rows
-are codes. Rows past `offs[-1]` are never written nor read.
+nothing unusual; only combine_out writes to an argument. It has no gradients, nor has dispatch_scaled, whose rows are
+codes. Rows past `offs[-1]` are neither written nor read.
 
 torch's dispatcher, and the Python that it runs around an op for autograd, take several times as long as exchanging one
-token. They serve those who trace, transform or watch ops, and name a buffer by an integer, its engine's id, which a
-graph can hold; where nobody does, `dispatch` and `combine` go straight to the engine, with the same formulas.
+token. They are needed only to trace, transform or observe ops; such ops name a buffer by its engine's id, an integer
+that a graph can hold. In all other cases `dispatch` and `combine` call the engine directly, with the same formulas.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _implementations = {
     "combine_tokens_backward": _combine_tokens_backward,
 }
 for _name, _impl in _implementations.items():
-    for _key in ("CPU", "CUDA"):  # the engine knows which machine it is
+    for _key in ("CPU", "CUDA"):  # the engine knows its device
         _lib.impl(_name, _impl, _key)
 _ops = [getattr(torch.ops.moe_rt, _name).default for _name in _implementations]
 
@@ -126,7 +126,7 @@ def _fake_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int, max_tokens: int | None = None
 ) -> tuple[Tensor, ...]:
     e = engine_by_id(engine)
-    capacity = e.capacity_for(None if max_tokens is None else int(max_tokens))  # a graph is made for this bound
+    capacity = e.capacity_for(None if max_tokens is None else int(max_tokens))  # a graph is specialised for this bound
     return (
         x.new_empty(capacity, e.spec.hidden),
         topk_weights.new_empty(e.weights_shape(capacity)),
@@ -194,7 +194,7 @@ def _weights(recv_weights: Tensor | None) -> dict[str, Tensor]:
 def dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, engine: Engine, tag: int, max_tokens: int | None
 ) -> tuple[Tensor, ...]:
-    """torch.ops.moe_rt.dispatch: recv_x, recv_weights, offs, recv_plan, send_plan."""
+    """Run torch.ops.moe_rt.dispatch. Return recv_x, recv_weights, offs, recv_plan, send_plan."""
     if unwatched(x, topk_idx, topk_weights):
         if recorded(x, topk_weights):
             engine.require_no_grad_into_window(tag, x, topk_weights)
@@ -213,7 +213,7 @@ def dispatch_scaled(
     tag: int,
     max_tokens: int | None,
 ) -> tuple[Tensor, ...]:
-    """torch.ops.moe_rt.dispatch_scaled: as dispatch, recv_x being codes, and recv_scales."""
+    """Run torch.ops.moe_rt.dispatch_scaled. Return the tensors of dispatch, with codes as recv_x, and recv_scales."""
     engine.require_no_grad_through_codes(tag, x, scales, topk_weights)
     if unwatched(x, x if scales is None else scales, topk_idx, topk_weights):
         return engine.dispatch(x, topk_idx, topk_weights, tag, max_tokens, True, scales)
@@ -225,7 +225,7 @@ def dispatch_scaled(
 def combine(
     y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int
 ) -> Tensor:
-    """torch.ops.moe_rt.combine: out."""
+    """Run torch.ops.moe_rt.combine. Return out [T, H]."""
     if unwatched(y, y if recv_weights is None else recv_weights, recv_plan, send_plan):
         if recorded(y, recv_weights):
             return CombineFunction.apply(y, recv_weights, recv_plan, send_plan, engine, tag)
@@ -238,7 +238,7 @@ def combine(
 def combine_out(
     y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int, out: Tensor
 ) -> Tensor:
-    """torch.ops.moe_rt.combine_out, and its `out`."""
+    """Run torch.ops.moe_rt.combine_out. Return its `out`."""
     engine.require_no_grad(tag, y, recv_weights, out)
     if unwatched(y, y if recv_weights is None else recv_weights, recv_plan, send_plan, out):
         return engine.combine(y, recv_weights, recv_plan, send_plan, tag, out)

@@ -1,7 +1,7 @@
-"""The oracle: dispatch and combine of a whole group in plain torch, one loop per sentence of the protocol, no speed.
+"""Reference implementation: dispatch and combine of a whole group in plain torch loops, written for clarity.
 
-Everything takes and returns lists over ranks. Sums are taken in the same order as the engine's, so results agree bit
-for bit (only the dot products of combine's backward are summed in another order).
+Every function takes and returns lists over ranks. Sums are taken in the engine's order, so results agree bit for bit;
+only the dot products of combine's backward are summed in another order.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moe_rt.config.topology import Topology
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a rank's recv_x: the local expert it is for, and the source rank and token it comes from.
+    """One row of a rank's recv_x: its local expert, source rank and token.
 
-    Of padding these are -1, and its weight is zero.
+    A padding row has -1 in all three, and weight zero.
     """
 
     expert: int
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Received:
-    """What one rank receives; `rows` lists also what overflow="drop" cut off, as Row or reference_tokens.TokenRow."""
+    """Result of dispatch on one rank. `rows` (Row or reference_tokens.TokenRow) includes rows dropped by overflow."""
 
     recv_x: Tensor
     recv_weights: Tensor
@@ -44,12 +44,12 @@ class Received:
 
     @property
     def padding(self) -> Tensor:
-        """Which of the kept rows are none, bool."""
+        """Bool per kept row: True for padding."""
         return torch.tensor([row.source < 0 for row in self.kept], dtype=torch.bool)
 
     @property
     def kept(self) -> Sequence[Any]:
-        """Those of recv_x."""
+        """Rows that recv_x holds."""
         return self.rows[: len(self.recv_x)]
 
 
@@ -60,7 +60,7 @@ def dispatch(
     spec: BufferSpec,
     max_tokens: int | None = None,
 ) -> list[Received]:
-    """Rows of every rank in the order local expert, source rank, token, cut at the capacity for max_tokens."""
+    """Return each rank's rows in the order local expert, source rank, token, cut at the capacity for max_tokens."""
     received = []
     for rank in range(spec.num_ranks):
         rows: list[Row] = []
@@ -92,12 +92,12 @@ def dispatch(
 
 
 def stacked(rows: list[Tensor], like: Tensor) -> Tensor:
-    """Rows like this one, of which there may be none."""
+    """Stack rows of the shape and dtype of `like`; the list may be empty."""
     return torch.stack(rows) if rows else like.new_empty(0, *like.shape)
 
 
 def through_codec(rows: Tensor, codec: torch.dtype | None) -> Tensor:
-    """Rows [N, H] as they arrive, in their own dtype: with a scale for every 128 elements (core/codec.h)."""
+    """Return rows [N, H] coded and decoded, in their own dtype, with one scale per 128 elements (core/codec.h)."""
     if codec is None:
         return rows
     codes, scales = code(rows, codec)
@@ -105,15 +105,15 @@ def through_codec(rows: Tensor, codec: torch.dtype | None) -> Tensor:
 
 
 def code(rows: Tensor, codec: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes [N, H] of rows [N, H], and their fp32 scales [N, ceil(H / 128)]."""
+    """Return codes [N, H] of rows [N, H] and their fp32 scales [N, ceil(H / 128)]."""
     num_blocks = -(-rows.shape[1] // 128)
     padded = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % 128)).view(len(rows), num_blocks, 128)
     largest = padded.abs().amax(-1, keepdim=True)
-    # As a tensor: a number divided by a tensor is the tensor's reciprocal times the number, rounded twice.
+    # `most` is a tensor, because torch divides a number by a tensor as number * reciprocal, which rounds twice.
     most = torch.full_like(largest, 448.0 if codec is torch.float8_e4m3fn else 127.0)
     coded = largest >= 2.0**-100
     scaled = torch.where(coded & largest.isfinite(), padded * (most / largest), 0.0)
-    codes = (scaled.to(codec).float() if codec is torch.float8_e4m3fn else scaled.round()) + 0.0  # there is one zero
+    codes = (scaled.to(codec).float() if codec is torch.float8_e4m3fn else scaled.round()) + 0.0  # turns -0 into 0
     scales = torch.where(largest.isfinite(), torch.where(coded, largest / most, 0.0), float("nan"))
     return codes.view(len(rows), num_blocks * 128)[:, : rows.shape[1]].to(codec), scales.squeeze(-1)
 
@@ -126,11 +126,11 @@ def combine(
     spec: BufferSpec,
     codec: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """out[t] = sum over nodes, in their order, of the sum over the node's ranks, in rank order, of each rank's partial,
-    the sum over its rows of t. With route="flat" each rank counts as a node.
+    """Return out[t] on each rank: the sum over nodes, in order, of each node's sum over its ranks, in rank order.
 
-    Partials are rounded to the dtype of rows, or coded from their accumulator as `codec`. So is a node's sum, from the
-    dtype of rows, where it is of more than one partial.
+    A rank's partial is the sum over its rows of t, rounded to the dtype of rows, or coded from the accumulator with
+    `codec`. A node's sum of several partials is rounded to the dtype of rows and then coded. With route="flat" each
+    rank counts as a node.
     """
     outs = []
     topology = spec.topology if spec.route == "two_level" else Topology(tuple(range(spec.num_ranks)))
@@ -154,7 +154,7 @@ def combine(
 def combine_backward(
     grad_outs: list[Tensor], ys: list[Tensor], recv_weights: list[Tensor], received: list[Received], spec: BufferSpec
 ) -> list[tuple[Tensor, Tensor]]:
-    """grad_y[row] = weight[row] * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>, or zero."""
+    """Return grad_y[row] = weight * grad_out[token] and grad_recv_weights[row] = <grad_out[token], y[row]>, or zero."""
     grads = []
     for rank in range(spec.num_ranks):
         rows = received[rank].kept
@@ -173,7 +173,7 @@ def dispatch_backward(
     topk_idx: list[Tensor],
     spec: BufferSpec,
 ) -> list[tuple[Tensor, Tensor]]:
-    """grad_x by combine with unit weights; grad_topk_weights[t, k] is the gradient of the row that the entry named."""
+    """Return grad_x, by combine with unit weights, and grad_topk_weights[t, k], the gradient of that entry's row."""
     ones = [torch.ones_like(w) for w in grad_recv_weights]
     grad_x = combine(grad_recv_x, ones, received, [len(i) for i in topk_idx], spec)
     grads = []

@@ -1,4 +1,4 @@
-"""The oracle of rows with scales: the rows that dispatch delivers, taken of codes and of scales alike."""
+"""Reference implementation for rows with scales: codes and scales are selected like the rows of a plain dispatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dispatch(
     spec: BufferSpec,
     max_tokens: int | None = None,
 ) -> list[reference.Received]:
-    """As that of the spec's layout; recv_x are codes."""
+    """Dispatch (codes, scales) in the layout of the spec; recv_x holds codes, recv_scales their scales."""
     plain = [torch.zeros(len(codes), spec.hidden, dtype=spec.dtype) for codes, _ in sent]
     by_layout = reference_tokens.dispatch if spec.by_token else reference.dispatch
     received = by_layout(plain, topk_idx, topk_weights, spec, max_tokens)
@@ -27,7 +27,7 @@ def dispatch(
 
 
 def _taken(sent: list[Tensor], received: reference.Received) -> Tensor:
-    """The rows of one rank, of what all ranks have; zeros for padding."""
+    """Select one rank's received rows from the tensors of all ranks; padding is zero."""
     zero = torch.zeros(sent[0].shape[1:], dtype=sent[0].dtype)
     rows = [sent[row.source][row.token] if row.source >= 0 else zero for row in received.kept]
     return reference.stacked(rows, zero)

@@ -1,4 +1,4 @@
-"""The oracle where rows are of tokens: what differs from reference.py, whose combine adds them with unit weights."""
+"""Reference implementation for layout="tokens". Its combine is that of reference.py with unit weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_rt.config.spec import BufferSpec
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One row of a rank's recv_x: the source rank and token it comes from, and which entries are for this rank."""
+    """One row of a rank's recv_x: its source rank and token, and the entries that are for this rank."""
 
     source: int
     token: int
-    # Both [K]. Local experts, or -1 where an entry names none of this rank, or one that an entry before it named.
+    # Both are [K]. An expert is a local id, or -1 if the entry names another rank's expert or repeats an earlier entry.
     experts: list[int]
     weights: list[Tensor]  # summed over the entries that name the expert
 
@@ -29,7 +29,7 @@ def dispatch(
     spec: BufferSpec,
     max_tokens: int | None = None,
 ) -> list[reference.Received]:
-    """Rows of every rank in the order source rank, token, cut at the capacity for max_tokens."""
+    """Return each rank's rows in the order source rank, token, cut at the capacity for max_tokens."""
     received = []
     sent = [reference.through_codec(x, spec.dispatch_dtype) for x in xs]
     for rank in range(spec.num_ranks):
@@ -60,7 +60,7 @@ def dispatch(
 def _entries(
     ids: list[int], weights: Tensor, here: tuple[int, ...] | list[int], spec: BufferSpec
 ) -> tuple[list[int], list[Tensor]]:
-    """Of one token: the local experts of its entries, and their weights; a repeated expert's are added to its first."""
+    """Return the local experts of one token's entries, and their weights, summed at an expert's first entry."""
     local = [-1] * len(ids)
     summed = [torch.zeros((), dtype=spec.acc_dtype) for _ in ids]
     for k, expert in enumerate(ids):
@@ -72,7 +72,7 @@ def _entries(
 
 
 def ones(received: list[reference.Received], spec: BufferSpec) -> list[Tensor]:
-    """The weights with which reference.combine and its backward treat rows as these are treated."""
+    """Return unit weights, with which reference.combine and its backward implement this layout."""
     return [torch.ones(len(r.recv_x), dtype=spec.acc_dtype) for r in received]
 
 
@@ -83,7 +83,7 @@ def dispatch_backward(
     topk_idx: list[Tensor],
     spec: BufferSpec,
 ) -> list[tuple[Tensor, Tensor]]:
-    """grad_x by combine; grad_topk_weights[t, k] is that of the first entry of t with the same expert."""
+    """Return grad_x, by combine, and grad_topk_weights[t, k], the gradient of t's first entry with the same expert."""
     grad_x = reference.combine(grad_recv_x, ones(received, spec), received, [len(i) for i in topk_idx], spec)
     grad_w = [torch.zeros(idx.shape, dtype=spec.acc_dtype) for idx in topk_idx]
     for r, grads in zip(received, grad_recv_weights, strict=True):

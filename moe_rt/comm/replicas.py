@@ -1,4 +1,4 @@
-"""Experts behind a buffer that a wrapper takes for copies of one another: found in the graph of what combine gets."""
+"""Finds experts that DistributedDataParallel would average as replicas, in the autograd graph of combine's input."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.compiler import is_compiling
 
 from moe_rt.errors import InvalidConfig
 
-_KNOWN: WeakSet[Any] = WeakSet()  # buffers whose experts were looked at, inside of a wrapper
+_KNOWN: WeakSet[Any] = WeakSet()  # buffers whose experts were checked inside a wrapper
 
 
 def refuse_replicated_experts(buffer: Any, y: Any) -> None:
-    """Raises InvalidConfig where DistributedDataParallel averages parameters that `y` was computed with.
+    """Raise InvalidConfig if DistributedDataParallel averages parameters that `y` was computed with.
 
-    They are experts, of which every rank has others. Only the first call inside of a wrapper's forward looks.
+    These are experts, which differ between ranks. Only the first call inside a wrapper's forward checks.
     """
     if buffer.num_ranks == 1 or not isinstance(y, Tensor) or not y.requires_grad or is_compiling():
         return
@@ -37,7 +37,7 @@ def refuse_replicated_experts(buffer: Any, y: Any) -> None:
 
 
 def _leaves(node: Any) -> Iterator[Tensor]:
-    """Leaves of the graph behind a node, as far as the dispatch that the rows came from."""
+    """Yield the leaves of a node's graph, back to the dispatch that returned the rows."""
     seen, todo = set(), [node]
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""Buffers shared by the layers of a group: symmetric memory is paid once per size and dtype, not once per layer."""
+"""Buffers shared by the layers of a group, so that each size and dtype takes symmetric memory only once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from moe_rt.heap.groups import Group, rendezvous_of
 from moe_rt.heap.rendezvous import ThreadGroup, all_gather_records
 from moe_rt.kernels import cuda_activation
 
-# Lives as long as some layer holds the buffer; the key holds the group, so that its identity is not reused meanwhile.
+# An entry lives as long as a layer holds its buffer. The key holds the group, so its identity is not reused meanwhile.
 _buffers: WeakValueDictionary[tuple[Any, ...], Buffer] = WeakValueDictionary()
 _names: WeakKeyDictionary[Buffer, str] = WeakKeyDictionary()  # the same on every rank
 
 
 def shared_buffer(group: Group, **sizes: Any) -> Buffer:
-    """The open buffer of this group and these sizes, made if some rank has none. Collective.
+    """Return the open buffer of this group and these sizes; make one if some rank has none. Collective.
 
-    A rank may still hold a buffer that is garbage on its peers, or already closed there; so ranks compare first.
+    A rank may still hold a buffer that its peers have freed or closed, so ranks compare theirs first.
 
     Args:
-        group, sizes: as moe_rt.Buffer's.
+        group, sizes: the arguments of moe_rt.Buffer.
+
+    Raises:
+        MoeRtError: see moe_rt.Buffer.
     """
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
@@ -46,7 +49,7 @@ def shared_buffer(group: Group, **sizes: Any) -> Buffer:
         everyone = all_gather_records(rendezvous, mine, timeout_s, "compare the buffers of its layers")
         if {record.get("open") for record in everyone} != {name}:
             found = None
-        if found is not None:  # a rank on which a layer could not be made has counted one more, or one less
+        if found is not None:  # a rank on which a layer could not be made has another count
             found.reserve_tags(max(int(record["tag"]) for record in everyone))
         name = str(everyone[0].get("next"))
     if found is None:
@@ -56,21 +59,21 @@ def shared_buffer(group: Group, **sizes: Any) -> Buffer:
 
 
 class LayerBuffers:
-    """The buffers of one layer: one for each dtype that its rows have had. A copied layer shares them.
+    """Buffers of one layer: one for each dtype that its rows have had. A copied layer shares them.
 
-    A pickle leaves them behind, and they are made anew, collectively, at first use. Memory of a group cannot travel,
-    nor can a group. So a layer pickles if another process finds its group without being told: it is of a single rank,
-    or of the default process group. Others refuse, saying what to do instead.
+    A pickle omits them, and the first use makes new ones, collectively: neither a group nor its memory can be pickled.
+    So a layer pickles only if another process can find its group: a single rank or the default process group. Other
+    layers refuse, with a message that says what to do instead.
 
     Args:
-        group, sizes: as of `shared_buffer`; sizes["dtype"] is that of the first.
-        fixed: all rows have the first one's dtype.
+        group, sizes: see `shared_buffer`; sizes["dtype"] is the dtype of the first buffer.
+        fixed: all rows have the dtype of the first buffer.
         has_kernel: experts run kernels that are compiled for each dtype on CUDA.
-        first: take this one instead of making it.
+        first: the first buffer; None makes one.
 
     Attributes:
-        fixed: the dtype of all rows, or None if they follow.
-        tag: the layer's.
+        fixed: the dtype of all rows, or None if it follows the model.
+        tag: the layer's tag.
     """
 
     def __init__(
@@ -89,40 +92,40 @@ class LayerBuffers:
 
     @property
     def current(self) -> Buffer:
-        """The one that the last forward asked for, or the first. Collective where a pickle has left it behind.
+        """The buffer of the last forward, or the first one. Collective if the layer was unpickled.
 
         Raises:
             InvalidConfig: this process is not the rank that the layer's experts belong to.
-            As moe_rt.Buffer.
+            MoeRtError: see moe_rt.Buffer.
         """
         if self._dtype not in self._by_dtype:
             self._by_dtype[self._dtype] = self._make(self._dtype)
         return self._by_dtype[self._dtype]
 
     def use(self, dtype: torch.dtype) -> Buffer:
-        """The buffer for rows of this dtype, or the fixed one. Collective where there is none yet."""
+        """Return the buffer for rows of this dtype, or the fixed one. Collective if it does not exist yet."""
         self._open(dtype)
         return self._by_dtype[self.fixed or dtype]
 
-    # Compilers call this while they trace, and keep no trace of it: it depends on nothing but the dtype, which they
+    # Compilers call this while they trace and do not record it, because it depends only on the dtype, which they
     # guard. So a buffer is made before the graph that needs it runs.
     def _open(self, dtype: torch.dtype) -> None:
         if self.fixed is not None:
             self._compare(self.fixed, dtype)
             dtype = self.fixed
         if dtype not in self._by_dtype:
-            if not self._used:  # made before model.to(dtype) or autocast: nobody will want its memory
+            if not self._used:  # made before model.to(dtype) or autocast, and not needed
                 self._by_dtype.clear()
             self._by_dtype[dtype] = self._make(dtype)
         self._dtype, self._used = dtype, True
 
-    # What torch.compiler.assume_constant_result does, after it has imported the compiler, which takes seconds.
+    # torch.compiler.assume_constant_result does the same, but imports the compiler first, which takes seconds.
     _open._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _make(self, dtype: torch.dtype) -> Buffer:
         rank, num_ranks, device = self._place
         group = self._group
-        if group is None and num_ranks == 1:  # a layer that was made alone stays alone
+        if group is None and num_ranks == 1:  # a layer made for a single rank stays on one
             group = _alone(device)
         elif group is None and not dist.is_initialized():
             raise InvalidConfig(
@@ -131,10 +134,10 @@ class LayerBuffers:
             )
         buffer = shared_buffer(group, **{**self._sizes, "dtype": dtype})
         if (buffer.rank, buffer.num_ranks) != (rank, num_ranks):
-            buffer.abort()  # for the ranks that are in their places
+            buffer.abort()  # so that ranks with the right pickle raise also
             raise InvalidConfig(
                 f"layer: got a pickle of rank {rank} of {num_ranks} on rank {buffer.rank} of {buffer.num_ranks}, "
-                "expected each rank to load its own; experts are spread anew as `moe-rt docs howto/resume` says"
+                "expected each rank to load its own; `moe-rt docs howto/resume` shows how to redistribute experts"
             )
         buffer.reserve_tags(self.tag)
         return self._prepared(buffer)
@@ -145,7 +148,7 @@ class LayerBuffers:
         return buffer
 
     def waited_ns(self) -> list[int]:
-        """moe_rt.Buffer.waited_ns, added up over all of them."""
+        """Return the sum of moe_rt.Buffer.waited_ns over all buffers of the layer, in nanoseconds, [R]."""
         return [sum(times) for times in zip(*(b.waited_ns() for b in self._by_dtype.values()), strict=True)]
 
     def _compare(self, fixed: torch.dtype, dtype: torch.dtype) -> None:
@@ -172,5 +175,5 @@ class LayerBuffers:
 
 @functools.cache
 def _alone(device: str) -> ThreadGroup:
-    """One rank, whatever the default process group is; the same for all layers, so that they share buffers."""
+    """Return a group of one rank, independent of the default process group; layers share it, and so its buffers."""
     return ThreadGroup.make(1, torch.device(device))[0]

@@ -1,1 +1,1 @@
-"""What ranks agree on before they share memory."""
+"""Configuration that ranks agree on before they share memory."""

@@ -1,4 +1,4 @@
-"""How rows travel: as they are, or coded in one byte an element."""
+"""Codecs of rows in transit: unchanged, or one byte per element."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Codec(IntEnum):
-    """Codec of cuda/protocol/core/codec.h, by the same numbers."""
+    """Codecs, with the values of Codec in cuda/protocol/core/codec.h."""
 
     RAW = 0
     FP8 = 1
@@ -16,22 +16,22 @@ class Codec(IntEnum):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What users call it, as in `moe_rt.Buffer(dispatch_dtype=...)`: the dtype of its codes, None for RAW."""
+        """Dtype of its codes, by which users name it in `moe_rt.Buffer(dispatch_dtype=...)`; None for RAW."""
         return _DTYPES[self]
 
     @property
     def enumerator(self) -> str:
-        """Its name in C++."""
+        """Name of its C++ enumerator."""
         return f"k{self.name.capitalize()}"
 
     @classmethod
     def of(cls, dtype: torch.dtype | None) -> Codec:
-        """The one with this dtype; KeyError if there is none."""
+        """Return the codec with this dtype. Raise KeyError if none has it."""
         return _CODECS[dtype]
 
     @classmethod
     def dtypes(cls) -> list[torch.dtype]:
-        """Of the codes of all codecs that have some."""
+        """Return the dtypes of all codecs except RAW."""
         return [codec.dtype for codec in cls if codec.dtype is not None]
 
 

@@ -1,4 +1,4 @@
-"""The one way a value of a configuration is refused: naming the field, what was got and what was expected."""
+"""The check by which every invalid configuration value is refused, with a uniform message."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from moe_rt.errors import InvalidConfig
 
 
 def expect(condition: bool, field: str, got: object, expected: str) -> None:
-    """Raises InvalidConfig unless `condition` holds."""
+    """Raise InvalidConfig, which names the field, what was got and what was expected, unless `condition` holds."""
     if not condition:
         raise InvalidConfig(f"{field}: got {got}, expected {expected}")

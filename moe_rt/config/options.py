@@ -1,4 +1,4 @@
-"""What a user may choose about a buffer besides its sizes; every name and default is stated here once."""
+"""Options of a buffer other than its sizes; every name and default is defined here once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from moe_rt.config.codec import Codec
 from moe_rt.config.expect import expect
 from moe_rt.config.placement import Placement
 
-# What provides symmetric memory; docs/heap.md.
+# Providers of symmetric memory; see docs/heap.md.
 HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem", "gin"]
 GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem", "gin")
 Overflow = Literal["raise", "drop", "retry"]
-# How rows go between ranks of different nodes; moe_rt.Buffer explains both.
+# Paths of rows between ranks of different nodes; moe_rt.Buffer explains both.
 Route = Literal["flat", "two_level"]
-# What a row of recv_x is; moe_rt.Buffer explains both.
+# Meanings of a row of recv_x; moe_rt.Buffer explains both.
 RecvLayout = Literal["experts", "tokens"]
-ALIGNMENTS = (1, 8, 16, 32, 128)  # of the rows of an expert
+ALIGNMENTS = (1, 8, 16, 32, 128)  # allowed values of expert_alignment, in rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedOptions:
-    """The options that every rank must give alike; `moe_rt.Buffer` explains each."""
+    """The options that must be identical on all ranks; `moe_rt.Buffer` explains each."""
 
     capacity_factor: float | None = None
     overflow: Overflow = "raise"
@@ -35,10 +35,10 @@ class SharedOptions:
     route: Route | Literal["auto"] = "auto"
 
     def check_shared(self, dtype: torch.dtype) -> None:
-        """Whether they make sense for rows of `dtype`.
+        """Check these options for rows of `dtype`.
 
         Raises:
-            InvalidConfig: naming the field, what was got and what was expected.
+            InvalidConfig: a value is invalid; names the field, what was got and what was expected.
         """
         for name in ("dispatch_dtype", "combine_dtype"):
             codes = getattr(self, name)
@@ -55,7 +55,7 @@ class SharedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferOptions(SharedOptions):
-    """All options of a buffer; `moe_rt.Buffer` explains each. Values are checked where all ranks make the buffer."""
+    """All options of a buffer; `moe_rt.Buffer` explains each. Values are checked when all ranks make the buffer."""
 
     placement: Placement | Sequence[int] | None = None
     heap: HeapKind | Literal["auto"] = field(default="auto", repr=False)
@@ -65,17 +65,17 @@ class BufferOptions(SharedOptions):
     num_sms: int | None = field(default=None, repr=False)
 
     def check_own(self) -> None:
-        """Whether what concerns this rank alone makes sense.
+        """Check the options that concern only this rank.
 
         Raises:
-            InvalidConfig: naming the field, what was got and what was expected.
+            InvalidConfig: a value is invalid; names the field, what was got and what was expected.
         """
-        positive = self.timeout_s > 0 and self.init_timeout_s > 0  # NaN is not
+        positive = self.timeout_s > 0 and self.init_timeout_s > 0  # False for NaN
         expect(positive, "timeout_s", f"{self.timeout_s} and {self.init_timeout_s}", "positive seconds")
         expect(self.num_threads >= 1, "num_threads", self.num_threads, "at least 1")
 
     def arguments(self) -> dict[str, Any]:
-        """The same as keyword arguments of `moe_rt.Buffer`, hashable."""
+        """Return the options as keyword arguments of `moe_rt.Buffer`, with hashable values."""
         values = {f.name: getattr(self, f.name) for f in fields(BufferOptions)}
         if values["placement"] is not None and not isinstance(values["placement"], Placement):
             values["placement"] = tuple(values["placement"])

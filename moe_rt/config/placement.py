@@ -1,4 +1,4 @@
-"""Which rank holds which expert, and where among its own."""
+"""Placement of experts: the rank of each expert, and its index on that rank."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from moe_rt.config.expect import expect
 
 @dataclass(frozen=True, repr=False)
 class Placement:
-    """Where every expert lives.
+    """Rank and local index of every expert.
 
     Attributes:
-        places: for each expert its (rank, local index) pairs. The protocol serves one each, and local indices in the
-            order of expert ids; `make` refuses others.
+        places: for each expert its (rank, local index) pairs. The protocol supports one pair per expert, with local
+            indices in the order of expert ids; `make` refuses others.
     """
 
     places: tuple[tuple[tuple[int, int], ...], ...]
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
-        """Contiguous blocks; the first num_experts % num_ranks ranks hold one expert more."""
+        """Place contiguous blocks; the first num_experts % num_ranks ranks hold one expert more."""
         each, extra = divmod(num_experts, num_ranks)
         return cls.from_ranks([r for r in range(num_ranks) for _ in range(each + (r < extra))])
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[int]) -> Placement:
-        """One place for each expert, on the rank that is given for it."""
+        """Place each expert on the given rank; `ranks` has length E."""
         held: dict[int, int] = {}
         places = []
         for rank in map(int, ranks):
@@ -38,11 +38,11 @@ class Placement:
 
     @classmethod
     def make(cls, given: Placement | Sequence[int] | None, num_experts: int, num_ranks: int) -> Placement:
-        """What a user gave: a placement, the rank of each expert, or None for contiguous blocks.
+        """Return the placement that a user gave: a Placement, the rank of each expert, or None for contiguous blocks.
 
         Raises:
-            InvalidConfig: it is not of so many experts and ranks, leaves a rank without one, or places an expert twice
-                or in another order than that of expert ids.
+            InvalidConfig: it has other numbers of experts or ranks, leaves a rank without experts, places an expert
+                twice, or does not order local indices by expert id.
         """
         if given is None:
             return cls.contiguous(num_experts, num_ranks)
@@ -62,11 +62,11 @@ class Placement:
         return tuple(rank for ((rank, _),) in self.places)
 
     def local_experts(self, rank: int) -> list[int]:
-        """Global ids of a rank's experts, in local order."""
+        """Return the global ids of a rank's experts, in local order."""
         return [expert for expert, at in enumerate(self.ranks) if at == rank]
 
     def num_local(self, rank: int) -> int:
-        """How many experts a rank holds (L)."""
+        """Return the number of experts on a rank (L)."""
         return self.ranks.count(rank)
 
     def __repr__(self) -> str:

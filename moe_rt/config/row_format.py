@@ -1,4 +1,4 @@
-"""Rows with scales: which codes and scales a dispatch takes together, and the word by which ranks compare them."""
+"""Formats of rows with scales: dtypes and counts of codes and scales, and the word by which ranks compare formats."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What a row of codes, and of scales, may consist of. Their order is part of the word.
+# Dtypes of codes and of scales. The word contains indices into these tuples.
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 SCALES = (torch.float32, torch.int32, torch.uint8)
 _COUNT_BITS, _DTYPE_BITS = 24, 3
 MOST_SCALES = (1 << _COUNT_BITS) - 1
-_ALIGN = 16  # where the scales of a row begin in a window: RowParts of cuda/protocol/core/codec.h
+_ALIGN = 16  # alignment of a row's scales in a window: RowParts of cuda/protocol/core/codec.h
 
 
 class RowFormat(NamedTuple):
-    """One token in two tensors: so many codes of a dtype, and so many scales of another."""
+    """Format of one token in two tensors: dtype and number of its codes, and of its scales."""
 
     codes: torch.dtype
     num_codes: int
@@ -25,38 +25,38 @@ class RowFormat(NamedTuple):
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor) -> RowFormat:
-        """That of codes [T, C] and scales [T, S]."""
+        """Return the format of codes [T, C] and scales [T, S]."""
         return cls(codes.dtype, codes.shape[-1], scales.dtype, scales.shape[-1])
 
     @classmethod
     def of_codec(cls, codes: torch.dtype | None, hidden: int) -> RowFormat:
-        """What a buffer's own codec makes of rows: an fp32 scale for every 128 elements. An op of none is refused."""
+        """Return the format of a buffer's codec: one fp32 scale per 128 elements. Ops without a codec are refused."""
         return cls(codes or CODES[0], hidden, torch.float32, -(-hidden // 128))
 
     @property
     def code_bytes(self) -> int:
-        """Of a row of codes."""
+        """Bytes of a row of codes."""
         return self.num_codes * self.codes.itemsize
 
     @property
     def scale_bytes(self) -> int:
-        """Of a row of scales."""
+        """Bytes of a row of scales."""
         return self.num_scales * self.scales.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Of both in a window."""
+        """Bytes of both in a window."""
         return -(-self.code_bytes // _ALIGN) * _ALIGN + self.scale_bytes
 
     def word(self, hidden: int) -> int:
-        """32 bits that say which it is, of rows of `hidden` elements; never 0, which are rows without scales."""
-        packed = self.num_codes != hidden  # two in a byte
+        """Return 32 bits that encode the format, for rows of `hidden` elements; never 0, the word of plain rows."""
+        packed = self.num_codes != hidden  # two codes per byte
         dtypes = CODES.index(self.codes) << _DTYPE_BITS | SCALES.index(self.scales)
         return 1 << 31 | int(packed) << 30 | dtypes << _COUNT_BITS | self.num_scales
 
 
 def spelled(word: int) -> str:
-    """A word in words; a peer's may say anything."""
+    """Describe a word in English; a peer's word may be invalid."""
     if word & 0xFFFFFFFF == 0:
         return "rows without scales"
     dtypes, mask = word >> _COUNT_BITS & (1 << 2 * _DTYPE_BITS) - 1, (1 << _DTYPE_BITS) - 1

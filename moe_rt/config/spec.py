@@ -1,4 +1,4 @@
-"""What a buffer is made for: sizes, dtype, placement and capacity, checked and compared between ranks."""
+"""The specification of a buffer: sizes, dtype, placement and capacity, checked and compared between ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow
 
 PROTOCOL_VERSION = 7
-# Batches of decoding, whose lists GPUs push to each other, and rows where they are fewer still: memory for them grows
-# with the number of ranks, and rows take this much of a window at most.
+# Limits for small batches, as in decoding: GPUs push their lists to each other up to PUSHED_TOKENS tokens, and their
+# rows up to PUSHED_ROWS. This memory grows with the number of ranks; rows take at most PUSHED_ROWS_BYTES of a window.
 PUSHED_TOKENS, PUSHED_ROWS, PUSHED_ROWS_BYTES = 128, 64, 1 << 24
 
 # Dtypes of rows in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
@@ -54,11 +54,11 @@ class BufferSpec(SharedOptions):
         layout: RecvLayout = "experts",
         expert_alignment: int = 1,
     ) -> BufferSpec:
-        """Checks every field.
+        """Return the spec, after checking every field.
 
         Raises:
-            InvalidConfig: naming the field, what was got and what was expected.
-            SizeOverflow: when rows or bytes do not fit the protocol's types.
+            InvalidConfig: a value is invalid; names the field, what was got and what was expected.
+            SizeOverflow: the number of rows or bytes does not fit the protocol's types.
         """
         sizes: dict[str, Any] = {
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
@@ -96,24 +96,24 @@ class BufferSpec(SharedOptions):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the group (R)."""
+        """Number of ranks of the group (R)."""
         return self.topology.num_ranks
 
     @property
     def acc_dtype(self) -> torch.dtype:
-        """Accumulators and routing weights: fp32, or fp64 for fp64 rows."""
+        """Dtype of accumulators and routing weights: fp32, or fp64 for fp64 rows."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
     @property
     def by_token(self) -> bool:
-        """Whether a token has one row on each rank that it visits, instead of one for each of its experts there."""
+        """True if a token has one row on each rank that it visits, instead of one for each of its experts there."""
         return self.layout == "tokens"
 
     def capacity(self, rank: int, max_tokens: int | None = None) -> int:
-        """Rows of recv_x on `rank`, at first: the worst case, or capacity_factor times balance.
+        """Return the initial number of rows of recv_x on `rank`: the worst case, or capacity_factor balanced loads.
 
-        The worst case is R*T*min(K, L), or R*T where rows are of tokens; T is max_tokens, or else
-        num_max_tokens_per_rank. Room for all the padding that expert_alignment may take comes on top of either.
+        The worst case is R*T*min(K, L), or R*T with layout="tokens"; T is max_tokens if given, else
+        num_max_tokens_per_rank. The maximum padding that expert_alignment may need is added to both.
         """
         num_local = self.placement.num_local(rank)
         tokens = self.num_ranks * (max_tokens or self.num_max_tokens_per_rank)
@@ -126,7 +126,7 @@ class BufferSpec(SharedOptions):
         return -(-(rows + num_local * (step - 1)) // step) * step
 
     def shape(self, *, pushes: bool = False) -> _engine.Shape:
-        """The same sizes as the engine's type; with room for what GPUs push to each other, or without."""
+        """Return the sizes as the engine's type. `pushes` includes the memory for lists and rows that GPUs push."""
         tokens, align = self.num_max_tokens_per_rank, _engine.ROW_ALIGN
         row_bytes = -(-self.hidden * self.dtype.itemsize // align) * align
         rows = min(tokens, PUSHED_ROWS, PUSHED_ROWS_BYTES // (self.num_ranks * row_bytes))
@@ -145,20 +145,20 @@ class BufferSpec(SharedOptions):
         )
 
     def gpu_shape(self) -> _engine.Shape:
-        """As on GPUs, which push where rows go flat."""
+        """Return the shape of GPU ranks, which push unless rows travel in two levels."""
         return self.shape(pushes=not self.node_of)
 
     @property
     def node_of(self) -> list[int]:
-        """The node of each rank, where rows go in two levels; else nothing."""
+        """Node of each rank if rows travel in two levels, else an empty list."""
         return list(self.topology.nodes) if self.route == "two_level" else []
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of a `moe_rt.Buffer` that has this spec over such a group."""
+        """Return the keyword arguments of a `moe_rt.Buffer` with this spec; the group gives the topology."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "topology"}
 
     def record(self) -> dict[str, Any]:
-        """Plain values for comparing ranks."""
+        """Return the spec as plain values, for comparison between ranks."""
         return {
             **{name: str(v) if name.endswith("dtype") else v for name, v in self.arguments().items()},
             "topology": list(self.topology.nodes),
@@ -167,6 +167,6 @@ class BufferSpec(SharedOptions):
         }
 
     def hash(self) -> int:
-        """64 bits that every header carries."""
+        """Return a 64-bit hash, which every header carries."""
         text = json.dumps(self.record(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""Which node each rank of a group is on."""
+"""The topology of a group: the node of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Topology:
         nodes: the node of each rank, [R]; nodes are numbered from 0, and none is empty.
 
     Raises:
-        InvalidConfig: a node is empty, or there is no rank.
+        InvalidConfig: a node or the group is empty.
     """
 
     nodes: tuple[int, ...]
@@ -27,27 +27,27 @@ class Topology:
 
     @classmethod
     def one_node(cls, num_ranks: int) -> Topology:
-        """All ranks on one node: what a group is that says nothing about nodes."""
+        """Place all ranks on one node, the default for a group without node information."""
         return cls((0,) * num_ranks)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
-        """rows[n] are the members on node n, and `ranks` all members in the order of the group's ranks."""
+        """Return the topology in which rows[n] are the members on node n; `ranks` lists all members in rank order."""
         node_of = {member: node for node, row in enumerate(rows) for member in row}
         return cls(tuple(node_of[member] for member in ranks))
 
     @classmethod
     def of_places(cls, places: Sequence[str]) -> Topology:
-        """Ranks of one place share a node; nodes are numbered as ranks come to them."""
+        """Put ranks with equal places on one node; nodes are numbered in the order of their first ranks."""
         numbers = {place: node for node, place in enumerate(dict.fromkeys(places))}
         return cls(tuple(numbers[place] for place in places))
 
     def divides_as(self, other: Topology) -> bool:
-        """Whether ranks share a node in one if they do in the other, however nodes are numbered."""
+        """True if both topologies group ranks into the same nodes, in any numbering."""
         return Topology.of_places(list(map(str, self.nodes))) == Topology.of_places(list(map(str, other.nodes)))
 
     def is_inside(self, other: Topology) -> bool:
-        """Whether ranks that share a node here also do in the other."""
+        """True if ranks that share a node here also share one in `other`."""
         return all(len({other.node_of(rank) for rank in self.ranks_of(node)}) == 1 for node in range(self.num_nodes))
 
     @property
@@ -59,11 +59,11 @@ class Topology:
         return max(self.nodes) + 1
 
     def node_of(self, rank: int) -> int:
-        """The node that a rank is on."""
+        """Return the node of a rank."""
         return self.nodes[rank]
 
     def ranks_of(self, node: int) -> list[int]:
-        """A node's ranks, ascending."""
+        """Return the ranks of a node, ascending."""
         return [rank for rank, at in enumerate(self.nodes) if at == node]
 
     def __repr__(self) -> str:

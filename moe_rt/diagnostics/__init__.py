@@ -1,4 +1,4 @@
-"""Who waits for whom: reports on a group from inside or from another process, while ranks run, hang or are dead."""
+"""Reports on which ranks wait for which, made from inside or another process, while ranks run, hang or are dead."""
 
 from moe_rt.diagnostics.attach import attach
 from moe_rt.diagnostics.report import OpRecord, RankReport, Report

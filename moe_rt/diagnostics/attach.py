@@ -1,7 +1,7 @@
-"""A report on the group of another process of the same user, whose open descriptors are the segments.
+"""Reports on the groups of another process of the same user, whose open descriptors are the segments.
 
-A rank has every peer's segment open, so that one process leads to all ranks, dead ones included. Nothing is asked of
-them: they may run, hang in an op, or be stopped. Mappings are read-only.
+A rank has every peer's segment open, so one process leads to all ranks, including dead ones. The ranks take no part:
+they may run, hang in an op, or be stopped. Mappings are read-only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from moe_rt.heap.shm import MEMFD_NAME
 
 
 def attach(pid: int) -> list[Report]:
-    """One report for each buffer that process `pid`, or one that it has started, has open with heap "shm".
+    """Return a report for each buffer with heap "shm" that process `pid`, or one that it has started, has open.
 
     A server's ranks are children of the process that its owner knows.
 
     Raises:
-        SegmentPermission: it is another user's process, or the system keeps it from us in another way.
-        InvalidConfig: there is no such process, or none of them has such a buffer.
+        SegmentPermission: it is another user's process, or the system denies access for another reason.
+        InvalidConfig: the process does not exist, or none of these processes has such a buffer.
     """
     segments = segments_of(pid)
     for child in _descendants(pid):
         with contextlib.suppress(InvalidConfig, SegmentPermission):  # ended meanwhile, or another user's
             segments |= segments_of(child)
-    groups: dict[tuple[tuple[int, int], ...], None] = {}  # of members: all segments of a group name the same
+    groups: dict[tuple[tuple[int, int], ...], None] = {}  # keyed by members, which all segments of a group name
     for mapping in segments.values():
         with contextlib.suppress(ValueError):  # still being made, or overwritten
             groups[tuple(_engine.read_segment(mapping).members)] = None
@@ -44,7 +44,7 @@ def attach(pid: int) -> list[Report]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that this one has started, those that they have started, and so on."""
+    """Return the descendants of a process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
@@ -58,7 +58,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def segments_of(pid: int) -> dict[int, mmap.mmap]:
-    """What `pid` has open and calls a segment, by inode. Only sealed files: no other can shrink under the reader."""
+    """Map what `pid` has open as segments, by inode. Only sealed files: others could shrink under the reader."""
     segments = {}
     try:
         paths = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]

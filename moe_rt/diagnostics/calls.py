@@ -1,4 +1,4 @@
-"""Which op ranks disagree about: every rank numbers its ops, and all must have called the same under each number."""
+"""Finds the op that ranks disagree about: a rank numbers its ops, and a number must be the same call on all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MOST_CALLS = 4
 
 
 def disagreement(ranks: Sequence[RankReport]) -> Disagreement | None:
-    """None as long as all ranks that have come to an op called the same."""
+    """Return the first op that ranks called differently; None if they agree on all ops that they have reached."""
     calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
         for op in rank.last_ops:
-            # Who refuses an op may not know the handle it was given.
+            # A rank that refuses an op may not know the handle it was given.
             if op.handle_seq or op.op == "dispatch":
                 calls[op.number][_call(op)].append(rank.rank)
     for _, callers in sorted(calls.items()):

@@ -1,7 +1,7 @@
-"""Making a report: reading the segments, and finding the ranks that all the others wait for.
+"""Makes a report: reads the segments, and finds the ranks that all others wait for.
 
-Memory of peers is read and not asked for, so that a rank which hangs, is stopped or is dead is reported on, too. What
-is read there may be anything: it is shown, and only what `read_segment` has checked is used as an index.
+Peers' memory is read without their help, so that ranks that hang, are stopped or are dead are also reported on. It may
+contain anything: it is shown, and only what `read_segment` has checked is used as an index.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report
 from moe_rt.errors import Code, Op
 from moe_rt.heap.processes import Watch, state_letter
 
-MOST_LINES = 4  # of a conclusion
-FIRST_KIND = ("dispatch", "combine_backward")  # of KINDS
-# Of /proc/<pid>/stat; "" where it cannot be read; others run.
+MOST_LINES = 4  # maximum lines of a conclusion
+FIRST_KIND = ("dispatch", "combine_backward")  # the ops of KINDS[0]
+# States by their letter in /proc/<pid>/stat, "" if it cannot be read. All other letters mean "running".
 _PROCESS_STATES = {"": "unknown", "T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
 
 
 @dataclass(frozen=True)
 class _View:
-    """What could be found of one rank: its process, and its segment, or the problem with it."""
+    """State of one rank's process, and its segment or why that cannot be read."""
 
     pid: int
     process: str
@@ -35,12 +35,12 @@ class _View:
 
 
 def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], watches: Sequence[Watch | None]) -> Report:
-    """The report of someone who has segments mapped.
+    """Report on the ranks whose segments are mapped here.
 
     Args:
         members: process and inode of each rank, as in Segments.
-        mappings: of each rank's segment, perhaps read-only; None where there is none.
-        watches: of each rank's process, or None.
+        mappings: each rank's segment, perhaps read-only; None if it is not mapped.
+        watches: the watch of each rank's process, or None.
     """
     found = enumerate(zip(members, mappings, watches, strict=True))
     views = [_look_at(rank, len(members), pid, mapping, watch) for rank, ((pid, _), mapping, watch) in found]
@@ -48,7 +48,7 @@ def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], watch
     segments = [view.segment for view in views if view.segment is not None]
     ranks = [_rank_report(rank, view, segments, now) for rank, view in enumerate(views)]
     late = stragglers([set(rank.waits_for) for rank in ranks])
-    # While a rank is dead or has left, the others' being late is no cause: they may yet come.
+    # If a rank is dead or has left, ranks that are merely late are not the cause: they may still arrive.
     late = [rank for rank in late if ranks[rank].closed or ranks[rank].process == "dead"] or late
     header = segments[0].header if segments else None
     return Report(
@@ -63,7 +63,7 @@ def report_on(members: Sequence[tuple[int, int]], mappings: Sequence[Any], watch
 
 
 def stragglers(waits_for: Sequence[set[int]]) -> list[int]:
-    """Ranks that are waited for and that no chain of waits leads away from; ranks in a ring may all be among them."""
+    """Ranks that are waited for and at which all chains of waits end; all ranks of a cycle may be among them."""
     reached = [_reachable(waits_for, rank) for rank in range(len(waits_for))]
     return [r for r in sorted(set[int]().union(*waits_for)) if all(r in reached[other] for other in reached[r])]
 
@@ -89,7 +89,7 @@ def _process_state(pid: int) -> str:
         return _PROCESS_STATES.get(state_letter(pid), "running")
     except (FileNotFoundError, ProcessLookupError):
         return "dead"
-    except OSError:  # a system that hides other users' processes
+    except OSError:  # the system hides other users' processes
         return "unknown"
 
 
@@ -147,7 +147,7 @@ def _op_record(f: _engine.OpRecord) -> OpRecord:
 
 
 def _missing(segment: _engine.SegmentReport) -> list[int]:
-    """Who has not announced the op that this rank waits in, or has failed in; or who has to pass that on."""
+    """Return the ranks that have not announced the op that this rank waits or failed in, or have not passed it on."""
     if not segment.op_records:
         return []
     last = segment.op_records[-1]

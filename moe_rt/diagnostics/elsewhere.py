@@ -1,7 +1,7 @@
-"""Where a rank that does not come is instead: perhaps it waits in another buffer, for a rank that waits for it here.
+"""Finds where a late rank waits instead: perhaps in another buffer, for a rank that waits for it here.
 
-Two layers that ranks run in different order, each with a buffer of its own, look from inside of either like a rank that
-is late. Only whoever sees both buffers can tell.
+If ranks run two layers in different orders, each layer with its own buffer, either buffer only shows a late rank. The
+cause is visible only to a process that sees both.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from moe_rt.heap.segments import Segments
 
 
 class _Other(NamedTuple):
-    """Another buffer that the rank has open; `late` and `own` are the numbers there of that rank and of this one."""
+    """Another buffer that the late rank has open. `late` and `own` are the ranks in it of that rank and of this one."""
 
     members: list[tuple[int, int]]
     mappings: list[Any]
     late: int
-    own: int  # -1 where this rank has no part in it
+    own: int  # -1 if this rank has no part in it
 
 
 def elsewhere(segments: Segments, rank: int, late: int, since_ns: int) -> str:
-    """In words, that rank `late` waits in another buffer, or has given up waiting there; "" where nothing is known.
+    """Say that rank `late` waits in another buffer, or has given up waiting there; "" if nothing is known.
 
     Args:
-        segments: of the buffer where `rank` waits for `late`.
-        since_ns: when `rank` began to wait; what had ended there before is no reason for being late.
+        segments: segments of the buffer where `rank` waits for `late`.
+        since_ns: time when `rank` began to wait. Ops that ended there earlier do not explain the delay.
     """
     with suppress(MoeRtError, OSError):  # dead, or another user's: the report says so
         for other in _others(segments, rank, late):
@@ -52,7 +52,7 @@ def _others(segments: Segments, rank: int, late: int) -> Iterator[_Other]:
     pid, inode = segments.members[late]
     if inode == 0:
         for there in threads.others_of(segments, late):
-            if mappings := list(there.mappings):  # of a buffer that is closed there are none
+            if mappings := list(there.mappings):  # empty if that buffer is closed
                 yield _Other(there.members, mappings, late, rank)
         return
     found = segments_of(pid)

@@ -1,6 +1,6 @@
-"""Why a rank leaves its group, in one line that it writes into its own segment for its peers to read.
+"""Last words: why a rank leaves its group, in one line that it writes into its own segment for its peers.
 
-Peers believe nothing of it: the bytes may be anything, and are shown as text on one line.
+Peers trust none of it: the bytes may be anything, and are shown as text on one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moe_rt.errors import MoeRtError
 
 
 def last_words(error: BaseException) -> bytes:
-    """The class of an exception and the first line of what it says, in UTF-8, cut to what a segment has room for."""
+    """Return an exception's class and the first line of its message, in UTF-8, cut to the space in a segment."""
     said = ""
     with suppress(Exception):  # a __str__ that raises must not hide the error that it belongs to
         said = str(error.args[0] if isinstance(error, MoeRtError) else error)
@@ -22,10 +22,10 @@ def last_words(error: BaseException) -> bytes:
 
 
 def cut(text: str) -> bytes:
-    """UTF-8 of the text, as much of it as there is room for, and no half characters."""
+    """Encode the text in UTF-8, cut between characters to the space in a segment."""
     return text.encode(errors="replace")[: _engine.MOST_LAST_WORDS].decode(errors="ignore").encode()
 
 
 def readable(words: bytes) -> str:
-    """A peer's last words on one line; what would not print, or would move the cursor, is a blank."""
+    """Return a peer's last words on one line, with blanks for characters that do not print or move the cursor."""
     return "".join(c if c.isprintable() else " " for c in words.decode(errors="replace")).strip()

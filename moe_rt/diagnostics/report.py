@@ -1,4 +1,4 @@
-"""What a report on a group says: of each rank what it does and whom it waits for, and whom to look at first."""
+"""A report on a group: what each rank does, which ranks it waits for, and which rank to examine first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class OpRecord:
     """One op of a rank. Times are nanoseconds of CLOCK_MONOTONIC, 0 for what has not happened.
 
     Attributes:
-        number: counts all ops of the rank, from 1; `seq` those of its kind. Ranks call the same op under one number.
+        number: number of the op on its rank, from 1; the same call on all ranks. `seq` counts only ops of its kind.
         phase: "publish" or "push", "wait", "gather" or "reduce"; "" once the op has ended.
-        status: how the op ended: "ok", or a code of errors.py in lower case; "" before.
-        longest_peer: the peer that this rank waited for longest, for `longest_ns`; -1 before the first has come.
-        handle_seq: of the dispatch whose handle the op uses; 0 for a dispatch, and where the op refused its input.
+        status: "ok", or a code of errors.py in lower case, once the op has ended; "" before.
+        longest_peer: the peer that this rank waited for longest, for `longest_ns`; -1 before the first arrives.
+        handle_seq: `seq` of the dispatch whose handle the op uses; 0 for a dispatch, and if the op refused its input.
     """
 
     number: int
@@ -48,19 +48,19 @@ class RankReport:
     """One rank, as its own segment and those of its peers show it.
 
     Attributes:
-        node: where it is; -1 where nobody's segment can be read.
-        serves: ranks of other nodes for which it is the forwarder, where rows go in two levels.
+        node: node of the rank; -1 if no segment can be read.
+        serves: remote ranks that it is the proxy of, if rows go in two levels.
         process: "running", "stopped", "dead" or "unknown".
         problem: why its own segment could not be read; "" if it could.
-        announced: the last sequence number of each kind that it announced to anyone.
-        closed: it has closed its buffer.
+        announced: last sequence number of each kind that it announced to any peer.
+        closed: True if it has closed its buffer.
         poison: what its poison word says; "" while the group is healthy.
-        last_words: why it left the group, as it says; "" while it is in.
-        waits_for: ranks that have not announced the op it is in, or the op it failed in; or have not passed on that
-            another has.
+        last_words: its own reason for leaving the group; "" while it is in the group.
+        waits_for: ranks that have not announced the op that it is in or failed in, and proxies that have not passed on
+            another rank's announcement.
         state: what it does now, or did last, in words.
-        num_torn: ops that could not be read, since they were being written.
-        last_ops: at most 64, the latest last.
+        num_torn: number of ops that could not be read because they were being written.
+        last_ops: at most 64 ops, the latest last.
     """
 
     rank: int
@@ -84,8 +84,8 @@ class Disagreement:
     """An op that ranks called differently, though all must call the same.
 
     Attributes:
-        calls: what each rank called, in words.
-        outvoted: the ranks that called something else than most; empty where there is no majority.
+        calls: each rank's call, in words.
+        outvoted: ranks whose call is not that of the majority; empty without a majority.
     """
 
     calls: str
@@ -97,14 +97,14 @@ class Report:
     """A group at one moment.
 
     Attributes:
-        time_ns: when, in nanoseconds of CLOCK_MONOTONIC.
+        time_ns: time of the report, in nanoseconds of CLOCK_MONOTONIC.
         config: hash of the buffer's configuration; equal on all ranks.
-        sizes: of the buffer, by name.
-        stragglers: the ranks where every chain of waits ends, and of these the dead and the closed ones if there are
-            any: look at them first.
+        sizes: sizes of the buffer, by name.
+        stragglers: ranks at which all chains of waits end; only the dead and the closed ones, if any are. Examine these
+            first.
         conclusion: a line for each of the first stragglers.
         disagreement: the first op that ranks called differently; None while they agree.
-        path: the file that `keep` wrote; "" if none.
+        path: file that `keep` wrote; "" if none.
     """
 
     time_ns: int
@@ -120,20 +120,20 @@ class Report:
         return self.conclusion + (f"\nthe whole report: {self.path}" if self.path else "")
 
     def to_json(self) -> str:
-        """The fields, and those of the ranks and ops, by name."""
+        """Return the fields, and those of ranks and ops, by name."""
         return json.dumps(asdict(self), indent=1)
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """ "rank 1", "ranks 0 and 2"."""
+    """Format ranks as "rank 1", or "ranks 0 and 2"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def keep(report: Report, rank: int) -> Report:
-    """Writes the JSON to a new file in $MOE_RT_REPORT_DIR, if that is set, which nobody else may read.
+    """Write the report as JSON to a new file in $MOE_RT_REPORT_DIR, if that is set, which only this user may read.
 
-    Returns the report with the file's path. What goes wrong is a warning: it must not hide the error to report on.
+    Returns the report with the file's path. A failure is only a warning: it must not hide the error to report on.
     """
     directory = os.environ.get(REPORT_DIR)
     if not directory:

@@ -13,7 +13,7 @@ COLUMNS = ("rank", "pid", "process", *KINDS, "what it does", "lately", "poison",
 
 
 def show_report(report: Report) -> RenderableType:
-    """The ranks, and whom to look at first."""
+    """Return the table of ranks, and the conclusion."""
     table = Table(*COLUMNS)
     for rank in report.ranks:
         announced = [str(rank.announced[kind]) for kind in KINDS]
@@ -26,7 +26,7 @@ def show_report(report: Report) -> RenderableType:
 
 
 def nodes(report: Report) -> list[str]:
-    """A line for each node of several: its ranks, and for whom of other nodes each of them is the forwarder."""
+    """Return a line for each of several nodes: its ranks, and the remote ranks that each is the proxy of."""
     by_node: dict[int, list[str]] = {}
     for rank in report.ranks:
         serves = f" (forwards for {name_ranks(rank.serves)})" if rank.serves else ""
@@ -35,10 +35,10 @@ def nodes(report: Report) -> list[str]:
 
 
 def lately(ops: list[OpRecord]) -> str:
-    """What part of the time of its last ops a rank was in them, what part it waited, and for whom longest."""
+    """Say what share of its last ops' time a rank was in them and waited, and which peer it waited for longest."""
     ended = [op for op in ops if op.end_ns]
     span = ended[-1].end_ns - ended[0].start_ns if ended else 0
-    if len(ended) < 2 or span <= 0:  # what a peer wrote may be anything
+    if len(ended) < 2 or span <= 0:  # a peer's records may contain anything
         return ""
     inside = sum(op.end_ns - op.start_ns for op in ended)
     waiting = sum(op.heard_ns - op.announced_ns for op in ended if op.heard_ns)

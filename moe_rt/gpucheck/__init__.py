@@ -1,1 +1,1 @@
-"""moe-rt gpucheck: whether everything works on this machine's GPU, and how fast; each file says which part it is."""
+"""moe-rt gpucheck: correctness and speed of moe_rt on this machine's GPU. Each file is one part."""

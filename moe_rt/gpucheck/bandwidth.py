@@ -1,4 +1,4 @@
-"""How many bytes each launch must move at least, and how fast this GPU copies as many."""
+"""Least number of bytes that each launch must move, and the speed of this GPU's copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# launch -> what it does. These four are a pair of dispatch and combine.
+# Launch -> its role. These four launches are one dispatch and one combine.
 ROLES = {
     "dispatch_send": "publish",
     "dispatch_receive": "gather",
@@ -17,15 +17,16 @@ ROLES = {
 }
 OPS = {"dispatch": ("dispatch_send", "dispatch_receive"), "combine": ("combine_send", "combine_receive")}
 TARGETS = {"dispatch_receive": 0.85, "combine_send": 0.85}
-_COPIED_BYTES = 1 << 29  # all sources together: far more than any cache keeps
+_COPIED_BYTES = 1 << 29  # all sources together: far more than any cache holds
 _RUNS, _WARM_UP = 20, 5
 
 
 def fewest_bytes(num_tokens: int, num_pulled: int, num_kept: int, row_bytes: int) -> dict[str, int]:
-    """By launch, summed over ranks: every row is read once and written once, lists and headers not counted.
+    """Least bytes of each launch, summed over ranks: every row is read once and written once. Lists and headers are not
+    counted.
 
     Args:
-        num_tokens: dispatched by all ranks.
+        num_tokens: tokens dispatched by all ranks.
         num_pulled: (token, destination rank) pairs.
         num_kept: rows received.
     """
@@ -39,20 +40,20 @@ def fewest_bytes(num_tokens: int, num_pulled: int, num_kept: int, row_bytes: int
 
 
 def count_pulled(topk_idx: Tensor, num_experts: int, num_ranks: int) -> int:
-    """Distinct ranks over all tokens; experts lie in equal contiguous blocks."""
+    """Count the distinct ranks of each token, summed over tokens. Experts are placed in equal contiguous blocks."""
     owner = topk_idx // (num_experts // num_ranks)
     return sum(int((owner == rank).any(dim=1).sum()) for rank in range(num_ranks))
 
 
 class CopyCeiling:
-    """Bytes per second of torch's copy on the device, read and written counted, for as many bytes as asked."""
+    """Bytes per second of torch's copy on the device for a given number of bytes, counting both reads and writes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[int, float] = {}
 
     def of(self, num_bytes: int) -> float:
-        """Measured once for each number of bytes; sources take turns, and the cache is overwritten before each."""
+        """Measure once per number of bytes. Sources take turns, and the cache is overwritten before each copy."""
         if num_bytes not in self._known:
             self._known[num_bytes] = self._measure(max(1, num_bytes // 2))
         return self._known[num_bytes]
@@ -73,7 +74,7 @@ class CopyCeiling:
 
 
 class Timer:
-    """The time between two points of the current stream."""
+    """Time between two points of the current stream."""
 
     def __init__(self) -> None:
         self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -85,12 +86,12 @@ class Timer:
         self.end.record()
 
     def seconds(self) -> float:
-        """Once both points have been passed."""
+        """Return the elapsed time. Call it once the stream has passed both points."""
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
 class Flush:
-    """Overwrites what caches hold of others, which also gives the host a head start on the device."""
+    """Overwrites the caches' contents, which also gives the host a head start on the device."""
 
     def __init__(self, device: torch.device, num_bytes: int = 1 << 29) -> None:
         self._memory: Any = torch.empty(num_bytes, dtype=torch.uint8, device=device)

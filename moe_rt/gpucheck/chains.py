@@ -1,4 +1,5 @@
-"""A long chain of pairs on 3 virtual ranks: nobody waits for anybody but inside the ops, and windows are reused."""
+"""A long chain of dispatch and combine pairs on 3 virtual ranks. Ranks wait for each other inside ops only, and windows
+are reused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from moe_rt.heap.thread_ranks import ThreadRanks, torch_device
 from moe_rt.testing.rounds import Inputs, buffer_kwargs, check_bits, expect_forward, experts, make_inputs, make_spec
 
 SIZE, PAIRS, QUICK_PAIRS = 3, 2000, 200
-CHECK_EVERY = 50  # and no more launches are ever queued than a stream takes without making the host wait
+CHECK_EVERY = 50  # bounds the queued launches to what a stream takes without making the host wait
 
 
 def check(check: Check) -> None:
@@ -26,7 +27,8 @@ def check(check: Check) -> None:
 
 
 def run_chain(device: Any, pairs: int, *, seconds: float) -> None:
-    """Inputs of every pair lie on the device before the first, for copying to it would drain the stream."""
+    """Run the pairs. All inputs are on the device before the first pair, because copying them would drain the
+    stream."""
     spec = make_spec(SIZE)
     draw = random.Random(7)
     tokens = [[draw.choice([0, 1, 5, 12]) for _ in range(SIZE)] for _ in range(pairs)]

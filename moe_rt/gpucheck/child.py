@@ -1,4 +1,5 @@
-"""Steps in processes of their own, so that a crash or a hang ends one step; run as a module this is such a process."""
+"""Run each step in its own process, so that a crash or a hang ends one step. Run as a module, this is such a
+process."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from moe_rt.gpucheck.steps import STEPS, Check, Step, perform
 from moe_rt.heap.thread_ranks import ENVIRONMENT
 from moe_rt.testing.programs import Program, end_with_starter, running, wait
 
-# So long before its end a process that still runs tells where its threads are, and after its end it is waited for.
+# A process that still runs _LAST_WORDS_S before its limit dumps its threads' stacks. The step itself has twice that
+# less than the limit.
 _LAST_WORDS_S, _LOG_CHARS = 3.0, 6000
 
 
 def run_in_child(step: Step, check: Check) -> dict[str, Any]:
-    """The record of a step that runs in a process of its own; what it had found before a crash or hang is kept."""
+    """Run a step in its own process and return its record. Findings made before a crash or a hang are kept."""
     with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder:
         result = Path(folder, "result.json")
         command = child_command(
@@ -58,10 +60,10 @@ def child_command(
 
 
 def run_command(command: list[str], seconds: float, environment: Mapping[str, str]) -> tuple[bool, str]:
-    """Runs a command, and kills it with all its children when its time is over.
+    """Run a command, and kill it with all its children when its time is over.
 
     Returns:
-        Whether it ended by itself, and what it wrote.
+        True if it ended by itself, and its output.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         with running([Program(command, environment, log, subprocess.STDOUT)]) as (process,):
@@ -93,7 +95,7 @@ def main(job: dict[str, Any]) -> None:
     check.save = lambda found: save(found.record(step.name, "running", 0.0))
     save(perform(step, check))
     faulthandler.cancel_dump_traceback_later()
-    # Threads that never ended, and what they hold of the device, must not keep the process.
+    # Threads that never ended, and the device resources they hold, must not keep the process alive.
     sys.stdout.flush()
     os._exit(0)
 

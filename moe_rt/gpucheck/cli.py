@@ -1,4 +1,4 @@
-"""The command `moe-rt gpucheck`; what it runs is imported when it is called."""
+"""The command `moe-rt gpucheck`. Heavy modules are imported when it is called."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from moe_rt.gpucheck.steps import STEPS, Check
 
 
 @click.command(epilog="\b\nSteps:\n" + "\n".join(f"  {step.name:12} {step.title}" for step in STEPS.values()))
-@click.option("--device", default="cuda:0", show_default=True, help="Which GPU.")
+@click.option("--device", default="cuda:0", show_default=True, help="GPU to check.")
 @click.option(
     "--report", type=click.Path(file_okay=False, path_type=Path), help="Write report.json and report.md there."
 )
 @click.option(
-    "--only", type=click.Choice(list(STEPS)), metavar="STEP", multiple=True, help="From the list below; default: all."
+    "--only", type=click.Choice(list(STEPS)), metavar="STEP", multiple=True, help="Step to run; default: all."
 )
 @click.option(
     "--nproc",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="One process on each of so many GPUs, too.",
+    help="Also run one process on each of this many GPUs.",
 )
-@click.option("--quick", is_flag=True, help="Less of everything.")
+@click.option("--quick", is_flag=True, help="Run fewer cases and iterations.")
 @click.option("--compile-only", is_flag=True, help="Compile the kernels for each --arch and read their PTX; no GPU.")
 @click.option(
     "--emulated",
@@ -35,7 +35,7 @@ from moe_rt.gpucheck.steps import STEPS, Check
     is_flag=True,
     help="Rehearse the steps in a checkout, with small sizes: kernels are executed on the CPU; no GPU.",
 )
-@click.option("--arch", "archs", multiple=True, metavar="SM", help="Such as sm_90a; with --compile-only.")
+@click.option("--arch", "archs", multiple=True, metavar="SM", help="For --compile-only: such as sm_90a; repeatable.")
 def gpucheck(
     device: str,
     report: Path | None,
@@ -46,10 +46,10 @@ def gpucheck(
     on_cpu: bool,
     archs: tuple[str, ...],
 ) -> None:
-    """Check on this machine's GPU that everything works, and how fast.
+    """Check correctness and speed on this machine's GPU.
 
-    Every step runs in a process of its own and within its time. The last line is one JSON document. The exit status is
-    1 if a step failed; a missed target of speed is no failure.
+    Each step runs in its own process within its time limit. The last line is one JSON document. The exit status is 1 if
+    a step failed; a missed speed target is not a failure.
     """
     from moe_rt.gpucheck import child, emulated, run
     from moe_rt.gpucheck.report import show, write_report
@@ -99,7 +99,7 @@ def gpucheck(
 
 
 def _compile_only(archs: tuple[str, ...]) -> dict[str, Any]:
-    """Compiles anew, whatever the cache holds."""
+    """Compile without reading the cache."""
     import time
 
     from moe_rt.gpucheck import compiling

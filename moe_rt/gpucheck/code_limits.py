@@ -1,4 +1,4 @@
-"""What the machine code of rows of 14,336 bytes must be like: tables to tighten with the kernels, never to loosen."""
+"""Limits on the machine code for rows of 14,336 bytes. Tighten these tables with the kernels, never loosen them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from moe_rt.gpucheck.sass import MachineCode
 from moe_rt.native.ring import RING_KERNELS
 
 NARROW = (1, 2)
-SHOWS_COPIES = "FENCE.VIEW.ASYNC.G"  # what lanes wrote to global memory, to bulk copies
+SHOWS_COPIES = "FENCE.VIEW.ASYNC.G"  # makes lanes' writes to global memory visible to bulk copies
 WHOLE_KERNELS = ("dispatch_whole", "combine_whole")  # kernels of buffers for very few tokens
 
-# Those between sending and receiving ones where rows go in two levels, with copies for a network.
+# Kernels between sending and receiving ones on the two-level route, with copies in place of a network.
 FORWARD_KERNELS = ("dispatch_forward", "combine_forward", "combine_backward_forward")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one kernel.
+    """Limits of one kernel.
 
     Attributes:
-        load: bytes of the loads that rows are read by, and how many such loads are issued before the first is needed,
-            at least.
+        load: bytes of the loads that read rows, and the least number of such loads issued before the first is needed.
         store: bytes of the widest store.
-        narrow: accesses of one or two bytes, at most; None where rows with scales, of any size, have such.
-        system_fences: at most; each waits for all that its lane has written, to peers too. None where the paths of
-            failures have such.
-        device_fences: at most; one counts blocks.
-        barriers: of a block, at most.
-        local: accesses to memory of a lane, at most.
-        copies: bulk copies into shared memory, and out of it, and fences that show them what lanes wrote to global
-            memory: of each as many at least.
+        narrow: maximum accesses of one or two bytes. None if rows with scales, of any size, have such accesses.
+        system_fences: maximum number; each waits for all writes of its lane, including those to peers. None if failure
+            paths have fences.
+        device_fences: maximum number; one counts blocks.
+        barriers: maximum number of block barriers.
+        local: maximum number of accesses to local memory.
+        copies: least number of bulk copies into shared memory, of bulk copies out of it, and of fences that make lanes'
+            writes to global memory visible to them.
     """
 
     load: tuple[int, int]
@@ -67,20 +66,20 @@ _CODED = _RAW | {
 
 
 def _with(limits: Mapping[str, Limits], **changes: Mapping[str, Any]) -> dict[str, Limits]:
-    """By the name of a kernel, what is another."""
+    """Replace limits of the named kernels."""
     return dict(limits) | {name: replace(limits[name], **what) for name, what in changes.items()}
 
 
-# There the compiler writes the loop over peers, of which a lane has one mostly, four times and once, and so the fence
-# before a signal; and takes the two bytes of a code of another format in two ways.
+# Blackwell's compiler unrolls the loop over peers (a lane mostly has one) by four and adds a remainder, so the fence
+# before a signal appears five times. It also compiles the two-byte access to a code of another format twice.
 _BLACKWELL: dict[str, dict[str, Any]] = {
     **{name: {"system_fences": 5} for name in ("dispatch_send", "combine_send", "combine_backward_send")},
     "combine_backward_receive": {"narrow": 2},
 }
 _RAW_BLACKWELL = _with(_RAW, **_BLACKWELL)
-# 128 registers do not suffice for the codes of eight loads and the places of eight copies.
+# 128 registers do not hold the codes of eight loads and the addresses of eight copies.
 _CODED_BLACKWELL = _with(_with(_CODED, **_BLACKWELL), dispatch_receive={"load": (16, 4)})
-# Nor do they for a few words besides.
+# Nor do they hold a few further words.
 _CODED_120 = _with(
     _CODED_BLACKWELL, dispatch_receive={"local": 10}, dispatch_send={"local": 2}, combine_whole={"local": 4}
 )
@@ -95,7 +94,7 @@ LIMITS: dict[str, dict[Codec, dict[str, Limits]]] = {
     )
 }
 
-# Of kernels with rings, which move rows with scales, and add rows up, as the others do.
+# Kernels with rings. Rows with scales and sums of rows go through registers there as well.
 _RINGED: dict[str, dict[str, Any]] = {name: {"copies": 1} for name in RING_KERNELS}
 _RINGED["combine_backward_send"] |= {"load": (16, 0), "store": 0}  # no row goes through registers
 RING_LIMITS: dict[str, dict[str, Limits]] = {
@@ -106,7 +105,7 @@ RING_LIMITS: dict[str, dict[str, Limits]] = {
 
 
 def find_wrong(codes: Mapping[str, MachineCode], limits: Mapping[str, Limits]) -> list[str]:
-    """What kernels miss of their limits; none may keep anything of a lane's in memory that has no limit for it."""
+    """Return which kernels violate their limits. A kernel without a limit may not access local memory."""
     wrong = [f"{name}: got no such kernel" for name in limits if name not in codes]
     for name, code in codes.items():
         most = limits[name].local if name in limits else 0

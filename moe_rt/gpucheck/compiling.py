@@ -1,4 +1,4 @@
-"""Compiles every kind of kernel for given architectures, on all cores: what each needs, and what its code says."""
+"""Compile every kernel variant for given architectures on all cores; report their resources and check their code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _THREADS |= dict.fromkeys((*LIBRARIES, REHEARSED), NETWORK_THREADS)
 
 @dataclass(frozen=True)
 class Variant:
-    """One source with what the just-in-time compiler makes constant; no hidden means that it takes any."""
+    """One source with the constants that the just-in-time compiler defines. hidden = 0 means that any size is
+    accepted."""
 
     source: str
     elem: str
     hidden: int = 0
     topk: int = 0
-    codec: Codec = Codec.RAW  # how rows travel, both ways
+    codec: Codec = Codec.RAW  # encoding of rows in both directions
 
     def defines(self) -> dict[str, str | int]:
         sizes: dict[str, str | int] = {}
@@ -50,7 +51,7 @@ class Variant:
         return {"MOE_RT_ELEM": self.elem, **sizes, "MOE_RT_THREADS": _THREADS[self.source]}
 
     def limited(self) -> bool:
-        """Whether its machine code has limits of its own: those of the largest rows."""
+        """True if limits are defined for its machine code: variants for the largest rows."""
         return self.source in ("kernels.cu", WHOLE, RING_SOURCE, REHEARSED) and (self.elem, self.hidden, self.topk) == (
             "Bf16",
             7168,
@@ -58,7 +59,7 @@ class Variant:
         )
 
     def limits(self, arch: str) -> dict[str, Limits]:
-        """Of the kernels that are of this source alone."""
+        """Limits of the kernels that only this source defines."""
         limits = LIMITS[arch][self.codec] if self.limited() and arch in LIMITS else {}
         if self.source == RING_SOURCE:
             limits = RING_LIMITS.get(arch, {}) if self.limited() else {}
@@ -67,7 +68,7 @@ class Variant:
         return {name: limits[name] for name in own.get(self.source, limits.keys() - others) if name in limits}
 
     def is_for(self, arch: str) -> bool:
-        """Whether such a GPU has what the source needs."""
+        """True if GPUs of this architecture have the features that the source needs."""
         library = LIBRARIES.get(self.source)
         if library is not None:
             return library.is_for(arch)
@@ -92,9 +93,9 @@ VARIANTS = (
     *(Variant(REHEARSED, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
     *(Variant("activation.cu", elem) for elem in ("Bf16", "F32", "F16", "F64")),
 )
-# Where there is an NCCL to link with, which no extra brings.
+# Compiled only if NCCL is installed, since no extra installs it.
 GIN_VARIANTS = tuple(Variant(source, "Bf16", 7168, 8) for source in OVER_GIN)
-# What the other steps run, so that they find it in the cache.
+# Variants that the other steps run, compiled first so that they are in the cache.
 NEEDED = (
     *(Variant("kernels.cu", elem, 20, 3) for elem in ("F32", "Bf16", "F16", "F64")),
     Variant("kernels.cu", "F32", 17, 3),
@@ -116,13 +117,13 @@ class Job:
 
 
 def check(check: Check) -> None:
-    """The step: everything for this GPU, into the cache."""
+    """Run the step: compile everything for this GPU into the cache."""
     gpu = check.device if hasattr(check.device, "arch") else Gpu(check.device)
     compile_all((gpu.arch,), (*VARIANTS, *NEEDED), check, cache=True)
 
 
 def over_gin(check: Check) -> tuple[Variant, ...]:
-    """What there is to compile for NCCL's network here; says why if it is nothing."""
+    """Variants for NCCL's network. If they cannot be compiled here, report why."""
     try:
         find_toolkit(NCCL)
     except CompileError as error:
@@ -132,8 +133,8 @@ def over_gin(check: Check) -> tuple[Variant, ...]:
 
 
 def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Check, *, cache: bool) -> None:
-    """Compiles all variants whose source there is; fails of the check are what did not compile, spilled, lacks an order
-    that the protocol needs, or whose machine code is not what speed rests on."""
+    """Compile all variants whose source is present. A variant fails the check if it does not compile, spills, lacks a
+    memory order that the protocol needs, or exceeds the limits of its machine code."""
     present = [v for v in variants if (source_dir() / "device" / v.source).is_file()]
     if absent := sorted({v.source for v in variants} - {v.source for v in present}):
         check.say(f"no source {', '.join(absent)}")
@@ -163,14 +164,14 @@ def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Ch
 
 
 def _results(jobs: list[Job], seconds: float) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """In the order of the jobs."""
+    """Yield results in the order of the jobs."""
     processes = min(len(os.sched_getaffinity(0)), len(jobs))
     if processes <= 1:
         yield from ((job, run_job(job)) for job in jobs)
         return
     deadline = time.monotonic() + seconds
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # and torch with it, once for all
+    context.set_forkserver_preload([__name__])  # and torch with it, once for all processes
     with context.Pool(processes) as pool:  # leaving it ends the processes
         results = pool.imap(run_job, jobs)
         for job in jobs:
@@ -181,8 +182,8 @@ def _results(jobs: list[Job], seconds: float) -> Iterator[tuple[Job, dict[str, A
 
 
 def may_keep(job: Job, name: str) -> bool:
-    """Whether a kernel is known to need more registers than it has; how much more, its machine code is held to, but for
-    kernels that NCCL's functions are compiled into."""
+    """True if a kernel is known to need more registers than it has. Its limit of local accesses then bounds the spills,
+    except in kernels that NCCL's functions are compiled into."""
     if job.variant.source in OVER_GIN:
         return True
     limits = job.variant.limits(job.arch).get(name)
@@ -190,7 +191,7 @@ def may_keep(job: Job, name: str) -> bool:
 
 
 def run_job(job: Job) -> dict[str, Any]:
-    """Runs in a process of its own; what it raises is part of the result."""
+    """Run one job in a worker process. An exception becomes part of the result."""
     v = job.variant
     try:
         if job.to_ptx:
@@ -209,15 +210,16 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 def _read_code(job: Job, binary: Binary) -> dict[str, Any]:
-    """What the disassembler shows of the kernels, and what of that is wrong; nothing where there is none."""
+    """Read the kernels' machine code and check it against the limits. Return nothing if no disassembler is
+    installed."""
     tool = find_disassembler()
     if tool is None:
         return {}
     found = read_machine_code(disassemble(tool, binary.cubin))
     codes = {name: code for name, code in sorted(found.items()) if name in binary.resources}
     variant = job.variant
-    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source in LIBRARIES  # whose functions have stacks
-    # Of other architectures, and other sizes of rows on some, the table tells.
+    may_spill = variant.topk > NO_SPILLS_UP_TO_TOPK or variant.source in LIBRARIES  # their functions have stacks
+    # Other architectures have no limits, and code that may spill is not judged: the table only lists them.
     judged = job.arch in LIMITS and not may_spill
     wrong = find_wrong(codes, variant.limits(job.arch)) if judged else []
     return {"code": {name: asdict(code) for name, code in codes.items()}, "wrong": wrong}

@@ -1,4 +1,4 @@
-"""Rounds of 1 to 8 virtual ranks against the reference: all dtypes, and every kind of routing that has its own code."""
+"""Rounds of 1 to 8 virtual ranks against the reference, for all dtypes and every kind of routing with its own code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from moe_rt.testing.scaled_rounds import make_scaled, play_scaled
 SIZES, QUICK_SIZES = (1, 2, 4, 8), (1, 2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FP8 = torch.float8_e4m3fn
-ROUNDS = 3  # windows take turns, and the third meets the first again
-TIMEOUT_S, CASE_S = 20.0, 60.0  # of a wait, and of a case
-Play: TypeAlias = Callable[[Buffer, int, torch.device], None]  # a rank's part of a turn
+ROUNDS = 3  # windows alternate, and the third round reuses the first round's window
+TIMEOUT_S, CASE_S = 20.0, 60.0  # per wait and per case
+Play: TypeAlias = Callable[[Buffer, int, torch.device], None]  # plays one rank's part of a turn
 
 
 @dataclass(frozen=True)
 class Case:
-    """`most` tokens on some rank and none on another, where there are several.
+    """One case. Some rank has `most` tokens and another has none, if there are several ranks.
 
-    With `row` the tokens are codes and scales; with `coded` the buffer makes them, and delivers them so.
+    With `row` the tokens are codes and scales. With `coded` the buffer encodes them and delivers them encoded.
     """
 
     name: str
@@ -78,7 +78,7 @@ def cases(size: int, quick: bool) -> list[Case]:
     if quick:
         return found
     found.append(Case("no tokens", most=0))
-    # More tokens than blocks: rows then go to warps instead of blocks.
+    # More tokens than blocks: warps then take rows, instead of blocks.
     found.append(Case("many tokens", most=200 if size == 1 else 64, changes={"num_max_tokens_per_rank": 200}))
     if size <= 2:
         real = {"hidden": 7168, "num_topk": 8, "num_experts": 16, "dtype": torch.bfloat16}
@@ -111,9 +111,9 @@ def run_case(
     seconds: float = 60.0,
     topology: Topology | None = None,
 ) -> None:
-    """Some rounds with fresh inputs in one buffer; the reference is computed once, before the ranks start.
+    """Play several rounds with fresh inputs in one buffer. The reference is computed once, before the ranks start.
 
-    With a topology, rows go in two levels.
+    With a topology, rows take the two-level route.
     """
     spec = make_spec(size, **case.changes)
     if topology is not None:

@@ -1,4 +1,4 @@
-"""Steps without a GPU: on the tool that executes compiled kernels on the CPU, which a checkout's tests have."""
+"""Run the steps without a GPU, on the tool in a checkout's tests that executes compiled kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moe_rt.native.nvrtc import find_toolkit
 
 DEVICE = "emulated"
 CARD = {"gpu": "none: kernels were executed on the CPU, so that times and bandwidths below mean nothing"}
-PATIENCE = 20  # times as long as on a GPU, at most
-NPROC = 2  # at least
-# What only a GPU can do, and where else it is tested.
+PATIENCE = 20  # factor on a GPU's time limits
+NPROC = 2  # minimum
+# Steps that need a GPU, and where else they are tested.
 NOT_REHEARSED = {
     "nvshmem": "NVSHMEM needs a GPU; tests/gpucheck runs this step's processes over shared memory",
     "serving": "vLLM's kernels for experts need a GPU; tests/serving runs this step on a stand-in for one",
@@ -25,7 +25,7 @@ NOT_REHEARSED = {
 
 
 def tests_directory() -> Path:
-    """Where the tool is.
+    """Path of the tests directory that holds the tool.
 
     Raises:
         InvalidConfig: this is no checkout, or a compiler is missing.
@@ -47,8 +47,8 @@ def tests_directory() -> Path:
 
 
 def prepare(step: str) -> Any:
-    """The stand-in for a GPU, for one step of this process, whose driver and CPU tensors it takes over for good."""
+    """Return the emulated GPU for one step. It replaces this process's driver and CPU tensors permanently."""
     sys.path.insert(0, str(tests_directory()))
-    from ptx import rehearsal  # of the checkout
+    from ptx import rehearsal  # in the checkout's tests
 
     return rehearsal.prepare(step)

@@ -1,8 +1,8 @@
-"""How long each launch must take at least, by formula: what it moves, how much is under way, and whom it waits for.
+"""Lower bound on the time of each launch, by formula: bytes moved, loads in flight, and peers waited for.
 
-Nothing here is measured. A launch takes its start, then its dependent steps one after the other, each as long as a load
-from memory or from a peer, and then as long as its rows need: limited by the links, by memory, or by the loads that
-lanes have under way, of which machine code has been asked how many (code_limits.py).
+Nothing here is measured. A launch takes its start-up, then its dependent steps one after the other, each as long as a
+load from memory or from a peer, and then the time that its rows need. Rows are limited by the links, by memory, or by
+the loads that lanes have in flight, whose number is read from machine code (code_limits.py).
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from moe_rt.native.launcher import THREADS
 
 WARP, INDEX_BYTES = 32, 8
 LAUNCH_S = 2e-6  # from the end of one kernel of a stream to the first load of the next
-# Of routing (cuda/protocol/flat/routing_tiles.h): entries of topk_idx in a tile for each lane; blocks for one
-# that routes; instructions of a warp for 32 entries that it writes; and instructions of an SM in a cycle.
+# Routing (cuda/protocol/flat/routing_tiles.h): entries of topk_idx per lane in a tile; blocks per routing block;
+# instructions of a warp per 32 entries that it writes; instructions of an SM per cycle.
 TILE_ENTRIES, ROUTERS, WRITING, PER_CYCLE = 2, 8, 300, 2
-SM_BYTES = 64  # that a multiprocessor reads and writes in a cycle
+SM_BYTES = 64  # that a multiprocessor reads and writes per cycle
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a kind of GPU is taken to do: bytes per second, seconds, and its clock in Hz."""
+    """Assumed properties of a kind of GPU: bytes per second, seconds, and its clock in Hz."""
 
     name: str
     sms: int
     memory: float
-    link: float  # one direction, of all links to peers together, as copies reach it
-    from_memory_s: float  # a load that no cache answers
+    link: float  # one direction, all links to peers together, as achieved by copies
+    from_memory_s: float  # latency of a load that misses every cache
     from_peer_s: float
     clock: float
     arch: str
 
 
-# Memory: NVIDIA's data sheets. Links: what kernels have been seen to reach, 340 to 370 GB/s of 450 on Hopper and 726 to
-# 753 of 900 on Blackwell. A load from a peer: 1.5 to 2 us on Hopper, and taken to be as long on Blackwell.
+# Memory: NVIDIA's data sheets. Links: rates that kernels were seen to reach, 340 to 370 GB/s of 450 on Hopper and 726
+# to 753 of 900 on Blackwell. A load from a peer: 1.5 to 2 us on Hopper; Blackwell is assumed to take as long.
 MACHINES = (
     Machine("H100", 132, 3.35e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
     Machine("H200", 132, 4.8e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
@@ -50,11 +50,11 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class Load:
-    """The sizes of one op, of a rank among `ranks` with a GPU each; experts are drawn evenly.
+    """Sizes of one op on one of `ranks` ranks with a GPU each. Experts are drawn uniformly.
 
     Attributes:
         row: bytes of a row in memory.
-        wire: bytes of a row that travels in dispatch.
+        wire: bytes of a row as dispatch transmits it.
     """
 
     tokens: int
@@ -75,38 +75,38 @@ class Load:
 
     @property
     def ranks_of_a_token(self) -> float:
-        """How many distinct ranks hold a token's experts, in the mean."""
+        """Mean number of distinct ranks that hold a token's experts."""
         here = self.experts // self.ranks
         none_here = math.comb(self.experts - here, self.topk) / math.comb(self.experts, self.topk)
         return self.ranks * (1 - none_here)
 
     @property
     def pulled(self) -> float:
-        """(token, rank) pairs that a rank receives, and sends."""
+        """Number of (token, rank) pairs that a rank receives, and sends."""
         return self.tokens * self.ranks_of_a_token
 
     @property
     def copies(self) -> int:
-        """Rows of recv_x."""
+        """Number of rows of recv_x."""
         return self.tokens * self.topk
 
     @property
     def away(self) -> float:
-        """The share of rows that cross a link."""
+        """Share of rows that cross a link."""
         return 1 - 1 / self.ranks
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a launch works through.
+    """Rows that a launch works through.
 
     Attributes:
-        number: of rows, a warp or a block for each.
-        load_bytes: of one row, from each of its sources.
-        sources: loads of one place that are added up.
-        remote: whether sources lie with peers.
-        link_bytes, memory_bytes, fewest_bytes: of all rows; the last are those of `memory_bytes` and `link_bytes` that
-            no way to do the op could save.
+        number: number of rows, each taken by a warp or a block.
+        load_bytes: bytes of one row, from each of its sources.
+        sources: number of loads that are added up at one place.
+        remote: True if the sources are on peers.
+        link_bytes, memory_bytes, fewest_bytes: bytes of all rows. The last counts only the memory and link bytes that
+            every implementation of the op must move.
     """
 
     number: float
@@ -120,12 +120,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a launch waits for before its rows flow, one after the other; counted by hand in the sources.
+    """Latencies that a launch waits for before its rows flow, one after the other; counted by hand in the sources.
 
     Attributes:
-        memory: dependent loads from memory, and atomics; what is named together is asked for at once.
+        memory: dependent loads from memory, and atomics; loads named together are issued together.
         peers: dependent loads from peers, or writes that must have arrived there.
-        routing: loads from memory that making lists waits for besides, None where it makes none.
+        routing: further loads from memory that building the lists waits for; None if the launch builds no lists.
     """
 
     memory: tuple[str, ...]
@@ -137,14 +137,14 @@ _COUNTED = ("the count of blocks", "a bad entry")
 _HEARD = ("a mailbox", "its header")
 STEPS = {
     "dispatch_send": Steps(("state", "ids", "places", "weights", *_COUNTED), ("the signal",), routing=3),
-    # The row itself comes on top.
+    # The row's own load is counted with the rows.
     "dispatch_receive": Steps(_HEARD, ("counts", "a pull", "its copies")),
     "combine_send": Steps(("state and head of the plan", "a pull", "its rows", *_COUNTED), ("partials", "the signal")),
     "combine_receive": Steps((*_HEARD, "the send plan"), ()),
     "combine_backward_send": Steps(("state and head of the plan", *_COUNTED), ("the signal",)),
-    # The row of a peer comes on top.
+    # The load of the peer's row is counted with the rows.
     "combine_backward_receive": Steps((*_HEARD, "a pull", "its rows"), ()),
-    # Lists are made of copies in shared memory, and written to where they are read.
+    # Lists are built from copies in shared memory and written to the receiver.
     "dispatch_whole": Steps(
         ("state, ids, weights, places and peers", *_HEARD, "counts", "a pull", "its copies"),
         ("rows and lists", "the signal"),
@@ -154,7 +154,7 @@ STEPS = {
         ("state, head of the plan and send plan", "a pull", "its rows", *_HEARD), ("partials", "the signal")
     ),
 }
-# Of small batches, whose lists the sender writes to where they are read.
+# Small batches: the sender writes the lists to the receiver.
 PUSHED_STEPS = {
     "dispatch_send": Steps(
         ("state", "ids", "places", "weights and peers", "places of counts", *_COUNTED),
@@ -168,15 +168,15 @@ OPS = {
     "combine": ("combine_send", "combine_receive"),
     "combine backward": ("combine_backward_send", "combine_backward_receive"),
 }
-# In one launch, what the two would do in a buffer for very few tokens.
+# One launch replaces both in a buffer for very few tokens.
 WHOLE_OPS = {"dispatch_whole": OPS["dispatch"], "combine_whole": OPS["combine"]}
-# DeepEP on eight H200, in us, published: 1 and 128 tokens by its low-latency kernels, 4096 by its normal ones.
+# DeepEP on eight H200, in us, as published: 1 and 128 tokens by its low-latency kernels, 4096 by its normal ones.
 TARGETS_US = {("dispatch", 1): 11.9, ("dispatch", 128): 35.1, ("dispatch", 4096): 501.9}
 TARGETS_US |= {("combine", 1): 12.6, ("combine", 128): 67.8, ("combine", 4096): 979.2}
 
 
 def rows_of(kernel: str, load: Load) -> Rows:
-    """The rows of a launch of the mapped kernels, gradients uncoded."""
+    """Rows of one launch of the mapped kernels. Gradients are not encoded."""
     tokens, pulled, copies, away = load.tokens, load.pulled, load.copies, load.away
     backward = kernel.startswith("combine_backward")
     pushed = not backward and tokens <= PUSHED_ROWS
@@ -204,7 +204,8 @@ def rows_of(kernel: str, load: Load) -> Rows:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one launch, in seconds; `bytes_per_sm` are under way while rows flow, `rows` those of each half in turn."""
+    """Estimate of one launch, in seconds. `bytes_per_sm` are in flight while rows flow; `rows` has one entry per
+    half."""
 
     seconds: float
     steps_s: float
@@ -226,19 +227,19 @@ class Estimate:
 
 
 def launches_of(op: str, load: Load) -> tuple[str, ...]:
-    """The launches of an op that move rows, in a buffer for as many tokens as the load has."""
+    """Launches of an op that move rows, in a buffer whose maximum is the load's token count."""
     whole = [kernel for kernel, halves in WHOLE_OPS.items() if halves == OPS[op]]
     return (whole[0],) if whole and load.tokens <= _engine.WHOLE_TOKENS else OPS[op]
 
 
 def steps_of(kernel: str, load: Load) -> Steps:
-    """What a launch waits for, in a buffer for as many tokens as the load has."""
+    """Steps that a launch waits for, in a buffer whose maximum is the load's token count."""
     pushed = PUSHED_STEPS if load.tokens <= PUSHED_TOKENS else {}
     return pushed.get(kernel, STEPS[kernel])
 
 
 def warps_together(num_rows: float, blocks: int) -> int:
-    """How many warps take a row (cuda/device/groups.h)."""
+    """Number of warps that share a row (cuda/device/groups.h)."""
     warps = THREADS // WARP
     while warps > 1 and num_rows > blocks * (THREADS // WARP // warps):
         warps //= 2
@@ -246,22 +247,22 @@ def warps_together(num_rows: float, blocks: int) -> int:
 
 
 def moving_s(rows: Rows, machine: Machine, blocks: int, loads: tuple[int, int], together: int) -> float:
-    """How long rows flow; `loads` are how wide those of a lane are, and how many are under way."""
+    """Time for which rows flow. `loads` is the width of a lane's loads and how many of them are in flight."""
     width, ahead = loads
     latency = machine.from_peer_s if rows.remote else machine.from_memory_s
     groups = blocks * (THREADS // WARP // together)
-    places = math.ceil(rows.load_bytes / (width * WARP * together))  # of a lane in a row
+    places = math.ceil(rows.load_bytes / (width * WARP * together))  # loads of a lane per row
     serial_s = math.ceil(rows.number / groups) * math.ceil(places * rows.sources / ahead) * latency
     by_blocks = rows.memory_bytes / (blocks * SM_BYTES * machine.clock)
     return max(serial_s, rows.link_bytes / machine.link, rows.memory_bytes / machine.memory, by_blocks)
 
 
 def estimate(kernel: str, load: Load, machine: Machine, num_sms: int | None = None) -> Estimate:
-    """One launch on an idle GPU, of at most num_sms blocks whose lanes move rows."""
+    """Estimate one launch on an idle GPU, with at most num_sms blocks whose lanes move rows."""
     steps = steps_of(kernel, load)
     width, ahead = LIMITS[machine.arch][Codec.FP8 if load.coded else Codec.RAW][
         kernel
-    ].load  # to which machine code is held
+    ].load  # limits that machine code is held to
     blocks = 1 if kernel in WHOLE_OPS else min(machine.sms, num_sms or machine.sms)
     halves = tuple(rows_of(half, load) for half in WHOLE_OPS.get(kernel, (kernel,)))
     flow_s = 0.0
@@ -271,23 +272,23 @@ def estimate(kernel: str, load: Load, machine: Machine, num_sms: int | None = No
     steps_s = len(steps.memory) * machine.from_memory_s + len(steps.peers) * machine.from_peer_s
     if steps.routing is not None:
         making_s = routing_s(load, machine, blocks, steps.routing)
-        flow_s = flow_s + making_s if kernel in WHOLE_OPS else max(flow_s, making_s)  # by the same block, or by others
+        flow_s = flow_s + making_s if kernel in WHOLE_OPS else max(flow_s, making_s)  # by one block, or by others
     if kernel.endswith("_receive") and load.tokens >= WAIT_APART_FROM:
-        steps_s += LAUNCH_S + machine.from_memory_s  # of the launch that waits
+        steps_s += LAUNCH_S + machine.from_memory_s  # the separate launch that waits
     return Estimate(LAUNCH_S + steps_s + flow_s, steps_s, flow_s, THREADS * width * ahead, halves)
 
 
 def routing_s(load: Load, machine: Machine, blocks: int, waits: int) -> float:
-    """Of the block that routes most: it counts all tokens but those of a tile, and writes its own tiles."""
+    """Time of the block that routes most. It counts all tokens except one tile's, and writes its own tiles."""
     tile = TILE_ENTRIES * THREADS // load.topk
     tiles = math.ceil(load.tokens / tile)
     own = math.ceil(tiles / min(tiles, max(1, blocks // ROUTERS)))
-    counting = 12 * load.topk + 2 * load.topk * (load.topk - 1) + 2 * load.topk  # instructions for a token
+    counting = 12 * load.topk + 2 * load.topk * (load.topk - 1) + 2 * load.topk  # instructions per token
     counted = max(0, load.tokens - tile) / WARP * counting
     written = min(load.tokens, own * tile) * load.topk / WARP * WRITING
     return (counted + written) / (PER_CYCLE * machine.clock) + waits * machine.from_memory_s
 
 
 def op_us(op: str, load: Load, machine: Machine) -> float:
-    """All launches of an op, in us."""
+    """Time of all launches of an op, in us."""
     return 1e6 * sum(estimate(kernel, load, machine).seconds for kernel in launches_of(op, load))

@@ -1,4 +1,4 @@
-"""What goes wrong is raised on every rank, by looking at host memory alone: nothing here waits for the device."""
+"""Errors are raised on every rank by reading host memory only; nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.heap.thread_ranks import ThreadRanks, num_sms, on_gpu, streams_of, torch_device
 from moe_rt.testing.rounds import WrongOutput, buffer_kwargs, make_spec
 
-TIMEOUT_S, SLACK_S = 2.0, 3.0  # of the peer that never comes
-PATIENCE_S = 30.0  # for errors that no clock brings
+TIMEOUT_S, SLACK_S = 2.0, 3.0  # for the peer that never arrives
+PATIENCE_S = 30.0  # for errors that do not depend on a clock
 TOKENS = 8
 
 
@@ -31,7 +31,7 @@ def check(check: Check) -> None:
         "too many ranks": too_many_ranks,
     }
     if not on_gpu(check.device):
-        del trials["two ranks on one stream"]  # what stands in for a GPU tells ranks by their threads
+        del trials["two ranks on one stream"]  # the emulated GPU identifies ranks by their threads
     rows = []
     for name, trial in trials.items():
         with check.part(name):
@@ -41,7 +41,8 @@ def check(check: Check) -> None:
 
 
 def late_peer(device: Any) -> str:
-    """Rank 1 stays away; rank 0 hears of it in time. Rank 1 finds what rank 0 had sent before, but nothing after it."""
+    """Rank 1 stays away, and rank 0 is notified in time. Rank 1 then finds what rank 0 had sent before, but nothing
+    later."""
     over = threading.Event()
 
     def work(group: ThreadGroup) -> tuple[MoeRtError, float]:
@@ -65,7 +66,7 @@ def late_peer(device: Any) -> str:
 
 
 def bad_expert(device: Any) -> str:
-    """Rank 0 names an expert that does not exist."""
+    """Rank 0 passes an expert id that does not exist."""
 
     def work(group: ThreadGroup) -> MoeRtError:
         with Buffer(group, timeout_s=PATIENCE_S, **buffer_kwargs(make_spec(2))) as buffer:
@@ -91,16 +92,16 @@ def overflow(device: Any) -> str:
 
 
 def shared_stream(device: Any) -> str:
-    """Refused before the second rank's launch could queue up behind the first one's wait."""
+    """Two ranks on one stream are refused before the second launch can queue up after the first one's wait."""
     first = threading.Event()
 
     def work(group: ThreadGroup) -> MoeRtError | None:
         with Buffer(group, timeout_s=TIMEOUT_S, **buffer_kwargs(make_spec(2))) as buffer:
-            inputs = _inputs(buffer, device)  # copying them would wait for the stream
+            inputs = _inputs(buffer, device)  # copying them later would wait for the stream
             if buffer.rank == 0:
-                threading.Timer(0.5, first.set).start()  # a stand-in for a GPU runs the op at once
+                threading.Timer(0.5, first.set).start()  # an emulated GPU runs the op immediately
                 buffer.dispatch(*inputs)
-                _next_error(buffer, TIMEOUT_S + SLACK_S)  # of a peer that did not come
+                _next_error(buffer, TIMEOUT_S + SLACK_S)  # for a peer that did not arrive
                 return None
             first.wait(TIMEOUT_S)
             try:
@@ -132,12 +133,12 @@ def too_many_ranks(device: Any) -> str:
 
 
 def _dispatch(buffer: Buffer, device: Any, expert: int = 0) -> None:
-    """What the op raises at once belongs to the caller."""
+    """Dispatch one batch. Errors that the op raises directly belong to the caller."""
     buffer.dispatch(*_inputs(buffer, device, expert))
 
 
 def _inputs(buffer: Buffer, device: Any, expert: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens to one expert."""
+    """Inputs that route all tokens to one expert."""
     spec, where = buffer.spec, torch_device(device)
     tokens = min(TOKENS, spec.num_max_tokens_per_rank)
     idx = torch.full((tokens, spec.num_topk), expert, device=where)
@@ -146,7 +147,7 @@ def _inputs(buffer: Buffer, device: Any, expert: int = 0) -> tuple[Tensor, Tenso
 
 
 def _next_error(buffer: Buffer, seconds: float) -> MoeRtError:
-    """What the next check raises that raises anything. It does not ask the device, so looking often costs nothing."""
+    """Return the first error that a check raises. Checking does not query the device, so polling costs nothing."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

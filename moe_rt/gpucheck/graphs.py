@@ -37,9 +37,10 @@ def check(check: Check) -> None:
 
 
 def run_graph(device: Any, size: int, replays: int, *, seconds: float = 60.0) -> None:
-    """Every rank captures on its own stream; torch captures one graph of a process at a time."""
+    """Compare replays with eager rounds. Every rank captures on its own stream; torch captures one graph per process at
+    a time."""
     spec = make_spec(size)
-    tokens = [spec.num_max_tokens_per_rank] * size  # shapes are part of a graph
+    tokens = [spec.num_max_tokens_per_rank] * size  # shapes are fixed in a graph
     inputs = [make_inputs(spec, tokens, 500 + i) for i in range(replays)]
     expected = [expect_forward(spec, given)[2] for given in inputs]
     capturing, ready = Lock(), Barrier(size)
@@ -52,7 +53,7 @@ def run_graph(device: Any, size: int, replays: int, *, seconds: float = 60.0) ->
             for _ in range(WARM_UP):
                 round_trip(buffer, *fixed)
             torch.cuda.current_stream(where).synchronize()
-            ready.wait(seconds)  # capturing waits for the whole device first
+            ready.wait(seconds)  # capturing first waits for the whole device
             with capturing:
                 graph, outputs = capture(buffer, fixed, size)
             ready.wait(seconds)
@@ -78,8 +79,8 @@ def run_graph(device: Any, size: int, replays: int, *, seconds: float = 60.0) ->
 
 
 def capture(buffer: Buffer, fixed: list[Tensor], size: int) -> tuple[Any, list[Tensor]]:
-    """The graph of a round trip on the current stream, and where its outputs will be."""
-    gc.collect()  # what is destroyed during capture would be captured
+    """Capture a round trip on the current stream; return the graph and its output tensors."""
+    gc.collect()  # destroying objects during capture would be captured
     graph = torch.cuda.CUDAGraph()
     mode = "global" if size == 1 else "thread_local"
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(buffer_device(fixed)), capture_error_mode=mode):
@@ -92,7 +93,7 @@ def buffer_device(tensors: list[Tensor]) -> torch.device:
 
 
 def round_trip(buffer: Buffer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> list[Tensor]:
-    """Dispatch, elementwise experts, combine and all their backwards; the sum of squares is the loss."""
+    """Dispatch, elementwise experts, combine and all their backwards. The loss is the sum of squares."""
     x, topk_weights = x.detach().requires_grad_(), topk_weights.detach().requires_grad_()
     recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
     out = buffer.combine(experts(recv_x, buffer.rank), recv_weights, handle)

@@ -1,4 +1,5 @@
-"""How long a pair takes for few and many tokens, in a replayed graph, and how long the host needs to issue an op."""
+"""Time of a dispatch and combine pair for few and many tokens, in a replayed graph, and the host time to issue an
+op."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def add_latency(check: Check, runs: int) -> None:
 
 
 def on_one_rank(check: Check, tokens: int, measure: Any) -> Any:
-    """What `measure` makes of a rank's Pair."""
+    """Return the result of `measure` on a rank's Pair."""
 
     def work(group: ThreadGroup) -> Any:
         buffer = Buffer(
@@ -75,7 +76,7 @@ class Pair:
         return self.buffer.combine(*self.buffer.dispatch(self.xs[turn % 2], self.idx, self.weights))
 
     def pair_seconds(self, runs: int) -> float:
-        """Of the device alone: the host issues the pair while the cache is being flushed."""
+        """Device time of a pair: the host issues the pair while the cache is being flushed."""
         flush, timers = Flush(self.device), [Timer() for _ in range(WARM_UP + runs)]
         for turn, timer in enumerate(timers):
             flush.run()
@@ -87,7 +88,7 @@ class Pair:
         return statistics.median(timer.seconds() for timer in timers[WARM_UP:])
 
     def replay_seconds(self, runs: int) -> float:
-        """Of one replay among many in a row."""
+        """Time of one replay among many in a row."""
         stream = torch.cuda.current_stream(self.device)
         for turn in range(WARM_UP):
             self.run(turn)
@@ -107,7 +108,8 @@ class Pair:
         return seconds
 
     def host_seconds(self) -> dict[str, float]:
-        """From call to return, of one op among many in a row, while the device keeps up or the queue takes them."""
+        """Time from call to return of one op among many in a row, while the device keeps up or the queue accepts
+        them."""
         stream = torch.cuda.current_stream(self.device)
         recv_x, recv_weights, handle = self.buffer.dispatch(self.xs[0], self.idx, self.weights)
         calls = {

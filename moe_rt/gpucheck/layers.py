@@ -1,4 +1,4 @@
-"""The layer of one rank on a GPU equals a dense loop over its experts, eager and compiled as one graph."""
+"""A one-rank layer on a GPU equals a dense loop over its experts, both eager and compiled as one graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rt.heap.thread_ranks import torch_device
 from moe_rt.nn.layer import MoEConfig, MoELayer
 from moe_rt.testing.rounds import WrongOutput
 
-# Largest difference over the largest value. bf16 has 8 bits, and products of two sums of rounded values.
+# Largest difference relative to the largest value. bf16 has 8 bits, and products of two sums of rounded values.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 DTYPES = tuple(TOLERANCE)
 
@@ -54,7 +54,7 @@ def check(check: Check, sizes: LayerSizes = LayerSizes()) -> None:
 
 
 def made_under(device: Any, default: str, sizes: LayerSizes, rows: list[list[Any]]) -> None:
-    """Whatever the default device, a layer's parameters are where its group is, and its results the same."""
+    """A layer's parameters are on its group's device and its results are unchanged, whatever the default device."""
     layer, x = make_layer(device, torch.float32, sizes)
     expected = forward_backward(layer, layer, x)
     layer.buffer.close()
@@ -66,10 +66,10 @@ def made_under(device: Any, default: str, sizes: LayerSizes, rows: list[list[Any
 
 
 def with_idle_experts(device: Any, sizes: LayerSizes, rows: list[list[Any]]) -> None:
-    """All tokens go to the same few experts; the others' weights must have gradients, and these must be zero.
+    """Route all tokens to the same few experts. The other experts' weights must have gradients, and these must be zero.
 
     Raises:
-        WrongOutput: a gradient is not.
+        WrongOutput: such a gradient is not zero.
     """
     layer, x = make_layer(device, torch.bfloat16, sizes)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def with_idle_experts(device: Any, sizes: LayerSizes, rows: list[list[Any]]) -> 
 
 
 def make_layer(device: Any, dtype: torch.dtype, sizes: LayerSizes) -> tuple[MoELayer, Tensor]:
-    """A seeded layer of one rank and its input."""
+    """Return a seeded layer of one rank and its input."""
     where = torch_device(device)
     config = MoEConfig(
         hidden=sizes.hidden,
@@ -103,13 +103,13 @@ def make_layer(device: Any, dtype: torch.dtype, sizes: LayerSizes) -> tuple[MoEL
 
 
 def forward_backward(layer: MoELayer, call: Callable[[Tensor], Any], x: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of the layer called in this way."""
+    """Output and gradients of the layer when run through `call`."""
     x = x.clone().requires_grad_()
     return _results(layer, x, call(x)[0])
 
 
 def dense_results(layer: MoELayer, x: Tensor) -> dict[str, Tensor]:
-    """The same without the layer's code: every expert sees every token."""
+    """Output and gradients without the layer's code: every expert processes every token."""
     x = x.clone().requires_grad_()
     return _results(layer, x, _dense(layer, x))
 
@@ -117,10 +117,10 @@ def dense_results(layer: MoELayer, x: Tensor) -> dict[str, Tensor]:
 def compare(
     name: str, got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, rows: list[list[Any]]
 ) -> None:
-    """Adds a row for each tensor that agrees.
+    """Add a row for each tensor that agrees.
 
     Raises:
-        WrongOutput: one does not.
+        WrongOutput: a tensor does not agree.
     """
     for tensor, value in expected.items():
         difference = float((got[tensor].float() - value.float()).abs().max() / value.float().abs().max())
@@ -137,7 +137,7 @@ def _results(layer: MoELayer, x: Tensor, out: Tensor) -> dict[str, Tensor]:
 
 
 def _dense(layer: MoELayer, x: Tensor) -> Tensor:
-    """Rounds where the layer rounds, and computes in fp32."""
+    """Compute the layer in fp32, rounding at the places where the layer rounds."""
     dtype, num_topk = layer.config.dtype, layer.config.num_topk
 
     def rounded(t: Tensor) -> Tensor:

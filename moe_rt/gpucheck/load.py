@@ -1,4 +1,4 @@
-"""The sizes of a pair that is timed."""
+"""Sizes of a timed dispatch and combine pair."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Load:
-    """One size. From two ranks on recv_x is not sized for the worst case, which would take most of the memory.
+    """One set of sizes. With two or more ranks, recv_x is not sized for the worst case, which would take most of the
+    memory.
 
     Attributes:
-        raises: whether too many rows are an error rather than dropped, so that every rank looks at every count.
-        num_sms: the most blocks of a launch; None for all that fit.
-        rings: whether rows go through shared memory where blocks are few (docs/cuda.md).
+        raises: True if too many rows are an error rather than dropped, so that every rank reads every count.
+        num_sms: maximum number of blocks of a launch; None for all that fit.
+        rings: True if rows go through shared memory when blocks are few (docs/cuda.md).
     """
 
     ranks: int
@@ -43,6 +44,6 @@ class Load:
         }
 
     def capacity_bytes(self) -> int:
-        """Of recv_x on one rank."""
+        """Bytes of recv_x on one rank."""
         balanced = self.tokens * self.topk * self.hidden * 2
         return balanced if self.ranks == 1 else balanced * 3 // 2

@@ -1,6 +1,6 @@
-"""Rounds over NVSHMEM's heap: one process, and where MPS lets two share a GPU, two.
+"""Rounds over NVSHMEM's heap with one process, and with two if MPS lets them share a GPU.
 
-Run as a module this is one of those processes.
+Run as a module, this is one of these processes.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def check(check: Check) -> None:
 
 
 def run_processes(device: str, size: int, heap: str, seconds: float) -> None:
-    """Every rank in a process of its own.
+    """Run every rank in its own process.
 
     Raises:
-        RuntimeError: a process failed or took too long, with what it wrote.
+        RuntimeError: a process failed or took too long; the message holds its output.
     """
     run_programs("moe_rt.gpucheck.network", {"device": device, "heap": heap, "seconds": seconds}, size, seconds, {})
 
@@ -60,16 +60,16 @@ def run_processes(device: str, size: int, heap: str, seconds: float) -> None:
 def run_programs(
     module: str, job: Mapping[str, Any], size: int, seconds: float, statuses: Mapping[int, int]
 ) -> list[str]:
-    """Runs a module as `size` processes, each with the job, its rank, the size and the place of a store.
+    """Run a module as `size` processes. Each receives the job, its rank, the size and the path of a store.
 
     Args:
-        statuses: ranks that shall not end with 0, and how they end.
+        statuses: expected exit statuses of ranks that shall not end with 0.
 
     Returns:
-        What each wrote.
+        The output of each process.
 
     Raises:
-        RuntimeError: a process failed or took too long, with what it wrote.
+        RuntimeError: a process failed or took too long; the message holds its output.
     """
     with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder, ExitStack() as stack:
         logs = [stack.enter_context(open(f"{folder}/{rank}.log", "w+")) for rank in range(size)]
@@ -104,7 +104,7 @@ def _last_words(log: IO[str]) -> str:
 
 
 def run_rank(device: str, rank: int, size: int, store: str, heap: Any, seconds: float) -> None:
-    """One process: joins the group and plays rounds."""
+    """Run one rank: join the group and play rounds."""
     if torch_device(device).type == "cuda":
         torch.cuda.set_device(device)
     where = torch_device(device)

@@ -1,4 +1,4 @@
-"""Rounds of virtual ranks that are said to be on several nodes: two levels, with copies in place of a network."""
+"""Rounds of virtual ranks assigned to several nodes: the two-level route, with copies in place of a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whether dispatch and combine on few multiprocessors run beside a product: both together against each alone."""
+"""Overlap of dispatch and combine on few multiprocessors with a matrix product: both together against each by
+itself."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.heap.thread_ranks import ThreadRanks, num_sms, torch_device
 
 BLOCKS = (8, 24)
-TOKENS, SIDE = 4096, 8192  # of the pair, and of the square matrices
+TOKENS, SIDE = 4096, 8192  # tokens of the pair, side of the square matrices
 WARM_UP = 3
 
 
@@ -39,7 +40,7 @@ def add_overlap(check: Check, runs: int) -> None:
 
 
 def times(device: Any, blocks: int, runs: int, seconds: float) -> tuple[float, float, float]:
-    """Seconds of a pair, of a product, and of both at once on streams of their own."""
+    """Seconds of a pair, of a product, and of both concurrently on separate streams."""
 
     def work(group: ThreadGroup) -> tuple[float, float, float]:
         where, load = torch_device(device), Load(1, TOKENS, num_sms=blocks)

@@ -1,6 +1,6 @@
-"""One process per GPU: rounds, ops next to what the links carry, and a process that is killed.
+"""One process per GPU: rounds, ops compared with the links' bandwidth, and a process that is killed.
 
-Run as a module this is one of those processes. Without GPUs they are CPU ranks, which rehearses all but the copies.
+Run as a module, this is one of these processes. Without GPUs they are CPU ranks, which rehearses all but the copies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_rt.testing.rounds import WrongOutput, buffer_kwargs, expect, make_input
 
 ROUNDS, RUNS, WARM_UP = 3, 20, 5
 TOKENS = (1, 128, 133, 4096)
-DEATH_S, SLACK_S = 5.0, 5.0  # the timeout of a wait for the killed process, and how much later it may be noticed
+DEATH_S, SLACK_S = 5.0, 5.0  # timeout of a wait for the killed process, and the tolerated delay
 MODULE = "moe_rt.gpucheck.processes"
 
 
@@ -48,7 +48,7 @@ def check(check: Check) -> None:
 
 
 def run_part(name: str, device: str, size: int, seconds: float) -> Any:
-    """What rank 0 of a part found out."""
+    """Run one part and return rank 0's findings."""
     killed = {size - 1: -signal.SIGKILL} if name == "killed" else {}
     job = {"part": name, "device": device, "seconds": seconds}
     return json.loads(run_programs(MODULE, job, size, seconds, killed)[0].splitlines()[-1])
@@ -71,7 +71,7 @@ def _measured(check: Check, name: str, found: Any) -> None:
 
 
 def run_rank(part: str, device: str, rank: int, size: int, store: str, seconds: float) -> None:
-    """One process: joins the group, does its part and prints, as its last line, what it found out."""
+    """Run one process: join the group, run its part and print the findings as the last line."""
     on_gpu = device.startswith("cuda")
     where = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -85,7 +85,7 @@ def run_rank(part: str, device: str, rank: int, size: int, store: str, seconds: 
     found = PARTS[part](world, where, options)
     print(json.dumps(found), flush=True)
     if part == "killed":
-        os._exit(0)  # neither NVSHMEM nor gloo can be left in order without the dead process
+        os._exit(0)  # NVSHMEM and gloo cannot shut down cleanly without the dead process
     if on_gpu:
         nvshmem.shutdown(StoreRendezvous(world), seconds)
     dist.destroy_process_group()
@@ -104,10 +104,10 @@ def rounds(group: Any, device: torch.device, options: dict[str, Any]) -> str:
 
 
 def killed(group: Any, device: torch.device, options: dict[str, Any]) -> str:
-    """The last process ends without a word between two ops; the others hear of it in time.
+    """The last process is killed between two ops; the others are notified in time.
 
     Raises:
-        WrongOutput: they do not, or something else is raised.
+        WrongOutput: they are not, or another error is raised.
     """
     spec = make_spec(group.size())
     x = torch.ones(4, spec.hidden, device=device)
@@ -136,7 +136,7 @@ def killed(group: Any, device: torch.device, options: dict[str, Any]) -> str:
 
 
 def speed(group: Any, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """Microseconds of each op and what of it crosses links, and what copies between peers reach."""
+    """Microseconds of each op and the bytes that cross links, and the bandwidth of copies between peers."""
     found: dict[str, Any] = {"ops": []}
     for tokens in TOKENS:
         size = group.size()
@@ -170,7 +170,8 @@ def pairs(group: Any, device: torch.device, options: dict[str, Any], load: Load)
 
 
 def ceiling(group: Any, device: torch.device, way: str) -> float:
-    """Bytes per second between this GPU and all others at once, while all ranks do the same, of the slowest rank."""
+    """Bytes per second between this GPU and all others concurrently, while all ranks do the same; the slowest
+    rank's."""
     on_gpu = device.type == "cuda"
     num_bytes = 64 << 20 if on_gpu else 1 << 16
     peers = [torch.device("cuda", r) if on_gpu else device for r in range(group.size()) if r != group.rank()]
@@ -186,7 +187,7 @@ def ceiling(group: Any, device: torch.device, way: str) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """The most of all ranks."""
+    """Maximum over all ranks."""
     most: Tensor = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)
@@ -206,7 +207,7 @@ def _median(call: Callable[[], object], device: torch.device) -> float:
 
 
 class HostTimer:
-    """As Timer, where there is no GPU."""
+    """Timer for ranks without a GPU."""
 
     def start(self) -> None:
         self._begin = time.perf_counter()

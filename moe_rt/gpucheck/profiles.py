@@ -1,4 +1,4 @@
-"""What torch's profiler saw of a GPU: kernels with their times, and where the host waited for the device."""
+"""Results of torch's profiler on a GPU: kernels with their times, and waits of the host for the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "CtxSync
 
 
 def kernels(events: Any) -> list[Any]:
-    """Everything that ran on the device.
+    """Events that ran on the device.
 
     Raises:
-        WrongOutput: nothing did, which means that the profiler cannot see the device.
+        WrongOutput: no event ran there, which means that the profiler cannot see the device.
     """
     found = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
     if not found:

@@ -1,4 +1,4 @@
-"""What PTX says of each kernel: how wide it moves rows, and which memory orders it uses where the protocol says so."""
+"""Read each kernel's PTX: the width of its moves, and its memory orders where the protocol requires them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BITS = re.compile(r"[busf](\d+)$")
 
 @dataclass(frozen=True)
 class Orders:
-    """How often an entry does each of these to global or generic memory."""
+    """Counts of an entry's accesses to global or generic memory."""
 
     wide_loads: int
     wide_stores: int
@@ -25,7 +25,7 @@ class Orders:
 
 
 def read_orders(ptx: str) -> dict[str, Orders]:
-    """By kernel name."""
+    """Return the counts by kernel name."""
     _, *parts = _ENTRY.split(ptx)
     orders = {}
     for name, body in zip(parts[::2], parts[1::2], strict=True):
@@ -46,7 +46,8 @@ def _count(pattern: str, body: str) -> int:
 
 
 def _num_bytes(words: list[str]) -> int:
-    """Of one access, 0 if it is not to global or generic memory; `words` are the opcode's parts but for the first."""
+    """Bytes of one access, or 0 if it is not to global or generic memory. `words` are the opcode's parts after the
+    first."""
     if any(word.split("::")[0] in _OWN_MEMORY for word in words):
         return 0
     bits = _BITS.match(words[-1])
@@ -66,7 +67,7 @@ _EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[Orders], int]]] = {
 
 
 def find_problems(orders: dict[str, Orders]) -> list[str]:
-    """What the protocol's kernels lack; the variant's rows must be a multiple of 16 bytes."""
+    """List what the protocol's kernels lack. The variant's rows must be a multiple of 16 bytes."""
     problems = [f"got no kernel {name}" for name in (*_SENDS, *_RECEIVES) if name not in orders]
     return problems + [
         f"{name}: got no {what}"

@@ -1,4 +1,4 @@
-"""The result to read: tables on the terminal, and report.json with report.md in a directory."""
+"""Show the result as tables on the terminal, and write report.json and report.md to a directory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _table(found: dict[str, Any]) -> RenderableType:
 
 
 def write_report(document: dict[str, Any], directory: Path) -> Path:
-    """Returns the page."""
+    """Write both files and return the path of the page."""
     write_document(document, directory / "report.json")
     page = directory / "report.md"
     page.write_text(markdown(document))

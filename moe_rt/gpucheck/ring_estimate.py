@@ -1,7 +1,7 @@
-"""How long launches of few blocks must take at least, by formula: rows in registers, and rows that go through rings.
+"""Lower bound on the time of launches with few blocks, by formula: rows in registers, and rows that go through rings.
 
-As estimate.py, of which only how rows flow differs: a warp has the pieces of its ring under way, of one row after the
-other, where lanes have their loads of one row.
+Only the flow of rows differs from estimate.py: a warp has the pieces of its ring in flight, across consecutive rows,
+whereas lanes have their loads of one row.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from moe_rt.native.launcher import THREADS
 from moe_rt.native.ring import RING_KERNELS, RING_LANES_BYTES, ring_for, under_way
 
 WARPS = THREADS // WARP
-# Shared memory that a block may have: NVIDIA's programming guide.
+# Maximum shared memory of a block: NVIDIA's programming guide.
 BULK_BYTES = {"sm_90a": 227 << 10, "sm_100a": 227 << 10, "sm_120a": 99 << 10}
 
 
 @functools.cache
 def ring_of(load: Load, arch: str) -> _engine.RingMemory:
-    """What a buffer for such a load has, in bf16."""
+    """Ring of a buffer for such a load, in bf16."""
     spec = BufferSpec.make(
         Topology.one_node(load.ranks),
         BufferOptions(),
@@ -56,20 +56,20 @@ def ring_of(load: Load, arch: str) -> _engine.RingMemory:
 
 
 def moving_s(rows: Rows, machine: Machine, blocks: int, ring: _engine.RingMemory) -> float:
-    """How long rows flow through rings."""
+    """Time for which rows flow through rings."""
     latency = machine.from_peer_s if rows.remote else machine.from_memory_s
     together = warps_together(rows.number, blocks)
     groups = blocks * (WARPS // together)
     pieces = math.ceil(rows.number / groups) * math.ceil(
         math.ceil(rows.load_bytes / ring.piece) / together
-    )  # of a warp
+    )  # pieces per warp
     by_ring = math.ceil(pieces / _engine.RING_LOADS) * latency
     by_blocks = rows.memory_bytes / (blocks * SM_BYTES * machine.clock)
     return max(by_ring, rows.link_bytes / machine.link, rows.memory_bytes / machine.memory, by_blocks)
 
 
 def estimate_ring(kernel: str, load: Load, machine: Machine, num_sms: int) -> Estimate:
-    """As estimate(kernel, load, machine, num_sms), with rings."""
+    """Estimate one launch with rings; the arguments are those of estimate()."""
     by_lanes = estimate(kernel, load, machine, num_sms)
     if kernel not in RING_KERNELS or load.coded:
         return by_lanes
@@ -83,5 +83,5 @@ def estimate_ring(kernel: str, load: Load, machine: Machine, num_sms: int) -> Es
 
 
 def most_blocks(machine: Machine) -> int:
-    """Up to how many blocks lanes have less of peers' rows under way than the links could bring."""
+    """Maximum number of blocks for which lanes have less of peers' rows in flight than the links could deliver."""
     return int(machine.link * machine.from_peer_s / RING_LANES_BYTES)

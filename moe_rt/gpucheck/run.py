@@ -1,4 +1,4 @@
-"""Runs steps one after another within one budget of time, and puts together the document of the run."""
+"""Run steps one after another within one time budget, and assemble the document of the run."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def run_steps(
     skipped: Mapping[str, str] = MappingProxyType({}),
     nproc: int = 1,
 ) -> list[dict[str, Any]]:
-    """The records of the steps, in the order of STEPS; none gets more time than is left of the whole run's.
+    """Return the records of the steps, in the order of STEPS. No step gets more time than is left of the whole run's.
 
     Args:
-        patience: multiplies the time of a step and of the run.
+        patience: factor on the time of a step and of the run.
         skipped: steps that cannot run here, and why.
         nproc: see Check.
     """
@@ -67,7 +67,7 @@ def run_steps(
 
 
 def document(records: list[dict[str, Any]], gpu: dict[str, Any], *, emulated: bool = False) -> dict[str, Any]:
-    """What the last line of the output holds; `emulated` tells that no GPU was there."""
+    """Document printed as the last line of the output. `emulated` records that no GPU was used."""
     machine = {**gpu, **machine_card(), **_versions()}
     ok = all(record["result"] != "failed" for record in records)
     return {
@@ -80,7 +80,7 @@ def document(records: list[dict[str, Any]], gpu: dict[str, Any], *, emulated: bo
 
 
 def gpu_card(device: str, nproc: int = 1) -> dict[str, Any]:
-    """What the GPU is.
+    """Properties of the GPU.
 
     Raises:
         InvalidConfig: torch cannot use the device, or any, or finds fewer than nproc.
@@ -90,7 +90,7 @@ def gpu_card(device: str, nproc: int = 1) -> dict[str, Any]:
     count = torch.cuda.device_count()
     if torch.version.cuda is None:
         raise InvalidConfig(f"torch: got {torch.__version__}, a build without CUDA, expected one with it; {_INSTEAD}")
-    if why := why_there_is_none():  # a driver that is too old, too: its GPUs are counted all the same
+    if why := why_there_is_none():  # includes a driver that is too old, whose GPUs are still counted
         raise InvalidConfig(f"device: got {device}, but torch can use no GPU here{why}; {_INSTEAD}")
     if device not in ("cuda", *(f"cuda:{index}" for index in range(count))):
         raise InvalidConfig(f"device: got {device}, expected cuda:0 to cuda:{count - 1}")

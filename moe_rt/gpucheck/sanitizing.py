@@ -1,4 +1,4 @@
-"""compute-sanitizer on rounds of one rank: accesses out of bounds, and races in shared memory."""
+"""Run compute-sanitizer on rounds of one rank: accesses out of bounds, and races in shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_rt.testing.rounds import WrongOutput
 
 TOOL, TOOL_S = "compute-sanitizer", 150.0
 TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
-# Every tensor is its own allocation, so that leaving one is noticed; and only kernels that run are instrumented.
+# Every tensor is its own allocation, so an access outside of it is noticed. Only kernels that run are instrumented.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
 _SUMMARIES = (
     re.compile(r"ERROR SUMMARY: (?P<errors>\d+) errors?"),
@@ -40,11 +40,11 @@ def find_tool() -> str | None:
 
 
 def sanitize(tool: list[str], device: str, seconds: float) -> str:
-    """Runs the quick correctness step of one rank under a tool: virtual ranks need kernels that run side by side, and a
-    tool may run one after another. Returns the tool's summary.
+    """Run the quick correctness step of one rank under a tool and return the tool's summary. Virtual ranks need kernels
+    that run concurrently, and a tool may run them one after another.
 
     Raises:
-        WrongOutput: the tool found something, said nothing, or the step failed under it.
+        WrongOutput: the tool found something or printed no summary, or the step failed under it.
     """
     with tempfile.TemporaryDirectory(prefix="moe_rt_gpucheck_") as folder:
         result = Path(folder, "result.json")
@@ -59,10 +59,10 @@ def sanitize(tool: list[str], device: str, seconds: float) -> str:
 
 
 def judge(log: str) -> str:
-    """The summary line of a clean run.
+    """Return the summary line of a clean run.
 
     Raises:
-        WrongOutput: there is none, or it counts errors.
+        WrongOutput: the log has no summary, or it counts errors.
     """
     found = [match for summary in _SUMMARIES for match in summary.finditer(log)]
     if not found:

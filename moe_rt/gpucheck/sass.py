@@ -1,4 +1,4 @@
-"""What machine code says of each kernel: how wide and how far ahead it loads, what it keeps in memory, how it orders.
+"""Read each kernel's machine code: width and depth of its loads, local memory, fences and barriers.
 
 NVIDIA's disassembler turns a cubin into text; the driver runs exactly these instructions.
 """
@@ -21,7 +21,7 @@ _REGISTER = re.compile(r"\bR(\d+)\b")
 _GLOBAL = re.compile(r"(LD|LDG|ST|STG)\.")
 _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 _LEAVES = ("BRA", "EXIT", "RET", "BAR", "BRX", "JMP")
-_DEPENDS = re.compile(r"!?U?P\d")  # a jump's condition, where it is an operand
+_DEPENDS = re.compile(r"!?U?P\d")  # condition of a jump that takes it as an operand
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class MachineCode:
     """Counts of one kernel's instructions.
 
     Attributes:
-        loads: of global or generic memory, by the bytes that one lane loads.
+        loads: loads from global or generic memory, by bytes per lane.
         stores: likewise.
-        ahead: by the same bytes, the most loads in the listing before an instruction needs what one of them brings.
-        local: accesses to local memory: spills, and arrays that found no registers.
-        barriers: of a block.
+        ahead: maximum number of consecutive loads before an instruction needs one of their results, by bytes per lane.
+        local: accesses to local memory: spills, and arrays that did not fit in registers.
+        barriers: barriers of a block.
         fences: by kind, such as MEMBAR.SC.GPU.
-        copies: in bulk, by kind: UBLKCP.S.G into shared memory, UBLKCP.G.S out of it.
-        instructions: all.
+        copies: bulk copies by kind: UBLKCP.S.G into shared memory, UBLKCP.G.S out of it.
+        instructions: all instructions.
     """
 
     loads: dict[int, int]
@@ -50,7 +50,7 @@ class MachineCode:
 
 
 def find_disassembler() -> str | None:
-    """Its path: on PATH, in an NVIDIA package or under CUDA_HOME; None where there is none."""
+    """Path of the disassembler on PATH, in an NVIDIA package or under CUDA_HOME; None if it is not installed."""
     if found := shutil.which(TOOL):
         return found
     try:
@@ -61,10 +61,10 @@ def find_disassembler() -> str | None:
 
 
 def disassemble(tool: str, cubin: bytes) -> str:
-    """The text of a cubin.
+    """Return the text of a cubin.
 
     Raises:
-        RuntimeError: the tool cannot read it, with what it said; an older one does not know newer cubins.
+        RuntimeError: the tool cannot read it; the message holds its error. An older tool does not know newer cubins.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -76,7 +76,7 @@ def disassemble(tool: str, cubin: bytes) -> str:
 
 
 def read_machine_code(text: str) -> dict[str, MachineCode]:
-    """By the name of each kernel, and of each function that is no part of one."""
+    """Return the counts by name of each kernel, and of each function outside of the kernels."""
     _, *parts = _KERNEL.split(text)
     return {name: _read(body.split("\t.section")[0]) for name, body in zip(parts[::2], parts[1::2], strict=True)}
 
@@ -102,7 +102,7 @@ def _read(body: str) -> MachineCode:
         registers = [int(register) for register in _REGISTER.findall(operands)]
         is_load = bool(_GLOBAL.match(f"{opcode}.")) and name.startswith("LD")
         used = registers[1:] if is_load else registers
-        # A jump that is not taken leads on to the next line, so only those without a condition end a run.
+        # A jump that is not taken continues with the next line, so only unconditional jumps end a run.
         conditional = "@" in match[0] or _DEPENDS.match(operands) or opcode.startswith("BRA.DIV")
         ends = name in _LEAVES and not conditional
         if ends or not under_way.keys().isdisjoint(used):

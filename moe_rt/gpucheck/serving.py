@@ -1,6 +1,6 @@
-"""vLLM over moe_rt: its kernels for experts on two virtual ranks, and where there are two GPUs, a prompt it answers.
+"""vLLM over moe_rt: vLLM's expert kernels on two virtual ranks, and a served prompt if the machine has two GPUs.
 
-Run as a module this is the process that answers: its engines are forked before it has touched a GPU.
+Run as a module, this is the process that serves: its engines are forked before it has touched a GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from moe_rt.testing.rounds import WrongOutput
 
 RANKS = 2
 T, HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 64, 512, 256, 8, 2
-TOLERANCE = 4e-2  # of the largest value: bf16 has 8 bits, and partial sums are rounded once more
+TOLERANCE = 4e-2  # relative to the largest value: bf16 has 8 bits, and partial sums are rounded once more
 STEPS = 16
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-APART = 0.1  # of the log-probability where an answer leaves stock vLLM's: a near tie
+APART = 0.1  # in log-probability, where an answer diverges from stock vLLM's: a near tie
 ONE_GPU = "no prompt was served: vLLM's expert parallelism needs two GPUs"
 
 
@@ -48,7 +48,7 @@ def check(check: Check) -> None:
 
 
 def run_experts(device: Any, *, seconds: float) -> None:
-    """One layer of vLLM's contract on virtual ranks, against the same kernels on all tokens and experts.
+    """Run one layer of vLLM's contract on virtual ranks, against the same kernels on all tokens and experts.
 
     Raises:
         WrongOutput: they differ.
@@ -68,9 +68,10 @@ def run_experts(device: Any, *, seconds: float) -> None:
     x, gate_up = normal(RANKS * T, HIDDEN), normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN) * HIDDEN**-0.5
     down = normal(EXPERTS, HIDDEN, INTERMEDIATE) * INTERMEDIATE**-0.5
     weights, ids = normal(RANKS * T, EXPERTS).float().softmax(-1).topk(TOPK)
-    # On all tokens at once, as many as a rank receives at most: so kernels are loaded before a rank waits for another.
+    # Run all tokens in one call, the maximum that a rank receives. This loads the kernels before a rank waits for
+    # another.
     expected = fused_experts(x, gate_up, down, weights, ids).cpu().float()
-    if where.type == "cuda":  # ranks have streams of their own
+    if where.type == "cuda":  # each rank has its own stream
         torch.cuda.synchronize(where)
 
     def work(group: ThreadGroup) -> Tensor:
@@ -101,13 +102,14 @@ def run_experts(device: Any, *, seconds: float) -> None:
 
 
 def run_prompt(dtype: str, graphs: Sequence[bool], seconds: float) -> str:
-    """What to say of a prompt that ranks of vLLM answered as stock vLLM does, in a process of their own.
+    """Serve a prompt on ranks of vLLM in a separate process, and return the line to report if they answer as stock
+    vLLM.
 
     Args:
-        graphs: one run of the ranks for each: whether vLLM compiles the model and captures its steps.
+        graphs: one run of the ranks per entry; True if vLLM compiles the model and captures its steps.
 
     Raises:
-        RuntimeError: they did not within the time, or not as stock does; with what they wrote.
+        RuntimeError: no answer within the time, or not stock vLLM's; the message holds the process's output.
     """
     from moe_rt.gpucheck.child import run_command
 
@@ -121,7 +123,7 @@ def run_prompt(dtype: str, graphs: Sequence[bool], seconds: float) -> str:
 
 
 def answer_prompt(dtype: str, graphs: Sequence[bool]) -> str:
-    """Stock vLLM on one rank, then expert parallelism."""
+    """Run stock vLLM on one rank, then expert parallelism."""
     from moe_rt.testing.serving import import_vllm
     from moe_rt.testing.serving.answers import parting
     from moe_rt.testing.serving.engines import EngineRanks, Failed

@@ -1,4 +1,4 @@
-"""What a step of gpucheck is: a function that is given a Check, works through its parts and leaves findings there."""
+"""Steps of gpucheck. A step is a function that takes a Check, runs its parts and records findings in it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """A step by name: the function `check(check: Check)` of a module, imported only where it runs."""
+    """A named step: the function `check(check: Check)` of a module, which is imported only where it runs."""
 
     name: str
     module: str
-    seconds: float  # it is given no more
+    seconds: float  # maximum
     title: str
-    virtual: bool = False  # it runs several ranks on one GPU, which ranks.ENVIRONMENT is for
+    virtual: bool = False  # runs several ranks on one GPU, with thread_ranks.ENVIRONMENT
 
 
 STEPS = {
@@ -33,13 +33,13 @@ STEPS = {
             "rounds of 1 to 8 virtual ranks equal the reference",
             True,
         ),
-        Step("nodes", "moe_rt.gpucheck.nodes", 60, "two levels among virtual ranks on 2 or 3 nodes in name", True),
+        Step("nodes", "moe_rt.gpucheck.nodes", 60, "the two-level route of virtual ranks on 2 or 3 nodes", True),
         Step("chains", "moe_rt.gpucheck.chains", 60, "free-running pairs on 3 virtual ranks", True),
-        Step("errors", "moe_rt.gpucheck.failures", 60, "what goes wrong is raised, and in time", True),
+        Step("errors", "moe_rt.gpucheck.failures", 60, "errors are raised, and in time", True),
         Step("syncfree", "moe_rt.gpucheck.syncfree", 60, "a layer's step never makes the host wait"),
         Step("graphs", "moe_rt.gpucheck.graphs", 60, "captured rounds, replayed on changed inputs", True),
         Step("layer", "moe_rt.gpucheck.layers", 120, "the layer equals a dense loop, eager and compiled"),
-        Step("timing", "moe_rt.gpucheck.timing", 150, "how fast, next to a plain copy", True),
+        Step("timing", "moe_rt.gpucheck.timing", 150, "speed, next to a plain copy", True),
         Step("processes", "moe_rt.gpucheck.processes", 180, "one process per GPU, with --nproc"),
         Step("nvshmem", "moe_rt.gpucheck.network", 90, "a round over NVSHMEM"),
         Step("serving", "moe_rt.gpucheck.serving", 240, "vLLM over moe_rt, if it is installed", True),
@@ -49,7 +49,7 @@ STEPS = {
 
 
 class Skipped(Exception):
-    """A step that cannot run here, and is allowed not to; the message says why."""
+    """Raised by a step that cannot run here and may be skipped; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Check:
     """One run of one step.
 
     Attributes:
-        device: a CUDA device's name, or an object that stands in for a GPU.
-        quick: less of everything.
+        device: a CUDA device's name, or an object that emulates a GPU.
+        quick: do less of everything.
         seconds: the step's share of time.
         sizes: numbers of ranks to try, or None for all.
-        nproc: processes, and so GPUs, that steps may use which use more than one.
-        save: called whenever there is something new, so that it is not lost with the process.
+        nproc: processes, and so GPUs, that a multi-GPU step may use.
+        save: called whenever there is a new finding, so that it survives the process.
     """
 
     device: Any
@@ -84,7 +84,7 @@ class Check:
     tables: list[Table] = field(default_factory=list)
 
     def say(self, detail: str) -> None:
-        """Adds to what is told of the step in one line."""
+        """Add to the step's one-line summary."""
         self.details.append(detail)
         self.save(self)
 
@@ -94,7 +94,7 @@ class Check:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What fails in here is recorded, and the next part runs."""
+        """Record an exception raised in this block, so that the next part runs."""
         try:
             yield
         except Skipped:
@@ -115,7 +115,7 @@ class Check:
 
 
 def perform(step: Step, check: Check) -> dict[str, Any]:
-    """Runs a step in this process and returns its record; nothing that fails in it gets out."""
+    """Run a step in this process and return its record. Exceptions in it become part of the record."""
     begin, result = time.monotonic(), "ok"
     try:
         importlib.import_module(step.module).check(check)

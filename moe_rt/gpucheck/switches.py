@@ -1,4 +1,4 @@
-"""Switches in the environment, for buffers that are made while they are set."""
+"""Environment switches for buffers that are created while they are set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_rt.native.ring import RING_VARIABLE
 
 @contextmanager
 def rings(*, on: bool) -> Iterator[None]:
-    """Whether rows may go through shared memory; where the environment has said so, that stays."""
+    """Keep rows out of shared memory if not `on`. If `on`, the environment's own setting applies."""
     before = os.environ.get(RING_VARIABLE)
     if not on:
         os.environ[RING_VARIABLE] = "0"

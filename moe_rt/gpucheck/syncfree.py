@@ -1,4 +1,4 @@
-"""A layer's forward and backward never make the host wait: torch's own guard, and what the profiler saw."""
+"""A layer's forward and backward never make the host wait, checked by torch's sync debug mode and its profiler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(check: Check) -> None:
 
 
 def step(layer: MoELayer, x: Tensor, grad: Tensor) -> None:
-    """Forward and backward, with gradients for everything."""
+    """Run forward and backward, with gradients for everything."""
     layer.zero_grad(set_to_none=True)
     x = x.detach().requires_grad_()
     out, _ = layer(x)
@@ -48,7 +48,7 @@ def step(layer: MoELayer, x: Tensor, grad: Tensor) -> None:
 
 
 def profiled(work: Any) -> Any:
-    """The profiler's events of one call; it and the device are quiet before and after the RANGE."""
+    """Profile one call and return its events. The profiler and the device are quiet before and after the RANGE."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

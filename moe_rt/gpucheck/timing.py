@@ -1,4 +1,4 @@
-"""How fast dispatch and combine are, launch by launch, next to a plain copy of as many bytes on the same GPU."""
+"""Speed of dispatch and combine, launch by launch, next to a plain copy of as many bytes on the same GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_UP, RUNS, QUICK_RUNS = 5, 20, 5
 
 @dataclass
 class Measured:
-    """Seconds by op and by launch, and the fewest bytes by launch, of all ranks together."""
+    """Seconds by op and by launch, and the fewest bytes by launch, over all ranks together."""
 
     ops: dict[str, float]
     launches: dict[str, float]
@@ -48,7 +48,7 @@ def check(check: Check) -> None:
 
 
 def add_loads(check: Check, runs: int) -> None:
-    """Ops by events alone: few tokens on either side of one per block, few blocks, and every count looked at."""
+    """Time ops by events only: slightly fewer and more tokens than blocks, few blocks, and capacity that raises."""
     rows: list[list[Any]] = []
     for name, load in loads(check.device).items():
         with check.part(name), rings(on=load.rings):
@@ -64,7 +64,7 @@ def add_loads(check: Check, runs: int) -> None:
 
 
 def loads(device: Any) -> dict[str, Load]:
-    """Where a launch has as many rows as blocks and where it has a few more, speed must not fall off a cliff."""
+    """Loads to time. Speed must not drop sharply when a launch has slightly more rows than blocks."""
     few = {f"{tokens} tokens on 8 ranks": Load(8, tokens) for tokens in (128, 133)}
     counts = [n for n in (8, 24) if n <= num_sms(device)]
     narrow = {f"{n} blocks": Load(1, 4096, num_sms=n) for n in counts} | {"all blocks": Load(1, 4096)}
@@ -73,7 +73,7 @@ def loads(device: Any) -> dict[str, Load]:
 
 
 def measure(device: Any, load: Load, runs: int, seconds: float) -> Measured:
-    """Once for the ops, by events, and once for the launches, by the profiler."""
+    """Time the ops by events, and in a second run the launches by the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     spans, num_bytes = run_pairs(device, load, runs, seconds)
@@ -111,10 +111,10 @@ def run_pairs(device: Any, load: Load, runs: int, seconds: float) -> tuple[dict[
                 raise WrongOutput(f"rank {group.rank}: got {dropped} dropped rows, expected capacity for all")
             return points[WARM_UP - 1 :], count_pulled(idx, load.experts, size), int(handle.offs[-1])
 
-    # Room for inputs and for the outputs of two ops.
+    # Memory for the inputs and for the outputs of two ops.
     results = ThreadRanks(size, device, reserve_bytes=5 * load.capacity_bytes()).run(work, seconds=seconds)
     spans: dict[str, list[float]] = {"dispatch": [], "combine": []}
-    origin = results[0][0][0][0]  # of the last turn to warm up, so before all that counts
+    origin = results[0][0][0][0]  # recorded in the last warm-up turn, so before every turn that counts
     for turn in range(1, 1 + runs):
         at = [[origin.elapsed_time(event) / 1e3 for event in points[turn]] for points, _, _ in results]
         spans["dispatch"].append(max(a[1] for a in at) - min(a[0] for a in at))
@@ -125,7 +125,8 @@ def run_pairs(device: Any, load: Load, runs: int, seconds: float) -> tuple[dict[
 
 
 class StreamMeeting:
-    """Lets no rank's stream go on before all streams are there; the hosts meet, but do not wait for the device."""
+    """Barrier of streams: no rank's stream continues until all have arrived. Hosts wait for each other, not for the
+    device."""
 
     def __init__(self, size: int, seconds: float) -> None:
         self._size, self._seconds = size, seconds
@@ -134,14 +135,14 @@ class StreamMeeting:
         self._here = threading.local()
 
     def wait(self) -> None:
-        """Called by every rank the same number of times."""
+        """Wait for all streams. Every rank must call this the same number of times."""
         if self._size == 1:
             return
         turn = self._here.turn = getattr(self._here, "turn", 0) + 1
         event = torch.cuda.Event()
         event.record()
         if self._barrier.wait(self._seconds) == 0:
-            self._events[(turn + 1) % 2] = []  # of the meeting before, which everybody has left
+            self._events[(turn + 1) % 2] = []  # the previous meeting's, which all ranks have left
         self._events[turn % 2].append(event)
         self._barrier.wait(self._seconds)
         for other in self._events[turn % 2]:
@@ -149,10 +150,10 @@ class StreamMeeting:
 
 
 def launch_times(events: list[Any], size: int) -> dict[str, float]:
-    """Median seconds by launch, of all ranks together.
+    """Median seconds by launch, over all ranks together.
 
-    A launch that sends lasts from the first rank's start to the last one's end. One that receives waits for every
-    peer first, so it counts from the end of the last launch that sends.
+    A sending launch lasts from the first rank's start to the last one's end. A receiving launch first waits for every
+    peer, so it counts from the end of the last sending launch.
     """
     spans: dict[str, list[tuple[float, float]]] = {}
     for name in ROLES:

@@ -1,7 +1,7 @@
-"""What ranks write into a store that others read: read without waiting, and taken for nothing where it is no record.
+"""Records that ranks write into a store for other ranks. Reading never waits, and ignores malformed records.
 
-A key may vanish between two looks, and what stands there may be anybody's: so nothing here waits for a key, and each
-field is looked at before it is used.
+A key may vanish between two reads, and its value may be of any origin. So nothing here waits for a key, and each field
+is checked before it is used.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from torch._C._distributed_c10d import Store
 from moe_rt.errors import StoreLost
 
 _NOTHING = "nothing"
-# Of a rank's place: the ticket that it holds, "" for none; where its process is; when it wrote; why it left meetings.
+# A rank's place: its ticket, "" if it has none; where its process is; when it was written; why the rank left meetings.
 _PLACE = {"ticket": str, "where": str, "pid": int, "since": float, "failures": list}
-# Why and when a rank left. In a place also: after which meeting that took place, in which attempt since then, and the
-# tickets of those that had come by then, in rank order, "" for the others.
+# Why and when a rank left. Failures in a place also have the last meeting that took place before, the number of the
+# attempt since then, and the tickets of the ranks that had arrived, in rank order, "" for the others.
 _FAILURE = {"rank": int, "error": str, "message": str, "since": float, "after": str, "number": int, "came": list}
 
 
 def read(store: Store, key: str) -> str | None:
-    """What the key holds, None where it is not there. `Store.get` would wait for it as long as the store's time-out."""
+    """Return the key's value, None if it is absent. `Store.get` would wait for it until the store's time-out."""
     text = store.compare_set(key, _NOTHING, _NOTHING).decode(errors="replace")
     return None if text == _NOTHING else text
 
 
 def place_of(text: str | None) -> dict[str, Any] | None:
-    """A rank's place, with those of its failures that are some; None where it is none."""
+    """Parse a rank's place without its malformed failures; None if the place itself is malformed."""
     if (found := _record(text, _PLACE)) is not None:
         found["failures"] = [failure for failure in found["failures"] if _fits(failure, _FAILURE)]
     return found
 
 
 def failure_of(text: str) -> dict[str, Any] | None:
-    """Why a rank left; None where the text does not say."""
+    """Parse why a rank left; None if the text is malformed."""
     return _record(text, _FAILURE)
 
 
@@ -57,17 +57,17 @@ def _fits(found: Any, fields: dict[str, type]) -> bool:
 
 
 def is_of_now(found: dict[str, Any]) -> bool:
-    """Return whether a place or failure was written since this process started: in the same attempt of a job.
+    """True if a place or failure was written since this process started: in the same attempt of a job.
 
-    A launcher that starts ranks anew ends all of them first, and a rank comes to its first meeting when it has made a
-    process group with the others. Clocks of hosts may differ: who is taken for a rank of another attempt by mistake is
-    met all the same, and only its failures, or its end, are not noticed before time is up.
+    A launcher that restarts ranks ends all of them first, and a rank arrives at its first meeting after it has made a
+    process group with the others. Hosts' clocks may differ. A rank mistaken for one of another attempt still meets its
+    peers; only its failures, or its end, are not noticed before the timeout.
     """
     return bool(found["since"] >= _started(os.getpid()))
 
 
 def _started(pid: int) -> float:
-    """When this process started; 0 where the system does not say."""
+    """Time at which this process started; 0 if the system does not report it."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             ticks = int(stat.read().rpartition(")")[2].split()[19])
@@ -78,7 +78,7 @@ def _started(pid: int) -> float:
 
 @contextlib.contextmanager
 def reaching_store(rank: int) -> Iterator[None]:
-    """Raises StoreLost for torch's own errors of a store that has ended."""
+    """Convert torch's errors of a store that has ended to StoreLost."""
     try:
         yield
     except dist.DistError as error:

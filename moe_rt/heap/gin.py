@@ -1,15 +1,15 @@
-"""Heap for ranks that are processes with a GPU each: windows of NCCL, over NVLink or over GIN, its network of GPUs.
+"""Heap for ranks that are processes with a GPU each: NCCL windows over NVLink, or over GIN, its GPU-initiated network.
 
 Four properties of NCCL shape this file:
 
-* A communicator connects the ranks of one group. Each group gets one of its own, with its first buffer.
-* Its collectives have no time limit, and a rank that fails inside one may take its peers along. So ranks first tell
-  each other through the rendezvous that they can all go on, and what fails at home is told before anyone waits for it.
-* Registering is collective, but a rank closes its buffer alone, when its garbage collector sees fit. So a segment that
-  is let go of is kept, and handed out again once every rank has let go of it; `shutdown` frees, where all can come.
-* Nobody can wait until what it has put has arrived. But when a buffer is closed, each peer leaves marks that come after
-  all else: whoever has seen all of them will find nothing more in its segment. A segment without them is never used
-  again: that of a group one of whose ranks was killed, or could not make its engine.
+* A communicator connects the ranks of one group. Each group gets its own with its first buffer.
+* Collectives have no time limit, and a rank that fails inside one may block its peers. So ranks first confirm through
+  the rendezvous that all can continue, and report local failures before any rank waits.
+* Registering is collective, but a rank closes its buffer independently, when its garbage collector runs. So a released
+  segment is kept, and handed out again once every rank has released it. `shutdown` frees segments, collectively.
+* A rank cannot wait until its puts have arrived. But when a buffer is closed, each peer writes marks after everything
+  else: once all marks are present, nothing more arrives in the segment. A segment without them is never used again: a
+  rank of its group was killed, or could not make its engine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from moe_rt.heap.nvshmem_start import host, require_own_gpus
 from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import PAGE, DeviceMemory, GinWindow, Segments, all_or_none, free_bytes, round_up
 
-SINCE = (2, 32)  # the oldest NCCL whose functions for strong signals can be linked
+SINCE = (2, 32)  # oldest NCCL whose functions for strong signals can be linked
 _WORD = 8  # bytes of a mark
 
 
 def load(device: torch.device) -> Any:
-    """nccl.core. Imported late: nobody else needs it.
+    """Import and return nccl.core. Only this heap needs it.
 
     Raises:
-        InvalidConfig: no package, or a library that is too old, with what to install.
+        InvalidConfig: the package is missing, or its library is too old; the message says what to install.
     """
     if device.type != "cuda":
         raise InvalidConfig(f'heap "gin": got memory on {device}, expected a CUDA device')
@@ -65,40 +65,40 @@ class _Allocation:
     buffer: Any  # cuda.core.Buffer
     window: Any = None
     data: Tensor | None = None  # the bytes of the buffer
-    addresses: list[int] = field(default_factory=list)  # of the segments; 0 where they are not mapped
-    num_bytes: int = 0  # stays 0 when a rank failed: then it is nobody's
+    addresses: list[int] = field(default_factory=list)  # each rank's segment; 0 if it is not mapped
+    num_bytes: int = 0  # stays 0 if a rank failed: then no rank uses it
     idle: bool = True
-    marks: list[int] = field(default_factory=list)  # where its last user's peers leave theirs
+    marks: list[int] = field(default_factory=list)  # offsets of the marks that its last user's peers write
 
 
 @dataclass
 class _Connected:
-    """The ranks of one group."""
+    """A connected group of ranks."""
 
     comm: Any
-    device_comm: Tensor | None = None  # in the GPU's memory; None where NCCL has no network
-    allocations: dict[int, _Allocation] = field(default_factory=dict)  # by the number of the attempt, as on all ranks
+    device_comm: Tensor | None = None  # in the GPU's memory; None if NCCL has no network
+    allocations: dict[int, _Allocation] = field(default_factory=dict)  # by attempt number, the same on all ranks
     num_attempts: int = 0
 
 
 class World:
-    """NCCL in one process: the groups that it connects, and what memory they have. `load` gives nccl.core."""
+    """NCCL in one process: the groups that it connects, and their memory. `load` returns nccl.core."""
 
     def __init__(self, load: Callable[[torch.device], Any] = load) -> None:
         self._load = load
         self._name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"  # pids repeat among containers
         self._core: Any = None
-        self._groups: dict[tuple[str, ...], _Connected] = {}  # by the names of all ranks, in their order
+        self._groups: dict[tuple[str, ...], _Connected] = {}  # by the names of all ranks, in rank order
 
     def allocate(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> Segments:
-        """Connects the group if need be and gives every rank a segment. Collective: all ranks succeed or all raise.
+        """Connect the group if necessary and give every rank a segment. Collective: all ranks succeed or all raise.
 
-        `timeout_s` limits the waiting for ranks that do not come, not NCCL's own collectives.
+        `timeout_s` limits the wait for ranks that do not arrive, not NCCL's own collectives.
 
         Raises:
-            OutOfSharedMemory: some rank has no room for its segment.
+            OutOfSharedMemory: some rank has no memory for its segment.
             InvalidConfig: NCCL cannot be used on some rank, or reaches a rank neither by NVLink nor over GIN.
-            PeerTimeout: a rank did not come.
+            PeerTimeout: a rank did not arrive.
         """
         group = self._join(rendezvous, num_bytes, timeout_s, gpu)
         settled = all_or_none(rendezvous, lambda: self._settle(group, gpu), "finish its work on the GPU", timeout_s)
@@ -126,14 +126,14 @@ class World:
         )
 
     def mapped(self, rendezvous: Rendezvous, timeout_s: float, gpu: DeviceMemory) -> list[bool]:
-        """Whose memory this rank maps; others are reached over the network. Collective, and raises as `allocate`."""
+        """Return whose memory this rank maps; the network reaches others. Collective; raises like `allocate`."""
         segments = self.allocate(rendezvous, PAGE, timeout_s, gpu)
         mapped = [address != 0 for address in segments.addresses]
         segments.release()
         return mapped
 
     def shutdown(self, rendezvous: Rendezvous, timeout_s: float, gpu: DeviceMemory) -> None:
-        """Frees all segments of the group and ends its communicator. Collective.
+        """Free all segments of the group and end its communicator. Collective.
 
         Raises:
             InvalidConfig: a buffer is still open on some rank.
@@ -161,7 +161,7 @@ class World:
             if group is not None:
                 del self._groups[members]
                 with _current(gpu):
-                    group.comm.destroy()  # its windows and its device communicator, too
+                    group.comm.destroy()  # also destroys its windows and its device communicator
                 for allocation in group.allocations.values():
                     self._free(allocation, gpu)
             return {}
@@ -200,7 +200,7 @@ class World:
         return made[0]
 
     def _open_network(self, group: _Connected, gpu: DeviceMemory) -> dict[str, Any]:
-        """NCCL tells all ranks of a communicator the same of its network."""
+        """Open NCCL's network to kernels if it connects all GPUs. NCCL reports the same network to all ranks."""
         every, known = self._core.NcclGinConnectionType.FULL, group.comm.properties
         if known.gin_connection_type != every:
             return {}
@@ -213,7 +213,7 @@ class World:
         return {}
 
     def _settle(self, group: _Connected, gpu: DeviceMemory) -> dict[str, Any]:
-        """Nothing that this rank or a peer still does reaches a segment that it lists here."""
+        """List the segments that no work of this rank or of a peer can still access."""
         gpu.synchronize()
         idle = [[a.num_bytes, number] for number, a in group.allocations.items() if a.idle and _are_left(a)]
         return {"idle": idle, "attempts": group.num_attempts}
@@ -221,7 +221,7 @@ class World:
     def _extend(
         self, group: _Connected, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory
     ) -> int:
-        """Allocates anew on every rank; the number of the allocation."""
+        """Allocate a segment on every rank; return the number of the allocation."""
         rank, wanted = rendezvous.rank, round_up(num_bytes, PAGE)
         group.num_attempts += 1
         number = group.num_attempts
@@ -234,13 +234,13 @@ class World:
             with _current(gpu):
                 try:
                     buffer = self._core.mem_alloc(wanted)
-                except Exception as error:  # NCCL does not tell want of memory from other errors
+                except Exception as error:  # NCCL does not distinguish lack of memory from other errors
                     raise OutOfSharedMemory(f"{message}: {error}", rank=rank) from error
             group.allocations[number] = _Allocation(buffer, data=torch.utils.dlpack.from_dlpack(buffer))
             return {}
 
         def register() -> dict[str, Any]:
-            # Signals lie in it, and are in order with what is put before them if the window is.
+            # Signals are in this window. Strict ordering keeps a signal after the puts that precede it.
             flags = self._core.WindowFlag.COLL_SYMMETRIC | self._core.WindowFlag.STRICT_ORDERING
             with _current(gpu):
                 allocation.window = window = group.comm.register_window(allocation.buffer, flags)
@@ -280,13 +280,13 @@ class World:
 
 @contextlib.contextmanager
 def _current(gpu: DeviceMemory) -> Iterator[None]:
-    """NCCL works on the device that is current in the calling thread; the caller's is restored."""
+    """Make the GPU current in the calling thread, as NCCL requires; restore the caller's device."""
     with torch.cuda.device(gpu.device) if gpu.device.type == "cuda" else contextlib.nullcontext():
         yield
 
 
 def _are_left(allocation: _Allocation) -> bool:
-    """Whether all marks are there that the last user's peers leave, after everything else."""
+    """True if the last user's peers have written all their marks, which follow everything else."""
     if not allocation.marks or allocation.data is None:
         return True
     words = torch.stack([allocation.data[at : at + _WORD] for at in allocation.marks]).cpu()

@@ -1,9 +1,9 @@
-"""Lets gloo's threads come to rest before Python ends.
+"""Waits until gloo's threads are idle before Python ends.
 
-A thread of gloo holds the tensors of an operation a moment longer than the operation lasts. Where its hold is the last
-one and the interpreter ends meanwhile, Python before 3.14 ends the thread in C++ code that must not be left so, and the
-process aborts ("terminate called without an active exception") after all its work was done:
-https://github.com/pytorch/pytorch/pull/179291. destroy_process_group() ends the threads only where nothing else holds
+A gloo thread refers to the tensors of an operation slightly longer than the operation lasts. If its reference is the
+last one and the interpreter ends meanwhile, Python before 3.14 ends the thread inside C++ code that must not be left
+this way, and the process aborts ("terminate called without an active exception") after all its work was done:
+https://github.com/pytorch/pytorch/pull/179291. destroy_process_group() ends the threads only if nothing else refers to
 the group; DDP and the caches of DTensor do.
 """
 
@@ -20,7 +20,7 @@ _PATIENCE_S = 10.0
 
 @functools.cache
 def rest_at_exit() -> None:
-    """From now on the end of Python waits until gloo's threads are at rest, or for ten seconds."""
+    """Make the end of Python wait until gloo's threads are idle, for at most ten seconds."""
     atexit.register(_rest)
 
 
@@ -30,14 +30,14 @@ def _rest() -> None:
     while now and not (now == before and all(state == "S" for state, *_ in now.values())):
         if time.monotonic() > deadline:
             return
-        time.sleep(0.001)  # without the interpreter's lock: who waits for it gets it, and runs
+        time.sleep(0.001)  # releases the interpreter's lock: a thread that waits for it runs
         before, now = now, _looks()
 
 
 def _looks() -> dict[str, tuple[str, str, str]]:
-    """What each of gloo's threads does, and how often it has stopped; one at rest shows the same each time.
+    """State and context-switch counts of each gloo thread; those of an idle thread do not change.
 
-    One that waits for the interpreter's lock, or for a core, does not: it has run in between, or it is to run now.
+    Those of a thread that waits for the interpreter's lock or a core do: it ran in between, or its state is not "S".
     """
     looks = {}
     for thread in Path("/proc/self/task").iterdir():

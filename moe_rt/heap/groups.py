@@ -1,4 +1,4 @@
-"""What may be given as a group of ranks, and where its ranks meet."""
+"""Kinds of groups that callers may pass, and the rendezvous of each."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from moe_rt.heap.rendezvous import StoreRendezvous, ThreadGroup
 
 Group = dist.ProcessGroup | DeviceMesh | ThreadGroup | None
 
-# Of the groups made for meshes of two dimensions, by their ranks. A group that is destroyed has its name no more.
+# Names of the groups made for two-dimensional meshes, by their ranks. A destroyed group loses its name.
 _names: dict[tuple[int, ...], Any] = {}
 
 
 def rendezvous_of(group: Group) -> StoreRendezvous | ThreadGroup:
-    """Where the ranks of a group meet; None is the default group, or a single rank where there is none.
+    """Return the rendezvous of a group; None is the default group, or a single rank if no default group exists.
 
-    A mesh of two dimensions is all its ranks, and says which nodes they are on: one for each index of the first.
+    A mesh of two dimensions represents all its ranks; the first dimension's indices are their nodes.
 
     Raises:
-        InvalidConfig: it is no group, this rank is not a member, or a launcher started others and there is no group.
+        InvalidConfig: it is no group, this rank is not a member, or a launcher started several ranks without a group.
     """
     if isinstance(group, ThreadGroup):
         return group
@@ -40,20 +40,21 @@ def rendezvous_of(group: Group) -> StoreRendezvous | ThreadGroup:
     if group is None:
         if not dist.is_initialized():
             if others := one_of_several():
-                expected = "torch.distributed.init_process_group() first, or ThreadGroup.make(1)[0] for this rank alone"
-                raise InvalidConfig(f"group: got None and no process group beside {others}, expected {expected}")
+                expected = "torch.distributed.init_process_group() first, or ThreadGroup.make(1)[0] for a single rank"
+                raise InvalidConfig(f"group: got None and no process group with {others}, expected {expected}")
             return ThreadGroup.make(1)[0]
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those that it leaves out
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # returned by new_group to ranks that it leaves out
             raise InvalidConfig("group: got one that this rank is not a member of, expected a member")
         raise InvalidConfig(f"group: got {type(group).__name__}, expected a ProcessGroup, DeviceMesh or ThreadGroup")
     return StoreRendezvous(group)
 
 
 def process_group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh, in ascending order. The first use of a mesh of two dimensions is collective
-    over its ranks, and over no others; meshes of the same ranks have the same one.
+    """Return the group of all ranks of a mesh, in ascending order. Meshes of the same ranks share one.
+
+    The first use of a two-dimensional mesh is collective over its ranks only.
 
     Raises:
         InvalidConfig: this rank is not a member, or the mesh has more dimensions.
@@ -70,7 +71,7 @@ def process_group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         return _get_default_group()
     try:
         return _resolve_process_group(_names[ranks])
-    except (KeyError, RuntimeError):  # none yet, or it was destroyed
+    except (KeyError, RuntimeError):  # not made yet, or destroyed
         group = dist.new_group(list(ranks), use_local_synchronization=True)
         _names[ranks] = group.group_name
         return group

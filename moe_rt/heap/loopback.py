@@ -1,6 +1,6 @@
 """Heap for ranks that are threads sharing one GPU: every segment is a slice of one region of its memory.
 
-Kernels of all ranks run the protocol against each other on a single device, so that it can be tested on one.
+Kernels of all ranks run the protocol against each other on a single device, so that one device suffices to test it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, all_or_none, round_up, take_all_or_none
 
 # Regions and tables of streams on their way from rank 0 to its peers. Their names are random: an address of another
-# process could look like one of ours.
+# process could equal one of this process.
 _in_transit: dict[str, tuple[Tensor, dict[int, int]]] = {}
 _lock = threading.Lock()
 
 
 def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> Segments:
-    """Rank 0 makes the region, everyone takes it. Collective: either every rank succeeds or every rank raises.
+    """Make the region on rank 0 and share it with all ranks. Collective: every rank succeeds or every rank raises.
 
     Raises:
-        OutOfSharedMemory: the device has no room for the segments of all ranks.
+        OutOfSharedMemory: the device has no memory for the segments of all ranks.
         InvalidConfig: ranks are on different devices or in different processes, or disagree about the size.
-        PeerTimeout: a rank did not come.
+        PeerTimeout: a rank did not arrive.
     """
     stride, rank = round_up(num_bytes, PAGE), rendezvous.rank
     name = secrets.token_hex(8)

@@ -1,22 +1,22 @@
-"""One meeting of ranks in a store: they gather texts round by round, and leave together or all learn who left and why.
+"""A meeting of ranks, which gather texts through a store: all complete it, or all learn which rank left and why.
 
-**Names.** Nobody counts meetings: a rank that stayed away from one would count differently from then on, and a job that
-is started anew would meet what the one before has left. Whenever a rank comes it draws a *ticket*, a random text, and
-writes it to its place in the store. The tickets of all ranks together name the meeting, so what is written under that
-name was written by ranks that have read every other's ticket: of this attempt, of this job.
+**Names.** No rank counts meetings: a rank that missed one would count differently from then on, and a restarted job
+would find what the previous one left. Each time a rank arrives it draws a *ticket*, a random text, and writes it to its
+place in the store. The tickets of all ranks together name the meeting. So whatever is written under that name was
+written by ranks that have read every ticket: ranks of this attempt of this job.
 
-**All or none.** Each round has one word in the store, and the first rank that writes it decides for all: that the round
-took place, by a rank that sees all texts, or that it does not, by one that leaves. A ticket serves once.
+**All or none.** Each round has one word in the store, and the first rank that writes it decides for all. A rank that
+sees all texts writes that the round takes place; a rank that leaves writes that it does not. A ticket is used once.
 
-**Who leaves** before the meeting has its name writes into its place why, in which attempt since the last meeting that
-took place, and which tickets it had seen. That ends the same attempt of every rank, of one that has not come yet when
-it comes. But a rank that has merely waited for others until its time was up ends nothing for those that come later:
-they meet in its next attempt. The number of such changes in the store makes ranks that wait read all places again.
-Who leaves a later round writes that into the round's word.
+**Leaving.** A rank that leaves before the meeting has its name writes to its place why, in which attempt since the last
+meeting that took place, and which tickets it had seen. That ends the same attempt on every rank, also on one that
+arrives later. But a rank that only timed out ends nothing for ranks that arrive later: it meets them in its next
+attempt. The store counts such changes, so that waiting ranks read all places again. A rank that leaves a later round
+writes the reason into that round's word.
 
-A rank asks the store and never waits inside it: a client that waits there keeps every other thread of its process from
-the store, and with it ranks that this one waits for. In between it looks at the processes of ranks that are missing.
-Keys of a meeting go with the last rank that leaves it. What stays in the store is a place for each rank and a number.
+A rank polls the store and never waits inside it: a client that waits there blocks all other threads of its process,
+possibly ranks that this one waits for. Between polls it checks the processes of missing ranks. The last rank to leave a
+meeting deletes its keys. A place for each rank and one counter stay in the store.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from moe_rt.heap.board import failure_of, reaching_store, read
 from moe_rt.heap.processes import Watch
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
-_PLACES_AT_ONCE = 4  # processes to learn of in one look: that many ranks do not flood the store
+_PLACES_AT_ONCE = 4  # processes to look up per poll: this few from every rank do not flood the store
 _TAKES_PLACE, _OVER = "takes place", "over"
-# What peers of the rank that failed raise, too; for any other error of it, GroupPoisoned.
+# Errors that peers of the rank that failed also raise. Any other error becomes GroupPoisoned on them.
 _SHARED = (
     *("InvalidConfig", "SizeOverflow", "ConfigMismatch", "OutOfSharedMemory", "SegmentPermission", "CorruptPeer"),
     *("PeerDead", "PeerTimeout", "StoreLost", "CompileError", "LaunchFailed", "LimitReached"),
@@ -53,32 +53,32 @@ class Meeting:
     """This rank's part of a meeting.
 
     Args:
-        attendance: this rank's at the meetings before, if there were any.
+        attendance: this rank's attendance at earlier meetings, if any.
 
     Raises:
-        StoreLost: the store cannot be reached; so do `gather` and `raise_first_failure`.
+        StoreLost: the store cannot be reached. `gather` and `raise_first_failure` also raise it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, attendance: Attendance | None = None) -> None:
         self._store, self._rank, self._size, self._round = store, rank, size, 0
         self._me = attendance or Attendance(store, rank, size)
-        self._waited_s = 0.0  # in all rounds together: each with a time of its own would add up to many timeouts
-        self._name, self._members = "", [""] * size  # none yet, and whose tickets it is made of
+        self._waited_s = 0.0  # over all rounds: separate limits would add up to many timeouts
+        self._name, self._members = "", [""] * size  # none yet, and the tickets that it is derived from
         self._takes_place = self._has_failed = self._is_peers_failure = self._has_warned = False
-        self._tickets: dict[int, str] = {}  # of those that have come, as far as this rank knows
+        self._tickets: dict[int, str] = {}  # of ranks known to have arrived
         self._changes: str | None = ""
         self._watches: dict[int, tuple[int, Watch | None]] = {}
         with reaching_store(rank):
             self._me.come()
 
     def gather(self, payload: str, timeout_s: float) -> list[str]:
-        """Every rank's payload in rank order; raises what the first rank to fail raised, PeerDead or PeerTimeout.
+        """Return every rank's payload in rank order. Raise what the first rank to fail raised, PeerDead or PeerTimeout.
 
-        The time is that of this meeting's waits so far, this one included.
+        `timeout_s` covers this meeting's waits so far, this one included.
         """
         with reaching_store(self._rank):
             payloads = self._wait(payload, timeout_s)
-            if self._takes_place:  # everyone who is in this round has read the one before
+            if self._takes_place:  # every rank in this round has read the previous one
                 self._store.delete_key(self._keys(self._round - 1)[self._rank])
             else:
                 self._begin()
@@ -86,11 +86,11 @@ class Meeting:
         return payloads
 
     def fail(self, error: BaseException) -> None:
-        """Says why this rank will leave. Of several failures, the first one counts."""
+        """Announce why this rank will leave. If several ranks fail, the first failure counts."""
         if self._has_failed:
             return
         self._has_failed = True
-        with contextlib.suppress(dist.DistError):  # who is to be told has lost the store, too
+        with contextlib.suppress(dist.DistError):  # peers have also lost the store
             if not self._takes_place and not self._close():  # it took place while this rank gave up
                 self._begin()
                 self._round = 1
@@ -101,14 +101,14 @@ class Meeting:
                 self._refuse(self._round + 1, error)
 
     def raise_first_failure(self) -> None:
-        """Raises what ended this meeting already, if anything has: a rank that failed, or one that is dead."""
+        """Raise what has ended this meeting, if anything: a rank that failed, or one that is dead."""
         with reaching_store(self._rank):
             self._raise_failure()
             self._watch(range(self._size))
             self._raise_dead()
 
     def leave(self) -> None:
-        """Ends this rank's part."""
+        """End this rank's part in the meeting."""
         with contextlib.suppress(dist.DistError):
             if not self._takes_place:
                 self._me.withdraw()
@@ -116,7 +116,7 @@ class Meeting:
                 self._forget()
 
     def _wait(self, payload: str, timeout_s: float) -> list[str]:
-        """Returns all payloads when the round takes place, and only then or by an error."""
+        """Return all payloads once the round takes place; otherwise raise."""
         start = time.monotonic()
         if self._takes_place:
             self._store.set(self._keys(self._round)[self._rank], payload)
@@ -137,7 +137,7 @@ class Meeting:
         return payloads
 
     def _look(self, payload: str) -> list[str] | None:
-        """The payloads of all ranks, if the round takes place by now. Raises what has ended it."""
+        """Return the payloads of all ranks if the round takes place by now. Raise what has ended it."""
         if not self._takes_place:
             self._find_name(payload)
         payloads = self._all_payloads() if self._name else None
@@ -146,7 +146,7 @@ class Meeting:
         return payloads
 
     def _find_name(self, payload: str) -> None:
-        """Reads who has come since; with all tickets there, publishes the payload under the name that they make."""
+        """Read which ranks have arrived. Once all have, publish the payload under the name that their tickets form."""
         changes = self._me.changes()
         if changes != self._changes:
             self._changes = changes
@@ -167,7 +167,7 @@ class Meeting:
             self._store.set(self._keys(0)[self._rank], payload)
 
     def _all_payloads(self) -> list[str] | None:
-        """All ranks' payloads, once they are there; the round takes place then, unless a rank has left it."""
+        """Return all ranks' payloads once they are present. The round then takes place, unless a rank has left it."""
         keys = self._keys(self._round)
         if not self._store.check(keys):
             return None
@@ -185,7 +185,7 @@ class Meeting:
         self._me.take_place(self._name, self._members)
 
     def _close(self) -> bool:
-        """Whether no meeting takes place under the name that this rank has for it, from here on none."""
+        """Abandon the meeting of the current name, if any. False if it has already taken place."""
         if self._name:
             if self._decide(0, _OVER) == _TAKES_PLACE:
                 return False
@@ -195,14 +195,14 @@ class Meeting:
         return True
 
     def _gives_up(self, error: MoeRtError) -> bool:
-        """Whether this rank may leave: the round will not take place."""
+        """True if this rank may leave, because the round will not take place."""
         return self._refuse(self._round, error) != _TAKES_PLACE if self._takes_place else self._close()
 
     def _refuse(self, number: int, error: BaseException) -> str:
         return self._decide(number, json.dumps(failure_record(self._rank, error)))
 
     def _decide(self, number: int, word: str) -> str:
-        """The first word on whether a round takes place, which may be this one."""
+        """Write whether a round takes place, unless this is already decided. Return the word that counts."""
         return self._store.compare_set(_word(self._name, number), "", word).decode(errors="replace")
 
     def _keys(self, number: int) -> list[str]:
@@ -213,7 +213,7 @@ class Meeting:
         return f"moe_rt/{self._name}/left"
 
     def _raise_failure(self) -> None:
-        """Raises why another rank left, if that ends this one's attempt."""
+        """Raise why another rank left, if that ends this rank's attempt."""
         if self._takes_place:
             word = read(self._store, _word(self._name, self._round))
             if word in (None, _TAKES_PLACE):
@@ -240,14 +240,14 @@ class Meeting:
 
     def _raise_dead(self) -> None:
         for r, (pid, watched) in list(self._watches.items()):
-            # It may have come, and gone in peace, after the missing were counted.
+            # It may have arrived, and exited normally, after the missing ranks were counted.
             if watched is None or not watched.has_ended() or self._is_here(r):
                 continue
             found = self._me.watch_of(r)
-            if found is not None and found[0] != pid:  # another process is that rank by now
+            if found is not None and found[0] != pid:  # another process has become that rank
                 self._watches[r] = found
                 continue
-            self._raise_failure()  # it said why before it ended, and after we had looked
+            self._raise_failure()  # it may have written why after the last read, before it ended
             message = f"rank {self._rank}: the process of rank {r} ended before it came"
             raise PeerDead(message, rank=self._rank, peer=r)
 
@@ -269,10 +269,10 @@ class Meeting:
         return PeerTimeout(message, rank=self._rank, peer=next(iter(stayed_away or late), -1))
 
     def _forget(self) -> None:
-        """Deletes every key of this meeting; nobody is in it any more.
+        """Delete every key of this meeting, which no rank is in any more.
 
-        A rank is at most one round ahead of another, and has left the last one that it passed, and where it failed
-        the one before.
+        A rank is at most one round ahead of another. It leaves the keys of the last round that it passed and, if it
+        failed, of the round before.
         """
         for number in range(self._round + 3):
             for key in (_word(self._name, number), *(self._keys(number) if number >= self._round - 2 else ())):
@@ -281,7 +281,7 @@ class Meeting:
 
 
 def warn(rank: int, waited_s: float, ranks: list[int], timeout_s: float) -> None:
-    """Says on stderr for whom making a buffer waits, as ops do."""
+    """Print on stderr which ranks the making of a buffer waits for, as ops do."""
     text = f"moe_rt: rank {rank} has waited {waited_s:.3g} s for ranks {ranks} to make a buffer"
     print(f"{text}; PeerTimeout after {timeout_s:g} s", file=sys.stderr, flush=True)
 

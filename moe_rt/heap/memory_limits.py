@@ -1,7 +1,7 @@
-"""How much memory a limit of the system's leaves this process: the machine's, and those of its control groups.
+"""Memory that this process may still take, under the limits of the machine and of its control groups.
 
-A control group is limited by all that it is nested in. Slurm's jobs, systemd's scopes and containers have their limit
-in one of them, seldom in the outermost, and version 1 of control groups has files of other names than version 2.
+All groups that a control group is nested in limit it. Slurm's jobs, systemd's scopes and containers set their limit in
+one of them, seldom in the outermost, and version 1 of control groups names its files differently from version 2.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
-# The limit, what is used of it, and how memory.stat calls that of it which is cached files. Version 2 has one hierarchy
-# for all controllers, version 1 one for memory.
+# The limit, its usage, and the entries of memory.stat that count cached files. Version 2 has one hierarchy for all
+# controllers, version 1 one for memory.
 _FILES = {
     "cgroup2": ("memory.max", "memory.current", ("active_file", "inactive_file")),
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -20,10 +20,10 @@ _FILES = {
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """What can be taken before the system ends a process for want of memory.
+    """Return the memory that can be taken before the system kills a process for lack of it.
 
     Args:
-        root: where /proc and the mounts that it lists are.
+        root: directory of /proc and of the mounts that it lists.
     """
     meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     machine = int(meminfo["MemAvailable"].split()[0]) * 1024
@@ -36,12 +36,12 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in it
             limit, used = int((group / limit_file).read_text()), int((group / used_file).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # A job that has read its data set has used all it may: the system gives cached files up before it kills.
+            # A job that has read its data set has used its whole limit: the system drops cached files before it kills.
             yield max(limit - used + sum(int(stat.get(name, 0)) for name in cached), 0)
 
 
 def _own_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """The control groups that this process is in, from its own outwards as far as they are mounted."""
+    """Yield the control groups that this process is in, from the innermost outwards as far as they are mounted."""
     own = dict(_own_paths(root))
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
@@ -50,7 +50,8 @@ def _own_groups(root: Path) -> Iterator[tuple[str, Path]]:
             if kind not in own or (kind == "cgroup" and "memory" not in options):
                 continue
             mounted, at = (_unescaped(path) for path in mount.split(" ")[3:5])
-            # A container may see less than the hierarchy, and where it is in all of it: what it sees is its own then.
+            # A container may see only its part of the hierarchy, but its path in the whole. The mount then is its own
+            # group.
             inside = own[kind].removeprefix(mounted.rstrip("/")) if _is_in(own[kind], mounted) else ""
             names = [name for name in inside.split("/") if name]
             for depth in range(len(names), -1, -1):
@@ -58,7 +59,7 @@ def _own_groups(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _own_paths(root: Path) -> Iterator[tuple[str, str]]:
-    """In which group this process is, for each version that counts memory, from /proc/self/cgroup."""
+    """Yield this process's group for each version that counts memory, from /proc/self/cgroup."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
@@ -73,5 +74,5 @@ def _is_in(path: str, parent: str) -> bool:
 
 
 def _unescaped(path: str) -> str:
-    """A path of mountinfo, which has blanks and the like as octal numbers."""
+    """Decode a path of mountinfo, which has blanks and the like as octal numbers."""
     return path.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")

@@ -2,13 +2,13 @@
 
 Three properties of NVSHMEM shape this file:
 
-* A process belongs to one world, which numbers its ranks (PEs) once. It is made of the group of the first buffer, and
-  a buffer of any other group is refused.
-* Its collectives have no time limit, and a rank that fails inside one may take its peers along. So ranks first tell
-  each other through the rendezvous that they can all go on, and what fails at home is told before anyone waits for it.
-* Freeing is collective, but a rank closes its buffer alone, when its garbage collector sees fit. So a segment that is
-  let go of is not freed but kept, and handed out again once every rank has let go of it. Nothing collective happens at
-  the end of the interpreter either; `shutdown` frees, where every rank can come.
+* A process belongs to one world, which numbers its ranks (PEs) once. The group of the first buffer becomes the world,
+  and a buffer of any other group is refused.
+* Collectives have no time limit, and a rank that fails inside one may block its peers. So ranks first confirm through
+  the rendezvous that all can continue, and report local failures before any rank waits.
+* Freeing is collective, but a rank closes its buffer independently, when its garbage collector runs. So a released
+  segment is kept, and handed out again once every rank has released it. Nothing collective happens at the end of the
+  interpreter either; `shutdown` frees segments, collectively.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import PAGE, DeviceMemory, Segments, all_or_none, free_bytes, round_up
 
 UNIQUE_ID_BYTES = 128  # sizeof(nvshmemx_uniqueid_v1)
-HEAP_STEP = 512 * 2**20  # default of NVSHMEM_CUMEM_GRANULARITY: the symmetric heap grows in multiples of it
+HEAP_STEP = 512 * 2**20  # default of NVSHMEM_CUMEM_GRANULARITY, the step in which the symmetric heap grows
 
 
 @dataclass
 class _Allocation:
     buffer: Any  # cuda.core.Buffer
-    addresses: list[int] = field(default_factory=list)  # of the segments, on the first page of their buffers
-    num_bytes: int = 0  # stays 0 when a rank failed: then it is nobody's
+    addresses: list[int] = field(default_factory=list)  # each rank's segment, at the first page of its buffer
+    num_bytes: int = 0  # stays 0 if a rank failed: then no rank uses it
     idle: bool = True
 
 
 class World:
-    """NVSHMEM in one process: whom it connects, and what memory it has. `load` gives nvshmem.core and the device."""
+    """NVSHMEM in one process: the ranks it connects, and its memory. `load` returns nvshmem.core and the device."""
 
     def __init__(self, load: Callable[[torch.device], tuple[Any, Any]] = nvshmem_start.load) -> None:
         self._load = load
@@ -53,28 +53,28 @@ class World:
         self._core: Any = None
         self._device: Any = None
         self._gpu: DeviceMemory | None = None
-        self._ours = False  # whether NVSHMEM was initialised here, and is ours to finalize
+        self._ours = False  # NVSHMEM was initialised here, and must be finalized here
         self._num_attempts = 0
-        # By the number of the attempt, which is the same on every rank since attempts are collective.
+        # Allocations by the number of the attempt, identical on every rank because attempts are collective.
         self._allocations: dict[int, _Allocation] = {}
         self._modules: list[int] = []
 
     def allocate(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> Segments:
-        """Initialises NVSHMEM if need be and gives every rank a segment. Collective: all ranks succeed or all raise.
+        """Initialise NVSHMEM if necessary and give every rank a segment. Collective: all ranks succeed or all raise.
 
-        `timeout_s` limits the waiting for ranks that do not come, not NVSHMEM's own collectives.
+        `timeout_s` limits the wait for ranks that do not arrive, not NVSHMEM's own collectives.
 
         Raises:
-            OutOfSharedMemory: some rank has no room for its segment.
+            OutOfSharedMemory: some rank has no memory for its segment.
             InvalidConfig: NVSHMEM cannot be used on some rank, or connects other ranks than those of the group.
-            PeerTimeout: a rank did not come.
+            PeerTimeout: a rank did not arrive.
         """
         self._join(rendezvous, num_bytes, timeout_s, gpu)
         settled = all_or_none(rendezvous, lambda: self._settle(gpu), "finish its work on the GPU", timeout_s)
         idle = set.intersection(*({(size, number) for size, number in r["idle"]} for r in settled))
         fitting = [number for size, number in sorted(idle) if size >= num_bytes]
         if not fitting and any(r["have"] != settled[0]["have"] for r in settled):
-            # From there on one rank's heap is shifted against another's, and puts would go astray.
+            # Later segments would be at different offsets in the ranks' heaps, and puts would write to wrong places.
             got = "an earlier allocation that failed on some ranks only"
             raise InvalidConfig(f"NVSHMEM: got {got}, expected processes started anew", rank=rendezvous.rank)
         if not fitting:
@@ -88,14 +88,14 @@ class World:
         return Segments(addresses, [None] * rendezvous.size, [], symmetric=own, on_release=give_back)
 
     def mapped(self, rendezvous: Rendezvous, timeout_s: float, gpu: DeviceMemory) -> list[bool]:
-        """Whose memory this rank maps; others are reached over the network. Collective, and raises as `allocate`."""
+        """Return whose memory this rank maps; the network reaches others. Collective; raises like `allocate`."""
         segments = self.allocate(rendezvous, PAGE, timeout_s, gpu)
         mapped = [address != 0 for address in segments.addresses]
         segments.release()
         return mapped
 
     def shutdown(self, rendezvous: Rendezvous, timeout_s: float) -> bool:
-        """Frees all segments in the order they were made; finalizes NVSHMEM if it was initialised here. Collective.
+        """Free all segments in the order they were made; finalize NVSHMEM if it was initialised here. Collective.
 
         Returns False if NVSHMEM had to be left as it is, because an allocation had failed on some ranks only.
 
@@ -128,13 +128,13 @@ class World:
             counts = [r["in_use"] for r in records]
             raise InvalidConfig(f"shutdown: got {counts} segments in use by rank, expected every buffer closed")
         common = sorted(set.intersection(*(set(r["have"]) for r in records)))
-        # What only some ranks could allocate cannot be freed together, and finalize would try.
+        # Segments that only some ranks allocated cannot be freed collectively, and finalize would try.
         leftover = any(len(r["have"]) > len(common) for r in records)
         all_or_none(rendezvous, free, "free its segments", timeout_s)
         return not leftover
 
     def register_module(self, module: int) -> None:
-        """Lets the kernels of a loaded module (a CUmodule handle) call NVSHMEM's device functions. Local."""
+        """Let the kernels of a loaded module (a CUmodule handle) call NVSHMEM's device functions. Local."""
         if self._members is None:
             raise InvalidConfig('module: got NVSHMEM not initialised, expected a buffer with heap "nvshmem" first')
         try:
@@ -145,7 +145,7 @@ class World:
         self._modules.append(module)
 
     def unregister_module(self, module: int) -> None:
-        """Undoes `register_module`, before the module is unloaded; nothing to do after `shutdown`. Local."""
+        """Undo `register_module`, before the module is unloaded. Does nothing after `shutdown`. Local."""
         if module in self._modules:
             self._modules.remove(module)
             kernel = self._core.NvshmemKernelObject.from_handle(module)
@@ -155,11 +155,11 @@ class World:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """NVSHMEM works on the device that is current in the calling thread; the caller's is restored."""
+        """Make the GPU current in the calling thread, as NVSHMEM requires; restore the caller's device."""
         assert self._gpu is not None
         device = self._gpu.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            self._device.set_current()  # also where the thread has no context yet
+            self._device.set_current()  # also if the thread has no context yet
             yield
 
     def _join(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> None:
@@ -192,7 +192,7 @@ class World:
             with self._current():
                 self._core.init(device=self._device, uid=uid, rank=rank, nranks=size, initializer_method="uid")
             self._ours = True
-            self._require_usable(rank, size)  # remains of an earlier world would overrule what init was given
+            self._require_usable(rank, size)  # remains of an earlier world would override init's arguments
             return {}
 
         records = all_or_none(rendezvous, introduce, "load NVSHMEM", timeout_s)
@@ -211,7 +211,7 @@ class World:
         self._members = [r["name"] for r in records]
 
     def _require_same_world(self, records: list[dict[str, Any]]) -> None:
-        """Every rank sees the same records, hence all raise or none."""
+        """Raise on every rank if a rank is in another world: all ranks see the same records."""
         members = [r["name"] for r in records]
         for peer, record in enumerate(records):
             if record["world"] not in (None, members):
@@ -228,7 +228,7 @@ class World:
             raise InvalidConfig(message, rank=rank)
 
     def _settle(self, gpu: DeviceMemory) -> dict[str, Any]:
-        """Nothing that this rank still does reaches a segment that it lists here, not even a put under way."""
+        """List the segments that no work of this rank can still access, after its kernels and puts are done."""
         idle = [[a.num_bytes, number] for number, a in self._allocations.items() if a.idle]
         with self._current():
             gpu.synchronize()
@@ -238,7 +238,7 @@ class World:
         return {"idle": idle, "have": list(self._allocations), "attempts": self._num_attempts}
 
     def _extend(self, rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: DeviceMemory) -> int:
-        """Allocates anew on every rank; the number of the allocation."""
+        """Allocate a segment on every rank; return the number of the allocation."""
         rank = rendezvous.rank
         wanted = round_up(num_bytes, PAGE) + PAGE  # NVSHMEM aligns to 512 bytes
 
@@ -261,7 +261,7 @@ class World:
                 allocation.addresses = [self._address(buffer, pe, rank, pad) for pe in range(rendezvous.size)]
             return {"pad": pad}
 
-        all_or_none(rendezvous, look, "look for free memory", timeout_s)  # inside NVSHMEM it would end in a hang
+        all_or_none(rendezvous, look, "look for free memory", timeout_s)  # inside NVSHMEM, a lack of it would hang
         self._num_attempts += 1
         number = self._num_attempts
         pads = [r["pad"] for r in all_or_none(rendezvous, take, "allocate its segment", timeout_s)]

@@ -1,4 +1,4 @@
-"""What has to be so before NVSHMEM starts: the package, settings that it reads once, and a GPU for each rank."""
+"""Preconditions of NVSHMEM: the package, settings that it reads once, and a GPU for each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MPS = "nvidia-cuda-mps-control"
 
 
 def load(device: torch.device) -> tuple[Any, Any]:
-    """nvshmem.core and the cuda.core Device. Imported late: ranks without a GPU need neither."""
+    """Import nvshmem.core, and return it with the cuda.core Device. Ranks without a GPU need neither."""
     if device.type != "cuda":
         raise InvalidConfig(f'heap "nvshmem": got memory on {device}, expected a CUDA device')
     try:
@@ -37,7 +37,7 @@ def load(device: torch.device) -> tuple[Any, Any]:
 
 
 def host() -> str:
-    """The same in all containers of a host, whatever they call themselves."""
+    """Return an id of the host that is equal in all its containers, whatever their names."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -45,25 +45,25 @@ def host() -> str:
 
 
 def disable_multicast() -> None:
-    """Setting it up may fail, and nothing here uses it; what the user has set stays."""
+    """Disable multicast, unless the user has set it: its setup may fail, and nothing here uses it."""
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
 
 
 def enable_gpu_networking(hosts: list[str]) -> None:
-    """Lets GPUs talk to the network card by themselves where ranks are on several hosts; what the user has set stays.
+    """Let GPUs drive the network card directly if ranks are on several hosts, unless the user has set this.
 
-    Otherwise a thread of the CPU would pass on whatever a kernel sends. Within a host nobody would use it, and its
-    start may fail for want of rights to the card.
+    Otherwise a CPU thread forwards whatever a kernel sends. Within a host the direct path is unused, and its start may
+    fail for lack of rights to the card.
     """
     if len(set(hosts)) > 1:
         os.environ.setdefault("NVSHMEM_IB_ENABLE_IBGDA", "1")
 
 
 def require_own_gpus(rendezvous: Rendezvous, gpus: list[tuple[str, str]], timeout_s: float) -> None:
-    """Refuses ranks that share a GPU or an instance of one, unless MPS runs there. Collective where some do.
+    """Refuse ranks that share a GPU, or an instance of one, without MPS. Collective if some do.
 
     Args:
-        gpus: by rank, the host and the UUID of its GPU; the same on every rank.
+        gpus: the host and the UUID of each rank's GPU, by rank; identical on every rank.
 
     Raises:
         InvalidConfig: on every rank, naming the ranks and the GPU.
@@ -82,7 +82,7 @@ def require_own_gpus(rendezvous: Rendezvous, gpus: list[tuple[str, str]], timeou
 
 
 def mps_is_running() -> bool:
-    """Whether the control daemon of CUDA's multi-process service answers."""
+    """True if the control daemon of CUDA's multi-process service (MPS) answers."""
     if shutil.which(_MPS) is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How ranks find each other before they share memory: an all-gather of short texts, with an end."""
+"""Rendezvous of ranks before they share memory: an all-gather of short texts, with a timeout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class _Seat:
-    """What all rendezvous of one rank at the same store have in common."""
+    """State that all rendezvous of one rank at the same store share."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.attendance = Attendance(store, rank, size)
@@ -32,25 +32,25 @@ class _Seat:
         self.depth = self.thread = 0
 
 
-_WHAT = "to"  # the field that says what a rank meets others for
+_WHAT = "to"  # field with the purpose of a rank's meeting
 
-# A group that is destroyed takes its own with it; one that is made anew, on the same store, too, begins anew.
+# A destroyed group takes its seat with it. A new group starts with a new seat, even on the same store.
 _seats: weakref.WeakKeyDictionary[dist.ProcessGroup, _Seat] = weakref.WeakKeyDictionary()
 
 
 class Rendezvous:
-    """One rank's end of a meeting point. In each meeting every rank gathers as often as the others.
+    """One rank's end of a rendezvous. Within a meeting, every rank gathers equally often.
 
-    `with rendezvous:` is one meeting: a rank that leaves it by any exception, KeyboardInterrupt too, tells the others,
-    who raise where they next gather. Inside it, another `with` belongs to the same meeting; a gather outside is a
-    meeting by itself. A meeting that failed, or that a rank stayed away from, spoils nothing: the next to which all
-    ranks come takes place.
+    `with rendezvous:` is one meeting. A rank that leaves it by any exception, including KeyboardInterrupt, announces
+    that, and the others raise at their next gather. A nested `with` belongs to the same meeting; a gather outside is a
+    meeting by itself. A meeting that failed, or that a rank missed, does no harm: the next one that all ranks join
+    takes place.
 
     Args:
-        store: where ranks meet; the same for all.
+        store: store through which all ranks meet.
 
     Attributes:
-        topology: which node each rank is on.
+        topology: the node of each rank.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Rendezvous:
         seat = self._seat
         assert seat.meeting is not None
         if error is not None:
-            seat.meeting.fail(error)  # before anything that peers still look for is cleared away further out
+            seat.meeting.fail(error)  # before outer code clears what peers still read
         seat.depth -= 1
         if seat.depth == 0:
             meeting, seat.meeting = seat.meeting, None
             meeting.leave()
 
     def raise_first_failure(self) -> None:
-        """Raises what ended the meeting already, if anything has: a cause comes before what follows from it.
+        """Raise what has ended the meeting, if anything, so that a cause precedes its consequences.
 
         Raises:
             PeerDead, StoreLost, GroupPoisoned, or what the rank that failed raised.
@@ -93,14 +93,14 @@ class Rendezvous:
             self._seat.meeting.raise_first_failure()
 
     def all_gather(self, payload: str, timeout_s: float) -> list[str]:
-        """Every rank's payload in rank order.
+        """Return every rank's payload in rank order.
 
         Args:
             timeout_s: seconds to wait for the others; may be infinite.
 
         Raises:
-            PeerTimeout: a rank stayed away.
-            PeerDead: the process of a rank on this host ended before it came.
+            PeerTimeout: a rank did not arrive.
+            PeerDead: the process of a rank on this host ended before it arrived.
             StoreLost: the store cannot be reached.
             GroupPoisoned, or what that rank raised: a rank left the meeting by an exception.
         """
@@ -112,14 +112,14 @@ class Rendezvous:
 def all_gather_records(
     rendezvous: Rendezvous, record: dict[str, Any], timeout_s: float, what: str = "exchange records"
 ) -> list[dict[str, Any]]:
-    """Every rank's record in rank order. They travel as JSON, and what arrives is data, whoever wrote it.
+    """Return every rank's record in rank order. Records travel as JSON, so nothing received is executed.
 
     Args:
-        what: for people: what ranks meet for. Those that meet for different things all raise.
+        what: purpose of the meeting, for messages. If purposes differ, all ranks raise.
 
     Raises:
-        CallOrderMismatch: ranks do not meet for the same; on every rank.
-        CorruptPeer: what came for some rank is no JSON object; on every rank, since all read the same.
+        CallOrderMismatch: the purposes of ranks differ; on every rank.
+        CorruptPeer: the record of some rank is no JSON object; on every rank, since all read the same.
         PeerTimeout, PeerDead, StoreLost, GroupPoisoned: as `Rendezvous.all_gather`.
     """
     records: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def all_gather_records(
 
 
 class StoreRendezvous(Rendezvous):
-    """Meets through the store of a process group, so it works for every back end and moves no tensor."""
+    """Rendezvous through the store of a process group. Works with every torch backend and moves no tensor."""
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
         try:
@@ -156,7 +156,7 @@ class StoreRendezvous(Rendezvous):
 class ThreadGroup(Rendezvous):
     """A rank among ranks that are threads of one process: `ThreadGroup.run(fn, size)` makes all and runs fn on each.
 
-    `ThreadGroup.make(size)` makes them for threads of yours.
+    `ThreadGroup.make(size)` makes them for the caller's own threads.
 
     Attributes:
         device: "cpu", or the CUDA device that all ranks share as virtual ranks.
@@ -168,13 +168,13 @@ class ThreadGroup(Rendezvous):
 
     @classmethod
     def make(cls, size: int, device: Any = "cpu", nodes: Sequence[int] | None = None) -> list[ThreadGroup]:
-        """`size` ranks that share one meeting point and one device; hand one to each thread.
+        """Make `size` ranks that share one rendezvous and one device; hand one to each thread.
 
         Args:
-            nodes: the node that each rank is said to be on, numbered from 0; None for one node.
+            nodes: the node of each rank, numbered from 0; None for one node.
 
         Raises:
-            InvalidConfig: `nodes` are not of so many ranks, or leave a number out.
+            InvalidConfig: the length of `nodes` is not `size`, or `nodes` skips a number.
         """
         expect(nodes is None or len(nodes) == size, "nodes", nodes, f"a node for each of {size} ranks")
         store, topology = HashStore(), None if nodes is None else Topology(tuple(nodes))
@@ -189,26 +189,25 @@ class ThreadGroup(Rendezvous):
         nodes: Sequence[int] | None = None,
         timeout_s: float = math.inf,
     ) -> list[Result]:
-        """Runs fn(group, *arguments) on `size` ranks, each a thread with a group of its own, and returns their results.
+        """Run fn(group, *arguments) on `size` ranks, each a thread with its own group, and return their results.
 
-        On a GPU each rank has a stream of its own.
+        Each rank on a GPU also has its own stream.
 
         Args:
-            fn: what each rank does. `group.rank` says which it is; `Buffer` and `MoELayer` take the group.
-            size: the number of ranks.
-            arguments: for every rank alike.
+            fn: function that each rank runs. `group.rank` is its rank; `Buffer` and `MoELayer` take the group.
+            size: number of ranks.
+            arguments: passed to every rank.
             device, nodes: as for `make`.
-            timeout_s: for how long all of it may take.
+            timeout_s: time limit for the whole run.
 
         Returns:
-            What fn returned, in the order of ranks.
+            The results of fn, in rank order.
 
         Raises:
-            What fn raised on the rank that failed first. The others then have ten seconds to end: their next op tells
-                them.
-            TimeoutError: some ranks had not ended in time; it shows where they are.
+            The error of the rank that failed first. The others, which raise at their next op, have ten seconds to end.
+            TimeoutError: some ranks had not ended in time; the message has their stacks.
             InvalidConfig: as `make`.
         """
-        from moe_rt.heap.thread_ranks import ThreadRanks  # which makes groups, so it imports this module
+        from moe_rt.heap.thread_ranks import ThreadRanks  # it makes groups, so it imports this module
 
         return ThreadRanks(size, device, nodes=nodes).run(fn, *arguments, seconds=timeout_s)

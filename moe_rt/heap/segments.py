@@ -1,4 +1,4 @@
-"""What every heap makes, where each rank's segment is mapped here; and how ranks make it together or not at all."""
+"""Memory that heaps make: each rank's segment as mapped here, made on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ PAGE = 4096  # segments start on it: the layout aligns its regions relative to t
 
 
 class DeviceMemory(Protocol):
-    """What a heap needs to know of a GPU."""
+    """The properties of a GPU that heaps use."""
 
     device: torch.device
     uuid: str  # of the GPU, or of the instance of one
 
     def zeros(self, num_bytes: int) -> Tensor:
-        """Zero-filled bytes on the device, perhaps only after `synchronize`."""
+        """Return bytes on the device, zero at the latest after `synchronize`."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when everything the device was given to do is done."""
+        """Wait until all work of the device is done."""
         ...
 
 
 def round_up(num_bytes: int, to: int) -> int:
-    """The smallest multiple of `to` that is not below `num_bytes`."""
+    """Return the smallest multiple of `to` that is not below `num_bytes`."""
     return -(-num_bytes // to) * to
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Address of a writable mapping. The ctypes view keeps it mapped, so the mapping must be kept and never closed."""
+    """Return the address of a writable mapping. The ctypes view keeps it mapped: keep it, and never close it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 def ask_for_huge_pages(mapping: mmap.mmap) -> None:
-    """Fewer address translations, where the system grants it; a wish, so a refusal is no error."""
+    """Request huge pages, which need fewer address translations. A refusal is no error."""
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def ask_for_huge_pages_at(address: int, num_bytes: int) -> None:
-    """As ask_for_huge_pages, for the whole pages of memory that somebody else has mapped."""
+    """Request huge pages for the whole pages of memory that other code has mapped."""
     first, end = round_up(address, PAGE), (address + num_bytes) // PAGE * PAGE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
 
@@ -67,10 +67,10 @@ def ask_for_huge_pages_at(address: int, num_bytes: int) -> None:
 def all_or_none(
     rendezvous: Rendezvous, work: Callable[[], dict[str, Any]], what: str, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Every rank's record of its `work`; when the work raised on any rank, every rank raises.
+    """Run `work` on every rank and return every rank's record. If it raises on any rank, every rank raises.
 
-    What is not ours becomes InvalidConfig, naming `what` could not be done; KeyboardInterrupt and the like stay what
-    they are here, and are GroupPoisoned elsewhere.
+    Errors not from moe_rt become InvalidConfig, which says that `what` could not be done. KeyboardInterrupt and the
+    like keep their type here and are GroupPoisoned on other ranks.
     """
     with rendezvous:
         try:
@@ -84,14 +84,14 @@ def all_or_none(
 
 
 def take_all_or_none(rendezvous: Rendezvous, work: Callable[[], None], what: str, timeout_s: float) -> None:
-    """As `all_or_none`, for `work` that takes what peers have made: it may fail as one of them has, who is named."""
+    """Run `all_or_none` with `work` that uses what peers have made. If it fails because a peer did, name that peer."""
 
     def take() -> dict[str, Any]:
         try:
             work()
         except Exception as error:
             rendezvous.raise_first_failure()
-            # What a killed process had open is gone before its last thread is known to end.
+            # A killed process loses its descriptors before its last thread is known to have ended.
             deadline = time.monotonic() + (_LAST_THREAD_S if isinstance(error, SegmentPermission) else 0.0)
             while time.monotonic() < deadline:
                 time.sleep(_LAST_THREAD_S / 100)
@@ -103,7 +103,7 @@ def take_all_or_none(rendezvous: Rendezvous, work: Callable[[], None], what: str
 
 
 def no_memory(error: OSError | ValueError | OverflowError) -> bool:
-    """Whether this is how the system says that so many bytes cannot be had, or that it cannot even count them."""
+    """True if the error means that this much memory is not available, or that the size overflows."""
     return not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EFBIG)
 
 
@@ -118,7 +118,7 @@ def _as_ours(error: Exception, rank: int, what: str) -> MoeRtError:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What the device has left for others than torch, whose allocator keeps some; None where unknown."""
+    """Return the device's memory that torch's allocator does not use; None if unknown."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
@@ -127,7 +127,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class GinWindow:
-    """How NCCL's network knows a segment: `communicator` lies in the GPU's memory, 0 where there is no network."""
+    """A segment as NCCL's network addresses it. `communicator` is in the GPU's memory, 0 without a network."""
 
     communicator: int
     window: int
@@ -135,24 +135,23 @@ class GinWindow:
 
 @dataclass
 class Segments:
-    """`addresses[r]` is rank r's segment, zero-filled when handed out; mapped until `release`.
+    """Every rank's segment: `addresses[r]` is rank r's, zero-filled when handed out, and mapped until `release`.
 
-    An address is 0 where the segment cannot be reached by loads and stores, but only through the heap's network; CPU
-    ranks have no mapping of it then, None, and do not know its process, 0.
+    An address is 0 if only the heap's network reaches the segment, and no loads and stores. CPU ranks then have no
+    mapping of it, None, and do not know its process, 0.
 
     Attributes:
-        watches: of the processes of CPU ranks that are not this one.
-        mappings: what keeps the memory alive.
-        symmetric: the own segment as the network of GPUs knows it: puts and gets name a place in a peer's segment by
-            this address plus the offset. 0 in heaps without a network.
-        gin: how NCCL knows it, where that is its network.
-        marks: offsets in it of the words that peers leave last, for a heap that has to know when all has arrived; who
-            makes an engine of it appends them.
-        streams: where ranks share one GPU: the stream that each rank's kernels run on, one table for all ranks, which
-            fill it. None elsewhere.
-        members: of CPU ranks: the process of each, and the inode of its segment, 0 where it is no file.
-        network: of CPU ranks: how peers on other hosts are reached, if there are any.
-        maker: of ranks that are threads: this rank's ThreadGroup, the same object in all its buffers.
+        watches: watches of the processes of CPU ranks other than this one.
+        mappings: objects that keep the memory alive.
+        symmetric: this rank's segment as the network of GPUs addresses it: puts and gets name a place in a peer's
+            segment by this address plus the offset. 0 in heaps without a network.
+        gin: the segment as NCCL addresses it, if NCCL is that network.
+        marks: offsets of the words that peers write last, for a heap that must know when everything has arrived. They
+            are appended when an engine is made.
+        streams: if ranks share one GPU, the stream of each rank's kernels, in one table that all ranks fill. Else None.
+        members: for CPU ranks, the process of each, and the inode of its segment, 0 if it is no file.
+        network: for CPU ranks, the network that reaches peers on other hosts, if any.
+        maker: for ranks that are threads, this rank's ThreadGroup, the same object in all its buffers.
         on_release: called once by `release`.
     """
 
@@ -169,17 +168,17 @@ class Segments:
     on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def add_far(self) -> None:
-        """The next rank is on another host."""
+        """Append a rank that is on another host."""
         self.addresses.append(0)
         self.mappings.append(None)
         self.members.append((0, 0))
         self.watches.append(None)
 
     def release(self) -> None:
-        """Drops the mappings and stops watching. Peers keep theirs: memory lives until the last rank lets go.
+        """Drop the mappings and stop watching. Peers keep theirs: memory lives until the last rank releases it.
 
-        It waits for nothing, so work on the memory may still be queued on a GPU. Before the memory is given to someone
-        else the heaps nvshmem and gin wait for the GPU, and torch's allocator for the streams that it was told of.
+        This waits for nothing, so work on the memory may still be queued on a GPU. Before the memory is reused, the
+        heaps nvshmem and gin wait for the GPU, and torch's allocator for the streams recorded with it.
         """
         self.watches, self.addresses, self.symmetric, self.network = [], [], 0, None
         self.mappings.clear()

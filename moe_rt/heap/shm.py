@@ -1,7 +1,7 @@
 """Heap for ranks that are processes of one host: a sealed memfd per rank, opened by its peers through /proc.
 
 A memfd has no name: nothing is left in /dev/shm however a rank dies, a small /dev/shm does not limit it, and no other
-user can open it. Pages are reserved when it is made, so too little memory is an error here and not a SIGBUS later.
+user can open it. Its pages are reserved when it is made, so a lack of memory is an error here and not a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import Segments, address_of, all_or_none, ask_for_huge_pages, no_memory, take_all_or_none
 
 MEMFD_NAME = "moe_rt"
-# No peer can shrink the segment under us: that would turn an access into a SIGBUS.
+# A peer must not be able to shrink the segment: this rank's next access would raise SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_RECORD = {"pid": int, "fd": int, "dev": int, "ino": int, "host": str}  # what a rank says of its segment
+_RECORD = {"pid": int, "fd": int, "dev": int, "ino": int, "host": str}  # fields of a rank's record of its segment
 _MFD_NOEXEC_SEAL = 8  # linux/memfd.h
 _MADV_POPULATE_WRITE = 23  # linux/mman.h; faults all pages in, huge ones where the mapping asks for them
 
 
 def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
-    """Makes this rank's segment and maps every peer's. Collective: either every rank succeeds or every rank raises.
+    """Make this rank's segment and map every peer's. Collective: either every rank succeeds or every rank raises.
 
     Raises:
         OutOfSharedMemory: some rank could not reserve its segment.
         SegmentPermission: some rank could not open a peer's segment, or found something else in its place.
         InvalidConfig: ranks are on different hosts.
-        CorruptPeer: what came for a rank is no record of a segment.
+        CorruptPeer: the record from some rank does not describe a segment.
     """
-    opened: list[int] = []  # descriptors, needed only until everyone has mapped: a mapping keeps a duplicate
+    opened: list[int] = []  # needed only until every rank has mapped them: a mapping keeps a duplicate
     segments = Segments([], [], [])
 
     def look() -> dict[str, Any]:
@@ -49,7 +49,7 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
         _attach_all(rendezvous.rank, records, num_bytes, opened, segments)
 
     try:
-        all_or_none(rendezvous, look, "look for free memory", timeout_s)  # everyone looks before anyone takes
+        all_or_none(rendezvous, look, "look for free memory", timeout_s)  # every rank checks before any allocates
         records = all_or_none(rendezvous, make, "make its segment", timeout_s)
         take_all_or_none(rendezvous, attach, "map its peers' segments", timeout_s)
     except BaseException:
@@ -62,10 +62,10 @@ def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segmen
 
 
 def look_for_room(num_bytes: int, rank: int) -> dict[str, Any]:
-    """Reserving more than there is would not fail: it would wake the kernel's out-of-memory killer.
+    """Check that memory suffices. Reserving too much would not fail: it would wake the kernel's out-of-memory killer.
 
     Raises:
-        OutOfSharedMemory: there is less than the segments of this host's ranks need together.
+        OutOfSharedMemory: the segments of this host's ranks need more than is available.
     """
     available = available_bytes()
     if num_bytes > available:
@@ -75,7 +75,7 @@ def look_for_room(num_bytes: int, rank: int) -> dict[str, Any]:
 
 
 def make_segment(num_bytes: int, opened: list[int], rank: int) -> dict[str, Any]:
-    """A new segment of this rank: its descriptor goes to `opened`, and what peers on this host need is returned.
+    """Make a segment of this rank, append its descriptor to `opened`, and return what peers on this host need.
 
     Raises:
         OutOfSharedMemory, SegmentPermission: the system refuses.
@@ -109,10 +109,10 @@ def _create(num_bytes: int, opened: list[int]) -> dict[str, Any]:
 
 
 def _memfd() -> int:
-    """An empty memfd that can be sealed, and never executed where the kernel can promise that.
+    """Return an empty memfd that can be sealed and, if the kernel supports that, never executed.
 
-    Kernels from 6.3 on may refuse any other (vm.memfd_noexec = 2), and complain in their log. They add a seal of their
-    own, which is why `_attach_all` looks for seals that it needs and not for all that there are.
+    Kernels from 6.3 on may refuse others (vm.memfd_noexec = 2), and log a complaint. They add a seal of their own, so
+    `attach_segment` checks for the seals that it needs and not for an exact set.
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -138,7 +138,7 @@ def _attach_all(me: int, records: list[dict[str, Any]], num_bytes: int, opened: 
 
 
 def _check_record(me: int, peer: int, record: dict[str, Any]) -> None:
-    """Before a path is made of it."""
+    """Check a record before a path is formed from it."""
     if {name: type(value) for name, value in record.items()} != _RECORD:
         message = f"segment of rank {peer}: got the record {record}, expected the fields {list(_RECORD)}"
         raise CorruptPeer(message, rank=me, peer=peer)
@@ -147,7 +147,7 @@ def _check_record(me: int, peer: int, record: dict[str, Any]) -> None:
 def attach_segment(
     me: int, peer: int, record: dict[str, Any], num_bytes: int, opened: list[int], segments: Segments
 ) -> None:
-    """Maps the segment of a peer on this host, or the own one, of which it has said `record`.
+    """Map the segment of a peer on this host, or this rank's own, as its `record` describes it.
 
     Raises:
         CorruptPeer, SegmentPermission, OutOfSharedMemory: as `allocate`.
@@ -180,7 +180,7 @@ def attach_segment(
 
 
 def _seals(fd: int) -> int:
-    """The seals of a memfd; 0 for another file, which has none."""
+    """Return the seals of a memfd; 0 for another file, which has none."""
     with contextlib.suppress(OSError):
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     return 0

@@ -1,4 +1,4 @@
-"""Ranks that are threads: on the CPU, or virtual ranks of one GPU or its stand-in, each on a stream of its own."""
+"""Ranks that are threads: on the CPU, or virtual ranks of one GPU or its stand-in, each on its own stream."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from moe_rt.errors import GroupClosed, GroupPoisoned
 from moe_rt.heap.rendezvous import ThreadGroup
 
-# Ranks' streams must not share a hardware queue: one rank's launch would wait behind another's wait. And whatever
-# waits for the whole device, such as loading a kernel when it is first used, must not happen while a peer waits.
+# Ranks' streams must not share a hardware queue: one rank's launch would queue after another's wait. Operations that
+# wait for the whole device, such as loading a kernel at its first use, must not run while a peer waits.
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 _SMALL_BLOCKS, _SMALL_BYTES = 16, 1 << 20
 _GRACE_S, _FOREVER_S = 10.0, 1e9
-_CONSEQUENCES = (GroupPoisoned, GroupClosed, threading.BrokenBarrierError)  # of what another rank did
+_CONSEQUENCES = (GroupPoisoned, GroupClosed, threading.BrokenBarrierError)  # consequences of another rank's failure
 _streams: dict[torch.device, list[Any]] = {}
 
 
 def torch_device(device: Any) -> torch.device:
-    """Where tensors of ranks on `device` live: it is a name, or an object that stands in for a GPU."""
+    """Return the device of the tensors of ranks on `device`, which is a name or a stand-in for a GPU."""
     return device.device if hasattr(device, "device") else torch.device(device)
 
 
@@ -34,14 +34,14 @@ def on_gpu(device: Any) -> bool:
 
 
 def num_sms(device: Any) -> int:
-    """Multiprocessors, which limit the number of virtual ranks."""
+    """Number of multiprocessors, which limits the number of virtual ranks."""
     if on_gpu(device):
         return torch.cuda.get_device_properties(torch_device(device)).multi_processor_count
     return int(device.num_sms)
 
 
 def streams_of(device: Any, size: int) -> list[Any]:
-    """A stream for each rank, the same ones each time: torch hands them out in turn, and neighbours do not collide."""
+    """Return a stream for each rank, always the same: torch hands streams out in turn, so they do not collide."""
     where = torch_device(device)
     if where.type != "cuda":
         return [None] * size
@@ -51,12 +51,12 @@ def streams_of(device: Any, size: int) -> list[Any]:
 
 
 class ThreadRanks:
-    """Ranks that are threads of this process: on the CPU, or each on a stream of one GPU or what stands in for it.
+    """Ranks that are threads of this process: on the CPU, or each on a stream of one GPU or its stand-in.
 
     Args:
-        device: of the ranks; see `torch_device`.
-        streams: instead of one for each rank.
-        reserve_bytes: device memory that a rank's stream gets before any rank begins: asking the driver for more may
+        device: device of the ranks; see `torch_device`.
+        streams: a stream for each rank, instead of new ones.
+        reserve_bytes: device memory that a rank's stream gets before any rank begins. Asking the driver for more may
             wait for the whole device, and so for peers that wait for this rank.
         nodes: the node of each rank, as ThreadGroup.make takes them.
     """
@@ -74,25 +74,25 @@ class ThreadRanks:
         self._streams, self._reserve_bytes = streams, reserve_bytes
 
     def run(self, work: Callable[..., Any], *arguments: Any, seconds: float = 600.0) -> list[Any]:
-        """Runs work(group, *arguments) on every rank and returns what each returned.
+        """Run work(group, *arguments) on every rank and return the results.
 
         Raises:
-            What the first rank to fail raised, and not what others made of that; TimeoutError with the stack of every
-            rank that did not finish in time.
+            The error of the rank that failed first, not its consequences on others; TimeoutError with the stack of
+            every rank that did not finish in time.
         """
         outcomes, errors = self._live(work, arguments, min(seconds, _FOREVER_S), _GRACE_S)
-        if errors:  # a rank may hear of a failure, and fail, before the one that failed has left `work`
+        if errors:  # a rank may observe a failure, and fail, before the first has left `work`
             raise next((error for error in errors if not isinstance(error, _CONSEQUENCES)), errors[0])
         return outcomes
 
     def outcomes(self, work: Callable[..., Any], *arguments: Any, seconds: float = 600.0) -> list[Any]:
-        """What every rank returned or raised, or the TimeoutError; one that fails cuts no other short."""
+        """Return what every rank returned or raised, or the TimeoutError. A failing rank does not end the others."""
         return self._live(work, arguments, seconds, seconds)[0]
 
     def _live(
         self, work: Callable[..., Any], arguments: Sequence[Any], seconds: float, grace_s: float
     ) -> tuple[list[Any], list[BaseException]]:
-        """The outcome of every rank, and the errors in the order of time; after the first, ranks have grace_s left."""
+        """Return every rank's outcome, and the errors in order of time. After the first, ranks have grace_s left."""
         groups = ThreadGroup.make(self.size, self.device, self.nodes)
         streams = streams_of(self.device, self.size) if self._streams is None else self._streams
         outcomes: list[Any] = [None] * self.size
@@ -109,7 +109,7 @@ class ThreadRanks:
             except BaseException as error:
                 outcomes[rank] = error
                 errors.append(error)
-                if not begun:  # otherwise some may still be leaving the barrier, and would fail there instead
+                if not begun:  # otherwise ranks that are still leaving the barrier would fail there
                     ready.abort()
             finally:
                 left.release()
@@ -120,7 +120,7 @@ class ThreadRanks:
         deadline = time.monotonic() + seconds
         for _ in threads:  # sleeps until one leaves: polling would disturb ranks that are timed
             left.acquire(timeout=max(0.0, deadline - time.monotonic()))
-            if errors:  # the others hear of it at their next op
+            if errors:  # the others observe it at their next op
                 deadline = min(deadline, time.monotonic() + grace_s)
                 break
         for thread in threads:
@@ -131,7 +131,7 @@ class ThreadRanks:
             for rank in stuck:
                 outcomes[rank] = error
             errors.append(error)
-        return list(outcomes), list(errors)  # copies, which a rank that ends later does not change
+        return list(outcomes), list(errors)  # copies, which a rank that ends later cannot change
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def _on_stream(device: Any, stream: Any, reserve_bytes: int) -> Iterator[None]:
     with torch.cuda.device(where), torch.cuda.stream(stream):
         sizes = [_SMALL_BYTES] * _SMALL_BLOCKS + [reserve_bytes] if reserve_bytes else []
         blocks = [torch.empty(size, dtype=torch.uint8, device=where) for size in sizes]
-        del blocks  # now torch's allocator has them for this stream
+        del blocks  # torch's allocator now has them for this stream
         try:
             yield
         finally:

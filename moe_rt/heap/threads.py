@@ -1,6 +1,6 @@
 """Heap for ranks that are threads of one process: anonymous memory, shared by address.
 
-Every rank uses the same mapping of a segment, which is what lets ThreadSanitizer see both sides of a race.
+Every rank uses the same mapping of a segment, so that ThreadSanitizer sees both sides of a race.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moe_rt.heap.segments import Segments, address_of, all_or_none, ask_for_huge
 
 # Mappings on their way from their owner to its peers, by a random name. Emptied before `allocate` returns.
 _in_transit: dict[str, mmap.mmap] = {}
-_open: WeakValueDictionary[int, Segments] = WeakValueDictionary()  # of every rank, by its own segment's address
+_open: WeakValueDictionary[int, Segments] = WeakValueDictionary()  # every rank's, by its own segment's address
 _lock = threading.Lock()
 
 
 def others_of(segments: Segments, rank: int) -> list[Segments]:
-    """What a rank of this buffer has open besides: it made them with the same ThreadGroup."""
+    """Return the other segments that a rank of this buffer has open: it made them with the same ThreadGroup."""
     with _lock:
         here = _open.get(segments.addresses[rank]) if segments.addresses else None
         if here is None:
@@ -32,10 +32,10 @@ def others_of(segments: Segments, rank: int) -> list[Segments]:
 
 
 def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float) -> Segments:
-    """Maps one segment per rank. Collective: either every rank succeeds or every rank raises.
+    """Map one segment per rank. Collective: either every rank succeeds or every rank raises.
 
     Raises:
-        OutOfSharedMemory: there is no address space for some rank's segment.
+        OutOfSharedMemory: the address space has no space for some rank's segment.
     """
     name = secrets.token_hex(8)
 

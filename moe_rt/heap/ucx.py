@@ -1,7 +1,7 @@
-"""Heap for CPU ranks on several hosts: memfds as in `shm`, mapped on their host, and reached over UCX from all others.
+"""Heap for CPU ranks on several hosts: memfds as in `shm`, mapped on their own host and reached over UCX from others.
 
-UCX is opened when the first buffer asks for it: the library of the package libucx-cu13 (the extra `ucx`), or one that
-the system has. Ranks tell each other through the store where they are, as JSON; what comes is checked before its use.
+UCX is loaded when the first buffer needs it: from the package libucx-cu13 (the extra `ucx`), or from the system. Ranks
+exchange their addresses through the store, as JSON. What arrives is checked before it is used.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from moe_rt.heap.rendezvous import Rendezvous
 from moe_rt.heap.segments import Segments, all_or_none, take_all_or_none
 
 OLDEST = (1, 13)
-AT_EXIT_S = 10.0  # for peers to read what this rank announced last
+AT_EXIT_S = 10.0  # time for peers to read what this rank announced last
 _LIBRARY = "libucp.so.0"
-# What UCX is told unless the user has: a link that is down is noticed within about two seconds, and three where nothing
-# was under way and UCX itself has to look, which it does every twenty by default, since the system counts its two
-# seconds anew from there; whoever sends data uses one path, in order; and signals of the program stay its own, crashes
-# and SIGHUP, at which UCX would log more, and the program go on when its terminal is closed.
+# Defaults for UCX, unless the user has set them. A dead link is noticed within about two seconds, or three if nothing
+# was under way: then UCX must probe, every 20 seconds by default, and the system's two seconds start with the probe.
+# The program keeps its signals: UCX would log more at crashes, and keep it running at SIGHUP, when its terminal closes.
 _SETTINGS = {
     "UCX_TCP_USER_TIMEOUT": "2s",
     "UCX_TCP_KEEPIDLE": "1s",
@@ -45,16 +44,16 @@ _SETTINGS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 _PLACE = {"where": str, "version": str, "ucx": str}
-_FAR = {"address": str, "secret": int}  # what far peers need besides a segment's record
-_MOST_BYTES = 1 << 16  # of an address
+_FAR = {"address": str, "secret": int}  # fields that remote peers need in addition to a segment's record
+_MOST_BYTES = 1 << 16  # maximum length of an address
 _PAUSE_S = 0.001
 
 
 def library() -> str:
-    """UCX's library: of the package, where it is installed, else the name that the system's loader looks for.
+    """Return UCX's library: the package's if it is installed, else the name that the system's loader looks up.
 
     Raises:
-        MissingPackage: there is neither, or it is no library of UCX.
+        MissingPackage: neither exists, or it is no library of UCX.
         InvalidConfig: it is too old.
     """
     spec = importlib.util.find_spec("libucx")
@@ -62,7 +61,7 @@ def library() -> str:
     if spec is not None and spec.submodule_search_locations:
         of_package = Path(spec.submodule_search_locations[0]) / "lib" / _LIBRARY
         name = str(of_package) if of_package.is_file() else name
-    for setting, value in _SETTINGS.items():  # some are read when it is loaded
+    for setting, value in _SETTINGS.items():  # UCX reads some when it is loaded
         os.environ.setdefault(setting, value)
     try:
         version = _engine.ucx_version(name)
@@ -76,7 +75,7 @@ def library() -> str:
 
 
 def describe() -> str:
-    """For people: the version and the library, or what is missing."""
+    """Describe the version and the library, or what is missing, for people."""
     try:
         name = library()
         return f"{_engine.ucx_version(name)}, {name}"
@@ -85,7 +84,7 @@ def describe() -> str:
 
 
 def allocate(rendezvous: Rendezvous, shape: _engine.Shape, timeout_s: float) -> Segments:
-    """Makes this rank's segment, maps those of its host and connects to all others. Collective: all succeed or raise.
+    """Make this rank's segment, map those of its host and connect to all others. Collective: all succeed or raise.
 
     Raises:
         MissingPackage: some rank has no UCX; its peers raise GroupPoisoned.
@@ -136,12 +135,12 @@ def allocate(rendezvous: Rendezvous, shape: _engine.Shape, timeout_s: float) -> 
 
 
 def await_peers() -> None:
-    """At the end of the program: gives peers `AT_EXIT_S` to read what this rank announced last."""
+    """Give peers `AT_EXIT_S` to read what this rank announced last. Runs at the end of the program."""
     _engine.await_networks(AT_EXIT_S)
 
 
 def _start(work: Callable[[], Any]) -> Any:
-    """InvalidConfig, with UCX's words, where it refuses."""
+    """Run `work`. Raise InvalidConfig with UCX's message if UCX refuses."""
     try:
         return work()
     except RuntimeError as error:
@@ -150,12 +149,12 @@ def _start(work: Callable[[], Any]) -> Any:
 
 
 def _agree(places: list[dict[str, Any]], me: int) -> str:
-    """Where this rank is, once all are known to run the same versions."""
+    """Check that all ranks run the same versions, and return this rank's host."""
     for peer, record in enumerate(places):
         if any(type(record.get(name)) is not kind for name, kind in _PLACE.items()):
             message = f"place of rank {peer}: got the record {record}, expected the fields {list(_PLACE)}"
             raise CorruptPeer(message, rank=me, peer=peer)
-        # Of UCX the first two numbers: it promises no more of what it sends.
+        # Compare UCX's first two version numbers: it promises compatibility among releases that share them.
         got = (record["version"], record["ucx"].split(".")[:2])
         expected = (places[me]["version"], places[me]["ucx"].split(".")[:2])
         if got != expected:
@@ -169,7 +168,7 @@ def _agree(places: list[dict[str, Any]], me: int) -> str:
 
 
 def _checked(far: Any, me: int, peer: int) -> tuple[bytes, int]:
-    """Address and secret of a far peer; UCX judges the address, but only where its form is its own."""
+    """Return the address and the secret of a remote peer. UCX checks the address, but only if it is well-formed."""
     with contextlib.suppress(binascii.Error, ValueError):
         if isinstance(far, dict) and {name: type(value) for name, value in far.items()} == _FAR:
             address = base64.b64decode(far["address"], validate=True)

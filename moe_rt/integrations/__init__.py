@@ -1,1 +1,1 @@
-"""Other libraries' models on moe_rt: each module is imported by hand, and needs the library it is named for."""
+"""Adapters for other libraries. Each module is imported explicitly and needs the library it is named after."""

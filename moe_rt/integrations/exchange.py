@@ -1,4 +1,4 @@
-"""Where a layer of another library sends its tokens: a buffer of the size that was given, or one that grows."""
+"""Dispatch and combine for a layer of another library, through a buffer of a given size or a growing one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rt.heap.groups import Group, process_group_of, rendezvous_of
 
 @dataclass(frozen=True)
 class ReceivedOnce:
-    """As `moe_rt.comm.growing.Received`, from a buffer that no other takes the place of."""
+    """Result of one dispatch, like `moe_rt.comm.growing.Received`, from a buffer that is never replaced."""
 
     rows: Tensor
     weights: Tensor
@@ -26,7 +26,7 @@ class ReceivedOnce:
     buffer: Buffer
 
     def combine(self, y: Tensor) -> Tensor:
-        """The experts' rows back to their tokens; see `moe_rt.Buffer.combine`."""
+        """Return the experts' rows to their tokens; see `moe_rt.Buffer.combine`."""
         return self.buffer.combine(y, self.weights, self.handle)
 
 
@@ -34,24 +34,24 @@ Exchanged = Received | ReceivedOnce
 
 
 class LayerExchange:
-    """One layer's dispatches. Layers of one group that send rows of one kind share a buffer.
+    """Dispatches of one layer. Layers of one group that send rows of one size and dtype share a buffer.
 
-    With a size, the buffer is made once and no rank's host waits for another; more tokens raise TooManyTokens. Without
-    one, the first dispatch makes it for the largest batch of any rank, and a batch that does not fit makes a larger
-    one: see `moe_rt.comm.growing`.
+    With num_max_tokens_per_rank, the buffer is made once, hosts do not wait for each other, and more tokens raise
+    TooManyTokens. Without it, the first dispatch makes a buffer for the largest batch of any rank, and a batch that
+    does not fit makes a larger one: see `moe_rt.comm.growing`.
 
     Args:
-        group: the ranks.
-        num_experts: experts of the group.
-        num_topk: the most experts of a token (K).
-        options: the same on every rank.
+        group: the ranks; see `moe_rt.Buffer`.
+        num_experts: experts of the group (E).
+        num_topk: maximum number of experts of a token (K).
+        options: identical on every rank.
 
     Attributes:
-        num_ranks: of the group.
+        num_ranks: number of ranks of the group.
     """
 
     def __init__(self, group: Group, *, num_experts: int, num_topk: int, options: GrowingOptions) -> None:
-        # Frameworks make meshes anew for each layer; the group of all of them is one.
+        # Frameworks make a new mesh for each layer; all these meshes have the same group.
         self._group = process_group_of(group) if isinstance(group, DeviceMesh) else group
         self.num_ranks = rendezvous_of(group).size
         self._sizes = dict(num_experts=num_experts, num_topk=num_topk)
@@ -62,7 +62,7 @@ class LayerExchange:
         self._tag = 0
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Exchanged:
-        """As `moe_rt.Buffer.dispatch`. Collective."""
+        """Dispatch x [T, H] to the experts topk_idx [T, K]; see `moe_rt.Buffer.dispatch`. Collective."""
         self.open(x.shape[1], x.dtype)
         place = self._place
         if isinstance(place, Buffer):
@@ -72,7 +72,7 @@ class LayerExchange:
         return place.dispatch(x, topk_idx, topk_weights, self._tag)
 
     def open(self, hidden: int, dtype: torch.dtype) -> None:
-        """Takes the place for rows of this kind, if it is not there yet; with a size, that is collective."""
+        """Select the buffer for rows of this size and dtype, or make it, which is collective if its size is given."""
         if self._kind == (hidden, dtype):
             return
         sizes: dict[str, Any] = dict(self._sizes, hidden=hidden, dtype=dtype)
@@ -83,6 +83,6 @@ class LayerExchange:
             self._place = shared_buffer(self._group, num_max_tokens_per_rank=most, **sizes, **self._options.arguments())
         self._kind, self._tag = (hidden, dtype), self._place.new_tag()
 
-    # What torch.compiler.assume_constant_result does, after it has imported the compiler, which takes seconds: a buffer
-    # is made before the graph that needs it runs, and its trace holds no more than the guards on the kind of rows.
+    # torch.compiler.assume_constant_result does the same, but imports the compiler first, which takes seconds. A buffer
+    # is made before the graph that needs it runs; the trace records only guards on the rows' size and dtype.
     open._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""A communication manager for the flexible token dispatcher of Megatron-Core, put in place before models are built.
+"""A communication manager for the flexible token dispatcher of Megatron-Core, installed before models are built.
 
     from moe_rt.integrations import megatron
     megatron.replace_deepep()
 
-Importable without Megatron-Core. docs/howto/adapters.md is the guide.
+The module can be imported without Megatron-Core. docs/howto/adapters.md is the guide.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_rt.heap.groups import Group
 from moe_rt.integrations.exchange import Exchanged, LayerExchange
 from moe_rt.native.storage import blank
 
-# Each makes experts count on rows that are padded to a multiple, and these are packed.
+# Settings that make experts expect rows padded to a multiple; moe_rt's rows are packed.
 _WANT_ALIGNED_ROWS = (
     "fp8",
     "fp4",
@@ -38,39 +38,40 @@ _HOW_TO_BUILD = (
 
 
 class MoeRtManager:
-    """Does for one layer what Megatron's _DeepepManager does; its constructor takes the same arguments, and more.
+    """Communication manager of one layer, in place of Megatron's _DeepepManager, whose arguments it accepts.
 
-    Routing probabilities travel with the rows, and experts apply them; combine adds what experts return. Exact
-    gradients come home the same way.
+    Routing probabilities travel with the rows, and experts apply them; combine sums the experts' outputs. Gradients are
+    exact.
 
     Args:
-        group: the ranks, tensor-parallel ones included.
+        group: the ranks, including tensor-parallel ones.
         num_local_experts: experts of this rank.
-        router_topk: the most experts of a token (K), tensor-parallel copies included.
-        num_experts: experts of the group.
+        router_topk: maximum number of experts of a token (K), including tensor-parallel copies.
+        num_experts: experts of the group (E).
         config: a TransformerConfig to check, or None.
-        num_max_tokens_per_rank: the most tokens a rank dispatches at once; the same on every rank. None makes room for
-            the largest batch of any rank, and more when a larger one comes; CUDA ranks then compare sizes each time.
-        capacity_factor: None makes room for the worst case; otherwise for this multiple of a balanced load, beyond
-            which CapacityOverflow is raised on every rank: no token is ever dropped.
-        static_shapes: False hands experts the real rows only, and waits once a layer for the device to say how many
-            they are: Megatron's own experts need that. True hands on all rows of the receive buffer and waits for
-            nothing; experts must then go by the counts, which stay on the device, and leave the other rows alone.
+        num_max_tokens_per_rank: maximum number of tokens a rank dispatches in one call; identical on every rank. None
+            sizes buffers for the largest batch of any rank, and grows them; CUDA ranks then compare sizes each time.
+        capacity_factor: None sizes recv_x for the worst case; else for this multiple of a balanced load, beyond which
+            every rank raises CapacityOverflow: no token is ever dropped.
+        static_shapes: False passes only the real rows to experts, and waits once per layer for the device to report
+            their number; Megatron's own experts need that. True passes all rows of recv_x without waiting; experts must
+            then use the counts, which stay on the device, and ignore the other rows.
         timeout_s: seconds to wait for a peer.
 
-    Of `config`, moe_flex_dispatcher_num_sms limits what an op fills of a GPU, and moe_expert_rank_capacity_factor is a
-    budget as Megatron knows it: rows beyond it are dropped and `over_budget` says so, after which Megatron's
-    PagedStashRunner sets the factor of this manager to None and runs the step again, with room for all.
+    Two fields of `config` are used. moe_flex_dispatcher_num_sms limits the multiprocessors that an op may fill.
+    moe_expert_rank_capacity_factor is Megatron's budget: rows beyond it are dropped, and `over_budget` is set. Then
+    Megatron's PagedStashRunner sets this manager's factor to None and repeats the step with capacity for all rows.
 
     Raises:
-        InvalidConfig: sizes do not fit, or the config asks for what packed rows cannot give.
+        InvalidConfig: sizes are invalid, or the config needs padded rows, or capacity_factor and the config's budget
+            are both given.
 
     Attributes:
-        token_probs, token_indices: [T, K] of the next dispatch; an index of -1 is none.
+        token_probs, token_indices: [T, K] of the next dispatch; an index of -1 means no expert.
         dispatched_probs: [capacity] of the last dispatch.
-        moe_expert_rank_capacity_factor: of the next dispatch; the config's, or None.
-        over_budget: bool [1] on the device: whether this rank has dropped rows since Megatron last cleared it. Only
-            there if the config has a moe_expert_rank_capacity_factor.
+        moe_expert_rank_capacity_factor: budget of the next dispatch: the config's, or None.
+        over_budget: bool [1] on the device: True if this rank has dropped rows since Megatron last cleared it. Exists
+            only if the config has a moe_expert_rank_capacity_factor.
     """
 
     over_budget: Tensor
@@ -100,7 +101,7 @@ class MoeRtManager:
         self._received: Exchanged | None = None
         budget = self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
         if budget is not None and capacity_factor is not None:
-            expected = f"None beside moe_expert_rank_capacity_factor = {budget}"
+            expected = f"None with moe_expert_rank_capacity_factor = {budget}"
             raise InvalidConfig(f"capacity_factor: got {capacity_factor}, expected {expected}")
         options = GrowingOptions(
             num_max_tokens_per_rank=num_max_tokens_per_rank,
@@ -116,21 +117,24 @@ class MoeRtManager:
             self._budgeted = LayerExchange(group, options=dropping, **sizes)
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """Makes top-k entries of a map, without waiting for the device.
+        """Convert a routing map to top-k entries, without waiting for the device.
 
-        A token with more than K experts makes the dispatch raise InvalidRouting, on every rank: it names expert
-        num_experts for that.
+        A token with more than K experts gets the invalid id num_experts, so that dispatch raises InvalidRouting on
+        every rank.
 
         Args:
             routing_map: bool [T, ranks, local experts] or [T, E].
-            probs: of the same shape; only those under the map count.
+            probs: probabilities, in the same shape; only those under the map count.
+
+        Raises:
+            InvalidInput: a tensor does not have E entries for each token.
         """
         for name, t in (("routing_map", routing_map), ("probs", probs)):
             if t.numel() != t.shape[0] * self.num_experts:
                 raise InvalidInput(f"{name}: got {list(t.shape)}, expected {self.num_experts} entries for each token")
         shape = (routing_map.shape[0], self.num_experts)
         mapped, probs = routing_map.reshape(shape).bool(), probs.reshape(shape)
-        # Distinct keys, larger for lower ids: ids come in ascending order, whatever breaks ties on a device.
+        # Keys are distinct and larger for lower ids, so ids are in ascending order on every device.
         keys = mapped * torch.arange(self.num_experts, 0, -1, dtype=torch.int32, device=mapped.device)
         largest, ids = keys.topk(self.router_topk, dim=-1)
         missing = largest == 0
@@ -141,10 +145,11 @@ class MoeRtManager:
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
-        """[T, H] -> [capacity, H], packed by local expert. Collective; runs on the current stream whatever the flags.
+        """Dispatch [T, H] -> [capacity, H], packed by local expert. Collective; always runs on the current stream.
 
         Raises:
-            MoeRtError: as `moe_rt.Buffer` and its dispatch.
+            InvalidInput: setup_metadata was not called before.
+            MoeRtError: see `moe_rt.Buffer` and its dispatch.
         """
         if self.token_indices is None or self.token_probs is None:
             raise InvalidInput("routing_map: got none, expected setup_metadata before dispatch")
@@ -161,7 +166,7 @@ class MoeRtManager:
         return received.rows
 
     def _count_dropped(self, num_dropped: Tensor) -> None:
-        """In place once it is there: Megatron clears it, and graphs write to it."""
+        """Update over_budget. It stays the same tensor, because Megatron clears it and CUDA graphs write to it."""
         dropped = (num_dropped > 0).view(1)
         if hasattr(self, "over_budget"):
             self.over_budget |= dropped
@@ -169,7 +174,7 @@ class MoeRtManager:
             self.over_budget = dropped
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What dispatch returned -> the rows for the experts, and the probability of each, still to be applied."""
+        """Return the experts' rows, given dispatch's result, and each row's probability, which is not yet applied."""
         probs, received = self.dispatched_probs, self._received
         if probs is None or received is None:
             raise InvalidInput("hidden_states: got none dispatched, expected dispatch before")
@@ -179,11 +184,11 @@ class MoeRtManager:
         return _RealRows.apply(hidden_states, count), _RealRows.apply(probs, count)
 
     def get_number_of_tokens_per_expert(self) -> Tensor | None:
-        """int64 [local experts], on the device."""
+        """Return the row counts of the last dispatch, int64 [local experts], on the device."""
         return self.tokens_per_expert
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """The experts' rows -> [capacity, H], which combine takes."""
+        """Extend the experts' output rows to [capacity, H], which combine takes."""
         if self.static_shapes or self._received is None:
             return hidden_states
         return _AllRows.apply(hidden_states, self._received.rows.shape[0])
@@ -191,26 +196,26 @@ class MoeRtManager:
     def combine(
         self, hidden_states: Tensor, async_finish: bool = False, allocate_on_comm_stream: bool = False
     ) -> Tensor:
-        """[capacity, H] -> [T, H], the sum of each token's rows. Collective; runs on the current stream."""
+        """Combine [capacity, H] -> [T, H], the sum of each token's rows. Collective; runs on the current stream."""
         if self._received is None:
             raise InvalidInput("hidden_states: got none dispatched, expected dispatch before combine")
         ones = torch.ones_like(self._received.weights, requires_grad=False)  # experts have applied the probabilities
         out = replace(self._received, weights=ones).combine(hidden_states)
-        # Held on by the graph as far as backward needs them, and by nothing else.
+        # Drop these references: autograd's graph keeps what backward needs.
         self._received = self.dispatched_probs = self.tokens_per_expert = None
         return out
 
 
 def replace_deepep(**options: Any) -> None:
-    """Makes every dispatcher that is built for DeepEP from now on communicate through moe_rt; DeepEP need not be there.
+    """Make all dispatchers that are built for DeepEP from now on use moe_rt. DeepEP need not be installed.
 
-    Call it on every rank alike, before the model is built; again, to build with other options.
+    Call it on every rank with the same options, before the model is built. A later call changes the options.
 
     Args:
         options: num_max_tokens_per_rank, capacity_factor, static_shapes and timeout_s of MoeRtManager.
 
     Raises:
-        MissingPackage: no Megatron-Core, or one without a flexible dispatcher for DeepEP.
+        MissingPackage: Megatron-Core is missing, or has no flexible dispatcher for DeepEP.
     """
     try:
         from megatron.core.transformer.moe import token_dispatcher
@@ -223,19 +228,19 @@ def replace_deepep(**options: Any) -> None:
 
 
 def install(dispatcher: Any, **options: Any) -> MoeRtManager:
-    """Makes a MoEFlexTokenDispatcher communicate through moe_rt; call it alike on every rank, before the first forward.
+    """Make a MoEFlexTokenDispatcher use moe_rt. Call it on every rank with the same options, before the first forward.
 
-    For layers that exist, with a back end of Megatron's that is installed; `replace_deepep` needs none.
+    It is for existing layers, which were built with an installed back end of Megatron; `replace_deepep` needs none.
 
     Args:
         dispatcher: the `token_dispatcher` of a Megatron MoELayer.
-        options: as of `replace_deepep`.
+        options: see `replace_deepep`.
 
     Returns:
         The manager, now the dispatcher's `_comm_manager`.
 
     Raises:
-        InvalidConfig: it is another dispatcher, or as MoeRtManager.
+        InvalidConfig: the dispatcher has another type; or see MoeRtManager.
     """
     if not hasattr(dispatcher, "_comm_manager"):
         raise InvalidConfig(
@@ -256,7 +261,7 @@ def install(dispatcher: Any, **options: Any) -> MoeRtManager:
 
 
 def _with_tail(t: Tensor, capacity: int) -> Tensor:
-    """t and rows after it that are unspecified; filling them would cost as much memory traffic as the worst case."""
+    """Append unspecified rows to t, up to `capacity`: filling them would cost the memory traffic of the worst case."""
     out = blank(t.new_empty(capacity, *t.shape[1:]))
     out[: t.shape[0]] = t
     return out

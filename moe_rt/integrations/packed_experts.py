@@ -1,4 +1,4 @@
-"""Transformers' experts on rows that are packed by expert: nothing is sorted, and rows that hold no token stay out."""
+"""Runs experts of Transformers on rows that are packed by expert, without sorting and without unused rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moe_rt.nn.experts import grouped_linear, swiglu
 
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Transformers' implementations that compute nothing but the formula below. The others (eager loops of a model's own,
-# kernels of other libraries) are asked for by name, and so are called.
+# Implementations of Transformers that compute exactly the formula below. Others (a model's own eager loop, kernels of
+# other libraries) are called as the user chose.
 _SAME_FORMULA = ("grouped_mm", "batched_mm")
 _PARAMETERS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
 _FLAGS = ("config", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
@@ -26,19 +26,19 @@ _FLAGS = ("config", "has_gate", "has_bias", "has_post_expert_norm", "is_transpos
 class PackedExperts:
     """Runs an experts module of Transformers on received rows: up, gate, down, without the routing weights.
 
-    Modules whose layout is the one that `use_experts_implementation` describes run as grouped matrix products on the
-    rows as they are. Any other runs through its own forward, with rows that hold no token marked as nobody's.
+    Modules with the layout that `use_experts_implementation` describes run as grouped matrix products directly on the
+    rows. Any other module runs through its own forward, with unused rows masked.
 
     Args:
-        module: the experts; its parameters hold this rank's experts while it is called.
+        module: the experts; during a call its parameters are those of this rank's experts.
         forward: the module's own forward.
-        num_local: experts of this rank.
+        num_local: experts of this rank (L).
     """
 
     def __init__(self, module: nn.Module, forward: ExpertsForward, num_local: int) -> None:
         self._module: Any = module
         self._forward, self._num_local = forward, num_local
-        # A gate with parameters of its own would lose their gradients in _Gate.
+        # A gate with parameters would lose their gradients in _Gate.
         self._known = (
             all(hasattr(module, flag) for flag in _FLAGS)
             and not self._module.has_post_expert_norm
@@ -52,15 +52,15 @@ class PackedExperts:
 
     @property
     def grouped(self) -> bool:
-        """Whether rows run as grouped matrix products; the model's experts implementation may change between calls."""
+        """True if rows run as grouped matrix products; the model's experts implementation may change between calls."""
         return self._known and self._implementation in _SAME_FORMULA
 
     def dtype_of_rows(self, x: Tensor) -> torch.dtype:
-        """What rows travel in: grouped products want the weights' dtype, which under autocast is not that of x."""
+        """Return the dtype of rows: grouped products need the weights' dtype, which under autocast may not be x's."""
         return self._module.down_proj.dtype if self.grouped else x.dtype
 
     def __call__(self, rows: Tensor, offs: Tensor) -> Tensor:
-        """rows [capacity, H], those of expert e at offs[e - 1]:offs[e] -> [capacity, H]; the rest is unspecified."""
+        """Run rows [capacity, H], expert e's at offs[e - 1]:offs[e] -> [capacity, H]; the rest is unspecified."""
         return self._run_grouped(rows, offs) if self.grouped else self._run_own_forward(rows, offs)
 
     def _run_grouped(self, rows: Tensor, offs: Tensor) -> Tensor:
@@ -79,30 +79,30 @@ class PackedExperts:
         return grouped_linear(rows, m.down_proj, offs, down_bias, transposed=m.is_transposed)
 
     def _run_own_forward(self, rows: Tensor, offs: Tensor) -> Tensor:
-        """At least one row, even if nobody's: FSDP and the backward of the exchange need the experts in the graph."""
+        """Run at least one row, even an unused one: FSDP and the exchange's backward need the experts in the graph."""
         count = max(_count(rows, offs), 1)
         ids = _experts_of(count, offs)
         nobodys = (ids >= self._num_local)[:, None]
-        if self._implementation == "eager":  # not every model's own loop knows ids past its experts
+        if self._implementation == "eager":  # some models' loops fail on ids past their experts
             ids = ids.clamp(max=self._num_local - 1)
-        # Masked before and after: garbage times a weight of zero may be NaN, here and in the gradients.
+        # Mask before and after: garbage times a weight of zero may be NaN, here and in the gradients.
         x = rows[:count].masked_fill(nobodys, 0)
         y = self._forward(x, ids[:, None], (~nobodys).to(x.dtype)).masked_fill(nobodys, 0)
         return pad(y.to(rows.dtype), (0, 0, 0, rows.shape[0] - count))
 
 
 def _count(rows: Tensor, offs: Tensor) -> int:
-    """Rows to work on: the real ones where offs is at hand; on a GPU all, since reading offs would wait for it."""
+    """Return the number of rows to process: real rows on a CPU, all rows on a GPU, where reading offs would wait."""
     return int(offs[-1]) if offs.device.type == "cpu" else rows.shape[0]
 
 
 def _experts_of(count: int, offs: Tensor) -> Tensor:
-    """The local expert of each row; the number of experts for rows past the last."""
+    """Return the local expert of each row; the number of experts for unused rows."""
     return torch.searchsorted(offs, torch.arange(count, dtype=offs.dtype, device=offs.device), right=True)
 
 
 class _Gate(torch.autograd.Function):
-    """A function of each row, on real rows only; computed again in backward, as swiglu is."""
+    """Applies a row-wise function to real rows only; recomputes it in backward, like swiglu."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, offs: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -124,7 +124,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _in_place_of(rows: Tensor, y: Tensor, count: int) -> Tensor:
-    """y, with as many rows as `rows`; those past `count` are unspecified."""
+    """Extend y to as many rows as `rows`; rows past `count` are unspecified."""
     if count == rows.shape[0]:
         return y
     out = blank(y.new_empty(rows.shape[0], y.shape[1]))

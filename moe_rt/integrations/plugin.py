@@ -1,4 +1,4 @@
-"""What plug-ins of servers share: whether one was chosen, and what is said where the server is not the tested one."""
+"""Common part of the server plug-ins: reads the variable that enables one, and makes errors for untested servers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_rt.errors import InvalidConfig, MissingPackage
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """One server's.
+    """Plug-in for one server.
 
     Attributes:
-        variable: of the environment, that chooses it.
-        packages: that may hold the server, the likeliest first.
-        tested: its release.
-        install: how the tested one is installed.
+        variable: name of the environment variable that enables it.
+        packages: names of packages that may contain the server, the most likely first.
+        tested: the tested release.
+        install: command that installs the tested release.
     """
 
     variable: str
@@ -26,10 +26,10 @@ class Plugin:
     install: str
 
     def is_chosen(self) -> bool:
-        """Whether the variable says so.
+        """True if the variable enables the plug-in.
 
         Raises:
-            InvalidConfig: it is neither 0 nor 1.
+            InvalidConfig: the variable is neither 0 nor 1.
         """
         chosen = os.environ.get(self.variable, "0")
         if chosen not in ("", "0", "1"):
@@ -37,15 +37,15 @@ class Plugin:
         return chosen == "1"
 
     def missing(self, error: ImportError) -> MissingPackage:
-        """For a server that is not there, or lacks a module."""
+        """Return the error for a server that is not installed or lacks a module."""
         return MissingPackage(f"{self._what_is_here()}: {error}; {self._what_to_do()}")
 
     def different(self, found: str) -> InvalidConfig:
-        """For a server whose interfaces are not the tested ones."""
+        """Return the error for a server with other interfaces than the tested release."""
         return InvalidConfig(f"{self._what_is_here()}: got {found}; {self._what_to_do()}")
 
     def unserved(self, setting: str, expected: str) -> InvalidConfig:
-        """For a setting of the server that moe_rt does not serve."""
+        """Return the error for a setting of the server that moe_rt does not support."""
         return InvalidConfig(f"{self.packages[0]}: got {setting}, expected {expected}; or unset {self.variable}")
 
     def _what_is_here(self) -> str:

@@ -1,8 +1,8 @@
-"""A token dispatcher for torchtitan, switched on by one line of its command line.
+"""A token dispatcher for torchtitan, enabled by one option of its command line.
 
     --override.imports moe_rt.integrations.torchtitan.token_dispatcher
 
-Importable without torchtitan: the class then stands alone, with the same methods. docs/howto/adapters.md is the guide.
+Without torchtitan the module can be imported, and the class has the same methods. docs/howto/adapters.md is the guide.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _HAVE_TORCHTITAN = importlib.util.find_spec("torchtitan") is not None
 
 
 class StandaloneBase:
-    """What the dispatcher needs of torchtitan's BaseEPTokenDispatcher, for where there is no torchtitan."""
+    """Replacement for torchtitan's BaseEPTokenDispatcher if torchtitan is not installed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Sizes that every dispatcher of torchtitan is given."""
+        """Sizes that torchtitan gives every dispatcher."""
 
         num_experts: int
         top_k: int
@@ -37,12 +37,12 @@ class StandaloneBase:
         self.ep_mesh: Group = None
 
     def wire_meshes(self, *, ep_mesh: Group) -> None:
-        """Takes the ranks that experts are spread over."""
+        """Set the ranks that experts are spread over."""
         self.ep_mesh = ep_mesh
         self.init_buffer()
 
     def init_buffer(self) -> None:
-        """Overridden below."""
+        """Make the buffer; overridden in MoeRtTokenDispatcher."""
 
 
 if TYPE_CHECKING or not _HAVE_TORCHTITAN:
@@ -58,16 +58,16 @@ else:
 
 
 class MoeRtTokenDispatcher(_Base):
-    """Dispatches through a buffer that all layers with the same sizes share.
+    """Token dispatcher over a buffer that all layers with equal sizes share.
 
-    Nothing waits for the device: experts are given every row of the receive buffer, and counts that stay where they
-    are. Only the rows that the counts cover are real. The rest is unspecified, and stays out of outputs and gradients
-    as long as experts work on each row alone or by the counts; torchtitan's do.
+    The host does not wait for the device: experts get every row of recv_x, and counts that stay on the device. Only the
+    rows that the counts cover are real. Other rows are unspecified; they do not affect outputs or gradients if experts
+    process rows independently or use the counts, as torchtitan's do.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(_Base.Config):
-        """Where None, a size is taken from what is dispatched; see `token_dispatcher` for the fields."""
+        """Sizes and options; see `token_dispatcher`. The first dispatch determines sizes that are None."""
 
         num_max_tokens_per_rank: int | None = None
         hidden_dim: int | None = None
@@ -82,10 +82,10 @@ class MoeRtTokenDispatcher(_Base):
         self._exchange: LayerExchange | None = None
 
     def init_buffer(self) -> None:
-        """Makes the buffer, if the configuration says all sizes; otherwise the first dispatch does. Collective.
+        """Make the buffer if the configuration has all sizes; otherwise the first dispatch does. Collective.
 
         Raises:
-            InvalidConfig: without expert parallelism, or when ranks cannot hold equally many experts.
+            InvalidConfig: expert parallelism is off, or num_experts is not a multiple of the number of ranks.
         """
         c = self._config
         if self.ep_mesh is None:
@@ -108,7 +108,7 @@ class MoeRtTokenDispatcher(_Base):
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Exchanged]:
-        """Sends tokens to the ranks of their experts. Differentiable in x_TD and topk_scores_TK. Collective.
+        """Send tokens to the ranks of their experts. Differentiable in x_TD and topk_scores_TK. Collective.
 
         Args:
             x_TD: [T, D].
@@ -117,11 +117,12 @@ class MoeRtTokenDispatcher(_Base):
             num_local_tokens_per_expert_E: not used; counts travel with the tokens.
 
         Returns:
-            rows [capacity, D] packed by local expert; int64 [e] on the device, how many of them each expert has; and
-            what combine needs.
+            rows [capacity, D] packed by local expert; int64 [e] on the device, the number of rows of each expert; and
+            the metadata for combine.
 
         Raises:
-            MoeRtError: as `moe_rt.Buffer` and its dispatch.
+            InvalidConfig: wire_meshes was not called before.
+            MoeRtError: see `moe_rt.Buffer` and its dispatch.
         """
         del num_local_tokens_per_expert_E
         if self._exchange is None:
@@ -130,11 +131,11 @@ class MoeRtTokenDispatcher(_Base):
         return received.rows, received.handle.num_recv_tokens_per_expert.to(torch.int64), received
 
     def combine(self, routed_output_RD: Tensor, metadata: Exchanged, x_TD: Tensor) -> Tensor:
-        """Brings rows home, each times its score, and adds those of a token. Collective.
+        """Return the experts' rows to their tokens, times their scores, and sum them. Collective.
 
         Args:
             routed_output_RD: [capacity, D], the experts' outputs.
-            metadata: of the dispatch that these rows come from.
+            metadata: third result of the dispatch that returned these rows.
             x_TD: not used.
 
         Returns:
@@ -153,22 +154,23 @@ def token_dispatcher(
     capacity_factor: float | None = None,
     timeout_s: float = 120.0,
 ) -> MoeRtTokenDispatcher.Config:
-    """Takes the place of an all-to-all dispatcher's Config; torchtitan calls it when the command line names it.
+    """Return moe_rt's Config in place of an all-to-all dispatcher's; torchtitan calls it if the command line names it.
 
-    With the first three given, the buffer is made before training starts; torch.compile needs the first.
+    If num_max_tokens_per_rank, hidden_dim and dtype are given, the buffer is made before training starts. torch.compile
+    needs num_max_tokens_per_rank.
 
     Args:
         cfg: the Config that torchtitan made.
-        num_max_tokens_per_rank: the most tokens a rank dispatches at once; the same on every rank. None makes room for
-            the largest batch of any rank, and more when a larger one comes; CUDA ranks then compare sizes each time.
+        num_max_tokens_per_rank: maximum number of tokens a rank dispatches in one call; identical on every rank. None
+            sizes buffers for the largest batch of any rank, and grows them; CUDA ranks then compare sizes each time.
         hidden_dim: D.
-        dtype: of x_TD, such as "bfloat16".
-        capacity_factor: None makes room for the worst case; otherwise for this multiple of a balanced load, beyond
-            which CapacityOverflow is raised on every rank: no token is ever dropped.
+        dtype: dtype of x_TD, such as "bfloat16".
+        capacity_factor: None sizes what a rank receives for the worst case; else for this multiple of a balanced load,
+            beyond which every rank raises CapacityOverflow: no token is ever dropped.
         timeout_s: seconds to wait for a peer.
 
     Raises:
-        InvalidConfig: dtype names none.
+        InvalidConfig: dtype is not the name of a torch dtype.
     """
     _dtype_from(dtype)
     shared = {f.name: getattr(cfg, f.name) for f in fields(_Base.Config) if f.init and not f.name.startswith("_")}
@@ -193,5 +195,5 @@ if _HAVE_TORCHTITAN:
     from torchtitan.config import override
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-    # Exactly that class: what derives from it pads rows for quantised experts, and these rows are packed.
+    # exact=True, because subclasses pad rows for quantised experts, but moe_rt's rows are packed.
     override(target=AllToAllTokenDispatcher.Config, exact=True, description="moe_rt dispatch")(token_dispatcher)

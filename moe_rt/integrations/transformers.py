@@ -4,7 +4,7 @@
     config = DistributedConfig(fsdp_size=W, ep_size=W, ep_implementation="moe_rt")
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
 
-Works for every model whose plan has an `ep_dispatch_experts` rule; docs/howto/transformers.md is the guide.
+It works for every model whose plan has an `ep_dispatch_experts` rule. docs/howto/transformers.md is the guide.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ def configure(
     num_threads: int = 1,
     send_padding: bool = False,
 ) -> None:
-    """Chooses how buffers are made from the next forward on; call it alike on every rank.
+    """Set the options of buffers from the next forward on. Call it on every rank with the same arguments.
 
     Args:
-        num_max_tokens_per_rank: the most tokens (batch times sequence) that any rank will run at once. CUDA ranks then
-            never talk through the host; more tokens raise TooManyTokens on every rank. None: buffers grow as needed.
-        capacity_factor: None sizes what a rank receives for the worst case; otherwise for this multiple of a balanced
-            load, beyond which `overflow` says what happens.
+        num_max_tokens_per_rank: maximum number of tokens (batch times sequence) of one forward on any rank. CUDA ranks
+            then exchange nothing through the host; more tokens raise TooManyTokens on every rank. None: buffers grow.
+        capacity_factor: None sizes what a rank receives for the worst case; else for this multiple of a balanced load,
+            beyond which `overflow` applies.
         overflow, timeout_s, init_timeout_s, num_threads: see `moe_rt.Buffer`.
-        send_padding: experts compute padding, too, as Transformers' own do. Otherwise tokens that no token attends to
-            visit none; outputs of real tokens are the same.
+        send_padding: send padding to experts also, as Transformers does. If False, tokens to which no token attends
+            visit no expert; outputs of real tokens are the same.
 
     Raises:
-        InvalidConfig: a value makes no sense.
+        InvalidConfig: num_max_tokens_per_rank is not a positive integer. Other values are checked when a buffer is
+            made.
     """
     global _options, _send_padding
     _send_padding = send_padding
@@ -76,14 +77,19 @@ def configure(
 
 
 class MoeRtEP(EPImplementation):
-    """Brings one experts module its tokens with moe_rt. Layers of one model share a buffer.
+    """Expert parallelism of one experts module over moe_rt. Layers of one model share a buffer.
 
-    Padding, as the attention of the experts' layer knows it, is not sent and comes out as zero.
+    Padding, according to the attention mask of the experts' layer, is not sent, and its output is zero.
 
-    Under tensor parallelism each rank of a TP group sends its own slice of the batch they share.
+    With tensor parallelism, each rank of a TP group sends its own slice of their common batch.
+
+    Args:
+        experts: the experts module.
+        ep_mesh: the ranks that experts are spread over.
+        tp_mesh: the ranks that share a batch.
 
     Raises:
-        InvalidConfig: on every rank, when the module's parameters are not one equal block of experts per EP rank.
+        InvalidConfig: on every rank, if the module's parameters are not one equal block of experts per EP rank.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -137,12 +143,12 @@ def _require_whole_experts(experts: nn.Module, ep_mesh: DeviceMesh, num_local: i
 
 
 def _own_slice(t: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a batch that the mesh shares; its backward gathers the gradients of all rows."""
+    """Return this rank's rows of a batch that the mesh shares. Its backward gathers the gradients of all rows."""
     return DTensor.from_local(t, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _whole_batch(t: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
-    """All rows, gathered; slices may be uneven or empty."""
+    """Gather all rows; slices may be uneven or empty."""
     shape = torch.Size((num_tokens, t.shape[1]))
     return DTensor.from_local(t, mesh, [Shard(0)], shape=shape, stride=(t.shape[1], 1)).full_tensor()
 

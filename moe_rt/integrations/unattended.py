@@ -1,7 +1,7 @@
-"""Finds tokens of a Transformers model that no token attends to, not even themselves: padding, which needs no expert.
+"""Finds padding in a Transformers model: tokens that no token attends to, including themselves.
 
-Experts are called with tokens and get no mask. The attention of their layer gets one, and it runs before them, in
-activation checkpointing's second pass too. So its mask is used. Nothing here waits for the device.
+Experts get no mask. The attention of their layer gets one, and it runs before them, also when activation checkpointing
+recomputes. So its mask is used. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers.distributed import mixin as _mixin
 
 _NAME = "_moe_rt_attended"
-mixin: Any = _mixin  # It does not export what is replaced there.
+mixin: Any = _mixin  # typed Any, because it does not export the replaced name
 
 
 class Attended:
-    """Holds, for one experts module, the mask of the attention that has run since the experts ran last.
+    """Mask of the attention that has run since one experts module ran last.
 
-    Once experts have run without one before them, as in a layer that runs them first, no mask counts: what is there
-    then could be of another batch.
+    Once the experts have run without an attention before them, as in a layer that runs experts first, no mask is used
+    any more: it could be another batch's.
     """
 
     def __init__(self, experts: nn.Module) -> None:
@@ -32,11 +32,11 @@ class Attended:
         setattr(experts, _NAME, self)
 
     def see(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Takes the mask; a hook before the attention."""
+        """Record the mask; a forward pre-hook of the attention."""
         self._seen, self._mask = True, kwargs.get("attention_mask")
 
     def real(self, num_tokens: int) -> Tensor | None:
-        """Returns bool [T], False for padding; None where there is no mask, or none of these tokens alone."""
+        """Return bool [T], False for padding; None without a mask of exactly these tokens."""
         mask, self._mask = self._mask, None
         self._usable = self._usable and self._seen
         self._seen = False
@@ -46,17 +46,20 @@ class Attended:
 
 @torch.no_grad()
 def _attended(mask: Tensor) -> Tensor | None:
-    """Returns whether any token attends to each: mask [B, S] or [B, heads or 1, S, S], bool or additive -> bool [T]."""
-    if mask.dim() == 4 and mask.shape[2] == mask.shape[3] > 0:  # no earlier tokens in a cache
+    """Return bool [T], True for tokens that any token attends to.
+
+    mask is [B, S] or [B, heads or 1, S, S], bool or additive; the result is None for other shapes.
+    """
+    if mask.dim() == 4 and mask.shape[2] == mask.shape[3] > 0:  # square, so no cached tokens
         mask = mask.amax((1, 2))
         mask = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask
     return mask.flatten() != 0 if mask.dim() == 2 else None
 
 
 def watch_attention(model: nn.Module) -> None:
-    """Shows every Attended in the model the mask of the attention of its experts' layer.
+    """Connect every Attended in the model to the attention of its experts' layer.
 
-    Where a layer has none (experts in blocks of their own) or several, padding stays unknown.
+    If a layer has no attention (experts in separate blocks) or several, padding stays unknown.
     """
     modules = dict(model.named_modules())
     for name, experts in modules.items():
@@ -67,7 +70,7 @@ def watch_attention(model: nn.Module) -> None:
 
 
 def _attention_beside(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
-    """Returns the one child that takes a mask, of the nearest module around the experts that has such children."""
+    """Return the one child that takes a mask, in the nearest module around the experts that has such children."""
     while name:
         name = name.rpartition(".")[0]
         if isinstance(modules[name], nn.ModuleList):
@@ -83,9 +86,9 @@ def _takes_attention_mask(module: nn.Module) -> bool:
 
 
 def watch_new_models() -> None:
-    """Makes Transformers watch the attention of every model whose experts it spreads from now on."""
+    """Make Transformers call watch_attention for every model whose experts it spreads from now on."""
     spread = getattr(mixin, "apply_expert_parallelism", None)
-    if spread is None:  # a release that has it elsewhere: padding is sent as any token
+    if spread is None:  # a release without this name: padding is sent like any token
         return
 
     @wraps(spread)

@@ -1,1 +1,1 @@
-"""What experts compute, over real rows only, on each kind of device."""
+"""Computations of the experts, over real rows only, for each kind of device."""

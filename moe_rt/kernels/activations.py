@@ -1,8 +1,8 @@
-"""The experts' activations over packed rows: on the CPU rows past offs[-1] are neither read nor written.
+"""Activations of the experts over packed rows. CPU code neither reads nor writes rows past offs[-1].
 
-SwiGLU of packed gate and up columns has kernels of its own on CUDA, which keep to that as well. The other kinds are
-plain torch there, over all rows: each row by itself, so what is garbage past the end stays past the end. They compute
-in fp32 (fp64 for fp64) and round once, and keep nothing for the backward but their input.
+SwiGLU of packed gate and up columns has its own CUDA kernels, which do not touch them either. The other kinds are plain
+torch on CUDA, over all rows: each row is independent, so garbage past the end stays past the end. They compute in fp32
+(fp64 for fp64), round once, and save only their input for the backward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def activate(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """Gate and up projections to what the down projection takes.
+    """Activate the gate and up projections. The result is the input of the down projection.
 
     Args:
         h: gate and up [rows, F] each; or one [rows, 2F] with both, gate first; for "relu2" one [rows, F].
@@ -61,7 +61,7 @@ def activate(
 
 
 def apply(kind: Activation, gate: Tensor, up: Tensor | None, *, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """The formula by itself, differentiated by autograd: for rows all of which are real. Without a gate, up is None."""
+    """Apply the formula to rows that are all real, differentiated by autograd. Kinds without a gate take up=None."""
     return FORMULAS[kind].forward(gate, up, alpha, limit)
 
 
@@ -240,7 +240,7 @@ def _tangent_of_swiglu(args: Args, tangents: Args) -> Tensor:
 
 
 def _tangent_of_activate(args: Args, tangents: Args) -> Tensor:
-    """A sum over gate and up, since every row's output depends on its own elements alone."""
+    """Return the tangent: a sum over gate and up, because a row's output depends only on its own elements."""
     h, offs, *kind = args
     ones = torch.ones_like(_output(h, kind[0]))
     slopes = torch.ops.moe_rt.activate_backward(ones, h, offs, *kind)

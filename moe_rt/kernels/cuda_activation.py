@@ -1,4 +1,4 @@
-"""SwiGLU and its backward on a GPU, over real rows only: how many there are is read on the device, never here."""
+"""SwiGLU and its backward on a GPU, over real rows only. Only the device reads how many they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_rt.native.gpu import Gpu, Kernels
 from moe_rt.native.launcher import ELEMENT_NAMES
 from moe_rt.native.storage import blank
 
-# All blocks of a launch fit on the GPU at once, so that none is left over for a second, emptier round.
+# All blocks of a launch fit on the GPU together, so that no second, emptier wave runs.
 _THREADS, _BLOCKS_PER_SM = 256, 4
 _VECTOR_BYTES = 16
 
@@ -25,10 +25,10 @@ _kernels: dict[tuple[torch.device, torch.dtype], Kernels] = {}
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """Compiles and loads the kernels, so that no peer has to wait for that in the midst of an op. Idempotent.
+    """Compile and load the kernels, so that no peer has to wait for that during an op. Idempotent.
 
     Raises:
-        CompileError, LaunchFailed: there is no compiler, or the driver refused.
+        CompileError, LaunchFailed: no compiler was found, or the driver refused.
     """
     with _lock:
         if device not in _gpus:
@@ -65,7 +65,7 @@ def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
-    """The gradient of gate_up; rows and errors as of `swiglu`."""
+    """Return the gradient of gate_up; rows and errors are those of `swiglu`."""
     if gate_up.dtype not in ELEMENT_NAMES:
         gate, up = gate_up.chunk(2, dim=1)
         return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)], dim=1)

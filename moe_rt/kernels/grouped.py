@@ -1,7 +1,7 @@
 """Grouped linear layers over packed rows: one matrix product per expert, sync-free on a GPU, real rows only.
 
 Rows past `offs[-1]` of a receive buffer are unspecified. No product and no sum here reads them, so no garbage can reach
-a gradient. Floating-point operations are counted by torch's FlopCounterMode as those of real rows.
+a gradient. torch's FlopCounterMode counts the operations of real rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def grouped_linear(
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """[rows, K] x [L, K, N] -> [rows, N], or [M, rows] x [rows, N] -> [L, M, N], as torch's grouped_mm."""
+    """[rows, K] x [L, K, N] -> [rows, N], or [M, rows] x [rows, N] -> [L, M, N], like torch's grouped_mm."""
     widen = not _cpu_multiplies(a.dtype)
     if not widen and _kernel_takes(a) and _kernel_takes(b):
         return _grouped_mm_of_torch(a, b, offs)
@@ -65,7 +65,7 @@ def _grouped_mm_of_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def _blank_past_end(rows: Tensor, offs: Tensor) -> Tensor:
-    """As `blank`, for rows that are there already."""
+    """Blank rows past the end of existing rows; see `blank`."""
     if torch.is_anomaly_enabled():
         rows.masked_fill_((torch.arange(len(rows), device=rows.device) >= offs[-1])[:, None], 0)
     return rows
@@ -73,7 +73,7 @@ def _blank_past_end(rows: Tensor, offs: Tensor) -> Tensor:
 
 @functools.cache
 def _cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether torch has more than plain loops for products of this type here: those take up to 80 times fp32's time."""
+    """True if torch does more than plain loops for this dtype here: those take up to 80 times fp32's time."""
     if dtype not in (torch.bfloat16, torch.float16):
         return True
     if not torch.backends.mkldnn.is_available():
@@ -83,37 +83,37 @@ def _cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _mm_in_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rounded once, as a product that accumulates in fp32."""
+    """Multiply in fp32 and round once, like a product that accumulates in fp32."""
     wide = torch.mm(a.float(), b.float())
     return wide.to(a.dtype) if out is None else out.copy_(wide)
 
 
 def _kernel_takes(t: Tensor) -> bool:
-    """torch's CPU kernel wants no fp64, and strides and address in multiples of 16 bytes."""
+    """True if torch's CPU kernel takes the tensor: no fp64, and strides and address in multiples of 16 bytes."""
     aligned = all(s == 1 or s * t.itemsize % 16 == 0 for s in t.stride()) and t.data_ptr() % 16 == 0
     return t.dtype is not torch.float64 and aligned
 
 
 def _spans(offs: Tensor) -> list[tuple[int, int]]:
-    """First row and end of each expert; waits for offs, so for the CPU only."""
+    """Return the first row and the end of each expert. Waits for offs, so for CPU tensors only."""
     ends = offs.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """As _grouped_mm, but nobody waits for offs to come to the host."""
+    """Compute _grouped_mm without waiting for offs on the host."""
     if not (_gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0):
         return _tiled_mm(a, b, offs)
     out = _grouped_mm_of_torch(a, b, offs)
     if b.dim() == 2:
-        # On compute capability 10 torch's kernel leaves the products of experts without rows as it found them, which
-        # may be NaN. https://github.com/pytorch/pytorch/issues/172439
+        # torch's kernel leaves the products of experts without rows unwritten on compute capability 10, possibly NaN.
+        # https://github.com/pytorch/pytorch/issues/172439
         out.masked_fill_((offs.diff(prepend=offs.new_zeros(1)) == 0)[:, None, None], 0)
     return out
 
 
 def _gpu_kernel_takes(t: Tensor) -> bool:
-    """torch reads offs on the host for other dtypes and GPUs, and pads or refuses rows that are not 16-byte vectors."""
+    """True if torch does not read offs on the host, as for other dtypes and GPUs, nor pad or refuse unaligned rows."""
     if t.dtype is not torch.bfloat16 or _compute_capability(t.device)[0] not in (9, 10) or t.numel() == 0:
         return False
     aligned = all(s == 1 or (s > 0 and s * t.itemsize % 16 == 0) for s in t.stride()) and t.data_ptr() % 16 == 0
@@ -126,10 +126,10 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def _tiled_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """grouped_mm as one bmm of a size that is known without offs.
+    """Compute grouped_mm as one bmm whose size is known without offs.
 
-    Every expert's rows are cut into tiles of rows / L. However they are spread, that makes at most 2 L tiles: twice the
-    work that all rows would be, and each tile reads a copy of its expert's weight.
+    Every expert's rows are cut into tiles of rows / L. Any distribution of rows gives at most 2 L tiles: twice the work
+    of all rows, and each tile reads a copy of its expert's weight.
     """
     num_local, rows = offs.shape[0], b.shape[0] if b.dim() == 2 else a.shape[0]
     if rows == 0:
@@ -144,18 +144,18 @@ def _tiled_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     unreal = row >= bounds[expert + 1][:, None]
     source = row.clamp(max=rows - 1)
     if b.dim() == 3:
-        out = blank(a.new_empty(rows + 1, b.shape[2]))  # the last row takes what belongs to none
+        out = blank(a.new_empty(rows + 1, b.shape[2]))  # the last row takes results that belong to no row
         out[row.masked_fill(unreal, rows)] = torch.bmm(a[source], b[expert])
         return out[:rows]
-    # What lies past an expert's rows must not meet them, not even multiplied by zero: it may be NaN.
+    # Values past an expert's rows must be masked, not just multiplied by zero: they may be NaN.
     left, right = (t[source].masked_fill_(unreal[..., None], 0) for t in (a.t(), b))
     product = torch.bmm(left.transpose(1, 2), right)
-    # From three tiles of an expert on, the order of their sum is that of torch's index_add_.
+    # If an expert has three or more tiles, torch's index_add_ decides the order of their sum.
     return a.new_zeros(num_local, *product.shape[1:]).index_add_(0, expert, product)
 
 
 def _grouped_add(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-    """rows [n, N] + bias [L, N] of each row's expert."""
+    """Add the bias of each row's expert: rows [n, N] + bias [L, N]."""
     out = blank(torch.empty_like(rows))
     for e, (i, j) in enumerate(_spans(offs)):
         torch.add(rows[i:j], bias[e], out=out[i:j])
@@ -163,7 +163,7 @@ def _grouped_add(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
 
 
 def _grouped_add_on_gpu(rows: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
-    """All rows: those past the end get the last expert's bias, and stay garbage."""
+    """Add to all rows: those past the end get the last expert's bias, and stay garbage."""
     row = torch.arange(rows.shape[0], device=rows.device, dtype=offs.dtype)
     out = rows + bias[torch.searchsorted(offs, row, right=True).clamp_(max=offs.shape[0] - 1)]
     return _blank_past_end(out, offs)
@@ -178,10 +178,10 @@ def _grouped_sum_on_gpu(rows: Tensor, offs: Tensor) -> Tensor:
 
 
 def _sum_by(product: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, offs: Tensor) -> Tensor:
-    """[n, N] -> [L, N], the sum of each expert's rows.
+    """Sum each expert's rows: [n, N] -> [L, N].
 
-    It is a product with ones, which neither waits for offs nor reads past the end. As many columns of ones as make 16
-    bytes, so that kernels take them.
+    The sum is a product with ones, which neither waits for offs nor reads past the end. Kernels need 16-byte rows, so
+    the ones fill 16 bytes of columns.
     """
     ones = rows.new_ones(rows.shape[0], 16 // rows.itemsize).t()
     return product(ones, rows.contiguous(), offs)[:, 0].contiguous()
@@ -215,7 +215,7 @@ def _(rows: Tensor, offs: Tensor) -> Tensor:
 
 @register_flop_formula(torch.ops.moe_rt.grouped_mm, get_raw=True)
 def _count_flops(a: Tensor, b: Tensor, offs: Tensor, *, out_val: Tensor) -> int:
-    """Of real rows; of all rows where nobody knows better, as for tensors without data."""
+    """Count the operations of real rows, or of all rows if offs has no data."""
     among_all = a.shape[1] if b.dim() == 2 else a.shape[0]
     rows = among_all if is_fake(offs) or offs.is_meta else int(offs[-1])
     return 2 * rows * b.shape[-1] * (a.shape[0] if b.dim() == 2 else a.shape[1])
@@ -234,7 +234,7 @@ def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     if ctx.needs_input_grad[0]:
         grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs)
     if ctx.needs_input_grad[1]:
-        # Whichever way round gives a gradient that lies in memory as the parameter does: autograd would copy it.
+        # Use the product whose gradient has the parameter's memory layout: otherwise autograd would copy it.
         if b.is_contiguous():
             grad_b = torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)
         else:

@@ -1,1 +1,1 @@
-"""The compiled engines behind the ops; everything that hands tensors to machine code is here."""
+"""The compiled engines that run the ops, and all code that hands tensors to machine code."""

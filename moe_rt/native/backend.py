@@ -1,4 +1,4 @@
-"""Which backend and heap a group runs on, and making the engine for it."""
+"""Chooses the backend and heap of a group, and makes the engine for it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from moe_rt.native.engine import Engine
 from moe_rt.native.gpu import Gpu
 from moe_rt.native.launcher import network_bytes
 
-_NETWORKS: dict[str, Any] = {"nvshmem": nvshmem, "gin": gin}  # heaps of GPUs that need not map each other
-_FOREVER_S = 1e9  # 31 years; what clocks count in 64 bits of nanoseconds ends at 292
+_NETWORKS: dict[str, Any] = {"nvshmem": nvshmem, "gin": gin}  # heaps whose GPUs need not map each other
+_FOREVER_S = 1e9  # 31 years; a 64-bit clock of nanoseconds ends at 292
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`gpu` is None for CPU ranks; for others a Gpu, or what can stand in for one.
+    """Backend of a group. `gpu` is None for CPU ranks; for others a Gpu, or its stand-in.
 
-    `anywhere` where the caller leaves to `find_hosts` whether processes share the memory of one host, and `hosts` what
-    that has found of them; of GPUs, those that map each other's memory. None where nobody has looked, or where GPUs map
-    each other in no such groups.
+    `anywhere` leaves it to `find_hosts` whether processes share the memory of one host. `hosts` is what that has found:
+    the hosts of CPU ranks, or the groups of GPUs that map each other's memory. It is None before, and if GPUs form no
+    such groups.
     """
 
     heap: HeapKind
@@ -47,10 +47,10 @@ class Backend:
 
 
 def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | Literal["auto"]) -> Backend:
-    """What this kind of group runs on.
+    """Choose the backend for this kind of group.
 
-    Threads share the CPU, or the CUDA device that their group names. Processes have a GPU each where their process
-    group has an NCCL backend and torch sees a GPU; otherwise they share the memory of their hosts.
+    Threads share the CPU, or the CUDA device that their group names. Processes have a GPU each if their process group
+    has an NCCL backend and torch sees a GPU; otherwise they share the memory of their hosts.
 
     Raises:
         InvalidConfig: `heap` does not fit the group, or the device does not exist.
@@ -79,15 +79,14 @@ def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | L
 
 
 def find_hosts(backend: Backend, rendezvous: Rendezvous, spec: BufferSpec, timeout_s: float) -> Backend:
-    """The same back end, with the hosts that ranks are on, and for CPU ranks the heap that fits them. Collective for
-    processes.
+    """Return the backend with the hosts of its ranks and, for CPU ranks, the heap that fits. Collective for processes.
 
     Raises:
-        InvalidConfig: ranks ask for different heaps, or as the heap's allocate.
+        InvalidConfig: ranks ask for different heaps. Also what the heap's allocate raises.
     """
     if backend.heap in _NETWORKS and backend.gpu is not None and spec.route != "flat":
         mapped = {"mapped": _NETWORKS[backend.heap].mapped(rendezvous, timeout_s, backend.gpu)}
-        records = all_gather_records(rendezvous, mapped, timeout_s, "tell whom it maps")
+        records = all_gather_records(rendezvous, mapped, timeout_s, "report which GPUs it maps")
         return replace(backend, hosts=_domains([r["mapped"] for r in records]))
     if backend.heap not in ("shm", "ucx"):
         return backend
@@ -103,14 +102,14 @@ def find_hosts(backend: Backend, rendezvous: Rendezvous, spec: BufferSpec, timeo
 
 
 def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
-    """The spec with its route and nodes: those of the group, or else the hosts that its ranks are on.
+    """Return the spec with its route and its nodes: those of the group, or else the hosts of its ranks.
 
     Raises:
-        InvalidConfig: rows are to go in two levels, between nodes that are not the hosts, or whose GPUs do not map each
-            other; on every rank.
+        InvalidConfig: on every rank, if two levels are requested between nodes that are not the hosts, or whose GPUs do
+            not map each other.
     """
     asked = spec.route == "two_level"
-    if backend.heap not in ("ucx", *_NETWORKS):  # memory is mapped: nodes are a rehearsal, for who asks for it
+    if backend.heap not in ("ucx", *_NETWORKS):  # memory is mapped: nodes are a rehearsal, on request
         return replace(spec, route="two_level" if asked and spec.topology.num_nodes > 1 else "flat")
     hosts = backend.hosts
     if spec.route == "flat" or hosts is None:
@@ -118,7 +117,7 @@ def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
         return replace(spec, route="flat")
     topology = spec.topology if spec.topology.num_nodes > 1 else hosts
     fits = topology.divides_as(hosts)
-    if asked and backend.gpu is not None:  # networks reach GPUs that are mapped as they reach others: a rehearsal
+    if asked and backend.gpu is not None:  # networks reach mapped GPUs as they reach others: a rehearsal
         expected = f"nodes whose GPUs map each other, as those of {hosts} do"
         expect(topology.is_inside(hosts), "route", f'"two_level" with nodes {topology}', expected)
     elif asked:
@@ -134,7 +133,7 @@ def make_engine(
     options: BufferOptions,
     fault: _engine.Fault,
 ) -> Engine:
-    """Allocates the segments and makes this rank's engine. Collective: every rank succeeds or every rank raises.
+    """Allocate the segments and make this rank's engine. Collective: every rank succeeds or every rank raises.
 
     `fault` is for CPU ranks.
     """
@@ -165,7 +164,7 @@ def make_engine(
     def look() -> dict[str, Any]:
         if spec.overflow == "retry":
             raise InvalidConfig(
-                'overflow: got "retry" on CUDA, where the host does not look; expected "raise" or "drop"'
+                'overflow: got "retry" on CUDA, where the host sees no overflow; expected "raise" or "drop"'
             )
         shared = segments.streams is not None
         blocks = blocks_of_a_wait(spec.num_ranks, gpu, options.num_sms, shared=shared)
@@ -195,7 +194,7 @@ def make_engine(
 def _make_all_or_none(
     rendezvous: Rendezvous, make: Callable[[], AnyEngine], segments: Segments, timeout_s: float
 ) -> AnyEngine:
-    """The engine that `make` gives, once every rank has one: no rank has a buffer in which a peer will never come."""
+    """Return the engine from `make` once every rank has one, so that no rank has a buffer that a peer never joins."""
     engines: list[AnyEngine] = []
 
     def work() -> dict[str, Any]:
@@ -204,14 +203,14 @@ def _make_all_or_none(
 
     try:
         all_or_none(rendezvous, work, "make its engine", timeout_s)
-    except BaseException:  # the error may live long, and with it what this frame holds
+    except BaseException:  # the error keeps this frame and its objects alive
         engines[0].close() if engines else segments.release()
         raise
     return engines[0]
 
 
 def _domains(mapped: list[list[bool]]) -> Topology | None:
-    """The groups in which all GPUs map each other and no others, if there are such; mapped[r] are those that r maps."""
+    """Return the groups of GPUs that map each other and no others, or None. mapped[r] marks the GPUs that r maps."""
     seen = [tuple(peer for peer, is_mapped in enumerate(row) if is_mapped) for row in mapped]
     are_groups = all(seen[peer] == group for group in seen for peer in group)
     return Topology.of_places([str(group) for group in seen]) if are_groups else None

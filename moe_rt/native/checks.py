@@ -1,4 +1,4 @@
-"""What an op asks of its arguments before it announces anything: what is wrong is refused, and every rank raises."""
+"""Checks of an op's arguments before it is announced. Wrong input is refused, so that every rank raises."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moe_rt.errors import InvalidInput, MoeRtError, Op
 from moe_rt.native.differentiation import ONE_BY_ONE, has_tangent
 from moe_rt.native.token_window import TokenWindows
 
-# A layer's tag travels in so many bits.
+# A layer's tag travels in TAG_BITS bits.
 NUM_TAGS = 1 << _engine.TAG_BITS
 _STRIDED = torch.strided
 
 
 class Checks(ABC):
-    """One rank's, of the sizes that its group agreed on."""
+    """One rank's argument checks, against the sizes that its group agreed on."""
 
     spec: BufferSpec
     rank: int
@@ -36,22 +36,22 @@ class Checks(ABC):
     by_token: bool
     _acc_dtype: torch.dtype
     _windows: TokenWindows | None
-    _reader: _engine.TensorReader  # whose answer to plain input is the only one that is asked for
+    _reader: _engine.TensorReader  # accepts plain input in one call; only what it rejects is checked here
 
     @abstractmethod
     def _next_window(self) -> int | None:
-        """Which token window the next op takes if it is a dispatch; None where the host does not know."""
+        """Return the token window that the next op takes if it is a dispatch; None if the host does not know."""
 
     @abstractmethod
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
-        """Tells the peers that this rank will not take part in the op with its input, and raises `error`."""
+        """Announce that this rank refuses the op because of its input, then raise `error`."""
 
     def weights_shape(self, capacity: int) -> tuple[int, ...]:
-        """Of recv_weights: one for each row or, where rows are of tokens, for each of its K entries."""
+        """Shape of recv_weights: one weight per row or, with rows of tokens, K weights per row."""
         return (capacity, self.spec.num_topk) if self.by_token else (capacity,)
 
     def require_call(self, op: Op, tag: int, max_tokens: Any = None, **tensors: Any) -> None:
-        """Refuses what torch's dispatcher would not bring to this engine: it would raise here, and peers would wait."""
+        """Refuse arguments that torch's dispatcher would reject before the engine sees them: peers would wait."""
         if not isinstance(tag, int | torch.SymInt) or not 0 <= tag < NUM_TAGS:
             self._refuse_tag(op, tag)
         if max_tokens is not None and not isinstance(max_tokens, int | torch.SymInt):
@@ -65,7 +65,7 @@ class Checks(ABC):
                 self._refuse(op, tag, error, 0, 0)
 
     def codes_and_scales(self, tag: int, x: Any, coded: Any) -> tuple[Tensor, Tensor | None]:
-        """What a dispatch is given that delivers codes."""
+        """Return the codes, or rows to encode, and the scales of a dispatch that delivers codes."""
         message = ""
         if type(coded) is not bool:
             message = f"coded: got {coded!r}, expected True or False"
@@ -76,44 +76,44 @@ class Checks(ABC):
         return x if isinstance(x, tuple) else (x, None)
 
     def refuse_handle(self, handle: Any) -> NoReturn:
-        """For what is none, in a combine."""
+        """Refuse a combine whose handle is not a Handle."""
         message = f"handle: got a {type(handle).__name__}, expected the Handle that dispatch returned with these rows"
         self._refuse(Op.COMBINE, 0, InvalidInput(message, rank=self.rank, op=Op.COMBINE), 0, 0)
 
     def require_no_grad(self, tag: int, *tensors: Any) -> None:
-        """Refuses a combine with out= where a gradient would be lost, as torch does; other ranks may record none."""
+        """Refuse a combine with out= that would lose a gradient, as torch does; peers may record none."""
         if _recorded(*tensors):
             message = "out: got a combine that gradients are recorded of, expected torch.no_grad(), or no out"
             self._refuse(Op.COMBINE, tag, InvalidInput(message, rank=self.rank, op=Op.COMBINE), 0, 0)
 
     def require_no_grad_through_codes(self, tag: int, *tensors: Any) -> None:
-        """Refuses a dispatch of codes where a gradient would be lost; other ranks may record none."""
+        """Refuse a dispatch of codes that would lose a gradient; peers may record none."""
         if _recorded(*tensors):
             got = "codes, or coded=True, in a dispatch that gradients are recorded of"
             message = f"x: got {got}, expected torch.no_grad(), as codes have none"
             self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
 
     def require_no_grad_into_window(self, tag: int, x: Any, topk_weights: Any) -> None:
-        """Refuses a dispatch from a token window where autograd would keep what later ops overwrite."""
+        """Refuse a dispatch from a token window if autograd would save rows that later ops overwrite."""
         if self._windows is not None and _recorded(x, topk_weights) and isinstance(x, Tensor):
             self.refuse_recorded_window(tag, x)
 
     def refuse_recorded_window(self, tag: int, x: Tensor) -> None:
-        """As require_no_grad_into_window, where gradients or tangents are wanted."""
+        """Refuse x if it is in a token window. The caller has found that gradients or tangents are wanted."""
         if self._windows is not None and self._windows.hold(x):
             got = "a token window in a dispatch that gradients are recorded of"
             message = f"x: got {got}, expected torch.no_grad(), or rows in memory of their own: windows are overwritten"
             self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
 
     def require_window_as_handed_out(self, tag: int, x: Tensor) -> None:
-        """Refuses rows that a graph has copied: it writes its inputs at its end, when peers may read the next op's."""
+        """Refuse rows that a graph has copied: it writes its inputs at its end, when peers may read the next op's."""
         if self._windows is not None and self._windows.beside(x):
-            got = "rows that a graph has copied from a token window, or beside one"
+            got = "rows that a graph has copied from a token window, or that are not in it"
             message = f"x: got {got}, expected token_window to be written and dispatched outside of torch.compile"
             self._refuse(Op.DISPATCH, tag, InvalidInput(message, rank=self.rank, op=Op.DISPATCH), 0, 0)
 
     def _check_window(self, tag: int, x: Tensor, scaled: bool) -> None:
-        """Whether rows in a token window are all that lies there, for this op."""
+        """Refuse rows in a token window that this op cannot publish as they are."""
         assert self._windows is not None
         got = "codes in a token window" if scaled else self._windows.why_not(x, self._next_window())
         if got:
@@ -122,7 +122,7 @@ class Checks(ABC):
             self._refuse(Op.DISPATCH, tag, error, 0, 0)
 
     def _check_scaled(self, tag: int, x: Tensor, scales: Tensor | None) -> RowFormat:
-        """What this dispatch delivers: x and scales, or, without any, what the buffer makes of x."""
+        """Check a dispatch of codes. Return the row format of x and scales or, without scales, of the codec."""
         s, op, num_tokens = self.spec, Op.DISPATCH, length(x)
         if scales is None:
             if s.dispatch_dtype is None:
@@ -144,7 +144,7 @@ class Checks(ABC):
     def _check_rows(
         self, op: Op, tag: int, name: str, rows: Tensor, weights_name: str, weights: Tensor | None
     ) -> tuple[int, int]:
-        """How many rows and weights: no more of those. Whether that dispatch delivered so many, its plan knows."""
+        """Check rows and weights, and return the count of each. The engine compares the counts with the plan."""
         num_rows = length(rows)
         self._check(op, tag, name, rows, (num_rows, self.spec.hidden), self.spec.dtype)
         if weights is None:
@@ -158,7 +158,7 @@ class Checks(ABC):
         return num_rows, capacity
 
     def _refuse_weights(self, op: Op, tag: int) -> NoReturn:
-        """For rows of tokens, whose experts have applied them; and their absence for others."""
+        """Refuse weights with rows of tokens, whose experts have applied them, and missing weights with other rows."""
         got = 'weights with layout="tokens", expected None: experts weigh what they add up'
         if not self.by_token:
             got = 'NoneType with layout="experts", expected the torch.Tensor that dispatch returned'
@@ -173,14 +173,14 @@ class Checks(ABC):
             self._check(op, tag, "handle.send_plan", send_plan, shape, torch.int32)
 
     def _check_grad_out(self, op: Op, tag: int, grad_out: Tensor, recv_plan: Tensor) -> int:
-        """For how many tokens it is."""
+        """Check the operands of a combine backward and return the number of tokens."""
         num_tokens = length(grad_out)
         self._check_plans(op, tag, recv_plan, None)
         self._check(op, tag, "grad_out", grad_out, (num_tokens, self.spec.hidden), self.spec.dtype)
         return num_tokens
 
     def _check_out(self, op: Op, tag: int, out: Tensor, num_tokens: int, plans: tuple[Tensor, Tensor]) -> None:
-        """Memory that an op may write as it lies. That of y or recv_weights is: they are read before."""
+        """Refuse an `out` that cannot be written in place. It may overlap y or recv_weights, which are read first."""
         self._check(op, tag, "out", out, (num_tokens, self.spec.hidden), self.spec.dtype)
         if not out.is_contiguous() or out.is_neg() or out._is_zerotensor():
             message = (
@@ -192,7 +192,7 @@ class Checks(ABC):
                 self._refuse_memory(op, tag, "out", name)
 
     def _refuse_memory(self, op: Op, tag: int, name: str, whose: str) -> NoReturn:
-        """Refuse an operand that the op would overwrite, or that would overwrite another, before all of it was read."""
+        """Refuse an operand in memory that ops also write or read as something else."""
         message = f"{name}: got memory of {whose}, expected memory that no op writes or reads as anything else"
         self._refuse(op, tag, InvalidInput(message, rank=self.rank, op=op), 0, 0)
 
@@ -211,7 +211,7 @@ class Checks(ABC):
         self, op: Op, tag: int, name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
         may_be_window: bool = False,
     ) -> None:  # fmt: skip
-        """Refuses an operand that is another tensor than the op takes, or lies in memory that ops write."""
+        """Refuse an operand of the wrong type, shape, dtype or device, or in memory that ops write."""
         got, last, is_right = "", shape[-1], False
         with suppress(RuntimeError):  # a nested tensor has no shape
             if t.shape != shape or t.dtype is not dtype or t.device != self.device or t.layout is not _STRIDED:
@@ -230,7 +230,7 @@ class Checks(ABC):
 
 
 def _recorded(*tensors: Any) -> bool:
-    """Whether torch keeps what it needs for gradients of what is made of these, or follows a tangent."""
+    """True if torch records an op on these tensors for a backward, or follows a tangent of one."""
     wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
     return wanted or (forward_ad._current_level >= 0 and any(has_tangent(t) for t in tensors))
 
@@ -242,15 +242,15 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def last(t: Tensor) -> int:
-    """Of its last dimension, or 0."""
+    """Size of the last dimension, or 0."""
     try:
         return t.shape[-1]
-    except (IndexError, RuntimeError):  # as of length
+    except (IndexError, RuntimeError):  # see length
         return 0
 
 
 def length(t: Tensor) -> int:
-    """Of its first dimension, or 0; what else takes as little time raises for some kinds of tensors."""
+    """Size of the first dimension, or 0. Equally fast alternatives raise for some kinds of tensors."""
     try:
         return t.shape[0]
     except (IndexError, RuntimeError):  # a scalar, a nested tensor
@@ -258,7 +258,7 @@ def length(t: Tensor) -> int:
 
 
 def require_plain(**tensors: Any) -> None:
-    """Raises InvalidInput for what is no dense tensor, and where torch.vmap makes many calls of one."""
+    """Raise InvalidInput for anything but a dense tensor, and under torch.vmap, which turns one call into many."""
     if not is_dynamo_compiling() and any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ()):
         raise InvalidInput(f"call: {ONE_BY_ONE}")
     for name, t in tensors.items():
@@ -267,7 +267,7 @@ def require_plain(**tensors: Any) -> None:
 
 
 def _odd_kind(t: Any) -> str:
-    """What this is, where it is no dense tensor with memory of its own; else nothing."""
+    """Describe an argument that is not a dense tensor with its own memory; "" if it is one."""
     if not isinstance(t, Tensor) or is_traceable_wrapper_subclass(t):
         return f"a {type(t).__module__}.{type(t).__qualname__}".replace("builtins.", "")
     if t.is_nested:

@@ -1,7 +1,7 @@
-"""The CPU engine for tensors: outputs from recycled memory, ops in the calling thread, statuses turned into exceptions.
+"""The CPU engine: outputs from recycled memory, ops in the calling thread, statuses turned into exceptions.
 
-Input that this rank refuses is refused together: the engine announces the refusal, so that every rank raises in the
-same op and none waits for rows that will never come.
+The engine announces that it refuses an input, so that every rank raises in the same op and none waits for rows that
+never arrive.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_rt.native.engine import Engine, refusal_code
 from moe_rt.native.statuses import error_from_status
 from moe_rt.native.storage import Recycler
 
-# Reading a line that a peer has just written takes less if both share a cache (cuda/host/cache_locality.h).
+# Reading a line that a peer has just written takes less than this if both share a cache (cuda/host/cache_locality.h).
 NEAR_NS = _engine.NEAR_NS
 
 
@@ -58,7 +58,7 @@ class CpuEngine(Engine):
         super().__init__(spec, rank, torch.device("cpu"), timeout_s)
         self._segments = segments
         self._memory = Recycler()
-        self._report: Report | None = None  # of the moment when the group failed
+        self._report: Report | None = None  # made when the group failed
         _engine.write_segment_header(
             segment=segments.addresses[rank],
             shape=spec.shape(),
@@ -68,7 +68,7 @@ class CpuEngine(Engine):
             nodes=list(spec.topology.nodes),
         )
         addresses, network = segments.addresses, segments.network
-        if spec.node_of and network is None:  # other nodes are one in name alone
+        if spec.node_of and network is None:  # nodes that are all on this host
             network = _engine.MappedNetwork(segments=addresses, shape=spec.shape(), rank=rank)
             here = spec.topology.node_of(rank)
             addresses = [a if node == here else 0 for a, node in zip(addresses, spec.node_of, strict=True)]
@@ -124,7 +124,7 @@ class CpuEngine(Engine):
         return True
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
-        """Announces the refusal, then raises `error` here; a failed group is raised instead, caused by `error`."""
+        """Announce the refusal, then raise `error`. If the group has failed, raise that, caused by `error`."""
         code = refusal_code(error)
         status = self._engine.refuse(op=op, code=code, got=got, expected=expected, tag=tag)
         if status.code >= Code.CONFIG_MISMATCH:
@@ -162,9 +162,9 @@ class CpuEngine(Engine):
         self._engine.poison(code=Code.POISONED, peer=-1)
 
     def close(self, why: str = "") -> None:
-        """As Engine.close; silent in a forked child.
+        """Close the engine, silently in a forked child; see Engine.close.
 
-        While another thread is inside an op the segments stay mapped: they go with the engine, which the op holds.
+        If another thread is inside an op, the segments stay mapped until the op lets go of the engine.
         """
         try:
             self.reach(Point.IN_DESTROY)
@@ -175,7 +175,7 @@ class CpuEngine(Engine):
                 self._segments.release()
 
     def reach(self, point: Point) -> None:
-        """Where a fault outside of ops may strike; raises FaultInjected, and tells peers, if it is that."""
+        """Inject the fault configured for a point outside of ops. Poison the group if that raises FaultInjected."""
         try:
             reach(self._fault, point)
         except FaultInjected as error:
@@ -183,7 +183,7 @@ class CpuEngine(Engine):
             raise
 
     def _error(self, status: _engine.Status) -> MoeRtError:
-        """The exception for a failed status; it says what the others did where a wait was in vain."""
+        """Return the exception for a failed status, with a report on the other ranks if this one waited."""
         code, report = status.got if status.code == Code.POISONED else status.code, None
         if code in (Code.PEER_TIMEOUT, Code.PEER_DEAD, Code.CALL_ORDER_MISMATCH):
             report = self._report = self._report or keep(self.report(), self.rank)
@@ -200,11 +200,11 @@ class CpuEngine(Engine):
 
     def _last_words_of(self, peer: int) -> str:
         mappings = list(self._segments.mappings)
-        if not 0 <= peer < len(mappings):  # a poison word may name anyone
+        if not 0 <= peer < len(mappings):  # a poison word may name any number
             return ""
         if mappings[peer] is None:
             return readable(self._engine.far_last_words(peer))
-        with suppress(ValueError):  # overwritten
+        with suppress(ValueError):  # overwritten meanwhile
             return readable(_engine.read_segment(mappings[peer]).last_words)
         return ""
 
@@ -221,7 +221,7 @@ class CpuEngine(Engine):
 
 
 def cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of the last-level cache that a core has; 32 MiB where the kernel does not say.
+    """Size of a core's last-level cache; 32 MiB if the kernel does not report it.
 
     glibc's sysconf may add up all caches of a processor.
     """

@@ -1,7 +1,7 @@
-"""Compiled kernels on disk, for this user alone: a directory that others can write to is not trusted.
+"""Compiled kernels on disk, private to this user: a directory that others can write to is not trusted.
 
-Code read from here runs on the GPU, so an entry counts only if its digest is right and it is this user's own regular
-file. Ranks that start together compile each program once: one holds the program's lock while the others wait.
+Code read from here runs on the GPU, so an entry counts only if its digest is right and it is a regular file of this
+user. Ranks that start together compile each program once: one takes the program's lock while the others wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_KEPT = "compiled kernels are not kept"
 
 
 def cache_directory() -> Path:
-    """$MOE_RT_CACHE, else moe_rt in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Return $MOE_RT_CACHE, else moe_rt in $XDG_CACHE_HOME, else in ~/.cache."""
     if own := os.environ.get("MOE_RT_CACHE"):
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -37,16 +37,16 @@ def cache_directory() -> Path:
 
 
 def temporary_directory() -> Path:
-    """This user's own in the directory for temporary files, which outlives no container, and often no restart."""
+    """Return this user's directory among temporary files, which outlives no container, and often no restart."""
     return Path(tempfile.gettempdir(), f"moe_rt-{os.geteuid()}")
 
 
 @contextlib.contextmanager
 def open_cache() -> Iterator[CubinCache | None]:
-    """The cache, or None where there can be none; a warning says why, once.
+    """Open the cache; None if no directory can be used. A warning says why, once.
 
-    Where the directory cannot be written, as in a container whose home is read-only, processes share another one among
-    the temporary files; entries that the first has are found there, too. Who has set MOE_RT_CACHE gets no other.
+    If the directory cannot be written, as in a container with a read-only home, processes share another one among the
+    temporary files, and still find entries of the first. If MOE_RT_CACHE is set, no other directory is used.
     """
     cache, problem = None, ""
     for directory in (cache_directory, *([] if os.environ.get("MOE_RT_CACHE") else [temporary_directory])):
@@ -71,10 +71,10 @@ def open_cache() -> Iterator[CubinCache | None]:
 
 
 class CubinCache:
-    """Entries of one directory. Every access goes through its descriptor, so it cannot be exchanged after the check.
+    """Entries of one directory. Access is through its descriptor, so the directory cannot be swapped after the check.
 
     Args:
-        beneath: another, whose entries are found where this has none; it is closed with this one.
+        beneath: another cache, searched for entries that this one lacks; it is closed with this one.
 
     Raises:
         OSError: the directory cannot be made, or is a link, another user's or writable by others.
@@ -97,13 +97,13 @@ class CubinCache:
         return os.access(f"/proc/self/fd/{self._fd}", os.W_OK | os.X_OK)
 
     def load(self, key: str) -> tuple[dict[str, Any], bytes] | None:
-        """The facts and the payload saved under a key; None where nothing is, or anything is wrong with it."""
+        """Return the facts and the payload saved under a key; None if the entry is absent or invalid."""
         found = self._load(key)
         return found if found is not None or self._beneath is None else self._beneath.load(key)
 
     def _load(self, key: str) -> tuple[dict[str, Any], bytes] | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            # O_NONBLOCK: opening a fifo must not wait.
+            # O_NONBLOCK: opening a fifo must not block.
             fd = self._open(_entry(key), os.O_RDONLY | os.O_NONBLOCK)
             with open(fd, "rb") as file:
                 found = os.fstat(fd)
@@ -117,7 +117,7 @@ class CubinCache:
         return None
 
     def save(self, key: str, facts: dict[str, Any], payload: bytes) -> None:
-        """Puts an entry in place in one step; where that fails, a warning says so and nothing is left behind."""
+        """Save an entry in one atomic step. If that fails, warn and leave nothing on disk."""
         header = {"format": FORMAT, "key": key, "sha256": _digest(facts, payload), "facts": facts}
         temporary = f".{uuid.uuid4().hex}"
         try:
@@ -131,7 +131,7 @@ class CubinCache:
 
     @contextlib.contextmanager
     def lock(self, key: str, seconds: float) -> Iterator[None]:
-        """Holds the lock of a key, or goes on without after `seconds`: a lock saves work, it protects nothing."""
+        """Take the lock of a key, or continue without it after `seconds`: the lock saves work, it protects nothing."""
         name = f"{key}.lock"
         try:
             fd = self._open(name, os.O_RDWR | os.O_CREAT)
@@ -145,7 +145,7 @@ class CubinCache:
                 time.sleep(_POLL_SECONDS)
             yield
         finally:
-            # Whoever opens the name anew looks for the entry first, and finds it unless this attempt failed.
+            # A process that opens the name anew first checks for the entry, and finds it unless this attempt failed.
             if held:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=self._fd)
@@ -160,7 +160,7 @@ def _entry(key: str) -> str:
 
 
 def _digest(facts: dict[str, Any], payload: bytes) -> str:
-    """Covers the facts too: they decide about launches as the code does."""
+    """Digest of facts and payload: both decide about launches."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + b"\n" + payload).hexdigest()
 
 

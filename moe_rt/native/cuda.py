@@ -1,7 +1,7 @@
-"""The CUDA engine for tensors: one to three launches an op on torch's current stream, and never a look at the device.
+"""The CUDA engine: an op is one to five launches on torch's current stream, and the host never waits for the device.
 
-What goes wrong on the device is reported to page-locked host memory and raised at the next op or check. By then this
-rank may have queued ops that its peers have not, so on CUDA every error ends the group.
+A failure on the device is reported to page-locked host memory and raised at the next op or check. By then this rank
+may have queued ops that its peers have not, so on CUDA every error ends the group.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from moe_rt.native.statuses import error_from_status
 
 
 class _Launches(NamedTuple):
-    """The launches of an op, and what each works through: this rank's tokens, or the rows it received."""
+    """The kernels of an op, and which rows each works through: this rank's tokens, or the rows it received."""
 
     send: str
-    wait: str  # by one block, where many tokens are worth a launch
+    wait: str  # one block, launched if there are many tokens
     receive: str
     sends_received: bool
-    first_wait: str  # where rows go in two levels: by few blocks, before the one that forwards
+    first_wait: str  # few blocks, launched before `forward` in two levels
     forward: str
-    whole: str | None  # all of the op, in a buffer for very few tokens
+    whole: str | None  # the whole op, in a buffer for very few tokens
 
 
-# Tokens of this rank from which on one block waits for the peers before all move rows, so that a rank that is late does
-# not hold this GPU. One launch more is a few microseconds, which few tokens do not take.
+# If this rank has this many tokens, one block waits for the peers before all move rows, so that a late rank does not
+# occupy this GPU. The extra launch takes a few microseconds, more than a few tokens are worth.
 WAIT_APART_FROM = 1024
 _COMBINE = _Launches(
     "combine_send",
@@ -88,12 +88,12 @@ class CudaEngine(Engine):
     """A rank that is a GPU, or shares one with others.
 
     Args:
-        network: symmetric memory for reaching unmapped peers, where there are any.
-        max_blocks: of a launch that moves rows; see blocks_of_a_wait.
-        num_sms: as many, if the caller has said so.
+        network: symmetric memory for reaching unmapped peers, if any exist.
+        max_blocks: maximum blocks of a launch that moves rows; see blocks_of_a_wait.
+        num_sms: the same number, if the caller has set it.
 
     Raises:
-        As Launcher.
+        The errors of Launcher.
     """
 
     pushes = True
@@ -119,7 +119,7 @@ class CudaEngine(Engine):
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended: MoeRtError | None = None
-        # The device's turns of windows, as long as it runs the ops that were queued here and no others: replays.
+        # The device's turns of windows. They hold only while it runs exactly the ops queued here; a replay runs others.
         self._turns, self._captured = _engine.WindowSelector(), False
         self._closed = False
 
@@ -135,10 +135,10 @@ class CudaEngine(Engine):
         return t if t.data_ptr() % self.vector_bytes == 0 else t.clone()
 
     def _writable(self, out: Tensor) -> Tensor:
-        return out if out.data_ptr() % self.vector_bytes == 0 else self._rows(out.shape[0], out)  # as of inputs
+        return out if out.data_ptr() % self.vector_bytes == 0 else self._rows(out.shape[0], out)  # aligned like inputs
 
     def _grow(self, max_tokens: int) -> bool:
-        return False  # the host does not look
+        return False  # the host does not see the overflow
 
     def _next_window(self) -> int | None:
         return None if self._captured or self._gpu.is_capturing() else self._turns.next(Op.DISPATCH)
@@ -159,14 +159,14 @@ class CudaEngine(Engine):
             raise
 
     def _queue(self, op: Op, args: Args) -> list[tuple[str, int]]:
-        """The launches of an op, and how many blocks each has."""
+        """Return the launches of an op, and the number of blocks of each."""
         launches, most = _LAUNCHES[op], self._launcher.max_blocks
         if launches.whole is not None and self._launcher.whole:
             return [(launches.whole, 1)]
         tokens, received = args.num_tokens, self.spec.num_ranks * self.spec.num_max_tokens_per_rank
         before, after = (received, tokens) if launches.sends_received else (tokens, received)
         sending = self._blocks(before)
-        if op is Op.DISPATCH:  # an eighth may route; no more than the others may have, or they would start after those
+        if op is Op.DISPATCH:  # an eighth may route; more than `most` would start only after the routing blocks
             sending = max(2, min(1 + tokens + tokens // 7, most))
         queue = [(launches.send, sending), *self._forwarding(op, launches, tokens)]
         if tokens >= WAIT_APART_FROM:
@@ -176,12 +176,12 @@ class CudaEngine(Engine):
         return [*queue, (launches.receive, self._blocks(after))]
 
     def _forwarding(self, op: Op, launches: _Launches, tokens: int) -> list[tuple[str, int]]:
-        """What a rank launches for those of other nodes that it serves, if there are any."""
+        """Return the launches that forward rows for the remote ranks that this rank is the proxy of."""
         served = self._launcher.num_served
         if served == 0:
             return []
         forward = (launches.forward, self._blocks(served * self.spec.num_max_tokens_per_rank))
-        if op is Op.DISPATCH:  # a block for each source's lists
+        if op is Op.DISPATCH:  # one block per source's lists
             return [(launches.first_wait, min(served, self._launcher.max_blocks)), forward]
         return [(launches.first_wait, 1), forward] if tokens >= WAIT_APART_FROM else [forward]
 
@@ -189,7 +189,7 @@ class CudaEngine(Engine):
         return max(1, min(self._launcher.max_blocks, num_rows))
 
     def _stream(self) -> int:
-        """The current stream; virtual ranks of one GPU must not share one: each would wait behind its peer's wait."""
+        """Return the current stream. Virtual ranks of a GPU must not share one: each would queue after a peer."""
         stream = self._gpu.stream()
         taken = self._segments.streams
         if taken is not None and taken.get(self.rank) != stream and not self._gpu.is_capturing():
@@ -238,7 +238,7 @@ class CudaEngine(Engine):
         raise InvalidConfig("report: got a CUDA buffer, whose ops the host does not watch; expected a CPU buffer")
 
     def waited_ns(self) -> list[int]:
-        """Nothing: the host does not watch its ops wait."""
+        """Return no times: the host does not watch its ops wait."""
         return []
 
     def poison(self, error: BaseException | None = None) -> None:
@@ -247,7 +247,7 @@ class CudaEngine(Engine):
         self._end(Code.POISONED, aborted)
 
     def _end(self, code: Code, cause: MoeRtError) -> None:
-        """The first cause stays. A dead GPU tells peers nothing: their timeouts have to do, and `cause` is raised."""
+        """End the group; the first cause is kept. A dead GPU announces nothing: peers time out, this rank raises."""
         if self._ended is None and not self._closed:
             self._ended = cause
             with suppress(RuntimeError):  # LaunchFailed, or torch's own errors
@@ -256,7 +256,7 @@ class CudaEngine(Engine):
     def close(self, why: str = "") -> None:
         if self._closed or self._pid != os.getpid():
             return
-        # At interpreter exit the driver may be gone already; the peers' timeouts then have to do.
+        # The driver may be gone at interpreter exit. Then peers time out.
         with suppress(MoeRtError, RuntimeError):
             self._tell_peers("leave", 0)
             held = [self._segments] if self._network is None else [self._segments, self._network]
@@ -275,12 +275,12 @@ class CudaEngine(Engine):
 
 
 def blocks_of_a_wait(num_ranks: int, gpu: Gpu, num_sms: int | None, *, shared: bool) -> int:
-    """How many blocks of one rank may wait at once: `num_sms`, or all that the GPU has room for.
+    """Return how many blocks of one rank may wait simultaneously: `num_sms`, or all that fit on the GPU.
 
-    Virtual ranks share a GPU: all their waits must be resident beside a launch that sends.
+    Virtual ranks share a GPU: all their waits must be resident together with a launch that sends.
 
     Raises:
-        InvalidConfig: there is no room for so many.
+        InvalidConfig: they do not fit.
     """
     share = gpu.num_sms
     if shared and num_ranks > 1:
@@ -288,7 +288,7 @@ def blocks_of_a_wait(num_ranks: int, gpu: Gpu, num_sms: int | None, *, shared: b
     if share < 1:
         raise InvalidConfig(
             f"group: got {num_ranks} virtual ranks on a GPU of {gpu.num_sms} multiprocessors, expected fewer: the "
-            "launches that wait must all be resident at once"
+            "launches that wait must all be resident together"
         )
     if num_sms is None:
         return share

@@ -1,7 +1,7 @@
-"""Registers how torch's dispatcher differentiates an op, and refuses in words what it would get wrong.
+"""Registers how torch's dispatcher differentiates an op, and refuses what torch would differentiate wrongly.
 
-torch.library knows of backwards alone: what it registers drops the tangents of forward mode in silence, and speaks of
-its own insides under transforms of functions (torch.func).
+torch.library supports only backwards: what it registers silently drops the tangents of forward mode, and its errors
+under transforms of functions (torch.func) describe its internals.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from moe_rt.errors import InvalidInput
 Args: TypeAlias = tuple[Any, ...]
 # Raises InvalidInput with the message, about a call with these arguments.
 Refuse: TypeAlias = Callable[[str, Args], NoReturn]
-# The tangents of an op's outputs, None where one has none, from its arguments and their tangents.
+# Returns the tangents of an op's outputs, None for an output without, from its arguments and their tangents.
 TangentRule: TypeAlias = Callable[[Args, Args], Any]
 
-_LEVEL = 0  # of forward mode: torch has no other; torch.autograd.forward_ad does not know of those that graphs enter
-ONE_BY_ONE = "got a call under torch.vmap, or what is made of it, expected one call for each sample or direction"
+_LEVEL = 0  # forward mode's only level; torch.autograd.forward_ad does not see levels that graphs enter
+ONE_BY_ONE = "got a call under torch.vmap, or a transform built on it, expected one call for each sample or direction"
 _NOT_FUNCTIONAL = (
     "got a gradient under torch.func (grad, vjp, jacrev, ...), expected torch.autograd.grad, or backward()"
 )
@@ -35,7 +35,7 @@ SECOND_DERIVATIVE = "got a second derivative, expected first ones only"
 
 
 def refuse_call(message: str, _: Args = ()) -> NoReturn:
-    """For an op that involves no peer."""
+    """Refuse a call of an op that involves no peer."""
     raise InvalidInput(message)
 
 
@@ -48,7 +48,7 @@ def differentiate(
     tangents: TangentRule,
     refuse: Refuse = refuse_call,
 ) -> None:
-    """Registers an op's backward as torch.library.register_autograd does, and with it the rule for its tangents."""
+    """Register an op's backward as torch.library.register_autograd does, and the rule for its tangents."""
     record = make_autograd_impl(getattr(torch.ops.moe_rt, name).default, Info(backward, set_up))
 
     def run(keyset: Any, *args: Any) -> Any:
@@ -69,12 +69,12 @@ def differentiate(
 
 
 def refuse_vmap(lib: Library, name: str, refuse: Refuse) -> None:
-    """For an op that is never run for many samples at once."""
+    """Refuse torch.vmap for an op: it is never run for many samples in one call."""
     lib.impl(name, lambda *args, **_: refuse(f"{name}: {ONE_BY_ONE}", args), "FuncTorchBatched")
 
 
 def has_tangent(t: Any) -> bool:
-    """Whether forward mode knows a direction in which this tensor moves."""
+    """True if forward mode has a tangent of this tensor."""
     if forward_ad._current_level < 0 and not _are_functorch_transforms_active():
-        return False  # to unpack is an op, which whoever traces would see
+        return False  # unpacking is an op, which a tracer would record
     return isinstance(t, Tensor) and _unpack_dual(t, _LEVEL).tangent is not None

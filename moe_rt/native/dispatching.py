@@ -1,4 +1,4 @@
-"""Dispatch as the engines of all machines run it: room for what comes, outputs, arguments, retries after overflows."""
+"""Dispatch for all engines: capacity, outputs, arguments, and the retry after an overflow."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from moe_rt.errors import CapacityOverflow, Op, TooManyTokens
 from moe_rt.native.checks import NUM_TAGS, Checks, length
 from moe_rt.native.storage import blank
 
-# The op's own struct of cuda/protocol/core/args.h.
+# The op's argument struct in cuda/protocol/core/args.h.
 Args: TypeAlias = _engine.DispatchArgs | _engine.CombineArgs | _engine.CombineBackwardArgs
 
 
 class Dispatching(Checks):
     """The part of an engine that sends rows to experts, and the hooks that every op calls."""
 
-    num_parts: int  # of recv_x, between offs
-    _capacities: dict[int, int]  # of each bound that was used
+    num_parts: int  # parts of recv_x, which offs delimits
+    _capacities: dict[int, int]  # rows of recv_x, by max_tokens
 
     @abstractmethod
     def _rows(self, num_rows: int, like: Tensor) -> Tensor:
-        """An uninitialised output [num_rows, H] of the payload's dtype, which is that of `like`."""
+        """Return an uninitialised output [num_rows, H] of the payload's dtype, which is that of `like`."""
 
     @abstractmethod
     def _matrix(self, num_rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised output of codes or scales."""
+        """Return an uninitialised output for codes or scales."""
 
     @abstractmethod
     def _run(self, op: Op, args: Args, tag: int) -> None:
-        """Runs an op."""
+        """Run an op."""
 
     @abstractmethod
     def _grow(self, max_tokens: int) -> bool:
-        """After an overflow: room for all that the dispatch needed, of this bound. False where capacity is fixed."""
+        """Increase the capacity for this bound to what the overflowed dispatch needed. False if capacity is fixed."""
 
     @property
     def capacity(self) -> int:
-        """Rows of recv_x on this rank, in a dispatch without a bound of its own."""
+        """Rows of recv_x on this rank, in a dispatch without its own max_tokens."""
         return self._capacities[self.spec.num_max_tokens_per_rank]
 
     def capacity_for(self, max_tokens: int | None) -> int:
-        """Rows of recv_x where no rank sends more tokens."""
+        """Rows of recv_x in a dispatch whose ranks send at most max_tokens tokens each."""
         if max_tokens is None:
             return self.capacity
         if max_tokens not in self._capacities:
@@ -59,8 +59,8 @@ class Dispatching(Checks):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """x [T, H], topk_idx [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan.
 
-        With `scaled` recv_x is codes, and recv_scales comes last: x is codes, too, that come with `scales`, or, where
-        there are none, rows that travel as codes.
+        If `scaled`, recv_x holds codes and recv_scales is returned last. x then holds codes if `scales` is given, and
+        otherwise rows that travel as codes.
         """
         if type(tag) is not int or not 0 <= tag < NUM_TAGS:
             self._refuse_tag(Op.DISPATCH, tag)
@@ -79,17 +79,17 @@ class Dispatching(Checks):
             num_tokens = x.shape[0]
         try:
             return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
-        except CapacityOverflow:  # all ranks see the same overflow and the same need, so all retry alike, and once
+        except CapacityOverflow:  # every rank sees the same overflow and the same need, so all retry, once
             if not self._grow(most):
                 raise
-        x = x.contiguous()  # of an earlier op's window now, whose rows may lie apart
+        x = x.contiguous()  # a token window is now an earlier op's, and its rows may be padded
         return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
 
     def _check_dispatch(
         self, tag: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, scaled: bool, scales: Tensor | None,
         limit: str, most: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Says what is wrong, or gives what is right as C++ reads it."""
+        """Refuse wrong inputs; return right ones as C++ reads them."""
         s, num_tokens = self.spec, length(x)
         if scales is None:
             self._check(Op.DISPATCH, tag, "x", x, (num_tokens, s.hidden), s.dtype, may_be_window=True)
@@ -112,10 +112,10 @@ class Dispatching(Checks):
         capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
         recv_x = self._rows(capacity, x) if row is None else self._matrix(capacity, row.num_codes, row.codes)
         recv_weights = topk_weights.new_empty(self.weights_shape(capacity) if self.by_token else capacity)
-        if is_anomaly_enabled():  # asked once for both, which takes half as long
+        if is_anomaly_enabled():  # one test for both takes half as long
             blank(recv_x), blank(recv_weights)
         offs = topk_idx.new_empty(self.num_parts, dtype=torch.int32)
-        recv_plan = offs.new_empty(self.plan_ints)  # to name the dtype again would take longer
+        recv_plan = offs.new_empty(self.plan_ints)  # naming the dtype again would take longer
         send_plan = offs.new_empty(num_tokens, self.spec.num_topk)
         args = _engine.DispatchArgs(
             x=x.data_ptr(),
@@ -146,7 +146,7 @@ class Dispatching(Checks):
         return recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales
 
     def _input(self, t: Tensor) -> Tensor:
-        """The same values as C++ reads them: torch may owe a sign to what is in memory, or have no memory at all."""
+        """Return the same values as C++ reads them: torch may owe a sign to what is in memory, or have no memory."""
         if t.is_neg() or t._is_zerotensor():
             t = t.resolve_neg() if t.is_neg() else torch.zeros(t.shape, dtype=t.dtype, device=t.device)
         return t.contiguous()

@@ -1,8 +1,7 @@
-"""What the engines of all machines share: making outputs, filling arguments, and naming an engine by an integer.
+"""Base class of the engines: makes outputs, fills arguments, and names an engine by an integer.
 
-An engine runs the four ops over its heap; dispatch has its own file. What differs is in a few hooks, which this class
-calls and which call nothing here: where outputs come from, how an op is run, whether capacity grows, and how this rank
-refuses an op.
+An engine runs the four ops over its heap; dispatch is in dispatching.py. Machines differ in a few hooks, which this
+class calls: where outputs come from, how an op is run, whether capacity grows, and how this rank refuses an op.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from moe_rt.native.dispatching import Dispatching
 from moe_rt.native.storage import blank
 from moe_rt.native.token_window import TokenWindows
 
-# Plain integers: C++ takes longer over an enumerator than over all other fields together.
+# Plain integers: converting an enumerator takes C++ longer than all other fields together.
 _COMBINE, _DISPATCH_BACKWARD = int(Op.COMBINE), int(Op.DISPATCH_BACKWARD)
 _Given: TypeAlias = tuple[Tensor, Any, Tensor, Tensor]  # rows, weights or None, recv_plan, send_plan
 _ids = itertools.count(1)
@@ -38,18 +37,18 @@ class Engine(Dispatching):
     """One rank's engine. Ops name it by `id`, an integer that a traced graph can hold."""
 
     _segments: Segments
-    pushes: ClassVar[bool]  # lists and rows of small batches are written to where they are read
-    vector_bytes: ClassVar[int] = 1  # inputs begin at a multiple
+    pushes: ClassVar[bool]  # routing writes lists and rows of small batches into the receiver's segment
+    vector_bytes: ClassVar[int] = 1  # alignment that inputs need
 
     def __init__(self, spec: BufferSpec, rank: int, device: torch.device, timeout_s: float) -> None:
         self.spec, self.rank, self.device, self.timeout_s = spec, rank, device, timeout_s
         self.num_local_experts = spec.placement.num_local(rank)
-        self._capacities = {spec.num_max_tokens_per_rank: spec.capacity(rank)}  # of each bound that was used
-        self.shape = spec.shape(pushes=self.pushes)  # of the segments
+        self._capacities = {spec.num_max_tokens_per_rank: spec.capacity(rank)}  # rows of recv_x, by max_tokens
+        self.shape = spec.shape(pushes=self.pushes)  # sizes of the segments
         self.plan_ints = self.shape.recv_plan_ints(self.num_local_experts)
         self.ids_at = self.shape.recv_ids_at(self.num_local_experts)
         self.by_token = spec.by_token
-        self.num_parts = spec.num_ranks if spec.by_token else self.num_local_experts  # of recv_x, between offs
+        self.num_parts = spec.num_ranks if spec.by_token else self.num_local_experts  # parts of recv_x
         self._acc_dtype = spec.acc_dtype
         self._reader = _engine.TensorReader(
             tensor=Tensor,
@@ -60,9 +59,9 @@ class Engine(Dispatching):
             device_index=device.index or 0,
             vector_bytes=self.vector_bytes,
         )
-        self._windows: TokenWindows | None = None  # once a producer has asked
-        # Compilers keep graphs on disk by their text, in which this number is all that tells what shapes an op returns,
-        # and that graphs made before compilers kept all ops are others.
+        self._windows: TokenWindows | None = None  # None until a producer asks for one
+        # torch.compile caches graphs by their source text. The engine id must therefore encode everything that decides
+        # an op's output shapes, and differ from the ids of graphs made before compilers kept all ops.
         shapes = repr((spec.hash(), rank, self.capacity, self.plan_ints, "all ops kept")).encode()
         self.id = next(_ids) << 32 | zlib.crc32(shapes)
         _engines[self.id] = self
@@ -102,7 +101,7 @@ class Engine(Dispatching):
             return written
         if written is not out:
             return out.copy_(written)
-        if not out.is_inference():  # which counts no versions
+        if not out.is_inference():  # inference tensors count no versions
             increment_version(out)
         return out
 
@@ -133,7 +132,7 @@ class Engine(Dispatching):
         return grad_x, grad_topk_weights
 
     def _returned(self, op: Op, tag: int, names: tuple[str, str], given: _Given) -> tuple[_Given, tuple[int, int, int]]:
-        """What a combine-type op is given, as C++ reads it, and its numbers of rows, weights and tokens."""
+        """Check the inputs of a combine-type op. Return them as C++ reads them, and their rows, weights and tokens."""
         sizes = self._reader.combine(*given) if type(tag) is int and 0 <= tag < NUM_TAGS else None
         if sizes is not None:
             return given, sizes
@@ -173,7 +172,7 @@ class Engine(Dispatching):
         return grad_y, grad_recv_weights
 
     def combine_tokens_backward(self, grad_out: Tensor, recv_plan: Tensor, num_rows: int, tag: int) -> Tensor:
-        """grad_out [T, H] -> grad_y [num_rows, H], where rows are of tokens: each is its token's row of grad_out."""
+        """grad_out [T, H] -> grad_y [num_rows, H] for rows of tokens: each is its token's row of grad_out."""
         op = Op.COMBINE_BACKWARD
         num_tokens = self._check_grad_out(op, tag, grad_out, recv_plan)
         grad_out, recv_plan = self._input(grad_out), recv_plan.contiguous()
@@ -195,7 +194,7 @@ class Engine(Dispatching):
         return grad_y
 
     def token_window(self, num_tokens: int, compiled: bool = False) -> Tensor:
-        """[num_tokens, H], for the next op, or memory like any other; see moe_rt.Buffer.token_window."""
+        """Return [num_tokens, H] for the next op, or ordinary memory if `compiled`; see moe_rt.Buffer.token_window."""
         self.health()
         s = self.spec
         if s.dispatch_dtype is not None:
@@ -223,43 +222,43 @@ class Engine(Dispatching):
 
     @abstractmethod
     def health(self) -> None:
-        """Raises what ended the group, if anything did. Never blocks."""
+        """Raise the error that ended the group, if any. Never blocks."""
 
     @abstractmethod
     def timings(self) -> dict[str, Any]:
-        """Where the time of the last op went; see moe_rt.Buffer.timings."""
+        """Durations of the last op's phases; see moe_rt.Buffer.timings."""
 
     @abstractmethod
     def report(self) -> Report:
-        """What every rank of the group does; see moe_rt.Buffer.report."""
+        """Report what every rank of the group is doing; see moe_rt.Buffer.report."""
 
     @abstractmethod
     def waited_ns(self) -> list[int]:
-        """How long this rank has waited for each peer so far; see moe_rt.Buffer.waited_ns."""
+        """Time that this rank has waited for each peer so far; see moe_rt.Buffer.waited_ns."""
 
     @abstractmethod
     def poison(self, error: BaseException | None = None) -> None:
-        """Ends the group on every rank: this one will not go on, because of `error`. CPU ranks tell their peers so."""
+        """End the group on every rank because of `error`. CPU ranks leave its text for their peers."""
 
     @abstractmethod
     def close(self, why: str = "") -> None:
-        """Tells peers that this rank has closed, refuses further ops and lets go of the segments. Local, idempotent.
+        """Announce that this rank has closed, refuse further ops and release the segments. Local, idempotent.
 
-        `why` is what CPU ranks tell peers that still wait for this one, if it did not close its buffer by hand.
+        `why` is the reason that CPU ranks give to peers still waiting for it, if its buffer was not closed explicitly.
         """
 
     def _writable(self, out: Tensor) -> Tensor:
-        """Where C++ writes what is to be in the caller's tensor: there, or in a fresh one to be copied."""
+        """Return the tensor that C++ writes: `out`, or a fresh one that is then copied into it."""
         return out
 
 
 def refusal_code(error: MoeRtError) -> Code:
-    """What peers are told of input that this rank refuses with `error`."""
+    """Status code that peers receive if this rank refuses its input with `error`."""
     return Code.TOO_MANY_TOKENS if isinstance(error, TooManyTokens) else Code.INVALID_INPUT
 
 
 def engine_by_id(engine_id: int) -> Engine:
-    """The engine that an op was recorded with; raises GroupClosed when its buffer is gone."""
+    """Return the engine that an op was recorded with. Raise GroupClosed if its buffer no longer exists."""
     engine = _engines.get(engine_id)
     if engine is None:
         raise GroupClosed(f"buffer {engine_id}: got an op on a buffer that no longer exists, expected an open one")

@@ -1,4 +1,4 @@
-"""One CUDA device: its memory, its streams, and launching compiled kernels on them."""
+"""A CUDA device: its memory, its streams, and launches of compiled kernels on them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moe_rt.errors import InvalidConfig, LaunchFailed
 from moe_rt.extras import how_to_install
 from moe_rt.native.libraries import NVSHMEM, Library
 
-_DRIVER_VERSION = 12000  # whose cuLaunchKernel this is, in cuda.h's way of counting
-# From which on drivers capture launches that depend on each other, and GPUs have them.
+_DRIVER_VERSION = 12000  # version of the cuLaunchKernel to look up, encoded as in cuda.h
+# Oldest driver that captures dependent launches, and oldest GPUs that have them.
 _DEPENDENT_DRIVER, _DEPENDENT_ARCH = 12030, 90
-_BULK_ARCH = 90  # GPUs from which on copy between global and shared memory by themselves
-_DEPENDENT_OFF = "0"  # of MOE_RT_DEPENDENT_LAUNCHES
-# Of each kernel: its name, and how many blocks.
+_BULK_ARCH = 90  # oldest GPUs with bulk copies between global and shared memory
+_DEPENDENT_OFF = "0"  # value of MOE_RT_DEPENDENT_LAUNCHES
+# The kernels to launch: each one's name and its number of blocks.
 Launches: TypeAlias = Sequence[tuple[str, int]]
 
 
@@ -32,15 +32,15 @@ class Kernels(Protocol):
     def launch(
         self, launches: Launches, *, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
-        """Queues launches, in order; `params` holds the address of each argument, copied before this returns."""
+        """Queue launches, in order; `params` holds the address of each argument, copied before this returns."""
         ...
 
 
 class Gpu:
-    """A CUDA device by its torch name. Everything here may be called on any thread.
+    """A CUDA device by its torch name. Every method may be called on any thread.
 
     Raises:
-        InvalidConfig: there is no such device.
+        InvalidConfig: no such device exists.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -54,10 +54,11 @@ class Gpu:
         properties = torch.cuda.get_device_properties(self.device)
         self.name, self.num_sms = properties.name, properties.multi_processor_count
         self.uuid = str(properties.uuid)
-        # From 9.0 on the "a" target has the chip's own instructions; its code runs on that chip alone, as all ours.
+        # The "a" targets, from 9.0 on, add the chip's own instructions. Their code runs on that chip only, like all
+        # code here.
         suffix = "a" if properties.major >= 9 else ""
         self.arch = f"sm_{properties.major}{properties.minor}{suffix}"
-        # Shared memory that a block may have for bulk copies; torch's own stubs do not know of it.
+        # Shared memory that a block may have for bulk copies; torch's type stubs do not list it.
         most = int(getattr(properties, "shared_memory_per_block_optin", 0))
         self.bulk_bytes = most if has_bulk_copies(self.arch) else 0
         self._pending: list[tuple[torch.cuda.Event, Tensor]] = []
@@ -67,21 +68,21 @@ class Gpu:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def upload(self, values: Tensor) -> Tensor:
-        """A copy of a CPU tensor on the device, complete when this returns."""
+        """Return a copy of a CPU tensor on the device, complete when this returns."""
         copy = values.to(self.device)
         self.synchronize()
         return copy
 
     def host_bytes(self, num_bytes: int) -> Tensor:
-        """Zero-filled page-locked host memory; the device knows it by the same address."""
+        """Return zero-filled page-locked host memory, which the device knows by the same address."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def synchronize(self) -> None:
-        """Waits for everything queued on the device: for making and tearing down, never on the way of an op."""
+        """Wait for everything queued on the device. Only setup and teardown do this, never an op."""
         torch.cuda.synchronize(self.device)
 
     def stream(self) -> int:
-        """torch's current stream on this device and thread."""
+        """Return torch's current stream on this device and thread."""
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def is_capturing(self) -> bool:
@@ -89,12 +90,12 @@ class Gpu:
         return bool(torch.cuda.is_current_stream_capturing())
 
     def outlive_stream(self, memory: Tensor) -> None:
-        """Keeps the memory from being reused before what is now queued on the current stream is done."""
+        """Keep the memory from being reused before the work now queued on the current stream is done."""
         stream = torch.cuda.current_stream(self.device)
         if memory.is_cuda:
             memory.record_stream(stream)
             return
-        # Page-locked memory goes back to its allocator with its last tensor, whatever a kernel may still write to it.
+        # Page-locked memory returns to its allocator with its last tensor, even if a kernel may still write to it.
         self._pending = [(event, kept) for event, kept in self._pending if not event.query()]
         self._pending.append((stream.record_event(), memory))
 
@@ -106,10 +107,10 @@ class Gpu:
         library: Library | None = None,
         own_shared: Mapping[str, int] | None = None,
     ) -> Kernels:
-        """Compiles cuda/device/<source> for this device, or takes it from the cache, and loads it.
+        """Compile cuda/device/<source> for this device, or take it from the cache, and load it.
 
-        `library` is that of the network which the kernels call, if they call one.
-        `own_shared` is the shared memory of a block of some kernels, by name, whatever a launch says.
+        `library` is the network library that the kernels call, if any.
+        `own_shared` gives the shared memory of a block of some kernels, by name, instead of the launch's.
         """
         from moe_rt.native.jit import compile_kernels  # not needed by CPU ranks
 
@@ -125,7 +126,7 @@ class Gpu:
 
 
 def why_there_is_none() -> str:
-    """Why torch can use no GPU here, to be appended to a sentence; nothing where it can."""
+    """Say why torch can use no GPU here, to be appended to a sentence; "" if it can."""
     if torch.version.cuda is None:
         return f"; torch {torch.__version__} is built without CUDA"
     try:
@@ -138,16 +139,16 @@ def why_there_is_none() -> str:
 
 
 def waits_for_launches(arch: str) -> bool:
-    """Whether kernels for such a GPU wait by themselves for the launch before, and so may begin before it has ended."""
+    """True if kernels for such a GPU wait for the previous launch by themselves, and may start before it ends."""
     return int(arch.removeprefix("sm_").rstrip("af")) >= _DEPENDENT_ARCH
 
 
 def has_bulk_copies(arch: str) -> bool:
-    """Whether such a GPU copies between global and shared memory by itself, as rings need it."""
+    """True if such a GPU has the bulk copies between global and shared memory that rings need."""
     return int(arch.removeprefix("sm_").rstrip("af")) >= _BULK_ARCH
 
 
-# How drivers say that they do not know such machine code.
+# Errors of drivers that are too old for this machine code.
 _TOO_NEW = ("CUDA_ERROR_INVALID_IMAGE", "CUDA_ERROR_NO_BINARY_FOR_GPU", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
 
 
@@ -163,12 +164,12 @@ def _driver_too_old(error: str, driver: tuple[int, int], compiler: tuple[int, in
 
 
 class CudaModule:
-    """A loaded cubin. Modules stay loaded: kernels of a buffer may still be queued when the buffer is gone.
+    """A loaded cubin. Modules stay loaded: kernels of a buffer may still be queued after the buffer is freed.
 
     Args:
-        dependent: of what is launched together, all but the first may begin before the one before has ended: these
-            kernels wait for its end by themselves. Where the driver cannot, or MOE_RT_DEPENDENT_LAUNCHES=0, none does.
-        own_shared: as of Gpu.kernels.
+        dependent: all but the first of the kernels launched together may start before the previous one ends; they wait
+            for its end by themselves. Ignored if the driver cannot do it, or if MOE_RT_DEPENDENT_LAUNCHES=0.
+        own_shared: see Gpu.kernels.
     """
 
     def __init__(
@@ -193,7 +194,8 @@ class CudaModule:
                 name: self._checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, name.encode()))
                 for name in names
             }
-            # Loading at the first launch may wait for the whole device, on which a peer's kernel may wait for us.
+            # Loading at the first launch may wait for the whole device, on which a peer's kernel may wait for this
+            # rank.
             for function in functions.values():
                 self._checked("cuFuncLoad", driver.cuFuncLoad(function))
             for name, num_bytes in own_shared.items():
@@ -202,7 +204,7 @@ class CudaModule:
                 {name: int(function) for name, function in functions.items()},
                 own_shared,
             )
-            # An op's launches are one call of C++, which knows the driver by this address alone.
+            # An op's launches are one call of C++, which has only this address of the driver.
             self._launch_kernel = self._address_of(b"cuLaunchKernel")
             self._launch_kernel_ex = self._address_of(b"cuLaunchKernelEx") if dependent and self._may_depend() else 0
             if nvshmem:
@@ -236,10 +238,10 @@ class CudaModule:
     def launch(
         self, launches: Launches, *, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
-        """As Kernels.launch.
+        """Queue launches; see Kernels.launch.
 
         Raises:
-            LaunchFailed: naming the kernel and the driver's error; those before it are queued.
+            LaunchFailed: names the kernel and the driver's error; earlier launches are queued.
         """
         if torch._C._cuda_getDevice() != self._device.index:
             with torch.cuda.device(self._device):
@@ -251,7 +253,7 @@ class CudaModule:
         self, launches: Launches, threads: int, shared_bytes: int, stream: int, params: ctypes.Array[Any]
     ) -> None:
         if not hasattr(self._bound, "context"):
-            # A thread that torch has made, autograd's for one, may have a current device but no context yet.
+            # A thread made by torch, such as autograd's, may have a current device but no context yet.
             self._checked("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
             self._bound.context = self._context
         grids = [(self._functions[name], blocks, self._own_shared.get(name, shared_bytes)) for name, blocks in launches]

@@ -1,7 +1,7 @@
-"""The just-in-time compiler of the CUDA kernels: sources of cuda/device in, machine code of one architecture out.
+"""The just-in-time compiler of the CUDA kernels: compiles sources of cuda/device for one architecture.
 
-Nothing is left to the driver to compile, so that every rank runs the same instructions and what they need, registers
-and spills included, is known before they run. Multiplies and adds are never contracted: the CPU engine does not either.
+Nothing is left for the driver to compile. So every rank runs the same instructions, and the resources that they need,
+registers and spills included, are known before they run. Multiplies and adds are never contracted, as on CPU ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from moe_rt.native.nvrtc import Toolkit, compile_program, find_toolkit, link_pro
 _ARCH = re.compile(r"sm_\d{2,3}[af]?")
 _MACRO = re.compile(r"[A-Za-z_]\w*")
 _PARTS = ("protocol", "device")
-# CCCL's atomics ask of every address whether it is on a lane's stack, and have code of their own for that. No atomic
-# here is on a stack. The CCCL that torch 2.11 to 2.14 pin knows the first name.
+# CCCL's atomics test whether an address is on a lane's stack, and have extra code for that case. No atomic here is on a
+# stack. The CCCL that torch 2.11 to 2.14 pin knows the first name.
 _NO_ATOMICS_OF_STACKS = ("_LIBCUDACXX_ATOMIC_UNSAFE_AUTOMATIC_STORAGE", "_CCCL_ATOMIC_UNSAFE_AUTOMATIC_STORAGE")
 
 _ENTRY = re.compile(r"^.*Compiling entry function '([^']+)'.*$", re.MULTILINE)
@@ -35,11 +35,11 @@ _LINKED = re.compile(r"Function properties for '([^']+)':\s*\n.*used (\d+) regis
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel needs, as the assembler reports it.
+    """Resources of one kernel, as the assembler reports them.
 
     Attributes:
-        registers: Per thread; in a linked binary also for the library's functions that it calls.
-        stack_bytes: Per thread, with the functions that it calls.
+        registers: Per thread; in a linked binary including the library's functions that it calls.
+        stack_bytes: Per thread, including the functions that it calls.
         spill_bytes: Stores and loads of spilled registers in the kernel's own code, not in functions that it calls.
         shared_bytes: Static shared memory per block.
     """
@@ -55,10 +55,10 @@ class Binary:
     """Machine code of one architecture.
 
     Attributes:
-        cubin: What the driver loads.
-        resources: By kernel name.
-        from_cache: Whether it was compiled earlier or by another process.
-        seconds: How long it took to get it.
+        cubin: Code for the driver to load.
+        resources: Resources by kernel name.
+        from_cache: True if it was compiled earlier or by another process.
+        seconds: Time that it took to compile or load.
     """
 
     cubin: bytes
@@ -76,15 +76,15 @@ def compile_kernels(
     cache: bool = True,
     root: Path | None = None,
 ) -> Binary:
-    """Compiles a source for exactly one architecture, or takes it from the cache on disk.
+    """Compile a source for exactly one architecture, or load it from the cache on disk.
 
     Args:
         source: A file of cuda/device.
-        arch: Such as "sm_90a".
+        arch: Architecture, such as "sm_90a".
         defines: Macros and their values.
-        library: Whose headers to include before the source, and what to link.
-        cache: Whether to read and write the cache.
-        root: The directory of `protocol` and `device`; source_dir() by default.
+        library: Library whose headers are included before the source, and which is linked.
+        cache: False to neither read nor write the cache.
+        root: Directory of `protocol` and `device`; source_dir() by default.
 
     Raises:
         CompileError: with the compiler's log, or with what to install.
@@ -118,19 +118,19 @@ def compile_ptx(
     library: Library | None = None,
     root: Path | None = None,
 ) -> str:
-    """The PTX of a source, to be read by people and tests; arguments and errors as of compile_kernels."""
+    """Return the PTX of a source, for people and tests. Arguments and errors are those of compile_kernels."""
     return _Job(source, arch, defines, library, root).ptx()
 
 
 def source_dir() -> Path:
-    """The directory of the CUDA sources: inside an installed package, beside the package in a checkout.
+    """Return the directory of the CUDA sources: in an installed package, or next to the package in a checkout.
 
     Raises:
         CompileError: the sources are in neither place.
     """
     package = Path(__file__).resolve().parents[1]
     places = (package / "cuda", package.parent / "cuda")
-    for place in places:  # beside an installed package, `cuda` is another project's
+    for place in places:  # next to an installed package, `cuda` is another project's
         if all((place / part).is_dir() for part in _PARTS):
             return place
     raise CompileError(f"got no CUDA sources, expected them in {places[0]} or {places[1]}")
@@ -157,7 +157,7 @@ class _Job:
         self._toolkit: Toolkit = find_toolkit(library)
 
     def key(self) -> str:
-        """Differs whenever the code may."""
+        """Return a digest that differs whenever the code may differ."""
         texts = []
         for part in _PARTS:
             paths = sorted(path for path in (self._root / part).rglob("*") if path.is_file())
@@ -196,15 +196,15 @@ class _Job:
         return compile_program(self._toolkit, self._path.read_text(), str(self._path), options, to=to)
 
     def _options(self) -> list[str]:
-        """The compiler's options but for the architecture and for places, which change no code."""
+        """Return the compiler's options, except for the architecture and paths, which change no code."""
         options = ["--std=c++20", "--fmad=false", "--generate-line-info", "--ptxas-options=--verbose"]
-        # NVRTC 13.0 takes a lambda inside a device function for a host function, and so refuses to call it; and
-        # NVSHMEM's older headers leave out `__device__` here and there.
+        # NVRTC 13.0 treats a lambda inside a device function as a host function, and refuses to call it. NVSHMEM's
+        # older headers omit `__device__` in places.
         options.append("--device-as-default-execution-space")
         options += [f"--define-macro={name}" for name in _NO_ATOMICS_OF_STACKS]
         options += [f"--define-macro={name}={value}" for name, value in self._defines]
         if self._library is not None:
-            # NVSHMEM's older headers use volatile in ways that C++20 frowns on.
+            # NVSHMEM's older headers use volatile in ways that C++20 deprecates.
             options += ["--relocatable-device-code=true", "--diag-suppress=3012,3013"]
             options.append(f"--pre-include={self._library.prelude}")
         return options
@@ -224,7 +224,7 @@ def _sha256(path: Path) -> str:
 
 
 def _report(log: str) -> dict[str, Resources]:
-    """Reads the verbose report of the assembler, one section for each kernel."""
+    """Parse the assembler's verbose report, which has one section per kernel."""
     _, *parts = _ENTRY.split(log)
     resources = {}
     for name, section in zip(parts[::2], parts[1::2], strict=True):
@@ -249,9 +249,9 @@ def _report(log: str) -> dict[str, Resources]:
 
 
 def _linked_report(compiled: dict[str, Resources], log: str) -> dict[str, Resources]:
-    """Raises registers and stack to what the linker found for the kernel and all that it calls.
+    """Increase registers and stack to the linker's figures, which cover the kernel and all that it calls.
 
-    The linker's figure of shared memory includes what the system reserves, so the compiler's stays.
+    The linker's shared memory includes what the system reserves, so the compiler's figure is kept.
     """
     linked = {name: (int(registers), int(stack)) for name, registers, stack in _LINKED.findall(log)}
     if missing := compiled.keys() - linked.keys():

@@ -1,6 +1,7 @@
-"""What every launch of a CUDA rank is given, packed once: its view of the group, its state, and how peers are reached.
+"""Launches the kernels of a CUDA rank. The arguments that all of them share are packed once.
 
-The structs are those of the C++ that reads them (cuda/host/launch_bindings.cpp), and are filled by name.
+They describe the group, this rank's state, and its links to peers. The structs are those of the C++ that reads them
+(cuda/host/launch_bindings.cpp), and are filled by name.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from moe_rt.native.ring import RING_KERNELS, RING_SOURCE, ring_for
 
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
 THREADS = 512
-NETWORK_THREADS = 256  # the network's functions take registers of their own
+NETWORK_THREADS = 256  # the network library's functions also take registers
 _WARP = 32
 
 
 def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | int]:
-    """What the just-in-time compiler makes constant."""
+    """Macros that the kernels are compiled with."""
     return {
         "MOE_RT_ELEM": ELEMENT_NAMES[spec.dtype],
         "MOE_RT_HIDDEN": spec.hidden,
@@ -39,7 +40,7 @@ def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | 
 
 
 def network_bytes(spec: BufferSpec, max_blocks: int) -> int:
-    """Symmetric memory that a rank with unmapped peers needs besides its segment."""
+    """Symmetric memory that a rank with unmapped peers needs in addition to its segment, in bytes."""
     return _engine.NetworkLayout(spec.shape(), max_blocks * NETWORK_THREADS // _WARP).bytes
 
 
@@ -47,18 +48,18 @@ class Launcher:
     """Launches the kernels of one rank.
 
     Args:
-        network: symmetric memory of `network_bytes`, where some peer's segment is not mapped or rows go in two levels.
-            Without NVSHMEM, ranks of other nodes are reached as those are that are mapped.
-        max_blocks: the most blocks of a launch that moves rows.
-        num_sms: as many, if the caller has said so.
+        network: symmetric memory of `network_bytes`, if some peer's segment is not mapped or rows go in two levels.
+            Without NVSHMEM, ranks of other nodes are reached through mapped memory.
+        max_blocks: maximum blocks of a launch that moves rows.
+        num_sms: the same number, if the caller has set it.
 
     Attributes:
-        whole: whether the buffer is for so few tokens that a dispatch or a combine is one launch of one block.
-        ring: through which rows move as they are; None where they go through registers.
-        num_served: how many ranks of other nodes this one serves.
+        whole: True if the buffer is for so few tokens that a dispatch or a combine is one launch of one block.
+        ring: memory that rows pass through unchanged; None if they pass through registers.
+        num_served: number of remote ranks that this rank is the proxy of.
 
     Raises:
-        InvalidConfig: more experts than a block's shared memory has room for.
+        InvalidConfig: more experts than fit into a block's shared memory.
         CompileError: a kernel could not be compiled.
     """
 
@@ -157,7 +158,7 @@ class Launcher:
             self.ring = ring_for(spec, num_sms, scratch_bytes=scratch_bytes, bulk_bytes=gpu.bulk_bytes, warps=warps)
         if self.ring is not None:
             own_shared = dict.fromkeys(RING_KERNELS, self.ring.at + self._threads // _WARP * self.ring.bytes)
-        # As every kernel of cuda/device/entry_points.h takes them; the op's own come last, with each call.
+        # Arguments of every kernel of cuda/device/entry_points.h; each call appends the op's own.
         self._given = (world, self._control, links if self.ring is None else self.ring)
         self._params = (ctypes.c_void_p * (len(self._given) + 1))(*(a.address for a in self._given))
         if network is None:
@@ -173,13 +174,13 @@ class Launcher:
         self._kernels = gpu.kernels(source, defines, library=library, own_shared=own_shared)
 
     def set_call(self, args: Args | _engine.EndArgs, tag: int) -> None:
-        """The op's arguments, for the launches that follow."""
-        self._args = args  # whose bytes a launch reads
+        """Set the op's arguments for the launches that follow."""
+        self._args = args  # keeps alive the bytes that a launch reads
         self._params[len(self._given)] = args.address
         self._control.tag = tag
 
     def launch(self, launches: Launches, stream: int) -> None:
-        """Queues kernels, one behind the other."""
+        """Queue kernels, in order."""
         self._kernels.launch(
             launches,
             threads=self._threads,
@@ -189,7 +190,7 @@ class Launcher:
         )
 
     def reported(self) -> _engine.Status | None:
-        """The failure that a kernel has reported, without asking the device."""
+        """Return the failure that a kernel has reported, without asking the device."""
         return _engine.reported(self._record_address)
 
 

@@ -1,4 +1,4 @@
-"""How a rank leaves a group without having closed its buffer, and what its peers are told of it."""
+"""Ends an unclosed buffer of this rank, and finds out how a peer ended the group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_rt.native.engine import Engine
 
 
 def leave(engine: Engine) -> None:
-    """For a buffer that is garbage, or open when the program ends. An exception that ends it ends the group, too."""
+    """Close a buffer that is garbage, or still open when the program ends. An exception that ends it ends the group."""
     here = threading.current_thread()
-    ends = here is threading.main_thread() and not here.is_alive()  # so it is while exit handlers run
+    ends = here is threading.main_thread() and not here.is_alive()  # true while exit handlers run
     error = getattr(sys, "last_value", None) if ends and not hasattr(sys, "ps1") else None
-    if error is not None:  # and it is none that somebody saw at a prompt and went on from
+    if error is not None:  # not one shown at a prompt, where the program continued
         engine.poison(error)
     engine.close("its program ended" if ends else "its buffer became garbage")
     if ends:
@@ -25,9 +25,9 @@ def leave(engine: Engine) -> None:
 
 
 def first_failure(engine: Engine, error: BaseException) -> MoeRtError | None:
-    """What a peer has ended the group with, where `error` may only be what came of it.
+    """Return the error with which a peer ended the group, if `error` may only be its consequence.
 
-    Collectives of torch fail with such an error when a peer is gone, and cannot say what happened to it.
+    torch's collectives fail with such an error when a peer is dead, and cannot say what happened to it.
     """
     if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         return None

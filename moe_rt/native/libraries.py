@@ -1,4 +1,4 @@
-"""The device libraries that kernels are linked with where they reach peers over a network."""
+"""Device libraries that kernels are linked with to reach peers over a network."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Library:
     """A device library and its headers.
 
     Attributes:
-        name: What sentences call it; in small letters what cuda-pathfinder and packages do.
-        file: The library, in `lib` beside `include`.
+        name: Name in messages; in lower case, the name that cuda-pathfinder and packages use.
+        file: File name of the library, in `lib` next to `include`.
         prelude: The source of cuda/device that is included before all others.
-        is_ltoir: Whether it is code for the linker to compile together with the kernels', rather than machine code.
-        host_headers: Which headers of the host its own ask for, without a need for what they have.
-        since: Its oldest version that has all that is called, where that is told in `<name>.h`.
-        arch: The oldest architecture that it has code for.
+        is_ltoir: True for LTO-IR, which the linker compiles together with the kernels; False for machine code.
+        host_headers: Headers of the host that the library's headers include but do not need.
+        since: Oldest version that has every function called here; `<name>.h` states the installed one. None: any.
+        arch: Oldest architecture that it has code for.
     """
 
     name: str
@@ -35,19 +35,17 @@ class Library:
     arch: int = 0
 
     def package(self, major: int) -> str:
-        """Of that CUDA."""
+        """Name of the library's package for a CUDA major version."""
         return f"nvidia-{self.name.lower()}-cu{major}"
 
     def find(self, include: str | None, major: int) -> Path:
-        """The library, where its headers are in `include`, for that CUDA.
+        """Return the library's path, given its headers in `include` and the CUDA major version.
 
         Raises:
-            CompileError: it is not there, or too old.
+            CompileError: it is missing, or too old.
         """
         install = how_to_install(cuda_extra())
-        if (
-            self.since is not None
-        ):  # torch asks for one version alone: pip would refuse a newer one, or take another torch
+        if self.since is not None:  # torch pins one version: pip would refuse a newer one, or replace torch
             install = f"pip install --no-deps '{self.package(major)}>={_shown(self.since)}'"
         if include is None:
             raise CompileError(f"got no headers of {self.name}, expected them; {install}")
@@ -59,15 +57,15 @@ class Library:
                 raise CompileError(f"got {self.name} {_shown(version)} in {include}, expected {expected}; {install}")
         found = Path(include).parent / "lib" / self.file
         if not found.is_file():
-            raise CompileError(f"got no {found.name} beside {self.name}'s headers in {include}; {install}")
+            raise CompileError(f"got no {found.name} next to {self.name}'s headers in {include}; {install}")
         return found
 
     def is_for(self, arch: str) -> bool:
-        """Whether it has code for such a GPU."""
+        """True if the library has code for this architecture."""
         return int(arch.removeprefix("sm_").rstrip("af")) >= self.arch
 
     def require(self, arch: str) -> None:
-        """Raises CompileError for a GPU that it has no code for."""
+        """Raise CompileError for an architecture that it has no code for."""
         if not self.is_for(arch):
             expected = f"sm_{self.arch} or newer: {self.name}'s device library has no code for older GPUs"
             raise CompileError(f"got architecture {arch!r}, expected {expected}")

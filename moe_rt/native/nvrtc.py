@@ -1,4 +1,4 @@
-"""NVRTC and nvJitLink behind two functions, source text to code and code to a linked cubin; needs no GPU or driver."""
+"""NVRTC and nvJitLink: compiles source text to code and links code to a cubin. Needs no GPU or driver."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _VERSION_HEADERS = ("cuda_runtime_api.h", "cuda/std/__cccl/version.h", "non_abi/
 
 @dataclass(frozen=True)
 class Toolkit:
-    """What was found to compile with.
+    """Compiler, linker and headers to compile with.
 
     Attributes:
         nvrtc: The bindings of NVRTC.
         nvjitlink: The bindings of nvJitLink; None unless a library is linked.
-        include: Where headers are searched, in order.
-        library: What is linked, if anything.
-        library_file: Where that is.
+        include: Directories that headers are searched in, in order.
+        library: Library that is linked, if any.
+        library_file: Path of that library.
         identity: Versions and digests; another toolkit with the same identity makes the same code.
     """
 
@@ -43,7 +43,7 @@ class Toolkit:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Of the compiler that find_toolkit finds, such as (13, 0)."""
+    """Version of the compiler that find_toolkit finds, such as (13, 0)."""
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()
@@ -52,10 +52,10 @@ def nvrtc_version() -> tuple[int, int]:
 
 @functools.cache
 def find_toolkit(library: Library | None = None) -> Toolkit:
-    """Finds the compiler and its headers: in wheels, Conda environments, or the toolkit under CUDA_HOME.
+    """Find the compiler and its headers in wheels, Conda environments, or the toolkit under CUDA_HOME.
 
     Args:
-        library: What is to be linked.
+        library: Library to link.
 
     Raises:
         CompileError: something is missing; the message says what, and what to install.
@@ -98,14 +98,14 @@ def find_toolkit(library: Library | None = None) -> Toolkit:
 def compile_program(
     toolkit: Toolkit, text: str, name: str, options: Sequence[str], *, to: str = "CUBIN"
 ) -> tuple[bytes, str]:
-    """Compiles one source.
+    """Compile one source.
 
     Args:
-        toolkit: From find_toolkit.
+        toolkit: Result of find_toolkit.
         text: The source.
-        name: What diagnostics and line tables call it.
-        options: NVRTC's; those of the toolkit's headers are added.
-        to: What is asked for: machine code, "PTX", or "LTOIR" for the linker to compile, with the option for it.
+        name: Name of the source in diagnostics and line tables.
+        options: Options of NVRTC; those for the toolkit's headers are added.
+        to: Kind of code: "CUBIN", "PTX", or "LTOIR" for the linker to compile, which also needs its option.
 
     Returns:
         The code and the compiler's log.
@@ -121,7 +121,7 @@ def compile_program(
 
     def fetch(what: str) -> bytes:
         _, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
-        # NVRTC writes into it, so it must be nobody else's: Python shares bytes of length one, which an empty log has.
+        # NVRTC writes into it, so it must not be shared: Python shares bytes of length one, the size of an empty log.
         data = b" " * (size + 1)
         getattr(nvrtc, f"nvrtcGet{what}")(program, data)
         return data[:size]
@@ -138,10 +138,10 @@ def compile_program(
 
 
 def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str]) -> tuple[bytes, str]:
-    """Links relocatable code with the toolkit's device library: both are machine code, or the linker compiles both.
+    """Link relocatable code with the toolkit's device library: both are machine code, or the linker compiles both.
 
     Returns:
-        The cubin and the linker's log, which is empty from nvJitLink 12: it prints what it is asked to tell.
+        The cubin and the linker's log. The log of nvJitLink 12 is empty: asked for one, it prints it instead.
 
     Raises:
         CompileError: with the log.
@@ -173,14 +173,14 @@ def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str
 
 
 def _packages(major: int, library: Library | None) -> list[str]:
-    """Of these alone depends what the compiler makes of a source, besides the source and the options."""
+    """Packages that, with the source and the options, determine the compiler's output."""
     names = ["nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl", *(["nvidia-nvjitlink"] if library else [])]
     named_by_major = "" if major >= 13 else f"-cu{major}"
     return [f"{name}{named_by_major}" for name in names] + ([library.package(major)] if library else [])
 
 
 def _installed(package: str) -> str:
-    """A package's version, which is finer than what its library reports; empty for a toolkit that is no package."""
+    """Return a package's version, which is finer than its library's; "" for a toolkit that is no package."""
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:

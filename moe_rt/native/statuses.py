@@ -1,4 +1,4 @@
-"""From a status of the engines, or of a kernel, to the exception that says it in words."""
+"""Converts a status of an engine or a kernel to an exception with a readable message."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _NO_TOKENS = "a rank without tokens must call, too, with T = 0"
 
 
 def _call_name(word: int) -> str:
-    """Spells out a call word of signal.h; a peer's may name no op at all."""
+    """Describe a call word (signal.h). A peer's word may name no op."""
     word &= (1 << 64) - 1
     op = word >> 60
     name = Op(op).name.lower() if op in Op._value2member_map_ else f"op {op}"
@@ -65,7 +65,7 @@ def _call_name(word: int) -> str:
 
 
 def _first_cause(code: int, concerned: int, found: str) -> str:
-    """What a poison word says, or the rank that wrote it."""
+    """Describe why a peer failed first, from its poison word and its last words."""
     if code == Code.POISONED:
         return found or "its own exception, or abort()"
     if code == Code.INTERRUPTED:
@@ -78,7 +78,7 @@ def _first_cause(code: int, concerned: int, found: str) -> str:
 def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str) -> str:
     peer, got, expected = f"rank {status.peer}", status.got, status.expected
     match code:
-        case Code.INVALID_INPUT if status.peer == rank and got != expected:  # what Python cannot see
+        case Code.INVALID_INPUT if status.peer == rank and got != expected:  # Python cannot see this count
             return f"y: got {got} rows, expected at least the {expected} that were received, handle.offs[-1]"
         case Code.INVALID_INPUT if status.peer == rank:
             return (
@@ -127,7 +127,7 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str
             return f"{peer} failed first: {_first_cause(got, expected, found)}; the group is over"
         case Code.FAULT_INJECTED:
             return "failed as MOE_RT_FAULT asked"
-        case Code.INTERRUPTED:  # the op itself raised the handler's exception; this is for later ones
+        case Code.INTERRUPTED:  # the op itself raised the handler's exception; later ops raise this
             return "a signal handler raised in this op and ended the group; make a new buffer on every rank"
         case Code.CLOSED:
             return "the buffer was closed on this rank; expected an open one"
@@ -140,21 +140,21 @@ def _explain(code: Code, status: Status, rank: int, timeout_s: float, found: str
 def error_from_status(
     status: Status, rank: int, timeout_s: float, report: Report | None = None, found: str = ""
 ) -> MoeRtError:
-    """Builds the exception for a status of the engine; the status must not be OK.
+    """Build the exception for a status of the engine, which must not be OK.
 
     Args:
-        report: adds its lines.
-        found: the last words of the rank that failed or left, where the late rank is instead, what ranks called, or how
-            a peer on another host was lost; "" if unknown.
+        report: report to append to the message.
+        found: the last words of the rank that failed or left, the op that the late rank waits in instead, what ranks
+            called, or how a peer on another host was lost; "" if unknown.
     """
     code, peer = Code(status.code), status.peer
     kind = CLASSES[code]
     if code is Code.POISONED and status.got == Code.PEER_DEAD:
         kind, peer = PeerDead, status.expected
     mismatches = (Code.BOUND_MISMATCH, Code.ROW_FORMAT_MISMATCH)
-    if code is Code.POISONED and status.got in mismatches:  # every rank has one, whoever saw it first
+    if code is Code.POISONED and status.got in mismatches:  # every rank has a mismatch, not only the first to see it
         kind, peer = ConfigMismatch, status.expected
-    if code is Code.CALL_ORDER_MISMATCH:  # of two ranks nobody knows who is right
+    if code is Code.CALL_ORDER_MISMATCH:  # two ranks disagree, and neither is known to be right
         outvoted = report.disagreement.outvoted if report and report.disagreement else []
         peer = outvoted[0] if len(outvoted) == 1 else -1
     op, phase = Op(status.op), Phase(status.phase)

@@ -1,7 +1,7 @@
-"""Recycled memory under fresh tensors: a large output costs a page fault for every 4 KiB unless its pages are warm.
+"""Recycled memory for outputs: a large output costs a page fault per 4 KiB unless its pages are warm.
 
-Every tensor handed out is fresh to its user: nothing else refers to its memory. When the last tensor over a block is
-gone, the block is handed out again, pages and all. Tails that nobody writes are never touched and so cost nothing.
+Every tensor handed out is fresh: nothing else refers to its memory. When the last tensor over a block is freed, the
+block is handed out again with its pages. Tails that are not written are never touched and cost nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.utils import deterministic
 
 from moe_rt.heap.segments import ask_for_huge_pages_at
 
-# Below this the allocator's own free lists recycle memory.
+# Smaller blocks are recycled by the allocator's own free lists.
 _SMALLEST_BLOCK = 1 << 20
 _GRANULE = 1 << 21
 
 
 class _Block:
-    """Pages, and tensors over them of the shape last asked for: handing out one like it is a single call of torch.
+    """Pages, and tensors over them of the shape last asked for: handing out the same shape is one call of torch.
 
-    The pages are torch's own, so that whoever saves memory by it can resize a tensor's storage to nothing and back.
+    torch owns the pages, so that code that saves memory can resize a tensor's storage to zero and back.
     """
 
     def __init__(self, num_bytes: int, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
@@ -37,26 +37,26 @@ class _Block:
         self._pages = self._storage.data_ptr(), self._num_bytes
 
     def _view(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
-        # An alias of an inference tensor is one for ever, and autograd forgets what is done to it; so there is a tensor
-        # for either mode, whichever is on when the pages are first asked for.
+        # An alias of an inference tensor stays one, and autograd ignores changes to it. Keep one tensor for each mode:
+        # the pages may first be requested in either.
         tensors = []
         for inference in (False, True):
             with torch.inference_mode(inference):
                 t = torch.empty(0, dtype=dtype, device="cpu")
                 tensors.append(t.set_(self._storage, 0, (num_rows, hidden), (hidden, 1)))
         self._tensors, self._viewed_as = tuple(tensors), (num_rows, hidden, dtype)
-        # All tensors over a storage share its Python object, too, which has a count of its own.
+        # All tensors over a storage also share its Python object, with its own reference count.
         self._address = self._storage._cdata
         self._own_uses = _storage_Use_Count(self._address), getrefcount(self._storage)
 
     def unused(self) -> bool:
-        """Whether nobody else refers to these pages."""
+        """True if nothing else refers to these pages."""
         return (_storage_Use_Count(self._address), getrefcount(self._storage)) == self._own_uses
 
     def tensor(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised, and no view of another tensor."""
-        # Whoever resizes a storage has given its pages back, and whoever sends a tensor to another process has moved it
-        # to memory that both of them share.
+        """Return an uninitialised tensor that is no view of another one."""
+        # A user may have resized the storage, which frees its pages, or sent a tensor to another process, which moves
+        # it to shared memory.
         taken = (self._storage.data_ptr(), self._storage.nbytes()) != self._pages
         if taken:
             self._take_pages()
@@ -65,24 +65,24 @@ class _Block:
         out = self._tensors[torch.is_inference_mode_enabled()].detach()
         fill: bool = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         if fill and torch.are_deterministic_algorithms_enabled():
-            out.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)  # as torch.empty
+            out.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max)  # like torch.empty
         return out
 
 
 class Recycler:
-    """Blocks of one engine, freed with it. Not thread-safe: ops of one engine exclude each other."""
+    """Blocks of one engine, freed with it. Not thread-safe: an engine runs one op at a time."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[_Block]] = {}
 
     def empty_like(self, t: Tensor, num_rows: int, hidden: int) -> Tensor:
-        """The same of the dtype of a CPU tensor: where the allocator has the memory, a third faster."""
+        """Return `empty` of a CPU tensor's dtype; small outputs take a third less time."""
         if num_rows * hidden * t.itemsize < _SMALLEST_BLOCK:
             return t.new_empty(num_rows, hidden)
         return self.empty(num_rows, hidden, t.dtype)
 
     def empty(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """A contiguous uninitialised CPU tensor [num_rows, hidden], as torch.empty in whatever mode is on."""
+        """Return a contiguous uninitialised CPU tensor [num_rows, hidden], like torch.empty in the current mode."""
         num_bytes = num_rows * hidden * dtype.itemsize
         if num_bytes < _SMALLEST_BLOCK:
             return torch.empty(num_rows, hidden, dtype=dtype, device="cpu")  # whatever the default device is
@@ -96,5 +96,5 @@ class Recycler:
 
 
 def blank(t: Tensor) -> Tensor:
-    """An uninitialised output whose last rows nobody will write: zero in anomaly mode, which looks at whole tensors."""
+    """Zero an output in anomaly mode, which checks whole tensors: its last rows are never written."""
     return t.zero_() if is_anomaly_enabled() else t

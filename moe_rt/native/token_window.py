@@ -1,9 +1,9 @@
 """Tensors over a rank's own token windows, for producers that write their rows where peers will read them.
 
-Such a tensor is for the very next op. The op before has waited for every peer, so that nobody reads this window any
-more, and the dispatch that follows takes it; after any other op, the next dispatch might take the other one
-(docs/protocol.md). What lies in a window is overwritten by later ops: each of them counts as a change in place, so that
-autograd raises where it has kept a window for a backward, instead of reading other rows.
+Such a tensor is for the very next op. The previous op has waited for every peer, so no peer reads this window any more,
+and the dispatch that follows takes it. After any other op, the next dispatch might take the other window
+(docs/protocol.md). Later ops overwrite a window. Each counts as a change in place, so that autograd raises if it has
+saved a window for a backward, instead of reading other rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TokenWindows:
     """Both windows of one rank, and which of them was handed out for the next op.
 
     Args:
-        shape: of the segment.
-        address: of the rank's segment.
-        keep: what keeps the segment mapped; tensors hold it, too.
+        shape: sizes of the segment.
+        address: address of the rank's segment.
+        keep: object that keeps the segment mapped; tensors also refer to it.
     """
 
     def __init__(self, spec: BufferSpec, shape: _engine.Shape, address: int, device: torch.device, keep: Any) -> None:
@@ -33,7 +33,7 @@ class TokenWindows:
         pitch = shape.row_bytes()
         self._starts = tuple(address + shape.tokens_at(window) for window in range(2))
         self._num_bytes = num_rows * pitch
-        with torch.inference_mode(False):  # or autograd would forget what is done to them, whatever mode comes later
+        with torch.inference_mode(False):  # tensors made in inference mode never count changes, even in later modes
             self._rows = tuple(
                 _bytes_at(start, self._num_bytes, device, keep)
                 .view(spec.dtype)
@@ -43,23 +43,23 @@ class TokenWindows:
         self._handed: int | None = None
 
     def hand_out(self, window: int, num_tokens: int) -> Tensor:
-        """[num_tokens, H] over what the next op publishes, if that is a dispatch. No view of another tensor."""
+        """Return [num_tokens, H] in the next op's window, if that is a dispatch. It is no view of another tensor."""
         self._handed = window
         return self._rows[window][:num_tokens].detach()
 
     def touch(self, t: Tensor) -> bool:
-        """Return whether the tensor is in a window. None begins before one and ends in it: torch sees windows only."""
-        if t.layout is not torch.strided:  # it has no address; what is wrong with it is said, and to peers, later
+        """True if the tensor is in a window. None starts before a window and ends in it: torch sees only windows."""
+        if t.layout is not torch.strided:  # no address; what is wrong with it is found, and announced, later
             return False
         at = t.data_ptr()
         return t.numel() > 0 and any(start <= at < start + self._num_bytes for start in self._starts)
 
     def hold(self, t: Tensor) -> bool:
-        """Return whether the tensor is in a window, and reads as its memory does."""
+        """True if the tensor is in a window and has the values in memory."""
         return self.touch(t) and not t.is_neg()
 
     def why_not(self, x: Tensor, window: int | None) -> str:
-        """What is wrong with rows that lie in a window and are to be published by an op that takes `window`; or ""."""
+        """Say why an op that takes `window` cannot publish these rows of a window; "" if it can."""
         if self._handed is None or self._handed != window:
             return "a token window of an earlier op"
         strides = zip(x.shape, x.stride(), self._rows[window].stride(), strict=True)
@@ -68,18 +68,18 @@ class TokenWindows:
         return ""
 
     def beside(self, x: Tensor) -> bool:
-        """Whether rows lie elsewhere, though a window was handed out for them."""
+        """True if rows are elsewhere although a window was handed out for them."""
         return self._handed is not None and x.numel() > 0 and not self.hold(x)
 
     def retire(self) -> None:
-        """An op begins: what was handed out is the past."""
+        """Invalidate the window that was handed out, because an op begins."""
         self._handed = None
         for rows in self._rows:
             increment_version(rows)
 
 
 class _Memory:
-    """Device memory by its address, as torch takes it from other libraries."""
+    """Device memory at an address, as torch imports it from other libraries."""
 
     def __init__(self, address: int, num_bytes: int, keep: Any) -> None:
         self.keep = keep
@@ -93,7 +93,7 @@ def _bytes_at(address: int, num_bytes: int, device: torch.device, keep: Any) -> 
         return torch.as_tensor(_Memory(address, num_bytes, keep), device=device)
 
     class Memory(ctypes.c_char * num_bytes):  # type: ignore[misc]
-        pass  # which, unlike its base, may be given an attribute
+        pass  # a subclass, unlike its base, takes attributes
 
     memory = Memory.from_address(address)
     memory.keep = keep

@@ -1,1 +1,1 @@
-"""The layer: router, experts and what they are made of, as torch modules."""
+"""The layer: router, experts and their parts, as torch modules."""

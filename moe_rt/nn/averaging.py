@@ -1,4 +1,4 @@
-"""Gradients of experts as data parallelism leaves all others: the mean over ranks, in every backward by itself."""
+"""Averages the gradients of experts over ranks in every backward, as data parallelism does for other parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moe_rt.nn.part import Part
 
 
 class Mean(NamedTuple):
-    """A mean of gradients over `num_ranks` ranks, of which those of the process group named `replicas` hold copies."""
+    """A mean of gradients over `num_ranks` ranks; the ranks of the process group named `replicas` hold copies."""
 
     num_ranks: int
     replicas: str | None
 
 
 class Averaged(torch.autograd.Function):
-    """A part as a plain tensor, whose gradient becomes the mean."""
+    """Identity on a weight; its backward replaces the gradient by the mean."""
 
     @staticmethod
     def forward(weight: Tensor, num_ranks: int, replicas: str | None) -> Tensor:
@@ -32,12 +32,12 @@ class Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Every backward by itself, so that sums over micro-batches need no other rule, with and without no_sync.
+        # Each backward takes its own mean, so sums over micro-batches are right with and without no_sync.
         return mean_of(grad, Mean(ctx.num_ranks, ctx.replicas)), None, None
 
 
 class _Plain(Averaged):
-    """Does the same for a Part. It has tangents, too, which torch.compile does not trace."""
+    """Averaged for a Part. It also has tangents, which torch.compile does not trace."""
 
     @staticmethod
     def forward(weight: Tensor, num_ranks: int, replicas: str | None) -> Tensor:
@@ -50,7 +50,7 @@ class _Plain(Averaged):
 
 
 def averaged(weight: Tensor, mean: Mean | None) -> Tensor:
-    """A plain tensor in the memory of a weight; its gradient becomes the mean."""
+    """Return a plain tensor in the memory of `weight`, whose gradient becomes the mean."""
     if is_compiling():  # a Part is a plain tensor there
         return weight if mean is None else Averaged.apply(weight, *mean)
     if mean is None and not isinstance(weight, Part):
@@ -59,7 +59,7 @@ def averaged(weight: Tensor, mean: Mean | None) -> Tensor:
 
 
 def mean_of(grad: Tensor, mean: Mean) -> Tensor:
-    """A gradient divided by the number of ranks, and averaged over those that hold copies. Collective over these."""
+    """Return the gradient divided by the number of ranks and summed over the copies. Collective over the copies."""
     if mean.num_ranks > 1:
         grad = grad / mean.num_ranks
     if mean.replicas is not None:

@@ -1,4 +1,4 @@
-"""Experts in files: which of them a rank's file holds, and this rank's block of a file that holds all."""
+"""Experts in checkpoint files: checks which experts a file holds, and takes this rank's from a file with all."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class _Holder(Protocol):
 
 
 def note_mesh_block(tensor: Any) -> None:
-    """Writes on a DTensor which block of its mesh it holds, so that a pickle of it says so."""
+    """Record on a DTensor the coordinate of its block in the mesh, so that a pickle keeps it."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None and mesh.get_coordinate() is not None:
         tensor.moe_rt_block = list(mesh.get_coordinate())
 
 
 def check_held(name: str, saved: Sequence[int], holder: _Holder) -> None:
-    """Raises InvalidConfig where a file says that its experts are neither those of `holder` nor all."""
+    """Raise InvalidConfig if a file records experts that are neither those of `holder` nor all."""
     if list(saved) not in (list(holder.expert_ids), list(range(holder.num_experts))):
         _refuse(name, f"experts {_short(saved)}", holder.expert_ids)
 
 
 def take_own_block(name: str, got: Any, parameter: Tensor, holder: _Holder) -> Any:
-    """Return the tensor that a parameter of `holder` is loaded from.
+    """Return the tensor to load into a parameter of `holder`.
 
     Args:
-        got: the tensor of the file: this rank's experts, or all of them.
+        got: the tensor of the file, with this rank's experts or all of them in dimension 0.
 
     Raises:
-        InvalidConfig: they are another rank's experts, or another number of them.
+        InvalidConfig: it holds another rank's experts, or a different number of them.
     """
     if holder.over_mesh:
         _check_mesh_block(name, got, parameter)
@@ -52,10 +52,10 @@ def take_own_block(name: str, got: Any, parameter: Tensor, holder: _Holder) -> A
 
 
 def own_block(name: str, got: Tensor, ids: Sequence[int] | None, here: Sequence[int], num_experts: int) -> Tensor:
-    """The entries of `here` in a tensor of the experts `ids`; None for a file that does not say whose they are.
+    """Return the entries of the experts `here` from a tensor of the experts `ids`, which is None if unknown.
 
     Raises:
-        InvalidConfig: they are another rank's, or neither this rank's nor all.
+        InvalidConfig: the tensor holds another rank's experts, or neither this rank's nor all.
     """
     if got.shape[0] == num_experts != len(here):
         return got[torch.tensor(here, dtype=torch.int64, device=got.device)]
@@ -70,7 +70,7 @@ def _check_mesh_block(name: str, got: Any, parameter: Any) -> None:
     block = getattr(got, "moe_rt_block", None)
     if block is None:
         return
-    here = list(parameter.device_mesh.get_coordinate() or ())  # a mesh that was loaded says where it was saved
+    here = list(parameter.device_mesh.get_coordinate() or ())  # a loaded mesh has its saver's coordinate
     if list(block) != here:
         raise InvalidConfig(
             f"{name}: got the block at {list(block)} of the mesh, expected the one at {here}: it was saved on another "
@@ -80,9 +80,9 @@ def _check_mesh_block(name: str, got: Any, parameter: Any) -> None:
 
 def _refuse(name: str, got: str, here: Sequence[int]) -> NoReturn:
     raise InvalidConfig(
-        f"{name}: got {got}, expected this rank's, {_short(here)}, or all of them: every rank holds others, so a file "
-        "that one rank saves has only its own; save moe_rt.parallel.whole_state_dict(model), or over a DeviceMesh; see "
-        "moe-rt docs howto/resume"
+        f"{name}: got {got}, expected this rank's, {_short(here)}, or all of them: ranks hold different experts, so a "
+        "file that one rank saves has only its own; save moe_rt.parallel.whole_state_dict(model), or use a DeviceMesh; "
+        "see moe-rt docs howto/resume"
     )
 
 
@@ -91,11 +91,10 @@ def _short(ids: Sequence[int]) -> str:
 
 
 def mark_states(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer's states of parts parts, as they are but for those that were loaded; of whole ones it takes
-    this rank's.
+    """Turn an optimizer's loaded states of Parts into Parts. A state of all experts is cut to this rank's.
 
     Raises:
-        InvalidConfig: a state was saved on another rank, of other experts.
+        InvalidConfig: a state was saved on another rank, for other experts.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:

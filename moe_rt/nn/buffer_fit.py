@@ -1,4 +1,4 @@
-"""Whether the buffer or the mesh that a layer is given is one for its sizes and its placement."""
+"""Checks that a given buffer or mesh matches the sizes and placement of a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from moe_rt.errors import InvalidConfig
 
 
 def check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
-    """A DTensor's blocks are equal and in rank order. The ranks agreed on `spec`, so all of them raise or none."""
+    """Raise InvalidConfig unless each rank holds one equal block of experts, in rank order, as a DTensor does.
+
+    All ranks raise or none does, because they agreed on `spec`.
+    """
     size = mesh.size()
     if size != spec.num_ranks:
         raise InvalidConfig(f"group: got a mesh of {size} ranks, expected {spec.num_ranks} as in the buffer")
@@ -29,7 +32,7 @@ def check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
 
 
 def fitting(buffer: Any, config: Any, dtype: torch.dtype | None, placement: Placement | None = None) -> Buffer:
-    """The buffer, if it is the layer's kind; None fits all."""
+    """Return `buffer`. Raise InvalidConfig if a size, dtype or placement differs; a dtype or placement of None fits."""
     if not isinstance(buffer, Buffer):
         raise InvalidConfig(f"buffer: got {type(buffer).__name__}, expected a moe_rt.Buffer")
     fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts")}

@@ -1,4 +1,4 @@
-"""Finds the caller of a part's op: torch's clipping and loss scaling, an optimizer or FSDP. No argument names it."""
+"""Finds the caller of an op on a Part, which no argument names: clipping, loss scaling, an optimizer or FSDP."""
 
 from __future__ import annotations
 
@@ -28,34 +28,33 @@ def _frames() -> Iterator[FrameType]:
 
 
 def clips_or_scales() -> bool:
-    """Return whether torch reads a gradient to clip or scale it, or walks through an iterator of gradients to do so."""
+    """True if torch reads a gradient, perhaps from an iterator of gradients, to clip or scale it."""
     return any(frame.f_code.co_filename in _CLIPS_OR_SCALES for frame in islice(_frames(), 10))
 
 
 def is_fsdp() -> bool:
-    """Return whether FSDP calls the function that asks."""
+    """True if FSDP called the caller of this function."""
     return sys._getframe(2).f_code.co_filename.startswith(_FSDP)
 
 
 def wants_mean_square() -> bool:
-    """Return whether an optimizer counts elements for a root mean square, by which it scales an update."""
+    """True if an optimizer counts elements for the root mean square by which it scales an update."""
     code = sys._getframe(2).f_code
     is_for_it = code.co_filename == _adafactor.__file__ or code.co_name.strip("_").removeprefix("get_") == "rms"
     return is_for_it and wants_all_ranks()
 
 
 def wants_all_ranks() -> bool:
-    """Return whether a number is wanted that must be the same on all ranks: to clip by, or for an optimizer's own ends.
+    """True if the caller needs a number that is identical on all ranks: for clipping, or inside an optimizer's step.
 
-    A closure, which an optimizer calls to compute the loss, is none of these ends, nor is what runs in a module or in
-    the hooks of an optimizer.
+    Excluded are the closure that an optimizer calls to compute the loss, optimizer hooks, and code inside a module.
     """
     inside: set[CodeType] = set()
     for frame in _frames():
         code = frame.f_code
         if code.co_filename == clip_grad.__file__:
             return True
-        if code.co_filename == torch_optimizer.__file__ and code.co_name == "wrapper":  # calls hooks, and steps
+        if code.co_filename == torch_optimizer.__file__ and code.co_name == "wrapper":  # runs hooks and the step
             return False
         owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
         if isinstance(owner, Optimizer):

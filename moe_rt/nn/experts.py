@@ -1,4 +1,4 @@
-"""The experts: two or three grouped linear layers and an activation, with weights as each framework keeps them."""
+"""The experts: two or three grouped linear layers and an activation, with the weight layouts of several frameworks."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Layout = Literal["hf", "transposed", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """What an expert computes, and how its weights lie; docs/howto/layer.md has the values of some models.
+    """Formula of an expert and layout of its weights; docs/howto/layer.md has the values of some models.
 
     Attributes:
-        activation: see `moe_rt.kernels.activations.activate`. All but "relu2" have a gate.
-        layout: names and shapes of the weights, for L experts of this rank:
+        activation: see `moe_rt.kernels.activations.activate`. All except "relu2" have a gate.
+        layout: names and shapes of the weights, for the L experts of this rank:
             "hf" (Transformers): gate_up_proj [L, 2F, H], or up_proj [L, F, H] without a gate; down_proj [L, H, F].
             "transposed" (GPT-OSS in Transformers): gate_up_proj [L, H, 2F] or up_proj [L, H, F]; down_proj [L, F, H].
-            "split" (torchtitan): w1 (gate) and w3 (up) [L, F, H], or w1 alone without a gate; w2 [L, H, F].
+            "split" (torchtitan): w1 (gate) and w3 (up) [L, F, H], or only w1 without a gate; w2 [L, H, F].
         biases: every linear layer has one, named after its weight: `gate_up_proj_bias` [L, 2F] and so on.
-        interleaved: gate and up alternate in gate_up_proj, gate first, instead of lying one after the other (GPT-OSS).
-        swiglu_alpha, swiglu_limit: of "clamped_swiglu".
+        interleaved: gate and up alternate in gate_up_proj, gate first, instead of all of gate before up (GPT-OSS).
+        swiglu_alpha, swiglu_limit: constants of "clamped_swiglu".
 
     Raises:
-        InvalidConfig: naming the field, what was got and what was expected.
+        InvalidConfig: a value is invalid; names the field, what was got and what was expected.
     """
 
     activation: Activation = "swiglu"
@@ -61,18 +61,18 @@ class ExpertsConfig:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether CUDA runs the activation in kernels that are compiled on first use."""
+        """True if GPU ranks run the activation in kernels that are compiled on first use."""
         return self.activation == "swiglu" and self.layout != "split" and not self.interleaved
 
     @property
     def weight_names(self) -> tuple[list[str], str]:
-        """Names of the weights that take x, and of the one that gives y."""
+        """Names of the weights applied to x, and of the weight that returns y."""
         if self.layout == "split":
             return ["w1", "w3"] if self.gated else ["w1"], "w2"
         return ["gate_up_proj" if self.gated else "up_proj"], "down_proj"
 
     def shapes(self, num_local: int, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter, the last layer's at the end; a bias comes after its weight."""
+        """Return the shape of every parameter by name, layer by layer; a bias follows its weight."""
         inputs, down = self.weight_names
         width = intermediate * (2 if self.gated and self.layout != "split" else 1)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -85,15 +85,15 @@ class ExpertsConfig:
 
 
 def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: ExpertsConfig) -> Tensor:
-    """Runs every expert on its rows. Weights of another dtype are cast to x's; otherwise nothing of them is copied.
+    """Run every expert on its rows. Weights of another dtype are cast to x's dtype; other weights are not copied.
 
     Args:
         x: [rows, H] packed by expert.
         offs: int32 [L], inclusive ends of each expert's rows.
-        weights: by the names of config.shapes().
+        weights: tensors by the names and with the shapes of config.shapes().
 
     Returns:
-        [rows, H] in x's dtype; rows past offs[-1] are unspecified, and none of them reaches a gradient.
+        [rows, H] in x's dtype; rows past offs[-1] are unspecified and do not affect any gradient.
 
     Raises:
         InvalidInput: a weight is missing or has another shape.
@@ -119,11 +119,16 @@ def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: E
 class Experts(SpreadModule):
     """The L experts of this rank.
 
-    Parameters are those of config.shapes(L, hidden, intermediate): slices, in local order, of the global tensors. After
-    `shard_over` they are DTensors, and `over_mesh` is True.
+    The parameters are those of config.shapes(L, hidden, intermediate): slices of the global tensors, in local order.
+    After `shard_over` they are DTensors, and `over_mesh` is True.
+
+    Args:
+        num_local, hidden, intermediate: L, H, F.
+        config: activation and layout; None for the defaults of ExpertsConfig.
+        device, dtype: device and dtype of the parameters.
     """
 
-    # Of the default layout; where another has none of that name, there is none.
+    # Parameters of the default layout; other layouts may lack these names.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
@@ -144,16 +149,16 @@ class Experts(SpreadModule):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Dtype of the parameters."""
         weight: Tensor = getattr(self, self.config.weight_names[1])
         return weight.dtype
 
     @torch.no_grad()
     def reset_expert(self, local: int, generator: torch.Generator | None) -> None:
-        """Draws one expert: N(0, 1 / fan-in), on the CPU whatever the device; biases are zero.
+        """Draw the weights of one expert from N(0, 1 / fan-in), always on the CPU. Biases become zero.
 
         Raises:
-            InvalidConfig: FSDP has sharded the parameters further, so that this rank does not hold the whole expert.
+            InvalidConfig: FSDP has sharded the parameters further, so this rank does not hold the whole expert.
         """
         weights = {name: self._part(name) for name in self._shapes}
         for name, shape in self._shapes.items():
@@ -169,7 +174,7 @@ class Experts(SpreadModule):
             weight.copy_(drawn.normal_(std=fan_in**-0.5, generator=generator))
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        """x [rows, H] packed by expert -> [rows, H], in x's dtype."""
+        """Run the experts: x [rows, H] packed by expert, offs int32 [L] -> [rows, H] in x's dtype; see `expert_mlp`."""
         return expert_mlp(x, offs, self.parts(*self._shapes), self.config)
 
 

@@ -1,4 +1,4 @@
-"""Buffers that must stay fp32: what is added to them is smaller than a half's last place."""
+"""Buffers that must stay fp32, because their increments are below the precision of 16-bit floats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class KeepsFp32(nn.Module):
-    """A module whose own floating buffers are fp32, whatever it is cast to and whatever it loads, assigned or not."""
+    """A module whose own floating-point buffers stay fp32 when it is cast and when it loads, with assign=True also."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsFp32:
         before = dict(self._buffers)
@@ -18,7 +18,7 @@ class KeepsFp32(nn.Module):
         for name, t in self._buffers.items():
             was = before[name]
             if t is not None and was is not None and t.dtype is not was.dtype:
-                self._buffers[name] = was.to(t.device)  # what a cast has rounded away is still there
+                self._buffers[name] = was.to(t.device)  # undoes the rounding of the cast
         self.keep_fp32()
         return self
 
@@ -27,7 +27,7 @@ class KeepsFp32(nn.Module):
         self.keep_fp32()
 
     def keep_fp32(self) -> None:
-        """Makes buffers fp32 again that were replaced by others, in a way that no module sees."""
+        """Cast floating-point buffers to fp32 again, in case they were replaced without a call of this module."""
         for name, t in self._buffers.items():
             if t is not None and t.is_floating_point():
                 self._buffers[name] = t.to(torch.float32)

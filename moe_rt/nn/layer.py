@@ -33,26 +33,26 @@ from moe_rt.nn.wrappers import watch_wrappers
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
-    """Sizes and choices of a layer; the same on every rank. docs/howto/layer.md has the values of some models.
+    """Sizes and options of a layer; identical on every rank. docs/howto/layer.md has the values of some models.
 
     Attributes:
         hidden, intermediate, num_experts, num_topk: H, F, E, K.
-        num_max_tokens_per_rank: the most tokens of one forward on any rank; sizes the symmetric buffer.
-        dtype: what rows travel and experts compute in. None, which is what most want, follows the model: autocast's
-            dtype where autocast is on, else the experts' own. A fixed one stays, whatever their dtype, and they are
-            cast; it warns once where it is not the one that would be followed.
+        num_max_tokens_per_rank: maximum number of tokens of one forward on any rank; sizes the symmetric buffer.
+        dtype: dtype of rows and of the experts' computation. None, the usual choice, follows the model: autocast's
+            dtype if autocast is on, else the dtype of the experts' parameters. A fixed dtype casts the parameters, and
+            warns once if it differs from the dtype that None would give.
         score_func, topk_before_softmax, norm_topk, route_scale, router_bias, num_groups, topk_groups, balance_bias,
             balance_bias_rate, expert_choice, jitter, aux_loss_coef, z_loss_coef, balance_scope: see
             `moe_rt.nn.router.RouterConfig`.
         activation, layout, biases, interleaved, swiglu_alpha, swiglu_limit: see `moe_rt.nn.experts.ExpertsConfig`.
-        shared_intermediate: width of an expert that every token visits besides, on its own rank and without biases, or
-            None for none; see `moe_rt.nn.shared_expert.SharedExpert`.
-        shared_gate: the shared expert's output is scaled by a sigmoid gate of its own (Qwen2-MoE).
+        shared_intermediate: width of a shared expert, which every token visits on its own rank, without biases; None
+            for no shared expert. See `moe_rt.nn.shared_expert.SharedExpert`.
+        shared_gate: scale the shared expert's output by a sigmoid gate (Qwen2-MoE).
         heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, placement, timeout_s, init_timeout_s,
             num_threads, num_sms: see `moe_rt.Buffer`.
 
     Raises:
-        InvalidConfig: naming the field, what was got and what was expected.
+        InvalidConfig: a value is invalid; names the field, what was got and what was expected.
     """
 
     hidden: int
@@ -73,10 +73,10 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
         ExpertsConfig.__post_init__(self)
 
     def buffer_sizes(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The keyword arguments of the `moe_rt.Buffer` that a layer of this config needs.
+        """Return the keyword arguments of the `moe_rt.Buffer` that a layer of this config needs.
 
         Args:
-            dtype: of the rows, where the config leaves it open; default: torch's default dtype.
+            dtype: dtype of rows if the config has None; default: torch's default dtype.
         """
         return {
             "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
@@ -91,37 +91,37 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
 class MoELayer(nn.Module):
     """A mixture of experts spread over the ranks of `group`.
 
-    Making a layer and calling it are collective over the group. Layers of one group and one size share a buffer; the
-    first forward in another dtype makes another one.
+    The constructor and the forward are collective over the group. Layers of one group with equal sizes share a buffer;
+    the first forward in another dtype makes another buffer.
 
-    Parameters: `router.weight` [E, H], the same on every rank; `experts.gate_up_proj` [L, 2F, H] and
-    `experts.down_proj` [L, H, F], or what the config's layout has instead, this rank's slice of the global tensors in
-    the order of `expert_ids`; with shared_intermediate `shared_expert.*`, the same on every rank. Ranks seeded alike
-    start with the same global weights whatever their number. Over a DeviceMesh `experts.*` are DTensors [E, ...] in
-    equal blocks, so that checkpoints (docs/howto/resume.md) and FSDP (docs/howto/fsdp.md) see the global tensors.
+    Parameters: `router.weight` [E, H], identical on every rank; `experts.gate_up_proj` [L, 2F, H] and
+    `experts.down_proj` [L, H, F], or the weights of the config's layout: this rank's slices of the global tensors, in
+    the order of `expert_ids`; with shared_intermediate `shared_expert.*`, identical on every rank. Ranks with equal
+    seeds start with the same global weights for any number of ranks. Over a DeviceMesh `experts.*` are DTensors
+    [E, ...] in equal blocks, so checkpoints (docs/howto/resume.md) and FSDP (docs/howto/fsdp.md) see global tensors.
 
-    Gradients: `experts.*` hold the sum over all ranks of the group; all others hold this rank's part.
-    `moe_rt.parallel.prepare` makes them the mean that data parallelism makes of all others, and tells its wrappers.
+    Gradients: `experts.*` hold the sum over all ranks of the group; all other parameters hold this rank's part.
+    `moe_rt.parallel.prepare` turns the experts' sums into means, as in data parallelism, and makes wrappers skip them.
 
-    A layer of a single rank or of the default process group pickles, without its buffer: the first use in the process
-    that loads it makes one, collectively. Others refuse; `state_dict` always works.
+    A layer of a single rank or of the default process group can be pickled, without its buffer: the first use after
+    loading makes one, collectively. Other layers refuse; `state_dict` always works.
 
     Args:
         config: see MoEConfig.
         group: see moe_rt.Buffer.
-        buffer: use this one instead; its sizes must be the config's.
-        router: a module that chooses in place of `moe_rt.nn.router.Router`; see `moe_rt.nn.siblings.RouterLike`.
-        experts: a module that runs `expert_ids` in place of `moe_rt.nn.experts.Experts`; see `ExpertsLike` there.
-        shared_expert: a module [T, H] -> [T, H] that every token visits besides, instead of shared_intermediate.
-            Modules that are given keep their weights and live on the group's device already.
+        buffer: an existing buffer to use; its sizes must be the config's.
+        router: a module to use instead of `moe_rt.nn.router.Router`; see `moe_rt.nn.siblings.RouterLike`.
+        experts: a module that runs `expert_ids`, instead of `moe_rt.nn.experts.Experts`; see `ExpertsLike` there.
+        shared_expert: a module [T, H] -> [T, H] that every token visits, instead of shared_intermediate. Given modules
+            keep their weights and must be on the group's device.
 
     Raises:
-        InvalidConfig: on every rank, if over a mesh the experts are not in equal contiguous blocks, or if a module that
-            was given does not fit on some rank; on this rank alone, if `buffer` was given too.
-        MoeRtError: as moe_rt.Buffer.
+        InvalidConfig: on every rank, if over a mesh the experts are not in equal contiguous blocks, or if a given
+            module does not fit on some rank; only on this rank, if `buffer` was given also.
+        MoeRtError: see moe_rt.Buffer.
     """
 
-    holds_experts = True  # what is in `experts`, adapters around them included, is this rank's own
+    holds_experts = True  # parameters in `experts`, adapters included, differ between ranks
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class MoELayer(nn.Module):
         if self._given:
             self._requirefitting(modules, rendezvous_of(group) if buffer is None else None)
         with device:
-            # Typed as what they are unless they are given, which is what most users read.
+            # Annotated as the default classes, which most layers have.
             self.router = cast(Router, Router(config.hidden, config=config) if router is None else router)
             if experts is None:
                 experts = Experts(len(self.expert_ids), config.hidden, config.intermediate, config)
@@ -168,7 +168,7 @@ class MoELayer(nn.Module):
         self.reset_parameters()
 
     def _requirefitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:
-        """Collective where there is a rendezvous: every rank raises what a module on one rank does not fit."""
+        """Raise InvalidConfig if a given module does not fit; on every rank, collectively, if a rendezvous is given."""
 
         def check() -> dict[str, Any]:
             c = self.config
@@ -191,14 +191,14 @@ class MoELayer(nn.Module):
 
     @property
     def buffer(self) -> Buffer:
-        """The one that the last forward went through, or that the layer was made with; see LayerBuffers."""
+        """Buffer of the last forward, or the one that the layer was made with; see LayerBuffers."""
         return self._shared_buffers.current
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws N(0, 1 / fan-in), on the CPU whatever the device; biases are zero. Modules that were given stay.
+        """Draw weights from N(0, 1 / fan-in), always on the CPU; biases become zero. Given modules are unchanged.
 
-        Every expert has its own stream, so the draw does not depend on where it lives.
+        Every expert has its own random stream, so its weights do not depend on its rank.
         """
         if "router" not in self._given:
             self.router.reset_parameters()
@@ -216,27 +216,27 @@ class MoELayer(nn.Module):
         mask: Tensor | None = None,
         buffer: Buffer | None = None,
     ) -> tuple[Tensor, RouterAux]:
-        """Routes, runs the experts, adds up. Collective.
+        """Route tokens, run the experts and sum their outputs. Collective.
 
-        Padding, of which `mask` is False or the row of `topk_idx` is -1 throughout, goes nowhere: its output is zero,
-        the shared expert's part included, its gradient is zero, whatever stood there, and neither losses nor counts,
-        nor the numbers that losses are averaged over, know of it. A rank may have nothing else.
+        A token is padding if `mask` is False there or its row of `topk_idx` is all -1. Padding is not sent: its output,
+        including the shared expert's part, and its gradient are zero, whatever x holds there, and losses and counts
+        exclude it. All tokens of a rank may be padding.
 
         Args:
-            x: [..., H].
-            topk_idx: visit these experts instead of choosing, see `moe_rt.nn.router.Router.forward`.
-            mask: bool or integer [...], x's leading shape: True or 1 for a real token. No host reads it.
-            buffer: travel through this one, made with `Buffer(group, **config.buffer_sizes())`, instead of the layer's;
-                its ops, backwards included, keep an order of their own. So two threads can each have a micro-batch in
+            x: floating [..., H]; T is the number of tokens.
+            topk_idx: integer [T, K], experts to visit instead of choosing; see `moe_rt.nn.router.Router.forward`.
+            mask: bool or integer [...], x's leading shape: True or 1 for a real token. The host does not read it.
+            buffer: use this buffer, made with `Buffer(group, **config.buffer_sizes())`, instead of the layer's. Its
+                ops, backward ops included, are ordered separately, so that two threads can each have a micro-batch in
                 flight.
 
         Returns:
-            The shape and dtype of x, and the router's losses.
+            A tensor with the shape and dtype of x, and the router's losses.
 
         Raises:
-            InvalidInput: on every rank, if x is not floating or has another H; if topk_idx or mask is not of integers,
-                of another shape or elsewhere; if one of them is no dense tensor; or under torch.vmap.
-            MoeRtError: as moe_rt.Buffer.dispatch.
+            InvalidInput: on every rank, if x is not floating or has another H; if topk_idx or mask is not an integer
+                tensor or has another shape or device; if one of them is not a dense tensor; or under torch.vmap.
+            MoeRtError: see moe_rt.Buffer.dispatch.
         """
         buffer = self._buffer_for(x, buffer)
         try:
@@ -259,31 +259,31 @@ class MoELayer(nn.Module):
         return out.to(x.dtype).reshape(x.shape), aux
 
     def _buffer_for(self, x: Any, given: Buffer | None) -> Buffer:
-        """The buffer for rows of the dtype that a linear layer in place of the experts would compute in."""
+        """Return the buffer whose dtype nn.Linear would compute in: autocast's if it is on, else the experts' own."""
         dtype = self.spread.param_dtype or self.spread.dtype
-        device = (x if isinstance(x, Tensor) else self.buffer).device.type  # what is no tensor is refused in its place
-        if torch.is_autocast_enabled(device) and dtype is not torch.float64:  # which autocast leaves alone
+        device = (x if isinstance(x, Tensor) else self.buffer).device.type  # forward refuses any other x below
+        if torch.is_autocast_enabled(device) and dtype is not torch.float64:  # which autocast does not cast
             dtype = torch.get_autocast_dtype(device)
         if given is not None:
             return fitting(given, self.config, self._shared_buffers.fixed or dtype, self.buffer.spec.placement)
         return self._shared_buffers.use(dtype)
 
     def _trained_elsewhere(self, y: Tensor) -> bool:
-        """Whether the backward must pass here for other ranks' sake: nothing of this rank wants it."""
+        """True if this rank must take part in the backward only because other ranks' experts need gradients."""
         if y.requires_grad or not self.spread.trains_somewhere:
             return False
         return torch.is_grad_enabled() and not _are_functorch_transforms_active()
 
     @property
     def spread(self) -> SpreadModule:
-        """The experts themselves, where an adapter stands around them."""
+        """The SpreadModule of the experts, without an adapter around it."""
         experts: nn.Module = self.experts
         if isinstance(experts, SpreadModule):
             return experts
         return next(m for m in experts.modules() if isinstance(m, SpreadModule))
 
     def extra_repr(self) -> str:
-        """What differs from the defaults."""
+        """Return the config fields that differ from their defaults, and the expert ids."""
         values = ((f, getattr(self.config, f.name)) for f in fields(self.config) if f.repr)
         changed = ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
         return f"{changed}, expert_ids={self.expert_ids}"

@@ -1,4 +1,4 @@
-"""What a layer counts on the device while it runs, and the one place where the host reads it."""
+"""Counters that a layer keeps on the device, and the one method in which the host reads them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _adding = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSnapshot:
-    """Counts of this rank since its layer was made.
+    """Counts of one rank since its layer was made.
 
     Attributes:
         tokens_per_expert: [E], top-k entries of this rank's tokens.
         rows_dropped: rows beyond this rank's capacity (overflow="drop").
-        forwards: forwards that ran, in evaluation and in activation checkpointing's second pass too.
-        waited_ns: for each peer, see `moe_rt.Buffer.waited_ns`; of the layer's own buffers, which other
-            layers share.
+        forwards: forwards that ran, including evaluation and the recomputation of activation checkpointing.
+        waited_ns: nanoseconds waited for each peer, see `moe_rt.Buffer.waited_ns`, in the layer's own buffers, which
+            other layers may share.
     """
 
     tokens_per_expert: list[int]
@@ -37,19 +37,19 @@ class MetricsSnapshot:
 
 
 class LayerMetrics:
-    """Running counts of one layer, as int64 tensors on its device."""
+    """Running counts of one layer, in int64 tensors on its device."""
 
     def __init__(self, num_experts: int, buffers: LayerBuffers) -> None:
         self._buffers, device = buffers, buffers.current.device
         self._drops = buffers.current.spec.overflow == "drop"
-        with torch.inference_mode(False):  # what is made in that mode, nothing outside of it may change
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be updated outside it
             self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
             self._dropped = torch.zeros((), dtype=torch.int64, device=device)
             self._forwards = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, tokens_per_expert: Tensor, handle: Handle) -> None:
-        """Counts a forward: what its router chose, int64 [E], and what its dispatch dropped. No host waits for it."""
-        # Traced for shapes only, there is nothing to count; what a transform of functions holds must stay inside of it.
+        """Count a forward: its router's tokens_per_expert, int64 [E], and its dropped rows. The host does not wait."""
+        # Fake tensors have no values to count, and tensors of a functorch transform must not leave it.
         if isinstance(tokens_per_expert, FakeTensor) or _are_functorch_transforms_active():
             return
         with contextlib.nullcontext() if torch.compiler.is_compiling() else _adding:
@@ -59,7 +59,7 @@ class LayerMetrics:
                 self._dropped += handle.num_dropped
 
     def snapshot(self) -> MetricsSnapshot:
-        """The counts so far. The one read by the host: on a GPU it waits for the stream."""
+        """Return the counts so far. The host reads them, so on a GPU it waits for the stream."""
         *tokens, dropped, forwards = torch.cat([self._tokens, torch.stack([self._dropped, self._forwards])]).tolist()
         return MetricsSnapshot(
             tokens_per_expert=tokens, rows_dropped=dropped, forwards=forwards, waited_ns=self._buffers.waited_ns()

@@ -1,6 +1,6 @@
-"""Says which tokens of an input are real, and keeps padding from being routed, counted and differentiated.
+"""Determines which tokens of an input are real, and keeps padding from being routed, counted and differentiated.
 
-A set of real tokens is bool of the input's leading shape, or None where all are. Nothing here reads it on the host.
+A set of real tokens is a bool tensor of the input's leading shape, or None if all are real. The host does not read it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from moe_rt.errors import InvalidInput
 from moe_rt.nn.router_losses import RouterAux, count_tokens
 
-# In a row of recorded experts: a real token that no expert took (expert choice). A row of -1 alone is padding.
+# Fills the row of recorded experts of a real token that no expert took (expert choice). A row of only -1 is padding.
 UNTAKEN = -2
 
 
 def real_tokens(x: Tensor, topk_idx: Tensor | None, mask: Tensor | None, num_topk: int) -> Tensor | None:
-    """Returns the tokens that `mask` names and whose row of `topk_idx`, if it is given, is not -1 throughout.
+    """Return the tokens that `mask` marks as real and whose row of `topk_idx`, if given, is not all -1.
 
     Args:
         x: [..., H].
@@ -27,8 +27,11 @@ def real_tokens(x: Tensor, topk_idx: Tensor | None, mask: Tensor | None, num_top
         mask: bool or integer [...], zero or False for padding.
         num_topk: K.
 
+    Returns:
+        bool [...], or None if mask and topk_idx are None.
+
     Raises:
-        InvalidInput: a mask or topk_idx of another type, shape or place.
+        InvalidInput: mask or topk_idx has another type, shape or device.
     """
     real = None if mask is None else _as_bool(mask, x)
     if topk_idx is None:
@@ -57,29 +60,29 @@ def _as_bool(mask: Any, x: Tensor) -> Tensor:
     expected = f"bool or integer {list(x.shape[:-1])} on {x.device}, True or 1 for a real token"
     if not isinstance(mask, Tensor):
         raise InvalidInput(f"mask: got {type(mask).__name__}, expected {expected}")
-    # Floats would be an additive mask, whose 0 says the opposite.
+    # A floating mask would be additive, where 0 marks a real token.
     if not _counts(mask) or mask.shape != x.shape[:-1] or mask.device != x.device:
         raise InvalidInput(f"mask: got {mask.dtype} {list(mask.shape)} on {mask.device}, expected {expected}")
     return mask.to(torch.bool)
 
 
 def without_padding(t: Tensor, real: Tensor | None, value: float = 0) -> Tensor:
-    """Returns t [..., N] with `value` in the rows of padding, NaN or not; their gradient is exactly zero."""
+    """Return t [..., N] with `value` in rows of padding, even where t is NaN. Their gradient is exactly zero."""
     return t if real is None else t.masked_fill(~real.unsqueeze(-1), value)
 
 
 def takes_mask(kind: Any) -> bool:
-    """Returns whether the forward of a router's class has a parameter `mask`, or hands on whatever it is given."""
+    """True if the forward of a router's class has a parameter `mask` or takes arbitrary keyword arguments."""
     parameters = inspect.signature(kind.forward).parameters
     return "mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-# What torch.compiler.assume_constant_result does; see moe_rt/integrations/exchange.py.
+# Equals torch.compiler.assume_constant_result; see moe_rt/integrations/exchange.py.
 takes_mask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def route(router: Any, x: Tensor, topk_idx: Tensor | None, real: Tensor | None) -> tuple[Tensor, Tensor, Any]:
-    """Returns what `router` makes of x; see `moe_rt.nn.siblings.RouterLike` for routers that know of no mask."""
+    """Call `router` on x. See `moe_rt.nn.siblings.RouterLike` for routers that do not take a mask."""
     if real is None:
         return router(x, topk_idx)
     if takes_mask(type(router)):

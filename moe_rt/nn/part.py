@@ -1,15 +1,15 @@
-"""A tensor of which each rank of a group holds another part: experts' weights, their gradients, optimizer states.
+"""Tensors of which each rank of a group holds a different part: experts' weights, their gradients, optimizer states.
 
-Data parallelism takes parameters for copies of one another. What treats them so asks nothing first, but all that it
-does passes torch's dispatcher, and a Part answers there:
+Data parallelism assumes that parameters are replicas. Code that relies on this does not check it, but all its ops pass
+through torch's dispatcher, where a Part intervenes:
 
-* A collective that would make parts equal, or add them up, raises InvalidConfig. Those that only look (all_gather) run.
+* A collective that would make parts equal, or sum them, raises InvalidConfig. Read-only collectives (all_gather) run.
 * GradScaler's search for infinities finds those of all ranks.
-* A norm, a sum or another reduction to one number is that of all ranks where torch.nn.utils clips gradients and inside
-  of an optimizer; anywhere else it is this rank's own, so that one rank alone may look at its weights.
-* What is computed from a Part element by element, a copy, a view, a state like it, is a Part, too. Products are not.
+* A norm, sum or other reduction to one number covers all ranks while torch.nn.utils clips gradients and inside an
+  optimizer; anywhere else it is local, so that a single rank may inspect its weights.
+* Elementwise results, copies, views and optimizer states of a Part are Parts also. Products are not.
 
-Kernels, compiled code and the layer itself see a plain tensor: a Part has its own storage, and nothing is unwrapped.
+Kernels, compiled code and the layer itself see a plain tensor: a Part has its own storage and needs no unwrapping.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from moe_rt.nn.part_reductions import (
 
 
 class Whole(NamedTuple):
-    """Names the tensor that a Part belongs to.
+    """Identity of the whole tensor that a Part belongs to.
 
     Attributes:
-        group: name of the process group over whose ranks the parts lie.
-        experts: ids of the experts in this part, one for each entry of dimension 0; empty for several parts.
+        group: name of the process group whose ranks hold the parts.
+        experts: ids of the experts in this part, one for each entry of dimension 0; empty for a mix of parts.
         num_experts: entries of dimension 0 of all parts together.
     """
 
@@ -53,7 +53,7 @@ class Whole(NamedTuple):
 
 
 class _DispatchUnlessTraced:
-    """Part's `__torch_dispatch__`, which torch.compile does not find: it traces a Part as the plain tensor it is."""
+    """Part's `__torch_dispatch__`, hidden from torch.compile, which therefore traces a Part as a plain tensor."""
 
     def __get__(self, part: Part | None, cls: type[Part]) -> Any:
         if part is None and TracingContext.try_get() is not None:
@@ -66,18 +66,19 @@ _data: Any = Tensor.data
 
 
 class Part(Tensor):
-    """This rank's part, as a parameter. See the module's text for what differs from a plain tensor.
+    """This rank's part, as a parameter. The module's docstring lists the differences from a plain tensor.
 
     Args:
-        data: a tensor, which shares its memory with the part.
-        requires_grad: as of torch.nn.Parameter.
-        whole: what it is a part of; None keeps that of `data`.
+        data: a tensor; it shares its memory with the part.
+        requires_grad: see torch.nn.Parameter.
+        whole: the tensor that it is a part of; None copies the attribute of `data`.
+        mixed: the tensor also holds replicated values.
     """
 
     whole: Whole | None
-    mixed: bool  # replicated values lie in it, too: torch.cat of all parameters, for example
+    mixed: bool  # it also holds replicated values, as torch.cat of all parameters does
 
-    # Keywords are the entries of __dict__, by which Accelerate makes a parameter again on another device.
+    # Accelerate recreates a parameter on another device with the entries of __dict__ as keywords.
     def __new__(
         cls,
         data: Tensor,
@@ -88,7 +89,7 @@ class Part(Tensor):
     ) -> Part:
         self = as_part(data, whole or getattr(data, "whole", None), mixed)
         self.requires_grad_(requires_grad)
-        self._is_param = _is_param  # isinstance(self, torch.nn.Parameter) asks for this
+        self._is_param = _is_param  # isinstance(self, torch.nn.Parameter) reads this
         return self
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
@@ -119,16 +120,16 @@ class Part(Tensor):
         return _marked(func, args, out, parts)
 
     @property
-    @_disable_dynamo  # torch.compiler.disable, which imports the compiler at the first call only: it takes seconds
+    @_disable_dynamo  # like torch.compiler.disable, but imports the compiler, which takes seconds, only when called
     def grad(self) -> Tensor | None:
-        """A Part, as the tensor itself. Clipping and GradScaler on a rank without one meet an empty one: all ranks must
-        come to the same reductions."""
+        """The gradient, as a Part. If it is None, clipping and GradScaler get an empty Part, because all ranks must
+        reach the same reductions."""
         grad: Tensor | None = _grad.__get__(self)
         if grad is None:
             return as_part(self.new_empty(0), self.whole) if clips_or_scales() else None
         if type(grad) is Tensor and self.whole is not None:
             grad = as_part(grad, self.whole)
-            _grad.__set__(self, grad)  # so that it is the same object at every look
+            _grad.__set__(self, grad)  # so that every read returns the same object
         return grad
 
     @grad.setter
@@ -150,7 +151,7 @@ class Part(Tensor):
         _data.__set__(self, value if isinstance(value, Part) else as_part(value, self.whole))
 
     def numel(self) -> int:
-        """Return the number of elements; that of all ranks' parts for an optimizer that divides their norm by it."""
+        """Return the number of elements; of all ranks' parts, if an optimizer divides their norm by it."""
         number = Tensor.numel(self)
         if is_compiling() or self.whole is None or not self.whole.experts or not wants_mean_square():
             return number
@@ -178,7 +179,7 @@ class Part(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain tensor or parameter, which loads where there is no moe_rt. It says whose experts it holds."""
+        """Pickle a plain tensor or parameter, which loads without moe_rt. A tensor records the ids of its experts."""
         if getattr(self, "_is_param", False):
             return torch._utils._rebuild_parameter, (plain(self), self.requires_grad, {})
         tensor = plain(self)
@@ -195,47 +196,47 @@ torch_optimizer._foreach_supported_types.append(Part)
 
 
 def as_part(tensor: Tensor, whole: Whole | None, mixed: bool = False) -> Part:
-    """Return a Part over the same memory; it is no parameter, and autograd does not see it."""
+    """Return a Part over the same memory. It is not a parameter, and autograd does not record it."""
     part: Part = Tensor._make_subclass(Part, plain(tensor) if isinstance(tensor, Part) else tensor.detach())
     part.whole, part.mixed = whole, mixed
     return part
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor over the same memory; autograd does not see it."""
+    """Return a plain tensor over the same memory. Autograd does not record it."""
     with _DisableTorchDispatch():
         return tensor.detach()
 
 
 def experts_of(tensor: Tensor) -> Sequence[int] | None:
-    """The experts that a tensor holds, if it says so: a part does, and what was loaded from the pickle of one."""
+    """Return the ids of the experts in a Part or in a tensor loaded from the pickle of a Part; None if unknown."""
     if isinstance(tensor, Part):
         return tensor.whole.experts or None if tensor.whole is not None else None
     return getattr(tensor, "moe_rt_experts", None)
 
 
 def _check_copy(to: Tensor, of: Tensor) -> None:
-    """Raises InvalidConfig where what was saved on one rank would overwrite the part of another."""
+    """Raise InvalidConfig if a tensor saved on one rank would overwrite the part of another rank."""
     here, got = experts_of(to), experts_of(of)
     if here and got and to.shape == of.shape and not isinstance(of, Part) and list(here) != list(got):
         raise InvalidConfig(
             f"load: got experts {list(got)}, expected {list(here)}: they were saved on another rank; save "
-            "moe_rt.parallel.whole_state_dict(model), or over a DeviceMesh; see moe-rt docs howto/resume"
+            "moe_rt.parallel.whole_state_dict(model), or use a DeviceMesh; see moe-rt docs howto/resume"
         )
 
 
-# Ops that bring elements to another place or shape.
+# Ops that move elements or change shapes.
 _MOVES = {
     "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "as_strided", "cat", "clone", "copy", "detach", "diagonal",
     "expand", "index", "index_select", "lift_fresh", "permute", "select", "slice", "split", "split_with_sizes",
     "squeeze", "stack", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
 }  # fmt: skip
-# Ops whose result may have the shape of a Part, and is one of parts alone: else tokens are in it.
+# Ops whose result may have the shape of a Part, but is one only if all inputs are Parts: otherwise it holds tokens.
 _PRODUCTS = {"_grouped_mm", "addbmm", "addmm", "baddbmm", "bmm", "linear", "linalg_matrix_exp", "mm", "matmul"}
 
 
 def _marked(func: Any, args: tuple[Any, ...], out: Any, parts: list[Part]) -> Any:
-    """Return the result of an op over parts, and mark the parts in it."""
+    """Return the result of an op on Parts, with the Parts in it marked."""
     name = func.overloadpacket.__name__
     if name in _PRODUCTS and not all(isinstance(t, Part) for t in args if isinstance(t, Tensor)):
         return out
@@ -257,7 +258,7 @@ def _marked(func: Any, args: tuple[Any, ...], out: Any, parts: list[Part]) -> An
 
 
 def _at(args: tuple[Any, ...], i: int) -> list[Part]:
-    """The parts among the i-th entries of the lists that a _foreach op was given."""
+    """Return the Parts among the i-th entries of a _foreach op's lists."""
     return [a[i] for a in args if isinstance(a, (list, tuple)) and i < len(a) and isinstance(a[i], Part)]
 
 
@@ -270,7 +271,7 @@ def _mark(t: Any, parts: list[Part], mixed: bool) -> Any:
         mixed |= other.group != whole.group  # type: ignore[union-attr]
         whole = Whole(whole.group, (), 0)  # type: ignore[union-attr]
     if whole is not None and (t.dim() != parts[0].dim() or t.shape[0] != len(whole.experts)):
-        whole = Whole(whole.group, (), 0)  # a piece of it: one expert's weights, for example
+        whole = Whole(whole.group, (), 0)  # a piece, for example one expert's weights
     return as_part(t, whole, mixed or any(p.mixed for p in parts))
 
 

@@ -1,4 +1,4 @@
-"""Numbers of a whole from those of its parts, and the collectives that parts refuse."""
+"""Reductions of a whole tensor from those of its parts, and the collectives that Parts refuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rt.errors import InvalidConfig
 if TYPE_CHECKING:
     from moe_rt.nn.part import Part
 
-# Op -> how the numbers of all ranks become one.
+# Op -> reduction that combines the numbers of all ranks.
 _HOW = {
     "_foreach_max": "max", "all": "min", "amax": "max", "amin": "min", "any": "max", "count_nonzero": "sum",
     "dot": "sum", "max": "max", "min": "min", "sum": "sum", "vdot": "sum",
@@ -25,13 +25,13 @@ _NORMS = ("_foreach_norm", "linalg_vector_norm", "norm")
 
 
 def is_full_reduction(out: Any, parts: list[Part]) -> bool:
-    """Return whether an op made one number of each part, or of the only one."""
+    """True if an op reduced each part, or the only one, to one number."""
     results = out if isinstance(out, (list, tuple)) else [out]
     return all(isinstance(t, Tensor) and t.dim() == 0 for t in results) and any(p.dim() > 0 for p in parts)
 
 
 def reduces_experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an op reduces a part's dimension 0, that of the experts, and not all others with it."""
+    """True if an op reduces a part's dimension 0, which indexes experts, but not all dimensions."""
     name = func.overloadpacket.__name__
     if name not in (*_HOW, *_NORMS, "mean") or not isinstance(args[0], Tensor) or args[0].dim() == 0:
         return False
@@ -43,10 +43,10 @@ def reduces_experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def of_all_ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, parts: list[Part]) -> Any:
-    """The numbers of the whole from this rank's. Collective over the group of each part.
+    """Return the reductions over all ranks, given this rank's. Collective over the group of each part.
 
     Raises:
-        InvalidConfig: replicated values are among them, or the number of the whole does not follow from the parts'.
+        InvalidConfig: a part also holds replicated values, or the result does not follow from those of the parts.
     """
     name = func.overloadpacket.__name__
     if any(p.mixed or p.whole is None for p in parts):
@@ -76,7 +76,7 @@ def of_all_ranks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
 
 def _norm(number: Tensor, kind: float, group: str) -> Tensor:
     how = {math.inf: "max", -math.inf: "min"}.get(kind, "sum")
-    power = 1.0 if how != "sum" or kind == 0 else kind  # of kind 0 is the number of elements that are not 0
+    power = 1.0 if how != "sum" or kind == 0 else kind  # kind 0 counts nonzero elements
     return _all_reduce(number**power, how, group) ** (1 / power)
 
 
@@ -88,10 +88,10 @@ def _all_reduce(number: Tensor, how: str, group: str) -> Tensor:
 
 
 def find_infinities(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler's op over gradients of any kind: found_inf becomes that of all ranks. Collective over their groups."""
+    """Run GradScaler's op on gradients of any kind; found_inf then covers all ranks. Collective over their groups."""
     from torch.distributed.tensor import DTensor
 
-    groups: dict[str, None] = {}  # in the order of the gradients, which is that of all ranks
+    groups: dict[str, None] = {}  # in the order of the gradients, identical on all ranks
     local = []
     for grad in grads:
         whole = getattr(grad, "whole", None)
@@ -112,7 +112,7 @@ _MAKES_EQUAL = ("broadcast", "allreduce", "all_reduce", "reduce", "reduce_scatte
 
 
 def refuse_collective(func: Any, args: tuple[Any, ...], parts: list[Part]) -> None:
-    """Raises InvalidConfig where a collective would take parts of several ranks for copies of one another."""
+    """Raise InvalidConfig if a collective would treat parts of several ranks as replicas."""
     name = func.overloadpacket.__name__.strip("_")
     if not name.startswith(_MAKES_EQUAL):
         return
@@ -124,7 +124,7 @@ def refuse_collective(func: Any, args: tuple[Any, ...], parts: list[Part]) -> No
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of this name, in this process."""
+    """Return this process's process group of the given name."""
     group: dist.ProcessGroup = _resolve_process_group(cast(Any, name))
     return group
 
@@ -135,7 +135,7 @@ def _process_group(value: Any) -> dist.ProcessGroup | None:
     if isinstance(value, str):
         try:
             return group_named(value)
-        except (KeyError, RuntimeError, ValueError):  # the name of an operation, not of a group
+        except (KeyError, RuntimeError, ValueError):  # the name of a reduction, not of a group
             return None
     return None
 
@@ -143,12 +143,12 @@ def _process_group(value: Any) -> dist.ProcessGroup | None:
 def _ranks_of(group: str) -> list[int]:
     try:
         return dist.get_process_group_ranks(group_named(group))
-    except (KeyError, RuntimeError, ValueError):  # it has ended
+    except (KeyError, RuntimeError, ValueError):  # the group was destroyed
         return []
 
 
 def refuse_fsdp(part: Part) -> NoReturn:
-    """Raises InvalidConfig in an op by which FSDP takes a parameter; its `replicate` asks for nothing before."""
+    """Raise InvalidConfig in an op by which FSDP takes over a parameter: `replicate` has no earlier hook."""
     ranks = len(_ranks_of(part.whole.group)) if part.whole is not None else "several"
     raise InvalidConfig(
         f"fully_shard or replicate: got experts spread over {ranks} ranks, whose parts it takes for copies of one "
@@ -158,8 +158,8 @@ def refuse_fsdp(part: Part) -> NoReturn:
 
 
 def refuse(what: str) -> NoReturn:
-    """Raises InvalidConfig: something takes experts for copies of one another."""
+    """Raise InvalidConfig: the operation `what` treats experts as replicas."""
     raise InvalidConfig(
-        f"{what}: got weights of which every rank holds others, expected copies; leave out "
+        f"{what}: got weights that differ between ranks, expected replicas; leave out "
         "moe_rt.parallel.expert_parameters(model), or see moe-rt docs howto/ddp"
     )

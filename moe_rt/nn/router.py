@@ -1,4 +1,4 @@
-"""The router: which experts a token visits, and with what weight."""
+"""The router: chooses the experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ ScoreFunc = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How tokens choose experts; docs/howto/layer.md has the values of some models.
+    """Options of the router; docs/howto/layer.md has the values of some models.
 
     Attributes:
         num_experts, num_topk: E, K.
         score_func: "softmax", probabilities over all experts, or "sigmoid", independent scores.
-        topk_before_softmax: choose by logits, and take the softmax over the K chosen ones only (GPT-OSS).
+        topk_before_softmax: choose by logits, and take the softmax over only the K chosen ones (GPT-OSS).
         norm_topk: divide the chosen scores by their sum.
-        route_scale: multiplies the weights last.
+        route_scale: factor of the final weights.
         router_bias: the gate's linear layer has a bias.
         num_groups, topk_groups: a token chooses within its best `topk_groups` of `num_groups` contiguous groups, ranked
             by the sum of their two highest scores (DeepSeek-V3).
-        balance_bias: a buffer [E] is added to scores for choosing, not for weights; `Router.update_bias` moves it by
+        balance_bias: add a buffer [E] to the scores for choosing, but not for weights; `Router.update_bias` moves it by
             `balance_bias_rate` (Wang et al. 2024, Auxiliary-Loss-Free Load Balancing).
-        expert_choice: None, or the mean number of experts per token: every expert takes that share of this rank's
-            tokens of the forward, and a token keeps the K highest of those that took it, the rest of its K being -1
+        expert_choice: None, or the mean number of experts per token: experts take an equal share of this rank's tokens
+            in the forward, and a token keeps the K highest-scoring experts that took it, padded with -1
             (moe_rt.nn.selection.choose_by_experts). Later tokens influence earlier ones, so it does not suit decoding.
-        jitter: in training, the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (Fedus et al.
-            2021, Switch Transformers). Experts see the input as it is.
+        jitter: in training, multiply the router's input by uniform noise in [1 - jitter, 1 + jitter] (Fedus et al.
+            2021, Switch Transformers). Experts see the input unchanged.
         aux_loss_coef, z_loss_coef: weights of the losses in `RouterAux.loss`.
-        balance_scope: the load-balancing loss is taken per "sequence" and averaged (DeepSeek-V3, eq. 17 to 20), so that
-            it does not depend on how sequences are spread over ranks, or over this rank's "batch" (Switch). An input
-            [T, H] counts as one sequence. For the global batch see `moe_rt.nn.router_losses.load_balancing_loss`.
+        balance_scope: "sequence" takes the load-balancing loss per sequence and averages (DeepSeek-V3, eq. 17 to 20),
+            independent of how sequences are spread over ranks; "batch" takes it over this rank's batch (Switch). An
+            input [T, H] is one sequence. For the global batch see `moe_rt.nn.router_losses.load_balancing_loss`.
 
     Raises:
-        InvalidConfig: naming the field, what was got and what was expected.
+        InvalidConfig: a value is invalid; names the field, what was got and what was expected.
     """
 
     num_experts: int
@@ -104,14 +104,18 @@ class RouterConfig:
 
 
 class Router(KeepsFp32):
-    """Linear gate in fp32, scores, choice, weights.
+    """Chooses experts with a linear gate in fp32 (fp64 for fp64 inputs).
 
     Parameters: `weight` [E, H]; with router_bias `bias` [E]. Buffer, with balance_bias: `balance_bias` fp32 [E],
-    persistent, and fp32 whatever the module is cast to or loads, since its steps are smaller than a half's last place.
+    persistent. It stays fp32 when the module is cast, because its steps are below the precision of 16-bit floats.
 
     Args:
         hidden: H.
-        num_experts, num_topk, options: the fields of RouterConfig, or `config` has them all.
+        num_experts, num_topk, options: fields of RouterConfig; not used if `config` is given.
+        config: see RouterConfig.
+
+    Raises:
+        InvalidConfig: see RouterConfig.
     """
 
     bias: nn.Parameter | None
@@ -136,17 +140,17 @@ class Router(KeepsFp32):
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts (E)."""
         return self.config.num_experts
 
     @property
     def num_topk(self) -> int:
-        """K."""
+        """Number of experts per token (K)."""
         return self.config.num_topk
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """weight from N(0, 1 / H), drawn on the CPU whatever the device; bias and balance_bias are zero."""
+        """Draw `weight` from N(0, 1 / H), always on the CPU; bias and balance_bias become zero."""
         drawn = torch.empty(self.weight.shape, dtype=self.weight.dtype, device="cpu")
         self.weight.copy_(drawn.normal_(std=self.weight.shape[1] ** -0.5))
         for bias in (self.bias, self.balance_bias):
@@ -156,23 +160,23 @@ class Router(KeepsFp32):
     def forward(
         self, x: Tensor, topk_idx: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, RouterAux]:
-        """Scores tokens and chooses experts.
+        """Score tokens and choose experts.
 
-        Padding, of which `mask` is False or the row of `topk_idx` is -1 throughout, chooses nothing, is in no loss and
-        no count, nor in the numbers that losses are averaged over; x may be NaN there and gets a gradient of zero.
+        A token is padding if `mask` is False there or its row of `topk_idx` is all -1. Padding chooses no expert, and
+        losses and counts exclude it; x may be NaN there and gets a gradient of zero.
 
         Args:
-            x: [..., H].
-            topk_idx: integer [T, K], -1 for no expert: visit these instead of choosing, as recorded in
-                `RouterAux.topk_idx`. Weights and their gradients come from the scores of now.
-            mask: bool or integer [...], x's leading shape: True or 1 for a real token. No host reads it.
+            x: floating [..., H]; T is the number of tokens.
+            topk_idx: integer [T, K], -1 for no expert: visit these experts instead of choosing, as recorded in
+                `RouterAux.topk_idx`. Weights and their gradients use the current scores.
+            mask: bool or integer [...], x's leading shape: True or 1 for a real token. The host does not read it.
 
         Returns:
             topk_idx int64 [T, K], topk_weights fp32 [T, K] (fp64 for fp64), zero for -1, and the losses.
 
         Raises:
-            InvalidInput: x is not floating, has another H or is elsewhere; or topk_idx or mask is of another type or
-                shape, or elsewhere.
+            InvalidInput: x is not floating or has another H or device; or topk_idx or mask has another type, shape or
+                device.
         """
         c = self.config
         if (
@@ -200,23 +204,23 @@ class Router(KeepsFp32):
 
     @torch.no_grad()
     def update_bias(self, tokens_per_expert: Tensor) -> None:
-        """balance_bias += rate * sign(mean load - load), once a step (Wang et al. 2024, algorithm 1).
+        """Add rate * sign(mean load - load) to balance_bias; call it once a step (Wang et al. 2024, algorithm 1).
 
         Args:
             tokens_per_expert: int64 [E], `RouterAux.tokens_per_expert` summed over the step's micro-batches and, by the
-                caller, over all ranks that hold this router. No host waits for it.
+                caller, over all ranks that hold this router. The host does not wait for it.
 
         Raises:
             InvalidConfig: the router has no balance_bias.
-            InvalidInput: another shape.
+            InvalidInput: tokens_per_expert is not [E].
         """
         if self.balance_bias is None:
-            raise InvalidConfig("balance_bias: got False, expected True in the config of a router whose bias moves")
+            raise InvalidConfig("balance_bias: got False, expected True in the config to update the bias")
         if tokens_per_expert.shape != self.balance_bias.shape:
             got, expected = list(tokens_per_expert.shape), list(self.balance_bias.shape)
             raise InvalidInput(f"tokens_per_expert: got shape {got}, expected {expected}")
         self.keep_fp32()
-        # mean - load, times E: exact in integers.
+        # mean - load, times E, which is exact in integers.
         lack = tokens_per_expert.sum() - tokens_per_expert * self.config.num_experts
         self.balance_bias.add_(lack.sign().to(torch.float32), alpha=self.config.balance_bias_rate)
 
@@ -235,12 +239,12 @@ class Router(KeepsFp32):
         return by.topk(c.num_topk, dim=-1).indices
 
     def _weigh(self, logits: Tensor, scores: Tensor, idx: Tensor, may_lack: bool) -> Tensor:
-        """The weights of chosen experts; `may_lack`: ids outside [0, E) are possible, and dispatch judges them."""
+        """Return the weights of chosen experts. If `may_lack`, ids may be outside [0, E); dispatch validates them."""
         c = self.config
         values = logits if c.topk_before_softmax else scores
         weights = values.gather(-1, idx.clamp(0, c.num_experts - 1) if may_lack else idx)
         if c.topk_before_softmax:
-            # Not -inf: a token without any expert would get NaN.
+            # -inf would give NaN to a token without any expert.
             lowest = torch.finfo(weights.dtype).min
             weights = (weights.masked_fill(idx < 0, lowest) if may_lack else weights).softmax(-1)
         weights = weights.masked_fill(idx < 0, 0) if may_lack else weights
@@ -249,13 +253,13 @@ class Router(KeepsFp32):
         return weights * c.route_scale
 
     def _aux(self, logits: Tensor, scores: Tensor, idx: Tensor, real: Tensor | None, replayed: bool) -> RouterAux:
-        """`idx` names no expert for padding; all that is counted here is counted of `real` tokens."""
+        """Return the losses and counts of the `real` tokens; `idx` is -1 for padding."""
         c = self.config
         may_lack = real is not None or c.expert_choice is not None
         probs = scores if c.score_func == "softmax" else scores / scores.sum(-1, keepdim=True)
         counted = idx
         if c.balance_scope == "sequence" and (c.balance_bias or c.num_groups > 1) and not replayed:
-            # DeepSeek-V3's f counts what scores alone would choose (eq. 18), not what bias and groups made of it.
+            # DeepSeek-V3's f counts the top-k of the plain scores (eq. 18), without bias and groups.
             counted = without_padding(scores.detach().topk(c.num_topk, dim=-1).indices, real, -1)
         counts = count_tokens(sequence_view(counted, c.balance_scope).flatten(1), c.num_experts, may_lack)
         sequences = sequence_view(without_padding(probs, real), c.balance_scope)
@@ -269,7 +273,7 @@ class Router(KeepsFp32):
         return RouterAux(loss, balance, z, load, mean_prob, self._record(idx, real).reshape(-1, c.num_topk))
 
     def _recorded(self, topk_idx: Tensor, logits: Tensor) -> Tensor:
-        """What `_record` made, or a caller: the experts to visit."""
+        """Return the experts to visit, from a topk_idx that `_record` or the caller made."""
         idx = topk_idx.to(torch.int64).reshape(*logits.shape[:-1], self.config.num_topk)
         return idx if self.config.expert_choice is None else idx.masked_fill(idx == UNTAKEN, -1)
 

@@ -1,4 +1,4 @@
-"""What keeps experts busy: counts, the load-balancing loss, the z-loss."""
+"""Statistics and losses of routing: counts, the load-balancing loss, the z-loss."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ BalanceScope = Literal["sequence", "batch"]
 
 
 class RouterAux(NamedTuple):
-    """What a routing decision costs and how it spread. Padding is in none of it.
+    """Losses and statistics of one routing decision. Padding is excluded from all of them.
 
     Attributes:
-        loss: weighted sum of the two losses, to be added to the training loss.
-        load_balancing_loss: E * sum_e f_e P_e, one when balanced, over each sequence or the batch.
+        loss: scalar, weighted sum of the two losses, to be added to the training loss.
+        load_balancing_loss: E * sum_e f_e P_e, 1 when balanced, per sequence or batch; see `balance_scope`.
         z_loss: mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE, eq. 5).
         tokens_per_expert: int64 [E], top-k entries of this rank's tokens; not differentiable.
         mean_prob: [E], P_e over this rank's tokens; differentiable.
-        topk_idx: int64 [T, K], what the router chose, for `forward(..., topk_idx=...)` to repeat; -1 for no expert, and
-            with expert_choice -2 throughout for a token that no expert took, since a row of -1 is padding.
+        topk_idx: int64 [T, K], the router's choice, which `forward(..., topk_idx=...)` can repeat; -1 for no expert.
+            With expert_choice the row of a token that no expert took is all -2, since a row of -1 is padding.
     """
 
     loss: Tensor
@@ -32,15 +32,18 @@ class RouterAux(NamedTuple):
 
 
 def load_balancing_loss(mean_prob: Tensor, tokens_per_expert: Tensor, num_means: int | Tensor | None = None) -> Tensor:
-    """E * sum_e f_e P_e (Fedus et al. 2021, Switch Transformers, eq. 4), a mean over all dimensions but the last.
+    """Return E * sum_e f_e P_e (Fedus et al. 2021, Switch Transformers, eq. 4), averaged over the leading dimensions.
 
-    Counts summed over ranks or micro-batches make it the loss of the global batch (Qiu et al. 2025, Demons in the
-    Detail): it is linear in P_e, so a mean over ranks of this rank's loss is that of all ranks.
+    With counts summed over ranks or micro-batches it is the loss of the global batch (Qiu et al. 2025, Demons in the
+    Detail): the loss is linear in P_e, so the mean of all ranks' losses is the loss of all ranks.
 
     Args:
         mean_prob: [..., E], mean probability of each expert.
-        tokens_per_expert: [..., E], entries of each expert, of which f_e is the share. No gradient.
-        num_means: how many [E] of mean_prob hold tokens, where some are of padding alone and so zero; default: all.
+        tokens_per_expert: [..., E], entries that name each expert; f_e is expert e's share. Not differentiable.
+        num_means: number of rows [E] of mean_prob with tokens; rows of only padding are zero. Default: all rows.
+
+    Returns:
+        A scalar.
     """
     total = tokens_per_expert.sum(-1, keepdim=True).clamp(min=1)
     fraction = tokens_per_expert.to(mean_prob.dtype) / total.to(mean_prob.dtype)
@@ -50,7 +53,7 @@ def load_balancing_loss(mean_prob: Tensor, tokens_per_expert: Tensor, num_means:
 
 
 def z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """logits [..., E] -> the mean over `real` tokens of logsumexp^2 (Zoph et al. 2022, ST-MoE, eq. 5)."""
+    """Return the mean over `real` tokens of logsumexp(logits [..., E])^2 (Zoph et al. 2022, ST-MoE, eq. 5)."""
     squares = logits.logsumexp(-1).square()
     if real is None:
         return squares.sum() / at_least_one(squares.numel())
@@ -58,12 +61,12 @@ def z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
-    """A count to divide by: a batch without tokens costs nothing instead of 0 / 0."""
+    """Return the count, but at least 1, so that a batch without tokens has loss 0 instead of 0 / 0."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(1, count)
 
 
 def count_tokens(idx: Tensor, num_experts: int, may_lack: bool = True) -> Tensor:
-    """idx int64 [..., N] -> int64 [..., E], entries that name each expert; others count for none."""
+    """Count the entries of idx int64 [..., N] that name each expert -> int64 [..., E]; other ids are ignored."""
     ones = torch.ones_like(idx)
     if may_lack:
         ones = ((idx >= 0) & (idx < num_experts)).to(torch.int64)
@@ -73,15 +76,16 @@ def count_tokens(idx: Tensor, num_experts: int, may_lack: bool = True) -> Tensor
 
 
 def sequence_view(t: Tensor, scope: BalanceScope) -> Tensor:
-    """[..., S, N] -> [sequences, S, N]; one sequence where the scope is the batch, or where there is no [..., S]."""
+    """Reshape [..., S, N] to [sequences, S, N]; to one sequence if the scope is the batch or t is [S, N]."""
     return t.flatten(0, -2).unsqueeze(0) if scope == "batch" or t.dim() == 2 else t.flatten(0, -3)
 
 
 def count_sequences(
     sequences: Tensor, real: Tensor | None, scope: BalanceScope
 ) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
-    """How many of the [sequences, S, N] hold a token, how many tokens each has, and all have; on the device if any of
-    them may be padding, of which `real` [..., S] is False.
+    """Return the number of [sequences, S, N] with a token, the tokens of each, and all tokens.
+
+    The counts are tensors on the device if `real` [..., S], False for padding, is given.
     """
     if real is None:
         number, length = sequences.shape[:2]

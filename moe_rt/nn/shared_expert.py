@@ -13,11 +13,17 @@ from moe_rt.nn.experts import ExpertsConfig
 
 
 class SharedExpert(nn.Module):
-    """down(act(gate(x), up(x))) without biases, scaled by sigmoid(output_gate(x)) if `gated_output`.
+    """Computes down(act(gate(x), up(x))) without biases, times sigmoid(output_gate(x)) if `gated_output`.
 
-    Several shared experts of one size are one of their widths' sum (DeepSeek-AI 2024, DeepSeekMoE, section 3.2); the
-    gate on the output is Qwen2-MoE's. Parameters have the names and shapes of Transformers' DeepseekV3MLP: gate_proj
-    and up_proj [F, H], without a gate up_proj alone, and down_proj [H, F]; output_gate [1, H].
+    Several shared experts of one size equal one expert with the sum of their widths (DeepSeek-AI 2024, DeepSeekMoE,
+    section 3.2). The output gate is that of Qwen2-MoE. Parameters have the names and shapes of Transformers'
+    DeepseekV3MLP: gate_proj (absent without a gate) and up_proj [F, H], down_proj [H, F]; and output_gate [1, H].
+
+    Args:
+        hidden, intermediate: H, F.
+        config: activation; see ExpertsConfig.
+        gated_output: scale the output by a sigmoid gate.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -32,13 +38,13 @@ class SharedExpert(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """N(0, 1 / fan-in), drawn on the CPU whatever the device."""
+        """Draw weights from N(0, 1 / fan-in), always on the CPU."""
         for weight in self.parameters():
             drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
             weight.copy_(drawn.normal_(std=weight.shape[1] ** -0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H], in x's dtype as the other experts, autocast or not; parameters are cast."""
+        """Compute x [T, H] -> [T, H] in x's dtype, like the other experts, even under autocast; parameters are cast."""
         c = self.config
         with torch.autocast(x.device.type, enabled=False):
             up = F.linear(x, self.up_proj.weight.to(x.dtype))

@@ -1,4 +1,4 @@
-"""What a layer's router, experts and shared expert must be where they are the user's own."""
+"""Interfaces that a user's own router, experts and shared expert must have in a layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moe_rt.nn.spread import SpreadModule
 class RouterLike(Protocol):
     """A torch module that chooses experts; `moe_rt.nn.router.Router` is one.
 
-    Its parameters are the same on every rank.
+    Its parameters are identical on every rank.
 
     Attributes:
-        num_experts, num_topk: E and K, those of the layer's config.
+        num_experts, num_topk: E and K, equal to the layer's config.
     """
 
     @property
@@ -28,15 +28,20 @@ class RouterLike(Protocol):
     def num_topk(self) -> int: ...
 
     def __call__(self, x: Tensor, topk_idx: Tensor | None = None, /) -> tuple[Tensor, Tensor, RouterAux]:
-        """x [..., H], as the layer got it -> topk_idx int64 [T, K], -1 for none; topk_weights floating [T, K]; and what
-        the layer returns as aux, of which it reads tokens_per_expert, int64 [E].
+        """Choose experts. An InvalidInput that it raises is raised on every rank.
 
-        `topk_idx` [T, K] is what the layer's caller wants visited, if anything. InvalidInput becomes every rank's.
+        If the layer's caller marks padding, x is zero there. A router whose `forward` has a parameter `mask`, or takes
+        arbitrary keywords, gets `mask=`, bool of x's leading shape, True for a real token, and must exclude padding
+        itself. Any other router routes padding like any token. The layer then sets the ids of padding to -1 and
+        corrects tokens_per_expert and topk_idx of a RouterAux, but not its losses.
 
-        Where the layer's caller names padding, x is zero there, and a router whose `forward` has a parameter `mask`, or
-        takes any, is given `mask=`, bool of x's leading shape, True for a real token: its losses and counts are then
-        its own affair. One that has none routes padding like any token; the layer sets its ids to -1 and, in a
-        RouterAux, tokens_per_expert and topk_idx to what is left, but losses stay as they are.
+        Args:
+            x: [..., H], the layer's input.
+            topk_idx: [T, K], experts that the layer's caller wants visited, or None.
+
+        Returns:
+            topk_idx int64 [T, K], -1 for none; topk_weights floating [T, K]; and the layer's second result, of which
+            the layer reads tokens_per_expert, int64 [E].
         """
         ...
 
@@ -44,15 +49,16 @@ class RouterLike(Protocol):
 class ExpertsLike(Protocol):
     """A `moe_rt.nn.spread.SpreadModule` that runs this rank's experts; `moe_rt.nn.experts.Experts` is one.
 
-    All its parameters are its own, none a child's, and [L, ...]: slices of global tensors in the order of the layer's
-    `expert_ids`. `forward` takes them from `SpreadModule.parts`, so that averaging gradients, clipping, FSDP2 and
-    checkpoints work as with the layer's own.
+    All its parameters belong to the module itself, not to children, and are [L, ...]: slices of global tensors in the
+    order of the layer's `expert_ids`. `forward` takes them from `SpreadModule.parts`, so that gradient averaging,
+    clipping, FSDP2 and checkpoints work as with `moe_rt.nn.experts.Experts`.
     """
 
     def __call__(self, x: Tensor, offs: Tensor, /) -> Tensor:
-        """x [rows, H] packed by expert, offs int32 [L], the inclusive ends of experts' rows -> [rows, H] in x's dtype.
+        """Run the experts on x [rows, H], packed by expert -> [rows, H] in x's dtype.
 
-        Rows past offs[-1] are unspecified; what is made of them must reach no gradient of a parameter.
+        offs int32 [L] has the inclusive ends of the experts' rows. Rows past offs[-1] are unspecified and must not
+        affect the gradient of a parameter.
         """
         ...
 
@@ -67,10 +73,10 @@ def check_siblings(
     num_local: int,
     device: torch.device,
 ) -> None:
-    """Whether modules of the user's own, those that are not None, fit a layer with these sizes.
+    """Check that the user's own modules, if not None, fit a layer with these sizes.
 
     Raises:
-        InvalidConfig: naming what does not, what was got and what was expected.
+        InvalidConfig: a module does not fit; names the field, what was got and what was expected.
     """
     modules = {"router": router, "experts": experts, "shared_expert": shared_expert}
     given = {kind: module for kind, module in modules.items() if module is not None}
@@ -88,6 +94,6 @@ def check_siblings(
         own = dict(experts.named_parameters(recurse=False))
         expect(bool(own), "experts", "no parameter of its own", "at least one")
         for name, p in experts.named_parameters():
-            expect(name in own, f"experts.{name}", "a parameter of a child", "parameters of its own alone")
+            expect(name in own, f"experts.{name}", "a parameter of a child", "only parameters of the module itself")
             fits = p.dim() > 0 and p.shape[0] == num_local
             expect(fits, f"experts.{name}", list(p.shape), f"[{num_local}, ...] for the experts of this rank")

@@ -1,7 +1,7 @@
-"""Modules of whose parameters every rank holds others: marked, averaged, and saved with the ids of their experts.
+"""Modules whose parameters differ between ranks: they are marked, averaged, and saved with their expert ids.
 
-A SpreadModule makes its parameters parts (moe_rt/nn/part.py) whatever way they come in: made, assigned, loaded, moved
-or cast. Their gradients become the mean that data parallelism makes of all others.
+A SpreadModule turns its parameters into Parts (moe_rt/nn/part.py) whenever they are created, assigned, loaded, moved or
+cast. Their gradients become means, as in data parallelism.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from moe_rt.nn.blocks import check_held, note_mesh_block, take_own_block
 from moe_rt.nn.part import Part, Whole, as_part
 from moe_rt.nn.part_reductions import find_infinities, group_named
 
-# The buffer by which a file says whose experts are in it.
+# Name of the buffer that records in a checkpoint which experts it holds.
 HELD = "held_experts"
 
 
 class SpreadModule(nn.Module):
-    """A module whose parameters, those of its children included, differ between ranks.
+    """A module whose parameters, including those of its children, differ between ranks.
 
     Attributes:
-        num_ranks: how many ranks hold the parts; 1 until `spread_over` says more.
-        expert_ids: experts of this rank, one for each entry of dimension 0 of each parameter; empty if nobody said.
-        num_experts: those of all ranks.
-        mean: what gradients are averaged over, or None where they stay sums.
-        trains_somewhere: some rank's experts want gradients, so that every rank takes part in the backward.
-        sharded: FSDP was given the parts, by `moe_rt.parallel.shard_experts`.
-        param_dtype: what FSDP casts the parameters to for `forward`, or None for their own.
-        over_mesh: the parameters are DTensors, since `shard_over`.
+        num_ranks: number of ranks that hold parts; 1 before `spread_over`.
+        expert_ids: experts of this rank, one for each entry of dimension 0 of each parameter; empty if unknown.
+        num_experts: number of experts of all ranks.
+        mean: the mean that gradients become, or None if they stay sums.
+        trains_somewhere: some rank's experts need gradients, so every rank takes part in the backward.
+        sharded: `moe_rt.parallel.shard_experts` has handed the parts to FSDP.
+        param_dtype: dtype to which FSDP casts the parameters for `forward`, or None for no cast.
+        over_mesh: the parameters are DTensors; set by `shard_over`.
     """
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class SpreadModule(nn.Module):
     def spread_over(
         self, num_ranks: int, group: dist.ProcessGroup | None, expert_ids: Sequence[int] = (), num_experts: int = 0
     ) -> None:
-        """Says who holds the other parts, and which experts these are; parameters become parts of `group`."""
+        """Set the ranks that hold the other parts, and this rank's experts. Parameters become Parts over `group`."""
         self.num_ranks, self.expert_ids, self.num_experts = num_ranks, tuple(expert_ids), num_experts
         self._spread_group = group.group_name if group is not None and num_ranks > 1 else None
         if self._spread_group is not None and expert_ids and not self.over_mesh:
-            # A tensor among tensors, so that formats which know nothing else keep it.
-            held = torch.tensor(expert_ids, device="cpu")  # no host waits for a copy of it
+            # The ids are stored as a tensor, so that tensor-only file formats keep them.
+            held = torch.tensor(expert_ids, device="cpu")  # on the CPU, so reading it does not wait for a GPU
             self.register_buffer(HELD, as_part(held, self._whole))
         self.mark_parameters()
 
@@ -70,20 +70,20 @@ class SpreadModule(nn.Module):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the parts; None for a single one, and for threads."""
+        """Process group of the ranks that hold the parts; None for a single rank and for threads."""
         name = self._spread_group
         return None if name is None else group_named(name)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the parameters."""
+        """Dtype of the parameters."""
         return next(self.parameters()).dtype
 
     def shard_over(self, mesh: DeviceMesh) -> None:
-        """Makes every parameter a DTensor [E, ...] in equal blocks over all ranks of a mesh. Local."""
-        from torch.distributed.tensor import DTensor, Shard  # here, since it makes `import moe_rt` a second slower
+        """Make every parameter a DTensor [E, ...] in equal blocks over all ranks of a mesh. Local."""
+        from torch.distributed.tensor import DTensor, Shard  # here, since it would slow `import moe_rt` by a second
 
-        # GradScaler's op: torch's own takes gradients over one mesh only, and no plain ones among them.
+        # Replaces GradScaler's op, which takes gradients over only one mesh, without plain ones among them.
         aten = torch.ops.aten
         handlers = DTensor._op_dispatcher._custom_op_handlers
         handlers[aten._amp_foreach_non_finite_check_and_unscale_.default] = _find_infinities
@@ -93,10 +93,10 @@ class SpreadModule(nn.Module):
         self.over_mesh = True
 
     def parts(self, *names: str) -> dict[str, Tensor]:
-        """This rank's part of each of these parameters, for `forward`: plain tensors, whose gradients become the mean
-        that `mean` says."""
+        """Return this rank's parts of the named parameters, for `forward`, as plain tensors whose gradients become the
+        mean `self.mean`."""
         if not is_compiling():
-            self.mark_parameters()  # what was put into _parameters past register_parameter, as offloading hooks do
+            self.mark_parameters()  # offloading hooks write to _parameters without register_parameter
         return {name: self.averaged(self._part(name)) for name in names}
 
     def _part(self, name: str) -> Tensor:
@@ -105,43 +105,43 @@ class SpreadModule(nn.Module):
         return part
 
     def averaged(self, weight: Tensor) -> Tensor:
-        """The weight, as a plain tensor; its gradient becomes the mean."""
+        """Return the weight as a plain tensor, whose gradient becomes the mean."""
         return averaged(weight, self.mean)
 
     def mark_parameters(self, root: nn.Module | None = None) -> None:
-        """Makes parameters parts that are none: those of this module and its children, or of an adapter around it."""
+        """Turn parameters that are not yet Parts into Parts, in this module or in `root`, an adapter around it."""
         if self._spread_group is None or self.sharded:
             return
         whole = self._whole
         for module in (root or self).modules():
             for name, p in module._parameters.items():
-                # DTensors know their ranks; what else is a kind of its own stays one.
+                # DTensors know their ranks, and other subclasses of Tensor are left unchanged.
                 is_marked = isinstance(p, Part) and p.whole == whole
                 if p is not None and type(p) in (nn.Parameter, Tensor, Part) and not is_marked:
                     mark_parameter(module, name, p, whole)
 
     def unmark_parameters(self) -> None:
-        """Makes parts plain parameters again, for FSDP."""
+        """Turn Parts into plain parameters again, for FSDP."""
         for name, p in list(self._parameters.items()):
             if isinstance(p, Part):
                 self._parameters[name] = nn.Parameter(p.to_local(), p.requires_grad)
         self._buffers.pop(HELD, None)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, as torch does for an assignment, too, and mark it."""
+        """Register a parameter and mark it. torch also calls this for an assignment."""
         super().register_parameter(name, param)
         if param is not None and "_spread_group" in self.__dict__:
             self.mark_parameters()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._apply(*args, **kwargs)  # may put new parameters in place of the old
+        result = super()._apply(*args, **kwargs)  # may replace parameters
         self.mark_parameters()
         return result
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A pickle has plain parameters; a deep copy, which comes here too, does not. Only modules over the default
-        # group are pickled, and here it may have another name.
+        # A pickle has plain parameters; a deep copy, which also calls this, has Parts. Only modules over the default
+        # group are pickled, and that group may have another name in this process.
         if self._spread_group is not None and not any(isinstance(p, Part) for p in self.parameters()):
             self._spread_group = dist.group.WORLD.group_name if dist.group.WORLD is not None else None
         self.mark_parameters()
@@ -162,13 +162,13 @@ class SpreadModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load as torch does; take this rank's of whole experts, and refuse another rank's.
+        """Load as torch does, but take only this rank's experts from tensors with all of them.
 
         Raises:
-            InvalidConfig: naming the parameter, whose experts were got and which were expected.
+            InvalidConfig: the experts are another rank's; names the parameter and the experts got and expected.
         """
         state_dict = dict(state_dict)
-        saved = state_dict.pop(prefix + HELD, None)  # files of single ranks, and of other programs, have none
+        saved = state_dict.pop(prefix + HELD, None)  # absent in files of single ranks and of other programs
         if HELD in self._buffers:
             state_dict[prefix + HELD] = self._buffers[HELD]
         if saved is not None and self.expert_ids:
@@ -180,7 +180,7 @@ class SpreadModule(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self.mark_parameters()  # load_state_dict(assign=True) brings parameters of its own
+        self.mark_parameters()  # load_state_dict(assign=True) replaces parameters
 
 
 def _find_infinities(op_call: Any, args: Any, kwargs: Any) -> None:
@@ -188,21 +188,21 @@ def _find_infinities(op_call: Any, args: Any, kwargs: Any) -> None:
 
 
 def mark_parameter(module: nn.Module, name: str, p: nn.Parameter, whole: Whole) -> None:
-    """Makes a parameter a part. Where torch can do that it stays the same object, which an optimizer may hold."""
+    """Turn a parameter into a Part. If torch can swap them it stays the same object, which an optimizer may hold."""
     part = Part(p.detach(), p.requires_grad, whole)
     if p.grad is not None:
         part.grad = as_part(p.grad, whole)
     part.__dict__.update({key: value for key, value in p.__dict__.items() if key not in part.__dict__})
     try:
         torch.utils.swap_tensors(p, part)
-    except RuntimeError:  # something else refers to it: a graph, or a weak reference
+    except RuntimeError:  # a graph or a weak reference refers to it
         module._parameters[name] = part  # type: ignore[assignment]
 
 
 def spread_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, SpreadModule]]:
-    """Path, module and SpreadModule of all experts, those of a single rank included.
+    """Yield path, module and SpreadModule of all experts, including those of a single rank.
 
-    The two modules differ where an adapter stands between a layer and its experts: what it adds to them is theirs.
+    The two modules differ if an adapter wraps a layer's experts: the adapter's parameters then count as the experts'.
     """
     inside: set[nn.Module] = set()
     for path, module in model.named_modules():
@@ -221,19 +221,19 @@ def spread_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, SpreadMod
 
 
 def spread_names(model: nn.Module) -> set[str]:
-    """Names of all parameters and buffers of which ranks hold others."""
+    """Return the names of all parameters and buffers that differ between ranks."""
     found = [(path, module) for path, module, inner in spread_modules(model) if inner.num_ranks > 1]
     return {name for path, module in found for name in names_in(module, path)}
 
 
 def names_in(module: nn.Module, path: str) -> set[str]:
-    """Names of all parameters and buffers of a module that lies at `path`."""
+    """Return the names of all parameters and buffers of a module at `path`."""
     values = chain(module.named_parameters(), module.named_buffers())
     return {f"{path}.{name}".lstrip(".") for name, _ in values}
 
 
 def spread_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, SpreadModule]]:
-    """Name -> every parameter of which ranks hold others, and the module that says so."""
+    """Return by name each parameter that differs between ranks, with its SpreadModule."""
     return {
         f"{path}.{name}".lstrip("."): (p, inner)
         for path, module, inner in spread_modules(model)

@@ -1,4 +1,4 @@
-"""Asks torch's wrappers and optimizers, before they begin, whether they know that experts are spread over ranks."""
+"""Hooks that refuse torch's wrappers and optimizers if they would treat experts as replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_rt.nn.spread import names_in, spread_modules
 
 
 def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """torch calls this before a module gets a child: DistributedDataParallel's before it broadcasts."""
+    """Refuse an unprepared model. torch calls this before a module gets a child, so before DDP broadcasts."""
     if child is None or not isinstance(parent, (DistributedDataParallel, DataParallel)):
         return
     ignored = getattr(parent, "parameters_to_ignore", ())
@@ -43,15 +43,17 @@ def _refuse_wrapper(parent: nn.Module, name: str, child: nn.Module | None) -> No
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """torch calls this before a step. States that were loaded become parts; ZeroRedundancyOptimizer, which would
-    broadcast what one rank has updated to all others, is refused."""
+    """Turn loaded states into Parts, and refuse LBFGS and ZeroRedundancyOptimizer. torch calls this before a step.
+
+    ZeroRedundancyOptimizer would broadcast one rank's updated experts to all others.
+    """
     mark_states(optimizer)
     if isinstance(optimizer, LBFGS) and _has_parts(optimizer):
         raise InvalidConfig(
-            "LBFGS: got experts that are spread over ranks, and losses that are each rank's own, by which each would "
-            "take other steps; expected an optimizer that steps once for each gradient"
+            "LBFGS: got experts that are spread over ranks: each rank's loss differs, so ranks would take different "
+            "steps; expected an optimizer that steps once for each gradient"
         )
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported by whoever has one
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported if any exists
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return
     if _has_parts(optimizer):
@@ -67,6 +69,6 @@ def _has_parts(optimizer: Optimizer) -> bool:
 
 @cache
 def watch_wrappers() -> None:
-    """Asks torch to call the above, from now on."""
+    """Register these hooks with torch, once."""
     register_module_module_registration_hook(_refuse_wrapper)
     torch_optimizer.register_optimizer_step_pre_hook(_before_step)

@@ -1,1 +1,1 @@
-"""Nodes of a cluster on one machine, as Linux namespaces: what several hosts do can be rehearsed and tested on one."""
+"""Emulated cluster nodes on one machine, as Linux namespaces, to rehearse and test multi-host behaviour on one host."""

@@ -10,11 +10,11 @@ from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.nodes.cluster import MOST_NODES, Cluster
 from moe_rt.nodes.run import run as run_in_node
 
-_name = click.option("--cluster", "name", default="moe_rt", show_default=True, help="Name, where there are several.")
+_name = click.option("--cluster", "name", default="moe_rt", show_default=True, help="Name of the cluster.")
 
 
 class _Sentences(click.Group):
-    """What these commands cannot do is said in one sentence."""
+    """Reports the errors of these commands as one sentence."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -25,15 +25,15 @@ class _Sentences(click.Group):
 
 @click.group(cls=_Sentences)
 def nodes() -> None:
-    """Rehearse a cluster on this machine: nodes with a network, processes and a host name of their own.
+    """Rehearse a cluster on this machine: nodes with separate networks, processes and host names.
 
-    Linux, as root, with iproute2. Nodes see each other as node0, node1, ... and nothing else.
+    It needs Linux, root and iproute2. Nodes reach each other as node0, node1, ..., and nothing else.
     """
 
 
 @nodes.command()
 @click.argument("number", type=click.IntRange(min=1, max=MOST_NODES))
-@click.option("--rate", help="What each node may send and receive, such as 200mbit or 1gbit; default: no limit.")
+@click.option("--rate", help="Send and receive limit of each node, such as 200mbit or 1gbit; default: no limit.")
 @_name
 def up(number: int, rate: str | None, name: str) -> None:
     """Make NUMBER nodes."""
@@ -48,12 +48,12 @@ def up(number: int, rate: str | None, name: str) -> None:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @_name
 def run(node: int, command: tuple[str, ...], name: str) -> None:
-    """Run a COMMAND in a NODE: moe-rt nodes run 0 -- hostname. What it leaves running ends with it."""
+    """Run a COMMAND in a NODE: moe-rt nodes run 0 -- hostname. Processes that it leaves running end with it."""
     raise SystemExit(run_in_node(Cluster(name), node, command))
 
 
 @nodes.command()
 @_name
 def down(name: str) -> None:
-    """End all processes of all nodes, and take the nodes away. There may be none."""
+    """End all processes of all nodes, and remove the nodes. It succeeds if none exist."""
     Cluster(name).down()

@@ -1,9 +1,9 @@
-"""A cluster of nodes on this machine: network namespaces around a bridge, each held open by an init process.
+"""A cluster of nodes on this machine: network namespaces around a bridge, each kept open by an init process.
 
-A node has a network interface eth0 at 10.78.0.<number + 1>, and namespaces of its own for processes, mounts, the host
-name and IPC, an own /dev/shm, an own boot id, and names of all nodes in /etc/hosts. The bridge is in a namespace, too:
-there is no way from a node to the outside, and nothing of a cluster is left once its namespaces are gone. Nothing is
-remembered in a file either: a cluster is what the system says that there is of its name.
+A node has a network interface eth0 at 10.78.0.<number + 1>; separate namespaces for processes, mounts, the host name
+and IPC; its own /dev/shm and boot id; and the names of all nodes in /etc/hosts. The bridge is also in a namespace, so
+nodes have no route to the outside, and a cluster is gone once its namespaces are. No state is kept in files: the
+cluster is read from the system by its name.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 
 from moe_rt.errors import InvalidConfig, MissingPackage
 
-NETNS = Path("/run/netns")  # where iproute2 keeps namespaces by their names
+NETNS = Path("/run/netns")  # iproute2's named namespaces
 MOST_NODES = 64
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _RATE = re.compile(r"([1-9]\d{0,5})(k|m|g)bit")
 _BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 _BURST_BYTES, _QUEUE = 256 << 10, "50ms"
-_SMALL_BURST_BYTES = 8 << 10  # a few packets: a limit that lasts for a moment must be felt at once
+_SMALL_BURST_BYTES = 8 << 10  # a few packets: a short limit must take effect immediately
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _END_S, _LOOK_S = 10.0, 0.01
-# The last line answers `Cluster.up`. With SIGCHLD ignored the kernel collects processes whose parents have ended.
+# `Cluster.up` reads the line "up". Because SIGCHLD is ignored, the kernel reaps processes whose parents have ended.
 _INIT = """set -e
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 cd /dev/shm
@@ -48,14 +48,14 @@ exec env --ignore-signal=CHLD sleep infinity > /dev/null 2>&1"""
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a node's interface has sent and received since the node is up, with the headers of every packet."""
+    """Bytes that a node's interface has sent and received since the node was created, including packet headers."""
 
     sent: int
     received: int
 
 
 def rate_in_bits(rate: str) -> int:
-    """Bits a second of a rate as tc writes it, such as 200mbit.
+    """Bits per second of a rate in tc's notation, such as 200mbit.
 
     Raises:
         InvalidConfig: it is no such rate.
@@ -67,10 +67,10 @@ def rate_in_bits(rate: str) -> int:
 
 
 class Cluster:
-    """The cluster of a name; whoever gives the same name has the same one.
+    """A cluster by name; objects with the same name share one cluster.
 
     Raises:
-        InvalidConfig: the name has other characters than a-z, 0-9 and _.
+        InvalidConfig: the name has characters other than a-z, 0-9 and _.
     """
 
     def __init__(self, name: str = "moe_rt") -> None:
@@ -80,14 +80,14 @@ class Cluster:
         self._switch = f"{name}-switch"
 
     def up(self, num_nodes: int, rate: str | None = None) -> None:
-        """Makes the nodes. When it raises, nothing of them is left.
+        """Create the nodes. If it raises, nothing of them is left.
 
         Args:
-            rate: what each node may send, and what it may receive, such as "1gbit"; None for no limit.
+            rate: send and receive limit of each node, such as "1gbit"; None for no limit.
 
         Raises:
-            InvalidConfig: this process has not the rights, there is such a cluster already, or the sizes are odd.
-            MissingPackage: a tool of the system is not here.
+            InvalidConfig: this process lacks the rights, the cluster exists already, or the sizes are invalid.
+            MissingPackage: a system tool is missing.
         """
         require_rights()
         if not 1 <= num_nodes <= MOST_NODES:
@@ -98,7 +98,7 @@ class Cluster:
             raise InvalidConfig(
                 f"nodes: got a cluster {self.name} that is up, or a part of one, expected none; moe-rt nodes down{how}"
             )
-        _say(f"ip netns add {self._switch}")  # of two that do so at once, one gets no further
+        _say(f"ip netns add {self._switch}")  # of two concurrent calls, one fails here
         try:
             _say(f"ip -n {self._switch} link add bridge up type bridge")
             for node in range(num_nodes):
@@ -108,19 +108,19 @@ class Cluster:
             raise
 
     def down(self) -> None:
-        """Ends all processes of all nodes and takes the nodes away; there may be none, or parts of some.
+        """End all processes of all nodes and remove the nodes. None, or parts of some, may exist.
 
         Raises:
-            InvalidConfig: this process has not the rights, or a process could not be ended.
-            MissingPackage: a tool of the system is not here.
+            InvalidConfig: this process lacks the rights, or a process could not be ended.
+            MissingPackage: a system tool is missing.
         """
         require_rights()
         _take_away(self._namespaces())
 
     def reboot(self, node: int) -> None:
-        """Ends all processes of a node, which may have died, and makes it anew: an own boot id, and no limit."""
+        """End all processes of a node, which may have died, and create it again with a new boot id and no limit."""
         num_nodes = self.num_nodes
-        _say(f"ip -n {self._switch} link delete port{node}")  # or it would go with the node, but some time later
+        _say(f"ip -n {self._switch} link delete port{node}")  # deleting the node would delete it, but later
         _take_away([f"{self.name}-node{node}"])
         self._add_node(node, num_nodes, None)
 
@@ -135,14 +135,14 @@ class Cluster:
         return len(self._namespaces()) - ((NETNS / self._switch).exists())
 
     def address(self, node: int) -> str:
-        """Where the others reach a node."""
+        """Address at which other nodes reach this node."""
         return f"10.78.0.{node + 1}"
 
     def init_process(self, node: int) -> int:
-        """The process, by its id outside, whose namespaces are the node's; all of the node end with it.
+        """Id, outside, of the process whose namespaces are the node's. All processes of the node end with it.
 
         Raises:
-            InvalidConfig: there is no such node, or its init process was killed.
+            InvalidConfig: no such node exists, or its init process was killed.
         """
         for pid in _processes_of(f"{self.name}-node{node}"):
             if _ids_of(pid)[1:] == [1]:
@@ -151,7 +151,7 @@ class Cluster:
         raise InvalidConfig(f"nodes: got no node {node} that is up among {what}, expected one; moe-rt nodes up 2")
 
     def processes(self, node: int) -> Iterator[int]:
-        """The ids, outside, of what runs in a node besides its init process."""
+        """Ids, outside, of a node's processes other than its init process."""
         init = self.init_process(node)
         space = os.stat(f"/proc/{init}/ns/pid").st_ino
         for pid in _processes_of(f"{self.name}-node{node}"):
@@ -160,20 +160,20 @@ class Cluster:
                     yield pid
 
     def traffic(self, node: int) -> Traffic:
-        """What has gone through a node's interface so far."""
+        """Bytes that have passed through a node's interface so far."""
         counters = json.loads(_say(f"ip -n {self.name}-node{node} -json -statistics link show eth0"))[0]["stats64"]
         return Traffic(sent=counters["tx"]["bytes"], received=counters["rx"]["bytes"])
 
     def cut(self, node: int) -> None:
-        """Takes the link of a node down, as if its cable were pulled: nobody is told."""
+        """Take down the link of a node, as if its cable were pulled: no peer is notified."""
         _say(f"ip -n {self._switch} link set port{node} nomaster")
 
     def mend(self, node: int) -> None:
-        """Undoes `cut`."""
+        """Undo `cut`."""
         _say(f"ip -n {self._switch} link set port{node} master bridge")
 
     def limit(self, node: int, rate: str, queue: str = _QUEUE) -> None:
-        """What a node may send, and what it may receive, from now on. What waits for longer than `queue` is lost.
+        """Limit a node's sending and receiving from now on. Packets queued for longer than `queue` are dropped.
 
         Raises:
             InvalidConfig: it is no such rate.
@@ -181,14 +181,14 @@ class Cluster:
         self._shape(node, rate_in_bits(rate), queue)
 
     def unlimit(self, node: int) -> None:
-        """Undoes `limit`."""
+        """Undo `limit`."""
         for namespace, device in self._ends(node):
             _say(f"tc -n {namespace} qdisc delete dev {device} root")
 
     def _add_node(self, node: int, num_nodes: int, bits: int | None) -> None:
         name, port = f"{self.name}-node{node}", f"port{node}"
         _say(f"ip netns add {name}")
-        # The same address after `reboot`: others send to the one that they know for a minute.
+        # Keep the address after `reboot`: peers cache it for a minute.
         address = f"02:00:00:00:00:{node + 1:02x}"
         _say(f"ip -n {self._switch} link add {port} type veth peer name eth0 address {address} netns {name}")
         _say(f"ip -n {self._switch} link set {port} master bridge up")
@@ -200,7 +200,7 @@ class Cluster:
         hosts = "127.0.0.1 localhost\\n" + "".join(f"{self.address(n)} node{n}\\n" for n in range(num_nodes))
         unshare = "unshare --mount --pid --uts --ipc --fork --kill-child --mount-proc"
         init = subprocess.Popen(
-            # In a session of its own, since Ctrl-C is not for it; and nobody here has to collect it.
+            # A separate session keeps Ctrl-C away from it, and --fork leaves nothing to reap here.
             [*f"setsid --fork ip netns exec {name} {unshare} sh -c".split(), _INIT, "init", f"node{node}", hosts],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -220,18 +220,19 @@ class Cluster:
             _say(f"tc -n {namespace} qdisc replace dev {device} root tbf rate {bits}bit burst {burst} latency {queue}")
 
     def _ends(self, node: int) -> list[tuple[str, str]]:
-        """Of a node's link. A queue shapes what goes into an end: one what the node sends, the other what it gets."""
+        """Ends of a node's link. A queue shapes what enters an end: at one, the node's sending; at the other, its
+        receiving."""
         return [(f"{self.name}-node{node}", "eth0"), (self._switch, f"port{node}")]
 
     def _namespaces(self) -> list[str]:
-        """Nodes first, in no order."""
+        """Namespaces of this cluster: nodes first, in no order."""
         of_this = re.compile(rf"{self.name}-(node\d+|switch)")
         names = [path.name for path in NETNS.glob(f"{self.name}-*") if of_this.fullmatch(path.name)]
         return sorted(names, key=lambda name: name == self._switch)
 
 
 def require_rights() -> None:
-    """Raises what `Cluster.up` does where this process cannot make a cluster."""
+    """Raise the errors of `Cluster.up` if this process cannot make a cluster."""
     for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
             raise MissingPackage(f"nodes: got no program {tool}, expected one; apt-get install {package}")
@@ -240,7 +241,7 @@ def require_rights() -> None:
 
 
 def _say(command: str) -> str:
-    """What the command prints; its own words where it fails."""
+    """Run a command and return its output. If it fails, the error quotes its stderr."""
     done = subprocess.run(command.split(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         raise InvalidConfig(refused(command, done.stderr))
@@ -248,13 +249,13 @@ def _say(command: str) -> str:
 
 
 def refused(command: str, why: str) -> str:
-    """How to say that the system did not let us."""
+    """Message for an operation that the system refused."""
     got = " ".join(why.split()) or "nothing on stderr"
     return f"nodes: {command}: got {got!r}, expected rights to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)"
 
 
 def _take_away(namespaces: list[str]) -> None:
-    """All processes in them end before."""
+    """Delete namespaces after ending all processes in them."""
     deadline = time.monotonic() + _END_S
     while processes := [pid for namespace in namespaces for pid in _processes_of(namespace)]:
         for pid in processes:
@@ -268,14 +269,14 @@ def _take_away(namespaces: list[str]) -> None:
 
 
 def _processes_of(namespace: str) -> list[int]:
-    """Who is in a network namespace, or would be: the process that waits for the init process of a node is, too."""
+    """Processes in a network namespace, including the process that waits for a node's init process."""
     with contextlib.suppress(InvalidConfig):  # no such namespace
         return [int(pid) for pid in _say(f"ip netns pids {namespace}").split()]
     return []
 
 
 def _ids_of(pid: int) -> list[int]:
-    """A process's ids in the process-id namespaces that it is in, from here inwards; none if it has ended."""
+    """A process's ids in its process-id namespaces, from here inwards; empty if it has ended."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         return [int(word) for word in status.split("NSpid:")[1].splitlines()[0].split()]

@@ -1,4 +1,4 @@
-"""What a process in a node learns there about the node."""
+"""Information that a process in a node can read about the node."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from pathlib import Path
 
 from moe_rt.nodes.cluster import Traffic
 
-INTERFACE = "eth0"  # of every node
+INTERFACE = "eth0"  # name on every node
 
 
 def own_traffic() -> Traffic:
-    """What has gone through the interface of the node that this process is in, as `Cluster.traffic` tells outside."""
+    """Bytes through the interface of the node that this process is in; `Cluster.traffic` reads the same from
+    outside."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == INTERFACE:

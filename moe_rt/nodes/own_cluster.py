@@ -1,4 +1,4 @@
-"""A cluster of one process: a program beside it takes it down when that process ends, at SIGKILL too.
+"""A cluster of one process. A keeper program takes it down when that process ends, also after SIGKILL.
 
 python -m moe_rt.nodes.own_cluster NAME PIDFD
 """
@@ -14,14 +14,14 @@ from moe_rt.nodes.cluster import Cluster
 
 
 class OwnCluster(Cluster):
-    """The cluster of this process that has this purpose."""
+    """This process's cluster for a given purpose."""
 
     def __init__(self, purpose: str) -> None:
         super().__init__(f"{purpose}_{os.getpid()}")
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def up(self, num_nodes: int, rate: str | None = None) -> None:
-        """Make the nodes, see `Cluster.up`."""
+        """Create the nodes, see `Cluster.up`."""
         self._keeper = _start_keeper(self.name)
         try:
             super().up(num_nodes, rate)
@@ -42,7 +42,7 @@ class OwnCluster(Cluster):
 
 
 def _start_keeper(name: str) -> subprocess.Popen[bytes]:
-    """Start this module as a program. It is in a session of its own: signals of this one's terminal do not reach it."""
+    """Start this module as a program, in a separate session so that signals of this terminal do not reach it."""
     pidfd = os.pidfd_open(os.getpid())
     try:
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A command in a node: it and whatever it has started are over when `run` returns, however it returns."""
+"""Run a command in a node. The command and all processes it started have ended when `run` returns or raises."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _NAMESPACES = 0x0002_0000 | _UTS | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
 
 
 def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
-    """Runs the command in the node, in this directory, and returns its exit status, or 128 + the signal that ended it.
+    """Run the command in the node, in this directory, and return its exit status, or 128 + the signal that ended it.
 
-    SIGINT of a terminal reaches the command by itself; SIGTERM and SIGHUP are handed on. It then has 5 seconds.
+    SIGINT of a terminal reaches the command by itself; SIGTERM and SIGHUP are forwarded. It then has 5 seconds to end.
 
     Raises:
-        InvalidConfig: there is no such node, or this process has not the rights.
-        MissingPackage: a tool of the system is not here.
+        InvalidConfig: no such node exists, or this process lacks the rights.
+        MissingPackage: a system tool is missing.
     """
-    require_rights()  # or the processes of a node would be hidden from us, and no node be up
+    require_rights()  # without them the processes of a node are hidden, and every node would seem down
     init = cluster.init_process(node)
     try:
         mark = _make_mark(init)
@@ -71,24 +71,24 @@ def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
 
 
 def in_node(cluster: Cluster, node: int, command: Sequence[str]) -> list[str]:
-    """A command that runs `command` in the node, for as long as the process lives that starts it.
+    """Return a command that runs `command` in the node for as long as the process that starts it lives.
 
-    That one is told to end it, or the cluster is taken down: what it has started in turn may be left otherwise.
+    To end it, signal that process or take the cluster down. Otherwise processes that it started in turn may be left.
 
     Raises:
-        InvalidConfig: there is no such node.
+        InvalidConfig: no such node exists.
     """
     end_with_parent = ["setpriv", "--pdeathsig", "KILL"]
     return [*end_with_parent, *_entering(cluster.init_process(node), "--uts"), *end_with_parent, *command]
 
 
 def fork_into(cluster: Cluster, node: int) -> int:
-    """As os.fork, of a process with one thread: the child is wholly in the node, and ends with this process.
+    """Fork a single-threaded process into the node. The child is entirely in the node and ends with this process.
 
-    From now on this process is in the node, too, but for its process id.
+    This process itself also enters the node's namespaces, except for its process id.
 
     Raises:
-        InvalidConfig: there is no such node.
+        InvalidConfig: no such node exists.
         OSError: the system refuses.
     """
     init = os.pidfd_open(cluster.init_process(node))
@@ -96,26 +96,27 @@ def fork_into(cluster: Cluster, node: int) -> int:
         _call("setns", init, _NAMESPACES)
     finally:
         os.close(init)
-    starter = os.pidfd_open(os.getpid())  # its id means nothing in the node
+    starter = os.pidfd_open(os.getpid())  # its id has no meaning in the node
     child = os.fork()
     if child == 0:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if ended_within(starter, 0.0):  # before that call
+        if ended_within(starter, 0.0):  # the parent ended before that call
             os.kill(os.getpid(), signal.SIGKILL)
     os.close(starter)
     return child
 
 
 def _entering(init: int, uts: str) -> list[str]:
-    """How a command begins that enters a node. Process ids of the outside mean nothing there."""
+    """Prefix of a command that enters a node. It drops the starter's process id, which has no meaning there."""
     inside = ["nsenter", "--target", str(init), uts, "--mount", "--ipc", "--net", "--pid", "--"]
     return [*inside, "env", f"--unset={STARTER}", f"--chdir={Path.cwd()}"]
 
 
 def _make_mark(init: int) -> int:
-    """A namespace, open, with the node's host name: who is in it was started by one run, whatever has become of it.
+    """Open a new UTS namespace with the node's host name. Every process in it was started by one run.
 
-    Processes pass theirs on to all that they start; an environment, a session or a parent they may change or lose.
+    Processes pass the namespace on to everything that they start; they may change or lose an environment, session or
+    parent.
     """
     here = os.open("/proc/thread-self/ns/uts", os.O_RDONLY)
     try:
@@ -131,7 +132,7 @@ def _make_mark(init: int) -> int:
 
 
 def _marked(mark: int) -> list[int]:
-    """Who is in that namespace, with the nsenter that waits for the command."""
+    """Processes in that namespace, including the nsenter that waits for the command."""
     found, space = [], os.fstat(mark).st_ino
     for path in Path("/proc").glob("[0-9]*/ns/uts"):
         with contextlib.suppress(OSError):  # it has ended
@@ -141,7 +142,7 @@ def _marked(mark: int) -> list[int]:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """A call of the C library; Python has these from 3.12 on."""
+    """Call the C library. Python has these functions only from 3.12."""
     if ctypes.CDLL(None, use_errno=True)[name](*arguments) != 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 

@@ -1,4 +1,4 @@
-"""Models with MoELayers under DistributedDataParallel and FSDP2: sharding, clipping, and checking checkpoints."""
+"""Support for models with MoELayers under DistributedDataParallel and FSDP2: sharding, clipping, checkpoints."""
 
 from moe_rt.parallel.checkpoint import check_checkpoint
 from moe_rt.parallel.clip import clip_grad_norm_

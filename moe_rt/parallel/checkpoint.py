@@ -1,4 +1,4 @@
-"""Whether a checkpoint of torch.distributed.checkpoint fits a model: a typed error before anything of it is loaded."""
+"""Checks that a checkpoint of torch.distributed.checkpoint fits a model, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig
 from moe_rt.nn.layer import MoELayer
 
-# What wrappers add to a module's path, and torch.distributed.checkpoint.state_dict takes off again.
+# Path components that wrappers add and torch.distributed.checkpoint.state_dict removes.
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def check_checkpoint(model: nn.Module, path: str | os.PathLike[str], prefix: str = "model.") -> None:
-    """Compares every MoELayer of `model` with a checkpoint's index, and the index with the files that are there.
+    """Compare every MoELayer of `model` with a checkpoint's index, and the index with the existing files.
 
-    Local: every rank reads the same index. What tensors hold is not read: a flipped bit in them shows nowhere.
+    Local: every rank reads the same index. Contents of tensors are not read, so a flipped bit in them is not found.
 
     Args:
-        path: the checkpoint's directory. Its index is a pickle, so check and load only those that you trust.
-        prefix: of the model's entries; "model." for `{"model": get_model_state_dict(model), ...}`.
+        model: a model with MoELayers.
+        path: the checkpoint's directory. Its index is a pickle, so check and load only checkpoints that you trust.
+        prefix: prefix of the model's entries; "model." for `{"model": get_model_state_dict(model), ...}`.
 
     Raises:
-        CorruptCheckpoint: naming the file that is not there, too short, or no index; on every rank alike.
-        InvalidConfig: naming the field that differs, or the parameter; on every rank alike.
+        CorruptCheckpoint: on every rank, if a file is missing or too short or the index cannot be read; names it.
+        InvalidConfig: on every rank, if a size differs; names the field or the parameter.
     """
     saved = _read_index(Path(path))
     for layer_name, layer in model.named_modules():
@@ -51,8 +52,8 @@ def check_checkpoint(model: nn.Module, path: str | os.PathLike[str], prefix: str
 
 
 def _read_index(path: Path) -> dict[str, torch.Size]:
-    """The sizes of the tensors in a checkpoint whose files are long enough to hold them."""
-    ends: dict[Path, int] = {}  # of what the index says is in a file, in bytes
+    """Return the sizes of a checkpoint's tensors, after checking that its files are long enough to hold them."""
+    ends: dict[Path, int] = {}  # bytes that each file must have according to the index
     try:
         _refuse_large_memo((path / ".metadata").read_bytes())
         index = FileSystemReader(path).read_metadata()
@@ -65,7 +66,7 @@ def _read_index(path: Path) -> dict[str, torch.Size]:
             file = path / place.relative_path
             ends[file] = max(ends.get(file, 0), place.offset + place.length)
         sizes = {file: file.stat().st_size if file.is_file() else 0 for file in ends}
-    except Exception as error:  # a damaged pickle raises anything, or makes another object
+    except Exception as error:  # a damaged pickle raises anything, or returns another object
         got = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(f"{path / '.metadata'}: got {got}, expected an index that can be read") from error
     for file, end in ends.items():
@@ -75,9 +76,9 @@ def _read_index(path: Path) -> dict[str, torch.Size]:
 
 
 def _refuse_large_memo(data: bytes) -> None:
-    """Raises ValueError for what is no pickle, and for a flipped bit that would make the unpickler fill all memory.
+    """Raise ValueError if the data is not a pickle, or if a flipped bit would make the unpickler fill all memory.
 
-    Three codes name the entry of a table that is to hold a value, and the unpickler makes the table that long.
+    Three opcodes name the index of a memo entry, and the unpickler makes its memo table that long.
     """
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):

@@ -1,4 +1,4 @@
-"""Clips gradients by their global norm, whatever way parameters are spread over ranks."""
+"""Gradient clipping by the global norm, for any distribution of parameters over ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales the gradients of `model` in place to a norm of at most `max_norm`. Collective; the host waits for nothing.
+    """Scale the gradients of `model` in place to a norm of at most `max_norm`. Collective; the host does not wait.
 
-    Every parameter counts once: the parts of a DTensor are summed over the ranks that share it, and plain experts of a
-    MoELayer over the layer's group; all other plain parameters are taken to be equal on all ranks.
+    Every parameter counts once: parts of a DTensor are summed over the ranks that share it, and plain experts of a
+    MoELayer over the layer's group. All other plain parameters are assumed to be equal on all ranks.
 
     Returns:
-        The norm before, a scalar in fp64, equal on all ranks.
+        The norm before scaling, an fp64 scalar, equal on all ranks.
 
     Raises:
-        InvalidConfig: a layer's ranks are threads, which torch.distributed does not know.
+        InvalidConfig: a layer's ranks are threads, which torch.distributed does not support.
     """
     ep_groups = {id(p): _ep_group(p, experts) for p, experts in spread_parameters(model).values()}
-    # By the groups to sum over. Parameters without a gradient count here too: ranks must call the same collectives.
+    # Gradients by the groups to sum over. Parameters without a gradient count also: ranks must call equal collectives.
     spread: dict[Groups, list[Tensor]] = {}
     for p in model.parameters():
         groups = ep_groups.get(id(p), ())
@@ -59,14 +59,14 @@ def _local_part(p: nn.Parameter, grad: Tensor) -> Tensor:
         return grad.to_local()
     if not (isinstance(p, DTensor) and isinstance(grad, DTensor)):
         return grad
-    if grad.placements != p.placements:  # autograd leaves some sums over ranks for later
+    if grad.placements != p.placements:  # autograd postpones some sums over ranks
         p.grad = grad = grad.redistribute(placements=p.placements)
     return grad.to_local()
 
 
 def _ep_group(p: nn.Parameter, experts: SpreadModule) -> Groups:
     if experts.over_mesh and isinstance(p, DTensor):
-        return ()  # one dimension of its mesh
+        return ()  # its mesh includes the layer's group
     if experts.process_group is None:
         raise InvalidConfig(
             f"group: got {experts.num_ranks} ranks that are threads, expected a ProcessGroup or DeviceMesh"

@@ -1,4 +1,4 @@
-"""Experts of a user's own, behind a Buffer: known to all that looks at parameters, as those of a MoELayer are."""
+"""Marks a user's own experts, run on a Buffer, so that their parameters are treated like those of a MoELayer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from moe_rt.nn.spread import SpreadModule
 
 
 def own_experts(module: nn.Module, buffer: Buffer) -> nn.Module:
-    """Says that every rank of `buffer` holds other experts in `module`. Local.
+    """Declare that the experts in `module` differ between the ranks of `buffer`. Local.
 
-    Call it before `prepare`, wrappers and optimizers. The parameters of the module and its children then are what those
-    of MoELayer.experts are: not averaged, counted for clipping, refused by what takes them for copies; and `prepare`
-    makes their gradients the mean.
+    Call it before `prepare`, wrappers and optimizers. The parameters of the module and its children are then treated
+    like those of MoELayer.experts: they are not averaged as replicas, they count for clipping, operations that require
+    replicas refuse them, and `prepare` turns their gradients into means.
 
     Args:
-        module: holds the experts that the buffer's placement gives to this rank; changed in place. Where each parameter
-            is [L, ...], one entry for each expert, `whole_state_dict` gathers them.
+        module: the experts that the buffer's placement gives to this rank; changed in place. If each parameter is
+            [L, ...], one entry for each expert, `whole_state_dict` can gather them.
+        buffer: the buffer that the experts are run on.
 
     Returns:
-        module.
+        `module`.
 
     Raises:
-        InvalidConfig: it is a SpreadModule or has MoELayers, which say so themselves; or ranks are threads, which
-            torch.distributed does not know.
+        InvalidConfig: the module is or has a SpreadModule or MoELayer, which is already marked; or ranks are threads,
+            which torch.distributed does not support.
     """
     known = next((m for m in module.modules() if isinstance(m, (SpreadModule, MoELayer))), None)
     if known is not None:
@@ -50,7 +51,7 @@ def own_experts(module: nn.Module, buffer: Buffer) -> nn.Module:
 
 
 class _OwnExperts(SpreadModule):
-    """Takes the mean in hooks of parameters, since `forward` is not ours."""
+    """Averages gradients in hooks on the parameters, because `forward` is the user's."""
 
     def mark_parameters(self, root: nn.Module | None = None) -> None:
         super().mark_parameters(root)
@@ -64,7 +65,7 @@ class _OwnExperts(SpreadModule):
 
 @cache
 def _spread(kind: Any) -> Any:
-    """The class of a module, as a SpreadModule. FSDP2 changes classes in the same way."""
+    """Return a subclass of `kind` that is a SpreadModule. FSDP2 changes classes in the same way."""
     return type(kind.__name__, (_OwnExperts, kind), {"__module__": kind.__module__})
 
 

@@ -1,4 +1,4 @@
-"""Whole experts from those that ranks hold: one file for any number of ranks, without a DeviceMesh."""
+"""Gathers the experts of all ranks, so that one file serves any number of ranks, without a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from moe_rt.nn.part_reductions import group_named
 
 
 def whole_state_dict(source: nn.Module | Optimizer) -> dict[str, Any]:
-    """The state dict of a model or an optimizer, with the experts of all ranks in place of this rank's. Collective.
+    """Return the state dict of a model or an optimizer with the experts of all ranks. Collective.
 
-    Save it on one rank, with whatever saves state dicts. `load_state_dict` takes it as it is, of a model or an
-    optimizer on any number of ranks: each then keeps the experts that it holds. DTensors, those of layers over a
-    DeviceMesh, stay as they are: torch.distributed.checkpoint saves them.
+    Save it on one rank, with any function that saves state dicts. `load_state_dict` of a model or an optimizer accepts
+    it on any number of ranks; each rank takes its own experts. DTensors, as in layers over a DeviceMesh, are unchanged:
+    torch.distributed.checkpoint saves them.
 
     Args:
-        source: a model, bare or in DistributedDataParallel, or an optimizer that has some of its parameters.
+        source: a model, bare or in DistributedDataParallel, or an optimizer with parameters of such a model.
 
     Returns:
-        What `source.state_dict()` does; tensors of experts are [E, ...], in the order of experts, in the memory of the
-        host. The same on every rank, for the ranks of one expert-parallel group.
+        `source.state_dict()`, with tensors of experts [E, ...], in the order of expert ids, in host memory. Identical
+        on all ranks of one expert-parallel group.
 
     Raises:
-        InvalidConfig: a tensor of experts has no entry for each expert, as optimizers keep that work on flat vectors.
+        InvalidConfig: a tensor of experts does not have one entry for each expert, as in optimizers that use flat
+            vectors.
     """
     if isinstance(source, Optimizer):
         mark_states(source)
@@ -61,9 +62,9 @@ def _whole(part: Tensor, whole: Whole, experts: list[Tensor]) -> Tensor:
 
 
 def _of_all_ranks(part: Tensor, whole: Whole) -> list[Tensor]:
-    """This tensor of every rank; dimension 0 may differ."""
+    """Gather this tensor from every rank; dimension 0 may differ."""
     group = group_named(whole.group)
-    if dist.get_backend(group) == "nccl":  # which takes no tensor of the host
+    if dist.get_backend(group) == "nccl":  # NCCL takes no host tensors
         part = part.cuda()
     count = torch.tensor([part.shape[0]], device=part.device)
     counts = [torch.empty_like(count) for _ in range(dist.get_world_size(group))]

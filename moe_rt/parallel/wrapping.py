@@ -1,4 +1,4 @@
-"""Makes models with MoELayers right under data parallelism: DistributedDataParallel, or FSDP2 with experts sharded."""
+"""Prepares models with MoELayers for data parallelism: DistributedDataParallel, or FSDP2 with sharded experts."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from moe_rt.nn.spread import SpreadModule, spread_modules, spread_names, spread_
 
 
 def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> nn.Module:
-    """Makes `model` ready for DistributedDataParallel(model) or fully_shard(model). Collective over the group.
+    """Prepare `model` for DistributedDataParallel(model) or fully_shard(model). Collective over the group.
 
-    Both then leave the experts of every MoELayer alone, and each backward leaves in the experts' `grad` what it leaves
-    in all others': the mean over the ranks of the group of each rank's own gradient, also while micro-batches add up
-    and under `no_sync`. Experts that several expert-parallel groups hold alike start as those of the first, and their
-    gradients are averaged over these groups. Layers of a single rank are left as they are: they are like any other.
+    Both wrappers then skip the experts of every MoELayer, and each backward computes the experts' `grad` like that of
+    other parameters: the mean over the group's ranks, also while micro-batches accumulate and under `no_sync`. If
+    several expert-parallel groups hold copies of the experts, all start with the copies of the first group, and
+    gradients are averaged over the groups. Layers of a single rank are unchanged: they need no special treatment.
 
-    Call it with the very model that is wrapped, once all its layers are there. docs/howto/ddp.md has an example.
+    Call it with the same model that is wrapped, after all its layers exist. docs/howto/ddp.md has an example.
 
     Args:
-        model: anything that has some MoELayers; changed in place.
-        group: the ranks that the wrapper averages over; all those of a mesh, or None for the default group.
+        model: a module that contains MoELayers; changed in place.
+        group: the ranks that the wrapper averages over: all ranks of a mesh, or None for the default group.
 
     Returns:
-        model.
+        `model`.
 
     Raises:
-        InvalidConfig: on every rank, if the group is not made of whole expert-parallel groups of one size; if ranks are
-            threads, which torch.distributed does not know; or if experts have been sharded already.
+        InvalidConfig: on every rank, if the group does not consist of whole expert-parallel groups of one size; if
+            ranks are threads, which torch.distributed does not support; or if experts are sharded already.
     """
     for path, _, inner in spread_modules(model):
         _require_plain(path or "model", inner)
@@ -65,23 +65,23 @@ def prepare(model: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = Non
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of experts that are spread over several ranks, adapters on them included.
+    """Return the parameters of experts that are spread over several ranks, including adapters on them.
 
-    Each rank has others. What makes the parameters of all ranks equal wants a model without them, and an optimizer that
-    shares its work out over ranks, as ZeroRedundancyOptimizer does, leaves them to an optimizer of their own.
+    They differ between ranks. Exclude them from code that makes parameters equal on all ranks, and give them a separate
+    optimizer if the main one shards its state over ranks, as ZeroRedundancyOptimizer does.
     """
     return [p for p, _ in spread_parameters(model).values()]
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-    """Applies `fully_shard` to the experts of every MoELayer in `model`. Collective over the mesh.
+    """Apply `fully_shard` to the experts of every MoELayer in `model`. Collective over the mesh.
 
-    Layers are made with `mesh["ep"]` of a mesh ("efsdp", "ep"); `mesh` here is `mesh["efsdp"]`. Call this first, then
-    `fully_shard` for the blocks that hold the layers, over a mesh of all efsdp * ep ranks: the gradients of experts
-    then are, as all others, those of the loss averaged over all of these ranks.
+    Make the layers with `mesh["ep"]` of a mesh ("efsdp", "ep"), and pass `mesh["efsdp"]` here. Call this first, then
+    `fully_shard` for the blocks that hold the layers, over a mesh of all efsdp * ep ranks. All gradients, including
+    those of experts, are then those of the loss averaged over all of these ranks.
 
     Args:
-        model: a layer, or anything that has some.
+        model: a layer, or a module that contains layers.
         mesh: the ranks that hold the same experts, one-dimensional.
         options: other arguments of `fully_shard`, such as mp_policy.
 
@@ -97,24 +97,24 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         whole = len(layer.expert_ids) % mesh.size() == 0
 
         def placement(weight: nn.Parameter, whole: bool = whole) -> Shard:
-            # Else a part of every expert, so that no rank holds more than another; FSDP wants these parts to be equal.
+            # Whole experts if they divide evenly; else a slice of each, if these are equal, as FSDP requires.
             return Shard(0 if whole or weight.shape[1] % mesh.size() else 1)
 
         experts.sharded = True
         experts.param_dtype = getattr(options.get("mp_policy"), "param_dtype", None)
         experts.unmark_parameters()
-        # FSDP divides by the size of `mesh` alone, but the gradients are sums over the tokens of all ep ranks too.
+        # FSDP divides only by the size of `mesh`, but gradients also sum over the tokens of all ep ranks.
         if layer.buffer.num_ranks > 1:
             experts.mean = Mean(layer.buffer.num_ranks, None)
         fully_shard(experts, mesh=mesh, shard_placement_fn=placement, **options)
 
 
 def _replicate(module: nn.Module) -> nn.Module:
-    """FSDP2 leaves modules alone to which an interface named `replicate` was applied, and all parts of theirs."""
+    """Return the module. FSDP2 skips modules to which a contract named `replicate` was applied, and their children."""
     return module
 
 
-_replicate.__name__ = "replicate"  # for FSDP2; a pickle of a module finds the function by __qualname__
+_replicate.__name__ = "replicate"  # the name that FSDP2 checks; pickles find the function by __qualname__
 replicate: Any = contract()(_replicate)
 
 
@@ -133,7 +133,7 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 
 
 def _agree(experts: nn.Module, inner: SpreadModule, ranks: dist.ProcessGroup) -> tuple[tuple[int, ...], bool]:
-    """The ranks that hold the experts of this one, one of each expert-parallel group; and whether any rank trains its.
+    """Return the ranks with copies of this rank's experts, one per group, and if any rank's experts need gradients.
 
     Collective over `ranks`.
     """
@@ -158,14 +158,14 @@ def _agree(experts: nn.Module, inner: SpreadModule, ranks: dist.ProcessGroup) ->
 
 @torch.no_grad()
 def _broadcast(experts: nn.Module, copies: dist.ProcessGroup) -> None:
-    """As DistributedDataParallel does for all others, in case that groups were seeded differently."""
+    """Broadcast the first copy, as DistributedDataParallel does for other parameters, since seeds may differ."""
     for p in experts.parameters():
         part = p.to_local() if isinstance(p, (DTensor, Part)) else p.detach()
         dist.broadcast(part, group=copies, group_src=0)
 
 
 def _name_to_ddp(model: nn.Module) -> None:
-    """Names the experts' parameters to DistributedDataParallel, whichever part of the model it will get."""
+    """Make DistributedDataParallel ignore the experts' parameters, in the model and in every module of it."""
     for module in model.modules():
         names = spread_names(module)
         if names:

@@ -1,1 +1,1 @@
-"""What benchmarks, GPU checks, fault trials and tests share: ranks to run things on, and rounds of known results."""
+"""Tools that benchmarks, GPU checks, fault trials and tests share: ranks to run things on, rounds of known results."""

@@ -1,4 +1,4 @@
-"""Messages of bytes between a process and the one that started it; what they mean is the users' affair."""
+"""Messages of bytes between a process and the one that started it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _MOST_AT_ONCE = 1 << 20
 
 
 class Channel:
-    """One end of a connection that ends when the last holder of the other end does."""
+    """One end of a connection, which ends when no process has the other end open."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """Both ends."""
+        """Return both ends."""
         one, other = socket.socketpair()
         return cls(one), cls(other)
 
     @classmethod
     def of(cls, descriptor: int) -> Channel:
-        """Takes the descriptor over."""
+        """Make an end from a descriptor, and take ownership of it."""
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def send(self, message: bytes) -> None:
-        """Raises BrokenPipeError if the other end is closed."""
+        """Send a message. Raises BrokenPipeError if the other end is closed."""
         self._end.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The next message.
+        """Return the next message.
 
         Raises:
             TimeoutError: it is not complete in time.
@@ -48,7 +48,7 @@ class Channel:
         return self._exactly(length, deadline)
 
     def has_news(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is something to receive, or the end; waits for it so long."""
+        """True if a message, or the end, can be received within `timeout_s`."""
         poll = select.poll()  # select() takes no descriptor above 1023
         poll.register(self._end, select.POLLIN)
         return bool(poll.poll(1e3 * timeout_s))
@@ -57,8 +57,8 @@ class Channel:
         self._end.close()
 
     def hang_up(self) -> None:
-        """Ends the channel, also where other processes hold copies of this end."""
-        with contextlib.suppress(OSError):  # the other end has gone
+        """End the channel, even if other processes have copies of this end."""
+        with contextlib.suppress(OSError):  # the other end is already closed
             self._end.shutdown(socket.SHUT_RDWR)
         self.close()
 

@@ -1,4 +1,4 @@
-"""Nothing that was started stays behind: at SIGTERM, SIGHUP or Ctrl-C, or when the starter itself is killed."""
+"""Ends every started process: at SIGTERM, SIGHUP or Ctrl-C, or when the starter itself is killed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """SIGTERM, SIGHUP and SIGINT raise SystemExit or KeyboardInterrupt until it is left, so that every `finally` runs.
+    """Context in which SIGTERM, SIGHUP and SIGINT raise SystemExit or KeyboardInterrupt, so that every `finally` runs.
 
-    SIGTERM, as `timeout` sends it, and SIGHUP, of a terminal that is closed, would end Python at once. While `held`
-    they raise only afterwards: a process that is being started could not be ended yet. Does nothing in another thread
-    than the main one, which gets no signals. A signal that is ignored, as SIGINT in a background job of a shell and
-    SIGHUP under nohup, stays ignored.
+    SIGTERM, which `timeout` sends, and SIGHUP, sent when a terminal closes, would end Python immediately. While `held`,
+    they raise only afterwards: a process that is being started could not be ended yet. In threads other than the main
+    one, which get no signals, this does nothing. An ignored signal stays ignored, such as SIGINT in a background job of
+    a shell and SIGHUP under nohup.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Nothing is raised in here because of a signal, but at its end."""
+        """Delay exceptions because of signals to the end of this context."""
         self._held += 1
         try:
             yield
@@ -65,14 +65,14 @@ class Signals:
 
 
 def ended_within(pidfd: int, seconds: float | None = None) -> bool:
-    """Waits for the end of a process, for so long or for ever; it may have ended without having been collected."""
+    """Wait for the end of a process, without a limit if `seconds` is None. It need not have been collected."""
     poll = select.poll()  # select() takes no descriptor above 1023
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(None if seconds is None else 1e3 * seconds))
 
 
 def end_with(starter: int) -> None:
-    """From now on this process ends when `starter` does, the process that has started it or what started this.
+    """Make this process end when `starter` ends: the process that started it, or one further up.
 
     The kernel kills it, stopped or not, when the thread that forked it ends. That may have happened before this call.
     """

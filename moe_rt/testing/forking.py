@@ -1,4 +1,4 @@
-"""Processes by fork, in milliseconds: from this process, or from a server that has imported torch and never used it."""
+"""Forks processes in milliseconds: from this process, or from a server that has imported torch and never used it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_rt.testing.channel import Channel
 from moe_rt.testing.endings import end_with, ended_within
 
 Work = Callable[..., object]
-# With what torch imports at the first gradient, comparison or optimiser step: each rank would take seconds for that.
+# Includes what torch imports at the first gradient, comparison or optimiser step, which takes each rank seconds.
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes"]
 PRELOAD += ["torch._dynamo", "torch.testing", "moe_rt.nn.layer", "moe_rt.testing.rounds"]
 
@@ -31,16 +31,16 @@ class Forked:
     own: bool  # a child of this process, which must collect it
 
     def signal(self, number: int) -> None:
-        """Of a process that has ended this does nothing."""
+        """Send a signal; does nothing if the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Also while it is not collected; waits for it so long."""
+        """True if the process ends within `timeout_s`, collected or not."""
         return ended_within(self.pidfd, timeout_s)
 
     def kill(self) -> None:
-        """Ends the process, whatever it does, stopped or not, and forgets it."""
+        """End the process in any state, stopped or not, and forget it."""
         self.signal(signal.SIGKILL)
         if self.own:
             os.waitpid(self.pid, 0)
@@ -51,22 +51,22 @@ class Forked:
 
 class Closes(Protocol):
     def close(self) -> object:
-        """Lets go of a descriptor."""
+        """Close a descriptor."""
         ...
 
 
 def fork(work: Work, arguments: Iterable[Any], end: Channel, others: Iterable[Closes]) -> Forked:
-    """Forks this process; the new one runs work(end, *arguments) without `others`, which it would hold open."""
+    """Fork this process. The new one closes `others`, which it would keep open, and runs work(end, *arguments)."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the new process would write it, too
+        stream.flush()  # or the new process would write it again
     starter, pid = os.getpid(), os.fork()
     if pid == 0:
         status = 1
         try:
-            gc.freeze()  # or looking for garbage would touch, and so copy, all that the parent has imported
+            gc.freeze()  # or garbage collection would touch, and so copy, everything that the parent has imported
             end_with(starter)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # handlers are the parent's, too
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # handlers are inherited from the parent
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored, as under nohup
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for other in others:
@@ -79,15 +79,15 @@ def fork(work: Work, arguments: Iterable[Any], end: Channel, others: Iterable[Cl
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
-            os._exit(status)  # the parent's frames and exit handlers are not ours to run
+            os._exit(status)  # the parent's frames and exit handlers must not run here
     return Forked(pid, os.pidfd_open(pid), own=True)
 
 
 def fork_in_server(work: Work, arguments: Iterable[Any], end: Channel) -> Forked:
-    """A process that runs work(end, *arguments), of Python's fork server, for one that has threads or has used torch.
+    """Run work(end, *arguments) in a process of Python's fork server: for callers that have threads or have used torch.
 
-    It ends with this process. `work` is a function of a module; it and the arguments travel as multiprocessing sends
-    them, so this is for programs that trust themselves: tests.
+    It ends with this process. `work` is a function of a module. Multiprocessing pickles it and the arguments, so this
+    is for programs that trust themselves: tests.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -98,7 +98,7 @@ def fork_in_server(work: Work, arguments: Iterable[Any], end: Channel) -> Forked
 
 
 def _enter(starter: int, end: Channel, work: Work, arguments: tuple[Any, ...]) -> None:
-    gc.freeze()  # as in fork
-    os.setsid()  # Ctrl-C reaches the starter alone
+    gc.freeze()  # see fork
+    os.setsid()  # Ctrl-C reaches only the starter
     end_with(starter)  # the server forked this; it ends with the starter
     work(end, *arguments)

@@ -1,4 +1,4 @@
-"""What a process holds that a library could leak, counted before and after it is used."""
+"""Counts resources of a process that a library could leak, before and after it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATIENCE_S = 10.0
 
 
 def held() -> dict[str, int]:
-    """Of this process, garbage left out: open descriptors, threads, and mappings of ranks' segments."""
+    """Count this process's open descriptors, threads, and mappings of ranks' segments, without garbage."""
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -22,9 +22,9 @@ def held() -> dict[str, int]:
 
 
 def left_of(before: dict[str, int], look: Callable[[], dict[str, int]] = held) -> dict[str, int]:
-    """What is held now beyond what was held before.
+    """Return how many more resources are in use now than before.
 
-    The system lists a thread for a moment after it has been joined: what is on its way out gets its time.
+    The system lists a thread for a moment after it has been joined, so this waits for the counts to fall.
     """
     deadline = time.monotonic() + _PATIENCE_S
     left = _more(before, look())

@@ -1,4 +1,4 @@
-"""The machine card: figures mean nothing without it."""
+"""The machine card, without which figures mean nothing."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def machine_card() -> dict[str, Any]:
 
 
 def isa() -> str:
-    """The row primitives of new buffers: what MOE_RT_ISA says, or the best of this machine."""
+    """Instruction set of new buffers' row primitives: MOE_RT_ISA, or the best of this machine."""
     chosen = os.environ.get("MOE_RT_ISA", "auto")
     return _engine.isas()[-1] if chosen == "auto" else chosen
 
 
 def commit() -> str:
-    """The commit of the tree that this package lies in, with a + where tracked files differ from it."""
+    """Commit of the tree that contains this package, with a + if tracked files differ from it."""
     git = ["git", "-C", str(Path(__file__).parent)]
     with suppress(OSError, subprocess.CalledProcessError):
         head = _output([*git, "rev-parse", "--short", "HEAD"])

@@ -1,4 +1,4 @@
-"""Limits that the system sets a process, for a while: few descriptors, little memory, no threads."""
+"""Sets limits of the system on this process for a while: few descriptors, little memory, no threads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ KINDS = ("descriptors", "memory", "threads")
 
 @contextmanager
 def limited(kind: str, room: int) -> Iterator[None]:
-    """Leaves room for so many more descriptors, so many MiB of address space, or so many MiB for threads' stacks.
+    """Limit this process to `room` more descriptors, MiB of address space, or MiB for threads' stacks.
 
-    Where the system counts this user's threads, "threads" leaves room for none. It does not count those of root.
+    If the system counts this user's threads, "threads" permits no new one. It does not count those of root.
     """
     if kind == "descriptors":
         which, most = resource.RLIMIT_NOFILE, next(islice(_unused_descriptors(), room, None))

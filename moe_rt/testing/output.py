@@ -1,4 +1,4 @@
-"""What commands say: a console wide enough for tables, and reports whose directory is made before anything is run."""
+"""Output of commands: a console wide enough for tables, and reports whose directory is made before anything runs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.console import Console
 
 from moe_rt.errors import InvalidConfig
 
-WIDTH = 160  # where there is no terminal
+WIDTH = 160  # without a terminal
 
 
 def console(**options: Any) -> Console:
-    """As wide as the terminal, or wide enough for a table where there is none."""
+    """Return a console as wide as the terminal, or wide enough for a table without one."""
     probe = Console(**options)
     return probe if probe.is_terminal else Console(**options, width=WIDTH)
 
 
 def make_directory(directory: Path) -> None:
-    """Before the work whose results shall be written there: afterwards it would be lost.
+    """Make a directory for results and check that it is writable, before the work whose results would be lost.
 
     Raises:
-        InvalidConfig: the directory is not there and cannot be made, or nothing can be written in it.
+        InvalidConfig: the directory does not exist and cannot be made, or nothing can be written in it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -34,15 +34,15 @@ def make_directory(directory: Path) -> None:
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
-    """As JSON to read; a report writes it before all that is made from it."""
+    """Write readable JSON. A report writes it before anything derived from it."""
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def with_section(document: str, name: str, text: str) -> str:
-    """A Markdown document with text in the section between the comments `name:begin` and `name:end`.
+    """Return a Markdown document with `text` in the section between the comments `name:begin` and `name:end`.
 
     Raises:
-        ValueError: it has no such section.
+        ValueError: the document has no such section.
     """
     begin, end = section_marks(name)
     head, found, rest = document.partition(begin)
@@ -53,7 +53,7 @@ def with_section(document: str, name: str, text: str) -> str:
 
 
 def replace_section(path: Path, name: str, text: str) -> None:
-    """The same in a file."""
+    """Replace a section of a Markdown file; see `with_section`."""
     path.write_text(with_section(path.read_text(encoding="utf-8"), name, text), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Picks TCP ports for programs that take the number of a port instead of a socket."""
+"""Picks TCP ports for programs that take a port number instead of a socket."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from moe_rt.errors import LimitReached
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST, HIGHEST = 1024, 65535  # those below 1024 take root
+LOWEST, HIGHEST = 1024, 65535  # ports below 1024 need root
 
 
 def free_ports(number: int = 1) -> int:
     """Return the first of consecutive ports that are free on every address of this host.
 
-    The kernel gives none of them to a socket that asks for any port: they are outside its ephemeral range. A port that
-    `bind(0)` found is inside, so any connection may get it before a program binds it. The run begins at random, since
-    programs that pick at the same time must not pick the same.
+    The kernel gives none of them to a socket that asks for any port: they are outside its ephemeral range. A port found
+    by `bind(0)` is inside, so any connection may get it before a program binds it. The run starts at random, so that
+    programs that pick at the same time do not pick the same.
 
     Args:
-        number: how many; some programs also bind the ports that follow the one they are given.
+        number: number of ports; some programs also bind the ports that follow the one they are given.
 
     Raises:
         LimitReached: no such run of ports is free.
@@ -35,7 +35,7 @@ def free_ports(number: int = 1) -> int:
 
 
 def _ranges(number: int) -> list[tuple[int, int]]:
-    """Return first and last port of each range outside the ephemeral one; all ports where none has enough of them."""
+    """Return first and last port of each range outside the ephemeral one; all ports if none has enough of them."""
     first, last = (int(word) for word in EPHEMERAL.read_text().split())
     outside = [(LOWEST, first - 1), (last + 1, HIGHEST)]
     return [(low, high) for low, high in outside if high - low + 1 >= number] or [(LOWEST, HIGHEST)]

@@ -1,4 +1,4 @@
-"""Ranks that are processes: started in milliseconds, used again and again, and any of them may die at any time."""
+"""Ranks that are processes: started in milliseconds, reused, and allowed to die at any time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Pool = TypeVar("Pool", bound="ProcessRanks")
 
 
 class ProcessRanks:
-    """Each rank runs work(channel, *arguments) of its own and is spoken to in messages of bytes over the channel.
+    """Ranks that run work(channel, *arguments) and exchange messages of bytes with this process over the channel.
 
-    Leaving the pool ends all of them, SIGTERM and Ctrl-C lead there, and the death of this process ends them, too.
+    Leaving the pool ends all ranks. SIGTERM and Ctrl-C leave it, and the death of this process also ends the ranks.
 
     Args:
         in_server: Python's fork server forks the ranks, see `forking.fork_in_server`; otherwise this process does,
@@ -31,11 +31,11 @@ class ProcessRanks:
         self._signals = Signals()
 
     def __contains__(self, rank: int) -> bool:
-        """Whether the rank was started and not killed since; it may have died."""
+        """True if the rank was started and not killed since; it may have died."""
         return rank in self._processes
 
     def start(self, rank: int, work: Work, *arguments: Any) -> None:
-        """Starts a rank that there is not."""
+        """Start a rank that is not running."""
         with self._signals.held():
             ours, theirs = Channel.pair()
             if self._in_server:
@@ -49,23 +49,23 @@ class ProcessRanks:
         return self._processes[rank].pid
 
     def tell(self, rank: int, message: bytes) -> None:
-        """A rank that has died hears nothing; that shows in `hear`."""
+        """Send a message. A dead rank does not receive it; `hear` then raises."""
         try:
             self._channels[rank].send(message)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def hear(self, rank: int, timeout_s: float | None = None) -> bytes:
-        """The rank's next message.
+        """Return the rank's next message.
 
         Raises:
             EOFError: the rank has ended.
-            TimeoutError: it said nothing in time.
+            TimeoutError: no message arrived in time.
         """
         return self._channels[rank].receive(timeout_s)
 
     def has_news(self, ranks: Iterable[int], timeout_s: float = 0.0) -> bool:
-        """Whether any of the ranks has said something or ended; waits for it so long."""
+        """True if any of the ranks sends a message or ends within `timeout_s`."""
         poll = select.poll()  # select() takes no descriptor above 1023
         for rank in ranks:
             poll.register(self._channels[rank].fileno(), select.POLLIN)
@@ -75,20 +75,20 @@ class ProcessRanks:
         self._processes[rank].signal(number)
 
     def hang_up(self, rank: int) -> None:
-        """The rank's channel comes to its end; what it does then is its own affair, until it is killed."""
+        """End the rank's channel; the rank may run until it is killed."""
         self._channels[rank].hang_up()
 
     def await_end(self, rank: int, timeout_s: float) -> bool:
-        """Returns when nothing of the rank runs or holds memory any more, or so much later; whether it has ended."""
+        """Wait until nothing of the rank runs or holds memory, at most `timeout_s`; True if it has ended."""
         return self._processes[rank].has_ended(timeout_s)
 
     def kill(self, rank: int) -> None:
-        """Ends the rank, whatever it does, and forgets it."""
+        """End the rank in any state, and forget it."""
         self._processes.pop(rank).kill()
         self._channels.pop(rank).close()
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """End all ranks."""
         for rank in list(self._processes):
             self.kill(rank)
 

@@ -1,4 +1,4 @@
-"""Programs that run as ranks or for one: how they are started, in which environment, and that none stays behind."""
+"""Starts programs that run as ranks or for one, sets their environment, and ends all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_rt.testing.endings import Signals, end_with, ended_within
 
-# Ranks of one machine: a core each, and gloo without asking for a name.
+# Environment of ranks on one machine: a core each, and gloo without a name lookup.
 ONE_HOST = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 END_S = 10.0
 STARTER = "MOE_RT_STARTED_BY"
@@ -20,11 +20,11 @@ STARTER = "MOE_RT_STARTED_BY"
 
 @dataclass(frozen=True)
 class Program:
-    """A command with what is added to the environment.
+    """A command and its additions to the environment.
 
     Attributes:
-        output: where stdout goes, as of subprocess.Popen.
-        errors: where stderr goes; None leaves it where that of the caller is.
+        output: destination of stdout, as for subprocess.Popen.
+        errors: destination of stderr; None leaves the caller's.
     """
 
     command: Sequence[str]
@@ -35,7 +35,7 @@ class Program:
 
 @contextlib.contextmanager
 def running(programs: Sequence[Program]) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of the programs. On the way out, whatever the reason, none is left, nor a child of one."""
+    """Start the programs and yield their processes. On exit, for any reason, end all of them and their children."""
     processes: list[subprocess.Popen[str]] = []
     with Signals() as signals:
         try:
@@ -48,7 +48,7 @@ def running(programs: Sequence[Program]) -> Iterator[list[subprocess.Popen[str]]
 
 
 def start(program: Program) -> subprocess.Popen[str]:
-    """In a session of its own, so that all its children can be ended with it; Ctrl-C reaches the caller alone."""
+    """Start a program in a new session, so that its children can be ended with it. Ctrl-C reaches only the caller."""
     environment = {**os.environ, **program.environment, STARTER: str(os.getpid())}
     return subprocess.Popen(
         program.command,
@@ -62,10 +62,10 @@ def start(program: Program) -> subprocess.Popen[str]:
 
 
 def wait(process: subprocess.Popen[str], seconds: float | None = None) -> int | None:
-    """The exit status of a program that `running` started, negative for a signal; None if it has none in that time.
+    """Return the exit status of a program that `running` started, negative for a signal; None if it still runs.
 
-    Popen.wait takes a lock. Where a signal raises right after that, nobody gives the lock back, and every later wait
-    for the process hangs: so Ctrl-C would, at times.
+    Popen.wait takes a lock. If a signal handler raises right after that, the lock is never released, and every later
+    wait for the process hangs, as Ctrl-C would sometimes cause.
     """
     pidfd = os.pidfd_open(process.pid)
     try:
@@ -79,7 +79,7 @@ def wait(process: subprocess.Popen[str], seconds: float | None = None) -> int | 
 
 
 def end_with_starter() -> None:
-    """What a program of ours does first: from then on it does not outlive who has called `running`."""
+    """Make this program end with the caller of `running`. A program of this project does this first."""
     if STARTER in os.environ:
         end_with(int(os.environ[STARTER]))
 

@@ -19,7 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WrongOutput(AssertionError):
-    """An output is not what the reference says."""
+    """An output differs from the reference."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a round must give on every rank, lists over ranks."""
+    """Outputs that a round must give on every rank, lists over ranks."""
 
     received: list[reference.Received]
     ys: list[Tensor]
     outs: list[Tensor]
     grad_outs: list[Tensor]
-    at_combine: list[tuple[Tensor, Tensor]]  # grad_y, grad_recv_weights (which rows of tokens get from their experts)
+    at_combine: list[tuple[Tensor, Tensor]]  # grad_y, grad_recv_weights (drawn for rows of tokens)
     at_dispatch: list[tuple[Tensor, Tensor]]  # grad_x, grad_topk_weights
 
 
 def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
-    """A small spec with some sizes or options changed."""
+    """Return a small spec with some sizes or options changed."""
     fields: dict[str, Any] = {
         "num_max_tokens_per_rank": 12,
         "hidden": 20,
@@ -62,12 +62,12 @@ def make_spec(num_ranks: int, **changes: Any) -> BufferSpec:
 
 
 def buffer_kwargs(spec: BufferSpec) -> dict[str, Any]:
-    """The Buffer arguments that make this spec."""
+    """Return the Buffer arguments that make this spec."""
     return spec.arguments()
 
 
 def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = "random") -> Inputs:
-    """kind: "random" ids with -1 and duplicates, "topk" distinct ids, "one_expert" all tokens to expert 0."""
+    """Draw inputs: "random" ids with -1 and duplicates, "topk" distinct ids, "one_expert" all tokens to expert 0."""
     g = torch.Generator().manual_seed(seed)
     inputs = Inputs([], [], [])
     for n in num_tokens:
@@ -85,12 +85,12 @@ def make_inputs(spec: BufferSpec, num_tokens: list[int], seed: int, kind: str = 
 
 
 def experts(rows: Tensor, rank: int) -> Tensor:
-    """Stand-in for the experts: an elementwise function that tells ranks apart, of the same bits on every device."""
+    """Stand-in for the experts: elementwise, different on each rank, with the same bits on every device."""
     return (rows * (rank + 1.5) - 0.25).to(rows.dtype)
 
 
 def expect(spec: BufferSpec, inputs: Inputs, seed: int, max_tokens: int | None = None) -> Expected:
-    """The whole group's round in plain torch; the output's gradients are drawn from `seed`."""
+    """Compute the whole group's round in plain torch; the output's gradients are drawn from `seed`."""
     received, ys, outs = expect_forward(spec, inputs, max_tokens)
     g = torch.Generator().manual_seed(seed + 1)
     grad_outs = [torch.randn(n, spec.hidden, generator=g, device="cpu").to(spec.dtype) for n in inputs.num_tokens]
@@ -107,7 +107,7 @@ def expect(spec: BufferSpec, inputs: Inputs, seed: int, max_tokens: int | None =
 def expect_forward(
     spec: BufferSpec, inputs: Inputs, max_tokens: int | None = None
 ) -> tuple[list[reference.Received], list[Tensor], list[Tensor]]:
-    """What every rank receives, what its experts make of it, and every rank's output."""
+    """Return what every rank receives, what its experts compute from it, and every rank's output."""
     dispatch = reference_tokens.dispatch if spec.by_token else reference.dispatch
     received = dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec, max_tokens)
     ys = [experts(r.recv_x, rank) for rank, r in enumerate(received)]
@@ -116,7 +116,7 @@ def expect_forward(
 
 
 def factors(received: list[reference.Received], spec: BufferSpec) -> list[Tensor]:
-    """What combine multiplies rows by."""
+    """Return the factors by which combine multiplies rows."""
     return reference_tokens.ones(received, spec) if spec.by_token else [r.recv_weights for r in received]
 
 
@@ -130,16 +130,16 @@ def play(
     max_tokens: int | None = None,
     rows_to_spare: int | None = None,
 ) -> list[Tensor]:
-    """This rank's part of a round. Padding, and rows past the last expert's, are NaN wherever they are handed back.
+    """Run this rank's part of a round. Padding and rows past the last expert's are NaN in all tensors passed back.
 
     Args:
-        rows_to_spare: how many of those combine gets; None for all up to capacity.
+        rows_to_spare: number of rows past the last expert's that combine gets; None for all up to capacity.
 
     Returns:
-        What the ops gave: recv_x, recv_weights, offs, out, grad_y, grad_x, grad_topk_weights, real rows only.
+        Outputs of the ops, real rows only: recv_x, recv_weights, offs, out, grad_y, grad_x, grad_topk_weights.
 
     Raises:
-        WrongOutput: naming the output that differs.
+        WrongOutput: names the output that differs.
     """
     spec, rank = buffer.spec, buffer.rank
     x = inputs.xs[rank].to(device, copy=True).requires_grad_()
@@ -160,7 +160,7 @@ def play(
     out = buffer.combine(y, w, handle)
     check_bits("out", out, expected.outs[rank])
 
-    with torch.no_grad():  # once more, into the rows that it reads
+    with torch.no_grad():  # again, into the rows that it reads
         memory = torch.cat([y.flatten(), y.new_empty(out.numel())])
         over = memory[: out.numel()].view_as(out)
         given_back = buffer.combine(memory[: y.numel()].view_as(y), w, handle, out=over)
@@ -182,7 +182,7 @@ def play(
 
 
 def check_placed(capacity: int, recv_weights: Tensor, handle: Handle, mine: reference.Received) -> None:
-    """All that a dispatch tells of the rows of recv_x."""
+    """Check everything that a dispatch returns about the rows of recv_x."""
     n = len(mine.recv_x)
     each = mine.recv_weights.shape[1:]
     check(recv_weights.shape == (capacity, *each), f"recv_weights: got {list(recv_weights.shape)}")
@@ -200,14 +200,14 @@ def check_placed(capacity: int, recv_weights: Tensor, handle: Handle, mine: refe
 
 
 def without(padding: Tensor, rows: Tensor) -> Tensor:
-    """The rows, with NaN in those that are padding."""
+    """Return the rows with NaN in the padding."""
     rows = rows.clone()
     rows[padding] = float("nan")
     return rows
 
 
 def padded(rows: Tensor, capacity: int, device: torch.device) -> Tensor:
-    """The rows on the device, with NaN up to capacity: whoever reads those, shows it."""
+    """Return the rows on the device, with NaN up to capacity, which shows in any result that reads them."""
     full = torch.full((capacity, *rows.shape[1:]), float("nan"), dtype=rows.dtype, device=rows.device)
     full[: len(rows)] = rows
     return full.to(device)
@@ -219,7 +219,7 @@ def check(right: bool, message: str) -> None:
 
 
 def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
-    """Equal shape, dtype and bits: NaN equals itself and -0.0 is not 0.0."""
+    """Check for equal shape, dtype and bits: NaN equals itself and -0.0 is not 0.0."""
     got = got.detach().cpu().contiguous()
     like = f"{got.dtype} {list(got.shape)}"
     check(
@@ -235,7 +235,7 @@ def check_bits(name: str, got: Tensor, expected: Tensor) -> None:
 
 
 def check_close(name: str, got: Tensor, expected: Tensor, num_terms: int) -> None:
-    """For dot products, whose sums are taken in another order: what cancels in more terms leaves more behind."""
+    """Check dot products summed in another order; the tolerance grows with the number of terms that may cancel."""
     try:
         torch.testing.assert_close(got.detach().cpu(), expected, rtol=1e-4, atol=1e-4 * max(1.0, num_terms**0.5 / 8))
     except AssertionError as error:

@@ -13,7 +13,7 @@ from moe_rt.testing.rounds import Inputs, check, check_bits, check_close, check_
 
 
 def make_scaled(row: RowFormat, num_tokens: list[int], seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Codes and scales of every rank: any bits, those of NaN included."""
+    """Draw codes and scales of every rank with arbitrary bits, including those of NaN."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -32,16 +32,16 @@ def play_scaled(
     *,
     max_tokens: int | None = None,
 ) -> list[Tensor]:
-    """This rank's part of a round: dispatch of `sent`, combine of what experts make of it, and combine's backward.
+    """Run this rank's part of a round: dispatch of `sent`, combine of the experts' rows, and combine's backward.
 
     Args:
-        inputs: whose routing it is. Where nothing is `sent`, the buffer codes its rows, and delivers the codes.
+        inputs: inputs with the routing. If `sent` is None, the buffer codes their rows, and delivers the codes.
 
     Returns:
-        What the ops gave: codes, scales, recv_weights, offs, out, real rows only.
+        Outputs of the ops, real rows only: codes, scales, recv_weights, offs, out.
 
     Raises:
-        WrongOutput: naming the output that differs.
+        WrongOutput: names the output that differs.
     """
     spec, rank = buffer.spec, buffer.rank
     routing = inputs.topk_idx[rank].to(device), inputs.topk_weights[rank].to(device)
@@ -76,7 +76,7 @@ def _play_combine(
     capacity: int,
     seed: int,
 ) -> Tensor:
-    """Of rows in the buffer's dtype, and its backward."""
+    """Check a combine of rows in the buffer's dtype, and its backward."""
     spec, rank, device = buffer.spec, buffer.rank, handle.offs.device
     g = torch.Generator().manual_seed(seed)
     ys = [torch.randn(len(r.recv_x), spec.hidden, generator=g, device="cpu").to(spec.dtype) for r in received]

@@ -1,4 +1,4 @@
-"""A small byte-level language model trainer whose experts are spread over ranks: `python -m moe_rt.train --help`."""
+"""A small byte-level language model trainer with experts spread over ranks: `python -m moe_rt.train --help`."""
 
 from moe_rt.train.config import TrainConfig
 from moe_rt.train.loop import train

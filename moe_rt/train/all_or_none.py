@@ -1,4 +1,5 @@
-"""Work that ranks do between steps: every rank has every rank's result, or all raise what the system refused one."""
+"""Work of the ranks between steps: every rank gets every rank's result, or all raise the error of the rank that
+failed."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from moe_rt.heap.rendezvous import StoreRendezvous
 
 
 def all_or_none(work: Callable[[], Any], refusal: type[MoeRtError], what: str) -> list[Any]:
-    """Every rank's result of `work`, a value for JSON. Collective over the world; a rank that dies is no endless wait.
+    """Return every rank's result of `work`, a value for JSON. Collective over the world; the wait ends if a rank dies.
 
     Raises:
-        refusal: the system refused a rank what it asked for (an OSError); on every rank alike.
-        InvalidConfig: `work` raised anything else; says on which rank, and that it could not do `what`.
-        PeerDead, StoreLost: a rank will never come.
+        refusal: the system refused a rank's request (an OSError); raised on all ranks.
+        InvalidConfig: `work` raised another error; names the rank, and `what` it could not do.
+        PeerDead, StoreLost: a rank will never arrive.
     """
     rendezvous = StoreRendezvous(dist.distributed_c10d._get_default_group())
 
@@ -33,7 +34,7 @@ def all_or_none(work: Callable[[], Any], refusal: type[MoeRtError], what: str) -
 
 
 def in_words(error: BaseException) -> str:
-    """What the system said, and of which file where it names one; of another error its kind and text."""
+    """Describe an error: the system's message and its file, if it names one; of any other error the class and text."""
     if not isinstance(error, OSError) or error.strerror is None:
         return f"{type(error).__name__}: {error}"
     return f'"{error.strerror}"' + (f" for {error.filename}" if error.filename else "")

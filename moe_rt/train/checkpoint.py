@@ -1,7 +1,7 @@
 """Checkpoints that do not depend on how experts are spread: torch.distributed.checkpoint, one entry per global expert.
 
-A checkpoint is written under another name, flushed, and renamed when it is whole; what a crash leaves behind is never
-taken for one. One whose digests do not hold is set aside, and an older one is loaded.
+A checkpoint is written under a temporary name, flushed, and renamed when complete, so the remains of a crash are never
+mistaken for one. A checkpoint whose digests do not match is set aside, and an older one is loaded.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ State = dict[str, dict[str, Tensor]]
 
 
 def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-    """Writes `directory`/step-..., then removes all but the newest KEPT. Collective over the world.
+    """Write `directory`/step-..., then remove all but the newest KEPT. Collective over the world.
 
     Raises:
-        WriteFailed: the system refused a rank, since the disk is full, say; on every rank alike. Nothing is left of
-            this checkpoint, older ones are as they were, and the group and the model can go on.
+        WriteFailed: the system refused a rank, for example on a full disk; raised on all ranks. Nothing is left
+            of this checkpoint, older ones are unchanged, and the group and the model remain usable.
     """
     final = directory / f"step-{step:08d}"
     unfinished = final.with_suffix(".tmp")
@@ -62,15 +62,15 @@ def save(directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Op
 
 
 def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig) -> int:
-    """Loads the newest whole checkpoint in place and returns its step; 0, and nothing loaded, if there is none at all.
+    """Load the newest intact checkpoint in place and return its step; 0, and load nothing, if no checkpoint exists.
 
     Collective over the world; rank 0 prints what is loaded, and why a newer one is not.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, and none of them is whole; names the files.
-        InvalidConfig: it is of another model; names the field.
+        CorruptCheckpoint: checkpoints exist, but none is intact; names the files.
+        InvalidConfig: the checkpoint is of another model; names the field.
     """
-    # What rank 0 sees, so that all ranks load the same one.
+    # All ranks use rank 0's listing, so that all load the same checkpoint.
     names: list[str] = all_or_none(
         lambda: [path.name for path in _checkpoints(directory)], CorruptCheckpoint, digests.READ
     )[0]
@@ -113,7 +113,7 @@ def _load_whole(
 
 
 def global_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Views of parameters, moments and persistent buffers, under names that are the same for any number of ranks."""
+    """Views of parameters, moments and persistent buffers, under names that do not depend on the number of ranks."""
     state: State = {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
     experts = {
         f"{prefix}.experts.{name}": (f"{prefix}.experts", name, module.expert_ids)
@@ -150,7 +150,7 @@ def _write_manifest(directory: Path, manifest: dict[str, Any], writer: IndexedWr
 
 
 def _read_whole(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint that is as it was written, and where it was written. Collective."""
+    """Return the manifest of a checkpoint that is unchanged and under its original name. Collective."""
     digests.check(path)
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
@@ -177,7 +177,7 @@ def _publish(unfinished: Path, final: Path) -> None:
 
 
 def _checkpoints(directory: Path, suffix: str = "") -> list[Path]:
-    """What carries the name of a checkpoint, whole or not, oldest first."""
+    """Entries named as a checkpoint, intact or not, oldest first."""
     if not directory.exists():
         return []
     named = re.compile(r"step-\d{8,}" + re.escape(suffix))
@@ -189,24 +189,24 @@ def _step(path: Path) -> int:
 
 
 def _set_aside(damaged: dict[Path, str]) -> None:
-    """Gives damaged checkpoints another name until training has passed them, so that KEPT counts whole ones."""
+    """Rename damaged checkpoints until training has passed them, so that KEPT counts intact ones."""
     for path, why in damaged.items():
         aside = path.with_suffix(DAMAGED)
-        with contextlib.suppress(OSError):  # who may not rename here may not remove here, either
+        with contextlib.suppress(OSError):  # without the right to rename, removing fails as well
             _remove(aside)
             path.rename(aside)
         print(f"resume: {path} is damaged, so it is now {aside.name} and an older one is used: {why}")
 
 
 def _retire(checkpoint: Path) -> None:
-    """Renames first, so that one that is half removed is never taken for a whole one."""
+    """Rename before removing, so that a half-removed checkpoint is never taken for an intact one."""
     doomed = checkpoint.with_suffix(".old.tmp")
     checkpoint.rename(doomed)
     _remove(doomed)
 
 
 def _remove(path: Path) -> None:
-    """Whatever it is, if it is there."""
+    """Remove a file, link or directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

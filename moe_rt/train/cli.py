@@ -41,5 +41,5 @@ def main(**values: Any) -> None:
     """Train a byte-level mixture-of-experts language model; under torchrun its experts are spread over ranks."""
     try:
         train(TrainConfig(**values))
-    except (MoeRtError, OSError) as error:  # a full disk may meet the metrics first
+    except (MoeRtError, OSError) as error:  # on a full disk, writing the metrics may fail first
         raise click.ClickException(f"{type(error).__name__}: {error}") from error

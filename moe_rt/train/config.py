@@ -1,4 +1,4 @@
-"""Every knob of a training run, in one frozen dataclass that the command line is made from."""
+"""All options of a training run, in one frozen dataclass that the command line is generated from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_rt.errors import InvalidConfig
 
 VOCAB_SIZE = 256
 
-# What a checkpoint's tensors and the function they compute depend on; a resumed run must have the same.
+# Options that a checkpoint's tensors and the model's function depend on. A resumed run must use the same values.
 MODEL_FIELDS = (
     "num_layers", "hidden", "num_heads", "intermediate", "num_experts", "num_topk", "tie_embeddings",
 )  # fmt: skip
@@ -18,11 +18,11 @@ MODEL_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What to train, on what, for how long. Each field's meaning is the help text of its command-line option."""
+    """Model, data and schedule of a run. Each field's meaning is the help text of its command-line option."""
 
     out: Annotated[Path, "Directory for metrics, plots, text sample and checkpoints."] = Path("runs/train")
     data: Annotated[Path | None, "File or directory to train on; default: this Python's standard library."] = None
-    resume: Annotated[bool, "Go on from the newest checkpoint under --out, if there is one."] = False
+    resume: Annotated[bool, "Continue from the newest checkpoint under --out, if there is one."] = False
     seed: Annotated[int, "Seeds the initial weights, the order of the data and the text sample."] = 0
 
     num_layers: Annotated[int, "Decoder blocks."] = 4
@@ -32,13 +32,13 @@ class TrainConfig:
     num_experts: Annotated[int, "Experts of a layer, over all ranks of an expert-parallel group."] = 8
     num_topk: Annotated[int, "Experts that a token visits."] = 2
     seq_len: Annotated[int, "Bytes of a sequence."] = 256
-    tie_embeddings: Annotated[bool, "Use the embedding as the output head, too."] = False
+    tie_embeddings: Annotated[bool, "Also use the embedding as the output head."] = False
     aux_loss_coef: Annotated[float, "Weight of the load-balancing loss."] = 0.01
     z_loss_coef: Annotated[float, "Weight of the router's z-loss."] = 0.001
-    dtype: Annotated[Literal["fp32", "bf16"], "What is computed in; parameters are always fp32."] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], "Type of computation; parameters are always fp32."] = "fp32"
 
-    codec: Annotated[Literal["raw", "fp8", "int8"], "How rows travel; gradients travel as they are."] = "raw"
-    device: Annotated[Literal["cpu", "cuda"], "What ranks compute on; with cuda each has a GPU of its own."] = "cpu"
+    codec: Annotated[Literal["raw", "fp8", "int8"], "Encoding of rows in transit; gradients are not encoded."] = "raw"
+    device: Annotated[Literal["cpu", "cuda"], "Device of the ranks; with cuda each rank has its own GPU."] = "cpu"
     ep: Annotated[int | None, "Ranks that share one set of experts, a divisor of the world size; default: all."] = None
     timeout_s: Annotated[float, "Seconds that a rank waits for a peer before it gives up."] = 120.0
 
@@ -78,10 +78,10 @@ class TrainConfig:
         self._expect(bool(self.prompt), "prompt", "at least one character")
 
     def check_world(self, world_size: int) -> int:
-        """Whether this many ranks can run it; returns the size of an expert-parallel group.
+        """Check that this many ranks can run it, and return the size of an expert-parallel group.
 
         Raises:
-            InvalidConfig: the ranks cannot be grouped, or the batch cannot be shared out evenly.
+            InvalidConfig: the ranks cannot be grouped, or the batch cannot be divided evenly.
         """
         ep = world_size if self.ep is None else self.ep
         self._expect(ep >= 1 and world_size % ep == 0, "ep", f"a divisor of the world size {world_size}")
@@ -90,7 +90,7 @@ class TrainConfig:
         return ep
 
     def record(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items()}
 
     def _expect(self, condition: bool, name: str, expected: str) -> None:

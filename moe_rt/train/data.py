@@ -1,4 +1,4 @@
-"""Bytes to train on and to validate on, and batches that do not depend on how many ranks share them."""
+"""Bytes for training and validation, and batches that do not depend on how many ranks share them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_rt.errors import InvalidConfig
 
-IGNORE = -100  # a target that has no loss; the default of torch's cross entropy
-HELD_OUT = 20  # one file in so many is for validation
+IGNORE = -100  # a target without a loss; the default of torch's cross entropy
+HELD_OUT = 20  # one file in this many is for validation
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -26,9 +26,9 @@ class Corpus:
     val: Tensor
 
     def train_batch(self, *, seed: int, step: int, indices: range, seq_len: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [len(indices), seq_len], of these sequences of a step's global batch.
+        """Return inputs and targets, int64 [len(indices), seq_len], of these sequences of a step's global batch.
 
-        A sequence is a pure function of (seed, step, its index), so ranks may share out a batch in any way.
+        A sequence is a pure function of (seed, step, its index), so ranks may divide a batch in any way.
         """
         last = len(self.train) - seq_len - 1
         starts = [int(np.random.default_rng([seed, step, index]).integers(last + 1)) for index in indices]
@@ -37,10 +37,10 @@ class Corpus:
     def val_batches(
         self, *, num_sequences: int, batch_size: int, rows: range, seq_len: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """This rank's rows of each batch of a fixed set of sequences, spread evenly over the validation bytes.
+        """Return this rank's rows of each batch of a fixed set of sequences, spread evenly over the validation bytes.
 
-        The last batch is filled up with sequences whose targets are all IGNORE, so that every rank runs the same number
-        of equal batches.
+        The last batch is padded with sequences whose targets are all IGNORE, so that every rank runs the same number of
+        equal batches.
         """
         available = (len(self.val) - 1) // seq_len
         count = min(num_sequences, available)
@@ -52,13 +52,13 @@ class Corpus:
 
 
 def load(path: Path | None, seq_len: int) -> Corpus:
-    """Reads the standard library's sources, or all files under `path`, in the order of their names.
+    """Read the standard library's sources, or all files under `path`, in the order of their names.
 
     Hidden files, tests and installed packages are left out. Whole files are held out for validation; of a single file,
     its end.
 
     Raises:
-        InvalidConfig: there is no such path, or too little in it for one sequence of each kind.
+        InvalidConfig: the path does not exist, or has too few bytes for one sequence of each kind.
     """
     try:
         texts = [file.read_bytes() for file in sorted(_files(path))]

@@ -1,7 +1,7 @@
-"""The digests of a checkpoint's files: written when it is whole, compared before anything of it is read.
+"""Digests of a checkpoint's files: written when it is complete, compared before any of it is read.
 
-They stand in SHA256SUMS, which `sha256sum --check` understands. It must name exactly the files that are there, so that
-what is lost or altered in it shows, too. Digests tell accidents, not attackers: who can write the files can write them.
+The file SHA256SUMS has the format of `sha256sum --check`. It must name exactly the files that exist, so lost or altered
+lines are detected as well. Digests detect accidents, not attackers, who could rewrite them with the files.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moe_rt.train.all_or_none import all_or_none, in_words
 
 SUMS = "SHA256SUMS"
 READ, WRITE = "read a checkpoint", "write a checkpoint"
-CHUNK = 1 << 20  # bytes read at once
+CHUNK = 1 << 20  # bytes per read
 
 
 def write(directory: Path) -> None:
-    """Reads every file in `directory` back, each on one rank, and writes their digests. Collective over the world.
+    """Read every file in `directory` back, each on one rank, and write their digests. Collective over the world.
 
     Raises:
-        WriteFailed: a file cannot be read or written; on every rank alike.
+        WriteFailed: a file cannot be read or written; raised on all ranks.
     """
     (names, *_) = all_or_none(lambda: sorted(path.name for path in directory.iterdir()), WriteFailed, READ)
     shares = all_or_none(lambda: {name: _sha256(directory / name) for name in _share(names)}, WriteFailed, READ)
@@ -34,10 +34,10 @@ def write(directory: Path) -> None:
 
 
 def check(directory: Path) -> None:
-    """Compares every file in `directory`, each on one rank, with its digest. Collective over the world.
+    """Compare every file in `directory`, each on one rank, with its digest. Collective over the world.
 
     Raises:
-        CorruptCheckpoint: says of each file that is not as it was written what is wrong; on every rank alike.
+        CorruptCheckpoint: names each file that differs and how; raised on all ranks.
     """
     seen_by_ranks = all_or_none(lambda: _damage_seen_here(directory), CorruptCheckpoint, READ)
     clauses = {clause for seen in seen_by_ranks for clause in seen}
@@ -65,7 +65,7 @@ def _damage_seen_here(directory: Path) -> list[str]:
 
 
 def _parse(text: str) -> dict[str, str]:
-    """File name -> digest, of a text that is exactly what `write` writes."""
+    """Parse file name -> digest from a text that is exactly what `write` writes."""
     lines = re.findall(r"([0-9a-f]{64})  ([^/\n]+)\n", text)
     if "".join(f"{digest}  {name}\n" for digest, name in lines) != text:
         raise ValueError("a line that is no digest and file name")
@@ -73,7 +73,7 @@ def _parse(text: str) -> dict[str, str]:
 
 
 def _share(names: list[str]) -> list[str]:
-    """Those that this rank reads."""
+    """Names that this rank reads."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 

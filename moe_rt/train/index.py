@@ -1,7 +1,7 @@
-"""A checkpoint's index as JSON: which tensor stands where in which file, for torch.distributed.checkpoint.
+"""A checkpoint's index as JSON: file and position of each tensor, for torch.distributed.checkpoint.
 
 torch.distributed.checkpoint keeps its index in `.metadata`, a pickle, which runs code when it is read. That file is
-written, too, for tools that need it, but the trainer reads this index, and tensors with `weights_only=True`.
+also written, for tools that need it, but the trainer reads this index, and tensors with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Index = dict[str, dict[str, Any]]  # tensor name -> dtype, size, chunks
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the bytes of a chunk are, in the words of FileSystemReader."""
+    """Position of a chunk's bytes, with the field names of FileSystemReader."""
 
     relative_path: str
     offset: int
@@ -38,14 +38,14 @@ class _Place:
 
 
 class IndexedWriter(FileSystemWriter):
-    """Writes tensors, and on the rank that coordinates keeps their index for the caller to write."""
+    """Writes tensors, and keeps their index on the coordinating rank for the caller to write."""
 
     index: Index
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
-        except RuntimeError as error:  # torch.save's, which keeps what the system said to itself
+        except RuntimeError as error:  # from torch.save, which hides the system's error
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -58,7 +58,7 @@ class IndexedWriter(FileSystemWriter):
 
 
 class IndexedReader(FileSystemReader):
-    """Reads tensors by an index that the caller has read; knows no entries but tensors."""
+    """Reads tensors by an index that the caller has read; supports no entries but tensors."""
 
     def __init__(self, directory: Path, index: Index) -> None:
         super().__init__(directory)

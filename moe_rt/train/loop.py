@@ -26,16 +26,16 @@ from moe_rt.train.sample import generate
 
 
 def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
-    """Runs a whole training. Collective over torchrun's world, or alone where there is none.
+    """Run a whole training. Collective over torchrun's world, or on a single rank without torchrun.
 
     Args:
-        config: the same on every rank.
+        config: identical on all ranks.
         make_moe: makes the mixture of each layer; default: moe_rt.MoELayer.
 
     Raises:
-        InvalidConfig: a value makes no sense, for this many ranks, this data or this checkpoint.
+        InvalidConfig: a value is invalid, or does not fit the number of ranks, the data or the checkpoint.
         MissingPackage: matplotlib, which draws the curves at the end, is not installed.
-        MoeRtError: a peer failed (see moe_rt.errors), or the loss is not finite any more.
+        MoeRtError: a peer failed (see moe_rt.errors), or the loss is no longer finite.
     """
     require("matplotlib", "train", "training draws its curves")
     with process_group(config.device, config.timeout_s):
@@ -43,7 +43,7 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
         for part in ("metrics.jsonl", "checkpoints"):
             refuse_to_overwrite(config.out / part, config.resume)
         corpus = data.load(config.data, config.seq_len)
-        dist.barrier()  # all ranks have found what they need, and no run in the way, before any of them writes
+        dist.barrier()  # no rank writes before all ranks have found their inputs, and no earlier run in the way
         torch.manual_seed(config.seed)
         model = Decoder(config, make_moe or moe_factory(config, ranks)).to(config.device)
         with open_buffers(model):
@@ -125,7 +125,7 @@ class Trainer:
             group["lr"] = lr
         self.optimizer.step()
 
-        # The one place where a step's numbers are read.
+        # The only place where a step's numbers are read on the host.
         counts = out.tokens_per_expert.double()
         sums = torch.cat([torch.stack([loss.detach(), out.aux_loss.detach()]).double(), counts.flatten()])
         dist.all_reduce(sums)

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, and a progress bar for who watches."""
+"""Metrics of a run: metrics.jsonl, and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> list[Row]:
-    """Return all rows in the order of writing. Lines that are none are left out.
+    """Return all rows in the order of writing. Invalid lines are left out.
 
-    A crash cuts the last line short. Any other is named: a machine that lost power leaves zeros where a line was, and a
-    run must go on all the same, since its state is in its checkpoints.
+    A crash cuts the last line short. Any other invalid line is reported: a power loss leaves zeros in place of a line,
+    and a run must continue nevertheless, since its state is in its checkpoints.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     rows = []
@@ -42,7 +42,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def refuse_to_overwrite(path: Path, resume: bool) -> None:
-    """Raises InvalidConfig if `path` is of an earlier run that is not to be resumed."""
+    """Raise InvalidConfig if `path` belongs to an earlier run that is not to be resumed."""
     if path.exists() and not resume:
         raise InvalidConfig(f"out: got {path.parent}, which holds a run; expected an empty one, or --resume to go on")
 
@@ -58,7 +58,7 @@ class Reporter:
 
     def __init__(self, path: Path, *, first_step: int, steps: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # What a resumed run had reported beyond its checkpoint happens once more.
+        # Rows that a resumed run reported after its checkpoint are dropped, since those steps run again.
         kept = [row for row in read(path) if row["step"] <= first_step] if first_step else []
         rewritten = path.with_suffix(".tmp")
         rewritten.write_text("".join(_line(row) for row in kept))
@@ -101,7 +101,7 @@ class Reporter:
 
 
 def latest_numbers(row: Row) -> str:
-    """What the progress bar says beside the steps: the numbers that there are."""
+    """Text of the progress bar after the step count: the numbers that exist so far."""
     said = {"loss": "loss {:.3f}", "val_bpb": "val {:.3f} bits/byte", "tokens_per_s": "{:,.0f} bytes/s"}
     return "  ".join(text.format(row[name]) for name, text in said.items() if name in row)
 

@@ -27,7 +27,7 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A language model over bytes. Ranks seeded alike start with the same weights however experts are spread."""
+    """A language model over bytes. Ranks with the same seed start with the same weights however experts are spread."""
 
     def __init__(self, config: TrainConfig, make_moe: MakeMoE) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws what is not the mixture's own. A small head makes the first prediction nearly uniform."""
+        """Initialise all parameters except the mixtures'. A small head makes the first prediction nearly uniform."""
         for module in self.modules():
             if isinstance(module, Attention):
                 module.reset_parameters()
@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> DecoderOutput:
-        """tokens int64 [B, S], S <= seq_len."""
+        """Run the model on tokens int64 [B, S], S <= seq_len."""
         x = self.embedding(tokens)
         auxes = []
         for layer in self.layers:
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def reset_parameters(self) -> None:
-        """N(0, 1 / fan-in), as the experts."""
+        """Draw from N(0, 1 / fan-in), as for the experts."""
         for linear in (self.qkv, self.out):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
 

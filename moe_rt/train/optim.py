@@ -11,7 +11,7 @@ from moe_rt.train.config import TrainConfig
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Its state exists from the start, so that a checkpoint can be loaded into it."""
+    """Make AdamW with its state in place, so that a checkpoint can be loaded into it."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -28,7 +28,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of the step-th update, counted from one: linear warm-up, then a cosine down to lr * min_lr_ratio."""
+    """Learning rate of the step-th update, counted from one: linear warm-up, then a cosine down to lr *
+    min_lr_ratio."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)

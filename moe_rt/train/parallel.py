@@ -20,10 +20,11 @@ from moe_rt.nn.layer import MoELayer
 
 @contextmanager
 def process_group(device: str, timeout_s: float) -> Iterator[None]:
-    """The caller's process group, or torchrun's, or one of a single rank; what is made here is left at the end.
+    """Use the caller's process group, or make torchrun's or one of a single rank. A group made here is destroyed at the
+    end.
 
     Raises:
-        InvalidConfig: there is no GPU for this rank.
+        InvalidConfig: this rank has no GPU.
     """
     if device == "cuda":
         local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -39,7 +40,7 @@ def process_group(device: str, timeout_s: float) -> Iterator[None]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+        store = dist.HashStore()  # torch exports it undeclared
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         yield
@@ -49,7 +50,7 @@ def process_group(device: str, timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def open_buffers(model: nn.Module) -> Iterator[None]:
-    """Closes the layers' buffers at the end; after an error aborts them, so that no peer waits for this rank."""
+    """Close the layers' buffers at the end; after an error abort them, so that no peer waits for this rank."""
     with ExitStack() as stack:
         for layer in moe_layers(model):
             stack.enter_context(layer.buffer)
@@ -57,14 +58,14 @@ def open_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """The layers whose experts are spread over ranks."""
+    """Layers whose experts are spread over ranks."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place. Expert-parallel (ep) groups are contiguous ranks and share one set of experts between them;
-    a data-parallel group of experts (edp) is the ranks, one of each ep group, that hold the same experts."""
+    """This rank's groups. Expert-parallel (ep) groups are contiguous ranks that together hold one set of experts. A
+    data-parallel group of experts (edp) consists of the ranks, one of each ep group, that hold the same experts."""
 
     rank: int
     world_size: int
@@ -73,22 +74,22 @@ class Ranks:
 
     @classmethod
     def make(cls, ep: int, device: str = "cpu") -> Ranks:
-        """Collective; `ep` divides the world size."""
+        """Make the groups. Collective; `ep` divides the world size."""
         world_size = dist.get_world_size()
         mesh = init_device_mesh(device, (world_size // ep, ep), mesh_dim_names=("edp", "ep"))
         return cls(dist.get_rank(), world_size, mesh.get_group("ep"), mesh.get_group("edp"))
 
     def share(self, count: int) -> range:
-        """This rank's contiguous part of `count` things, which the world size divides."""
+        """Return this rank's contiguous part of `count` items, which the world size divides."""
         each = count // self.world_size
         return range(self.rank * each, (self.rank + 1) * each)
 
 
 class Gradients:
-    """The gradients of a model for a loss that is the mean, over all ranks, of each rank's own mean.
+    """Gradients of a model for a loss that is the mean, over all ranks, of each rank's own mean.
 
-    They live in two flat tensors, of which every parameter's `grad` is a view: one for parameters that all ranks hold,
-    and one for this rank's experts. The latter arrive as sums over the tokens of the ep group already.
+    They are stored in two flat tensors, of which every parameter's `grad` is a view: one for parameters that all ranks
+    hold, and one for this rank's experts. The experts' gradients arrive as sums over the tokens of the ep group.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
@@ -104,7 +105,7 @@ class Gradients:
         self._experts.zero_()
 
     def average(self) -> None:
-        """Makes them the gradients of the global loss. Collective over the world."""
+        """Turn them into the gradients of the global loss. Collective over the world."""
         dist.all_reduce(self._shared)
         dist.all_reduce(self._experts, group=self._ranks.edp_group)
         self._shared /= self._ranks.world_size
@@ -112,7 +113,7 @@ class Gradients:
 
 
 def _flat_gradient(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """A zero tensor that the gradients of these parameters are views of."""
+    """Return a zero tensor, and make the gradients of these parameters views of it."""
     parameters = list(parameters)
     flat = torch.zeros(sum(p.numel() for p in parameters), device=device)
     for p, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):

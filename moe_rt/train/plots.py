@@ -1,4 +1,4 @@
-"""Draws a run's metrics: how the loss fell, and how evenly the experts were used."""
+"""Plots of a run's metrics: the loss, and the balance of the experts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moe_rt.train import metrics
 
 matplotlib.use("Agg")
 
-WINDOW = 0.05  # the part of a run that curves are smoothed over and the final load is averaged over
-MAX_LABELLED = 16  # experts that a heat map has room to label
+WINDOW = 0.05  # fraction of a run over which curves are smoothed and the final load is averaged
+MAX_LABELLED = 16  # maximum experts that a heat map labels
 
 
 def draw(out: Path, title: str, *, step_bytes: int) -> None:
-    """Makes loss.png and expert_load.png in `out` from its metrics.jsonl; a step trains on `step_bytes` bytes."""
+    """Draw loss.png and expert_load.png in `out` from its metrics.jsonl; a step trains on `step_bytes` bytes."""
     rows = metrics.read(out / "metrics.jsonl")
     training = [row for row in rows if "loss" in row]
     validation = [row for row in rows if "val_bpb" in row]

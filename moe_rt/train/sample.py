@@ -1,4 +1,4 @@
-"""Text from the model. Every rank generates along, for the experts are spread over all of them."""
+"""Sample text from the model. Every rank takes part, since the experts are spread over all ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def generate(
     temperature: float,
     seed: int,
 ) -> str:
-    """`prompt` and `num_bytes` more; temperature 0 takes the likeliest byte.
+    """Return `prompt` and `num_bytes` more; temperature 0 takes the likeliest byte.
 
-    Collective: the same arguments on every rank. What a terminal could stumble over is replaced.
+    Collective: the arguments must be identical on all ranks. Characters that a terminal cannot print are replaced.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())])

@@ -1,4 +1,5 @@
-"""From times to figures, by hand: percentiles, bandwidths, ratios, slopes, digits, and which run gets which."""
+"""Benchmark figures from times, computed by hand: percentiles, bandwidths, ratios, slopes, digits, and each run's
+record."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def raw(contestant: str, isolated: list[float], free_running: list[float], phase
     return {"contestant": contestant, "phase": phase, **times, "errors": []}
 
 
-# Medians of isolated iterations 4, 10 and 2 us, of free-running ones 5, 8 and 1 us; no ratio is another's.
+# Medians are 4, 10 and 2 us of isolated iterations, 5, 8 and 1 us of free-running ones; all ratios differ.
 PAIR: dict[str, Any] = {
     "case": asdict(Case(op="pair")),
     "device": "cpu",
@@ -56,7 +57,7 @@ LAYER: dict[str, Any] = {
 
 
 def test_percentiles() -> None:
-    """Between neighbours in proportion: of 101 times from 0 to 100, the p-th percentile is p, in any order."""
+    """Percentiles interpolate linearly: of 101 times from 0 to 100, the p-th percentile is p, in any order."""
     assert percentiles([float(i * 37 % 101) for i in range(101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0, "n": 101}
     assert percentiles([8.0, 2.0]) == {"p50": 5.0, "p90": pytest.approx(7.4), "p99": pytest.approx(7.94), "n": 2}
     assert percentiles([7.0]) == {"p50": 7.0, "p90": 7.0, "p99": 7.0, "n": 1}
@@ -92,7 +93,7 @@ def test_ratios_are_how_many_times_as_long_as_moe_rt_another_takes() -> None:
 
 
 def sweep_of(isolated: dict[int, float], phase: str = "") -> list[dict[str, Any]]:
-    """One run for each number of tokens; other percentiles and free-running times have no slope."""
+    """Return one run for each number of tokens; other percentiles and free-running times have no slope."""
     other = {"p50": 1.0, "p90": 1.0, "p99": 1.0}
     return [
         {
@@ -107,9 +108,10 @@ def sweep_of(isolated: dict[int, float], phase: str = "") -> list[dict[str, Any]
 
 
 def test_slopes() -> None:
-    """Of what is above the floor of 10 us: 30 us at 64 tokens, 120 us at 128 and 480 us at 256 grow as the square.
+    """A slope is fitted to the times above the floor of 10 us: 30 us at 64 tokens, 120 us at 128 and 480 us at 256 grow
+    as the square.
 
-    The 20 us at 32 tokens are latency, being less than four times the floor, and would spoil it.
+    The 20 us at 32 tokens are latency, being less than four times the floor, and would distort it.
     """
     assert slopes(sweep_of({1: 10, 32: 30, 64: 40, 128: 130, 256: 490})) == {"it": pytest.approx(2)}
     assert slopes(sweep_of({1: 10, 32: 39.9, 64: 40, 128: 70, 256: 130}, "forward")) == {"it forward": pytest.approx(1)}
@@ -133,7 +135,7 @@ def test_the_table_has_each_figure_in_its_column() -> None:
     isolated = ("isolated p50", "p90", "p99")
     assert (*isolated, "free-running p50", "GB/s logical", "GB/s physical", "time / moe_rt") == COLUMNS
     measured = summarise(PAIR)
-    # p90 lies 0.8 of the way from the middle one of three to the last, p99 0.98: 10 + 24 and 10 + 29.4.
+    # p90 is 0.8 of the way from the middle one of three to the last, p99 0.98: 10 + 24 and 10 + 29.4.
     assert [cells(measured, result) for result in measured["results"]] == [
         ["a2a", "10 us", "34 us", "39.4 us", "8 us", "7.50", "2.50", "2.50"],
         ["moe_rt", "4 us", "8 us", "8.9 us", "5 us", "12.00", "4.00", ""],
@@ -182,7 +184,7 @@ def test_the_headline_takes_isolated_medians_of_the_last_phase() -> None:
 
 
 def test_each_run_gets_the_record_of_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases are measured in groups with the same ranks and iterations; one that is asked for twice has two records."""
+    """Cases run in groups with the same ranks and iterations; a case requested twice has two records."""
     jobs: list[Job] = []
 
     def launched(job: Job, mpirun: str | None, recycle: bool, progress: Any) -> list[dict[str, Any]]:
@@ -207,7 +209,7 @@ def test_each_run_gets_the_record_of_its_case(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_contestants_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One's ratio would stand for both, or ratios be to another's time. So is one without a name."""
+    """Contestants of one name are refused, as ratios would be ambiguous; so is one without a name."""
     monkeypatch.setattr("moe_rt.bench.run.launch", lambda *arguments: pytest.fail("something was measured"))
     for names, said in {
         ("moe_rt", "a2a", "a2a"): "got a2a more than once",
@@ -219,7 +221,8 @@ def test_two_contestants_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_small_ops_have_more_iterations() -> None:
-    """Small: less than 2**20 bytes of rows. 512 tokens of 4 experts in rows of 256 bf16 elements are just that many."""
+    """Small ops have less than 2**20 bytes of rows, and run more iterations. 512 tokens of 4 experts in rows of 256
+    bf16 elements have exactly that many."""
     iterations = []
 
     def launched(job: Job, *_: Any) -> list[dict[str, Any]]:
@@ -244,7 +247,7 @@ def test_a_sweep_begins_with_one_token() -> None:
 
 
 def test_a_ratio_that_fell_to_less_than_half_is_gross() -> None:
-    """Of isolated times; more is better, so no rise is."""
+    """A ratio of isolated times that fell to less than half is gross; more is better, so no rise is."""
     before = {"x": {"a2a": 5.0, "memcpy": 1.0}, "y": {"a2a": 3.2}}
     runs = [
         {"case": {"name": name}, "ratios": {"": {"a2a": {"isolated": 2.5, "free_running": 9.0}, "memcpy": both}}}

@@ -1,4 +1,4 @@
-"""Contestants that are wrong in one place fail the check of their op, in a whole measurement of a single rank."""
+"""A contestant with one kind of wrong output fails the check of its op, in a whole measurement of a single rank."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ two_dtypes = pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 
 @pytest.fixture(autouse=True)
 def _no_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most of the time of a short measurement."""
+    """Disable garbage collection, which takes most of the time of a short measurement."""
     monkeypatch.setattr("gc.collect", int)
 
 
 class Alone(Permuted):
-    """The exchange of the only rank: what it sends comes back. Every tensor on its way may be spoiled."""
+    """The exchange of a single rank, which receives what it sends. Any tensor on the way can be spoiled."""
 
     name = "alone"
     place, spoil = "", staticmethod(one_token)
@@ -76,7 +76,7 @@ class _SpoilGradient(torch.autograd.Function):
 
 
 class OfTheCallBefore:
-    """Spoils a tensor by handing out the one of the call before."""
+    """Spoils a tensor by returning that of the previous call."""
 
     def __init__(self) -> None:
         self._last: Tensor | None = None
@@ -93,7 +93,7 @@ class OfTheFirstCall(OfTheCallBefore):
 
 
 def errors_of(op: Any, dtype: str, place: str, spoil: Any, iters: int = 3) -> list[str]:
-    """What the checks say of each phase, as in a run of the benchmark."""
+    """Return the errors of each phase's check, as in a run of the benchmark."""
     case = case_of(1, dtype, op=op)
     stands_in: Any = SimpleNamespace(all_gather=lambda text, timeout_s: [text], wait=int)
     group: Any = None
@@ -118,7 +118,8 @@ def test_an_honest_contestant_passes(op: str, dtype: str) -> None:
     ("op", "place"), [("dispatch", "rows"), ("pair", "rows"), ("pair", "out"), ("combine", "out"), ("layer", "out")]
 )
 def test_a_contestant_that_cheats_is_caught(op: str, place: str, spoil: Any, dtype: str) -> None:
-    """By the check of its op, in each phase. Eight iterations end in a turn of two, as many as there are inputs."""
+    """The op's check catches the cheat in each phase. Eight iterations end in a turn of two, as many as there are
+    inputs."""
     found = errors_of(op, dtype, place, spoil() if isinstance(spoil, type) else spoil, iters=8)
     assert all(found), found
 
@@ -126,7 +127,7 @@ def test_a_contestant_that_cheats_is_caught(op: str, place: str, spoil: Any, dty
 @two_dtypes
 @pytest.mark.parametrize("op", ["dispatch", "pair"])
 def test_one_wrong_bit_of_a_row_is_caught(op: str, dtype: str) -> None:
-    """Though what combine makes of it is within its rounding."""
+    """One wrong bit of a row is caught, although combine's result is within its rounding."""
     assert all(errors_of(op, dtype, "rows", one_bit))
 
 
@@ -134,7 +135,7 @@ def test_one_wrong_bit_of_a_row_is_caught(op: str, dtype: str) -> None:
 @pytest.mark.parametrize("spoil", [nan, one_token, one_zero, OfTheCallBefore], ids=lambda s: s.__name__)
 @pytest.mark.parametrize("place", ["grad_x", "grad_weights", "router.grad"])
 def test_a_layer_whose_gradients_are_wrong_is_caught(place: str, spoil: Any, dtype: str) -> None:
-    """In what experts say of one token or of its weights, or in what is told to the router; by the backward only."""
+    """Wrong gradients of one token, of expert weights or of the router are caught, by the backward's check only."""
     forward, backward = errors_of("layer", dtype, place, spoil() if isinstance(spoil, type) else spoil)
     assert forward == ""
     assert "grad" in backward

@@ -1,4 +1,4 @@
-"""What the checks of outputs let pass and what they catch: NaN, one wrong token, another iteration's output."""
+"""The checks accept right outputs and reject NaN, one wrong token, or another iteration's output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moe_rt.bench.expect import Expectation
 from moe_rt.bench.inputs import make_inputs
 from moe_rt.testing.rounds import WrongOutput
 
-NUMBER = 3  # of the input whose outputs are checked: the second of two
+NUMBER = 3  # index of the input whose outputs are checked: the second of two
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_rank = pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 1), (3, 0), (3, 2)])
 
 
 def delivered(case: Case, rank: int, i: int) -> tuple[Tensor, Tensor]:
-    """What dispatch must bring, by a loop over the tokens of all ranks; in an order that nobody asks for."""
+    """Return dispatch's right output, from a loop over the tokens of all ranks; checks accept any order."""
     first = sum(case.local_experts[:rank])
     rows, experts = [], []
     for source in range(case.ranks):
@@ -33,7 +33,8 @@ def delivered(case: Case, rank: int, i: int) -> tuple[Tensor, Tensor]:
 
 
 def combined(case: Case, rank: int, i: int, scaled: bool) -> Tensor:
-    """What combine must return, by a loop over tokens and their experts; a scaled row is multiplied by 1, 2, 4 or 8."""
+    """Return combine's right output, from a loop over tokens and their experts; a scaled row is multiplied by 1, 2, 4
+    or 8."""
     tokens = make_inputs(case, 0, rank, i % ROTATIONS)
     out = torch.zeros(case.tokens, case.hidden, dtype=torch.float64)
     for t in range(case.tokens):
@@ -72,7 +73,7 @@ def test_rows_that_dispatch_brought(ranks: int, rank: int, dtype: str) -> None:
 
 
 def test_a_row_of_another_type_is_told() -> None:
-    """Even if no value differs, nor the order, as there is one row."""
+    """A row of another dtype is rejected, even if all values are equal and a single row leaves no order."""
     case = case_of(1, "bf16", tokens=1, topk=1, experts=1)
     rows, experts = delivered(case, 0, NUMBER)
     Expectation(case, 0, 0, ROTATIONS).rows(NUMBER, rows, experts)
@@ -101,7 +102,7 @@ def test_tokens_that_combine_returned(ranks: int, rank: int, dtype: str, scaled:
 
 @every_dtype
 def test_rows_are_scaled_by_their_expert(dtype: str) -> None:
-    """By 1, 2, 4 or 8, of which neighbours have different ones; rank 1 of two has experts 4 to 6."""
+    """Rows are multiplied by 1, 2, 4 or 8, differently for neighbouring experts; rank 1 of two has experts 4 to 6."""
     case = case_of(2, dtype)
     rows = torch.ones(3, 12, dtype=case.torch_dtype)
     scaled = Expectation(case, 0, 1, ROTATIONS).scale(rows, torch.tensor([2, 0, 1]))
@@ -117,7 +118,7 @@ def test_outputs_of_a_layer(name: str, dtype: str) -> None:
     right, before = (dense(case, make_inputs(case, 0, 1, i).x, make_grad_out(case, 1)) for i in (1, 0))
     expect.layer(NUMBER, {key: value.to(case.torch_dtype) for key, value in right.items()})
     wrong = [nan(right[name]), short(right[name]), before[name], torch.zeros_like(right[name]), None]
-    if name != "router.grad":  # one norm for all experts, which a single token does not move far
+    if name != "router.grad":  # one norm for all experts, which a single token does not change much
         wrong += [one_token(right[name]), one_zero(right[name]), one_tenth_more(right[name])]
     for value in wrong:
         with pytest.raises(WrongOutput, match=f"rank 1: {name} is"):
@@ -125,7 +126,7 @@ def test_outputs_of_a_layer(name: str, dtype: str) -> None:
 
 
 def test_a_token_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16 it may be off by a twentieth of its own norm, or of a thousandth of the largest where that is more."""
+    """A bf16 token may deviate by a twentieth of its own norm, or of a thousandth of the largest if that is more."""
     want = torch.tensor([[100.0, 0.0], [1.0, 0.0], [0.001, 0.0]])
     monkeypatch.setattr("moe_rt.bench.expect.dense", lambda *arguments: {"out": want})
     expect = Expectation(case_of(1, "bf16", op="layer"), 0, 0, ROTATIONS)
@@ -137,7 +138,7 @@ def test_a_token_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_router_s_gradient_is_measured_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of some experts nearly cancel."""
+    """The router's gradient is compared as a whole, since gradients of some experts nearly cancel."""
     monkeypatch.setattr("moe_rt.bench.expect.dense", lambda *arguments: {"router.grad": torch.tensor([[100.0], [0.2]])})
     expect = Expectation(case_of(1, "bf16", op="layer"), 0, 0, ROTATIONS)
     expect.layer(NUMBER, {"router.grad": torch.tensor([[100.0], [4.0]])})

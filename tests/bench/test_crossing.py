@@ -1,4 +1,4 @@
-"""What crosses the network between nodes, counted by hand for two small routings, and the least time of a link."""
+"""Traffic between nodes, counted by hand for two small routings, and the least time of a link."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.nodes.cluster import Traffic
 
 SIZES: dict[str, Any] = dict(heap="ucx", tokens=2, topk=3, hidden=5)  # rows of ten bytes in bf16
-# Two experts on each of four ranks, 4 to 7 on node 1. Far experts, ranks and nodes of each token:
+# Two experts on each of four ranks, 4 to 7 on node 1. Remote experts, ranks and nodes of each token:
 #   rank 0: {4, 5} 2 1 1, {4, 6, 7} 3 2 1    rank 1: none, {5, 6} 2 2 1    node 0 to 1: 7 5 3
 #   rank 2: {0, 2, 3} 3 2 1, none            rank 3: none, {2} 1 1 1       node 1 to 0: 4 3 2
 TWO_NODES = Case(ranks=4, nodes=2, experts=8, rate="1mbit", **SIZES)
 OF_TWO = [torch.tensor(t) for t in ([[0, 4, 5], [4, 6, 7]], [[0, 1, 2], [3, 5, 6]], [[0, 2, 3], [4, 5, 6]])]
 OF_TWO.append(torch.tensor([[5, 6, 4], [6, 7, 2]]))
-# Experts 0 to 2, 3 and 4, 5 and 6 on a node of one rank each: nodes and ranks are the same.
+# Experts 0 to 2, 3 and 4, 5 and 6, each group on a node of one rank: nodes and ranks coincide.
 THREE_NODES = Case(ranks=3, nodes=3, experts=7, **SIZES)
 OF_THREE = [torch.tensor(t) for t in ([[0, 1, 2], [2, 3, 5]], [[3, 4, 0], [5, 6, 3]], [[0, 1, 6], [1, 2, 0]])]
 
@@ -49,8 +49,8 @@ def test_on_one_host_nothing_crosses() -> None:
 
 
 def test_lists() -> None:
-    """Counts of four far experts for each of two ranks; 4 * 8 + 8 * 5 bytes for each far source and reader, or node;
-    entries of 16 bytes a row, and of 16 and a weight for each (token, expert)."""
+    """Lists consist of counts of four remote experts for each of two ranks, 4 * 8 + 8 * 5 bytes for each remote source
+    and reader, or node, 16 bytes a row, and 16 and a weight for each (token, expert)."""
     rows = count_rows(TWO_NODES, OF_TWO)
     assert list_bytes(TWO_NODES, rows, "expert").tolist() == [[0, 2 * 4 * 8], [2 * 4 * 8, 0]]
     entries = [16 * 5 + 20 * 7, 16 * 3 + 20 * 4]
@@ -78,7 +78,7 @@ def test_lists() -> None:
     ],
 )
 def test_bytes_of_an_op(op: Any, times: int, node_0: Traffic) -> None:
-    """Once for each rank; what node 0 sends is what node 1 gets."""
+    """Bytes count once for each rank; node 1 receives what node 0 sends."""
     case = TWO_NODES.changed(op=op)
     both = bytes_through(case, count_rows(case, OF_TWO), "rank", times)
     assert both == [node_0, Traffic(sent=node_0.received, received=node_0.sent)]
@@ -91,7 +91,8 @@ def test_bytes_of_a_pair_once_for_each_node() -> None:
 
 @pytest.mark.parametrize(("op", "trips"), [("dispatch", 1), ("combine", 1), ("pair", 2), ("layer", 2)])
 def test_the_least_time(op: Any, trips: int) -> None:
-    """Of the node that sends or receives most: three rows, 240 bits at a bit a microsecond, each way."""
+    """The least time is that of the node that sends or receives most: three rows, 240 bits at a bit a microsecond, each
+    way."""
     case = TWO_NODES.changed(op=op)
     rows = count_rows(case, OF_TWO)
     assert least_us(case, rows) == trips * 240
@@ -100,7 +101,7 @@ def test_the_least_time(op: Any, trips: int) -> None:
 
 
 def test_the_least_time_is_of_whoever_receives_most() -> None:
-    """Node 0, three rows, while no node sends more than two."""
+    """Node 0 receives three rows, while no node sends more than two."""
     case = THREE_NODES.changed(op="dispatch", rate="1mbit")
     assert least_us(case, count_rows(case, OF_THREE)) == 240
 
@@ -127,7 +128,7 @@ def test_odd_places_are_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_options_that_say_where() -> None:
-    """Two ranks on a node, unless their number is given; each number of nodes with each rate."""
+    """The default is two ranks on a node; each number of nodes is combined with each rate."""
     assert _places(None, None, {}) == [{}]
     assert _places((2,), None, {"ranks": 8}) == [{"heap": "ucx", "nodes": 2, "rate": ""}]
     assert [(p["nodes"], p["ranks"], p["rate"]) for p in _places((2, 4), "1gbit,unlimited", {})] == [

@@ -1,4 +1,4 @@
-"""Engines that do not start do not hold up whoever started them."""
+"""A failed start of engines ends the wait of the program that started them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_rt.testing.serving import engines
 
 
 class Ranks:
-    """Stands in for processes: rank 1 fails, and rank 0 waits for it in silence."""
+    """Stand-in for processes: rank 1 fails, and rank 0 waits for it in silence."""
 
     def __init__(self) -> None:
         self.limits: list[float] = []

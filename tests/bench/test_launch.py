@@ -1,4 +1,4 @@
-"""Whoever listens to ranks has their records, and hears of each rank that ended in another way than well."""
+"""The launcher returns the ranks' records, and raises for each rank that did not exit successfully."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_records_come_between_other_lines(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_ucx_is_asked_for_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where moe_rt takes part."""
+    """UCX is required before ranks start, if moe_rt takes part."""
     monkeypatch.setattr(launch, "running", lambda programs: pytest.fail("ranks were started"))
     monkeypatch.setattr(ucx, "_LIBRARY", "libnowhere.so.0")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""What counts as an iteration, on a clock that the steps wind: from the first rank's start to the last rank's end."""
+"""An iteration lasts from the first rank's start to the last rank's end, on a clock that the steps advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOW = 0  # nanoseconds
 
 @pytest.fixture(autouse=True)
 def _the_clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gc.collect", int)  # most of the time of a short measurement
+    monkeypatch.setattr("gc.collect", int)  # it takes most of the time of a short measurement
     monkeypatch.setattr("moe_rt.bench.measure.perf_counter_ns", lambda: NOW)
 
 
@@ -30,7 +30,7 @@ def pass_time(ns: int) -> None:
 
 
 def world_of(*others: Callable[[Any], Any], meet: Callable[[], object] = int, cool: Any = int) -> World:
-    """Rank 0; each of the others noted what it makes of rank 0's clocks."""
+    """Return rank 0's world; each function computes another rank's clocks from rank 0's."""
     board: Any = SimpleNamespace(
         all_gather=lambda text, timeout_s: [text, *(json.dumps(other(json.loads(text))) for other in others)]
     )
@@ -41,7 +41,7 @@ def world_of(*others: Callable[[Any], Any], meet: Callable[[], object] = int, co
 
 
 def moved(start: int, end: int, error: str = "") -> Callable[[Any], Any]:
-    """A rank that starts and ends so much later than rank 0, or earlier."""
+    """A rank that starts and ends later than rank 0 by these times, or earlier."""
 
     def clocks(of_rank_0: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [
@@ -60,7 +60,7 @@ def nothing(part: float) -> None:
 
 
 class Steady:
-    """Each call lasts as its place says; the output is the number of the input."""
+    """A call lasts as long as its index says; the output is the index of the input."""
 
     def __init__(self, lasts: Callable[[int], int]) -> None:
         self.inputs: list[int] = []
@@ -77,15 +77,15 @@ class Steady:
 
 
 def test_an_iteration_lasts_over_all_ranks_and_a_chain_over_its_length() -> None:
-    """Seven iterations in rounds of 1, 1, 2, 1, 2, after two to warm up, of which nothing may be seen in the times.
+    """Seven iterations in rounds of 1, 1, 2, 1, 2 follow two to warm up, which do not affect the times.
 
-    Call c takes (c + 1) us, and waiting for the processor 0.3 us. The first of a turn is not timed either, so calls
+    Call c takes (c + 1) us, and waiting for the processor 0.3 us. The first call of a turn is also untimed, so calls
     are: 0 and 1 to warm up; 2 untimed, 3 isolated, 4 a chain; 5, 6, 7; 8, isolated 9 and 10, chain 11 and 12; 13, 14,
     15; 16, isolated 17 and 18, chain 19 and 20.
     """
     steady = Steady(lambda call: 1000 * (call + 1))
-    # Rank 1 starts 0.2 us before rank 0 and ends before it; rank 2 starts after rank 0 and ends 0.4 us after it. So
-    # each span is 0.6 us longer than rank 0's; no rank alone took that long.
+    # Rank 1 starts 0.2 us before rank 0 and ends before it; rank 2 starts after rank 0 and ends 0.4 us after it. Each
+    # span is therefore 0.6 us longer than rank 0's; no single rank took that long.
     world = world_of(moved(-200, -50), moved(100, 400))
     (times,) = measure(world, [steady.step()], 7, 2, cold=False, progress=nothing)
     own = [4, 7, 10, 11, 15, 18, 19]
@@ -99,7 +99,7 @@ def test_an_iteration_lasts_over_all_ranks_and_a_chain_over_its_length() -> None
 
 @pytest.mark.parametrize("iters", [*range(1, 26), 200])
 def test_no_output_is_right_both_times_that_it_is_checked(iters: int) -> None:
-    """Whatever the number of inputs that take turns: what returns its first result ever after is always caught."""
+    """A contestant that always returns its first result is caught for any number of alternating inputs."""
     steady = Steady(lambda call: 1)
     measure(world_of(), [steady.step()], iters, 3, cold=False, progress=nothing)
     (isolated, chained) = steady.checked
@@ -111,7 +111,7 @@ def test_no_output_is_right_both_times_that_it_is_checked(iters: int) -> None:
 
 @pytest.mark.parametrize("late", [0, 1, 5])
 def test_the_output_of_an_iteration_before_is_wrong(late: int) -> None:
-    """Of however long ago, as far as it had another input; the output of the last call is right."""
+    """An output of any earlier iteration with another input is wrong; the output of the last call is right."""
     outputs: list[int] = []
 
     def run(i: int) -> int:
@@ -133,7 +133,7 @@ def test_what_any_rank_says_of_any_step_is_kept() -> None:
 
 
 def test_an_isolated_output_that_is_wrong_is_not_forgotten() -> None:
-    """Though the last chain's is right."""
+    """A wrong isolated output is reported, even if the last chain's is right."""
     seen: list[int] = []
 
     def check(i: int, output: int) -> None:
@@ -171,7 +171,7 @@ def test_the_barrier_and_the_cooling_are_not_timed() -> None:
 
 
 def test_the_barrier_waits_for_every_rank_every_time() -> None:
-    """Each pause, one more word of one more peer is written; only then may rank 1 of four go on."""
+    """At each pause one more word of one more peer is written; only then may rank 1 of four continue."""
     shared = mmap.mmap(-1, barrier_bytes(4))
     words = memoryview(shared).cast("q")
     arrivals: list[int] = []

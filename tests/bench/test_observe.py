@@ -1,4 +1,4 @@
-"""What moe_rt says about itself, on a clock that its ops wind: phases, waits for each peer, Python's part, shares."""
+"""moe_rt's own measurements, on a clock that its ops advance: phases, waits for each peer, Python's part, shares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_rt.bench.observe import observe_layer, observe_pair
 from moe_rt.bench.step import Step
 from moe_rt.bench.world import World
 
-# Nanoseconds before announcing, waiting and after, of each op; and when each of three peers was seen, itself included.
+# Nanoseconds before announcing, waiting and after, of each op; and the time each of three peers was seen, also itself.
 SPANS = {
     "dispatch": (1_000, 2_000, 4_000),
     "combine": (8_000, 16_000, 32_000),
@@ -29,7 +29,7 @@ AROUND = {"dispatch": 300, "combine": 500, "dispatch_backward": 70, "combine_bac
 
 
 class Machine:
-    """A clock, and a buffer whose ops take SPANS of it, and AROUND."""
+    """A clock, and a buffer whose ops advance it by SPANS and AROUND."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -76,7 +76,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def world_of(*others: Callable[[Any], Any]) -> World:
-    """Rank 0, whose notes the others' are made of."""
+    """Return rank 0's world; each function computes another rank's notes from rank 0's."""
     board: Any = SimpleNamespace(
         all_gather=lambda text, timeout_s: [text, *(json.dumps(other(json.loads(text))) for other in others)]
     )
@@ -86,7 +86,7 @@ def world_of(*others: Callable[[Any], Any]) -> World:
 
 
 def times(factor: int) -> Callable[[Any], Any]:
-    """A rank for which everything takes `factor` times as long."""
+    """A rank on which everything takes `factor` times as long."""
 
     def multiplied(value: Any) -> Any:
         if isinstance(value, dict):
@@ -104,13 +104,13 @@ def test_a_pair(machine: Machine) -> None:
     assert seen["breakdown"] == pytest.approx(
         {"publish": 2, "wait for rows": 4, "gather": 8, "push": 16, "wait for partials": 32, "reduce": 64}
     )
-    # What a peer adds to the time of the peers before it: 500, 0 and 1500 ns; 0, 9000 and 7000 ns.
+    # Time that each peer adds to the time of the peers before it: 500, 0 and 1500 ns; 0, 9000 and 7000 ns.
     assert seen["waits"] == {
         "dispatch": [pytest.approx([0.5, 0, 1.5]), pytest.approx([1.5, 0, 4.5])],
         "combine": [pytest.approx([0, 9, 7]), pytest.approx([0, 27, 21])],
     }
     assert seen["line_latency_ns"] == [[0, 40, 20], [0, 120, 60]]
-    # Two backwards in one walk: half of what it takes beyond the engine, (70 + 30) / 2, for each.
+    # One walk runs two backwards: each gets half of the time outside the engine, (70 + 30) / 2.
     assert seen["overhead"] == pytest.approx(
         {
             "dispatch no_grad": 0.6,
@@ -123,7 +123,8 @@ def test_a_pair(machine: Machine) -> None:
 
 
 def test_a_pair_is_told_by_its_median(machine: Machine) -> None:
-    """One iteration that took ten times as long changes no phase; a wait is a mean, which it does change."""
+    """Phases are medians, which one iteration of ten times the length does not change; a wait is a mean, which it
+    does."""
     inputs = Inputs(torch.ones(2, 3), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
     calls = 0
     timings = machine.timings
@@ -132,7 +133,7 @@ def test_a_pair_is_told_by_its_median(machine: Machine) -> None:
         nonlocal calls
         calls += 1
         found = timings()
-        return times(10)(found) if calls <= 2 else found  # the first op asks twice: for spans, for arrivals
+        return times(10)(found) if calls <= 2 else found  # the first op queries twice: spans and arrivals
 
     buffer: Any = SimpleNamespace(dispatch=machine.dispatch, combine=machine.combine, timings=slow_once)
     seen = observe_pair(world_of(), buffer, [inputs], cold=False)
@@ -142,7 +143,7 @@ def test_a_pair_is_told_by_its_median(machine: Machine) -> None:
 
 
 class Named:
-    """An op as torch's dispatcher hands it to a mode; one that is none of the four takes 1 us."""
+    """An op as torch's dispatcher passes it to a mode; an op that is not one of the four takes 1 us."""
 
     def __init__(self, machine: Machine, name: str, namespace: str = "moe_rt") -> None:
         self.namespace, self._opname, self._machine = namespace, name, machine
@@ -155,7 +156,7 @@ class Named:
 
 
 def test_the_share_of_a_layer(machine: Machine) -> None:
-    """Of 100 us, dispatch takes 7.3 and waits 2, combine takes 56.5 and waits 16; their backwards take 0.77 and 0.1 and
+    """Dispatch takes 7.3 of 100 us and waits 2, combine takes 56.5 and waits 16; their backwards take 0.77 and 0.1 and
     wait 0.2 and 0.02. Nothing else counts.
 
     Rank 1 has half the share, so the mean is three quarters of rank 0's.

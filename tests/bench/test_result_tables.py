@@ -1,9 +1,10 @@
-"""The documents' tables from files that are written here, and the kept files next to today's arithmetic."""
+"""The documents' tables from files that are written here, and the kept files against today's arithmetic."""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -21,8 +22,8 @@ from transformers_layer import report
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "bench/results").glob("*/*.json"))
-# Medians in us. In the shown file mpi is the fastest of the others, 2,500 / 1,000; in the other a2a is, 6,400 / 2,000.
-# memcpy, which is no contestant, is faster than any.
+# Medians in us. In the shown file mpi is the fastest other contestant, 2,500 / 1,000; in the other it is a2a,
+# 6,400 / 2,000. memcpy, which is not a contestant, is the fastest.
 SHOWN = {"moe_rt": 1000.0, "a2a": 4000.0, "transformers": 5000.0, "mpi": 2500.0, "memcpy": 999.6}
 OTHER = {"moe_rt": 2000.0, "a2a": 6400.0, "transformers": 9000.0, "mpi": 8000.0, "memcpy": 100.0}
 CASE = {"name": "pair-2x512x2048", "ranks": 2, "tokens": 512, "hidden": 2048, "topk": 4}
@@ -46,7 +47,7 @@ def layer(isolated: float, free_running: float, in_ops: float) -> dict[str, Any]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two machines; what has larger ratios than the rest must not be seen in the short table."""
+    """Write results of two machines; larger ratios of excluded runs must not appear in the short table."""
     faster = {**SHOWN, "moe_rt": 10.0}
     second = {**CASE, "name": "decode-2x1x7168", "tokens": 1, "hidden": 7168, "topk": 8}
     for path, runs in {
@@ -74,7 +75,7 @@ def test_the_ratio_is_that_of_the_fastest_other() -> None:
 
 
 def test_the_short_table(root: Path) -> None:
-    """Of the shown file, with the range over all files of the exchange, sweeps left out."""
+    """The short table shows the shown file's exchange runs without sweeps, with the range over all files."""
     assert results.short_table(root).splitlines()[2:] == [
         "| 2 ranks, 512 tokens each, rows of 2048, top-4 | 1.00 | 2.50 (MPI) | **2.5** | 2.5 to 3.2 | 4.00 | 1.00 |",
         "| 2 ranks, 1 token each, rows of 7168, top-8 | 2.00 | 6.40 (all_to_all_single) | **3.2** | 3.2 to 3.2 "
@@ -82,31 +83,55 @@ def test_the_short_table(root: Path) -> None:
     ]
 
 
-def test_the_long_table(root: Path) -> None:
-    assert results.long_table(root).splitlines()[2:] == [
-        "| another | as installed | `pair-2x512x2048` | 2.00 | 6.40 | 9.00 | 8.00 | 0.100 | 3.2 |",
-        "| another | as installed | `dispatch-2x2048x7168` | 0.0100 | 4.00 | 5.00 | 2.50 | 1.00 | 250.0 |",
-        "| epyc-zen5-4core-2026-11-22 | kept | `pair-2x512x2048` | 1.00 | 4.00 | 5.00 | 2.50 | 1.00 | 2.5 |",
-        "| epyc-zen5-4core-2026-11-22 | kept | `dispatch-2x2048x7168` | 0.0100 | 4.00 | 5.00 | 2.50 | 1.00 | 250.0 |",
-        "| epyc-zen5-4core-2026-11-22 | kept | `decode-2x1x7168` | 2.00 | 6.40 | 9.00 | 8.00 | 0.100 | 3.2 |",
+def test_the_table_of_ratios(root: Path) -> None:
+    """A row for each file and a column for each case; a case that was not measured leaves its cell empty."""
+    assert results.ratio_table(root).splitlines() == [
+        "| Machine and date | malloc | `pair-2x512x2048` | `dispatch-2x2048x7168` | `decode-2x1x7168` |",
+        "|---|---|---|---|---|",
+        "| another | as installed | 3.2 | 250.0 |  |",
+        "| epyc-zen5-4core-2026-11-22 | kept | 2.5 | 250.0 | 3.2 |",
     ]
 
 
+def test_all_times(root: Path) -> None:
+    assert results.all_times(root).splitlines() == [
+        "directory,malloc,case,moe_rt,all_to_all_single,AllToAllEP,MPI,memcpy,fastest other / moe_rt",
+        "another,system,pair-2x512x2048,2.00,6.40,9.00,8.00,0.100,3.2",
+        "another,system,dispatch-2x2048x7168,0.0100,4.00,5.00,2.50,1.00,250.0",
+        "epyc-zen5-4core-2026-11-22,recycle,pair-2x512x2048,1.00,4.00,5.00,2.50,1.00,2.5",
+        "epyc-zen5-4core-2026-11-22,recycle,dispatch-2x2048x7168,0.0100,4.00,5.00,2.50,1.00,250.0",
+        "epyc-zen5-4core-2026-11-22,recycle,decode-2x1x7168,2.00,6.40,9.00,8.00,0.100,3.2",
+    ]
+
+
+def test_the_distance_from_the_memcpy(root: Path) -> None:
+    """Ranges are over batches, least first, and one token is apart from them."""
+    two = {**CASE, "name": "pair-4x512x2048", "ranks": 4}
+    file = root / "bench/results" / results.SHOWN
+    document = json.loads(file.read_text())
+    document["runs"].append(measured(two, {**SHOWN, "moe_rt": 1500.0, "a2a": 3000.0, "mpi": 2500.0}))
+    file.write_text(json.dumps(document))
+    said = results.memcpy_sentences(root).replace("\n", " ")
+    assert "take 1.00 to 1.50 times as long as the memcpy with moe_rt, 2.50 to 2.50 times with MPI and 3.00" in said
+    assert "3.00 to 4.00 times with torch's all_to_all_single" in said
+    assert "fixed costs dominate: 20.0, 80.0 and 64.0 times its memcpy" in said
+
+
 def test_the_sentence_on_layers(root: Path) -> None:
-    """The least and the most of both kinds of times and all phases."""
+    """The sentence gives the minimum and maximum over both kinds of times and all phases."""
     said = results.layer_sentence(root).replace("\n", " ")
     assert "takes 0.90 to 1.30 times as long as with moe_rt, which spends 3.0 to 4.1 % of it in its ops" in said
 
 
-def test_the_times_in_the_plot(root: Path) -> None:
-    assert results.times_in(results.plot(root)) == [
-        *("1.00 ms", "4.00 ms", "5.00 ms", "2.50 ms", "1.00 ms"),
-        *("2.00 ms", "6.40 ms", "9.00 ms", "8.00 ms", "0.100 ms"),
-    ]
+def test_the_bars_of_the_plot(root: Path) -> None:
+    """Batches only, one bar for each plotted contestant, as long as its ratio to the memcpy."""
+    svg = results.plot(root)
+    assert results.bars_in(svg) == ["moe_rt  1.00\u00d7", "MPI  2.50\u00d7", "all_to_all_single  4.00\u00d7"]
+    assert "1 token" not in svg
 
 
 def test_the_report_of_transformers_layers() -> None:
-    """Ratios round by round, here 1 to 8: their median is 4.5, and 4 of the 8 rounds lie from 3 to 6."""
+    """Ratios are taken per round, here 1 to 8: their median is 4.5, and 4 of the 8 rounds are from 3 to 6."""
     others = [12.0, 1.0, 4.0, 3.0, 8.0, 10.0, 14.0, 2.0]
     assert report(64, {"all_to_all": others, "moe_rt": [2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 1.0]}) == (
         "T = 64: all_to_all 6.00 ms, moe_rt 1.00 ms; ratio 4.50 (3.00 to 6.00 in half of the rounds)"
@@ -115,7 +140,7 @@ def test_the_report_of_transformers_layers() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_kept_files_hold_what_their_times_say(path: Path) -> None:
-    """Bytes, bandwidths and ratios follow from the case and the medians, to the four digits that files have."""
+    """Bytes, bandwidths and ratios of kept files follow from the case and the medians, to the files' four digits."""
     for run in json.loads(path.read_text())["runs"]:
         case = Case(**run["case"])
         own = {result["phase"]: result for result in run["results"] if result["contestant"] == "moe_rt"}
@@ -132,14 +157,14 @@ def test_kept_files_hold_what_their_times_say(path: Path) -> None:
 
 
 def test_kept_bytes_are_those_of_the_routing() -> None:
-    """Of the cases with few tokens and experts, whose routing can be drawn again in no time."""
+    """Kept bytes equal the routing's for the cases with few tokens and experts, whose routing is quick to draw."""
     for run in json.loads((ROOT / "bench/results" / results.SHOWN).read_text())["runs"]:
         case = Case(**run["case"])
         assert run["bytes"] == bytes_moved(case, Expectation(case, 0, 0, 2).traffic())
 
 
 def test_kept_ratios_of_acceptance_are_those_of_the_files() -> None:
-    """Where a machine's day and setting have a kept file, it is one of the runs, to the digits that the list has."""
+    """Each listed ratio is in the kept file of its machine, day and setting, if one exists, to the list's digits."""
     runs = defaultdict(list)
     with (ROOT / "bench/results/acceptance.csv").open() as file:
         for row in csv.DictReader(file):
@@ -154,6 +179,18 @@ def test_kept_ratios_of_acceptance_are_those_of_the_files() -> None:
     assert len(runs) == 0, "each of the list has its file"
 
 
+def test_every_logged_figure_has_its_lesson() -> None:
+    """Topics of log.csv are headings of the log; each row has a value and its device, and no row is there twice."""
+    headings = re.findall(r"^### (.*)$", (ROOT / "docs/log.md").read_text(), re.MULTILINE)
+    with (ROOT / "bench/results/log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({tuple(row.values()) for row in rows}) == len(rows) > 0
+    for row in rows:
+        assert row["topic"] in headings
+        assert all(row[name] for name in ("date", "device", "what", "value", "unit")), row
+        assert None not in row, row
+
+
 def rounds_to(ratio: float, text: str) -> bool:
-    """To as many decimals as are there; an empty cell was not measured or not kept."""
+    """True if the ratio rounds to the text's decimals; an empty cell was not measured or not kept."""
     return text in ("", f"{ratio:.{len(text.partition('.')[2])}f}")

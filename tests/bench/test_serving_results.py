@@ -1,4 +1,4 @@
-"""What becomes of the times and answers of engines, and what the command says where there is no engine."""
+"""The times and answers of engines as results, and the command's error without an engine."""
 
 from __future__ import annotations
 

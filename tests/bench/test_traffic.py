@@ -1,4 +1,5 @@
-"""What an op has to move, counted by hand for three small routings, and what the memcpy reference copies for them."""
+"""The traffic of an op, counted by hand for three small routings, and the bytes that the memcpy reference copies for
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Counted:
-    """A routing and what it makes each rank do.
+    """A routing and each rank's resulting work.
 
     Attributes:
         routing: of each rank, the experts of each of its tokens.
@@ -94,7 +95,7 @@ THREE_RANKS = Counted(
     visits=11,
     away=6,
 )
-# Nothing leaves the only rank.
+# All tokens stay on the only rank.
 ONE_RANK = Counted(
     ranks=1,
     experts=3,
@@ -127,7 +128,7 @@ def test_expected_traffic_is_that_of_the_routing_of_all_ranks(counted: Counted, 
 @pytest.mark.parametrize(("op", "trips"), [("dispatch", 1), ("combine", 1), ("pair", 2), ("layer", 2)])
 @ALL
 def test_bytes_of_an_op(counted: Counted, op: Any, trips: int, dtype: str) -> None:
-    """Averaged over ranks; a row has five elements."""
+    """Bytes are averaged over ranks; a row has five elements."""
     case = counted.case(op=op, dtype=dtype)
     assert case.row_bytes == 5 * ITEM_BYTES[dtype]
     assert bytes_moved(case, counted.traffic) == {
@@ -138,7 +139,7 @@ def test_bytes_of_an_op(counted: Counted, op: Any, trips: int, dtype: str) -> No
 
 
 def test_bytes_in_numbers() -> None:
-    """A pair of the routing of three ranks in fp32: rows of 20 bytes; 2 * 6, 2 * 11 / 3 and 2 * 6 / 3 of them."""
+    """A pair of three ranks' routing in fp32 has rows of 20 bytes; 2 * 6, 2 * 11 / 3 and 2 * 6 / 3 of them."""
     assert bytes_moved(THREE_RANKS.case(op="pair", dtype="fp32"), THREE_RANKS.traffic) == {
         "logical": 240,
         "physical": 146,
@@ -147,7 +148,8 @@ def test_bytes_in_numbers() -> None:
 
 
 def test_most_that_a_rank_can_get() -> None:
-    """All 3 * 2 tokens, to 3 experts of rank 0, or to 2 where tokens have no more; rows of 10 bytes."""
+    """A rank receives at most all 3 * 2 tokens, for 3 experts of rank 0, or fewer if tokens choose fewer; rows of 10
+    bytes."""
     assert THREE_RANKS.case().local_experts == [3, 2, 2]
     assert THREE_RANKS.case().most_received_bytes == 3 * 2 * 3 * 10
     assert THREE_RANKS.case(topk=2).most_received_bytes == 3 * 2 * 2 * 10
@@ -160,7 +162,7 @@ def test_most_that_a_rank_can_get() -> None:
 def test_the_reference_copies_these_bytes(
     counted: Counted, op: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them, or its check says so."""
+    """The reference copies exactly these bytes; its check reports any that are missing."""
     case = counted.case(op=op, dtype=dtype)
     blocks: list[torch.Tensor] = []
     present = memcpy._present
@@ -174,7 +176,7 @@ def test_the_reference_copies_these_bytes(
         assert [len(block) for block in blocks] == [rows * 5 * ITEM_BYTES[dtype]] * (1 if op == "dispatch" else 2)
         for i in range(3):
             step.check(i, step.run(i))
-        if op == "dispatch":  # all tokens in turn, so that the caches find no row more often than needed
+        if op == "dispatch":  # all tokens in turn, so that caches find no row more often than necessary
             copied = blocks[0].view(case.torch_dtype).view(-1, 5)
             assert torch.equal(copied, inputs[0].x.repeat(5, 1)[: len(copied)])
         blocks[0][-1] ^= 1
@@ -183,7 +185,7 @@ def test_the_reference_copies_these_bytes(
 
 
 def test_the_reference_copies_the_rows_of_this_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the input before are told."""
+    """The reference copies this input's rows; the previous input's rows are reported."""
     world: Any = SimpleNamespace(rank=1, processor=SimpleNamespace(device=CPU))
     expect: Any = SimpleNamespace(traffic=lambda: TWO_RANKS.traffic)
     case = TWO_RANKS.case(op="dispatch")
@@ -194,7 +196,7 @@ def test_the_reference_copies_the_rows_of_this_input(monkeypatch: pytest.MonkeyP
 
 
 def test_the_reference_where_routing_leaves_a_rank_out_and_for_a_layer() -> None:
-    """A rank that receives nothing copies nothing; a layer is no copy."""
+    """A rank that receives nothing copies nothing; a layer has no copy."""
     case = Case(op="dispatch", routing="onehot", tokens=2, topk=2, hidden=4)
     expect = Expectation(case, 0, 1, 2)
     assert expect.traffic()[1] == Traffic(tokens=2, copies=0, visits=2, guests=0, away=2)
@@ -206,14 +208,16 @@ def test_the_reference_where_routing_leaves_a_rank_out_and_for_a_layer() -> None
 
 
 def test_inputs_of_all_ranks_are_twice_the_cache() -> None:
-    """At least two, so that neighbours differ, and at most eight; here an input of both ranks has 2 * 3 * 10 bytes."""
+    """Inputs of all ranks fill the cache twice: at least two, so that neighbours differ, and at most eight. Here an
+    input of both ranks has 2 * 3 * 10 bytes."""
     case = TWO_RANKS.case()
     turns = {0: 2, 30: 2, 60: 2, 61: 3, 90: 3, 91: 4, 210: 7, 240: 8, 241: 8, 1 << 25: 8}
     assert {cache: num_rotations(case, cache) for cache in turns} == turns
 
 
 def test_fewest_bytes_of_launches() -> None:
-    """Of the routing of two ranks: 6 tokens, 8 (token, rank) pairs, 12 rows of 10 bytes, each read and written."""
+    """Launches of the two ranks' routing move at least 6 tokens, 8 (token, rank) pairs, 12 rows of 10 bytes, each read
+    and written."""
     pulled = sum(count_pulled(torch.tensor(rank), num_experts=4, num_ranks=2) for rank in TWO_RANKS.routing)
     assert pulled == 8
     assert fewest_bytes(6, pulled, 12, 10) == {

@@ -1,4 +1,4 @@
-"""A small case, and ways to make an output of it wrong."""
+"""A small case, and functions that make an output of it wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Spoil = Callable[[Tensor], Tensor]
 
 
 def case_of(ranks: int, dtype: str, **changes: Any) -> Case:
-    """Seven experts, of which some ranks have more than others."""
+    """Return a case with seven experts, of which some ranks have more than others."""
     sizes = dict(tokens=9, hidden=12, topk=3, experts=7, intermediate=8)
     return Case(**{**sizes, "ranks": ranks, "dtype": dtype, **changes})
 
@@ -27,7 +27,7 @@ def nan(out: Tensor) -> Tensor:
 
 
 def one_token(out: Tensor) -> Tensor:
-    """The last token has the first one's output."""
+    """Give the last token the first one's output."""
     return torch.cat((out[:-1], out[:1]))
 
 
@@ -40,7 +40,7 @@ def one_tenth_more(out: Tensor) -> Tensor:
 
 
 def one_bit(out: Tensor) -> Tensor:
-    """The last of one element."""
+    """Flip the last bit of one element."""
     out = out.clone()
     out.view(torch.uint8)[-1, 0] ^= 1
     return out

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of what a single call may choose."""
+"""Rank functions for tests of the options of a single call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bounded_rounds(group: Any, spec: BufferSpec, bounds: list[int | None], full:
 
 
 def handles_of_several_bounds(group: Any, spec: BufferSpec) -> None:
-    """Dispatches of different bounds, combined afterwards, with gradients."""
+    """Dispatch with different bounds, and combine afterwards, with gradients."""
     bounds = [12, 3, None, 7]
     with open_buffer(group, spec) as buffer:
         rank, held = buffer.rank, []
@@ -65,14 +65,14 @@ def disagreeing(group: Any, faulty_rank: int) -> str:
         given = mine(make_inputs(spec, [3] * spec.num_ranks, 1), buffer.rank)
         try:
             buffer.dispatch(*given, max_tokens=5 if buffer.rank == faulty_rank else 4)
-            buffer.check()  # where kernels report and the host looks later
+            buffer.check()  # kernels report errors here, after the op
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
         return "no error"
 
 
 def refused_dispatch(group: Any, faulty_rank: int, bound: Any, num_tokens: int) -> str:
-    """Only the faulty rank has this bound and these tokens; the group goes on."""
+    """Only the faulty rank has this bound and these tokens; the group continues."""
     spec = make_spec(size_of(group))
     with open_buffer(group, spec) as buffer:
         faulty = buffer.rank == faulty_rank
@@ -87,7 +87,7 @@ def refused_dispatch(group: Any, faulty_rank: int, bound: Any, num_tokens: int) 
 
 
 def overflowing(group: Any, policy: Any, placement: list[int]) -> str | list[int]:
-    """Every token to expert 0: the error, or how much room there is then for this bound and for all."""
+    """Send every token to expert 0; return the error, or the capacity for this bound and for all tokens."""
     spec = make_spec(3, capacity_factor=0.4, overflow=policy, placement=placement)
     inputs = make_inputs(spec, [4] * 3, 1, "one_expert")
     with open_buffer(group, spec) as buffer:
@@ -103,7 +103,7 @@ def overflowing(group: Any, policy: Any, placement: list[int]) -> str | list[int
 
 
 def ids_as_they_lie(group: Any, idx_dtype: torch.dtype) -> None:
-    """Of either width, also where a view begins at an odd address."""
+    """Ids of either width are accepted, also in a view that begins at an odd address."""
     spec = make_spec(size_of(group))
     inputs = make_inputs(spec, [12, 0, 7], 3)
     expected = expect(spec, inputs, 3)
@@ -124,7 +124,7 @@ def fewer_rows(group: Any, rows_to_spare: int, num_threads: int) -> None:
 
 
 def too_few_rows(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
-    """The faulty rank leaves out its last row: each rank received 12, of 4 tokens each, and 3 experts."""
+    """The faulty rank omits its last row: each rank received 12 rows, of 4 tokens from each of 3 ranks."""
     spec = make_spec(size_of(group))
     with open_buffer(group, spec) as buffer:
         x = torch.randn(4, spec.hidden)
@@ -150,7 +150,8 @@ def too_few_rows(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
 
 
 def outs(group: Any) -> None:
-    """Memory of the caller's at any address; over y, over the weights, and counted as a change of it."""
+    """Combine into the caller's memory at any address, also over y and over the weights; each call counts as a change
+    of it."""
     spec = make_spec(size_of(group), hidden=5)
     inputs = make_inputs(spec, [12, 9], 3)
     received, ys, wanted = expect_forward(spec, inputs)

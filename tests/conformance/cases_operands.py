@@ -1,4 +1,4 @@
-"""Operands that lie where ops write: in a token window, or where a plan lies over which `out` would be written."""
+"""Operands in memory that ops write: in a token window, or at a plan that `out` would overwrite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_rt import Buffer
 from moe_rt.errors import MoeRtError
 
 Move = Callable[[str, Tensor], Tensor]
-HIDDEN, TOKENS, FEW = 64, 48, 5  # a window has room for all that is received, and for a plan
+HIDDEN, TOKENS, FEW = 64, 48, 5  # a window has space for every operand, also for a plan
 
 
 def in_window(buffer: Buffer, t: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def in_window(buffer: Buffer, t: Tensor) -> Tensor:
 
 
 def dispatch(buffer: Buffer, move: Move) -> tuple[Tensor, ...]:
-    """Rows are what windows are for: test_token_window.py has which of them."""
+    """Only ids and weights move: test_token_window.py covers rows in windows."""
     x, idx, weights = given(buffer)
     return buffer._engine.dispatch(x, move("topk_idx", idx), move("topk_weights", weights), 0)
 
@@ -75,7 +75,7 @@ def given(buffer: Buffer) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def operands(group: Any, op: Callable[..., Any], layout: str) -> list[str]:
-    """The names of an op's operands, each of which it takes where it is."""
+    """Return the names of an op's operands; the op accepts each in ordinary memory."""
     with opened(group, layout) as buffer:
         names: list[str] = []
         op(buffer, lambda name, t: names.append(name) or t)
@@ -83,7 +83,7 @@ def operands(group: Any, op: Callable[..., Any], layout: str) -> list[str]:
 
 
 def refused(group: Any, op: Callable[..., Any], layout: str, operand: str) -> str:
-    """Return what a rank raises where rank 0's operand is in a window; on a CPU, all goes on afterwards."""
+    """Return this rank's error if rank 0's operand is in a window; on a CPU the group then continues."""
     with opened(group, layout) as buffer:
         moved = operand if buffer.rank == 0 else ""
         text = "no error"
@@ -103,7 +103,7 @@ def opened(group: Any, layout: str) -> Any:
 
 
 def out_near_a_plan(group: Any, name: str, words_apart: int) -> str:
-    """Return what a rank raises where rank 0 would write its sums so many words after the end of a plan."""
+    """Return this rank's error if rank 0 writes its sums `words_apart` words after the end of a plan."""
     with opened(group, "experts") as buffer:
         recv_x, recv_weights, _, *plans = buffer._engine.dispatch(*given(buffer), 0)
         at = ["handle.recv_plan", "handle.send_plan"].index(name)

@@ -1,4 +1,4 @@
-"""What every rank does where rows are of tokens."""
+"""Rank functions for tests of rows that belong to tokens (layout="tokens")."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_rt.testing.rounds import expect, play
 
 
 def outcome(act: Callable[[], Any]) -> str:
-    """ "<error class>: <message>", or "no error"."""
+    """Return "<error class>: <message>", or "no error"."""
     try:
         act()
     except MoeRtError as error:
@@ -31,7 +31,7 @@ def outcome(act: Callable[[], Any]) -> str:
 
 
 def dispatched(buffer: Buffer) -> tuple[Tensor, Tensor, Handle]:
-    """Rows of every rank go to every rank."""
+    """Dispatch rows from every rank to every rank."""
     inputs = make_inputs(buffer.spec, [9] * buffer.num_ranks, 5, "topk")
     x, idx, weights = (each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
     return buffer.dispatch(x, idx, weights)
@@ -44,7 +44,7 @@ def bounded_round(group: Any, spec: BufferSpec, max_tokens: int) -> None:
 
 
 def _experts_of_tokens(rows: Tensor, ids: Tensor, row_weights: Tensor, w: Tensor) -> Tensor:
-    """What a rank's experts make of each row, weighed and added: w [L, H, H], ids and row_weights [N, K]."""
+    """Return each row's weighted sum over a rank's experts: w [L, H, H], ids and row_weights [N, K]."""
     out = torch.zeros_like(rows)
     for k in range(ids.shape[1]):
         at = ids[:, k] >= 0
@@ -54,7 +54,7 @@ def _experts_of_tokens(rows: Tensor, ids: Tensor, row_weights: Tensor, w: Tensor
 
 
 def both_layouts(group: Any) -> None:
-    """Output and gradients of linear experts over a buffer of each layout."""
+    """Compare output and gradients of linear experts over a buffer of each layout."""
     num_ranks = group.size if isinstance(group.size, int) else group.size()
     spec = make_spec(num_ranks, dtype=torch.float64)
     inputs = make_inputs(spec, [12, 0, 7], 11)
@@ -101,7 +101,7 @@ def wrong_weights(group: Any, layout: str, faulty_rank: int) -> str:
 
 
 def retried(group: Any) -> tuple[int, int]:
-    """This rank's capacity after an overflow, and how many rows it needed."""
+    """Return this rank's capacity after an overflow, and the number of rows it needed."""
     spec = make_spec(3, layout="tokens", capacity_factor=0.1, overflow="retry")
     inputs = make_inputs(spec, [12, 3, 7], 2)
     expected = expect(replace(spec, capacity_factor=None), inputs, 2)
@@ -119,10 +119,10 @@ def overflowing(group: Any) -> str:
 
 
 def overwritten(group: Any, faulty_rank: int, name: str, op: str) -> str:
-    """One number of the faulty rank's plan leads astray."""
+    """One number of the faulty rank's plan is out of bounds."""
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(make_spec(3, layout="tokens"))) as buffer:
         recv_x, recv_weights, handle = dispatched(buffer)
-        if buffer.rank == faulty_rank:  # cuda/protocol/core/plan.h has the places
+        if buffer.rank == faulty_rank:  # the indices are in cuda/protocol/core/plan.h
             rows, ids = 12 + 4 * buffer.num_ranks * buffer.spec.num_max_tokens_per_rank, buffer._engine.ids_at
             where = {"mark": 0, "num_pulled": 5, "num_rows": 11, "row": rows, "k": (rows + ids) // 2}[name]
             handle.recv_plan = handle.recv_plan.clone()
@@ -180,7 +180,7 @@ def asks_for_rows_of_experts() -> None:
 
 
 def backward_of_the_other_layout() -> None:
-    """As torch's dispatcher would call it; the group goes on."""
+    """Call the backward of the other layout, as torch's dispatcher would; the group continues."""
     for layout in ("experts", "tokens"):
         with Buffer(None, **buffer_kwargs(make_spec(1, layout=layout))) as buffer:
             recv_x, recv_weights, handle = dispatched(buffer)
@@ -194,7 +194,8 @@ def backward_of_the_other_layout() -> None:
 
 
 def bytes_written(group: Any, layout: str) -> tuple[int, int, int]:
-    """Of recv_x, by a dispatch of 64 tokens a rank with 4 experts each; tokens that came, and rows of experts."""
+    """Return the bytes of recv_x written by a dispatch of 64 tokens a rank with 4 experts each, the tokens received,
+    and the number of their copies."""
     spec = make_spec(2, layout=layout, num_max_tokens_per_rank=64, hidden=8192, num_topk=4, dtype=torch.bfloat16)
     inputs = make_inputs(spec, [64, 64], 1, "topk")
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:

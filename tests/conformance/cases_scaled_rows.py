@@ -1,4 +1,4 @@
-"""What every rank does where rows come with scales."""
+"""Rank functions for tests of rows with scales."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scaled_round(
     num_threads: int = 1,
     max_tokens: int | None = None,
 ) -> list[bytes]:
-    """A round for each seed, on one buffer, which codes the rows where no format is given; the outputs' bytes."""
+    """Run a round for each seed on one buffer, which encodes the rows if `row` is None; return the outputs' bytes."""
     outputs: list[Tensor] = []
     with open_buffer(group, spec, num_threads=num_threads) as buffer:
         for seed in seeds:
@@ -48,7 +48,7 @@ def scaled_round(
 
 
 def round_in_dirty_memory(group: Any, spec: BufferSpec, row: RowFormat, num_tokens: list[int]) -> None:
-    """Whatever is not written is NaN, or the largest of integers."""
+    """Run rounds in memory whose unwritten parts are NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
     try:
         scaled_round(group, spec, row, num_tokens, [1, 2])
@@ -57,7 +57,7 @@ def round_in_dirty_memory(group: Any, spec: BufferSpec, row: RowFormat, num_toke
 
 
 def turns(group: Any) -> None:
-    """Plain rows, rows with scales of two formats, and plain ones again, in the same windows."""
+    """Dispatch plain rows, rows with scales of two formats, and plain rows again, in the same windows."""
     spec = make_spec(3, dtype=torch.bfloat16)
     with open_buffer(group, spec) as buffer:
         for seed in range(6):
@@ -74,7 +74,7 @@ def mine(inputs: Inputs, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def each_for_itself(group: Any) -> None:
-    """What travels is the same, so ranks 0 and 2 may take the codes, and rank 1 what they mean."""
+    """Ranks 0 and 2 take the codes and rank 1 the decoded rows, as the bytes sent are the same."""
     spec = make_spec(3, hidden=300, dtype=torch.bfloat16, dispatch_dtype=FP8)
     inputs = make_inputs(spec, [12, 0, 7], 3)
     with open_buffer(group, spec) as buffer:
@@ -92,7 +92,7 @@ def each_for_itself(group: Any) -> None:
 
 
 def as_they_lie(group: Any, spec: BufferSpec, row: RowFormat) -> None:
-    """Scales by columns, as some products want them, codes that begin at odd addresses, and rows of wider tensors."""
+    """Pass column-major scales, as some products want them, codes at odd addresses, and rows of wider tensors."""
     inputs = make_inputs(spec, [12, 7], 3)
     sent = make_scaled(row, [12, 7], 4)
     odd = []
@@ -113,7 +113,7 @@ def as_they_lie(group: Any, spec: BufferSpec, row: RowFormat) -> None:
 
 
 def retried(group: Any) -> int:
-    """This rank's capacity after an overflow."""
+    """Return this rank's capacity after an overflow."""
     spec = make_spec(3, capacity_factor=0.1, overflow="retry", dtype=torch.bfloat16)
     inputs = make_inputs(spec, [12, 3, 7], 2)
     sent = make_scaled(PLAIN, inputs.num_tokens, 2)
@@ -129,7 +129,7 @@ def retried(group: Any) -> int:
 
 
 def other_tags(group: Any) -> str:
-    """Both ranks send rows with scales, of one layer and of another."""
+    """Both ranks send rows with scales, with different layer tags."""
     spec = make_spec(2, dtype=torch.bfloat16)
     inputs = make_inputs(spec, [4, 4], 1)
     sent = make_scaled(PLAIN, [4, 4], 1)
@@ -139,17 +139,17 @@ def other_tags(group: Any) -> str:
 
 
 def outcome(buffer: Buffer, act: Callable[[], Any]) -> str:
-    """ "<error class>: <message>", or "no error"."""
+    """Return "<error class>: <message>", or "no error"."""
     try:
         act()
-        buffer.check()  # where kernels report and the host looks later
+        buffer.check()  # kernels report errors here, after the op
     except MoeRtError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 def disagreeing(group: Any, faulty_rank: int, row: RowFormat | None, num_tokens: int) -> str:
-    """The faulty rank has rows of another format, or plain ones."""
+    """The faulty rank has rows of another format, or plain rows."""
     spec = make_spec(3, dtype=torch.bfloat16)
     inputs = make_inputs(spec, [num_tokens] * 3, 1)
     with open_buffer(group, spec) as buffer:
@@ -160,7 +160,7 @@ def disagreeing(group: Any, faulty_rank: int, row: RowFormat | None, num_tokens:
 
 
 def wrong_x(fault: str) -> tuple[Any, bool]:
-    """What is handed to dispatch in place of codes [4, 20] and scales [4, 2], and whether as coded=True."""
+    """Return a wrong x in place of codes [4, 20] and scales [4, 2], and the value of coded=."""
     codes, scales = torch.zeros(4, 20, dtype=FP8), torch.ones(4, 2)
     faults: dict[str, Any] = {
         "codes of two bytes": (codes.bfloat16(), scales),
@@ -184,7 +184,7 @@ def wrong_x(fault: str) -> tuple[Any, bool]:
 
 
 def refused(group: Any, faulty_rank: int, fault: str) -> str:
-    """One rank's input is wrong; on CPU ranks the group goes on."""
+    """One rank's input is wrong; on CPU ranks the group continues."""
     codec = FP8 if fault == "rows that train, coded" else None
     spec = make_spec(3, dtype=torch.bfloat16, dispatch_dtype=codec)
     inputs = make_inputs(spec, [4] * 3, 1)
@@ -204,20 +204,20 @@ def refused(group: Any, faulty_rank: int, fault: str) -> str:
 
 
 def window_bytes(group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of the window as rank 0 left them, and what it sent."""
+    """Return rank 0's rows of the window, and the codes and scales it sent."""
     row = RowFormat(FP8, 4096, torch.float32, 33)
     spec = make_spec(1, num_max_tokens_per_rank=5, hidden=4096, num_topk=1, num_experts=1, dtype=torch.bfloat16)
     codes, scales = make_scaled(row, [5], 1)[0]
     with open_buffer(group, spec) as buffer:
         segment = torch.frombuffer(buffer._engine._segments.mappings[0], dtype=torch.uint8)  # type: ignore[attr-defined]
-        segment[4096:] = 0xA5  # everything but control words
+        segment[4096:] = 0xA5  # all but control words
         buffer.dispatch((codes, scales), torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
         start = next(at for at in range(4096, len(segment), 4096) if (segment[at : at + 4096] != 0xA5).sum() > 4000)
         return segment[start : start + 5 * 8192].view(5, 8192).clone(), codes, scales
 
 
 def of_own_codec(codec: torch.dtype, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of a single rank as codes and scales: got, and expected."""
+    """Return a single rank's rows as codes and scales: got, and expected."""
     sizes = {"num_max_tokens_per_rank": len(rows), "num_topk": 1, "num_experts": 1}
     with Buffer(None, hidden=rows.shape[1], dtype=rows.dtype, dispatch_dtype=codec, **sizes) as buffer:
         ones = torch.ones(len(rows), 1)

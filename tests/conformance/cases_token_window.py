@@ -1,4 +1,4 @@
-"""What ranks do in the tests of token windows: rows that their producer wrote where peers read them."""
+"""Rank functions for tests of token windows: rows that their producer wrote where peers read them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moe_rt.testing.rounds import Inputs, check_bits
 
 
 def written(buffer: Buffer, x: Tensor) -> Tensor:
-    """The window for the next op, with these rows in it."""
+    """Return the next op's window, with these rows in it."""
     return buffer.token_window(len(x)).copy_(x)
 
 
 def check_round(buffer: Buffer, inputs: Inputs, x: Tensor, spec: BufferSpec | None = None) -> None:
-    """Dispatch of x, which are this rank's rows, and combine, against the oracle of this spec."""
+    """Dispatch x, this rank's rows, and combine; compare with the oracle of this spec."""
     rank, spec = buffer.rank, spec or buffer.spec
     recv_x, recv_weights, handle = buffer.dispatch(x, inputs.topk_idx[rank], inputs.topk_weights[rank])
     received = reference.dispatch(inputs.xs, inputs.topk_idx, inputs.topk_weights, spec)
@@ -39,7 +39,7 @@ def check_round(buffer: Buffer, inputs: Inputs, x: Tensor, spec: BufferSpec | No
 
 
 def rounds_from_windows(group: Any, spec: BufferSpec, num_tokens: list[int], odd_rank: int = -1) -> None:
-    """Rounds from windows; the odd rank brings rows of its own."""
+    """Run rounds from windows; rank `odd_rank` passes rows in ordinary memory."""
     with open_buffer(group, spec) as buffer, torch.no_grad():
         for seed in range(4):
             inputs = make_inputs(spec, num_tokens, seed)
@@ -48,10 +48,10 @@ def rounds_from_windows(group: Any, spec: BufferSpec, num_tokens: list[int], odd
 
 
 def free_run(group: Any, ops: int) -> None:
-    """One to three dispatches in a row from windows, then their combines, without a drain between them."""
+    """Run one to three dispatches in a row from windows, then their combines, without a drain between them."""
     size = size_of(group)
     spec = make_spec(size, hidden=20)
-    plan = random.Random(1)  # the same on every rank
+    plan = random.Random(1)  # identical on all ranks
     with open_buffer(group, spec) as buffer, torch.no_grad():
         pace = random.Random(buffer.rank)
         for i in range(ops):
@@ -89,7 +89,7 @@ def after_its_dispatch(buffer: Buffer) -> Tensor:
 
 
 def after_two_dispatches(buffer: Buffer) -> Tensor:
-    """The window is the next one's again."""
+    """Return an old window whose memory is the next dispatch's again."""
     window = after_its_dispatch(buffer)
     buffer.dispatch(*given(buffer))
     return window
@@ -114,7 +114,7 @@ NOT_FOR_NOW: dict[str, Callable[[Buffer], Tensor]] = {
 
 
 def refused_window(group: Any, name: str) -> str:
-    """Rank 1 dispatches such a tensor where the others bring rows; who can, goes on."""
+    """Rank 1 dispatches such a tensor, the other ranks ordinary rows; CPU ranks continue."""
     with open_buffer(group, make_spec(size_of(group), hidden=20)) as buffer, torch.no_grad():
         window = NOT_FOR_NOW[name](buffer)
         rows = window if buffer.rank == 1 else torch.ones(len(window), 20)
@@ -134,7 +134,7 @@ def refused_window(group: Any, name: str) -> str:
 
 
 def retried(group: Any, hidden: int) -> None:
-    """There is no room at first; the second try takes the other window, with the rows of the first."""
+    """The first dispatch overflows; the retry takes the other window, with the rows of the first."""
     spec = make_spec(size_of(group), hidden=hidden, capacity_factor=0.4, overflow="retry")
     with open_buffer(group, spec) as buffer, torch.no_grad():
         inputs = make_inputs(spec, [12] * spec.num_ranks, 3, "one_expert")
@@ -143,7 +143,7 @@ def retried(group: Any, hidden: int) -> None:
 
 
 def kept_past_the_end(group: Any) -> float:
-    """Memory stays that a tensor is over."""
+    """Memory outlives the buffer while a tensor uses it."""
     with open_buffer(group, make_spec(size_of(group))) as buffer:
         window = buffer.token_window(12)
     return float(window.fill_(2.0).sum())

@@ -74,7 +74,7 @@ def test_every_expert_begins_at_a_multiple() -> None:
     with Buffer(None, dtype=torch.float32, expert_alignment=8, **sizes) as buffer:
         x, idx = torch.ones(6, 4), torch.tensor([[0], [2], [0], [2], [2], [-1]])
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.full((6, 1), 0.5))
-        assert buffer.capacity == len(recv_x) == 32  # 6 rows and 3 * 7 of padding, rounded up
+        assert buffer.capacity == len(recv_x) == 32  # 6 rows and 3 * 7 rows of padding, rounded up
         assert handle.offs.tolist() == [8, 8, 16]
         assert handle.ends.tolist() == [2, 8, 11]
         assert handle.num_recv_tokens_per_expert.tolist() == [2, 0, 3]
@@ -93,7 +93,7 @@ def aligned() -> Iterator[Buffer]:
 
 
 def pair(buffer: Buffer, x: Tensor, weights: Tensor) -> Tensor:
-    """Each expert multiplies its rows by a number of its own; padding, by one that would show."""
+    """Run experts that scale their rows by a distinct number, and padding by NaN, which would show."""
     idx = torch.tensor([[0, 2], [2, -1], [1, 1], [0, 1], [2, 0]])
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
     factors = torch.tensor([1.0, 2.0, 3.0, float("nan")], dtype=x.dtype)[handle.row_experts(len(recv_x)).long()]
@@ -116,7 +116,7 @@ def test_compiles_as_one_graph(aligned: Buffer) -> None:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_room_is_counted_without_padding(make_ranks: MakeRanks, heap: str) -> None:
-    """As many rows fit as without alignment, wherever padding falls; one more overflows, or makes room."""
+    """Alignment does not reduce the rows that fit, wherever padding falls; one more overflows, or is retried."""
     make_ranks(heap, 2).run(fills)
 
 
@@ -126,7 +126,7 @@ def fills(group: Any) -> None:
     for overflow in ("raise", "retry"):
         kwargs = buffer_kwargs(spec) | {"overflow": overflow}
         with Buffer(group, timeout_s=60.0, **kwargs) as buffer:
-            for tokens, fits in ((8, True), (9, False)):  # of either rank, all to rank 0: 16 and 18 rows
+            for tokens, fits in ((8, True), (9, False)):  # tokens of each rank, all sent to rank 0: 16 and 18 rows
                 x, idx = torch.ones(tokens, spec.hidden), torch.zeros(tokens, 1, dtype=torch.int64)
                 weights = torch.ones(tokens, 1)
                 if fits or overflow == "retry":
@@ -138,7 +138,7 @@ def fills(group: Any) -> None:
                         buffer.dispatch(x, idx, weights)
 
 
-@pytest.mark.parametrize("value", [-1, 17, 2**30])  # 16 rows are all
+@pytest.mark.parametrize("value", [-1, 17, 2**30])  # 16 is the number of rows
 def test_overwritten_ends_are_not_followed(value: int) -> None:
     sizes = {"num_max_tokens_per_rank": 6, "hidden": 4, "num_topk": 1, "num_experts": 3}
     with Buffer(None, dtype=torch.float32, expert_alignment=8, **sizes) as buffer:

@@ -1,4 +1,4 @@
-"""What a single call may choose: a bound of its own, narrow ids, fewer rows of y, and where combine writes."""
+"""Options of a single call: a smaller bound, narrow ids, fewer rows of y, and combine's output memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestBoundOfTheCallOnTheCpu:
         assert all("rank 1 refused its input" in text for text in texts[::2])
 
     def test_overflow_is_raised_at_the_smaller_capacity(self, make_ranks: MakeRanks, heap: str) -> None:
-        """Rank 0 has six experts and room for them; 4 tokens a rank overflow it, 12 do not."""
+        """Rank 0 has six experts and their capacity; 4 tokens a rank overflow it, 12 do not."""
         for text in make_ranks(heap, 3).run(cases.overflowing, "raise", UNEVEN):
             assert text.startswith("CapacityOverflow:")
             assert "rank 0 would receive 12 rows, expected at most its capacity of 10" in text

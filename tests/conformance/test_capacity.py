@@ -1,4 +1,4 @@
-"""overflow="retry": the result of unbounded capacity, at the price of one more dispatch when room has to be made."""
+"""overflow="retry" gives the result of unbounded capacity, at the cost of one more dispatch when capacity grows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MakeRanks = Callable[[str, int], Ranks]
 
 
 def dispatches(recv_plan: torch.Tensor) -> int:
-    """How many dispatches the buffer has run, the one of this plan included: the sequence number it starts with."""
+    """Number of dispatches the buffer has run, including this plan's: the sequence number at the plan's start."""
     return int(recv_plan[2:4].view(torch.int64)[0])
 
 
 def retried(group: Any, num_tokens: list[int], seed: int, kind: str) -> tuple[list[bytes], list[int], int]:
-    """A round with little capacity, another that needs no more, and the handle of a time before the room was made."""
+    """Run a round with little capacity, another that needs no more, and a combine with a handle from before it grew."""
     spec = make_spec(len(num_tokens), capacity_factor=0.2, overflow="retry")
     inputs = make_inputs(spec, num_tokens, seed, kind)
     few = make_inputs(spec, [min(1, n) for n in num_tokens], seed, kind)
@@ -85,7 +85,7 @@ def test_retry_equals_unbounded(make_ranks: MakeRanks, heap: str) -> None:
 
 
 def test_cost_of_a_retry(make_ranks: MakeRanks) -> None:
-    """One more dispatch, and room for exactly what came."""
+    """A retry costs one more dispatch, and grows the capacity to exactly the rows received."""
     results = make_ranks("threads", 3).run(retried, [12, 12, 12], 1, "one_expert")
     for rank, (_, numbers, capacity) in enumerate(results):
         assert numbers == [3, 4], "dispatch 1 fitted, 2 did not, 3 is its repetition"

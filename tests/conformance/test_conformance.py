@@ -16,7 +16,7 @@ MakeRanks = Callable[[str, int], Ranks]
 
 
 def tokens_for(size: int, most: int = 12) -> list[int]:
-    """Different on every rank, 0 and the maximum among them."""
+    """Return different token counts per rank, including 0 and the maximum."""
     return [(5 * r + most) % (most + 1) if size > 1 else most for r in range(size)]
 
 
@@ -47,7 +47,7 @@ class TestHeap:
         make_ranks(heap, size).run(full_round, spec, [12] * size, 6, "topk")
 
     def test_drops_on_a_used_buffer(self, make_ranks: MakeRanks, heap: str, size: int) -> None:
-        """Nothing that an earlier round left in the windows comes home for a row that is dropped now."""
+        """A row dropped now adds nothing that an earlier round left in the windows."""
         spec = make_spec(size, capacity_factor=0.4, overflow="drop")
         make_ranks(heap, size).run(rounds_in_a_row, spec, [12] * size, [6, 7, 8], "topk")
 
@@ -64,7 +64,7 @@ class TestHeap:
 
 @pytest.mark.parametrize("num_topk", range(1, 11))
 def test_every_number_of_experts_per_token(make_ranks: MakeRanks, num_topk: int) -> None:
-    """The usual ones are sorted by code of their own."""
+    """Every top-k works; common values have specialised sorting code."""
     make_ranks("threads", 3).run(full_round, make_spec(3, num_experts=11, num_topk=num_topk), [12] * 3, 9, "random")
 
 

@@ -1,4 +1,4 @@
-"""Operands in memory that ops write are refused on every rank, whichever they are; on a CPU the group goes on."""
+"""Any operand in memory that ops write is refused on every rank; on a CPU the group continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def every_operand(ranks: Ranks) -> None:
 
 
 def judge(texts: list[str], heap: str, message: str) -> None:
-    """Rank 0 says what is wrong; the host of a GPU does not look whether its peers have ended the group."""
+    """Check that rank 0 reports the error; on a GPU the host does not check whether its peers have ended the group."""
     assert message in texts[0], texts
     others = ("InvalidInput:", "GroupPoisoned:", "no error") if heap == "loopback" else ("InvalidInput:",)
     assert all(text.startswith(others) for text in texts), texts
@@ -55,7 +55,7 @@ def test_in_a_token_window_over_nodes(far_ranks: NodeRanks) -> None:
 @pytest.mark.parametrize("name", ["handle.recv_plan", "handle.send_plan"])
 @pytest.mark.parametrize("heap", HEAPS)
 def test_out_over_a_plan(make_ranks: MakeRanks, heap: str, name: str, words_apart: int) -> None:
-    """One word of overlap is refused, memory right after the plan is taken."""
+    """One word of overlap is refused; memory directly after the plan is accepted."""
     texts: list[Any] = make_ranks(heap, 2).run(cases.out_near_a_plan, name, words_apart)
     if words_apart == 0:
         assert texts == ["no error"] * 2

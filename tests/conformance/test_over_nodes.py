@@ -1,4 +1,5 @@
-"""Ranks on emulated nodes, heap "ucx": the oracle's bits, as on one host, wherever ranks are, by either route."""
+"""Ranks on emulated nodes, heap "ucx": the oracle's bits, as on one host, for any placement of ranks, by either
+route."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from moe_rt import Buffer
 from moe_rt.errors import InvalidConfig
 
 LAYOUTS = {"2x2": (2, 2), "3x1": (1, 1, 1), "1+2": (1, 2)}
-# tests/faults/test_far_failures.py has those nodes, too.
+# tests/faults/test_far_failures.py also uses these nodes.
 FEW_LAYOUTS = ("2x2", "3x1", pytest.param("1+2", marks=pytest.mark.sweep))
 PAIRS, MANY_PAIRS = 150, 2000
 
@@ -70,9 +71,9 @@ def test_rows_of_tokens_and_coded_rows(ranks: NodeRanks, route: str) -> None:
 
 @pytest.mark.parametrize("pairs", [PAIRS, pytest.param(MANY_PAIRS, marks=pytest.mark.sweep)])
 def test_chain(ranks: NodeRanks, route: str, pairs: int) -> None:
-    """Without a drain, with random pauses and ranks without tokens, every output checked."""
+    """Chains without a drain, with random pauses and ranks without tokens, are right in every output."""
     if ranks.size != 3:
-        return  # the chain is of three ranks
+        return  # the chain needs three ranks
     assert ranks.run(chain, pairs, route) == [pairs] * 3
 
 
@@ -85,7 +86,7 @@ def choice_of_auto(group: object) -> tuple[str, str, tuple[int, ...]]:
 
 
 def test_auto_takes_both(ranks: NodeRanks) -> None:
-    """The heap of several hosts, and two levels between the hosts that ranks are found on."""
+    """The defaults are the heap of several hosts, and two levels between the hosts that ranks are found on."""
     assert ranks.run(choice_of_auto) == [("ucx", "two_level", tuple(ranks.node_of))] * ranks.size
 
 

@@ -1,4 +1,4 @@
-"""Rows that travel as fp8 or int8: the same bits as the oracle on every heap, small errors, half the bytes."""
+"""Rows sent as fp8 or int8: the oracle's bits on every heap, small errors, half the bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_matches_reference(make_ranks: MakeRanks, heap: str, dtype: torch.dtype,
 
 
 def through(codec: torch.dtype, rows: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Rows after one dispatch of a single rank."""
+    """Return rows after one dispatch of a single rank."""
     sizes = {"num_max_tokens_per_rank": len(rows), "num_topk": 1, "num_experts": 1}
     with Buffer(group, hidden=rows.shape[1], dtype=rows.dtype, dispatch_dtype=codec, **sizes) as buffer:
         ones = torch.ones(len(rows), 1)
@@ -44,7 +44,7 @@ def through(codec: torch.dtype, rows: torch.Tensor, group: Any = None) -> torch.
 
 @pytest.mark.parametrize("codec", [FP8, INT8])
 def test_every_magnitude(codec: torch.dtype) -> None:
-    """Blocks of all sizes, zeros, subnormals, what is not finite: the oracle's bits, and the error promised."""
+    """Blocks of every magnitude, zeros, subnormals and non-finite values: the oracle's bits, and the promised error."""
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(400, 256, generator=g) * torch.logspace(-42, 37, 400)[:, None]
     rows[0] = 0.0
@@ -67,7 +67,7 @@ def test_every_magnitude(codec: torch.dtype) -> None:
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize("codec", [FP8, INT8])
 def test_codes_have_one_zero(make_ranks: MakeRanks, heap: str, codec: torch.dtype) -> None:
-    """What is negative and too small for its block, and a negative zero, arrive as zero, with the oracle's sign."""
+    """Negative values too small for their block, and negative zero, arrive as zero with the oracle's sign."""
     rows = torch.zeros(1, 130)
     rows[0, :4] = torch.tensor([2.5, -3e-6, 3e-6, -0.0])
     got = make_ranks(heap, 1).run(through_group, codec, rows)[0]
@@ -81,7 +81,7 @@ def through_group(group: Any, codec: torch.dtype, rows: torch.Tensor) -> torch.T
 
 @pytest.mark.parametrize("codec", [FP8, INT8])
 def test_round_trip_of_normal_rows(codec: torch.dtype) -> None:
-    """There and home again, both coded: the relative error of a row stays under 4 %."""
+    """The relative error of a row that is coded in dispatch and in combine stays below 4 %."""
 
     def case(group: ThreadGroup) -> float:
         spec = make_spec(2, num_max_tokens_per_rank=64, hidden=1024, num_topk=2, num_experts=4, dtype=torch.bfloat16)
@@ -100,13 +100,13 @@ def test_round_trip_of_normal_rows(codec: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codec", [FP8, INT8])
 def test_bytes_on_the_way(codec: torch.dtype) -> None:
-    """Counted in the window that peers read: what lies past a coded row stays as it was."""
+    """A coded row uses exactly its bytes in the window that peers read; the bytes after it are unchanged."""
     hidden, tokens = 4096, 5
     group = ThreadGroup.make(1)[0]
     sizes = {"num_max_tokens_per_rank": tokens, "num_topk": 1, "num_experts": 1, "dtype": torch.bfloat16}
     with Buffer(group, hidden=hidden, dispatch_dtype=codec, **sizes) as buffer:
         segment = torch.frombuffer(buffer._engine._segments.mappings[0], dtype=torch.uint8)
-        segment[4096:] = 0xA5  # everything but control words
+        segment[4096:] = 0xA5  # all but control words
         rows = torch.rand(tokens, hidden).bfloat16() + 1
         buffer.dispatch(rows, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1))
         start = next(at for at in range(4096, len(segment), 4096) if (segment[at : at + hidden] != 0xA5).sum() > 4000)

@@ -1,4 +1,4 @@
-"""A placement says where each expert lives, whichever way it was given."""
+"""A placement gives each expert's rank, in every form that it may be passed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random shapes and routings: whatever a caller may pass, the engine and the reference agree."""
+"""The engine and the reference agree on random shapes and routings of everything a caller may pass."""
 
 from __future__ import annotations
 

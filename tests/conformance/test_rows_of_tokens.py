@@ -61,12 +61,12 @@ class TestHeap:
         assert ranks.run(full_round, *args, 3) == ranks.run(full_round, *args, 1)
 
     def test_equals_the_layout_of_experts(self, make_ranks: MakeRanks, heap: str) -> None:
-        """A layer of linear experts over either layout: in fp64 the same output and gradients but for rounding."""
+        """A layer of linear experts over either layout has the same output and gradients in fp64, up to rounding."""
         make_ranks(heap, 3).run(cases.both_layouts)
 
     @pytest.mark.parametrize("layout", ["tokens", "experts"])
     def test_weights_where_there_are_none(self, make_ranks: MakeRanks, heap: str, layout: str) -> None:
-        """Given to combine though experts have applied them, or not given though they have not: every rank is told."""
+        """Weights passed although experts have applied them, or missing although they have not, raise on every rank."""
         texts = make_ranks(heap, 3).run(cases.wrong_weights, layout, 1)
         got = f'recv_weights: got {"weights" if layout == "tokens" else "NoneType"} with layout="{layout}"'
         assert texts[1].startswith(f"InvalidInput: {got}"), texts
@@ -82,7 +82,7 @@ def test_capacity_is_of_tokens() -> None:
 
 @pytest.mark.parametrize("layout", ["experts", "tokens"])
 def test_gather_writes_each_token_once(make_ranks: MakeRanks, layout: str) -> None:
-    """Not once for each of its experts, as rows of experts are."""
+    """gather writes each token once, and not once for each of its experts as in layout="experts"."""
     for written, came, copies in make_ranks("shm", 2).run(cases.bytes_written, layout):
         assert came < copies
         assert written == (came if layout == "tokens" else copies) * 8192 * 2

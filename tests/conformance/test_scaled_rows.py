@@ -1,4 +1,4 @@
-"""Rows with scales on every heap: codes and scales arrive bit for bit, in every layout, or every rank is told."""
+"""Rows with scales on every heap: codes and scales arrive bit for bit, in every layout, or every rank raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_rt.testing.rounds import check_bits
 MakeRanks = Callable[[str, int], Ranks]
 FP8, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32
 UNEVEN = [0, 0, 0, 0, 0, 0, 1, 1, 2]
-# Of rows of 64 or 20 elements: parts that vectors of 16 bytes, of 4 and of 1 divide.
+# Rows of 64 or 20 elements, whose parts are divisible by vectors of 16, 4 and 1 bytes.
 FORMATS = {
     "fp8, fp32": RowFormat(FP8, 64, F32, 4),
     "e5m2, one fp32": RowFormat(torch.float8_e5m2, 64, F32, 1),
@@ -110,7 +110,7 @@ class TestHeap:
     def test_ranks_that_disagree_are_told(
         self, make_ranks: MakeRanks, heap: str, row: RowFormat | None, got: str, num_tokens: int
     ) -> None:
-        """Each names a rank that it differs from, those without tokens, too."""
+        """Every rank, also one without tokens, names a rank that it differs from."""
         texts = make_ranks(heap, 3).run(cases.disagreeing, 1, row, num_tokens)
         usual = "codes of torch.float8_e4m3fn with 2 scales of torch.float32"
         assert all(text.startswith("ConfigMismatch: dispatch #1 on rank ") for text in texts), texts
@@ -151,7 +151,7 @@ class TestHeap:
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_other_layers_are_told_without_a_handle(make_ranks: MakeRanks, heap: str) -> None:
-    """A dispatch has none, though its word says something in that place."""
+    """A dispatch has no handle, so its error shows none, although the call word has a value in that place."""
     texts = make_ranks(heap, 2).run(cases.other_tags)
     assert any(text.startswith("CallOrderMismatch: ") for text in texts), texts
     assert all("handle" not in text for text in texts), texts
@@ -166,7 +166,7 @@ def test_retry_makes_room(make_ranks: MakeRanks, heap: str) -> None:
 
 
 def test_a_row_in_the_window(make_ranks: MakeRanks) -> None:
-    """Codes, scales at a multiple of 16 bytes behind them, and nothing more."""
+    """A row in the window consists of codes, then scales at a multiple of 16 bytes, and nothing more."""
     window, codes, scales = make_ranks("threads", 1).run(cases.window_bytes)[0]
     assert torch.equal(window[:, :4096], codes.view(torch.uint8))
     assert torch.equal(window[:, 4096 : 4096 + 132], scales.view(torch.uint8))
@@ -175,7 +175,7 @@ def test_a_row_in_the_window(make_ranks: MakeRanks) -> None:
 
 @pytest.mark.parametrize("codec", [FP8, torch.int8])
 def test_codes_mean_what_decoding_gives(codec: torch.dtype) -> None:
-    """Of every magnitude, and of what is not finite."""
+    """Codes decode to the buffer's rows, for values of every magnitude and non-finite ones."""
     rows = torch.randn(40, 200, generator=torch.Generator().manual_seed(0)) * torch.logspace(-42, 37, 40)[:, None]
     rows[1, 5], rows[2, 150], rows[3] = float("nan"), float("inf"), 0.0
     codes, scales, want_codes, want_scales = cases.of_own_codec(codec, rows)

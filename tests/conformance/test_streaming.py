@@ -1,4 +1,4 @@
-"""Rows stored past the caches: from a share of the last-level cache on, and with the same bits."""
+"""Rows are stored past the caches from a share of the last-level cache upwards, with the same bits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moe_rt.heap.rendezvous import ThreadGroup
 from moe_rt.native import cpu
 
 RANKS, T, H, K, E = 2, 40, 520, 3, 8
-# Of rows published, received, pushed, combined.
+# Shares for rows published, received, pushed, combined.
 SHARES = {"avx2": (0.8, 0.125, 0.1, 0.125), "avx512": (0.8, 0.8, 0.1, 0.05), "portable": (0.8, 0.8, 0.1, 0.05)}
 
 
 def ops_of_all_ranks(dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
-    """What every op gives on each rank: rows received, combined, and both gradients."""
+    """Return every op's results on each rank: rows received, combined, and both gradients."""
     results: list[Any] = [None] * RANKS
 
     def work(rank: int, group: ThreadGroup) -> None:
@@ -59,7 +59,8 @@ def test_streamed_rows_have_the_same_bits(isa: str, dtype: torch.dtype, monkeypa
 @pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_starts_at_a_share_of_the_last_level_cache(isa: str, near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the one that `cache_bytes` finds. Ranks that are near share it; what is written for others is all streamed."""
+    """Streaming starts at a share of the size from `cache_bytes`. Ranks that are near share the cache; otherwise all
+    rows for other ranks are streamed."""
     monkeypatch.setenv("MOE_RT_ISA", isa)
     monkeypatch.setattr(cpu, "cache_bytes", lambda: 48 << 20)
     monkeypatch.setattr(cpu, "NEAR_NS", 1e9 if near else 0.0)

@@ -1,4 +1,5 @@
-"""Rows that their producer wrote into the window arrive like any others; tensors of another time are refused by all."""
+"""Rows that their producer wrote into the window arrive like any others; windows of another op are refused on all
+ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput
 
 MakeRanks = Callable[[str, int], Ranks]
-# Rows that fill their place in the window, and rows of 80, 10 and 272 bytes with room behind them.
+# Rows that fill their place in the window, and rows of 80, 10 and 272 bytes with padding after them.
 ROWS: dict[str, dict[str, Any]] = {
     "64 bytes": dict(dtype=torch.float32, hidden=16),
     "80 bytes": dict(dtype=torch.float32, hidden=20),
@@ -65,7 +66,8 @@ def open_alone(**more: Any) -> Buffer:
 
 
 def test_what_a_window_is() -> None:
-    """Fresh to autograd, whatever the mode; as long as asked for; the same memory until an op takes it."""
+    """A window is new to autograd in any mode, has the requested length, and is the same memory until an op takes
+    it."""
     with open_alone(hidden=20) as buffer:
         with torch.inference_mode():
             first = buffer.token_window(12)
@@ -96,7 +98,7 @@ def test_codes_in_a_window_are_refused() -> None:
 
 
 def test_gradients_are_not_recorded() -> None:
-    """Of rows or of weights: what autograd kept of the window would be overwritten."""
+    """Gradients of rows or weights are refused: ops would overwrite what autograd saved of the window."""
     with open_alone(hidden=16) as buffer:
         x, idx, weights = cases.given(buffer)
         for rows, factors in ((x.requires_grad_(), weights), (x.detach(), weights.clone().requires_grad_())):
@@ -107,7 +109,7 @@ def test_gradients_are_not_recorded() -> None:
 
 
 def test_what_autograd_has_kept_is_not_read_again() -> None:
-    """A graph over the window fails in its backward, where it would read the rows of another op."""
+    """A graph over the window fails in its backward, instead of reading the rows of another op."""
     with open_alone(hidden=16) as buffer:
         x, idx, weights = cases.given(buffer)
         factor = torch.ones(16, requires_grad=True)
@@ -121,7 +123,7 @@ def test_what_autograd_has_kept_is_not_read_again() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_compiled() -> None:
-    """The window is a graph break, then memory like any other: the dispatch from it is compiled, and copies rows."""
+    """The window is a graph break, then ordinary memory: the dispatch from it is compiled, and copies rows."""
     with open_alone(hidden=20) as buffer, torch.no_grad():
         _, idx, weights = cases.given(buffer)
 
@@ -139,7 +141,8 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize("given_window", [False, True])
 def test_a_graph_does_not_write_over_the_next_rows(given_window: bool) -> None:
-    """What a graph writes in place it writes at its end, where peers may be reading what a later dispatch published."""
+    """A graph may not take a window: it writes in place only at its end, over rows that a later dispatch has
+    published."""
     with open_alone(hidden=16) as buffer, torch.no_grad():
         x, idx, weights = cases.given(buffer)
 
@@ -162,7 +165,7 @@ def test_a_graph_does_not_write_over_the_next_rows(given_window: bool) -> None:
 
 
 def test_a_row_has_any_stride() -> None:
-    """Of one row nothing says how far the next is: views of it differ in that, and lie where it does."""
+    """A single row is accepted with any stride, which has no meaning for one row and differs between views."""
     with open_alone(hidden=20) as buffer, torch.no_grad():
         x, idx, weights = cases.given(buffer)
         window = buffer.token_window(1)[0].unsqueeze(0).copy_(x[:1])
@@ -173,7 +176,7 @@ def test_a_row_has_any_stride() -> None:
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("rows", [torch.ones(7, 16).to_sparse(), torch.ones(())], ids=["sparse", "scalar"])
 def test_odd_rows_are_refused_while_a_window_is_out(rows: torch.Tensor, watched: bool) -> None:
-    """Not by an error of torch, of which peers would hear nothing."""
+    """Unusual rows raise InvalidInput, and not an error of torch, which would leave the peers uninformed."""
     with open_alone(hidden=16) as buffer, FlopCounterMode(display=False) if watched else nullcontext():
         _, idx, weights = cases.given(buffer)
         buffer.token_window(7)

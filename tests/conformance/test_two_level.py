@@ -1,4 +1,4 @@
-"""route="two_level" where memory is mapped: the bits of the oracle that adds up node by node, whatever the nodes.
+"""route="two_level" with mapped memory: the bits of the oracle that adds node by node, for any assignment of nodes.
 
 tests/conformance/test_over_nodes.py has the same over a network, and tests/protocol/test_far_peers.py over one that
 does everything late.
@@ -78,14 +78,14 @@ class TestNodes:
         ranks.run(cases_scaled_rows.scaled_round, spec, cases_scaled_rows.PLAIN, tokens, [1, 2])
 
     def test_aligned_experts_and_many_list_entries(self, nodes: Sequence[int]) -> None:
-        """Lists of so many tokens are fetched in two steps, as far as they are for this node."""
+        """Lists of this many tokens are fetched in two steps, as far as they concern this node."""
         spec = spec_of(nodes, num_max_tokens_per_rank=200, num_topk=6, expert_alignment=8)
         ThreadRanks(len(nodes), nodes=nodes).run(rounds_in_a_row, spec, tokens_for(len(nodes), 200), [1, 2], "random")
 
 
 @pytest.mark.parametrize("home", [None, FP8])
 def test_one_rank_on_each_node_gives_the_flat_bits(home: Any) -> None:
-    """Sums are then taken in the same order, and none is rounded twice."""
+    """If each node has one rank, sums have the flat order, and none is rounded twice."""
     outputs = []
     for route in ("flat", "two_level"):
         spec = make_spec(3, route=route, dtype=torch.bfloat16, combine_dtype=home)
@@ -107,7 +107,7 @@ def test_a_mesh_of_processes_names_the_nodes(make_ranks: MakeRanks) -> None:
 
 
 def refusals(group: ThreadGroup) -> list[str]:
-    """Of one rank each, in turn, then a round that is right."""
+    """Refuse an input of each kind, of one rank at a time, then run a correct round."""
     spec = spec_of(group.topology.nodes, capacity_factor=0.5)
     seen = []
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:

@@ -1,4 +1,4 @@
-"""A stand-in for a GPU whose kernels run on host threads: the CUDA engine, launches and all, on CPU tensors."""
+"""A GPU stand-in whose kernels run on host threads: the complete CUDA engine, including launches, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from moe_rt.native.libraries import NCCL, NVSHMEM, Library
 from moe_rt.native.ring import RING_SOURCE
 
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
-GIN = "-DMOE_RT_EMULATED_GIN"  # which library; nobody looks at it
-_SEGMENT, _SEGMENTS = 0, 4  # words of a launch's Links: the rank's own, and the table of all
+GIN = "-DMOE_RT_EMULATED_GIN"  # selects the library; the C++ code ignores it
+_SEGMENT, _SEGMENTS = 0, 4  # words of a launch's Links: the rank's segment, and the table of all segments
 _CODECS = {codec.enumerator: codec for codec in Codec}
 
 
 @functools.cache
 def library(*defines: str) -> ctypes.CDLL:
-    """The emulation; ranks that are threads ask for it at once, and get the same."""
-    # Not optimised: of most libraries a few rounds are run, and the compiler takes half as long.
+    """Return the emulation. Ranks that are threads may call this concurrently and get the same library."""
+    # Not optimised: most libraries run only a few rounds, and compilation takes half as long.
     constants = any("MOE_RT_HIDDEN" in define for define in defines)
     name = "emulation_gin.cpp" if GIN in defines else "emulation_constants.cpp" if constants else "emulation.cpp"
     loaded = ctypes.CDLL(str(compile_program(Path(__file__).with_name(name), "-O0", "-shared", "-fPIC", *defines)))
@@ -37,14 +37,14 @@ def library(*defines: str) -> ctypes.CDLL:
 
 
 class EmulatedGpu:
-    """Has what moe_rt.native.gpu.Gpu has. Launches run at once, in the calling thread's time.
+    """Stand-in for moe_rt.native.gpu.Gpu. Launches run immediately, on the calling thread.
 
     Args:
-        num_sms: blocks that run at once, of all launches.
+        num_sms: number of blocks that run concurrently, over all launches.
         threads: lanes of a block, whatever the engine asks for; multiples of 32 have warps of 32 lanes.
-        constants: sizes are constants of the code, as the just-in-time compiler makes them, and rows are moved in the
-            widest vectors that divide them; a vector that is not aligned ends the process.
-        bulk_bytes: shared memory of a block for rings, which have room for 16 warps.
+        constants: sizes are compile-time constants, as in just-in-time compiled code, and rows are moved in the widest
+            vectors that divide them; a misaligned vector ends the process.
+        bulk_bytes: shared memory of a block for rings, which have space for 16 warps.
     """
 
     name, arch, uuid = "emulated", "none", "none"
@@ -52,13 +52,13 @@ class EmulatedGpu:
     def __init__(self, num_sms: int = 12, threads: int = 3, constants: bool = False, bulk_bytes: int = 0) -> None:
         self.device, self.bulk_bytes = torch.device("cpu"), bulk_bytes
         self.num_sms, self.threads, self.constants = num_sms, threads, constants
-        self.outlived: list[int] = []  # addresses of what was kept until the stream was done
+        self.outlived: list[int] = []  # addresses of memory kept until the stream is done
         self._rooms: dict[str, int] = {}
         self._lock = threading.Lock()
         self.launched: list[str] = []
-        self.network: list[str] = []  # defines of the library that has it, where launches are over one
+        self.network: list[str] = []  # defines that select the network's library, if launches use one
         self.has_network = False
-        self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's own segment -> where the network finds everyone's
+        self.networks: dict[int, ctypes.Array[Any]] = {}  # a rank's segment -> table of all segments for the network
 
     def zeros(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
@@ -84,7 +84,7 @@ class EmulatedGpu:
             library(*self.network).emulated_drain()
 
     def room(self, loaded: ctypes.CDLL) -> ctypes.c_void_p:
-        with self._lock:  # one for all ranks
+        with self._lock:  # shared by all ranks
             return ctypes.c_void_p(self._rooms.setdefault(loaded._name, loaded.emulated_room(self.num_sms)))
 
     def kernels(
@@ -111,14 +111,14 @@ class EmulatedKernels:
     ) -> None:
         self.gpu, self._own_shared = gpu, own_shared
         self.network = linked is NVSHMEM
-        # Nodes that are said are reached over it, too.
-        self.rehearsed = source == "kernels_nodes_mapped.cu"  # whose launches are told where the network finds ranks
+        # Nodes that are only declared are also reached over it.
+        self.rehearsed = source == "kernels_nodes_mapped.cu"  # its launches get the table of segments
         gpu.has_network = gpu.has_network or linked is not None or self.rehearsed
         self.elem = str(defines["MOE_RT_ELEM"]).encode()
         self.codecs = [_CODECS[str(defines.get(f"MOE_RT_{op}_CODEC", "kRaw"))] for op in ("DISPATCH", "COMBINE")]
         self.hidden, self.num_topk = int(defines["MOE_RT_HIDDEN"]), int(defines["MOE_RT_TOPK"])
         constants = [f"-D{name}={value}" for name, value in defines.items()]
-        if linked is NCCL:  # for fp32 and bf16
+        if linked is NCCL:  # fp32 and bf16 only
             gpu.network = [GIN]
         kind = ["-DMOE_RT_EMULATED_RING"] if source == RING_SOURCE else gpu.network
         self._library = library(*ALIGNED, *constants, *kind) if gpu.constants else library(*kind)

@@ -1,5 +1,5 @@
-// A rank of the emulated GPU with the calls of the CPU engine, so that the stress program can drive either. Sizes are
-// constants, as the just-in-time compiler makes them.
+// A rank of the emulated GPU with the interface of the CPU engine, so that the stress program can drive either. Sizes
+// are constants, as in just-in-time compiled code.
 #pragma once
 
 #include <memory>
@@ -25,8 +25,8 @@ class Engine {
   static constexpr bool kNetwork = false;
   using Links = MappedLinks;
 #endif
-  static constexpr int kBlocks = 3;              // of a launch that moves rows
-  static constexpr int kBlocksWithRouters = 16;  // of dispatch_send: two of them route
+  static constexpr int kBlocks = 3;              // in a launch that moves rows
+  static constexpr int kBlocksWithRouters = 16;  // in dispatch_send: two of them route
 
   explicit Engine(EngineConfig config)
       : config_(std::move(config)),
@@ -102,7 +102,7 @@ class Engine {
   void connect() {
     const Shape& shape = config_.shape;
     const NetworkLayout n = NetworkLayout::make(shape, int64_t{kBlocksWithRouters} * config_.num_lanes);
-    // Exactly as much as there must be, so that a sanitizer sees one step too far.
+    // Allocate the exact size, so that a sanitizer reports the first byte out of bounds.
     char* const memory = new (std::align_val_t{kPage}) char[n.bytes]();
     network_.reset(memory);
     segments_ = base_;
@@ -119,7 +119,7 @@ class Engine {
 #endif
   }
 
-  // Where a far rank's lists are, in the segment of the rank that serves it.
+  // Return the address of an unmapped rank's lists, in the segment of its proxy.
   char* staged(int far) const {
     const Layout::Staged s = Layout::make(config_.shape).staged;
     return segments_[nodes_.forwarders()[far]] + s.lists + nodes_.served_at()[far] * s.bytes;
@@ -140,7 +140,7 @@ class Engine {
   HostRecord record_{};
   Control control_{};
   std::mt19937 noise_;
-  bool whole_ = false;  // as Launcher chooses it
+  bool whole_ = false;  // chosen as in Launcher
 };
 
 }  // namespace moe_rt::emulation

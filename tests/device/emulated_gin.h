@@ -1,7 +1,7 @@
-// NCCL's device functions on host threads, as cuda/device/gin_net.h calls them, and no kinder than NCCL promises to be:
-// what is asked of a context is done at any time and in any order. A wait or a flush ends when sources have been read and
-// gets are in; a strong signal comes after all that was put before it for the same peer on the same context, but for their
-// signals; a weak one after what it came with.
+// NCCL's device functions on host threads, as cuda/device/gin_net.h calls them, with no guarantee beyond NCCL's.
+// Requests of a context complete at any time and in any order. A wait or a flush ends when sources have been read and
+// gets have arrived. A strong signal follows all earlier puts for the same peer on the same context, but not their
+// signals; a weak signal follows only the put it belongs to.
 #pragma once
 
 #include <chrono>
@@ -22,7 +22,7 @@ enum thread_scope { thread_scope_system, thread_scope_device, thread_scope_block
 
 using Order = std::remove_const_t<decltype(moe_rt::kAcquire)>;
 
-// What of NCCL's types is used.
+// The parts of NCCL's types that are used.
 struct ncclDevComm {
   int rank, nRanks;
   uint32_t ginContextCount;
@@ -62,7 +62,7 @@ enum { ncclGinOptFlagsDefault = 0, NCCL_GIN_BACKEND_MASK_ALL = 0 };
 
 namespace moe_rt::emulation {
 
-// What one rank has asked of one context for one peer.
+// Requests of one rank to one context for one peer.
 class GinQueue {
  public:
   struct Task {
@@ -70,11 +70,11 @@ class GinQueue {
     char* to;
     std::vector<char> data;
     bool is_get = false, settled = false;
-    uint64_t* word = nullptr;  // of a signal that has not been added
+    uint64_t* word = nullptr;  // of a signal that was not added yet
     bool strong = false;
   };
   void add(Task task) { tasks_.push_back(std::move(task)); }
-  // What a wait waits for.
+  // Complete what a wait covers.
   void complete() {
     for (Task& task : tasks_) task.is_get ? settle(task) : read(task);
     clear();
@@ -82,14 +82,14 @@ class GinQueue {
   void drain() {
     while (!tasks_.empty()) do_any(0);
   }
-  // Signals rather than others, so that what they do not wait for comes late.
+  // Prefer signals, so that operations they do not wait for complete late.
   void do_any(uint32_t random) {
     if (tasks_.empty()) return;
     size_t i = random / 4 % tasks_.size();
     while (random % 4 != 0 && i + 1 < tasks_.size() && !tasks_[i].word) ++i;
     do_task(i, random);
   }
-  // The last signal before all others.
+  // Complete the last signal first.
   void do_last() {
     size_t i = tasks_.size();
     while (i-- > 0 && !tasks_[i].word) continue;
@@ -118,7 +118,7 @@ class GinQueue {
     if (task.settled) return;
     read(task);
     const auto words = reinterpret_cast<uint64_t>(task.to) | task.data.size();
-    for (size_t i = 0; i < task.data.size() && words % 8 == 0; i += 8) {  // of which lanes may be looking at one
+    for (size_t i = 0; i < task.data.size() && words % 8 == 0; i += 8) {  // lanes may be polling one of these words
       uint64_t word;
       std::memcpy(&word, &task.data[i], sizeof(word));
       store_relaxed(*reinterpret_cast<uint64_t*>(task.to + i), word);
@@ -132,7 +132,7 @@ class GinQueue {
   std::vector<Task> tasks_;
 };
 
-// All queues, and a thread that works on them. They live as long as the process.
+// All queues, and a thread that processes them. They live as long as the process.
 class GinCards {
  public:
   static GinCards& all() {
@@ -148,7 +148,7 @@ class GinCards {
     std::lock_guard lock(mutex_);
     for (auto& [_, queue] : queues_) queue.drain();
   }
-  // Whether signals that are asked for one after the other are seen in the other order, and long enough for peers to look.
+  // If set, signals become visible in reverse order, with pauses long enough for peers to check.
   void go_backwards(uint32_t whether) { store_relaxed(backwards_, whether); }
 
  private:

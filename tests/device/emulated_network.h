@@ -1,5 +1,4 @@
-// A network for the emulated GPU: peers' segments are out of reach but through it; what is put
-// arrives late and in any order.
+// A network for the emulated GPU: peers' segments are reachable only through it; puts arrive late and in any order.
 #pragma once
 
 #include <functional>
@@ -11,7 +10,7 @@
 
 namespace moe_rt::emulation {
 
-// What a rank has handed to the network and has not arrived: it arrives at some time, in any order.
+// Puts that a rank has handed to the network and that have not arrived. They arrive at any time, in any order.
 class Card {
  public:
   void hand_over(std::function<void()> arrive, bool signal) {
@@ -24,10 +23,10 @@ class Card {
       const size_t next = random_() % under_way_.size();
       const bool signal = under_way_[next].signal;
       deliver(next);
-      if (signal && !under_way_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // peers look now
+      if (signal && !under_way_.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // let peers check
     }
   }
-  // Signals so far arrive before what follows. Rows may not lean on it: whoever put them waits for them.
+  // Earlier signals arrive before what follows. Rows may not rely on it: their sender waits for them.
   void fence() {
     std::lock_guard lock(mutex_);
     for (size_t i = under_way_.size(); i-- > 0;) {
@@ -53,7 +52,7 @@ class Card {
   std::mt19937 random_{1};
 };
 
-// All cards, by the segment of their rank, and a thread that delivers. They live as long as the process.
+// All cards by the segment of their rank, and a thread that delivers. They live as long as the process.
 class Cards {
  public:
   static Cards& all() {
@@ -64,7 +63,7 @@ class Cards {
     std::lock_guard lock(mutex_);
     return cards_[segment];
   }
-  // Memory that puts lead to may go when nothing is under way.
+  // Deliver everything in flight, so that target memory may be freed.
   void drain() {
     std::lock_guard lock(mutex_);
     for (auto& [_, card] : cards_) card.quiet();
@@ -87,11 +86,11 @@ class Cards {
   std::map<const char*, Card> cards_;
 };
 
-// Nothing that is put is there before its sender's quiet, except by luck; a put's source may be used again at once.
+// A put is guaranteed to arrive only by its sender's quiet. Its source may be reused immediately.
 struct Network {
   static constexpr bool kOrderedSignals = true;
-  char* const* segments;  // [R] where each rank's segment really is
-  char* mine;             // the own one: remote places are named by it
+  char* const* segments;  // [R] real address of each rank's segment
+  char* mine;             // this rank's segment: remote addresses are given relative to it
 
   template <class T>
   T* there(T* place, int peer) const {

@@ -1,4 +1,4 @@
-// Bulk copies of the emulated GPU: each happens as late as it may, or earlier at random, and a store in two steps.
+// Bulk copies of the emulated GPU: each happens as late as allowed, or earlier at random, and a store in two steps.
 #pragma once
 
 #include <deque>
@@ -47,7 +47,7 @@ class LateCopies {
     char* to;
     const char* from;
     int bytes;
-    std::vector<char> read;  // of a store, what it is to write
+    std::vector<char> read;  // stores only: the bytes to write
   };
   static void arrive(Copy& copy) {
     if (copy.from) std::memcpy(copy.to, copy.from, copy.bytes);
@@ -73,8 +73,8 @@ struct RingLinks : MappedLinks {
   }
 };
 
-// How mapped peers are reached, by a launch's arguments. A library of its own has the kernels that move rows through rings:
-// with them in one, all tests would wait for the compiler twice as long.
+// Access to mapped peers, by a launch's arguments. The kernels that move rows through rings have a separate library: in
+// one library, all tests would wait twice as long for the compiler.
 #if defined(MOE_RT_EMULATED_RING)
 inline RingLinks mapped_links(void** params) { return {{}, *static_cast<const RingMemory*>(params[2])}; }
 #else

@@ -28,7 +28,7 @@ void run_activation(const Machine& m, bool backward, const void* args) {
   }
 }
 
-// Blocks that whole warps of 32 lanes divide have those; others have warps of one lane.
+// Use warps of 32 lanes if they divide the block, else warps of one lane.
 template <class Links, class Body>
 void launch_in_warps(const Links& links, int blocks, int threads, int64_t shared_bytes, uint32_t seed,
                      emulation::Room* room, Body&& body) {
@@ -44,8 +44,8 @@ void launch_in_warps(const Links& links, int blocks, int threads, int64_t shared
 extern "C" emulation::Room* emulated_room(int blocks) { return new emulation::Room(blocks); }
 extern "C" void emulated_drain() { emulation::Cards::all().drain(); }
 
-// `params` are the addresses of a launch's arguments, as cuLaunchKernel takes them; `segments`, where the network finds
-// each rank's segment, or nullptr where there is none. `room` is that of the GPU. Returns 0 for an unknown kernel.
+// `params` are the addresses of a launch's arguments, as for cuLaunchKernel; `segments` is the network's table of
+// segments, or nullptr without a network. `room` limits the GPU's resident blocks. Returns 0 for an unknown kernel.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char* elem, int hidden, int num_topk,
                                int dispatch_codec, int combine_codec, int blocks, int threads, int64_t shared_bytes,
                                void** params, [[maybe_unused]] char* const* segments, uint32_t seed) {
@@ -56,7 +56,7 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
     with_element(elem, [&](auto e) { found = run_kernel<decltype(e)>(kernel, m, dims, params); });
     if (!found) store_relaxed(known, 0u);
   };
-#if !defined(MOE_RT_EMULATED_RING)  // which reads from mapped peers alone
+#if !defined(MOE_RT_EMULATED_RING)  // reads from mapped peers only
   const auto launch_over = [&](auto links) {
     links.memory = *static_cast<const NetworkMemory*>(params[2]);
     links.net = {segments, links.memory.segment};

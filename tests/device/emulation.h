@@ -1,7 +1,8 @@
-// A GPU of host threads: runs the CUDA launch bodies, blocks and all, for sanitizers and the whole suite to see them.
+// A GPU of host threads: runs the bodies of CUDA launches with all their blocks, for sanitizers and the whole test
+// suite.
 //
-// A launch's blocks run side by side, or one after another in random order: no block may wait for another of its
-// launch, so either must do. Lanes pause at random barriers. A warp has 32 lanes where they divide a block, else one.
+// A launch's blocks run in parallel, or sequentially in random order: no block may wait for another block of its
+// launch, so both must work. Lanes pause at random barriers. A warp has 32 lanes if they divide a block, else one.
 #pragma once
 
 #include <algorithm>
@@ -37,17 +38,17 @@ struct Block {
   }
 };
 
-// Lanes are many more than cores: those that wait must not keep the cores from those that are waited for.
+// Lanes outnumber the cores by far: waiting lanes must leave the cores to the lanes they wait for.
 inline constexpr int kYields = 4;
 
-// Where the lanes of one warp meet. A warp of one lane needs none.
+// The barrier and exchange of one warp. A warp of one lane needs none.
 struct WarpState {
   explicit WarpState(int lanes) : barrier(lanes, kYields), words(lanes) {}
   Barrier barrier;
   std::vector<double> words;
 };
 
-// What a lane of a warp may do with its neighbours; all of them must do it at once, as on a GPU.
+// Collective operations of a warp; all its lanes must call them together, as on a GPU.
 template <int kLanes>
 struct WarpLane {
   static constexpr int kTeamLanes = kLanes;
@@ -57,7 +58,7 @@ struct WarpLane {
     if constexpr (kLanes > 1) state->barrier.wait();
   }
   int team_lane() const { return lane_; }
-  // The word of lane `from`, which hands over its own.
+  // Return the word of lane `from`, and hand over this lane's.
   template <class T>
   T exchange(T x, int from) const {
     state->words[lane_] = static_cast<double>(x);
@@ -90,7 +91,7 @@ struct Warp : WarpLane<kLanes> {
   int teams() const { return 1; }
 };
 
-// Some warps of a block on one row.
+// Several warps of a block that share one row.
 template <int kLanes>
 struct WarpsGroup : WarpLane<kLanes> {
   int64_t index, count;
@@ -105,7 +106,7 @@ struct WarpsGroup : WarpLane<kLanes> {
   int teams() const { return size / kLanes; }
 };
 
-// How many blocks a GPU runs at once, of all launches together: a block that finds no room waits for one to end.
+// The number of blocks that a GPU runs concurrently, over all launches. A block without a place waits for one to end.
 class Room {
  public:
   explicit Room(int blocks) : places_(blocks) {}
@@ -135,7 +136,7 @@ struct Machine {
   int block_index() const { return index; }
   int64_t clock_ns() const { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
   void let_next_begin() const {}
-  void await_launch_before() const {}  // here launches begin one after the other
+  void await_launch_before() const {}  // launches run sequentially here
   void nap() const { std::this_thread::sleep_for(std::chrono::microseconds(10)); }
   Warp<kWarpLanes> warps(int first) const {
     const int64_t blocks = count - first, each = block_.size_ / kWarpLanes;
@@ -163,7 +164,7 @@ struct MappedLinks {
   }
 };
 
-// Calls body(machine) on every lane of every block and returns when all are done. Blocks start when there is `room`.
+// Call body(machine) on every lane of every block and return when all are done. Blocks start when `room` has a place.
 template <int kWarpLanes = 1, class Links, class Body>
 void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, uint32_t seed, Room* room, Body&& body) {
   std::mt19937 random(seed);
@@ -199,7 +200,7 @@ void launch(const Links& links, int blocks, int threads, int64_t shared_bytes, u
   lanes.await();
 }
 
-// Runs the body named by a kernel.
+// Run the body of the named kernel.
 template <class Dims, class Elem, class Links, int kWarpLanes>
 bool run_body(const char* kernel, const Machine<Links, kWarpLanes>& m, const Dims& dims, const World& w,
               const Control& c, const void* args) {

@@ -1,5 +1,5 @@
-// The emulated GPU with sizes and types as constants of the code, defined as for the just-in-time compiler: rows are moved
-// in the widest vectors that divide them. Blocks are of whole warps, and all peers are mapped.
+// The emulated GPU with sizes and types as constants, defined as for the just-in-time compiler: rows are moved in the
+// widest vectors that divide them. Blocks consist of whole warps, and all peers are mapped.
 #include "emulated_ring.h"
 #include "emulation.h"
 
@@ -7,7 +7,7 @@ using namespace moe_rt;
 
 extern "C" emulation::Room* emulated_room(int blocks) { return new emulation::Room(blocks); }
 
-// As emulated_launch of emulation.cpp, which finds out what is constant here.
+// See emulated_launch of emulation.cpp, which determines at run time what is constant here.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char*, int, int, int, int, int blocks,
                                int threads, int64_t shared_bytes, void** params, char* const*, uint32_t seed) {
   using Dims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC>;

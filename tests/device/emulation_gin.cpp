@@ -5,7 +5,7 @@ using namespace moe_rt;
 
 extern "C" emulation::Room* emulated_room(int blocks) { return new emulation::Room(blocks); }
 extern "C" void emulated_drain() { GinCards::all().drain(); }
-// What nccl.core makes on the host: a device communicator, in room of the caller's, and a window, which stays.
+// Stand-in for nccl.core on the host: makes a device communicator in the caller's memory, and a window, which stays.
 extern "C" int64_t emulated_comm(int rank, int num_ranks, void* room) {
   if (room) new (room) ncclDevComm{rank, num_ranks, /*ginContextCount=*/3};
   return sizeof(ncclDevComm);
@@ -15,7 +15,7 @@ extern "C" const void* emulated_window(int num_ranks, char* const* begins) {
 }
 extern "C" void emulated_backwards(uint32_t whether) { GinCards::all().go_backwards(whether); }
 
-// As emulated_launch of emulation.cpp, where all launches are over the network, which the launch's own arguments tell of.
+// See emulated_launch of emulation.cpp. Here every launch uses the network, which its arguments describe.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char* elem, int hidden, int num_topk,
                                int dispatch_codec, int combine_codec, int blocks, int threads, int64_t shared_bytes,
                                void** params, char* const*, uint32_t seed) {

@@ -1,4 +1,4 @@
-// Compiled after NCCL's own headers: its functions are those that gin_functions.h lists.
+// Compiled after NCCL's headers: checks that its functions have the signatures in gin_functions.h.
 #include "../protocol/core/atomics.h"
 
 using Order = cuda::std::remove_const_t<decltype(moe_rt::kAcquire)>;

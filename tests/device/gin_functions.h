@@ -1,7 +1,7 @@
-// NCCL's device functions that cuda/device/gin_net.h calls, one a line: what it returns, its name, what it takes.
+// NCCL's device functions that cuda/device/gin_net.h calls, one a line: return type, name, parameter types.
 //
-// Included with NCCL_FUNCTION defined, to declare them for a stand-in or to compare them with NCCL's headers; Order is
-// what kAcquire is one of.
+// Included with NCCL_FUNCTION defined, to declare them for a stand-in or to compare them with NCCL's headers. Order is
+// the type of kAcquire.
 NCCL_FUNCTION(void, ncclGinGet_v2, ncclGin_C*, ncclTeam, int, ncclWindow_t, size_t, ncclWindow_t, size_t, size_t,
               ncclCoopAny, bool, ncclGinDescriptorSmem*, uint32_t, ncclGinSegmentType_t)
 NCCL_FUNCTION(void, ncclGinPut_v3, ncclGin_C*, ncclTeam, int, ncclWindow_t, size_t, ncclWindow_t, size_t, size_t,

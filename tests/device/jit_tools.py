@@ -1,4 +1,4 @@
-"""What the tests of the just-in-time compiler share: sources to compile, and ranks that compile at the same time."""
+"""Helpers for tests of the just-in-time compiler: sources to compile, and ranks that compile concurrently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(compile_kernels("small.cu", "sm_90a", {}, root=Path(sys.argv[1])).from_cac
 
 
 def require_compiler() -> None:
-    """Skips where the compiler's packages are missing, or fails where they must not be."""
+    """Skip the test if the compiler's packages are missing, or fail it if they are required."""
     missing = [name for name in MODULES if not _is_there(name)]
     if not missing:
         return
@@ -42,7 +42,7 @@ def _is_there(module: str) -> bool:
 
 
 def copy_sources(root: Path) -> Path:
-    """A directory like cuda/ with the protocol, the prelude and the test programs."""
+    """Make a directory like cuda/ with the protocol, the prelude and the test programs."""
     shutil.copytree(ROOT / "cuda" / "protocol", root / "protocol")
     shutil.copytree(PROGRAMS, root / "device")
     shutil.copy(ROOT / "cuda" / "device" / "nvshmem_prelude.h", root / "device")
@@ -50,7 +50,7 @@ def copy_sources(root: Path) -> Path:
 
 
 def write_small_source(root: Path) -> Path:
-    """A directory like cuda/ with one kernel that compiles in no time, and a header of its own."""
+    """Make a directory like cuda/ with one kernel that compiles quickly, and its header."""
     (root / "protocol").mkdir(parents=True)
     (root / "device").mkdir()
     (root / "protocol" / "value.h").write_text("// A header.\n#define VALUE 1\n")
@@ -60,9 +60,10 @@ def write_small_source(root: Path) -> Path:
 
 
 def compile_at_once(root: Path, processes: int, **environment: str) -> tuple[list[bool], list[str]]:
-    """Whether each of several processes found the small source in the cache; and what each said on its standard error.
+    """Compile the small source in several processes; return whether each found it in the cache, and their standard
+    errors.
 
-    Of the variables that name a cache they have those in `environment` alone.
+    Only `environment` may name a cache; the inherited variables that do are removed.
     """
     command = [str(commands() / "python"), "-c", COMPILE, str(root)]
     inherited = {name: value for name, value in os.environ.items() if name not in ("MOE_RT_CACHE", "XDG_CACHE_HOME")}

@@ -1,4 +1,4 @@
-// Threads that a thread keeps for the lanes of its launches: to start one takes ten times as long as to wake one.
+// Threads that are reused for the lanes of launches: starting one takes ten times as long as waking one.
 #pragma once
 
 #include <condition_variable>
@@ -10,8 +10,8 @@
 
 namespace moe_rt::emulation {
 
-// One for each thread that launches. A lane meets the launching thread alone, where it begins and where it ends: what
-// orders lanes or launching threads among each other would hide races of theirs.
+// One per launching thread. A lane synchronises only with the launching thread, at its start and its end: any further
+// order between lanes or launching threads would hide their races.
 class KeptThreads {
  public:
   static KeptThreads& mine() {
@@ -22,7 +22,7 @@ class KeptThreads {
     if (busy_ == lanes_.size()) lanes_.emplace_back();
     lanes_[busy_++].begin(std::move(work));
   }
-  // Returns when all that was started has ended.
+  // Return when everything that was started has ended.
   void await() {
     for (size_t i = 0; i < busy_; ++i) lanes_[i].await();
     busy_ = 0;
@@ -64,7 +64,7 @@ class KeptThreads {
     std::condition_variable changed_;
     std::function<void()> work_;
     bool begun_ = false;
-    std::thread thread_;  // last: it uses the others
+    std::thread thread_;  // last, because it uses the other members
   };
 
   std::deque<Lane> lanes_;

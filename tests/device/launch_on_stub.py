@@ -1,4 +1,4 @@
-"""Loads a cubin and launches through moe_rt.native.gpu on the stub driver. Run with it on the library path."""
+"""Loads a cubin and launches through moe_rt.native.gpu on the stub driver. Run it with the stub on the library path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_rt.native.gpu import CudaModule
 
 
 def launch_early(params: ctypes.Array[ctypes.c_void_p]) -> None:
-    """Three launches, two of which may begin early; and one of cuda-python, which says so in cuda.h's structs."""
+    """Launch three kernels, two of which may begin early, and one through cuda-python, which uses cuda.h's structs."""
     module = CudaModule(b"\x7fELF and so on", ["ab", "cdef"], torch.device("cuda", 0), nvshmem=False, dependent=True)
     early = [("ab", 1), ("cdef", 2), ("ab", 3)]
     module.launch(early, threads=32, shared_bytes=7, stream=5, params=params)

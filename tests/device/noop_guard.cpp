@@ -1,4 +1,4 @@
-// Tells a torch without CUDA that a CUDA device may be current, so that autograd records fake CUDA tensors.
+// Lets a torch without CUDA accept a current CUDA device, so that autograd records fake CUDA tensors.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {

@@ -1,7 +1,7 @@
 """CPU tensors that pass for CUDA tensors: values are real, and an op that mixes both kinds fails, as on a GPU.
 
-For a process of its own, since the guard that it loads stays. Autograd's engine refuses CUDA in a torch without it, so
-this is for what runs forward.
+It needs a dedicated process, since the guard it loads stays. Autograd's engine refuses CUDA in a torch without it, so
+only forward code can run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
 BETWEEN_DEVICES = ("aten._to_copy", "aten.copy_")
-# Of the names of ops after which the host knows a value, or a shape that depends on one: it waits for the device there.
+# Parts of names of ops that wait for the device: the host then knows a value, or a shape that depends on one.
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "item", "equal")
 
 
 def build_guard() -> Path:
-    """The library made of noop_guard.cpp."""
+    """Build noop_guard.cpp and return the library."""
     torch_files = Path(torch.__file__).parent
     paths = [f"-isystem{torch_files}/include", f"-L{torch_files}/lib", "-lc10", f'-DTORCH="{torch.__version__}"']
     return compile_program(Path(__file__).with_name("noop_guard.cpp"), "-shared", "-fPIC", *paths)
 
 
 class OnDevice(Tensor):
-    """Wraps the CPU tensor that holds its values."""
+    """A tensor on the pretended device; `held` is the CPU tensor with its values."""
 
     held: Tensor
 
@@ -43,15 +43,15 @@ class OnDevice(Tensor):
 
     __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: perform(func, args, kwargs or {}))
 
-    def tolist(self) -> Any:  # torch refuses this one to all that wrap tensors
+    def tolist(self) -> Any:  # torch refuses this to all wrapper tensors
         return self.held.tolist()
 
 
 class PretendCuda(TorchDispatchMode):
-    """While it is on, a device argument of CUDA is obeyed.
+    """While active, a device argument of CUDA is accepted.
 
     Args:
-        guard: from `build_guard`.
+        guard: the library from `build_guard`.
     """
 
     def __init__(self, guard: Path) -> None:
@@ -65,10 +65,10 @@ class PretendCuda(TorchDispatchMode):
 
 
 def perform(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs the op on what is held. Its outputs are where it is told to make them, or else where its inputs are."""
+    """Run the op on the held tensors. Outputs are on the requested device, or else on the device of the inputs."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     wrappers = {id(t.held): t for t in tensors if isinstance(t, OnDevice)}
-    strangers = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]  # numbers may come from anywhere
+    strangers = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]  # scalars may be on any device
     between = str(func).startswith(BETWEEN_DEVICES)
     assert between or not (wrappers and strangers), f"{func} of tensors on CPU and CUDA"
     device = kwargs.get("device")

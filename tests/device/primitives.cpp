@@ -1,5 +1,5 @@
-// What row primitives read and when, who takes which row, and what a flush asks of the network: exits with 1 where that
-// is wrong, and says what it is.
+// Checks what row primitives read and when, which group takes which row, and which network calls a flush makes. Exits
+// with 1 and a message on the first error.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kHidden = 7, kCopies = 3, kLanes = 4;
 
-// An element that knows when it is copied out of the rows that are watched, and how often that was before the first use.
+// An element that counts its copies out of the watched rows, and how many of these precede the first use.
 struct Watched {
   using Acc = float;
   static inline const char *begin = nullptr, *end = nullptr;
@@ -48,7 +48,7 @@ struct Watched {
 };
 using Rows = DeviceRows<Watched, RuntimeDims, emulation::Warp<1>>;
 
-// The row is of another rank: each of its elements crosses the link once, however many rows here copy it.
+// A row of another rank crosses the link once per element, however many rows here copy it.
 int reads_of_a_remote_row() {
   static Watched g[kHidden], y[kCopies][kHidden], out[kCopies][kHidden];
   const int32_t at[kCopies] = {2, 0, 1};
@@ -61,8 +61,8 @@ int reads_of_a_remote_row() {
   return Watched::reads;
 }
 
-// A sum of some of n rows: all that a lane has under way is loaded before the first element is used, rows that are not
-// there are not read, and what their weights are does not matter.
+// Sum some of n rows: a lane loads everything it has in flight before it uses the first element; absent rows are not
+// read, and their weights have no effect.
 bool sum_is_in_order(int n) {
   constexpr int kRows = 20, kLength = 16;
   static Watched rows[kRows][kLength], out[kLength];
@@ -82,7 +82,7 @@ bool sum_is_in_order(int n) {
   Watched::watch(rows, sizeof(rows));
   const Rows primitive{RuntimeDims{kLength, kRows}, emulation::Warp<1>{0, 1}, Codec::kRaw};
   primitive.encode_sum(reinterpret_cast<char*>(out), srcs, weights, n);
-  const int together = n <= 1 ? 8 : n <= 2 ? 4 : n <= 4 ? 2 : 1;  // of each row
+  const int together = n <= 1 ? 8 : n <= 2 ? 4 : n <= 4 ? 2 : 1;  // per row
   const int loads = together * there - std::max(0, there - (n > 8 ? 7 : there));
   bool right = Watched::reads == there * kLength && Watched::reads_before_use == loads;
   for (int k = 0; k < kLength; ++k) right = right && out[k].bits == expected[k];
@@ -90,7 +90,7 @@ bool sum_is_in_order(int n) {
   return right;
 }
 
-// Codes by fours, as GPUs take them, are those of the codec: all codes, and numbers of every size.
+// Codes in groups of four, as GPUs use them, equal the codec's: all codes, and numbers of every magnitude.
 bool codes_are_equal() {
   int wrong = 0;
   for (const Codec codec : {Codec::kFp8, Codec::kInt8}) {
@@ -106,7 +106,7 @@ bool codes_are_equal() {
       }
     }
     const float most = codec == Codec::kFp8 ? 448.0f : 127.0f;
-    for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += 40961) {  // of blocks whose largest is `most`
+    for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += 40961) {  // numbers in blocks whose maximum is `most`
       float x[4];
       for (int i = 0; i < 4; ++i) x[i] = bits_float(uint32_t(bits + i * 0x3fffff));
       const bool small = std::all_of(x, x + 4, [&](float v) { return std::fabs(v) <= most; });
@@ -119,7 +119,7 @@ bool codes_are_equal() {
   return wrong == 0;
 }
 
-// Each row has one group, a group's lanes are those of warps side by side, and few rows are spread over all blocks.
+// Each row has one group, a group's lanes belong to adjacent warps, and a few rows spread over all blocks.
 bool rows_have_groups(int num_blocks, int warps, int first_block, int num_rows) {
   constexpr int kWarp = 4;
   const int together = warps_together(num_rows, num_blocks - first_block, warps);
@@ -152,14 +152,14 @@ bool rows_fill_the_blocks() {
   for (const int rows : {1, 3, 4, 5, 8, 9, 16, 17, 64, 65, 200}) {
     for (const int warps : {16, 8, 6, 3, 1}) right = rows_have_groups(5, warps, rows % 3, rows) && right;
   }
-  // On 132 blocks of 16 warps: one row more than blocks halves the warps of each, and they all go on at once.
+  // 132 blocks of 16 warps: one row more than there are blocks halves the warps per row, and all rows run concurrently.
   const int rows[] = {0, 1, 132, 133, 264, 265, 528, 529, 1056, 1057, 2112, 2113, 65536};
   const int expected[] = {16, 16, 16, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1};
   for (size_t i = 0; i < std::size(rows); ++i) right = right && warps_together(rows[i], 132, 16) == expected[i];
   return right;
 }
 
-// The lanes of one warp, side by side.
+// A lane of one warp, executed in parallel with the others.
 struct Lane {
   int64_t index;
   int lane;
@@ -168,7 +168,7 @@ struct Lane {
   void sync() const { barrier->wait(); }
 };
 
-// Counts quiets, and those that came before all lanes had handed over what they put.
+// Counts calls of quiet, and the calls made before all lanes had handed over their puts.
 struct Counting {
   uint32_t *quiets, *early, *handed_over;
   void before_signals() const {

@@ -1,4 +1,4 @@
-// A ring moves rows with copies that are counted: what is under way, what is read how often, and which slots are free.
+// A ring moves rows with counted copies: how many are in flight, how often rows are read, and which slots are free.
 #include "../../cuda/device/ring.h"
 
 #include <cstdio>
@@ -24,7 +24,7 @@ void require(bool right, const char* what) {
   std::exit(1);
 }
 
-// Of all copies: loads that nobody has awaited, groups whose slots may still be read, and bytes.
+// Counts over all copies: loads not yet awaited, groups whose slots may still be read, and bytes.
 struct Counts {
   int loads = 0, most_loads = 0;
   int64_t read = 0, written = 0;

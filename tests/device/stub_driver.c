@@ -1,4 +1,4 @@
-// A libcuda that remembers launches instead of running them: what reaches the driver can be checked without a GPU.
+// A libcuda that prints launches instead of running them, to check calls of the driver without a GPU.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +29,7 @@ CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, u
   for (int i = 0; i < 2; ++i) printf(" %lu", *(unsigned long*)params[i]);
   return printf("\n"), gx >= 1000 ? 1 : 0;  // CUDA_ERROR_INVALID_VALUE
 }
-// As cuda.h has them.
+// The structs of cuda.h.
 struct attribute {
   int id;
   char pad[4];

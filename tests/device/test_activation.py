@@ -1,4 +1,4 @@
-"""What experts run on a GPU: SwiGLU over real rows, and matrix products that leave row counts on the device."""
+"""The GPU code of experts: SwiGLU over real rows, and matrix products that leave row counts on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPREADS = [[4, 0, 5], [0, 0, 0], [0, 13, 0], [1], [13]]
 # Multiples of a 16-byte vector for every dtype, for some, and for none.
 WIDTHS = [1, 7, 8, 10, 24]
 SENTINEL = 7.0
-# Indexing and autograd ask for the guard of a device, which only a torch built for it has.
+# Indexing and autograd need a device guard, which exists only in a torch built for the device.
 TRACED = "cuda" if torch.cuda.is_available() else "cpu"
 seeds = itertools.count(1)
 
@@ -63,7 +63,7 @@ class ActivationGpu(EmulatedGpu):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ActivationGpu:
-    """Stands in for the device that CPU tensors are on."""
+    """Emulated GPU in place of the device of CPU tensors."""
     gpu = ActivationGpu(num_sms=2)
     monkeypatch.setattr(cuda_activation, "Gpu", lambda device: gpu)
     monkeypatch.setattr(cuda_activation, "_gpus", {})
@@ -76,7 +76,7 @@ def offs_of(sizes: list[int]) -> Tensor:
 
 
 def rows_from(place: int, num_rows: int, width: int, dtype: torch.dtype, real: int) -> Tensor:
-    """Random rows that start `place` elements into their memory; rows past the real ones are NaN."""
+    """Return random rows that start `place` elements into their memory; rows past the real ones are NaN."""
     memory = torch.empty(place + num_rows * width, dtype=dtype)
     rows = memory[place:].view(num_rows, width)
     rows.copy_(3 * torch.randn(num_rows, width, dtype=torch.float64))
@@ -85,7 +85,7 @@ def rows_from(place: int, num_rows: int, width: int, dtype: torch.dtype, real: i
 
 
 def close_to_exact(got: Tensor, exact: Tensor) -> None:
-    """Within the last place of the dtype; fp32 and fp64 also lose a little on the way to their one rounding."""
+    """Check to one unit in the last place of the dtype; fp32 and fp64 also lose a little before their one rounding."""
     eps = torch.finfo(got.dtype).eps
     slack = {torch.float32: 8, torch.float64: 16}.get(got.dtype, 0.51)
     torch.testing.assert_close(
@@ -94,7 +94,7 @@ def close_to_exact(got: Tensor, exact: Tensor) -> None:
 
 
 def exact_swiglu(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and gradient in fp64."""
+    """Return output and gradient in fp64."""
     leaf = gate_up.double().requires_grad_()
     gate, up = leaf.chunk(2, dim=1)
     out = F.silu(gate) * up
@@ -148,7 +148,7 @@ def test_offsets_past_the_tensor_do_no_harm() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_gates(dtype: torch.dtype) -> None:
-    """exp overflows for gates far below zero: the result is zero, not NaN, as torch's."""
+    """Gates far below zero, for which exp overflows, give zero and not NaN, as in torch."""
     big = min(torch.finfo(dtype).max / 4, 1e5)
     gate = torch.tensor([[-big, -200.0, -20.0, 0.0, 20.0, big]], dtype=dtype)
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
@@ -165,7 +165,8 @@ def test_extreme_gates(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_calls_from_python(gpu: ActivationGpu, dtype: torch.dtype) -> None:
-    """Strided inputs, an expanded gradient, one compilation for both kernels, no more blocks than vectors or room."""
+    """Strided inputs and an expanded gradient work; both kernels compile once, and blocks never exceed vectors or
+    capacity."""
     offs = offs_of([4, 0, 5])
     gate_up, grad = rows_from(0, 26, 17, dtype, 18)[::2, 1:], torch.ones((), dtype=dtype).expand(ROWS, 8)
     exact, exact_grad = exact_swiglu(gate_up[:9], grad[:9])
@@ -211,7 +212,8 @@ def test_wrong_input_is_refused_before_the_device_sees_it(gpu: ActivationGpu) ->
     ids=str,
 )
 def test_tiles_equal_a_loop(dtype: torch.dtype, rows: int, sizes: list[int]) -> None:
-    """What the GPU does where torch would wait for offs, forward and for the weight's gradient; NaN past the end."""
+    """The tiled product, which avoids torch's wait for offs, equals a loop, also in the weight's gradient; NaN past the
+    end."""
     torch.manual_seed(0)
     offs, real = offs_of(sizes), sum(sizes)
     x, grad = rows_from(0, rows, 6, dtype, real), rows_from(0, rows, 10, dtype, real)
@@ -228,7 +230,7 @@ def test_tiles_equal_a_loop(dtype: torch.dtype, rows: int, sizes: list[int]) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_waits_for_the_device(dtype: torch.dtype) -> None:
-    """Fake tensors have no values: whatever asked for one would raise."""
+    """No op waits for the device: fake tensors have no values, so a read of one would raise."""
     with FakeTensorMode():
         for mm, device in ((torch.ops.moe_rt.grouped_mm, "cuda"), (grouped._tiled_mm, TRACED)):
             x, grad = (torch.empty(ROWS, n, dtype=dtype, device=device) for n in (16, 32))
@@ -267,7 +269,7 @@ def test_compiles(arch: str, dtype: torch.dtype) -> None:
     needs = compile_kernels("activation.cu", arch, defines, cache=False).resources
     assert set(needs) == {"swiglu_forward", "swiglu_backward"}
     for kernel in needs.values():
-        # So that all blocks of a launch are resident at once.
+        # All blocks of a launch fit on the GPU together.
         assert kernel.registers * cuda_activation._THREADS * cuda_activation._BLOCKS_PER_SM <= 65536
         assert kernel.spill_bytes == 0
     if arch == "sm_90a":

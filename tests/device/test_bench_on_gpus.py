@@ -1,4 +1,4 @@
-"""`moe-rt bench` on ranks with GPUs, without one: an emulated GPU, tensors that pass for CUDA, a fake clock."""
+"""`moe-rt bench` on ranks with GPUs, without a GPU: an emulated one, tensors that pass for CUDA, a fake clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def job_of(case: Case, contestants: list[str]) -> Job:
 
 @pytest.mark.parametrize("op", OPS)
 def test_virtual_ranks(op: Any) -> None:
-    """The CUDA engine runs, and who needs processes says so."""
+    """Virtual ranks run the CUDA engine, and contestants that need processes are reported absent."""
     case = Case(op=op, heap="loopback", **SIZES)
     records: list[dict[str, Any]] = []
     gpu = EmulatedGpu()
@@ -72,7 +72,8 @@ def pretenders() -> Iterator[tuple[ProcessRanks, Path]]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_everything_stays_on_the_device(pretenders: tuple[ProcessRanks, Path], op: Any) -> None:
-    """All but a layer's backward, of all contestants: an op that met a CPU tensor would fail, and a wrong sum."""
+    """Everything but a layer's backward stays on the device: an op that mixed in a CPU tensor would fail, as would a
+    wrong sum."""
     ranks, guard = pretenders
     case = Case(op=op, heap="nvshmem", **{**SIZES, "experts": 6})
     for record in ranks.run(pretend_case, case, guard):
@@ -82,7 +83,7 @@ def test_everything_stays_on_the_device(pretenders: tuple[ProcessRanks, Path], o
 
 
 def pretend_case(group: dist.ProcessGroup, case: Case, guard: Path) -> dict[str, Any]:
-    """Tensors pass for CUDA tensors up to moe_rt's engine and to gloo, which are those of CPU ranks."""
+    """Tensors pass for CUDA tensors up to moe_rt's engine and gloo, which are those of CPU ranks."""
     cuda_activation.prepare = lambda *_: None  # would compile for the GPU
     moe.Buffer = CpuBuffer  # type: ignore[misc]
     base.layer_steps = lambda *arguments: layer_steps(*arguments)[:1]  # type: ignore[assignment]
@@ -95,7 +96,7 @@ def pretend_case(group: dist.ProcessGroup, case: Case, guard: Path) -> dict[str,
 
 
 class CpuBuffer(Buffer):
-    """On the CPU, whatever it is told and says."""
+    """A buffer on the CPU that claims the pretended device and accepts its tensors."""
 
     device = DEVICE  # type: ignore[assignment]
 
@@ -106,7 +107,8 @@ class CpuBuffer(Buffer):
 
 @pytest.mark.parametrize("cold", [False, True])
 def test_an_iteration_ends_when_the_device_has_done_it(monkeypatch: pytest.MonkeyPatch, cold: bool) -> None:
-    """And starts when the device is idle, with its caches full of other data if that is asked for."""
+    """An iteration ends when the device has finished it, and starts on an idle device, with cold caches if
+    requested."""
     events: list[str] = []
 
     def note(event: str) -> Any:
@@ -162,7 +164,7 @@ def test_mpirun_is_not_asked_to_start_ranks_with_gpus(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("heap", "processes"), [("nvshmem", 3), ("loopback", 1)])
 def test_how_ranks_are_started(heap: Any, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual ranks in one process, whose environment lets them wait for each other on one GPU."""
+    """Virtual ranks start in one process, whose environment lets them wait for each other on one GPU."""
     started: list[Program] = []
 
     def start(program: Program) -> subprocess.Popen[str]:

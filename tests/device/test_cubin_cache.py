@@ -1,4 +1,4 @@
-"""The directory of compiled kernels where an entry cannot be saved, and its keys; test_jit.py has the rest."""
+"""The directory of compiled kernels when an entry cannot be saved, and its keys; test_jit.py has the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rt.native.cubin_cache import open_cache
 
 @pytest.fixture
 def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home's cache, in which an image keeps an entry, and which cannot be written now; not even by root."""
+    """The home's cache, with an entry that an image contains; it cannot be written now, even by root."""
     monkeypatch.delenv("MOE_RT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "image"))
     monkeypatch.setattr(cubin_cache.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -31,7 +31,7 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def entries(keys: str, save: str = "") -> list[bytes | None]:
-    """The payloads under keys; then an entry is saved under another."""
+    """Return the payloads of keys, and save an entry under another key."""
     with open_cache() as cache:
         assert cache is not None
         found = [entry and entry[1] for entry in map(cache.load, keys.split())]
@@ -67,7 +67,7 @@ def test_a_temporary_directory_of_others_is_not_used(read_only: Path, tmp_path: 
 
 
 def test_an_entry_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the way stays, and is no entry."""
+    """A directory at the entry's path stays and is not read as an entry; no temporary file remains."""
     tmp_path.chmod(0o700)
     (tmp_path / "key.cubin").mkdir()
     monkeypatch.setenv("MOE_RT_CACHE", str(tmp_path))
@@ -80,7 +80,8 @@ def test_an_entry_that_cannot_be_put_in_place_leaves_nothing(tmp_path: Path, mon
 
 
 def test_ranks_without_a_home_share_a_temporary_directory(tmp_path: Path) -> None:
-    """Four at once, as in a container whose home cannot be written: one compiles, all are told where entries are."""
+    """Four ranks without a writable home, as in a container, share a temporary directory: one compiles, all report the
+    path."""
     require_compiler()
     small = write_small_source(tmp_path / "cuda")
     found, said = compile_at_once(small, 4, HOME="/proc/nobody", TMPDIR=str(tmp_path))

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU: reported while no host waits, raised at the next op, told to every peer."""
+"""Faults on a GPU are reported while no host waits, raised at the next op, and announced to every peer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Act = Callable[[Buffer, Any], None]
 def outcomes(
     act: Act, size: int = SIZE, gpu: EmulatedGpu | None = None, timeout_s: float = 60.0, **changes: Any
 ) -> list[Any]:
-    """What `act` on each rank raises, or else `check` within the next second and a half, or None."""
+    """Return what `act` on each rank raises, or else what `check` raises within 1.5 seconds, or None."""
     spec = make_spec(size, **changes)
     inputs = make_inputs(spec, [12] * size, seed=1, kind="topk")
 
@@ -72,13 +72,13 @@ def test_silent_peer() -> None:
 
     def act(buffer: Buffer, mine: Any) -> None:
         pair(buffer, mine)
-        if buffer.rank == 1:  # finds everyone's rows, and learns afterwards that they have given it up
+        if buffer.rank == 1:  # it receives every rank's rows, and learns afterwards that they have aborted
             given_up.wait()
             return pair(buffer, mine)
         recv_x, _, handle = buffer.dispatch(*mine)
         assert handle.offs.sum() == 0, "the rows that never came must not be used"
         given_up.wait()
-        with pytest.raises(MoeRtError):  # the next op is where it shows
+        with pytest.raises(MoeRtError):  # the next op raises
             buffer.combine(recv_x, torch.empty(buffer.capacity), handle)
         buffer.check()
 
@@ -106,7 +106,7 @@ def test_bad_expert_id() -> None:
 
 def test_capacity_overflow() -> None:
     def act(buffer: Buffer, mine: Any) -> None:
-        mine[1][:] = torch.tensor([0, 1, 2])  # experts of rank 0
+        mine[1][:] = torch.tensor([0, 1, 2])  # rank 0's experts
         _, _, handle = buffer.dispatch(*mine)
         assert handle.offs.sum() == 0
 
@@ -159,7 +159,7 @@ def test_different_layers() -> None:
 
 
 def test_the_worst_of_what_peers_announce_counts() -> None:
-    """Each lane judges another peer's header: rank 1's entry is refused, and rank 2 runs another layer."""
+    """The most severe announcement is raised when rank 1's entry is refused and rank 2 runs another layer."""
     announced = threading.Barrier(SIZE)
 
     def act(buffer: Buffer, mine: Any) -> None:
@@ -168,7 +168,7 @@ def test_the_worst_of_what_peers_announce_counts() -> None:
         def when_all_have_announced(launches: Any, stream: int) -> None:
             for one in launches:
                 if one[0] == "dispatch_receive":
-                    announced.wait(60.0)  # or a rank would be told of a failure before it sees one
+                    announced.wait(60.0)  # otherwise poison may reach a rank before it sees a failure
                 launch([one], stream)
 
         buffer._engine._launcher.launch = when_all_have_announced
@@ -221,7 +221,8 @@ def test_aborting_rank() -> None:
 @pytest.mark.parametrize("bound", [12, 129])
 @pytest.mark.parametrize("word", range(0, 40, 7))
 def test_corrupt_lists(word: int, bound: int) -> None:
-    """Lists, pushed ones too, are rewritten once they are published: noticed, or harmless, but never a stray access."""
+    """Lists rewritten after publication, including pushed ones, are detected or harmless, and never cause a stray
+    access."""
 
     def act(buffer: Buffer, mine: Any) -> None:
         launch, engine = buffer._engine._launcher.launch, buffer._engine
@@ -235,7 +236,7 @@ def test_corrupt_lists(word: int, bound: int) -> None:
                 before = words.clone()
                 launch([one], stream)
                 if one[0] == "dispatch_send" and buffer.rank == 1:
-                    small = (words > 0) & (words < 1000)  # counts, ends and entries, which no float looks like
+                    small = (words > 0) & (words < 1000)  # counts, ends and entries; no float has such bits
                     lists = (small & (words != before)).nonzero()[:, 0]
                     words[lists[word % len(lists)]] = 2**30
 

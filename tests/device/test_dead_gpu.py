@@ -1,4 +1,4 @@
-"""A GPU that refuses every launch, or is not there: the first error is raised, and the buffer is closed."""
+"""If a GPU refuses every launch, or is missing, the first error is raised and the buffer is closed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inputs() -> list[Any]:
 
 
 class DyingGpu(EmulatedGpu):
-    """From `dead` on its driver refuses every launch."""
+    """The driver refuses every launch once `dead` is set."""
 
     dead = False
 
@@ -50,7 +50,7 @@ class DyingGpu(EmulatedGpu):
     ids=["an op", "a refusal", "the caller's own"],
 )
 def test_a_dead_gpu_hides_no_error(act: Callable[[Buffer, Any], None], kind: type[Exception]) -> None:
-    """Telling peers fails as well; the first error is raised, and the buffer is closed."""
+    """The first error is raised and the buffer is closed, although poisoning the peers also fails."""
     gpu = DyingGpu()
     buffer = Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(SPEC))
     segments = buffer._engine._segments
@@ -75,7 +75,7 @@ def test_a_launch_that_failed_ends_the_group() -> None:
     assert isinstance(raised.value.__cause__, LaunchFailed)
 
 
-# What torch says of it depends on its build.
+# The rest of torch's message depends on its build.
 NO_GPU = "expected a CUDA device that torch can use; torch "
 
 

@@ -1,4 +1,4 @@
-"""Buffers and layers made while another default device is set, or one without memory, work as any other."""
+"""Buffers and layers made under another default device, or one without memory, work like any other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_made_under(make_ranks: MakeRanks, heap: str, device: str, case: Callabl
 
 
 def test_host_memory_that_the_device_writes_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On "meta" its address would be 0, on "cuda" torch would refuse to lock it; only a GPU can make it."""
+    """Host memory for the device ignores the default device: "meta" has no address, and torch refuses to pin "cuda"
+    memory."""
     asked: list[Any] = []
     monkeypatch.setattr(torch, "zeros", lambda *_, **options: asked.append(options))
     Gpu.host_bytes(object.__new__(Gpu), 48)

@@ -1,4 +1,4 @@
-"""What reaches the CUDA driver: modules, functions, grids and arguments, told by a libcuda that runs nothing."""
+"""Calls that reach the CUDA driver: modules, functions, grids and arguments, printed by a libcuda that runs nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moe_rt.native.gpu import waits_for_launches
 from moe_rt.native.nvrtc import nvrtc_version
 
 HERE = Path(__file__).parent
-# A launch that may begin before the one before it has ended.
+# A launch that may begin before its predecessor has ended.
 EARLY = ("launch with attribute 6 of 1", "launch 4 grid 2 1 1 block 32 1 1 shared 7 stream 5 extra 0 words 41 43")
 
 
 @pytest.fixture
 def stub(tmp_path: Path) -> dict[str, str]:
-    """An environment in which libcuda is the stub."""
+    """Environment in which libcuda is the stub."""
     source, library = str(HERE / "stub_driver.c"), str(tmp_path / "libcuda.so.1")
     subprocess.run(["gcc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", source, "-o", library], check=True)
     return {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
@@ -44,10 +44,10 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
         "launch 5 grid 7 1 1 block 64 1 1 shared 99 stream 5 extra 0 words 41 42",
         "launch 3 grid 1 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
         "launch 5 grid 2 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
-        "context 77",  # once for each thread
+        "context 77",  # once per thread
         "launch 3 grid 2 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
         "launch 5 grid 1 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",
-        "launch 3 grid 1000 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",  # refused: none follows
+        "launch 3 grid 1000 1 1 block 32 1 1 shared 0 stream 0 extra 0 words 41 43",  # refused: no later launch follows
         "function ab",
         "function cdef",
         "load 2",
@@ -58,7 +58,7 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
         "launch with attribute 6 of 1",
         "launch 2 grid 3 1 1 block 32 1 1 shared 7 stream 5 extra 0 words 41 43",
         *EARLY,
-        # One of whose kernels has shared memory of its own.
+        # One of these kernels has static shared memory.
         "function abc",
         "function roomy",
         "load 3",
@@ -84,7 +84,7 @@ def test_loading_and_launching(stub: dict[str, str]) -> None:
     ],
 )
 def test_which_kernels_wait_by_themselves(tmp_path: Path, arch: str, waits: bool) -> None:
-    """A kernel that does nothing else waits as the header says; those of ops take half a minute to compile."""
+    """A kernel that only waits does so as its header says; kernels of ops take half a minute to compile."""
     require_compiler()
     root = shutil.copytree(jit.source_dir(), tmp_path / "cuda")
     (root / "device/waits.cu").write_text(
@@ -109,7 +109,7 @@ def test_launches_that_must_not_begin_early(stub: dict[str, str], how: dict[str,
 
 @pytest.mark.parametrize(("version", "package"), [(12040, ".[cuda12]"), (13000, "nvidia-cuda-nvrtc==13.0.*")])
 def test_a_driver_older_than_the_compiler(stub: dict[str, str], version: int, package: str) -> None:
-    """What to install is named: a newer driver, or which compiler."""
+    """The error names what to install: a newer driver, or which compiler."""
     require_compiler()
     command = [sys.executable, str(HERE / "launch_on_stub.py")]
     environment = {**stub, "STUB_DRIVER": str(version)}

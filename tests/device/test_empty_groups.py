@@ -1,4 +1,4 @@
-"""Experts without rows get zero gradients, though torch's grouped product on a GPU may leave garbage there."""
+"""Experts without rows get zero gradients, even if torch's grouped product on a GPU leaves garbage there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, WIDTH, OUT = 12, 16, 8
 
 
 def leaves_garbage(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """torch's on compute capability 10: what no row belongs to is not written."""
+    """Stand-in for torch's product on compute capability 10, which does not write elements without rows."""
     if b.dim() == 3:
         out = a.new_full((a.shape[0], b.shape[2]), float("nan"))
     else:
@@ -34,7 +34,7 @@ def leaves_garbage(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 
 
 class OnGpu(TorchDispatchMode):
-    """Runs what CUDA would run for the grouped ops."""
+    """Runs the CUDA implementations of the grouped ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("moe_rt::")

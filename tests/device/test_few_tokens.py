@@ -1,4 +1,4 @@
-"""Batches of few tokens: rows that are written to where they are read, and ops in one launch of one block."""
+"""Batches of few tokens: rows are written directly to where they are read, and an op is one launch of one block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def tokens_of(size: int, most: int) -> list[int]:
-    """The most, none and others among them."""
+    """Return token counts that include the maximum and zero."""
     return [(most + 2 * rank) % (most + 1) if rank else most for rank in range(size)]
 
 
@@ -49,7 +49,7 @@ class TestEqualToTheOracle:
             assert set(gpu.launched) == WHOLE
 
     def test_rows_are_pushed(self, name: str) -> None:
-        """Below and above the bound up to which they are, on one buffer or the other."""
+        """Rounds equal the oracle below, at and above the bound for pushed rows."""
         for most in (3, 64, 65) if name == "plain" else (3,):
             gpu = EmulatedGpu(threads=32)
             spec = make_spec(3, num_max_tokens_per_rank=most, **CASES[name])
@@ -65,7 +65,7 @@ def test_rows_with_scales(most: int, row: RowFormat) -> None:
 
 
 def test_bounds_of_calls() -> None:
-    """Dispatches whose rows are pushed, whose lists alone are, and of which nothing is, in the same windows."""
+    """Dispatches that push rows, push only lists, or push neither share the same windows."""
 
     def case(group: Any) -> None:
         spec = make_spec(2, num_max_tokens_per_rank=140)
@@ -83,7 +83,7 @@ def test_bounds_of_calls() -> None:
 
 @pytest.mark.parametrize("most", [2, 12])
 def test_rows_that_their_producer_wrote(most: int) -> None:
-    """They are pushed from the token window, into which nobody looks."""
+    """Rows are pushed from the token window, which no peer reads."""
 
     def case(group: Any) -> None:
         spec = make_spec(2, hidden=20, num_max_tokens_per_rank=most)
@@ -97,12 +97,12 @@ def test_rows_that_their_producer_wrote(most: int) -> None:
 
 def bad_id(buffer: Buffer, mine: list[Any]) -> None:
     if buffer.rank == 1:
-        mine[1][1, 1] = 2**32 + 1  # whose lower half is an expert
+        mine[1][1, 1] = 2**32 + 1  # its lower half is a valid expert
     buffer.dispatch(*mine)
 
 
 def no_room(buffer: Buffer, mine: list[Any]) -> None:
-    mine[1][:] = torch.tensor([0, 1, 2])  # experts of rank 0
+    mine[1][:] = torch.tensor([0, 1, 2])  # rank 0's experts
     buffer.dispatch(*mine)
 
 
@@ -144,7 +144,7 @@ def test_refusals_of_whole_ops(act: Any, changes: dict[str, Any], raised: type[M
             found = attempt(
                 act, buffer, [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
             )
-            told.wait(HANG_S)  # launches of both are over
+            told.wait(HANG_S)  # both ranks' launches are complete
             found = found or attempt(lambda buffer, _: buffer.check(), buffer, [])
             told.wait(HANG_S)
         return found
@@ -152,7 +152,7 @@ def test_refusals_of_whole_ops(act: Any, changes: dict[str, Any], raised: type[M
     found = ThreadRanks(2, gpu).outcomes(case)
     if act is silent_peer:
         assert found[0] is raised
-    else:  # by one rank at least, before whose poison the other may not have seen what there was to refuse
+    else:  # one rank raises it; the other may see its poison word before the entry it would refuse
         assert raised in found
         assert set(found) <= {raised, GroupPoisoned}
     assert gpu.launched.count("dispatch_whole") >= 1

@@ -1,5 +1,5 @@
-"""Peers reached over NCCL's device interface: cuda/device/gin_net.h itself, over functions that promise no more than
-NCCL's and do everything else as oddly as they may."""
+"""Peers over NCCL's device interface: the real cuda/device/gin_net.h, over functions that guarantee no more than NCCL's
+and otherwise behave as unfavourably as they may."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def over_gin(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> Cluster:
         own = SimpleNamespace(device=gpu.device, zeros=gpu.zeros, synchronize=gpu.synchronize, uuid=str(rank))
         segments = worlds[rank].allocate(rendezvous, num_bytes, timeout_s, own)
         cluster.marks.append(segments.marks)
-        segments.streams = streams[next(numbers[rank])]  # these ranks do share a GPU, and each has a part of it
+        segments.streams = streams[next(numbers[rank])]  # these ranks share a GPU, and each has a part of it
         return segments
 
     monkeypatch.setattr(loopback, "allocate", allocate)
@@ -64,7 +64,7 @@ def over_gin(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> Cluster:
 @pytest.mark.parametrize("unreachable", UNREACHABLE)
 @pytest.mark.parametrize("lanes", LANES)
 def test_round(monkeypatch: pytest.MonkeyPatch, unreachable: str, lanes: int) -> None:
-    """Forward and backward, with the oracle's bits."""
+    """A round forward and backward has the oracle's bits."""
     over_gin(monkeypatch, unreachable)
     spec = make_spec(3, placement=[e % 3 for e in range(9)])
     gpu = EmulatedGpu(threads=lanes)
@@ -79,7 +79,7 @@ def far_apart(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
 
 
 def test_chain(far_apart: EmulatedGpu) -> None:
-    """Signals count ops: none is left out, whoever sends nothing."""
+    """Signals count ops, so a rank that sends no tokens still signals every op."""
     assert ThreadRanks(3, far_apart).run(chain, 30) == [30] * 3
 
 
@@ -89,24 +89,24 @@ def test_signals_of_ops_in_a_row(far_apart: EmulatedGpu) -> None:
 
 @pytest.fixture
 def backwards() -> Iterator[None]:
-    """Of signals, those that were asked for last are seen first."""
+    """Signals become visible in reverse order."""
     library(GIN).emulated_backwards(1)
     yield
     library(GIN).emulated_backwards(0)
 
 
 def test_closing_before_the_last_signal_is_seen(far_apart: EmulatedGpu, backwards: None) -> None:
-    """Its header has been seen, so that the op is not given up."""
+    """Closing does not abort the peer's op whose header was seen before its signal."""
     ThreadRanks(2, far_apart).run(closes_after_its_last_op, 6)
 
 
 def test_a_later_op_before_this_one(far_apart: EmulatedGpu, backwards: None) -> None:
-    """Ranks are not said to be in another op."""
+    """A later op's signal that is seen first does not raise CallOrderMismatch."""
     assert ThreadRanks(3, far_apart).run(chain, 6) == [6] * 3
 
 
 def test_a_signal_after_the_timeout_is_no_signal(far_apart: EmulatedGpu) -> None:
-    """Whoever gives up tells the other, or has been told."""
+    """A late signal gives right rows or an error: the rank that timed out poisons the peer, or was poisoned."""
     outcomes = ThreadRanks(2, far_apart).run(late)
     assert set(outcomes) <= {"PeerTimeout", "GroupPoisoned", "GroupClosed", "right rows"}
 
@@ -126,7 +126,7 @@ def test_chain_in_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_a_closed_buffer_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank's marks have come when the emulated stream is done."""
+    """Memory of a closed buffer is reused once every peer's mark has arrived, when the emulated stream is done."""
     cluster = over_gin(monkeypatch, "all")
     gpu = EmulatedGpu()
     for _ in range(3):

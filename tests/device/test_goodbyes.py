@@ -1,4 +1,4 @@
-"""A rank on a GPU that closes tells whoever waits for it, in an op of either kind: nobody's time runs out."""
+"""A GPU rank that closes announces it to every rank that waits for it, in either kind of op; no wait times out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import GroupClosed, MoeRtError, Op
 
-TIMEOUT_S = 30.0  # a rank that is not told raises PeerTimeout
+TIMEOUT_S = 30.0  # without the announcement a rank raises PeerTimeout
 
 
 @pytest.mark.parametrize("waits_in", [Op.DISPATCH, Op.COMBINE])
 def test_a_peer_that_closed(waits_in: Op) -> None:
-    """The last rank closes when all are to do this op."""
+    """A rank that waits in this op for a peer that closed raises before the timeout."""
     spec = make_spec(2)
     inputs = make_inputs(spec, [12] * 2, seed=1, kind="topk")
 

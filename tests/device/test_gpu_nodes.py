@@ -1,6 +1,6 @@
 """CUDA ranks on several nodes, emulated: two levels over a network that delivers late give the oracle's bits.
 
-Without a heap that has other nodes, nodes are said: gets and puts then go to ranks that are mapped all the same.
+Without a heap that spans nodes, nodes are only declared: gets and puts then go to ranks that are mapped anyway.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ranks_on(nodes: Sequence[int], lanes: int = 3) -> ThreadRanks:
 
 
 def every_combination() -> list[Any]:
-    """Each of both kinds once; all pairs in a sweep."""
+    """Return each node layout and lane count once; all pairs in a sweep."""
     pairs = [(name, lanes) for name in NODES for lanes in LANES]
     once = set(zip(NODES, LANES, strict=True))
     return [pytest.param(*pair, marks=() if pair in once else pytest.mark.sweep) for pair in pairs]
@@ -55,7 +55,7 @@ def every_combination() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "lanes"), every_combination())
 def test_equal_to_the_oracle(name: str, lanes: int) -> None:
-    """With a dtype for each number of lanes."""
+    """Rounds equal the oracle; each lane count uses another dtype."""
     dtype = DTYPES[LANES.index(lanes)]
     spec = spec_of(NODES[name], dtype=dtype, placement=[(8 - e) % len(NODES[name]) for e in range(9)])
     ranks_on(NODES[name], lanes).run(full_round, spec, tokens_for(len(NODES[name])), 1, "random")
@@ -63,7 +63,7 @@ def test_equal_to_the_oracle(name: str, lanes: int) -> None:
 
 @pytest.mark.parametrize("hidden", [272, pytest.param(300, marks=pytest.mark.sweep)])
 def test_coded_rows(hidden: int) -> None:
-    """Sums of several ranks are coded anew, by sixteen elements or by one."""
+    """Sums over several ranks are encoded again, by sixteen elements or by one."""
     spec = spec_of(NODES["2+2"], dtype=torch.bfloat16, hidden=hidden, dispatch_dtype=torch.int8, combine_dtype=FP8)
     ranks_on(NODES["2+2"], 32).run(full_round, spec, [12, 0, 7, 5], 3, "topk")
 
@@ -89,7 +89,7 @@ def test_a_node_without_tokens_and_drops() -> None:
 
 @pytest.mark.parametrize("name", ["1+2", pytest.param("1+1+1", marks=pytest.mark.sweep)])
 def test_chain(name: str) -> None:
-    """Without a drain, with random pauses and ranks without tokens."""
+    """A chain without a drain, with random pauses and ranks without tokens, keeps its order."""
     assert ranks_on(NODES[name]).run(chain, 15, "two_level") == [15] * 3
 
 
@@ -102,7 +102,7 @@ def test_one_rank_on_each_node_gives_the_flat_bits() -> None:
 
 
 def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 serves nobody, and the others forward; where tokens are many, few blocks wait before."""
+    """Rank 2 has no clients, the others are proxies; above the bound for separate waits, a small launch waits first."""
     monkeypatch.setattr(cuda, "WAIT_APART_FROM", 12)
     gpu = EmulatedGpu()
     nodes = (0, 0, 0, 1, 1)
@@ -117,7 +117,7 @@ Act = Callable[[Buffer, Any], None]
 
 
 def outcomes(act: Act, nodes: Sequence[int] = NODES["2+2"], timeout_s: float = 60.0) -> list[Any]:
-    """What each rank raises in its act, or by the time when all have come to its end."""
+    """Return what each rank raises in its act, or by the time all ranks have ended theirs."""
     spec = spec_of(nodes)
     inputs = make_inputs(spec, [12] * len(nodes), seed=1, kind="topk")
     over = threading.Barrier(len(nodes), timeout=300.0)
@@ -130,7 +130,7 @@ def outcomes(act: Act, nodes: Sequence[int] = NODES["2+2"], timeout_s: float = 6
                 act(buffer, mine)
             except MoeRtError as raised:
                 error = raised
-            over.wait()  # launches are over
+            over.wait()  # launches are complete
             try:
                 buffer.check()
             except MoeRtError as raised:
@@ -147,7 +147,7 @@ def pair(buffer: Buffer, mine: Any) -> None:
 
 
 def test_bad_expert_id_is_heard_on_every_node() -> None:
-    """Rank 0 hears of rank 3 by its neighbour alone, and moves nothing."""
+    """Rank 0 learns of rank 3's bad id only through its proxy, and moves no row."""
 
     def act(buffer: Buffer, mine: Any) -> None:
         pair(buffer, mine)
@@ -164,7 +164,8 @@ def test_bad_expert_id_is_heard_on_every_node() -> None:
 
 
 def test_a_silent_peer_is_named_by_whoever_waits_for_it() -> None:
-    """And by nobody who waits for what is passed on: they wait longer, and are told before."""
+    """A rank that waits for a silent peer names it. Ranks that wait for forwarded rows wait longer and are poisoned
+    first."""
 
     def act(buffer: Buffer, mine: Any) -> None:
         pair(buffer, mine)
@@ -227,10 +228,10 @@ def test_closing_is_found_by_whoever_waits_for_it() -> None:
 
 
 def test_lists_that_cannot_be_true() -> None:
-    """A forwarder believes no token beyond the last, stages nothing, and tells nobody to go on."""
+    """A proxy raises CorruptPeer on a token past the last, stages nothing, and signals no rank to continue."""
 
     def act(buffer: Buffer, mine: Any) -> None:
-        mine[1][:] = 8  # an expert of rank 3, whose node has to be told of them all
+        mine[1][:] = 8  # an expert of rank 3, whose node receives all these entries
         launcher = buffer._engine._launcher
         launch = launcher._kernels.launch
 
@@ -238,7 +239,7 @@ def test_lists_that_cannot_be_true() -> None:
             for one in launches:
                 launch([one], **how)
                 if one[0] == "dispatch_send" and buffer.rank == 0:
-                    # Not yet heard of by anyone: rank 2 forwards for rank 0, and begins when rank 3 has announced.
+                    # No rank has read them yet: rank 2 is the proxy for rank 0, and begins when rank 3 has announced.
                     _bend_lists(buffer)
                     bent_lists.set()
 
@@ -254,7 +255,7 @@ def test_lists_that_cannot_be_true() -> None:
 
 
 def _bend_lists(buffer: Buffer) -> None:
-    """Every place of this rank's segment that holds token 11, as its last pull does, holds 99."""
+    """Replace every 11 in this rank's lists, such as its last pull, by 99."""
     segments = buffer._engine._segments
     shape = buffer.spec.gpu_shape()
     region = segments.mappings[0].view(torch.uint8)

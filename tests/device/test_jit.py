@@ -1,4 +1,4 @@
-"""The just-in-time compiler: what it makes, what it reports, what it refuses, and which cached code it trusts."""
+"""The just-in-time compiler: its output, its reports, its refusals, and the cached code it trusts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache directory, which is not there yet."""
+    """The cache directory, which does not exist yet."""
     monkeypatch.setenv("MOE_RT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -146,7 +146,7 @@ def test_second_time_comes_from_the_cache(small: Path, directory: Path) -> None:
     assert (cold.from_cache, warm.from_cache) == (False, True)
     assert (warm.cubin, warm.resources) == (cold.cubin, cold.resources)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    (entry,) = directory.iterdir()  # neither a lock nor a temporary file is left
+    (entry,) = directory.iterdir()  # neither a lock nor a temporary file remains
     assert stat.S_IMODE(entry.stat().st_mode) == 0o600
     assert not compile_kernels("small.cu", "sm_90a", {}, cache=False, root=small).from_cache
 
@@ -271,7 +271,7 @@ def test_untrusted_directory_is_not_used(small: Path, directory: Path, make: Cal
     with pytest.warns(RuntimeWarning, match="are not kept: .*; set MOE_RT_CACHE to a directory of your own"):
         first = compile_small(small)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once is enough
+        warnings.simplefilter("error")  # one warning is enough
         second = compile_small(small)
     assert not first.from_cache
     assert not second.from_cache

@@ -1,4 +1,4 @@
-"""Compiling writes into memory of its own: the compiler's log, empty as it is, must not land in what Python shares."""
+"""The compiler writes its log, even an empty one, into dedicated memory, and not into objects that Python shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks as a GPU has them: any number of lanes, warps of 32, constant sizes with wide vectors, and little room."""
+"""Block shapes of a GPU: any number of lanes, warps of 32, constant sizes with wide vectors, and small capacity."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moe_rt.config.row_format import RowFormat
 from moe_rt.native.cuda import blocks_of_a_wait
 from moe_rt.native.gpu import Launches
 
-# 32 and more: warps of 32 lanes, and tiles of routing whose masks have a word or more; 33 lanes are no whole warps.
+# 32 and more: warps of 32 lanes, and routing tiles whose masks have a word or more; 33 lanes are not whole warps.
 LANES = (1, 3, 32, 33, 96, 256)
-# By the widest vector that divides a row: elements alone, 2, 4, 8 and 16 bytes; the last are coded, in blocks of which
+# The widest vector that divides a row: single elements, 2, 4, 8 and 16 bytes. The last are coded, in blocks of which
 # the last is short, by elements and by sixteen.
 SIZES: dict[str, dict[str, Any]] = {
     "2 bytes": dict(dtype=torch.bfloat16, hidden=5),
@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 BETWEEN = ("4 bytes", "8 bytes")
 
-# Parts of 16 bytes' multiples, more than lanes have under way at once, and of 4 and 1.
+# Parts of multiples of 16 bytes, more than lanes have in flight together, and of 4 and 1.
 FP8 = torch.float8_e4m3fn
 SCALED = (
     RowFormat(FP8, 1600, torch.float32, 16),
@@ -44,7 +44,7 @@ SCALED = (
 )
 
 
-MORE_LANES = (*LANES[:-1], pytest.param(LANES[-1], marks=pytest.mark.sweep))  # where the row is what matters
+MORE_LANES = (*LANES[:-1], pytest.param(LANES[-1], marks=pytest.mark.sweep))  # for tests of the row format
 
 
 class TestLanes:
@@ -57,7 +57,7 @@ class TestLanes:
     @pytest.mark.parametrize("lanes", MORE_LANES)
     @pytest.mark.parametrize("hidden", [150, 272])
     def test_coded_rows(self, lanes: int, hidden: int) -> None:
-        """By elements, and by sixteen where warps have lanes for it."""
+        """Rows are coded by elements, and by sixteen if warps have lanes for it."""
         spec = make_spec(3, hidden=hidden, dispatch_dtype=torch.int8, combine_dtype=torch.int8)
         ThreadRanks(3, EmulatedGpu(num_sms=6, threads=lanes)).run(full_round, spec, [12, 0, 7], 2, "topk")
 
@@ -70,7 +70,8 @@ class TestLanes:
 
 @pytest.mark.parametrize("row", [RowFormat(FP8, 48, torch.float32, 4), RowFormat(torch.uint8, 24, torch.uint8, 7)])
 def test_vectors_of_rows_with_scales(row: RowFormat) -> None:
-    """Of the widest that divide a part; one that is not aligned ends the process. Padding is cleared in the same."""
+    """Each part moves in the widest vectors that divide it, and padding is cleared in them; a misaligned one ends the
+    process."""
     spec = make_spec(2, hidden=48, dtype=torch.bfloat16, expert_alignment=8)
     ranks = ThreadRanks(2, EmulatedGpu(num_sms=6, threads=32, constants=True))
     ranks.run(scaled_round, spec, row, [12, 7], [3])
@@ -88,7 +89,8 @@ def test_constant_sizes(sizes: str) -> None:
 
 
 def odd_places(group: ThreadGroup, sizes: dict[str, Any]) -> None:
-    """Tensors that start in the middle of a vector; a load of a whole one there would end the process."""
+    """Run a round on tensors that start in the middle of a vector; loading a whole vector there would end the
+    process."""
     spec = make_spec(1, **sizes)
     inputs = make_inputs(spec, [12], 4)
     inputs.xs[0] = torch.cat([torch.zeros(1, dtype=spec.dtype), inputs.xs[0].flatten()])[1:].view(12, spec.hidden)
@@ -102,7 +104,7 @@ def odd_places(group: ThreadGroup, sizes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_little_room(num_ranks: int) -> None:
-    """Blocks that wait fill what the GPU has beside one launch that sends; one more, and no peer could ever send."""
+    """Rounds complete when waiting blocks fill the GPU except for one sending launch; one block more would deadlock."""
     gpu = EmulatedGpu(num_sms=num_ranks + 1)
     spec = make_spec(num_ranks, num_max_tokens_per_rank=40)
     assert blocks_of_a_wait(num_ranks, gpu, None, shared=True) == 1  # type: ignore[arg-type]
@@ -118,13 +120,13 @@ def several_rounds(group: ThreadGroup, spec: Any, num_tokens: list[int]) -> None
 @pytest.mark.parametrize("kind", ["random", "one_expert"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_several_blocks_route(num_ranks: int, kind: str) -> None:
-    """Five of one rank, or two of each of two, with several tiles of two tokens."""
+    """Five blocks of one rank, or two of each of two ranks, route several tiles of two tokens."""
     spec = make_spec(num_ranks, num_max_tokens_per_rank=40)
     ThreadRanks(num_ranks, EmulatedGpu(num_sms=48, threads=4)).run(full_round, spec, [40, 33][:num_ranks], 5, kind)
 
 
 def test_blocks_that_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides a block for each row, until launches that move rows alone have no more."""
+    """Routing adds blocks to one block per row, up to the size of launches that only move rows."""
     blocks: dict[str, list[int]] = {}
     launch = EmulatedKernels.launch
 
@@ -152,7 +154,7 @@ def test_room_of_a_wait() -> None:
 
 
 def test_memory_outlives_the_last_launch() -> None:
-    """What the last kernel reads and writes is kept until the stream is done, which the host does not wait for."""
+    """Memory of the last kernel is kept until the stream is done, without a wait of the host."""
     gpu = EmulatedGpu()
     buffer = Buffer(ThreadGroup.make(1, gpu)[0], **buffer_kwargs(make_spec(1)))
     launcher = buffer._engine._launcher  # type: ignore[attr-defined]

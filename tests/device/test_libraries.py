@@ -1,4 +1,4 @@
-"""Which device libraries kernels are linked with, and what is said where one is missing, too old, or for other GPUs."""
+"""The device libraries that kernels are linked with, and the error if one is missing, too old, or for other GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMAND = r"pip install --no-deps 'nvidia-nccl-cu13>=2\.32'"
 
 
 def nccl_at(folder: Path, code: int, library: bool) -> str:
-    """Headers of this version, with or without the library."""
+    """Write headers of this version, with or without the library."""
     include = folder / "include"
     include.mkdir()
     (include / "nccl.h").write_text(f"#define NCCL_VERSION_CODE {code}\n")
@@ -33,7 +33,7 @@ def nccl_at(folder: Path, code: int, library: bool) -> str:
     [
         (22907, False, "got NCCL 2.29 in .*, expected 2.32 or newer"),
         (23102, True, "got NCCL 2.31 in .*, expected 2.32 or newer"),
-        (23203, False, "got no libnccl_device.ltoir beside NCCL's headers"),
+        (23203, False, "got no libnccl_device.ltoir next to NCCL's headers"),
     ],
 )
 def test_an_nccl_that_cannot_be_linked(tmp_path: Path, code: int, library: bool, says: str) -> None:

@@ -1,4 +1,4 @@
-"""Peers that are not mapped: the same rounds over an emulated network, which delivers late and in any order."""
+"""Unmapped peers: the same rounds over an emulated network, which delivers late and in any order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNREACHABLE = {
 
 
 def leave_unmapped(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> None:
-    """The heap maps a rank's own segment, and of the others those that the rule leaves."""
+    """Leave peers unmapped: the heap maps a rank's segment, and only the peers' segments that the rule leaves."""
     allocate = loopback.allocate
 
     def over_network(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: EmulatedGpu) -> Segments:
@@ -60,7 +60,7 @@ def test_round(gpu: EmulatedGpu, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_with_scales(gpu: EmulatedGpu, size: int) -> None:
-    """Of other bytes than a row of the buffer has, through the same staging."""
+    """Rows with scales, whose size differs from the buffer's rows, use the same staging."""
     spec = make_spec(size, dtype=torch.bfloat16, placement=[e % size for e in range(9)])
     ThreadRanks(size, gpu).run(scaled_round, spec, PLAIN, [12, 0, 7][:size], [1, 2])
 
@@ -75,7 +75,7 @@ def test_chain(gpu: EmulatedGpu) -> None:
 
 
 def dispatches_in_a_row(group: Any, rounds: int) -> None:
-    """Several dispatches, then their combines: nothing but the protocol orders the signals of the former."""
+    """Run several dispatches, then their combines: only the protocol orders the dispatches' signals."""
     spec = make_spec(2)
     inputs = make_inputs(spec, [12, 7], seed=6)
     expected = expect(spec, inputs, seed=6)
@@ -111,7 +111,7 @@ def test_closing_does_not_overtake_the_last_signal(gpu: EmulatedGpu) -> None:
 
 
 def late(group: Any) -> str:
-    """Rank 1 announces half a timeout after rank 0 has given up, when rank 0's next launch would still look."""
+    """Rank 1 announces half a timeout after rank 0 has timed out, when rank 0's next launch would still poll."""
     spec = make_spec(2)
     inputs = make_inputs(spec, [12, 7], seed=6)
     expected = expect(spec, inputs, seed=6)
@@ -129,6 +129,6 @@ def late(group: Any) -> str:
 
 
 def test_a_signal_after_the_timeout_is_no_signal(gpu: EmulatedGpu) -> None:
-    """Rows by lists that were never fetched would be wrong, and nothing would say so."""
+    """A signal after the timeout is ignored; rows by lists that were never fetched would be silently wrong."""
     outcomes = ThreadRanks(2, gpu).run(late)
     assert set(outcomes) <= {"PeerTimeout", "GroupPoisoned", "GroupClosed", "right rows"}

@@ -1,4 +1,4 @@
-"""A GPU's host does not look at a handle's entries: launches leave out what leads nowhere."""
+"""A GPU's host does not read a handle's entries; kernels skip entries that lead nowhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from moe_rt import Buffer
 
-HEAD_WORDS, PULLED_WORDS = 12, 4  # of RecvPlan::Head and Pulled, in words
-FIRST = 2  # of Pulled: where its copies begin
+HEAD_WORDS, PULLED_WORDS = 12, 4  # sizes of RecvPlan::Head and Pulled, in words
+FIRST = 2  # index in Pulled of its first copy
 TOKENS, TOPK, WRONG = 12, 3, 1e30
 
 
 def combined(buffer: Buffer, rewrite: Any = None) -> Tensor:
-    """Count rows that are WRONG where no row was received."""
+    """Combine rows that are WRONG wherever no row was received."""
     inputs = make_inputs(buffer.spec, [TOKENS], 1, "topk")
     recv_x, recv_weights, handle = buffer.dispatch(inputs.xs[0], inputs.topk_idx[0], inputs.topk_weights[0])
     y = torch.full_like(recv_x, WRONG)
@@ -30,7 +30,7 @@ def combined(buffer: Buffer, rewrite: Any = None) -> Tensor:
 
 
 def an_entry(group: Any) -> None:
-    """A token without copies in the plan: what lies at home for it stays, that of the same round before."""
+    """A token without copies in the plan keeps its home row, from the equal round before."""
 
     def rewrite(plan: Tensor, num_rows: int) -> None:
         plan[HEAD_WORDS + FIRST] = TOKENS * TOPK

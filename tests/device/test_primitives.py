@@ -1,4 +1,4 @@
-"""Device primitives ask no more of memory and network than they need: rows read once, one quiet for a warp."""
+"""Device primitives use memory and network no more than necessary: rows are read once, and a warp calls quiet once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_reads_and_quiets() -> None:
 
 
 def test_scratch_has_room_for_whatever_a_launch_lays_out() -> None:
-    """Of a rank that has all experts: a count and an offset for each of them and each source."""
+    """Scratch fits the layout of a rank with all experts: a count and an offset for each expert and source."""
     ranks, experts = 8, 256
     shape = make_spec(ranks, num_experts=experts).shape(pushes=True)
     assert _engine.scratch_bytes(shape, [0] * experts, 0, 32) >= 4 * 2 * experts * ranks
@@ -42,7 +42,7 @@ def round_with(group: Any, tokens: list[int], num_sms: int | None) -> None:
 def test_a_launch_that_routes_is_no_larger_than_others(
     monkeypatch: pytest.MonkeyPatch, tokens: list[int], num_sms: int | None
 ) -> None:
-    """On a GPU it would have a second wave otherwise. Few blocks route several destinations each; two are needed."""
+    """A launch that routes has no more blocks than others, to avoid a second wave, and at least two."""
     launched: list[tuple[str, int, int]] = []
     launch = Launcher.launch
 

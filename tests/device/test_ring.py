@@ -1,4 +1,4 @@
-"""Rows that go through rings in shared memory: bits of the oracle on an emulated GPU, and when there are rings."""
+"""Rows through rings in shared memory: the oracle's bits on an emulated GPU, and the conditions for rings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_rt import Buffer, _engine
 from moe_rt.native import ring
 
 FP8 = torch.float8_e4m3fn
-# Rows of five pieces, of one and a bit of another, and of a part of one; others travel coded but for gradients.
+# Rows of five pieces, of slightly more than one, and of less than one; gradients of the coded spec are not coded.
 SPECS: dict[str, dict[str, Any]] = {
     "fp32": dict(hidden=272),
     "bf16, dropped": dict(dtype=torch.bfloat16, hidden=136, capacity_factor=0.4, overflow="drop"),
@@ -31,7 +31,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of 256 bytes, fewer than it takes to have more under way than lanes have."""
+    """Slots have 256 bytes, and fewer of them exist than it takes to have more in flight than lanes have."""
     monkeypatch.setattr(ring, "RING_LANES_BYTES", 0)
 
 
@@ -56,13 +56,13 @@ def test_equal_to_the_oracle(num_ranks: int, changes: str) -> None:
 
 @pytest.mark.parametrize("kind", ["topk", "one_expert"])
 def test_few_blocks_and_many_rows(kind: str) -> None:
-    """Rings go round several times; from 129 tokens on lists, and from 65 on rows, are pulled."""
+    """Rings wrap around several times; lists are pulled from 129 tokens upwards, and rows from 65."""
     spec = make_spec(2, hidden=272, num_max_tokens_per_rank=150)
     ringed(2).run(ring_rounds, spec, [150, 131], 2, kind)
 
 
 def test_warps_of_many_lanes_share_rows() -> None:
-    """One lane of each of two warps copies, and both take a row together where rows are few."""
+    """One lane of each of two warps copies, and both warps share a row if rows are few."""
     ringed(2, threads=64).run(ring_rounds, make_spec(2, hidden=272), [12, 1], 2)
 
 
@@ -77,7 +77,8 @@ def scaled_on_one_block(group: Any, spec: Any, num_tokens: list[int]) -> None:
 
 
 def test_what_is_under_way() -> None:
-    """As many pieces as told, of one row after the other; a row is read once, however many places it goes to."""
+    """The given number of pieces is in flight, one row after another; a row is read once, however many copies it
+    has."""
     program = compile_program(Path(__file__).with_name("ring.cpp"), "-O1")
     result = subprocess.run([program], capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stdout

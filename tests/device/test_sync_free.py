@@ -1,4 +1,4 @@
-"""Nothing between router and output asks the device anything: the layer, and the engine's own code."""
+"""No code between router and output waits for the device: neither the layer nor the engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trace(guard: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_layer_traces_without_a_sync(guard: Path) -> None:
-    """Forward and backward; a data-dependent op, or one that leaves the device, would show."""
+    """Forward and backward contain no data-dependent op and no op that leaves the device."""
     result = trace(guard)
     assert result.returncode == 0, result.stderr
     ops = [line.split() for line in result.stdout.splitlines()]
@@ -48,7 +48,7 @@ def test_a_sync_is_noticed(guard: Path) -> None:
 
 
 class Forbidden(TorchDispatchMode):
-    """Lets through what queues work or makes room; anything that could read a value raises."""
+    """Allows ops that queue work or allocate; an op that could read a value raises."""
 
     allowed = ("aten.empty", "aten.new_empty", "aten.detach", "aten.view", "aten.clone", "aten.alias", "moe_rt.")
 
@@ -58,7 +58,7 @@ class Forbidden(TorchDispatchMode):
 
 
 def test_engine_only_makes_outputs_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA engine's own Python, on the emulated GPU: two launches an op and no torch op but empty."""
+    """The CUDA engine's Python code, on the emulated GPU, makes two launches an op and no torch op but empty."""
     gpu = EmulatedGpu()
     spec = make_spec(1, dtype=torch.bfloat16)
     inputs = make_inputs(spec, [12], seed=0)
@@ -82,7 +82,7 @@ def test_engine_only_makes_outputs_and_launches(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("key", ["CPU", "CUDA"])
 def test_ops_have_kernels(key: str) -> None:
-    """Fakes and the emulated GPU would not notice a missing one."""
+    """Every op has a kernel for this key; fakes and the emulated GPU would not notice a missing one."""
     ops = ("dispatch", "combine", "dispatch_backward", "combine_backward", "swiglu", "swiglu_backward", "grouped_mm")
     missing = [op for op in ops if not torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_rt::{op}", key)]
     assert not missing

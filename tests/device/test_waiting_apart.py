@@ -1,4 +1,4 @@
-"""Where many rows move, one block waits for the peers, and the blocks that move rows start when all have announced."""
+"""If many rows move, one block waits for the peers, and the blocks that move rows start when all have announced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INPUTS = make_inputs(SPEC, [8, 7], seed=1)
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Eight tokens are many; the launches of all ranks, and how many blocks each has."""
+    """Record the launches of all ranks and their block counts, with eight tokens as the bound for a separate wait."""
     monkeypatch.setattr(cuda, "WAIT_APART_FROM", 8)
     launched: list[tuple[str, int]] = []
     launch = EmulatedKernels._launch
@@ -45,7 +45,7 @@ def test_a_late_peer_holds_one_block(launches: list[tuple[str, int]]) -> None:
                 deadline = time.monotonic() + 60.0
                 while len(launches) < 2 and time.monotonic() < deadline:
                     time.sleep(0.01)
-                time.sleep(0.2)  # in which the peer may go wrong
+                time.sleep(0.2)  # time for the peer to fail
                 assert [name for name, _ in launches] == ["dispatch_send", "dispatch_wait"]
                 assert launches[1] == ("dispatch_wait", 1)
             dispatch(buffer)

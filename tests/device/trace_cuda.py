@@ -1,6 +1,6 @@
 """Prints every aten op of a MoE layer's forward and backward over fake CUDA tensors, one a line.
 
-Runs in a process of its own, since the guard it loads stays.
+It runs in a dedicated process, since the guard it loads stays.
 
     python trace_cuda.py GUARD_LIBRARY [syncing]
 
@@ -26,7 +26,7 @@ from moe_rt import MoEConfig, MoELayer, ThreadGroup
 
 
 class Printed(TorchDispatchMode):
-    """Prints ops; a copy between devices is printed with both."""
+    """Prints ops; a copy between devices is printed with both devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -36,7 +36,7 @@ class Printed(TorchDispatchMode):
 
 
 def walk_backward(out: Tensor, grad: Tensor) -> None:
-    """What the autograd engine does, node by node: the engine itself refuses CUDA in a torch without it."""
+    """Run backward node by node: the autograd engine refuses CUDA in a torch without it."""
     waiting: dict[Any, int] = {}
     stack, seen = [out.grad_fn], {out.grad_fn}
     while stack:
@@ -54,10 +54,10 @@ def walk_backward(out: Tensor, grad: Tensor) -> None:
         given = grads.pop(node, {})
         results: Any = (None,) * len(node.next_functions)
         if given and not hasattr(node, "variable"):
-            call = node if callable(node) else node.apply  # a node of C++, or of Python
+            call = node if callable(node) else node.apply  # C++ nodes are callable, Python nodes have apply
             results = call(*(given.get(i) for i in range(max(given) + 1)))
             results = results if isinstance(results, tuple) else (results,)
-            results = results[: len(node.next_functions)]  # a Python node also answers for its plain arguments
+            results = results[: len(node.next_functions)]  # Python nodes also give gradients of plain arguments
         for (child, index), g in zip(node.next_functions, results, strict=True):
             if child is None:
                 continue

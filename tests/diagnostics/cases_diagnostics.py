@@ -1,4 +1,4 @@
-"""What ranks do in the tests of reports; each returns what its rank saw."""
+"""Functions that ranks run in the tests of reports; each returns what its rank observed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from moe_rt.diagnostics import Report
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.errors import MoeRtError
 
-WAIT_S = 1000.0  # a command that looks at ranks which wait takes a minute on a busy core
+WAIT_S = 1000.0  # `moe-rt info` on waiting ranks takes a minute on a busy core
 
 
-_kept: dict[int, Buffer] = {}  # whoever lets its buffer go is reported as a rank that has closed it
+_kept: dict[int, Buffer] = {}  # a rank that frees its buffer is reported as closed
 
 
 def late_rank(group: Any, faulty_rank: int, timeout_s: float, **options: Any) -> tuple[str, Report | None, Report]:
-    """The faulty rank comes late to its second round, when the others have given up on it, however long a busy machine
-    takes for that: the error, the report it carries, and one made afterwards."""
-    with open_buffer(group) as warm_up:  # a process is slow once, and the others' lateness must not be seen
+    """The faulty rank enters its second round only after the others have timed out, however long a busy machine takes
+    for that. Return the error, the report it carries, and a report made afterwards.
+    """
+    with open_buffer(group) as warm_up:  # a process is slow once, and the report must not count that lateness
         good_round(warm_up)
     buffer = open_buffer(group, timeout_s=timeout_s, **options)
     _kept[buffer.rank] = buffer
@@ -42,7 +43,7 @@ def late_rank(group: Any, faulty_rank: int, timeout_s: float, **options: Any) ->
 
 
 def late_until(group: Any, faulty_rank: int, path: str) -> None:
-    """The faulty rank comes late to its second round: when the file exists."""
+    """The faulty rank enters its second round when the file at `path` exists."""
     with open_buffer(group, timeout_s=WAIT_S) as buffer:
         good_round(buffer)
         deadline = time.monotonic() + WAIT_S
@@ -61,7 +62,7 @@ def waiting_times(group: Any, faulty_rank: int, seconds: float) -> tuple[list[in
 
 
 def swapped_segments(group: Any) -> Report:
-    """A report in which each rank's segment stands in the place of the other's."""
+    """Return a report on swapped mappings: each rank's segment in the other's slot."""
     with open_buffer(group) as buffer:
         good_round(buffer)
         segments = buffer._engine._segments  # type: ignore[attr-defined]
@@ -69,7 +70,7 @@ def swapped_segments(group: Any) -> Report:
 
 
 def watched_from_a_thread(group: Any, faulty_rank: int) -> Report | None:
-    """All but the faulty rank are asked for a report by another thread while they wait in an op."""
+    """Another thread makes a report for every rank but the faulty one while that rank waits in an op."""
     with open_buffer(group) as buffer:
         good_round(buffer)
         seen: list[Report] = []
@@ -117,7 +118,7 @@ def good_rounds(group: Any, times: int) -> Report:
 
 
 def healthy_segment() -> bytes:
-    """What a single rank leaves after three rounds."""
+    """Return the segment of a single rank after three rounds."""
     with open_buffer(ThreadGroup.make(1)[0]) as buffer:
         for _ in range(3):
             good_round(buffer)
@@ -125,7 +126,7 @@ def healthy_segment() -> bytes:
 
 
 def differing_calls(group: Any, faulty_rank: int, what: str) -> tuple[str, int]:
-    """The faulty rank calls another layer, another op, or gives another handle; the error and the `peer` it names."""
+    """The faulty rank calls another layer or op, or passes another handle. Return the error and the `peer` it names."""
     with open_buffer(group) as buffer:
         odd = buffer.rank == faulty_rank
         x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
@@ -142,7 +143,7 @@ def differing_calls(group: Any, faulty_rank: int, what: str) -> tuple[str, int]:
 
 
 def crossed_buffers(group: Any) -> str:
-    """Rank 0 uses the first buffer first, rank 1 the second; rank 0 gives up first."""
+    """Rank 0 uses the first buffer first, rank 1 the second; rank 0 times out first."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     try:
         with open_buffer(group, timeout_s=60.0 if rank else 1.0) as one, open_buffer(group, timeout_s=60.0) as two:
@@ -154,7 +155,7 @@ def crossed_buffers(group: Any) -> str:
 
 
 def late_beside_a_used_buffer(group: Any) -> str:
-    """Rank 1 is late, and has another buffer, in which it waited before."""
+    """Rank 1 is late in one buffer and has waited in another before."""
     with open_buffer(group) as one, open_buffer(group, timeout_s=1.0) as two:
         good_round(one)
         if two.rank == 1:

@@ -1,4 +1,4 @@
-"""Reports from another process, on ranks that wait, are stopped, or are dead."""
+"""Reports made by another process, on ranks that wait, are stopped, or are dead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_rt.errors import InvalidConfig, MoeRtError
 FAULTY_RANK, SIZE = 1, 3
 LATE = "rank 1 has not announced dispatch #2, for which ranks 0 and 2 wait; it "
 INFO = ["-m", "moe_rt", "info", "--attach"]
-# It becomes someone else when all is imported: others may not be able to read the checkout.
+# Change the user id after the imports: another user may not be able to read the checkout.
 AS_NOBODY = """
 import os, sys
 from moe_rt.info import info
@@ -44,7 +44,7 @@ def ranks() -> Iterator[ProcessRanks]:
 
 @contextmanager
 def late_rank(ranks: ProcessRanks, folder: Path) -> Iterator[list[int]]:
-    """The pids of the ranks, of which all others wait for the faulty rank while the body runs."""
+    """Yield the ranks' pids; all other ranks wait for the faulty one while the body runs."""
     pids, come = ranks.pids, folder / "come"
     work = threading.Thread(target=ranks.outcomes, args=(cases.late_until, FAULTY_RANK, str(come)))
     work.start()
@@ -59,7 +59,7 @@ def late_rank(ranks: ProcessRanks, folder: Path) -> Iterator[list[int]]:
 def wait_until_stuck(pid: int) -> None:
     deadline = time.monotonic() + cases.WAIT_S
     while time.monotonic() < deadline:
-        with suppress(MoeRtError):  # not made yet
+        with suppress(MoeRtError):  # the buffer may not exist yet
             for report in attach(pid):
                 if report.conclusion.startswith(LATE):
                     return
@@ -68,7 +68,7 @@ def wait_until_stuck(pid: int) -> None:
 
 
 def wait_until_stopped(pid: int) -> None:
-    """A signal to stop takes effect when the kernel next runs the process."""
+    """Wait until the process is stopped: a stop signal takes effect when the kernel next runs the process."""
     deadline = time.monotonic() + cases.WAIT_S
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < deadline, "the rank does not stop"
@@ -80,7 +80,7 @@ def run_info(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_attach_finds_ranks_that_a_process_has_started(ranks: ProcessRanks, tmp_path: Path) -> None:
-    """As a server has: whoever asks knows the first process only."""
+    """`attach` finds the ranks from the pid of an ancestor. A user of a server knows only its first process."""
     starter = int(Path(f"/proc/{ranks.pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
     with late_rank(ranks, tmp_path) as pids:
         for pid in (starter, int(Path(f"/proc/{starter}/stat").read_text().rpartition(")")[2].split()[1])):
@@ -118,7 +118,7 @@ def test_attach_to_a_stopped_rank(ranks: ProcessRanks, tmp_path: Path) -> None:
 def test_attach_to_the_survivor_of_a_dead_rank(tmp_path: Path) -> None:
     ranks = ProcessRanks(SIZE)
     with late_rank(ranks, tmp_path) as pids:
-        os.kill(pids[2], signal.SIGSTOP)  # before it can notice
+        os.kill(pids[2], signal.SIGSTOP)  # before the rank can notice
         ranks.kill(FAULTY_RANK)
         (report,) = attach(pids[2])
         os.kill(pids[2], signal.SIGCONT)
@@ -147,7 +147,7 @@ def test_processes_without_a_group_are_told(pid: int, got: str) -> None:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_files_that_could_shrink_are_left_alone(sealed: bool) -> None:
-    """A reader of a mapping that is cut short dies of SIGBUS."""
+    """A file that could shrink is not mapped: a reader of a truncated mapping dies of SIGBUS."""
     file = os.memfd_create("moe_rt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(file, cases.healthy_segment())
@@ -162,7 +162,7 @@ def test_files_that_could_shrink_are_left_alone(sealed: bool) -> None:
 
 
 def test_info_errors() -> None:
-    """And nothing but the error is printed."""
+    """`moe-rt info` prints the error and nothing else."""
     seen = run_info(str(2**30))
     assert (seen.returncode, seen.stdout) == (1, "")
     assert "InvalidConfig: pid: got 1073741824, which is no process here" in seen.stderr

@@ -1,4 +1,4 @@
-"""Whatever a segment holds, reading it ends in a report or in a reason why not, never in a crash."""
+"""Reading a segment of any content ends in a report or in a stated reason, never in a crash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OFFSETS = {
     "bytes": 88,
     "last words": 96,
     "nodes": 104,
-}  # of SegmentHeader
+}  # offsets in SegmentHeader
 NASTY = [-(2**63), -1, 0, 1, 8, 128, 2**31 - 1, 2**31, 2**47, 2**63 - 128, 2**63 - 1]
 
 
@@ -50,7 +50,7 @@ def patched(at: int, content: bytes) -> mmap.mmap:
 
 
 def report(mapping: Any) -> Report:
-    """A report on this one segment, which can be shown in all ways."""
+    """Return a report on this one segment, after it was shown in every format."""
     made = report_on([(os.getpid(), 0)], [mapping], [None])
     assert json.loads(made.to_json())["ranks"][0]["rank"] == 0
     Console(file=io.StringIO()).print(show_report(made))
@@ -61,7 +61,7 @@ def header_field(name: str) -> int:
     return struct.unpack_from("<q", HEALTHY, OFFSETS[name])[0]
 
 
-END = header_field("last words") + WORDS_BYTES  # of the control region
+END = header_field("last words") + WORDS_BYTES  # end of the control region
 
 
 def test_healthy_segment_is_read() -> None:
@@ -113,7 +113,7 @@ def test_cut_segment(length: int) -> None:
 
 
 def test_torn_op_record_is_told() -> None:
-    """An odd stamp is what a rank leaves that is killed while it writes."""
+    """A record with an odd stamp, left by a rank that was killed while it wrote, is counted as torn."""
     last = header_field("op_records") + 6 * SLOT_BYTES
     made = report(patched(last, struct.pack("<Q", 7)))
     assert made.ranks[0].num_torn == 1
@@ -126,7 +126,7 @@ def test_unaligned_memory_is_refused() -> None:
 
 
 def test_peer_that_overwrote_its_segment_header() -> None:
-    """The others are reported on as before."""
+    """A peer that overwrote its segment header does not change the report on the others."""
     mappings = [mapped(HEALTHY), patched(0, b"x" * SEGMENT_HEADER_BYTES)]
     made = report_on([(os.getpid(), 0)] * 2, [None, mappings[1]], [None, None])
     assert made.ranks[0].problem == "not mapped here"

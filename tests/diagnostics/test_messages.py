@@ -1,4 +1,4 @@
-"""Every error of the family says where to read on, travels between processes whole, and names no innocent rank."""
+"""Every error names its documentation section, keeps all fields when pickled, and names no innocent rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_messages_end_with_their_section(kind: type[MoeRtError]) -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_errors_are_pickled_whole(kind: type[MoeRtError]) -> None:
-    """multiprocessing hands a rank's error to its parent like this."""
+    """Errors keep all their fields when pickled: multiprocessing sends a rank's error to its parent as a pickle."""
     report = cases.good_rounds(ThreadGroup.make(1)[0], 1)
     error = kind("got 1", rank=1, peer=2, op=Op.COMBINE, seq=3, phase=Phase.WAIT, report=report)
     copy = pickle.loads(pickle.dumps(error))
@@ -90,7 +90,7 @@ def test_cuda_ranks_name_both_calls(make_ranks: MakeRanks) -> None:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_buffers_in_crossed_order(make_ranks: MakeRanks, heap: str) -> None:
-    """Rank 0 gives up first, and says so to rank 1."""
+    """Errors on both ranks name the other buffer in which rank 1 waits; rank 0 times out first."""
     for text in make_ranks(heap, 2).run(cases.crossed_buffers):
         assert text.startswith(("PeerTimeout:", "GroupPoisoned:")), text
         said = "rank 1 waits in dispatch #1 of another buffer of 2 ranks, for this rank"

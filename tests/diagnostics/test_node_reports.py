@@ -1,4 +1,4 @@
-"""Reports where rows go in two levels: the node of each rank, who forwards for whom, and who has to pass an op on."""
+"""Reports of two-level ops: each rank's node, the proxies and their clients, and the rank that has to pass an op on."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from moe_rt.diagnostics.show import show_report
 
 NODES = (0, 0, 1, 1)
 LATE = 3
-MEMBERS, MEMBER_BYTES = 72, 16  # where the segment header says where the table is; pid, node and inode
+MEMBERS, MEMBER_BYTES = 72, 16  # offset of the table's offset in the segment header; bytes of pid, node and inode
 TIMEOUT_S = 2.0
 
 
 @pytest.fixture(scope="module")
 def waiting() -> Report:
-    """When rank 0 gave up: rank 3 announced no second dispatch, which rank 1 was to pass on to rank 0."""
+    """Rank 0's report at its timeout: rank 3 did not announce its second dispatch, which rank 1 was to pass on to rank
+    0.
+    """
 
     def late(group: ThreadGroup) -> tuple[str, Report | None, Report]:
         return cases.late_rank(group, LATE, TIMEOUT_S, route="two_level")
@@ -46,7 +48,7 @@ def test_who_forwards_for_whom(waiting: Report) -> None:
 
 
 def test_waits_are_for_whoever_passes_on(waiting: Report) -> None:
-    """And they lead to the rank that is late."""
+    """Ranks wait for the proxy that passes an op on, and the waits lead to the late rank."""
     assert [rank.waits_for for rank in waiting.ranks[:LATE]] == [[1], [LATE], [LATE]]
     assert waiting.stragglers == [LATE]
     assert waiting.conclusion.startswith(
@@ -79,7 +81,9 @@ def one_level(group: ThreadGroup) -> tuple[str, list[list[int]]]:
 @pytest.mark.parametrize("node", [-(2**31), -1, 2, 3, 4, 5, 2**31 - 1])
 @pytest.mark.parametrize("rank", [0, LATE])
 def test_nodes_that_there_are_not(node: int, rank: int, two_level_segment: bytes) -> None:
-    """Where a rank may be, so that another node is empty, forwarders follow; else nobody is taken for one."""
+    """A node that exists moves the rank and its proxies, even if another node is left empty; any other node has no
+    proxies.
+    """
     segment = mmap.mmap(-1, len(two_level_segment))
     segment[:] = two_level_segment
     table = struct.unpack_from("<q", segment, MEMBERS)[0]

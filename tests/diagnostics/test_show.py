@@ -1,4 +1,4 @@
-"""What the table of a report says of a rank's last ops."""
+"""The table of a report sums up a rank's last ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moe_rt.diagnostics.show import lately
 
 
 def op(start: int, waits: int, end: int, peer: int = 1, longest: int = 0) -> OpRecord:
-    """Announced one nanosecond after its start, then it waits; times in nanoseconds."""
+    """Return an op that is announced one nanosecond after its start and then waits; times in nanoseconds."""
     return OpRecord(
         number=1, op="dispatch", seq=1, tag=0, num_tokens=4, phase="" if end else "wait", status="ok" if end else "",
         start_ns=start, announced_ns=start + 1, heard_ns=start + 1 + waits if end else 0, end_ns=end,

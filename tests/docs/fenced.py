@@ -1,9 +1,9 @@
-"""Finds the fenced blocks of a Markdown file and checks each: it runs, or it quotes the code.
+"""Find the fenced blocks of a Markdown file and check each: it runs, or it quotes the code.
 
-An HTML comment on a line of its own before a block changes how the block is checked:
+An HTML comment on the line before a block changes how the block is checked:
 
     <!-- docs-test: skip REASON -->     the block is not run; REASON is one of SKIP_REASONS
-    <!-- docs-test: from FILE -->       the block's lines stand in FILE, one after the other, and FILE is what runs
+    <!-- docs-test: from FILE -->       FILE contains the block's lines, one after the other, and FILE is what runs
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SKIP_REASONS = (
     "needs root",
     "needs a server",
 )
-LIMIT_S = 3000.0  # of hangs alone
+LIMIT_S = 3000.0  # only a hang reaches it
 WOULD_RECURSE = ("test", "quick", "sweep", "demo")
 INSIDE_A_BLOCK = "MOE_RT_DOCS_TEST"  # set while a block runs, so that it cannot start these tests again
 
@@ -49,10 +49,10 @@ COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 @dataclass(frozen=True)
 class Block:
     path: Path
-    line: int  # of the opening fence, from 1
+    line: int  # line of the opening fence, from 1
     language: str
     text: str
-    directive: str = ""  # "skip REASON", "from FILE" or nothing
+    directive: str = ""  # "skip REASON", "from FILE" or empty
 
     @property
     def skip_reason(self) -> str | None:
@@ -78,7 +78,7 @@ class BlockError(AssertionError):
 
 
 def find_blocks(markdown: str, path: Path) -> Iterator[Block]:
-    """The fenced blocks of one file, in order; a directive holds for the block after it, blank lines aside."""
+    """Yield the fenced blocks of one file, in order; a directive applies to the next block, blank lines aside."""
     lines = enumerate(markdown.splitlines(), start=1)
     directive = ""
     for number, line in lines:
@@ -103,7 +103,7 @@ def is_checked(block: Block) -> bool:
 
 
 def check(block: Block, root: Path) -> None:
-    """Checks the block, running it unless it is marked as skipped, and raises BlockError if it fails."""
+    """Check the block, running it unless it is marked as skipped, and raise BlockError if it fails."""
     if block.skip_reason is not None and block.skip_reason not in SKIP_REASONS:
         raise BlockError(block, f"skipped because it {block.skip_reason!r}; the reasons allowed are {SKIP_REASONS}")
     if block.skip_reason is None and block.quoted_file is None and block.directive:
@@ -125,7 +125,7 @@ def check(block: Block, root: Path) -> None:
 
 
 def check_quoted(block: Block, root: Path) -> None:
-    """C++ in the docs is a quotation: it occurs under cuda/ word for word, white space aside."""
+    """Raise unless C++ in the docs is a quotation: it occurs under cuda/ word for word, white space aside."""
     sources = [path for path in (root / "cuda").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
     quotation = " ".join(block.text.split())
     if not any(quotation in " ".join(source.read_text(encoding="utf-8").split()) for source in sources):
@@ -133,7 +133,7 @@ def check_quoted(block: Block, root: Path) -> None:
 
 
 def check_quoted_file(block: Block, root: Path) -> None:
-    """The block's lines stand in the file word for word, together, from the start of a line to the end of one."""
+    """Raise unless the file contains the block's lines word for word, together, as whole lines."""
     source = root / (block.quoted_file or "")
     if not source.is_file():
         raise BlockError(block, f"there is no file {block.quoted_file!r} to quote")
@@ -142,7 +142,9 @@ def check_quoted_file(block: Block, root: Path) -> None:
 
 
 def check_make_targets(block: Block, root: Path) -> None:
-    """Every `make TARGET` names a target of the Makefile, and a block that is run does not run the tests again."""
+    """Raise unless every `make TARGET` names a target of the Makefile. A block that is run must not run the tests
+    again.
+    """
     makefile = root / "Makefile"
     rules = MAKE_RULE.findall(makefile.read_text(encoding="utf-8")) if makefile.exists() else []
     known = {name for names in rules for name in names.split()}
@@ -167,7 +169,7 @@ def run_bash(block: Block, root: Path) -> None:
 def run_python(block: Block) -> None:
     with tempfile.TemporaryDirectory(prefix="moe_rt-docs-") as directory:
         script = Path(directory, f"{block.path.stem}_block.py")
-        # Blank lines stand for the text above the block, so that a traceback gives the line in the Markdown file.
+        # Blank lines replace the text above the block, so that a traceback gives the line in the Markdown file.
         script.write_text("\n" * block.line + block.text, encoding="utf-8")
         said = forked_python.run_python(script, cwd=Path(directory), env={**os.environ, INSIDE_A_BLOCK: "1"})
         if said.returncode != 0:
@@ -175,7 +177,7 @@ def run_python(block: Block) -> None:
 
 
 def run(block: Block, command: list[str], cwd: Path, environment: dict[str, str], limit_s: float = LIMIT_S) -> None:
-    """Runs the command in its own process group, all of which ends with the command or at the limit."""
+    """Run the command in a process group, all of which ends with the command or at the limit."""
     process = subprocess.Popen(
         command,
         cwd=cwd,

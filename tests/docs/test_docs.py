@@ -1,4 +1,4 @@
-"""The docs hold what they show: every fenced block of theirs runs, or quotes code that is there."""
+"""The docs are true: every fenced block runs, or quotes code that exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def docs(root: Path) -> list[Path]:
 
 
 def blocks(root: Path) -> list[Block]:
-    """All that are checked; of those that say the same, the first."""
+    """Return all blocks that are checked, without repetitions."""
     found = {
         (block.language, block.text, block.directive): block
         for path in reversed(docs(root))
@@ -47,7 +47,9 @@ def test_block(block: Block) -> None:
 
 
 def test_every_quotation_stands_in_the_code() -> None:
-    """Among the blocks above, and by a name that does not change with the line."""
+    """Every quotation occurs in the code. This test checks them under one name, which does not change with line
+    numbers.
+    """
     quoted = [block for block in blocks(ROOT) if block.language in fenced.QUOTED]
     assert quoted
     for block in quoted:
@@ -56,7 +58,7 @@ def test_every_quotation_stands_in_the_code() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_a_document_says_how_to_run_the_example(example: Path) -> None:
-    """That block is run, so every example is: once."""
+    """Exactly one block that is run names the example, so every example is run once."""
     run = (None, "is run by make serve-test")
     commands = [block.text for block in blocks(ROOT) if block.language == "bash" and block.skip_reason in run]
     assert sum(f"examples/{example.name}" in command for command in commands) == 1
@@ -118,7 +120,7 @@ SOUND = [
     "<!-- docs-test: from a.py -->\n```python\ny = 1\nraise SystemExit(y)\n```\n",
 ]
 
-# (markdown, what the failure says)
+# (markdown, pattern of the failure)
 BROKEN = [
     ("```python\nx = 1\nraise KeyError('gone')\n```\n", r"(?s)docs/a\.md:1: exit status 1.*line 3.*KeyError: 'gone'"),
     ("```bash\nfalse | cat\n```\n", r"docs/a\.md:1: exit status 1"),
@@ -164,7 +166,7 @@ def test_a_broken_block_fails(tree: Path, markdown: str, message: str) -> None:
 def test_a_block_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     block = the_block("```bash\nsleep 6000 &\necho $! > child; wait\n```\n")
     with pytest.raises(BlockError, match=r"not done after 5 s"):
-        # Long enough for a child to start, whatever else runs.
+        # The limit is long enough for a child to start on a busy machine.
         fenced.run(block, ["bash", "-c", block.text], cwd=tmp_path, environment={}, limit_s=5.0)
     assert ends(int((tmp_path / "child").read_text()))
 
@@ -176,7 +178,7 @@ def test_what_a_block_leaves_behind_is_ended(tmp_path: Path) -> None:
 
 
 def ends(pid: int) -> bool:
-    """Whether the process is gone, or dead and not yet waited for, within a minute or so."""
+    """True if the process exits, or becomes a zombie, within about a minute."""
     stat = Path(f"/proc/{pid}/stat")
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:

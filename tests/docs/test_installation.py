@@ -1,4 +1,4 @@
-"""How moe_rt is installed and which versions it takes: pages and messages say what pyproject.toml says."""
+"""Pages and messages agree with pyproject.toml on how to install moe_rt and which versions it supports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from packaging.requirements import Requirement
 from moe_rt.extras import how_to_install
 from moe_rt.heap.ucx import OLDEST
 
-tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+tomllib = pytest.importorskip("tomllib")  # in the standard library from Python 3.11
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INSTALLATION = (ROOT / "docs/installation.md").read_text()
 STABILITY = (ROOT / "docs/stability.md").read_text()
-HISTORY = ("CHANGELOG.md", "docs/log.md")  # what was said once stays
+HISTORY = ("CHANGELOG.md", "docs/log.md")  # past statements stay
 FROM_AN_INDEX = re.compile(r"pip install(?: [^\s`'\"]+)* ['\"]?moe_rt\b(?!-)")
 
 
@@ -83,7 +83,7 @@ def test_versions_are_those_of_the_project() -> None:
 
 @pytest.mark.parametrize("target", ["demo", "install"])
 def test_make_says_what_it_fetches_before_it_does(target: str, tmp_path: Path) -> None:
-    """In the order of its commands, where nothing is set up yet."""
+    """`make` in a fresh checkout says what it downloads before it downloads it."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "CMakeLists.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "cuda").mkdir()

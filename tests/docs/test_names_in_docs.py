@@ -1,4 +1,4 @@
-"""Every error, option and keyword that a document names is one of the code, and every error has its section."""
+"""Every error, option and keyword that a document names exists in the code, and every error has a section."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODULES: dict[str, click.Command] = {
     "chaos.matrix": matrix,
     "chaos.node_matrix": node_matrix,
 }
-# Options of others, which documents tell of beside ours.
+# Options of other programs that documents name.
 OF_OTHERS = {
     "--max-restarts": "torchrun",
     "--rdzv-endpoint": "torchrun",
@@ -51,7 +51,7 @@ OF_OTHERS = {
     "vllm",
 )
 KEYWORD = re.compile(r"`([a-z_]+)(?:=[^`]*)?`")
-# Tables that say what a keyword does, by document and first words of their head, and whose keywords they are.
+# Tables of keywords, by document and first words of their header, and the callables that take these keywords.
 TABLES = {
     ("docs/howto/capacity.md", "| `capacity_factor`, `overflow` |"): (Buffer, MoEConfig),
     ("docs/howto/adapters.md", "| Field |"): (token_dispatcher,),
@@ -108,7 +108,7 @@ def test_options_exist(document: Path) -> None:
     for call in CALL.finditer(text):
         name, module = call["command"], call["module"]
         command = known.get(name) if name else MODULES.get(module)
-        line = call["rest"].split("\n")[0].split(" -- ")[0]  # what follows are words of another command
+        line = call["rest"].split("\n")[0].split(" -- ")[0]  # the words that follow belong to another command
         assert command is not None or not OPTION.findall(line), f"{document.name}: no options of {call[0]} are known"
         for option in OPTION.findall(line):
             assert command is not None
@@ -132,7 +132,7 @@ def test_keywords_of_tables_exist(document: str, head: str) -> None:
 
 
 def test_keywords_of_models_exist() -> None:
-    """The rows of docs/howto/layer.md that say how a model's layer is configured."""
+    """The rows of docs/howto/layer.md name keywords that exist."""
     fields = keywords_of(MoEConfig)
     for line in (ROOT / "docs/howto/layer.md").read_text().splitlines():
         if line.startswith("|"):

@@ -1,4 +1,4 @@
-"""Every notebook of the documents runs, and says what is stored in it."""
+"""Every notebook of the documents runs and prints its stored outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forked_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
-# Runs the cells in order, in one scope, as a kernel does, and prints what each has printed.
+# Run the cells in order, in one scope, as a kernel does, and print the output of each.
 RUN = """
 import contextlib, io, json, sys
 scope, said = {"__name__": "__main__"}, []

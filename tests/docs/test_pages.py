@@ -1,4 +1,4 @@
-"""`moe-rt docs` shows every page and every section, and messages name no page in another way."""
+"""`moe-rt docs` shows every page and every section, and messages name pages only by this command."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_installed_package_has_pages_of_its_own(tmp_path: Path, monkeypatch: 
 
 
 def messages(path: Path) -> list[str]:
-    """The texts of a module that are no docstrings."""
+    """Return the string constants of a module except its docstrings."""
     module = ast.parse(path.read_text())
     bodies = [node.body for node in ast.walk(module) if hasattr(node, "body") and isinstance(node.body, list)]
     docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
@@ -89,10 +89,10 @@ def messages(path: Path) -> list[str]:
 
 
 def test_messages_name_pages_by_the_command_that_shows_them() -> None:
-    """A path of the checkout leads nowhere from a wheel."""
+    """Messages name pages by the command, since a wheel does not have the paths of the checkout."""
     for path in (ROOT / "moe_rt").rglob("*.py"):
         for text in messages(path):
-            if not text.startswith("python -m moe_rt."):  # what writes a table into a page is for checkouts
+            if not text.startswith("python -m moe_rt."):  # a command that writes a table into a page is for checkouts
                 assert not re.search(r"docs/[\w/]+\.md|README", text), f"{path}: {text}"
             for link in re.findall(r"moe-rt docs ([\w/]+(?:#\w+)?)", text):
                 if not link.endswith("#"):

@@ -1,4 +1,4 @@
-"""The site: links between its pages lead there, other links name files, and its column holds the sources' lines."""
+"""Links of the site lead to existing pages and files, and its column is as wide as the sources' lines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_blocks_stay_as_they_are() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make docs` builds it, which fails at a link that leads nowhere and at a page that is not in its contents."""
+    """Build the site as `make docs` does: a broken link or a page that is not in the contents is an error."""
     build = pytest.importorskip("mkdocs.commands.build")
     config = pytest.importorskip("mkdocs.config")
     directory = tmp_path_factory.mktemp("site")
@@ -60,7 +60,7 @@ def test_the_site_has_installation_and_status(site: Path) -> None:
 
 
 def test_no_line_of_a_block_is_cut_off(site: Path) -> None:
-    """A window of 1400 pixels leaves this column room for 120 characters; what is longer, or narrower, is wrapped."""
+    """The column has space for 120 characters in a window of 1400 pixels, and longer lines wrap."""
     style = (site / "site.css").read_text()
     assert "white-space: pre-wrap" in style
     assert "max-width: 76rem" in style

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of going on without the dead; each returns what its rank saw."""
+"""Functions that ranks run in the tests of regrouping after a death; each returns what its rank observed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from moe_rt.errors import MoeRtError
 from moe_rt.train import train
 from moe_rt.train.data import Corpus
 
-LONGER_THAN_A_CASE_S = 10 * CASE_TIMEOUT_S  # who waits for a rank that is known to be dead does not finish
+LONGER_THAN_A_CASE_S = 10 * CASE_TIMEOUT_S  # waiting for a rank that is known to be dead would hang the case
 
 
 def good_rounds() -> None:
-    """Two rounds in full on the default group; seven experts fit neither three ranks nor two evenly."""
+    """Run two full rounds on the default group. Seven experts divide evenly over neither three ranks nor two."""
     spec = make_spec(dist.get_world_size(), num_experts=7)
     with Buffer(None, timeout_s=30.0, **buffer_kwargs(spec)) as buffer:
         for seed in range(2):
@@ -36,7 +36,7 @@ def good_rounds() -> None:
 
 
 def failing_round(victim: int, send: signal.Signals = signal.SIGKILL, timeout_s: float = 30.0) -> str:
-    """A round that all ranks begin and the victim does not live through; returns what a rank saw."""
+    """Run a round that all ranks begin and the victim does not survive; return the name of the error, if any."""
     spec = make_spec(dist.get_world_size(), num_experts=7)
     try:
         with Buffer(None, timeout_s=timeout_s, **buffer_kwargs(spec)) as buffer:
@@ -50,14 +50,16 @@ def failing_round(victim: int, send: signal.Signals = signal.SIGKILL, timeout_s:
 
 
 def num_watched() -> int:
-    """Processes that this one has a descriptor of."""
+    """Return the number of processes that this process has a descriptor of."""
     gc.collect()
     open_here = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     return sum(path.startswith("/proc/") and path.endswith("/stat") for path in open_here)
 
 
 def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, int, int]]:
-    """Victims, by their rank at that time, die one after another: error, new size, processes still watched."""
+    """Kill victims, given as ranks at that time, one after another; return the error, the new size and the number of
+    processes still watched after each.
+    """
     members, seen = ElasticGroup(), []
     for victim in victims:
         error = failing_round(victim)
@@ -68,7 +70,7 @@ def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, int, int]
 
 
 def two_die_at_once(group: Any) -> int:
-    """Rank 2 is alive when rank 1 dies, but ends before it has left its mark."""
+    """Rank 2 is alive when rank 1 dies, but dies before it has joined the survivors."""
     members = ElasticGroup()
     failing_round(1)
     if dist.get_rank() == 2:
@@ -79,7 +81,7 @@ def two_die_at_once(group: Any) -> int:
 
 
 def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
-    """Rank 2 is counted among those that are left, and then dies or is held up; all ask once more."""
+    """Rank 2 is counted as a survivor, and then dies or is delayed; all ranks call `survivors` once more."""
     _new_default_group(timeout_s=8.0)
     members, init = ElasticGroup(), dist.init_process_group
 
@@ -98,7 +100,7 @@ def late_for_the_new_group(group: Any, dies: bool) -> tuple[str, int]:
             seen = "no error"
         except MoeRtError as error:
             seen = str(error)
-    members.survivors(timeout_s=90.0)  # the one who was held up comes late here, too
+    members.survivors(timeout_s=90.0)  # the delayed rank is late for this call also
     good_rounds()
     return seen, dist.get_world_size()
 
@@ -113,7 +115,7 @@ def slow_rank_is_waited_for(group: Any) -> int:
 
 
 def stopped_rank_wakes_up_late(group: Any) -> tuple[str, str, int]:
-    """Rank 1 stops, is given up, wakes up amid the others' new rounds, and tries to go on."""
+    """Rank 1 stops, is excluded, wakes up during the others' new rounds, and tries to continue."""
     members, store = ElasticGroup(), _store()
     store.set(f"pid/{dist.get_rank()}", str(os.getpid()))
     dist.barrier()
@@ -130,7 +132,7 @@ def stopped_rank_wakes_up_late(group: Any) -> tuple[str, str, int]:
 
 
 def store_dies_with_rank_0(group: Any) -> str:
-    """The store is served by rank 0, as `tcp://` has it."""
+    """Rank 0, which serves the store as with `tcp://`, dies."""
     port, rank = _store(), dist.get_rank()
     if rank == 0:
         served = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -149,7 +151,7 @@ def store_dies_with_rank_0(group: Any) -> str:
 
 
 def train_through_a_death(group: Any, out: Path, step: int) -> tuple[int, int]:
-    """Rank 1 dies in this step; the others go on from the newest checkpoint. `out`-before is what they went on from."""
+    """Rank 1 dies in this step; the others resume from the newest checkpoint, of which `out`-before is a copy."""
     members, rank = ElasticGroup(), dist.get_rank()
     original, calls = Corpus.train_batch, []
 
@@ -164,7 +166,7 @@ def train_through_a_death(group: Any, out: Path, step: int) -> tuple[int, int]:
         try:
             train(run_of(out))
             return 0, 0
-        except RuntimeError:  # of moe_rt, or of gloo
+        except RuntimeError:  # MoeRtError or gloo's error
             members.survivors()
     if dist.get_rank() == 0:
         shutil.copytree(out, out.with_name(f"{out.name}-before"))
@@ -174,7 +176,7 @@ def train_through_a_death(group: Any, out: Path, step: int) -> tuple[int, int]:
 
 
 def run_of(out: Path, **changes: Any) -> Any:
-    """A run whose experts fit neither three ranks nor two evenly, and whose batches fit both."""
+    """Return a run whose experts divide evenly over neither three ranks nor two, and whose batches divide over both."""
     return tiny(out=out, num_experts=7, steps=8, checkpoint_every=3, val_every=4, **changes)
 
 
@@ -187,7 +189,7 @@ def _store() -> dist.Store:
 
 
 def _new_default_group(timeout_s: float) -> None:
-    """The same ranks with another timeout of gloo."""
+    """Replace the default group by one of the same ranks with another gloo timeout."""
     rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
     dist.destroy_process_group()
     store, timeout = dist.PrefixStore("again", store), timedelta(seconds=timeout_s)

@@ -1,4 +1,4 @@
-"""The program of examples/elastic.py goes on when a second rank dies while the others regroup."""
+"""The program of examples/elastic.py continues when a second rank dies while the others regroup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from forked_python import run_python
 
 PROGRAM = Path(__file__).resolve().parents[2] / "examples/elastic.py"
 
-# Rank 2 is counted among those that are left, and ends before the new group is there.
+# Rank 2 is counted as a survivor, and dies before the new group exists.
 DEATH_IN_SURVIVORS = """
 import os, signal
 from moe_rt.elastic import ElasticGroup

@@ -1,4 +1,4 @@
-"""Survivors of a death regroup at once, agree on who they are, leave out who is late, and compute what is right."""
+"""Survivors of a death regroup immediately, agree on the members, exclude late ranks, and compute correct results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 3
 
 
 def outcomes(case: object, *args: object) -> list[object]:
-    """On ranks of their own, some of which will die."""
+    """Run the case on fresh ranks, some of which will die."""
     ranks = ProcessRanks(SIZE)
     try:
         return ranks.outcomes(case, *args)
@@ -76,7 +76,9 @@ def test_only_gloo_goes_on() -> None:
 
 @pytest.mark.parametrize("formed", [False, True])
 def test_the_first_word_on_whether_the_group_was_made_counts(monkeypatch: pytest.MonkeyPatch, formed: bool) -> None:
-    """Another rank has said it, and this one sees the contrary: going by its own it would be in a group of its own."""
+    """Another rank's word on whether the group formed overrides what this rank observes: a rank that went by its own
+    observation would end up in a different group.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     members = ElasticGroup()
     dist.PrefixStore(f"moe_rt/survivors/{members._name}/1", members._store).set("formed", str(formed))
@@ -92,7 +94,7 @@ def test_the_first_word_on_whether_the_group_was_made_counts(monkeypatch: pytest
 
 
 def test_what_a_job_before_decided_counts_no_more() -> None:
-    """It was started anew over the same store."""
+    """Decisions of an earlier job over the same store do not count."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     before = dist.PrefixStore("moe_rt/survivors/1", dist.distributed_c10d._get_process_group_store(dist.group.WORLD))

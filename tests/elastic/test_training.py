@@ -1,4 +1,4 @@
-"""Training goes on without a dead rank exactly as a smaller run that resumes from the same checkpoint."""
+"""Training continues without a dead rank exactly as a smaller run that resumes from the same checkpoint."""
 
 from __future__ import annotations
 

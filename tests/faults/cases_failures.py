@@ -1,4 +1,4 @@
-"""What ranks do in the tests of dead, silent, leaving and raising peers; each returns what its rank saw."""
+"""Rank functions for tests of dead, silent, leaving and raising peers; each returns what its rank saw."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ kept: list[Buffer] = []
 
 
 def first_round(group: Any, buffer: Buffer) -> None:
-    """A round that is over on every rank: who fails next fails nobody's first one."""
+    """Complete a round on every rank, so that a later failure cannot affect anyone's first round."""
     good_round(buffer)
     meet(group)
 
@@ -40,7 +40,7 @@ def peer_closes_first(group: Any, faulty_rank: int) -> str:
 
 
 def raise_between_ops(group: Any, faulty_rank: int) -> str:
-    """The faulty rank's own code raises between dispatch and combine."""
+    """The faulty rank's code raises between dispatch and combine."""
     try:
         with open_buffer(group) as buffer:
             first_round(group, buffer)
@@ -53,7 +53,7 @@ def raise_between_ops(group: Any, faulty_rank: int) -> str:
 
 
 def stay_away(group: Any, faulty_rank: int, timeout_s: float) -> tuple[str, float]:
-    """The faulty rank does not come to the second round within everyone's timeout."""
+    """The faulty rank does not reach the second round within the timeout."""
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
     start = time.monotonic()
@@ -94,10 +94,10 @@ def die_at(group: Any, faulty_rank: int, at: str) -> str:
 
 
 def open_close_many(group: Any, times: int) -> tuple[dict[str, int], int]:
-    """What this process holds beyond what it held before making buffers, closed or left to the collector, and how many
-    of the segments that this rank had mapped are still in memory."""
+    """Return what this process still has open after making buffers, closed or left to the garbage collector, and the
+    number of this rank's mapped segments that are still in memory."""
     mapped: list[weakref.ref[Any]] = []
-    with open_buffer(group) as buffer:  # what every first buffer makes for good; all ranks are here
+    with open_buffer(group) as buffer:  # a first buffer allocates what stays; synchronises all ranks
         good_round(buffer)
         before = held()
     for i in range(times):
@@ -107,20 +107,20 @@ def open_close_many(group: Any, times: int) -> tuple[dict[str, int], int]:
         if i % 2:
             buffer.close()
         del buffer
-    with open_buffer(group) as buffer:  # and here have let go of theirs
+    with open_buffer(group) as buffer:  # all ranks have released theirs here
         good_round(buffer)
         return left_of(before), sum(mapping() is not None for mapping in mapped)
 
 
 def keep_open(group: Any) -> list[int]:
-    """The inodes of all segments of a buffer that is never closed."""
+    """Return the inodes of all segments of a buffer that is never closed."""
     kept.append(open_buffer(group))
     good_round(kept[0])
     return [inode for _, inode in kept[0]._engine._segments.members]
 
 
 def use_in_child(group: Any, num_threads: int) -> str:
-    """A forked child must not speak for the rank; the parent goes on after the child is gone."""
+    """A forked child must not act as the rank; the parent continues after the child has exited."""
     with open_buffer(group, num_threads=num_threads) as buffer:
         read_end, write_end = os.pipe()
         child = os.fork()
@@ -142,12 +142,12 @@ def use_in_child(group: Any, num_threads: int) -> str:
 
 
 def let_go_in_child(group: Any, num_threads: int) -> int:
-    """A forked child's copy of the buffer becomes garbage there; returns how the child ended."""
+    """A forked child's copy of the buffer is garbage collected there; return the child's exit status."""
     buffer = open_buffer(group, num_threads=num_threads)
     good_round(buffer)
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # ends it if it waits for what it does not have
+        signal.alarm(60)  # ends it if it waits for threads it does not have
         del buffer
         gc.collect()
         os._exit(0)
@@ -158,7 +158,7 @@ def let_go_in_child(group: Any, num_threads: int) -> int:
 
 
 def too_large(group: Any) -> str:
-    """A segment no machine has room for is an error at creation."""
+    """Return the error for a segment that no machine has memory for."""
     spec = make_spec(group.size(), num_max_tokens_per_rank=2**20, hidden=2**20, num_topk=1, num_experts=3)
     try:
         open_buffer(group, spec)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of hosts and links that fail; each returns what its rank saw."""
+"""Rank functions for tests of failing hosts and links; each returns what its rank saw."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _ROUNDS_S = 0.5  # a few rounds of 64 rows on a link of 200 Mbit/s
 
 
 def rounds_until_failure(group: Any, begun: str, timeout_s: float, absent_rank: int = -1) -> tuple[str, float]:
-    """What ended the rounds, and how long the last one took; a file says that this rank is in the midst of them.
+    """Run rounds until they fail; return the error and the duration of the last one. A file announces that this rank
+    runs.
 
-    The absent rank comes to no round but the first.
+    The absent rank takes part only in the first round.
     """
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
@@ -47,7 +48,7 @@ def rounds_until_failure(group: Any, begun: str, timeout_s: float, absent_rank: 
 
 
 def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) -> str:
-    """The faulty rank goes on when the others have given it up; a file of each says so."""
+    """The faulty rank is stopped and resumes when the others have timed out, which a file of each announces."""
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
     if buffer.rank == faulty_rank:
@@ -68,7 +69,7 @@ def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) 
 
 
 def rows_come_late(group: Any, late_rank: int, timeout_s: float, late_s: float) -> str:
-    """The late rank has announced its op, and sends what others ask it for when they have given up and closed."""
+    """The late rank has announced its op, and sends the requested rows when the others have timed out and closed."""
     os.environ["MOE_RT_FAULT"] = f"rank={late_rank},op=1,at=after_all_flags,do=sleep={late_s}"
     buffer = open_buffer(group, make_spec(group.size(), route="two_level"), timeout_s=timeout_s)
     del os.environ["MOE_RT_FAULT"]
@@ -83,9 +84,9 @@ def rows_come_late(group: Any, late_rank: int, timeout_s: float, late_s: float) 
 
 
 def large_rounds(group: Any, route: Route, faulty_rank: int, seed: int, pause_s: float) -> str:
-    """What ended the rounds, in which rows are under way most of the time: the faulty rank dies at a random moment.
+    """Run rounds that mostly have rows in flight; the faulty rank dies at a random moment. Return the error.
 
-    All others are stopped a little before and after, so that they find what it has asked them for, and that it is gone.
+    The other ranks are stopped shortly before and resumed after it, so that they see its last requests and its death.
     """
     buffer, delay_s = open_large_buffer(group, route, _FOREVER_S), random.Random(seed).random() * _ROUNDS_S
     if buffer.rank == faulty_rank:
@@ -96,7 +97,7 @@ def large_rounds(group: Any, route: Route, faulty_rank: int, seed: int, pause_s:
 
 
 def large_rounds_with_a_stop(group: Any, route: Route, faulty_rank: int, seed: int, timeout_s: float, told: str) -> str:
-    """The faulty rank is stopped at a random moment, and goes on when all others have given it up."""
+    """The faulty rank is stopped at a random moment, and resumes when all others have timed out."""
     buffer = open_large_buffer(group, route, timeout_s)
     if buffer.rank == faulty_rank:
         others = [rank for rank in range(buffer.num_ranks) if rank != faulty_rank]
@@ -128,7 +129,7 @@ def end_of_rounds(buffer: Buffer) -> str:
 
 
 def stop_this_process(delay_s: float, until: Callable[[], None]) -> None:
-    """By a child, after a while; it goes on once `until` has returned."""
+    """Stop this process from a child after a delay, and resume it once `until` has returned."""
     stopped = os.getpid()
     if os.fork() != 0:
         return
@@ -146,7 +147,7 @@ def await_files(stem: str, ranks: list[int]) -> None:
 
 
 def refused(group: Any, faulty_rank: int) -> str:
-    """A wrong input of one rank, then a round that is right, then too many rows, and again one that is right."""
+    """One rank passes a wrong input, then a round succeeds, then rows overflow, and again a round succeeds."""
     seen = []
     with open_buffer(group, capacity_factor=0.5) as buffer:
         spec = buffer.spec
@@ -165,7 +166,7 @@ def refused(group: Any, faulty_rank: int) -> str:
 
 
 def quiet_round(buffer: Buffer) -> None:
-    """Two tokens a rank, which fit anywhere."""
+    """Run a round of two tokens a rank, which fit anywhere."""
     spec = buffer.spec
     x = torch.randn(2, spec.hidden)
     idx = torch.full((2, spec.num_topk), -1, dtype=torch.int64)
@@ -175,7 +176,7 @@ def quiet_round(buffer: Buffer) -> None:
 
 
 def left_of_buffers(group: Any, times: int) -> dict[str, int]:
-    """What this process holds after so many more buffers, beyond what it held after some."""
+    """Return what this process has open after `times` more buffers, beyond what it had after the first three."""
     for _ in range(3):
         with open_buffer(group) as buffer:
             good_round(buffer)
@@ -189,6 +190,6 @@ def left_of_buffers(group: Any, times: int) -> dict[str, int]:
 
 
 def settle(group: Any) -> None:
-    """Until no closed buffer of any rank serves a peer any more."""
+    """Wait until no closed buffer of any rank serves a peer."""
     group.barrier().wait()
     await_peers()

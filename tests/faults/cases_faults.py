@@ -1,4 +1,4 @@
-"""What ranks do in the bad-input tests; each returns what rank saw."""
+"""Rank functions for the bad-input tests; each returns what its rank saw."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_buffer(group: Any, spec: BufferSpec | None = None, **more: Any) -> Buff
 
 
 def good_round(buffer: Buffer) -> None:
-    """Proves that the group still works."""
+    """Run a correct round, to prove that the group still works."""
     spec = buffer.spec
     inputs = make_inputs(spec, [spec.num_max_tokens_per_rank] * spec.num_ranks, 11, "topk")
     x, idx = inputs.xs[buffer.rank], inputs.topk_idx[buffer.rank]
@@ -32,7 +32,7 @@ def good_round(buffer: Buffer) -> None:
 
 
 def bad_dispatch(group: Any, faulty_rank: int, changes: dict[str, Any]) -> str:
-    """Rank `faulty_rank` dispatches with some arguments replaced; returns "<error class>: <message>" of this rank."""
+    """Rank `faulty_rank` dispatches with some arguments replaced; return "<error class>: <message>" of this rank."""
     with open_buffer(group) as buffer:
         spec = buffer.spec
         args: dict[str, Any] = {
@@ -99,7 +99,7 @@ def overflow(group: Any) -> str:
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error}"
         idx = torch.full((12, 1), -1)
-        buffer.dispatch(x, idx, torch.ones(12, 1))  # the group goes on
+        buffer.dispatch(x, idx, torch.ones(12, 1))  # the group continues
         return text
 
 
@@ -115,7 +115,7 @@ def swapped_layers(group: Any, faulty_rank: int) -> str:
 
 
 def swapped_moe_layers(group: Any, faulty_rank: int) -> str:
-    """Two layers alike share a buffer; the faulty rank runs the second one first."""
+    """Two equal layers share a buffer; the faulty rank runs the second one first."""
     config = MoEConfig(hidden=8, intermediate=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=4)
     first, second = MoELayer(config, group), MoELayer(config, group)
     try:
@@ -130,7 +130,7 @@ def swapped_moe_layers(group: Any, faulty_rank: int) -> str:
 
 
 def skipped_op(group: Any, faulty_rank: int) -> str:
-    """Everyone dispatches twice, but the faulty rank combines instead of the second."""
+    """Every rank dispatches twice, but the faulty rank combines instead of the second dispatch."""
     with open_buffer(group) as buffer:
         x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
         weights = torch.ones(4, buffer.spec.num_topk)
@@ -158,7 +158,7 @@ def other_handle(group: Any, faulty_rank: int) -> str:
 
 
 def close_during_op(group: Any) -> str:
-    """One thread waits in an op for the late rank 0 while another closes the buffer under it."""
+    """One thread waits in an op for the late rank 0 while another closes the buffer."""
     buffer = open_buffer(group)
     if buffer.rank == 0:
         time.sleep(0.5)

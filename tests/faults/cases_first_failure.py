@@ -1,4 +1,4 @@
-"""What ranks do in the tests of what peers are told of the rank that failed first; each returns what its rank saw."""
+"""Rank functions for tests of how peers learn which rank failed first; each returns what its rank saw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ERRORS: dict[str, BaseException] = {
 
 
 def leave_by(group: Any, faulty_rank: int, name: str, how: str) -> str:
-    """The faulty rank leaves between two rounds, by its `with` block or by abort(); the others say what they raise."""
+    """The faulty rank leaves between two rounds, by its `with` block or by abort(); the others return their error."""
     try:
         with open_buffer(group) as buffer:
             good_round(buffer)
@@ -52,7 +52,7 @@ def leave_by(group: Any, faulty_rank: int, name: str, how: str) -> str:
 
 
 def collective_fails(group: Any, faulty_rank: int, kind: type[Exception]) -> str:
-    """The faulty rank leaves by an error of its own; the others, by one that a collective of torch may have raised."""
+    """The faulty rank leaves by its own error; the others, by an error that a collective of torch may have raised."""
     try:
         with open_buffer(group) as buffer:
             good_round(buffer)
@@ -71,7 +71,7 @@ def collective_fails(group: Any, faulty_rank: int, kind: type[Exception]) -> str
 
 
 def end_program(group: Any, faulty_rank: int, how: str) -> None:
-    """No `with`: the faulty rank's program ends between two rounds; the others print what they raise."""
+    """The faulty rank's program ends between two rounds, outside `with`; the others print their error."""
     sys.modules["__main__"].kept = buffer = open_buffer(group)  # type: ignore[attr-defined]  # outlives every frame
     good_round(buffer)
     if buffer.rank == faulty_rank:
@@ -87,7 +87,7 @@ def end_program(group: Any, faulty_rank: int, how: str) -> None:
 
 
 def let_go(group: Any, faulty_rank: int) -> str:
-    """The faulty rank's thread ends by an exception that nobody keeps, and with it its buffer."""
+    """The faulty rank's thread ends by an exception that nothing references, and its buffer is garbage collected."""
     if group.rank == faulty_rank:
         good_round(open_buffer(group))
         return "gone"

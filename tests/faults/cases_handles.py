@@ -1,4 +1,4 @@
-"""What ranks do with handles of another buffer, and with handles that are no longer what dispatch returned."""
+"""Rank functions that use another buffer's handles, and handles changed after dispatch returned them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OPS = ("combine", "combine_backward", "dispatch_backward")
 
 
 def dispatched(buffer: Buffer, num_tokens: int = TOKENS) -> tuple[Tensor, Tensor, Handle]:
-    """Rows of every rank go to every rank."""
+    """Dispatch rows from every rank to every rank."""
     inputs = make_inputs(buffer.spec, [num_tokens] * buffer.num_ranks, 5, "topk")
     x, idx, weights = (each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
     return buffer.dispatch(x, idx, weights)
 
 
 def outcome(buffer: Buffer, op: str, recv_x: Tensor, recv_weights: Tensor, handle: Handle) -> str:
-    """ "<error class>: <message>" of one op on this rank."""
+    """Run one op; return this rank's "<error class>: <message>"."""
     engine, plans = buffer._engine, (handle.recv_plan, handle.send_plan)
     calls: dict[str, Callable[[], Any]] = {
         "combine": lambda: buffer.combine(recv_x, recv_weights, handle),
@@ -38,14 +38,15 @@ def outcome(buffer: Buffer, op: str, recv_x: Tensor, recv_weights: Tensor, handl
     }
     try:
         calls[op]()
-        buffer.check()  # where kernels report and the host looks later
+        buffer.check()  # kernels report errors here, after the op
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 def another_buffers(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
-    """The faulty rank's handle is of a dispatch, as large and as late, on a second buffer of the same sizes."""
+    """The faulty rank's handle is from an equal dispatch, with the same sequence number, on a second buffer of equal
+    sizes."""
     with open_buffer(group) as buffer, open_buffer(group) as second:
         (recv_x, recv_weights, handle), (_, _, foreign) = dispatched(buffer), dispatched(second)
         meet(group)
@@ -56,7 +57,7 @@ def another_buffers(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str
 
 
 def other_sizes(group: Any, faulty_rank: int) -> str:
-    """The faulty rank's handle is of a buffer with other experts, whose plan is as long."""
+    """The faulty rank's handle is from a buffer with other experts, and its plan has the same length."""
     size = group.size if isinstance(group.size, int) else group.size()
     with open_buffer(group) as buffer, open_buffer(group, make_spec(size, hidden=12)) as second:
         (recv_x, recv_weights, handle), (_, _, foreign) = dispatched(buffer), dispatched(second)
@@ -66,7 +67,7 @@ def other_sizes(group: Any, faulty_rank: int) -> str:
 
 
 def places(buffer: Buffer) -> dict[str, tuple[str, int]]:
-    """Numbers of cuda/protocol/core/plan.h: in which tensor, and where."""
+    """Return name -> (tensor, index) of the numbers of cuda/protocol/core/plan.h."""
     spec, head = buffer.spec, 12
     rows = head + 4 * spec.num_ranks * spec.num_max_tokens_per_rank
     ks = rows + (buffer._engine.plan_ints - rows) // 2
@@ -77,7 +78,7 @@ def places(buffer: Buffer) -> dict[str, tuple[str, int]]:
 
 
 def first_refused(buffer: Buffer, handle: Handle) -> dict[str, tuple[str, int]]:
-    """For each number with a bound the place in `places`, and the least value that leads outside."""
+    """Return, for each bounded number, its name in `places` and the least value that is out of bounds."""
     spec, head = buffer.spec, handle.recv_plan.tolist()
     num_ranks, num_topk, copies_at = spec.num_ranks, spec.num_topk, places(buffer)["copies"][1]
     num_slots, pulled, copies = min(num_topk, num_ranks), num_ranks * spec.num_max_tokens_per_rank, head[6]
@@ -102,7 +103,7 @@ def first_refused(buffer: Buffer, handle: Handle) -> dict[str, tuple[str, int]]:
 
 
 def at_the_bound(group: Any, faulty_rank: int, name: str) -> str:
-    """One number of the faulty rank's plans is the least that leads outside."""
+    """One number of the faulty rank's plans is the least value out of bounds."""
     with open_buffer(group) as buffer:
         recv_x, recv_weights, handle = dispatched(buffer)
         if buffer.rank == faulty_rank:
@@ -117,13 +118,14 @@ def at_the_bound(group: Any, faulty_rank: int, name: str) -> str:
 
 
 def overwritten(group: Any, faulty_rank: int, name: str, value: int, goes_on: bool) -> list[str]:
-    """One number of the faulty rank's plans is another; what this rank saw of each op. The group goes on after each."""
+    """One number of the faulty rank's plans is overwritten; return what this rank saw of each op. The group
+    continues."""
     texts = []
     with open_buffer(group) as buffer:
         plan, where = places(buffer)[name]
         for op in OPS if goes_on else OPS[:1]:
             if plan == "send_plan" and op == "combine_backward":
-                continue  # has none
+                continue  # has no such number
             recv_x, recv_weights, handle = dispatched(buffer)
             meet(group)
             if buffer.rank == faulty_rank:
@@ -137,7 +139,7 @@ def overwritten(group: Any, faulty_rank: int, name: str, value: int, goes_on: bo
 
 
 def odd_plans(group: Any, faulty_rank: int) -> list[str]:
-    """Plans with the right sizes but without the memory for them."""
+    """Use plans with the right sizes but too little memory."""
     texts = []
     with open_buffer(group) as buffer:
         for odd in (
@@ -166,7 +168,7 @@ def fewer_tokens(group: Any, faulty_rank: int) -> str:
 
 
 def moved_plans(group: Any) -> None:
-    """Copies, and a plan whose numbers are not next to each other, are as good."""
+    """Copied plans, and a strided plan, work like the originals."""
     with open_buffer(group) as buffer:
         recv_x, recv_weights, handle = dispatched(buffer)
         expected = buffer.combine(recv_x, recv_weights, handle)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of injected faults and of ranks that raise without a context manager."""
+"""Rank functions for tests of injected faults and of ranks that raise without a context manager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_rt.errors import MoeRtError
 
 
 def step(buffer: Buffer, i: int) -> None:
-    """Forward and backward, four ops; different data in every step, so that what an op left out is missed."""
+    """Run forward and backward, four ops, with different data in every step, so that a skipped op is noticed."""
     x = torch.full((6, buffer.spec.hidden), i + 1.0, requires_grad=True)
     idx = torch.arange(18).reshape(6, 3) % buffer.spec.num_experts
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, torch.ones(6, 3))
@@ -25,7 +25,7 @@ def step(buffer: Buffer, i: int) -> None:
 
 
 def three_steps(group: Any, num_threads: int = 1, **options: Any) -> str:
-    """Three training steps with whatever fault the environment asks for; what this rank raised."""
+    """Run three training steps with the environment's fault; return this rank's error."""
     try:
         buffer = open_buffer(group, num_threads=num_threads, **options)
         for i in range(3):
@@ -36,7 +36,7 @@ def three_steps(group: Any, num_threads: int = 1, **options: Any) -> str:
 
 
 def three_steps_with(group: Any, fault: str) -> str:
-    """The same on processes, which have an environment of their own; a rank that stops is waited for."""
+    """Run the same on processes, each of which has an environment; a stopped rank is waited for."""
     os.environ["MOE_RT_FAULT"] = fault
     try:
         return three_steps(group, timeout_s=500.0)
@@ -45,7 +45,7 @@ def three_steps_with(group: Any, fault: str) -> str:
 
 
 def raise_in_backward(group: Any, faulty_rank: int) -> str:
-    """The faulty rank's own code raises inside backward, between its two ops."""
+    """The faulty rank's code raises inside backward, between its two ops."""
 
     def hook(grad: torch.Tensor) -> None:
         raise KeyError("the user's own mistake")
@@ -65,7 +65,7 @@ def raise_in_backward(group: Any, faulty_rank: int) -> str:
 
 
 def raise_without_with(group: Any, faulty_rank: int) -> None:
-    """The faulty rank's own code raises, and nothing of it is left but its buffer, which goes with the frame."""
+    """The faulty rank's code raises, and its buffer goes with the frame."""
     buffer = open_buffer(group)
     good_round(buffer)
     if buffer.rank == faulty_rank:
@@ -74,5 +74,5 @@ def raise_without_with(group: Any, faulty_rank: int) -> None:
     try:
         good_round(buffer)
     except MoeRtError as error:
-        # One write: print writes the end of the line apart, and ranks may be threads.
+        # Print with a single write: print writes the line end separately, and ranks may be threads.
         print(f"{type(error).__name__} after {time.monotonic() - start:.3f} s\n", end="", flush=True)

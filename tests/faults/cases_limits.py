@@ -1,4 +1,4 @@
-"""What ranks do in the tests of limits on descriptors and threads; each returns what its rank saw."""
+"""Rank functions for tests of limits on descriptors and threads; each returns what its rank saw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from moe_rt.testing.limits import limited
 
 
 def at_the_descriptor_limit(group: Any, most: int) -> list[str]:
-    """Rank 1 may open none, one, two, ... more, until a buffer is made; then it dies. What the rank saw each time."""
+    """Rank 1 may open 0, 1, 2, ... more descriptors, until a buffer is made; then it dies. Return what the rank saw
+    each time."""
     seen = []
     for left in range(most):
         with limited("descriptors", left) if group.rank() == 1 else contextlib.nullcontext():
@@ -39,7 +40,7 @@ def _after_a_death(buffer: Buffer, faulty_rank: int) -> str:
 
 
 def descriptors_of_buffers(group: Any, count: int) -> list[int]:
-    """How many descriptors this rank has open with none, one, two, ... buffers, and after all are closed."""
+    """Return this rank's number of open descriptors with 0, 1, 2, ... buffers, and after all are closed."""
     open_buffer(group).close()
     buffers, seen = [], []
     for _ in range(count):
@@ -53,7 +54,7 @@ def descriptors_of_buffers(group: Any, count: int) -> list[int]:
 
 
 def without_address_space(group: Any) -> tuple[str, int]:
-    """Rank 1 has no room for the stacks of all its lanes; without the limit the same group works."""
+    """Rank 1 lacks address space for the stacks of its lanes; without the limit the same group works."""
     open_buffer(group).close()
     threads = len(os.listdir("/proc/self/task"))
     try:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of buffers that cannot be made; each returns what its rank saw, and how long it took."""
+"""Rank functions for tests of buffers that cannot be made; each returns what its rank saw, and the time it took."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Seen = tuple[str, float]
 
 
 class Interrupting:
-    """What a user's Ctrl-C looks like that comes while this rank makes its configuration."""
+    """Raises as a user's Ctrl-C would while this rank makes its configuration."""
 
     def __iter__(self) -> Any:
         raise KeyboardInterrupt
@@ -40,7 +40,7 @@ def rank_of(group: Any) -> int:
 
 
 def seen_by(work: Callable[[], Any]) -> Seen:
-    """The class and message of what `work` raised, and after how many seconds."""
+    """Return the class and message of what `work` raised, and the seconds it took."""
     start, text = time.monotonic(), "no error"
     try:
         work()
@@ -74,7 +74,7 @@ def same_argument(group: Any, name: str, value: Any) -> Seen:
 
 
 def wrong_isa(group: Any) -> Seen:
-    """What only the engine looks at, when the segments are there."""
+    """Only the engine checks this value, when the segments exist."""
     if rank_of(group) == FAULTY_RANK:
         os.environ["MOE_RT_ISA"] = "pdp11"
     seen = seen_by(lambda: open_buffer(group).close())
@@ -84,7 +84,7 @@ def wrong_isa(group: Any) -> Seen:
 
 
 def come_late_to_map(patch: pytest.MonkeyPatch) -> None:
-    """By then the segment of a rank that failed is gone."""
+    """Map late, when the segment of a failed rank no longer exists."""
     real = shm._attach_all
 
     def late(*args: Any) -> None:
@@ -95,7 +95,7 @@ def come_late_to_map(patch: pytest.MonkeyPatch) -> None:
 
 
 def killed_while_mapping(group: Any) -> Seen:
-    """One peer finds the faulty rank's segment gone, and the other has mapped it."""
+    """One peer finds the faulty rank's segment gone; the other has mapped it."""
 
     def die(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -109,7 +109,7 @@ def killed_while_mapping(group: Any) -> Seen:
 
 
 def no_room_for_peers(group: Any) -> Seen:
-    """The faulty rank's own segment fits into its address space, the next one does not."""
+    """The faulty rank's segment fits into its address space; the next one does not."""
     real, calls = shm.mmap.mmap, []
 
     def scarce(*args: Any) -> Any:
@@ -129,7 +129,7 @@ def no_room_for_peers(group: Any) -> Seen:
 
 
 def too_large(group: Any) -> Seen:
-    """Segments of 64 TiB: three do not fit into 47 bits of addresses, however much memory is promised."""
+    """Segments of 64 TiB: three do not fit into 47 bits of addresses, however much memory is overcommitted."""
     spec = make_spec(group.size, num_max_tokens_per_rank=2**22, hidden=2**20, num_topk=1)
     seen = seen_by(lambda: open_buffer(group, spec).close())
     use(group)
@@ -137,7 +137,7 @@ def too_large(group: Any) -> Seen:
 
 
 def interrupted_in_a_wait(group: Any) -> Seen:
-    """Ctrl-C on a rank that waits for peers, which come when it has gone."""
+    """Interrupt (Ctrl-C) a rank that waits for its peers, which arrive after it has left."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if rank_of(group) == FAULTY_RANK:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -149,7 +149,7 @@ def interrupted_in_a_wait(group: Any) -> Seen:
 
 
 def stays_away(group: Any, times: int) -> list[Seen]:
-    """The faulty rank misses so many buffers, and all make a good one afterwards."""
+    """The faulty rank misses `times` buffers, and all ranks make a good one afterwards."""
     store, key, seen = rendezvous_of(group)._store, f"test/stays_away/{times}", []
     if rank_of(group) != FAULTY_RANK:
         for _ in range(times):
@@ -162,7 +162,7 @@ def stays_away(group: Any, times: int) -> list[Seen]:
 
 
 def stays_away_from_a_layer(group: Any) -> list[Seen]:
-    """The same with layers, whose making is several meetings."""
+    """The faulty rank misses a layer, whose creation rendezvouses several times."""
     config = MoEConfig(
         hidden=8, intermediate=8, num_experts=3, num_topk=1, num_max_tokens_per_rank=4, init_timeout_s=0.5
     )
@@ -174,7 +174,7 @@ def stays_away_from_a_layer(group: Any) -> list[Seen]:
 
 
 def overlapping_groups(group: Any) -> list[Seen]:
-    """The faulty rank is in both, and stays away from the first buffer over one of them."""
+    """The faulty rank belongs to both groups, and misses the first buffer over one of them."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     mine = [g for g in groups if isinstance(g, dist.ProcessGroup)]
     seen = []
@@ -187,13 +187,13 @@ def overlapping_groups(group: Any) -> list[Seen]:
 
 
 def killed_while_making(group: Any) -> Seen:
-    """The first buffer of this group; the faulty rank gets as far as its configuration."""
+    """Make the first buffer of this group; the faulty rank is killed after its configuration."""
     os.environ["MOE_RT_FAULT"] = f"rank={FAULTY_RANK},at=pre_rendezvous,do=kill"
     return seen_by(lambda: open_buffer(group).close())
 
 
 def killed_before_the_second(group: Any) -> Seen:
-    """The faulty rank has made one buffer, and ends long before the others want another."""
+    """The faulty rank has made one buffer, and exits long before the others make another."""
     use(group)
     if rank_of(group) == FAULTY_RANK:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -202,7 +202,7 @@ def killed_before_the_second(group: Any) -> Seen:
 
 
 def store_ends(group: Any) -> Seen:
-    """Rank 0 serves the store, and ends while the others wait for it."""
+    """Rank 0 serves the store, and exits while the others wait for it."""
     first = dist.distributed_c10d._get_process_group_store(group)
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -219,7 +219,7 @@ def store_ends(group: Any) -> Seen:
 
 
 def crossed_threads(group: Any) -> list[Seen]:
-    """Two threads make a buffer each, on a group each; which of them comes first differs between the ranks."""
+    """Two threads make a buffer each, on separate groups; the order differs between the ranks."""
     groups = [dist.new_group(), dist.new_group()]
     seen: list[Seen] = [("did not finish", 0.0)] * 2
 
@@ -236,7 +236,7 @@ def crossed_threads(group: Any) -> list[Seen]:
 
 
 def one_left_out(group: Any, by_mesh: bool) -> str:
-    """`new_group` gives the rank that it leaves out no group, and a mesh has no place for it."""
+    """Return the error of the rank that `new_group` or a mesh leaves out."""
     some: Any = DeviceMesh("cpu", [0]) if by_mesh else dist.new_group([0])
     try:
         Buffer(some, **buffer_kwargs(make_spec(1))).close()

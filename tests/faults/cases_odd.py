@@ -1,4 +1,4 @@
-"""What ranks do in the tests of odd but legal input; each proves its own outputs."""
+"""Rank functions for unusual but legal input; each checks its outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 def pass_through(buffer: Buffer, x: Tensor, idx: Tensor, weights: Tensor) -> list[Tensor]:
-    """out, grad_x and grad_topk_weights of a dispatch and combine whose experts are the identity."""
+    """Return out, grad_x and grad_topk_weights of a dispatch and combine whose experts are the identity."""
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     out = buffer.combine(*buffer.dispatch(x, idx, weights))
     out.sum().backward()
@@ -29,7 +29,7 @@ def pass_through(buffer: Buffer, x: Tensor, idx: Tensor, weights: Tensor) -> lis
 
 
 def one_value_not_finite(group: Any, where: str, value: float) -> None:
-    """In one token of rank 0: that token alone differs, and the gradients of no other."""
+    """Put a non-finite value into one token of rank 0: only that token's output and gradients change."""
     with open_buffer(group) as buffer:
         inputs = make_inputs(buffer.spec, [12, 7, 12], seed=3, kind="random")
         x, idx, weights = (each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
@@ -49,14 +49,15 @@ def one_value_not_finite(group: Any, where: str, value: float) -> None:
 
 
 def every_subset_without_tokens(group: Any) -> None:
-    """Forward and backward on one buffer, so that no op of the chain may be missing on any rank."""
+    """Run forward and backward on one buffer for every subset of ranks without tokens; no op may be skipped on any
+    rank."""
     with open_buffer(group) as buffer:
         for seed, tokens in enumerate(itertools.product([0, 5], repeat=buffer.num_ranks)):
             one_round(buffer, make_inputs(buffer.spec, list(tokens), seed, "random"), seed)
 
 
 def around_capacity(group: Any) -> list[str]:
-    """Rank 0 has room for six rows: five, six and seven come, then all fits again."""
+    """Rank 0 has capacity for six rows: five, six and seven arrive, then all fit again."""
     seen = []
     spec = make_spec(group.size if isinstance(group.size, int) else group.size(), capacity_factor=0.5, num_topk=1)
     with open_buffer(group, spec) as buffer:
@@ -76,7 +77,7 @@ def around_capacity(group: Any) -> list[str]:
 
 
 def experts_up_and_down(group: Any) -> None:
-    """Buffers of one process for few, many and few experts, the one before still alive."""
+    """Make buffers of one process for few, many and few experts, each while the previous one is alive."""
     size = group.size if isinstance(group.size, int) else group.size()
     previous: Buffer | None = None
     for seed, num_experts in enumerate((3, 24, 7, 3)):
@@ -92,7 +93,7 @@ def experts_up_and_down(group: Any) -> None:
 
 
 def overlapping_groups(group: Any) -> None:
-    """Groups {0, 1} and {1, 2} in step: what rank 1 does for the one must not wake or feed the other."""
+    """Groups {0, 1} and {1, 2} run in step: rank 1's ops for one group must not wake or feed the other."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     mine = [i for i in range(2) if group.rank() in (i, i + 1)]
     spec = make_spec(2)
@@ -111,7 +112,7 @@ def overlapping_groups(group: Any) -> None:
 
 
 def replayed(group: Any, steps: int) -> None:
-    """The same buffer with other counts every time, in recycled outputs that are full of NaN when handed out."""
+    """Replay one buffer with changing counts, in recycled outputs that are full of NaN at first."""
     with open_buffer(group) as buffer:
         for step in range(steps):
             tokens = [(12, 1, 0)[(step + r) % 3] for r in range(buffer.num_ranks)]

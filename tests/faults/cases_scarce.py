@@ -1,4 +1,4 @@
-"""What ranks do in the tests of scarce memory and foreign users; each returns what its rank saw."""
+"""Rank functions for tests of scarce memory and other users; each returns what its rank saw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGE = {"num_max_tokens_per_rank": 2**12, "hidden": 2**12}  # segments of about
 
 
 def open_within_limit(group: Any, limit: str, num_bytes: int) -> str:
-    """Rank 1 alone may have no more; afterwards, without the limit, the same group makes a small buffer."""
+    """Limit only rank 1; afterwards, without the limit, the same group makes a small buffer."""
     which = getattr(resource, limit)
     soft, hard = resource.getrlimit(which)
     if group.rank() == 1:
@@ -39,7 +39,7 @@ def _become_nobody() -> None:
 
 
 def open_as_another_user(group: Any) -> str:
-    """Rank 1 gives up its rights for good before it makes a buffer with rank 0."""
+    """Rank 1 permanently drops its privileges before it makes a buffer with rank 0."""
     if group.rank() == 1:
         _become_nobody()
     return _open(group)
@@ -54,11 +54,11 @@ def _open(group: Any) -> str:
 
 
 def open_while_not_dumpable(group: Any) -> str:
-    """Ranks of one user without rights, of which the last forbids others to look into it; then it allows that."""
+    """Ranks of one unprivileged user, of which the last is not dumpable, and then dumpable again."""
     pr_set_dumpable, prctl = 4, ctypes.CDLL(None).prctl
     if os.geteuid() == 0:
         _become_nobody()
-    prctl(pr_set_dumpable, int(group.rank() == 0))  # a process that gave up rights is not, either
+    prctl(pr_set_dumpable, int(group.rank() == 0))  # a process that dropped privileges is not dumpable either
     text = _open(group)
     prctl(pr_set_dumpable, 1)
     with open_buffer(group) as buffer:

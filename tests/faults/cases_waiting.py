@@ -1,4 +1,4 @@
-"""What ranks do in the tests of long waits: signals, freezing, lanes at rest; each returns what its rank saw."""
+"""Rank functions for tests of long waits: signals, freezing, sleeping lanes; each returns what its rank saw."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PATIENCE_S = 600.0
 
 
 class Alarm(Exception):
-    """What a user's own signal handler raises."""
+    """Raised by a user's signal handler."""
 
 
 def wait_for(path: str) -> None:
-    """Returns once the file is there: how ranks and the test tell each other how far they are."""
+    """Return once the file exists: ranks and the test synchronise through files."""
     deadline = time.monotonic() + PATIENCE_S
     while not os.path.exists(path) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def interrupted_at(group: Any, at: str, num_threads: int, directory: str) -> str:
-    """Rank 0 is interrupted while it waits for rank 1, which comes only once rank 0 has got out of its wait."""
+    """Rank 0 is interrupted while it waits for rank 1, which arrives only after rank 0 has left its wait."""
     buffer = open_buffer(group, num_threads=num_threads)
     x, idx = torch.randn(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
     weights = torch.ones(4, buffer.spec.num_topk, requires_grad=True)
@@ -65,7 +65,7 @@ def interrupted_at(group: Any, at: str, num_threads: int, directory: str) -> str
 
 
 def handled(group: Any, raises: bool, directory: str) -> str:
-    """The handler is the user's own. Rank 1 comes once it has run; if it returns, the wait goes on."""
+    """A user's handler runs during the wait. Rank 1 arrives once it has run; if it returns, the wait continues."""
     with open_buffer(group) as buffer:
         good_round(buffer)
 
@@ -89,7 +89,8 @@ def handled(group: Any, raises: bool, directory: str) -> str:
 
 
 def frozen_together(group: Any, timeout_s: float, directory: str) -> str:
-    """The other ranks wait for the last one when the test stops all; that one comes when all have been woken."""
+    """The other ranks wait for the last one when the test stops all; the last one arrives when all have been
+    resumed."""
     with open_buffer(group, timeout_s=timeout_s) as buffer:
         good_round(buffer)
         Path(f"{directory}/{buffer.rank}").touch()
@@ -103,7 +104,7 @@ def frozen_together(group: Any, timeout_s: float, directory: str) -> str:
 
 
 def wait_with_lanes(group: Any, seconds: float) -> tuple[float, float]:
-    """CPU and wall time of a round in which rank 1 comes late."""
+    """Return CPU and wall time of a round in which rank 1 is late."""
     with open_buffer(group, num_threads=4) as buffer:
         good_round(buffer)
         cpu, wall = time.process_time(), time.monotonic()
@@ -114,7 +115,7 @@ def wait_with_lanes(group: Any, seconds: float) -> tuple[float, float]:
 
 
 def flushed(group: Any, num_threads: int) -> list[bytes]:
-    """Outputs of a round whose values are denormal, with denormals flushed from after the buffer was made on."""
+    """Return outputs of a round with denormal values, with denormals flushed once the buffer is made."""
     spec = make_spec(2, dtype=torch.float32)
     with Buffer(group, num_threads=num_threads, **buffer_kwargs(spec)) as buffer:
         tokens = spec.num_max_tokens_per_rank
@@ -133,7 +134,7 @@ def flushed(group: Any, num_threads: int) -> list[bytes]:
 
 
 def waits_for_ever(group: Any, timeout_s: float) -> str:
-    """Rank 1 comes late, but not too late."""
+    """Rank 1 is late, but within the timeout."""
     with open_buffer(group, timeout_s=timeout_s, init_timeout_s=math.inf) as buffer:
         good_round(buffer)
         if buffer.rank == 1:

@@ -1,4 +1,4 @@
-"""A program with one rank. Both get SIGHUP, as from a terminal that is closed; then the rank says that it goes on."""
+"""A program with one rank. Both get SIGHUP, as when a terminal closes; a rank that survives prints a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input is refused on every rank, in the same op, with what was got and expected; the group then goes on."""
+"""Bad input is refused on every rank, in the same op, with the value got and expected; the group then continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 BAD_DISPATCH: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    # name: changes, class, what the faulty rank says, what its peers say
+    # name: changes, class, message of the faulty rank, message of its peers
     "hidden": ({"x": t(4, 21)}, "InvalidInput", "x: got torch.float32 [4, 21]", "got 21, expected 20"),
     "dtype": ({"x": t(4, 20, dtype=torch.float64)}, "InvalidInput", "expected torch.float32 [4, 20]", "rank 1 refused"),
     "x one-dimensional": ({"x": t(20)}, "InvalidInput", "x: got torch.float32 [20]", "rank 1 refused"),
@@ -168,7 +168,7 @@ def test_second_thread_is_refused(make_ranks: MakeRanks) -> None:
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_close_during_an_op_is_told(make_ranks: MakeRanks, heap: str) -> None:
-    """The op that waits ends by itself; its memory is still there when it does."""
+    """An op that waits while its buffer closes raises GroupClosed, and its memory exists until it ends."""
     assert make_ranks(heap, 2).run(cases.close_during_op) == ["GroupClosed"] * 2
 
 

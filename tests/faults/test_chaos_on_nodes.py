@@ -1,4 +1,5 @@
-"""The fault matrix over emulated nodes, by either route, and a few rounds of chaos there; and what judges them."""
+"""The fault matrix over emulated nodes, by either route, a few rounds of chaos there, and the checks of their
+outcomes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def rights() -> None:
 
 
 def last_line(*command: str) -> dict[str, Any]:
-    """The document that a command of ours prints last."""
+    """Return the document that a command prints last."""
     done = run_python(*command)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -42,7 +43,7 @@ def last_line(*command: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("route", ["two_level", pytest.param("flat", marks=pytest.mark.sweep)])
 def test_the_committed_table_is_what_happens(route: str) -> None:
-    """And every rank raises what it must."""
+    """The committed table agrees with the matrix, and every rank raises what it must."""
     matrix = last_line("-m", "moe_rt.chaos.node_matrix", "--route", route)
     assert [outcome for outcome in matrix["outcomes"] if outcome["complaints"]] == []
     table = committed((ROOT / "docs/reliability.md").read_text())
@@ -53,7 +54,7 @@ def test_the_committed_table_is_what_happens(route: str) -> None:
 
 
 def test_chaos() -> None:
-    """Every round another fault, of which two leave the group as it was."""
+    """Every round injects another fault, of which two leave the group intact."""
     words = [word for action in ("node", "flap", "order", "input", "pause") for word in ("--action", action)]
     document = last_line("-m", "moe_rt", "chaos", "--nodes", "1,2", "--rounds", "5", "--seed", "5", *words)
     assert document["complaints"] == []
@@ -110,9 +111,9 @@ def test_what_is_complained_of(of_rank_0: dict[str, Any], complaint: str) -> Non
     assert complaints == [] if not complaint else complaints[0].startswith(complaint), complaints
 
 
-@pytest.mark.parametrize(("named", "complaint"), [(2, ""), (1, "nobody names rank 2"), (0, "rank 0 blames none of")])
+@pytest.mark.parametrize(("named", "complaint"), [(2, ""), (1, "no rank names rank 2"), (0, "rank 0 blames none of")])
 def test_who_is_blamed_for_a_stop(named: int, complaint: str) -> None:
-    """Rank 2, or who waits for it; never the rank itself, and not by all somebody else."""
+    """A stop must be blamed on rank 2, or by some rank on a rank that waits for it; no rank blames itself."""
     told = {rank: report("PeerTimeout", f"combine #1: rank {named} is late") for rank in (0, 1)}
     if named == 0:
         told[1] = report("PeerTimeout", "combine #1: rank 2 is late")

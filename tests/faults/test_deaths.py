@@ -1,4 +1,5 @@
-"""A process has ended when it runs no more, even while it gives back its memory; not when its first thread ends."""
+"""A process has ended when it stops executing, even if it still frees its memory, and not when only its first thread
+ends."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from forked_python import run_python
 from moe_rt.diagnostics.collect import _process_state
 from moe_rt.heap.processes import Watch, watch
 
-GIB = float(os.environ.get("MOE_RT_TEST_GIB", "1"))  # of a process that is killed
+GIB = float(os.environ.get("MOE_RT_TEST_GIB", "1"))  # memory of a killed process
 KILLS = 5
 PATIENCE_S = 600.0
 
@@ -33,7 +34,7 @@ NAMED = "import ctypes; ctypes.CDLL(None).prctl(15, b') Z 4 (x', 0, 0, 0)\n"  # 
 
 @contextmanager
 def process(code: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python process that has run the code, and then sleeps until it is killed."""
+    """Yield a Python process that has run the code, and then sleeps until it is killed."""
     child = subprocess.Popen(
         [sys.executable, "-c", f"import time\n{code}\nprint(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
     )
@@ -69,7 +70,8 @@ def noticed_before_its_pidfd(code: str) -> bool:
 
 
 def test_death_is_noticed_before_the_memory_is_given_back() -> None:
-    """In one of a few kills; in each it would take this test not being run until the memory is gone."""
+    """A death is noticed before memory is freed in one of a few kills, unless this test is descheduled that long in
+    each."""
     assert any(noticed_before_its_pidfd(LARGE) for _ in range(KILLS))
     assert any(noticed_before_its_pidfd(LARGE + THREADS) for _ in range(KILLS))
 
@@ -77,7 +79,7 @@ def test_death_is_noticed_before_the_memory_is_given_back() -> None:
 def test_process_lives_on_without_its_first_thread() -> None:
     with process(FIRST_THREAD_ENDS) as child:
         watched, deadline = watch(child.pid), time.monotonic() + PATIENCE_S
-        while _process_state(child.pid) != "dead":  # as the system says of a process whose first thread is
+        while _process_state(child.pid) != "dead":  # the state of a process whose first thread is dead
             assert time.monotonic() < deadline
         assert not watched.has_ended()
         child.kill()
@@ -92,7 +94,7 @@ def test_name_of_a_process_is_not_believed() -> None:
 
 
 def test_watch_is_shared_while_its_process_lives() -> None:
-    """The id of one that has ended may be given to another process."""
+    """A watch is shared while its process lives; afterwards another process may get the id."""
     with process("") as child:
         first = watch(child.pid)
         assert watch(child.pid) is first

@@ -1,4 +1,4 @@
-"""Whoever starts ranks or steps as processes leaves none behind: at SIGTERM, SIGHUP or Ctrl-C, and when killed."""
+"""A program that starts ranks or steps as processes leaves none running after SIGTERM, SIGHUP, Ctrl-C or SIGKILL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S = 600.0
 KILL = signal.SIGKILL
 SLEEP = "from moe_rt.testing.programs import end_with_starter; end_with_starter(); import time; time.sleep(600)"
 STEP = [sys.executable, "-c", SLEEP]
-# What starts processes; an argument of theirs; and how many there are when all have been started.
+# name -> a program that starts processes, an argument of theirs, and their final count.
 STARTERS = {
     "chaos": (["-m", "moe_rt", "chaos", "--action", "stop", "--timeout", "60", "--rounds", "9"], "chaos", 4),
     "step": (["-c", f"from moe_rt.gpucheck.child import run_command; run_command({STEP}, 600, {{}})"], SLEEP, 1),
@@ -46,7 +46,7 @@ def is_alive(pid: int) -> bool:
 
 
 def programs_of(pid: int, argument: str) -> list[int]:
-    """Its children with this argument: a library may start other programs for a moment."""
+    """Return the program's children with this argument; a library may briefly start other programs."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children if argument in arguments_of(child)]
 
@@ -74,10 +74,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
     ],
 )
 def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -> None:
-    """At SIGKILL the kernel ends them, or they themselves if they had not come so far as to ask it for that."""
+    """At SIGKILL the kernel ends the children, or they exit themselves if they had not yet asked the kernel to."""
     arguments, argument, count = STARTERS[starter]
     process = subprocess.Popen(
-        ["env", "--default-signal=HUP", sys.executable, *arguments],  # it may be ignored here
+        ["env", "--default-signal=HUP", sys.executable, *arguments],  # the caller may ignore SIGHUP
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -87,7 +87,7 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
         children = programs_of(process.pid, argument)
         process.send_signal(number)
         status = process.wait(PATIENCE_S)
-        assert status in (128 + number, -number, 1)  # click ends with 1 at Ctrl-C
+        assert status in (128 + number, -number, 1)  # click exits with 1 at Ctrl-C
         wait_until(lambda: not any(map(is_alive, children)))
     finally:
         process.kill()
@@ -99,7 +99,7 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
     ("does", "status"), [("exit(3)", 3), ("os.kill(os.getpid(), 9)", -9), ("time.sleep(600)", None)]
 )
 def test_an_interrupted_wait_can_be_followed_by_another(does: str, status: int | None) -> None:
-    """A signal that raises in Popen.wait may leave the lock taken that it waits with."""
+    """A later wait succeeds although a signal that raises in Popen.wait may leave its lock taken."""
     program = Program([sys.executable, "-c", f"import os, time; {does}"], {})
     with running([program]) as (process,), process._waitpid_lock:  # type: ignore[attr-defined]
         assert wait(process, 0.05 if status is None else PATIENCE_S) == status
@@ -148,7 +148,7 @@ def test_hanging_up_reaches_a_rank_although_later_ones_hold_copies() -> None:
 
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal(ignored: bool) -> None:
-    """Ranks end with it, unless the program was started with nohup: then they go on, as the program does."""
+    """Ranks end with the terminal, unless the program was started with nohup: then they and the program continue."""
     how = "--ignore-signal=HUP" if ignored else "--default-signal=HUP"
     words = ["env", how, sys.executable, Path(__file__).with_name("hung_up.py")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)

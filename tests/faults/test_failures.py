@@ -1,4 +1,4 @@
-"""Dead, silent and leaving peers: survivors raise in time, and nothing is left behind."""
+"""Dead, silent and leaving peers: survivors raise in time, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import ProcessRanks, Ranks
 from moe_rt.testing.held import held, left_of
 
 MakeRanks = Callable[[str, int], Ranks]
-FAULTY_RANK, SIZE = 1, 3  # some deadlocks show from three ranks on only
+FAULTY_RANK, SIZE = 1, 3  # some deadlocks need three ranks
 SILENCE_S = 4.0
 
 
@@ -64,7 +64,7 @@ def test_raising_rank_ends_the_group(make_ranks: MakeRanks, heap: str) -> None:
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_nothing_leaks(make_ranks: MakeRanks, heap: str) -> None:
-    """Ranks that are threads share their counts, so that these are compared where no rank runs."""
+    """Nothing leaks; thread ranks share their counts, which are therefore compared while no rank runs."""
     ranks = make_ranks(heap, SIZE)
     ranks.run(cases.open_close_many, 1)
     here = held()
@@ -86,10 +86,10 @@ def test_killed_group_leaves_no_segment() -> None:
 
 
 def mapped_by_anyone() -> set[int]:
-    """The inodes of all segments that some process of this machine has mapped, as far as this user may see."""
+    """Return the inodes of all segments that some process of this machine has mapped, as far as this user may see."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        with contextlib.suppress(OSError):  # exited meanwhile, or another user's
             lines = maps.read_text().splitlines()
             found |= {int(line.split()[4]) for line in lines if "/memfd:moe_rt" in line}
     return found
@@ -97,7 +97,7 @@ def mapped_by_anyone() -> set[int]:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_forked_child_is_refused(make_ranks: MakeRanks, num_threads: int) -> None:
-    """Lanes besides the first are threads, which a child does not have."""
+    """A forked child is refused, also with several lanes, which are threads that a child does not have."""
     for text in make_ranks("shm", 2).run(cases.use_in_child, num_threads):
         assert text.startswith("GroupClosed:")
         assert "after fork" in text
@@ -105,7 +105,7 @@ def test_forked_child_is_refused(make_ranks: MakeRanks, num_threads: int) -> Non
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_forked_child_lets_go(make_ranks: MakeRanks, num_threads: int) -> None:
-    """Its copy of the engine waits for no thread of the parent's, and says no goodbye for it."""
+    """A forked child's copy of the engine waits for no thread of the parent, and does not announce a close."""
     assert make_ranks("shm", 2).run(cases.let_go_in_child, num_threads) == [0, 0]
 
 

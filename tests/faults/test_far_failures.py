@@ -1,4 +1,4 @@
-"""Hosts, links and ranks of other hosts that fail, on emulated nodes: every rank is told, and none hangs."""
+"""When hosts, links or remote ranks fail, on emulated nodes, every rank raises, and none hangs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from nodes.node_ranks import NodeRanks
 
 NODES = (1, 2)
-DEADLINE_S = 600.0  # of hangs alone
+DEADLINE_S = 600.0  # for hangs only
 TIMEOUT_S = 3.0
-NO_TIMEOUT_S = 90.0  # an end that comes before was noticed
+NO_TIMEOUT_S = 90.0  # an earlier end means that the failure was detected
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def once_all_have_begun(begun: Path, size: int, act: Callable[[], None]) -> thre
 @pytest.mark.parametrize("at", ["dispatch", "combine", pytest.param("backward", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank(ranks: NodeRanks, rank: int, at: str) -> None:
-    """Alone on its node, or with another, who sees its process end."""
+    """A killed rank is reported if its node has no other rank, and if a peer on its node sees its process exit."""
     outcomes = ranks.outcomes(cases_failures.die_at, rank, at)
     ranks.restart()
     assert isinstance(outcomes.pop(rank), ChildProcessError)
@@ -52,7 +52,7 @@ def test_a_killed_rank(ranks: NodeRanks, rank: int, at: str) -> None:
 
 
 def test_a_link_that_goes_down(ranks: NodeRanks, tmp_path: Path) -> None:
-    """Both sides notice, though no process has ended; a link that comes back serves new buffers."""
+    """Both sides notice, although no process has exited; a link that is up again serves new buffers."""
     cut = once_all_have_begun(tmp_path / "begun", ranks.size, lambda: ranks.cluster.cut(1))
     try:
         outcomes = ranks.run(cases.rounds_until_failure, str(tmp_path / "begun"), NO_TIMEOUT_S)
@@ -61,12 +61,12 @@ def test_a_link_that_goes_down(ranks: NodeRanks, tmp_path: Path) -> None:
         ranks.cluster.mend(1)
     assert all(text.startswith("PeerDead:") for text, _ in outcomes), outcomes
     assert any("or the link to it is down" in text for text, _ in outcomes), outcomes
-    ranks.restart()  # connections of gloo have ended, too
+    ranks.restart()  # gloo's connections have also ended
     assert len(ranks.run(cases.refused, 1)) == ranks.size
 
 
 def test_a_stopped_rank(ranks: NodeRanks, tmp_path: Path) -> None:
-    """It goes on when the others have gone, and is told."""
+    """A stopped rank that resumes after its peers have left raises."""
     first, *texts = ranks.run(cases.stop_for_a_while, 0, TIMEOUT_S, str(tmp_path / "told"))
     ranks.restart()
     assert any(text.startswith("PeerTimeout:") for text in texts), texts
@@ -84,7 +84,7 @@ def test_a_rank_that_closes_or_raises(ranks: NodeRanks) -> None:
 
 
 def test_rows_that_come_after_all_have_given_up(ranks: NodeRanks) -> None:
-    """What a rank has asked for may come when it has unmapped its segment, where rows are staged."""
+    """Rows may arrive after the rank that requested them has unmapped its segment, where rows are staged."""
     texts = ranks.run(cases.rows_come_late, 0, 0.4, 0.8)
     assert texts[1].startswith(("PeerTimeout:", "GroupPoisoned:")), texts
     assert all(text.startswith(("PeerTimeout:", "GroupPoisoned:", "PeerDead:", "GroupClosed:")) for text in texts), (
@@ -103,7 +103,8 @@ def test_nothing_is_left_of_closed_buffers(ranks: NodeRanks) -> None:
 
 
 def test_a_node_that_dies(tmp_path: Path) -> None:
-    """All its ranks at once, and its network: the other node goes on and is told, and nothing is left."""
+    """When all ranks of a node and its network die together, the other node's ranks raise PeerDead, and nothing
+    remains."""
     with closing(NodeRanks((2, 1))) as made:
         init = made.cluster.init_process(1)
         kill = once_all_have_begun(tmp_path / "begun", made.size, lambda: os.kill(init, signal.SIGKILL))

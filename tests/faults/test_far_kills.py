@@ -1,6 +1,6 @@
-"""Ranks that die, or stop, while rows are under way between emulated nodes: no survivor goes with them, and none hangs.
+"""Ranks die, or stop, while rows are in flight between emulated nodes: no survivor dies with them, and none hangs.
 
-UCX ended survivors here as long as its own one-sided gets and puts were used (docs/howto/cluster.md).
+UCX killed survivors here as long as its one-sided gets and puts were used (docs/howto/cluster.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_rt.config.options import Route
 SOME, MANY = range(4), range(4, 30)
 PAUSE_S, TIMEOUT_S = 0.2, 5.0
 FAILURES = ("PeerDead:", "GroupPoisoned:")
-# Who reported it may have lost the stopped rank, to which the others have said no more than that they closed.
+# A rank that reported the stop may have lost its link to the stopped rank; the other peers only announced their close.
 FAILURES_OF_A_STOP = (*FAILURES, "PeerTimeout:", "GroupClosed:")
 
 
@@ -42,7 +42,7 @@ def test_a_kill_among_gets_and_puts(ranks: NodeRanks, route: Route, seed: int) -
 @pytest.mark.parametrize("seed", [*SOME[:2], *(pytest.param(seed, marks=pytest.mark.sweep) for seed in MANY)])
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_stop_among_gets_and_puts(ranks: NodeRanks, route: Route, seed: int, tmp_path: Path) -> None:
-    """Whoever goes on after its peers gave it up is told so."""
+    """A rank that resumes after its peers timed out raises."""
     outcomes = ranks.outcomes(
         cases.large_rounds_with_a_stop, route, seed % ranks.size, seed, TIMEOUT_S, str(tmp_path / "told")
     )

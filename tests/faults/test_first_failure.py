@@ -1,4 +1,4 @@
-"""Whichever rank people look at, they are told which one failed first, and why."""
+"""Every rank's error names the rank that failed first, and the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAID = {
     "KeyboardInterrupt": "KeyboardInterrupt;",
     "nothing said": "OSError;",
     "no text": "Unspeakable;",
-    "too long": f"ValueError: {'ü' * 246};",  # 504 bytes in all
+    "too long": f"ValueError: {'ü' * 246};",  # 504 bytes in total
     "control characters": "ValueError: a [2Jb c d;",
     "surrogate": "ValueError: file ?;",
 }
@@ -131,7 +131,7 @@ main()
 
 
 def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
-    """In its summary, whichever rank that names, and in the output of the survivor."""
+    """torchrun shows the first failure in its summary, for any rank that it names, and in the survivor's output."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -168,7 +168,7 @@ def segment_of(buffer: Buffer, rank: int) -> tuple[int, Any]:
 
 
 def test_who_passes_a_failure_on_is_not_taken_for_the_first() -> None:
-    """Rank 1's word has come to rank 0 and not yet to rank 2, when rank 0 leaves because of it."""
+    """Rank 0 aborts because of rank 1's poison word, before rank 2 has received it: rank 2 still blames rank 1."""
     made = buffers(SIZE)
     address, header = segment_of(made[0], 0)
     ctypes.c_uint64.from_address(address + header.poison).value = (FAULTY_RANK + 1) << 16 | Code.POISONED

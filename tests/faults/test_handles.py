@@ -1,4 +1,4 @@
-"""A handle comes back through a user's hands: what is no plan of this buffer is refused on every rank, not followed."""
+"""Users can change handles: a plan that is not this buffer's is refused on every rank, and not followed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ENTRIES = ("token", "source and slot", "first", "copies", "row", "k", "sent")
 
 
 def assert_refused(texts: list[str], heap: str) -> None:
-    """On a GPU a refusal ends the group, and whoever waits longest, the faulty rank too, may hear of that end first."""
+    """Check that every rank raised. GPU refusals end the group, so any rank, also the faulty one, may see GroupPoisoned
+    first."""
     ended = ("InvalidInput: ", "GroupPoisoned: ") if heap == "loopback" else ("InvalidInput: ",)
     for rank, text in enumerate(texts):
         assert text.startswith(ended), texts
@@ -44,7 +45,7 @@ def test_a_handle_of_a_buffer_of_other_sizes(make_ranks: MakeRanks, heap: str) -
     [(heap, name) for heap in CPU_HEAPS for name in (*HEAD, *ENTRIES)] + [("loopback", name) for name in HEAD],
 )
 def test_an_overwritten_number(make_ranks: MakeRanks, heap: str, name: str, value: int) -> None:
-    """Of the head on every heap; of the entries where the host reads them."""
+    """Overwritten numbers of the head are refused on every heap, those of entries where the host reads them."""
     ranks = make_ranks(heap, SIZE).run(cases.overwritten, FAULTY_RANK, name, value, heap != "loopback")
     for texts in zip(*ranks, strict=True):
         assert_refused(list(texts), heap)
@@ -55,7 +56,7 @@ BOUNDS = ("token", "source", "slot", "copies", "first", "row", "k", "sent slot",
 
 @pytest.mark.parametrize("name", [*BOUNDS, *HEAD[1:]])
 def test_a_number_at_its_bound(make_ranks: MakeRanks, name: str) -> None:
-    """The least that leads outside is refused: bounds are exact."""
+    """The least number out of bounds is refused: bounds are exact."""
     assert_refused(make_ranks("threads", SIZE).run(cases.at_the_bound, FAULTY_RANK, name), "threads")
 
 

@@ -1,4 +1,4 @@
-"""Lists that cannot be true, though each number in them may be: the dispatch that reads them names the peer."""
+"""Inconsistent lists, even with valid numbers: the dispatch that reads them names the peer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PULL_WORDS = 4  # token, slot, first, copies
 
 
 class Lists:
-    """Views of what rank 1 lists for rank 0: `TOKENS` tokens of `TOPK` copies each, as words to rewrite."""
+    """Views of rank 1's lists for rank 0, `TOKENS` tokens of `TOPK` copies each, as words to rewrite."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         self._start = buffers[1]._engine._segments.addresses[1]
@@ -95,7 +95,7 @@ def mine(buffer: Buffer, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def announce_again(buffers: list[Buffer]) -> None:
-    """Rank 1's second dispatch, with the lists that are there."""
+    """Announce rank 1's second dispatch, with the present lists."""
     mailbox = buffers[0]._engine._segments.addresses[0] + MAILBOXES + MAILBOX_BYTES
     header = ctypes.string_at(mailbox + 8 + HEADER_BYTES, HEADER_BYTES)
     ctypes.memmove(mailbox + 8, struct.pack("<Q", 2) + header[8:], HEADER_BYTES)

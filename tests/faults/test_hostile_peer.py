@@ -1,4 +1,4 @@
-"""A peer that writes anything into its mailbox or the poison word: an error of the family, with a readable message."""
+"""Arbitrary bytes in a peer's mailbox or the poison word raise a MoeRtError with a readable message."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CONFIG = SPEC.hash()
 
 
 def header(**changes: int) -> bytes:
-    """What rank 1 would announce of its first dispatch, without tokens."""
+    """Return rank 1's header of its first dispatch, without tokens."""
     fields = {"seq": 1, "config": CONFIG, "call": DISPATCH_CALL, "status": 0, "tokens": 0, "got": 0, "expected": 0}
     fields |= {"max_tokens": SPEC.num_max_tokens_per_rank, "capacity": SPEC.capacity(1)}
     return struct.pack("<QQQiiqqii", *{**fields, **changes}.values())
 
 
 def what_rank_0_sees(announced: bytes, poison: int = 0, columns: int = SPEC.hidden) -> Any:
-    """Rank 0 dispatches; in place of rank 1's first dispatch there are only these bytes in rank 0's segment."""
+    """Rank 0 dispatches; its segment has these bytes in place of rank 1's first dispatch."""
     buffers: list[Any] = [None, None]
     group = ThreadGroup.make(2)
 
@@ -43,7 +43,7 @@ def what_rank_0_sees(announced: bytes, poison: int = 0, columns: int = SPEC.hidd
     for thread in threads:
         thread.join()
     segment = buffers[0]._engine._segments.addresses[0]
-    mailbox = segment + MAILBOXES + MAILBOX_BYTES  # of dispatch-type ops, written by rank 1
+    mailbox = segment + MAILBOXES + MAILBOX_BYTES  # dispatch-type ops, written by rank 1
     ctypes.memmove(mailbox + 8 + HEADER_BYTES, announced, HEADER_BYTES)
     ctypes.c_uint64.from_address(mailbox).value = 1
     ctypes.c_uint64.from_address(segment + POISON).value = poison
@@ -81,7 +81,7 @@ def test_header(changes: dict[str, int], message: str) -> None:
 
 
 def test_a_failure_counts_for_more_than_a_refusal() -> None:
-    """Also than this rank's own, which comes first: after a refusal it would go on with a group that has ended."""
+    """A failure replaces even this rank's earlier refusal: after a refusal it would continue with a dead group."""
     assert what_rank_0_sees(header(), columns=SPEC.hidden - 1).startswith("InvalidInput: x: got")
     seen = what_rank_0_sees(header(config=CONFIG ^ 1), columns=SPEC.hidden - 1)
     assert seen.startswith("ConfigMismatch: dispatch #1 on rank 0: rank 1 published"), seen
@@ -94,12 +94,12 @@ def test_poison_word(word: int) -> None:
 
 
 def test_any_bytes_give_an_error_of_the_family() -> None:
-    """Whatever else is raised is not caught above."""
+    """Any bytes raise a MoeRtError; other exceptions are not caught above."""
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.integers(0, 2**64 - 1), st.booleans())
     def check(announced: bytes, poison: int, own_config: bool) -> None:
-        if own_config:  # what comes after the configuration is looked at
+        if own_config:  # reach the checks after the configuration's
             announced = struct.pack("<QQ", 1, CONFIG) + announced[16:]
         assert what_rank_0_sees(announced, poison if poison % 2 else 0) != "no error"
 

@@ -1,4 +1,5 @@
-"""Who can write to the rendezvous store writes data, never code, and leads no rank to another file than a segment."""
+"""A writer of the rendezvous store can inject data but no code, and cannot lead a rank to a file that is not a
+segment."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ NUM_BYTES = 4096
 
 
 class Scripted:
-    """Rank 0 of two; `peer(own)` makes what the store holds for rank 1 in each round. Keeps what rank 0 sent."""
+    """Rank 0 of two; `peer(own)` returns rank 1's entry in the store in each round. Records what rank 0 sent."""
 
     rank, size = 0, 2
 
@@ -135,14 +136,15 @@ def test_another_descriptor_is_refused(fields: dict[str, Any]) -> None:
 
 
 def test_a_segment_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root could open it. Here this rank takes itself for somebody else, and so its own segment for a stranger's."""
+    """Another user's segment is refused, even if root could open it. Here this rank claims to be another user."""
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(SegmentPermission, match=f"segment of rank 0: got .*, {os.getuid()}, .*, expected "):
         shm.allocate(Scripted(honest, honest, honest), NUM_BYTES, 1.0)
 
 
 def test_a_file_that_could_shrink_is_refused(tmp_path: Path) -> None:
-    """The user's own file, of the right size and truly described: whoever can truncate it could end us with SIGBUS."""
+    """A user's file of the right size is refused, even if correctly described: truncating it would kill ranks with
+    SIGBUS."""
     path = tmp_path / "file"
     path.write_bytes(bytes(NUM_BYTES))
     with path.open("r+b") as file:
@@ -184,12 +186,12 @@ def test_payloads_are_json() -> None:
     assert [type(json.loads(payload)) for payload in rendezvous.sent] == [dict] * 4
 
 
-# Taken once: ranks that are threads break one module together, and each must mend it with what was there before both.
+# Saved once: ranks that are threads patch one module together, and each must restore the originals.
 PICKLE = {name: getattr(pickle, name) for name in ("dumps", "loads", "dump", "load", "Pickler", "Unpickler")}
 
 
 def without_pickle(group: Any) -> None:
-    """A buffer is made and used while every way to pickle is broken on this rank."""
+    """Make and use a buffer while every way to pickle is broken on this rank."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickled")

@@ -1,4 +1,5 @@
-"""MOE_RT_FAULT: ranks that are threads too, nonsense refused on every rank; the stall warning."""
+"""MOE_RT_FAULT: it also works on ranks that are threads, and malformed values are refused on every rank; the stall
+warning."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_a_slow_thread_changes_nothing(make_ranks: MakeRanks, monkeypatch: pytes
 
 
 def test_a_fault_strikes_once(make_ranks: MakeRanks) -> None:
-    """Three steps have six backward ops; any of them would do. A rank that stops again is ended: it might go on so."""
+    """The fault fires once, though three steps have six backward ops that match. A second stop ends the rank, as it may
+    repeat."""
     ranks, over, stops = make_ranks("shm", SIZE), threading.Event(), 0
     assert isinstance(ranks, ProcessRanks)
     stopped = ranks.pids[FAULTY_RANK]
@@ -55,7 +57,7 @@ def test_a_fault_strikes_once(make_ranks: MakeRanks) -> None:
         while not over.wait(0.01):
             if _process_state(stopped) == "stopped":
                 stops += 1
-                os.kill(stopped, signal.SIGCONT if stops == 1 else signal.SIGKILL)  # Linux wakes it at once
+                os.kill(stopped, signal.SIGCONT if stops == 1 else signal.SIGKILL)  # Linux resumes it immediately
 
     waker = threading.Thread(target=wake, daemon=True)
     waker.start()

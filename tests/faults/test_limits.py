@@ -1,4 +1,4 @@
-"""Too few descriptors or threads for one rank: a typed error on every rank, and nothing that is silently left out."""
+"""Too few descriptors or threads for one rank raise a typed error on every rank; nothing is silently skipped."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SIZE = 3
 
 
 def test_descriptor_limit_of_one_rank_is_told_to_all() -> None:
-    """Wherever the descriptors end, all ranks raise; once a buffer is made, a death is noticed."""
+    """All ranks raise wherever the descriptors run out; once a buffer is made, a death is noticed."""
     ranks = ProcessRanks(SIZE)
     outcomes = ranks.outcomes(cases.at_the_descriptor_limit, 20)
     ranks.close()
     assert isinstance(outcomes[1], ChildProcessError), "it got so far as to die"
     for rank in (0, 2):
         *refused, last = outcomes[rank]
-        # A segment and a watch for each peer, its own segment, and what maps it.
+        # A segment and a watch for each peer, this rank's segment, and the descriptor that maps it.
         assert len(refused) > 2 * (SIZE - 1), outcomes
         for text in refused:
             assert text.startswith("LimitReached: rank 1 could not"), outcomes

@@ -1,4 +1,4 @@
-"""A buffer that cannot be made: every rank learns at once, whatever went wrong on whichever rank, and can try again."""
+"""If a buffer cannot be made on any rank, every rank raises immediately, and can try again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from harness import ProcessRanks, Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = cases.FAULTY_RANK, 3
-AT_ONCE_S = 150.0  # init_timeout_s is 300: what waits for it takes longer than that
+AT_ONCE_S = 150.0  # init_timeout_s is 300: waiting for it takes longer
 
 
 def told(outcomes: list[Any], kind: str, words: str) -> None:
-    """Every rank raised `kind` with these words, and none waited."""
+    """Check that every rank raised `kind` with these words, and none waited."""
     for text, seconds in outcomes:
         assert text.startswith(f"{kind}: "), outcomes
         assert words in text, outcomes
@@ -24,7 +24,7 @@ def told(outcomes: list[Any], kind: str, words: str) -> None:
 
 
 def outcomes_of_others(case: Callable[..., Any], faulty_rank: int) -> list[Any]:
-    """On processes of their own, one of which will die."""
+    """Run the case on dedicated processes, one of which will die."""
     ranks = ProcessRanks(SIZE)
     try:
         outcomes = ranks.outcomes(case)
@@ -84,7 +84,8 @@ def test_an_interrupt_while_waiting(make_ranks: MakeRanks) -> None:
 
 
 def gave_up(outcomes: list[Any]) -> None:
-    """All but the faulty rank say in each attempt that it did not come, and it says nothing."""
+    """Check that all ranks but the faulty one report in each attempt that it did not arrive, and that it raises
+    nothing."""
     assert outcomes.pop(FAULTY_RANK) == []
     for seen in outcomes:
         told(seen, "PeerTimeout", "ranks [1] did not come to make a buffer within 0.5 s")
@@ -118,7 +119,7 @@ def test_a_store_that_ends() -> None:
 
 
 def test_threads_that_cross(make_ranks: MakeRanks) -> None:
-    """A client that waited inside the store kept the other thread from it, on both ranks, until init_timeout_s."""
+    """Buffers made in crossed order complete; a client that waited inside the store would block the other thread."""
     for seen in make_ranks("shm", 2).run(cases.crossed_threads):
         assert [text for text, _ in seen] == ["no error"] * 2
         assert all(seconds < AT_ONCE_S for _, seconds in seen)

@@ -1,4 +1,4 @@
-"""The fault matrix and a few rounds of chaos, each in a process of its own: ranks are forked from it."""
+"""The fault matrix and a few rounds of chaos, each in a dedicated process, which forks the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def last_line(*command: str) -> dict[str, Any]:
-    """The document that a command of ours prints last."""
+    """Return the document that a command prints last."""
     done = run_python(*command)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -36,7 +36,8 @@ def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:
 
 
 def test_how_soon_deaths_are_noticed_is_told(matrix: dict[str, Any]) -> None:
-    """How long that is, is the machine's; that nobody waits for the timeout is in what they raise."""
+    """Print how soon deaths are noticed, which depends on the machine. The errors show that no rank waits for its
+    timeout."""
     noticed = matrix["kill_ms"]
     print(f"a kill is noticed after {noticed['median']:.1f} ms, at worst {noticed['worst']:.1f} ms")
     assert 0 < noticed["median"] <= noticed["worst"]
@@ -102,4 +103,4 @@ def test_a_wait_that_expires_before_its_rank_stops_is_no_trial() -> None:
     machine = BusyMachine()
     outcome = InjectedFault(1, 5, "mid_payload", "stop", stop_timeout_s=0.01).run(cast(RankPool, machine))
     assert outcome.complaints == []
-    assert machine.timeouts == [0.01, 0.1, 1.0, 60.0]  # the last is the group of those that are left
+    assert machine.timeouts == [0.01, 0.1, 1.0, 60.0]  # the last one is of the survivors' group

@@ -1,4 +1,4 @@
-"""Odd but legal input, and ids at the edges of their type: right output, or the same refusal on every rank."""
+"""Unusual but legal input, and ids at the edges of their type: right output, or the same refusal on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZE = 3
 
 @pytest.mark.parametrize("expert", [-(2**63), -2, 9, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**63 - 1])
 def test_id_at_an_edge(make_ranks: MakeRanks, expert: int) -> None:
-    """One bad entry, the last of all; some would be good ids in 32 bits."""
+    """The last entry is bad; some values would be valid ids in 32 bits."""
     idx = torch.zeros(4, 3, dtype=torch.int64)
     idx[3, 2] = expert
     texts = make_ranks("threads", SIZE).run(cases_faults.bad_dispatch, 1, {"topk_idx": idx})

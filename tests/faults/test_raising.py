@@ -1,4 +1,5 @@
-"""A rank whose own code raises tells its peers: inside backward, without a context manager, at the end of a process."""
+"""A rank whose code raises announces it to its peers: inside backward, without a context manager, at the process's
+end."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_raising_inside_backward(make_ranks: MakeRanks, heap: str) -> None:
 
 
 def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
-    """What ends the wait is what the rank says when the interpreter exits, or the process's death."""
+    """The peers' wait ends by the rank's announcement at interpreter exit, or by its death."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
     here = Path(__file__).parent
     path = {"PYTHONPATH": f"{here}:{here.parent}"}
@@ -48,7 +49,7 @@ def test_a_process_that_ends_by_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_ends_by_an_exception(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its buffer is garbage then, and tells its peers that it is closed."""
+    """A dead thread's buffer is garbage collected, and announces its close to the peers."""
     threads = [threading.Thread(target=cases.raise_without_with, args=(g, FAULTY_RANK)) for g in ThreadGroup.make(SIZE)]
     hook, threading.excepthook = threading.excepthook, lambda args: None
     try:

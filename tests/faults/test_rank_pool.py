@@ -1,4 +1,4 @@
-"""Ranks of chaos that are in different sessions at once."""
+"""Ranks of chaos that run in different sessions concurrently."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moe_rt.chaos.rank_pool import ENDLESS, RankPool
 
 
 def test_a_newer_session_has_an_end_of_its_own() -> None:
-    """A rank that was stopped in an older one goes on there, and does not end with the newer."""
+    """A rank that was stopped in an older session resumes there, and does not end with the newer one."""
     with RankPool(2) as pool:
         pool.session([0], ENDLESS)
         pool.session([1], 3)

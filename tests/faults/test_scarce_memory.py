@@ -1,4 +1,4 @@
-"""Too little memory, a full /dev/shm, another user: an error of the family on every rank when the buffer is made."""
+"""Too little memory, a full /dev/shm, or another user raises a MoeRtError on every rank when the buffer is made."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_limit_of_one_rank_is_told_to_all(make_ranks: MakeRanks, limit: str, num
 
 
 def test_limit_of_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen before anything is taken: beyond it the kernel would kill."""
+    """The limit is checked before memory is allocated: beyond it the kernel would kill the process."""
     monkeypatch.setattr(shm, "available_bytes", lambda: 100_000)
     with pytest.raises(OutOfSharedMemory, match=r"got segments of 200000 bytes .*, expected at most 100000"):
         shm.allocate(ThreadGroup.make(1)[0], 200_000, 1.0)
@@ -69,7 +69,7 @@ def test_limit_of_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_root
 @pytest.mark.parametrize("before", [FULL, GONE], ids=["full", "gone"])
 def test_full_dev_shm_is_not_in_the_way(before: str, tmp_path: Path) -> None:
-    """Nor is one that a container does not have."""
+    """A full or missing /dev/shm does not prevent a buffer."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"]).returncode != 0:
         pytest.skip("a mount namespace cannot be made here")
     command = ["unshare", "-m", "sh", "-c", before + TWO_RANKS, sys.executable, str(tmp_path / "dev")]
@@ -84,13 +84,14 @@ def test_segment_of_another_user_is_refused() -> None:
     texts = ranks.outcomes(cases.open_as_another_user)
     ranks.close()
     assert all(isinstance(text, str) and text.startswith("SegmentPermission:") for text in texts), texts
-    # Of the two ranks that refuse the other, the first to say so is the cause on both.
+    # Each of the two ranks refuses the other; the first refusal is the cause on both.
     causes = ("is of user 0, this one of user 65534; ranks must be", "got device, inode, size, user, seals")
     assert any(cause in texts[1] for cause in causes), texts
 
 
 def test_segment_of_a_process_that_is_not_dumpable_is_refused() -> None:
-    """With its cause, on every rank; ranks that share a user are not told that they do not."""
+    """A non-dumpable process's segment is refused on every rank with that cause; the error does not blame different
+    users."""
     ranks = ProcessRanks(2)
     texts = ranks.run(cases.open_while_not_dumpable)
     ranks.close()

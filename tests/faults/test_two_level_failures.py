@@ -1,4 +1,4 @@
-"""Two levels where something fails: everyone is told, by a rank that knows, and what a handle says is judged first."""
+"""Failures in two levels: every rank raises, informed by a rank that knows the cause; handles are checked first."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import Code
 
 NODES = (0, 0, 1, 1)
-FAULTY_RANK = 3  # of which rank 0 hears by others alone
-WAIT_S = 30.0  # where nobody is told; else nobody waits
-POISON = 128  # where a poison word is: cuda/protocol/core/layout.h
+FAULTY_RANK = 3  # rank 0 learns of it only through others
+WAIT_S = 30.0  # limit without an announcement; otherwise no rank waits
+POISON = 128  # address of the poison word, see cuda/protocol/core/layout.h
 
 
 def two_level(group: ThreadGroup, **more: Any) -> Buffer:
@@ -45,10 +45,10 @@ def aborts(buffer: Buffer) -> None:
 
 
 def after_a_good_round(group: ThreadGroup, act: Callable[[Buffer], None], all_are_done: threading.Barrier) -> str:
-    """The faulty rank does this in place of another round."""
+    """The faulty rank acts instead of a second round."""
     buffer = two_level(group)
     good_round(buffer)
-    all_are_done.wait(PATIENCE_S)  # abort ends whatever peers are in
+    all_are_done.wait(PATIENCE_S)  # abort would end an op that peers are still in
     try:
         act(buffer) if group.rank == FAULTY_RANK else good_round(buffer)
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def test_everyone_names_the_rank(act: Callable[[Buffer], None], cause: str) -> N
 
 
 def ends_with(group: ThreadGroup, last_op: str) -> str:
-    """A round, and one that ends there: a rank that is done with it goes on at once, and closes at its end."""
+    """Run two rounds, of which the last ends after this op; a rank that completes it closes immediately."""
     with two_level(group) as buffer:
         good_round(buffer)
         if last_op == "combine":
@@ -86,7 +86,8 @@ def ends_with(group: ThreadGroup, last_op: str) -> str:
 def test_a_forwarder_that_raises_before_it_passes_on(
     monkeypatch: pytest.MonkeyPatch, op: int, name: str, waiting: tuple[int, ...]
 ) -> None:
-    """Whoever waits for what it was to pass on, or for its next op, is told. The others may have all that they need."""
+    """A rank raises if it waits for forwarded data of the dead proxy, or for its next op. The others may have all they
+    need."""
     monkeypatch.setenv("MOE_RT_FAULT", f"rank=1,op={op},at=before_passing_on,do=raise")
     outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, good_round, threading.Barrier(4))
     assert outcomes[1].startswith(f"FaultInjected: {name} on rank 1"), outcomes
@@ -107,22 +108,22 @@ def rank_1_closes(group: ThreadGroup) -> str:
 
 
 def test_a_node_of_one_rank_that_closes() -> None:
-    """There is no neighbour to tell of it."""
+    """A close is announced across nodes by a rank without neighbours on its node."""
     outcomes = ThreadRanks(2, nodes=(0, 1)).run(rank_1_closes)
     assert outcomes[0].startswith("GroupClosed: dispatch #2 on rank 0: rank 1 closed its buffer"), outcomes
 
 
 @pytest.mark.parametrize("last_op", ["dispatch", "combine"])
 def test_what_a_rank_tells_itself_may_be_ahead(monkeypatch: pytest.MonkeyPatch, last_op: str) -> None:
-    """Rank 1 has announced its second dispatch, and is held up before it passes on to rank 0 what rank 3 has announced,
-    which meanwhile has ended that op, and closed or gone on to the combine. Neither is a failure."""
+    """Rank 1, the proxy, has announced its second dispatch and is delayed before it forwards rank 3's header to rank 0.
+    Rank 3 has meanwhile completed the op, and closed or reached the combine. Neither is a failure."""
     monkeypatch.setenv("MOE_RT_FAULT", "rank=1,op=3,at=after_all_flags,do=sleep=0.3")
     assert ThreadRanks(4, nodes=NODES).run(ends_with, last_op) == ["no error"] * 4
 
 
 @pytest.mark.parametrize("route", ["flat", "two_level"])
 def test_whoever_finds_a_failure_passes_it_on(route: str) -> None:
-    """A rank that found one told rank 0 and did not live to tell the others, who wait for rank 0."""
+    """The rank that found a failure poisoned only rank 0 and died; rank 0 forwards the poison to the others."""
     groups = ThreadGroup.make(4, nodes=NODES)
     waiting = threading.Barrier(4)
 
@@ -132,13 +133,13 @@ def test_whoever_finds_a_failure_passes_it_on(route: str) -> None:
         waiting.wait()
         if group.rank == 0:
             word = ctypes.c_uint64.from_address(buffer._engine._segments.addresses[0] + POISON)
-            word.value = 4 << 32 | 3 << 16 | Code.PEER_DEAD  # by rank 2, of rank 3
+            word.value = 4 << 32 | 3 << 16 | Code.PEER_DEAD  # found by rank 2, about rank 3
         try:
             good_round(buffer)
         except RuntimeError as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            if group.rank != 0:  # who raises and lives on has closed nothing
+            if group.rank != 0:  # a rank that raises and stays alive closes nothing
                 buffer.close()
             kept.append(buffer)
         return "no error"
@@ -152,7 +153,7 @@ def test_whoever_finds_a_failure_passes_it_on(route: str) -> None:
 
 
 def with_a_bent_plan(group: ThreadGroup, value: int) -> str:
-    """The last number of the faulty rank's plan says so many ranks of its node for a far token."""
+    """Set the last number of the faulty rank's plan, the count of its node's ranks for a remote token, and combine."""
     buffer = two_level(group)
     with buffer:
         inputs = make_inputs(buffer.spec, [12] * group.size, 1, "topk")
@@ -172,7 +173,7 @@ def with_a_bent_plan(group: ThreadGroup, value: int) -> str:
 
 @pytest.mark.parametrize(("value", "is_refused"), [(-1, True), (0, False), (2, False), (3, True), (2**31 - 1, True)])
 def test_a_plan_whose_sums_lead_outside(value: int, is_refused: bool) -> None:
-    """A token visits two ranks of a node at most."""
+    """The count of a node's ranks for a token is refused outside 0 to 2."""
     expected = f"InvalidInput of {FAULTY_RANK}" if is_refused else "no error"
     assert ThreadRanks(4, nodes=NODES).run(with_a_bent_plan, value) == [expected] * 4
 
@@ -193,5 +194,5 @@ def test_room_for_sums_is_given_back() -> None:
     ranks.run(opens_and_closes, 2)
     before = address_space()
     ranks.run(opens_and_closes, 30)
-    of_one = 4096 * 4096  # what a rank has for the sums of the other's tokens
+    of_one = 4096 * 4096  # one rank's space for sums of the other's tokens
     assert address_space() - before < 10 * of_one

@@ -1,4 +1,4 @@
-"""Long waits: signals are handled, lanes sleep, a job that was frozen goes on, and no timeout is too long."""
+"""Long waits: signals are handled, lanes sleep, a frozen job resumes, and every timeout is possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_handler_of_the_user_runs_in_a_wait(make_ranks: MakeRanks, tmp_path: Pat
 
 
 def test_wait_in_the_main_thread_beside_a_busy_one() -> None:
-    """The main thread asks for signals, and so for the GIL, while the rank that it waits for runs Python."""
+    """The main thread checks for signals, and so takes the GIL, while the rank it waits for runs Python."""
     groups = ThreadGroup.make(2)
 
     def late() -> None:
@@ -63,7 +63,8 @@ def test_wait_in_the_main_thread_beside_a_busy_one() -> None:
 
 
 def test_peer_that_announces_while_the_time_runs_out() -> None:
-    """The look that finds the time over lets signals be handled first; here rank 1 announces in that very moment."""
+    """An op completes if its peer announces while signals are handled, between the expiry of the timeout and the last
+    check."""
     groups, go, announced = ThreadGroup.make(2), threading.Event(), threading.Event()
     waiting: list[Buffer] = []
 
@@ -99,7 +100,7 @@ def test_peer_that_announces_while_the_time_runs_out() -> None:
 
 
 def test_job_that_was_frozen_goes_on(tmp_path: Path) -> None:
-    """All ranks are stopped for longer than timeout_s, and woken one after the other."""
+    """A job resumes after all ranks were stopped for longer than timeout_s and woken one by one."""
     ranks, timeout_s = ProcessRanks(3), 5.0
     texts: list[str] = []
     test = threading.Thread(
@@ -108,7 +109,7 @@ def test_job_that_was_frozen_goes_on(tmp_path: Path) -> None:
     test.start()
     for rank in range(3):
         cases.wait_for(str(tmp_path / str(rank)))
-    time.sleep(0.5)  # until they wait
+    time.sleep(0.5)  # let them start waiting
     for pid in ranks.pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(timeout_s + 2.0)
@@ -122,7 +123,7 @@ def test_job_that_was_frozen_goes_on(tmp_path: Path) -> None:
 
 
 def test_lanes_sleep_while_one_waits(make_ranks: MakeRanks) -> None:
-    """Lanes that spin would take all cores, which the late rank may need."""
+    """Lanes sleep during a wait; spinning lanes would take cores that the late rank may need."""
     cpu, wall = make_ranks("shm", 2).run(cases.wait_with_lanes, 2.0)[0]
     assert cpu < 0.4 * wall
 

@@ -1,8 +1,8 @@
-// Every bound of what a peer lists, one step inside and one outside: lists that are right but for one number. What lies
-// outside must not be believed, whatever else the peer has arranged to fit it.
+// Tests every bound on a peer's lists, one step inside and one outside: lists that are right but for one number. A
+// value out of bounds must be refused, whatever else the peer has adjusted to match it.
 //
-// test_bounds.py takes each check out of the protocol in turn: this program must then fail. Exit status 0: all as it
-// must be; else it names the cases that were not.
+// test_bounds.py disables each check of the protocol in turn: this program must then fail. It exits with 0 if every
+// case is right; otherwise it names the cases that are not.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -22,8 +22,8 @@ using namespace moe_rt;
 
 namespace {
 
-// Rank 2 receives from rank 0 and judges what it listed. The first of rank 2's experts gets no token, the second three
-// of four, the third all; one token goes to rank 1, so that the lists for rank 2 begin after others.
+// Rank 2 receives from rank 0 and checks its lists. The first of rank 2's experts gets no token, the second three of
+// four, the third all; one token goes to rank 1, so that the lists for rank 2 follow others.
 constexpr int kMe = 2, kPeer = 0, kTokens = 4, kTopk = 2, kWindow = 0;
 constexpr int64_t kIdx[kTokens * kTopk] = {3, 4, 3, 4, 3, 4, 1, 4};
 
@@ -46,7 +46,7 @@ struct Lists {
         num_max_tokens(max_tokens) {}
   Pull& pull() const { return pulls[first_pull]; }
   Copy& copy() const { return copies[first_copy]; }
-  // The same lists, so many entries further on; `others` are moved along where they name entries of each other.
+  // Move the lists by some entries; `others` are adjusted where they refer to entries of each other.
   void shift_pulls(int by) {
     std::vector<Pull> kept(pulls + first_pull, pulls + end_pull);
     first_pull += by, end_pull += by;
@@ -58,22 +58,22 @@ struct Lists {
     first_copy += by, end_copy += by;
     std::copy(kept.begin(), kept.end(), copies + first_copy);
   }
-  // Every token has one copy, the first one's, and there is one token more than copies.
+  // Let every token share the first one's copy, with one token more than there are copies.
   void share_copies() {
     end_copy = first_copy + (end_pull - first_pull) - 1;
     counts_here[0] = counts_here[1] = 0, counts_here[2] = end_copy - first_copy;
     copy() = {2, 0, 0, 0};
     for (int i = first_pull; i < end_pull; ++i) pulls[i].first = first_copy, pulls[i].copies = 1;
   }
-  // So many tokens more, each the first one again; their copies are shared.
+  // Repeat the first token `times` times, with shared copies.
   void repeat_pull(int times) {
     for (int i = 0; i < times; ++i) pulls[end_pull++] = pull();
   }
 };
 
-// Rewrites a word of the lists, as a peer would, after a row's entry was judged and before the row is moved.
+// Rewrites a word of the lists, as a peer could, after a row's entry was checked and before the row is moved.
 struct NoRows {
-  int32_t* rewritten;  // or nullptr
+  int32_t* rewritten;  // nullptr if none
   int* most_places;
   int64_t tensor_row_bytes() const { return 4; }
   int64_t encoded_row_bytes() const {
@@ -83,12 +83,12 @@ struct NoRows {
   void spread(char*, const int32_t*, int n, const char*) const { *most_places = std::max(*most_places, n); }
 };
 
-// Where rank 2 reads: at its peers, or at home, where there is room for lists, or rows, of fewer tokens than a rank may
-// have.
+// Location of the lists and rows that rank 2 reads: its peers' segments, or its own, which has capacity for the lists,
+// or rows, of fewer tokens than a rank may have.
 enum class Pushed { kNothing, kLists, kRows };
 
-// Returns whether rank 2 believes the lists after `bend` has changed them; with `whole`, as a CPU rank does, which follows every
-// entry of its plan. Or, where ranks are on several nodes, whether rank 1 does, which then forwards for it.
+// Return true if rank 2 believes the lists after `bend` has changed them. With `whole` it acts as a CPU rank, which
+// follows every entry of its plan. With ranks on several nodes, it is rank 1 that checks, as the proxy of rank 2.
 bool believed(const std::function<void(Lists&)>& bend, Pushed what, const std::vector<int32_t>& node_of = {},
               bool whole = false) {
   const bool pushed = what != Pushed::kNothing;
@@ -110,7 +110,7 @@ bool believed(const std::function<void(Lists&)>& bend, Pushed what, const std::v
     return World{shape, layout, tables.view(), base.data(), nullptr, rank, 1, 1, seen};
   };
   const RuntimeDims dims{shape.hidden, shape.num_topk};
-  for (int source = 0; source < shape.num_ranks; ++source) {  // all but the peer have no tokens
+  for (int source = 0; source < shape.num_ranks; ++source) {  // only the peer has tokens
     const int64_t num_tokens = source == kPeer ? kTokens : 0;
     const World w = world(source);
     std::vector<int32_t> ints(LaneCounters::num_ints(shape, 1)), plan(kTokens * kTopk);
@@ -128,24 +128,24 @@ bool believed(const std::function<void(Lists&)>& bend, Pushed what, const std::v
               what == Pushed::kRows ? shape.num_pushed_rows : shape.num_max_tokens);
   bend(lists);
   if (!node_of.empty()) {
-    std::vector<int32_t> forwards(kTokens + 2);  // and a place before and behind
+    std::vector<int32_t> forwards(kTokens + 2);  // with a guard entry at each end
     return mark_tokens<float>(Solo{}, world(1), kPeer, kWindow, forwards.data() + 1);
   }
   const int num_local = w.num_local_experts();
   std::vector<int32_t> blocks_ints(Blocks::num_ints(shape, num_local) + num_local), plan_ints(1 << 12);
-  // What lies behind a list would be believed: growing, so that every difference is room for many.
+  // Values after a list would be believed: they grow, so that every difference is large enough for many entries.
   for (size_t i = 0; i < blocks_ints.size(); ++i) blocks_ints[i] = static_cast<int32_t>(1000 * i);
   std::vector<float> recv_x(1000), recv_weights(1000);
   Blocks blocks = Blocks::view(blocks_ints.data(), shape, num_local);
   blocks.pushed = pushed, blocks.pushed_rows = what == Pushed::kRows;
   if (index_blocks<float>(Solo{}, w, kWindow, blocks) >= 0) return false;
-  if (blocks.pull_start[shape.num_ranks] < 0) return true;  // a negative number of tokens was
+  if (blocks.pull_start[shape.num_ranks] < 0) return true;  // a negative count was believed
   const Received<float> out{reinterpret_cast<char*>(recv_x.data()), recv_weights.data(), 100,
                             RecvPlan::view(plan_ints.data(), shape, num_local)};
   int most_places = 0;
   const NoRows rows{whole ? &lists.pull().copies : nullptr, &most_places};
   const bool inside = gather(Solo{}, dims, w, kWindow, blocks, out, rows, MappedLink{}) < 0;
-  if (most_places > kTopk) return !whole;  // as no case with `whole` expects
+  if (most_places > kTopk) return !whole;  // no case with `whole` expects that
   return inside && (!whole || unshared_copies(w, blocks, out.plan) < 0);
 }
 
@@ -204,7 +204,7 @@ const Case kCases[] = {
     {"copies: end after the list", false, [](Lists& l) { l.shift_copies(kTokens * kTopk + 1 - l.end_copy); }},
 };
 
-// Entries that are in range and do not share out the copies among themselves.
+// Entries that are in range but do not partition the copies.
 const Case kShared[] = {
     {"nothing", true, [](Lists&) {}},
     {"copies: shifted", true, [](Lists& l) { l.shift_copies(-1); }},
@@ -216,7 +216,7 @@ const Case kShared[] = {
     {"copies without tokens", false, [](Lists& l) { l.end_pull = l.first_pull; }},
 };
 
-// What rank 1 judges of what rank 0 lists for itself and rank 2, which share a node.
+// Lists of rank 0 for rank 1 and rank 2, which share a node, as rank 1 checks them.
 const Case kForwarded[] = {
     {"nothing", true, [](Lists&) {}},
     {"token: T", false, [](Lists& l) { l.pull() = {kTokens, 0, l.pull().first, 1}; }},
@@ -231,7 +231,7 @@ const Case kForwarded[] = {
     {"slot: of a token that comes twice", true, [](Lists& l) { l.repeat_pull(1), l.pulls[l.end_pull - 1].slot = 1; }},
     {"pulls: begin before the list", false,
      [](Lists& l) {
-       l.shift_pulls(-l.first_pull - 1);  // which leaves rank 1 without any
+       l.shift_pulls(-l.first_pull - 1);  // leaves rank 1 without pulls
        l.pulls[l.end_pull - 1].slot = 0;
      }},
     {"pulls: end after the list", false,

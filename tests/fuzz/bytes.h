@@ -1,4 +1,4 @@
-// A fuzz input as a stream of integers: zeros once it has run out.
+// A fuzz input as a stream of integers, followed by zeros.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class Bytes {
     at_ += n;
     return value;
   }
-  // In [lowest, highest], which are at most 255 apart, from one byte.
+  // Take one byte as a value in [lowest, highest], which are at most 255 apart.
   int between(int lowest, int highest) { return lowest + take<uint8_t>() % (highest - lowest + 1); }
 
  private:

@@ -1,4 +1,4 @@
-"""Ranks that work while one of them rewrites the lists of all: every op returns, or raises an error of the family."""
+"""Ranks run ops while one of them rewrites the lists of all: every op returns, or raises a MoeRtError."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from moe_rt import Buffer
 from moe_rt.errors import MoeRtError
 from moe_rt.heap.groups import rendezvous_of
 
-OPS = 12  # of each kind, in a buffer that nobody has ended
-MEETING_S = 600.0  # of hangs alone
+OPS = 12  # of each kind, in a buffer whose group has not ended
+MEETING_S = 600.0  # for hangs only
 TIMEOUT_S, TIMEOUT_OF_CONTROL_S = 5.0, 0.3
 
 
 def rewritten(group: Any, seed: int, num_buffers: int, size: int, control: bool, fixed: dict[str, Any]) -> Counter[str]:
-    """Return how the ops of so many buffers ended, by name, and how many words were rewritten."""
+    """Return how the ops of `num_buffers` buffers ended, by name, and the number of rewritten words."""
     ends: Counter[str] = Counter()
     for number in range(num_buffers):
-        choose = random.Random(f"{seed} {number}")  # alike on all ranks
+        choose = random.Random(f"{seed} {number}")  # identical on all ranks
         rank = rendezvous_of(group).rank
         spec = make_spec(size, **{**chosen(choose), **fixed})
         timeout_s = TIMEOUT_OF_CONTROL_S if control else TIMEOUT_S
@@ -33,13 +33,13 @@ def rewritten(group: Any, seed: int, num_buffers: int, size: int, control: bool,
             rewriter = Rewriter(buffer, choose.randrange(1 << 32), control)
             with rewriter if rank == rewrites else contextlib.nullcontext():
                 _work(buffer, choose, rank, ends)
-            rendezvous_of(group).all_gather("", MEETING_S)  # nobody writes where a segment was
+            rendezvous_of(group).all_gather("", MEETING_S)  # no rank writes to a freed segment
         ends["words rewritten"] += rewriter.num_words
     return ends
 
 
 def chosen(choose: random.Random) -> dict[str, Any]:
-    """The options of a buffer that decide which lists there are, and who follows them."""
+    """Draw a buffer's options that decide which lists exist, and which ranks follow them."""
     by_token = choose.random() < 0.4
     tokens = choose.choice((1, 2, 16, 64))
     return {
@@ -56,7 +56,7 @@ def chosen(choose: random.Random) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _made(group: Any, **options: Any) -> Any:
-    """A buffer that is closed at the end, whatever has become of it."""
+    """Yield a buffer, and close it at the end in any state."""
     buffer = Buffer(group, **options)
     try:
         yield buffer
@@ -66,7 +66,7 @@ def _made(group: Any, **options: Any) -> Any:
 
 
 def _work(buffer: Buffer, choose: random.Random, rank: int, ends: Counter[str]) -> None:
-    """Dispatches and combines, with or without gradients, until the group has ended or `OPS` are done."""
+    """Dispatch and combine, with or without gradients, until the group has ended or `OPS` are done."""
     spec = buffer.spec
     num_tokens = [choose.randint(0, spec.num_max_tokens_per_rank) for _ in range(spec.num_ranks)]
     inputs = make_inputs(spec, num_tokens, choose.randrange(1 << 32))
@@ -87,5 +87,5 @@ def _work(buffer: Buffer, choose: random.Random, rank: int, ends: Counter[str]) 
 
 
 def is_refusal(error: MoeRtError) -> bool:
-    """Return whether the buffer goes on after it; not on a GPU, where the next op says so."""
+    """True if the buffer continues after this error; on a GPU the next op reports it instead."""
     return type(error).__name__ in ("CapacityOverflow", "InvalidInput", "InvalidRouting", "TooManyTokens")

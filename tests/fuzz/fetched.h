@@ -1,4 +1,4 @@
-// Counts how much of a peer's lists and rows is asked for over a network, by a launch and by a CPU rank.
+// Counts the bytes of a peer's lists and rows that a launch and a CPU rank request over a network.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,8 @@
 
 namespace moe_rt {
 
-// Returns what a launch fetches of a list on an unmapped peer: [first, end) of so many entries, or nothing.
+// Records what a launch fetches of a list on an unmapped peer; fetched() returns the count for [first, end) of `size`
+// entries.
 struct Fetched {
   struct Net {
     int64_t* bytes;
@@ -28,7 +29,7 @@ inline int64_t fetched(int64_t first, int64_t end, int64_t size) {
   return bytes / int64_t{sizeof(Pull)};
 }
 
-// And what a CPU rank asks of one, of entries and of tokens.
+// Records what a CPU rank requests of such a list; asked() returns the count.
 struct Asked {
   int64_t bytes = 0;
   void get(int, int64_t, void*, int64_t n) { bytes += n; }
@@ -41,7 +42,7 @@ inline int64_t asked(int64_t first, int64_t end, int64_t size) {
   return network.bytes / int64_t{sizeof(Pull)};
 }
 
-// Returns whether the row of a token is asked for.
+// True if the row of a token is requested.
 inline bool asks_for(int32_t token, int32_t num_tokens) {
   World w{};
   w.shape = {3, 5, num_tokens, 1, 2, 4, 4}, w.layout = Layout::make(w.shape);

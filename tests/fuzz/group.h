@@ -1,5 +1,5 @@
-// A group as an input describes it: sizes, placement, and segments that are heap allocations of exactly the size that
-// the protocol says, so that a sanitizer sees one step too far.
+// A group as described by an input: sizes, placement, and segments that are heap allocations of exactly the protocol's
+// size, so that a sanitizer reports the first byte out of bounds.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace moe_rt {
 
 #if defined(MOE_RT_EMULATED_GPU)
-inline constexpr int kHidden = 8, kTopk = 3;  // constants there, as the just-in-time compiler makes them
+inline constexpr int kHidden = 8, kTopk = 3;  // constants there, as in just-in-time compiled code
 using Rank = emulation::Engine<kHidden, kTopk>;
 inline constexpr bool kAnyShape = false;
 #else
@@ -30,7 +30,7 @@ struct Group {
   int me;
   Codec dispatch_codec = Codec::kRaw, combine_codec = Codec::kRaw;
   bool drop = false;
-  bool scaled;  // rows come with scales
+  bool scaled;  // rows have scales
   std::vector<int32_t> expert_rank;
   PlacementTables placement;
   std::vector<int64_t> capacity;
@@ -53,7 +53,7 @@ struct Group {
       drop = choices % 2 == 0;
       shape.recv_layout = choices / 2 == 0 ? RecvLayout::kExperts : RecvLayout::kTokens;
     }
-#if defined(MOE_RT_EMULATED_GPU)  // of what is there: kept inputs mean what they did
+#if defined(MOE_RT_EMULATED_GPU)  // draw nothing new: kept inputs must keep their meaning
     if (num_experts % 2 == 0) shape.num_pushed_tokens = shape.num_max_tokens;
     if (num_experts % 4 == 0) shape.num_pushed_rows = shape.num_max_tokens;
 #endif
@@ -84,7 +84,7 @@ struct Group {
   EngineConfig config() const {
     std::vector<uint64_t> addresses;
     for (char* const segment : base) addresses.push_back(reinterpret_cast<uint64_t>(segment));
-    const double at_once = 0;  // peers have announced all they will
+    const double at_once = 0;  // peers will announce nothing more
     return {.shape = shape,
             .elem = elem,
             .rank = me,

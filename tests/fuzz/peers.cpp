@@ -1,9 +1,9 @@
 // Fuzz target: whatever peers leave in shared memory, a rank's ops end with a known status, and a dispatch that was
 // believed has a plan that points into its tensors.
 //
-// Peers publish what real ones would; then bytes of the input overwrite words of any segment, before any of the four
-// ops: mailboxes, lists, rows, partials. Segments and tensors are heap allocations of exactly the size the protocol
-// says, so that a sanitizer sees one step too far. With MOE_RT_EMULATED_GPU the rank runs the launches of a GPU.
+// Peers publish valid state; then bytes of the input overwrite words of any segment, before any of the four ops:
+// mailboxes, lists, rows, partials. Segments and tensors are heap allocations of exactly the protocol's size, so that a
+// sanitizer reports the first byte out of bounds. With MOE_RT_EMULATED_GPU the rank runs the launches of a GPU.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -29,7 +29,7 @@ std::vector<int64_t> random_idx(fuzz::Bytes& in, const Shape& shape, int64_t num
   return idx;
 }
 
-// What the rank's peers would have announced by the end of all four ops. Their partials are zero.
+// Publish what the rank's peers would have announced by the end of all four ops. Their partials are zero.
 template <class Acc>
 void publish_peers(Group& group, fuzz::Bytes& in) {
   const Shape& shape = group.shape;
@@ -59,8 +59,8 @@ void publish_peers(Group& group, fuzz::Bytes& in) {
   }
 }
 
-// Overwrites words of segments: whose, in which region, which word, with what; or shifts a word and the next together,
-// as a list that lies elsewhere needs, or against each other, which keeps a sum. Returns whether there were any.
+// Overwrite words of segments. The input chooses the rank, region, word and value; or it shifts a word and the next
+// together, as if a list had moved, or in opposite directions, which keeps a sum. Return true if any word was chosen.
 bool scribble(Group& group, fuzz::Bytes& in) {
   const Layout layout = Layout::make(group.shape);
   std::vector<int64_t> regions{layout.poison};
@@ -94,10 +94,10 @@ struct Tensors {
   std::vector<int64_t> idx;
   std::vector<Acc> x, weights, recv_x, recv_weights, out, grad_y, grad_recv_weights, grad_weights;
   std::vector<int32_t> offs, recv_plan, send_plan;
-  std::vector<char> codes, scales, recv_codes, recv_scales;  // instead of x and recv_x
+  std::vector<char> codes, scales, recv_codes, recv_scales;  // used instead of x and recv_x
 
   Tensors(const Group& group, fuzz::Bytes& in) {
-    constexpr int32_t kWild = 0x7f7f7f7f;  // what was never written leads far away
+    constexpr int32_t kWild = 0x7f7f7f7f;  // an index far out of bounds marks values never written
     const Shape& s = group.shape;
     const int64_t num_local = group.num_local(group.me);
     capacity = group.capacity[group.me], by_token = s.by_token();
@@ -113,12 +113,12 @@ struct Tensors {
     codes.resize(num_tokens * hidden), scales.resize(num_tokens * kScaleBytes);
     recv_codes.resize(capacity * hidden), recv_scales.resize(capacity * kScaleBytes);
   }
-  // Of combine and its backward, which take no weights where rows are of tokens.
+  // Factors of combine and its backward, which take no weights if rows belong to tokens.
   Acc* factors() { return by_token ? nullptr : recv_weights.data(); }
   int64_t num_factors() const { return by_token ? kAnyCapacity : capacity; }
 };
 
-// A dispatch that was believed: everything later ops index by is in range.
+// Check a dispatch that was believed: everything that later ops use as an index is in range.
 template <class Acc>
 void check_plan(Group& group, Tensors<Acc>& t) {
   const Shape& s = group.shape;
@@ -126,7 +126,7 @@ void check_plan(Group& group, Tensors<Acc>& t) {
   const int64_t capacity = group.capacity[group.me];
   const RecvPlan plan = RecvPlan::view(t.recv_plan.data(), s, num_local);
   const int64_t pulled = plan.head->num_pulled, copies = plan.head->num_copies;
-#if !defined(MOE_RT_EMULATED_GPU)  // which follows what a token names and nothing else
+#if !defined(MOE_RT_EMULATED_GPU)  // it follows only what a token names
   expect(plan.leads_inside(group.world(group.me)), "this rank will be blamed for its own plan");
 #endif
   expect(pulled >= 0 && pulled <= RecvPlan::max_pulled(s), "num_pulled out of range");
@@ -190,7 +190,7 @@ void run_ops(Group& group, fuzz::Bytes& in) {
     switch (status.code) {
       case Code::kOk:
         break;
-      case Code::kCapacityOverflow:  // what honest peers send may not fit either
+      case Code::kCapacityOverflow:  // rows of valid peers may also overflow
         return;
       case Code::kInvalidInput:
       case Code::kInvalidRouting:
@@ -218,7 +218,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const bool with_scales : {false, true}) {
     fuzz::Bytes in(data, size);
     Group group(in, with_scales);
-#if !defined(MOE_RT_EMULATED_GPU)  // which has kernels for fp32 there
+#if !defined(MOE_RT_EMULATED_GPU)  // its kernels here are fp32
     if (group.elem == rows::Elem::kFloat64) {
       run_ops<double>(group, in);
       continue;

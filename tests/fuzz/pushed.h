@@ -1,5 +1,5 @@
-// Lists that a peer has made in its own window, copied to where each rank reads pushed ones: peers of these programs
-// route as a CPU does, which pushes nothing.
+// Copies the lists in a peer's window to where each rank reads pushed lists: the peers of these programs route as CPU
+// ranks, which push nothing.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
-// Rewrites words of segments while ranks work with them, as a peer that maps them can; and says where lists lie.
+// Rewrites words of segments while ranks use them, as a peer that maps them could, and reports the offsets of lists.
 //
-// A word is judged and followed within nanoseconds, so a burst of writes changes one back and forth: what was there, which
-// is right, and something else. Words of short lists, which lead to all others, are chosen as often as those of long ones.
+// A word is checked and used within nanoseconds, so a burst of writes alternates it between its right value and
+// another. Words of short lists, which lead to all others, are chosen as often as words of long ones.
 #include <cstdint>
 #include <iterator>
 #include <vector>
@@ -15,7 +15,7 @@ using namespace moe_rt;
 namespace {
 
 struct Part {
-  int64_t begin, end;  // of a segment, in bytes
+  int64_t begin, end;  // offsets in a segment, in bytes
 };
 
 class Random {
@@ -30,8 +30,8 @@ class Random {
   uint64_t state_;
 };
 
-// The lists of both windows, those that are pushed, and those that are staged of other nodes; with `control`, mailboxes
-// and all else before them as well, and the words of a list that are far from it.
+// Return the lists of both windows, pushed lists, and lists staged from other nodes. With `control`, also mailboxes and
+// everything else before the lists.
 std::vector<Part> parts_of(const Shape& shape, bool control) {
   const Layout l = Layout::make(shape);
   std::vector<Part> parts;
@@ -102,13 +102,13 @@ void* make_shape(const int32_t* sizes, const int32_t* node_of) {
 
 int64_t segment_bytes(const void* shape) { return Layout::make(*static_cast<const Shape*>(shape)).bytes; }
 
-// Writes to `found` where a window's counts, pull_offs, copy_offs, pulls and copies begin.
+// Write to `found` the offsets of a window's counts, pull_offs, copy_offs, pulls and copies.
 void lists_at(const void* shape, int window, int64_t* found) {
   const Layout::Window& w = Layout::make(*static_cast<const Shape*>(shape)).window[window];
   found[0] = w.counts, found[1] = w.pull_offs, found[2] = w.copy_offs, found[3] = w.pulls, found[4] = w.copies;
 }
 
-// Rewrites words until *stop is not zero. Returns how many.
+// Rewrite words until *stop is not zero. Return their number.
 int64_t rewrite(const void* shape, char* const* segments, int num_segments, uint64_t seed, int control,
                 const int32_t* stop) {
   Random random(seed);

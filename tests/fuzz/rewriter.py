@@ -1,4 +1,4 @@
-"""A thread that rewrites lists in the segments that a rank maps, its own included, while ranks work with them."""
+"""A thread that rewrites lists in all segments that a rank maps, also its own, while ranks use them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def library() -> ctypes.CDLL:
 
 
 def shape_of(buffer: Buffer) -> ctypes.c_void_p:
-    """The buffer's Shape, for calls of the library."""
+    """Return the buffer's Shape, for calls of the library."""
     spec, engine = buffer.spec, buffer._engine
     pushed, rows = 0, 0
     if engine.pushes and not spec.node_of:
@@ -45,17 +45,17 @@ def shape_of(buffer: Buffer) -> ctypes.c_void_p:
 
 
 def lists_of(buffer: Buffer, window: int) -> dict[str, int]:
-    """Return where each list of a window begins in a segment."""
+    """Return the offset of each list of a window in a segment."""
     found = (ctypes.c_int64 * len(LISTS))()
     library().lists_at(shape_of(buffer), window, found)
     return dict(zip(LISTS, found, strict=True))
 
 
 class Rewriter:
-    """Rewrites from entering to leaving; `num_words` is how many words that were.
+    """Rewrites words while the context is active; `num_words` counts them.
 
     Args:
-        control: also mailboxes, poison words and all else that comes before the lists.
+        control: also rewrite mailboxes, poison words and everything else before the lists.
     """
 
     def __init__(self, buffer: Buffer, seed: int, control: bool) -> None:

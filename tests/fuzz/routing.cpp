@@ -1,9 +1,9 @@
-// Fuzz target: whatever stands in topk_idx, both routings make the lists that a loop over tokens makes, or name the
-// lowest bad entry.
+// Fuzz target: for any topk_idx, both routings make the lists that a loop over tokens makes, or name the lowest bad
+// entry.
 //
-// All arrays are heap allocations of exactly the size the protocol says, so that a sanitizer sees one step too far.
-// For few lanes (routing.h) a bad entry refuses the op before lists are written; for many (routing_tiles.h) it counts
-// as none, and the lists are written all the same.
+// All arrays are heap allocations of exactly the protocol's size, so that a sanitizer reports the first byte out of
+// bounds. With few lanes (routing.h) a bad entry refuses the op before lists are written; with many (routing_tiles.h)
+// it counts as no expert, and the lists are written anyway.
 #include "../../cuda/protocol/flat/routing.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Input {
   PlacementTables placement;
   int64_t num_tokens;
   std::vector<int64_t> idx;
-  std::vector<int32_t> narrow;  // the same, where every id fits
+  std::vector<int32_t> narrow;  // topk_idx in 32 bits, if every id fits
   std::vector<float> weights;
   int lanes;
   bool use_narrow = false;
@@ -71,7 +71,7 @@ struct Lists {
   }
 };
 
-// What routing means, token by token and rank by rank. Bad ids count as none.
+// Route token by token and rank by rank, by definition. Bad ids count as no expert.
 Lists reference(const Input& in) {
   const int num_topk = in.shape.num_topk;
   Lists out(in);
@@ -117,15 +117,15 @@ void compare(const Lists& got, const Lists& expected) {
   expect(same_bytes(got.weights, expected.weights, expected.copy_offs.back()), "weights differ");
 }
 
-// A lane of a team that is called phase by phase instead of at the same time as the others.
+// A lane of a team that is called phase by phase instead of concurrently with the others.
 struct Lane {
   int rank_, size_;
   int rank() const { return rank_; }
   Range chunk(int64_t n) const { return contiguous_chunk(n, rank_, size_); }
 };
 
-// The id of the lowest bad entry, or -1; the lists only if there is none. Between the passes a peer writes over what the
-// first one has published, which nothing may follow.
+// Return the id of the lowest bad entry, or -1; lists are written only in the latter case. Between the passes a peer
+// overwrites what the first one has published, which must have no effect.
 int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
   const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
   std::vector<int32_t> ints(LaneCounters::num_ints(in.shape, in.lanes), -7);
@@ -149,14 +149,14 @@ int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
   return -1;
 }
 
-// All lists in one place, whoever reads them.
+// All lists in one place, for every reader.
 struct InOnePlace {
   RouteLists<float> lists;
   RouteLists<float> operator()(int32_t) const { return lists; }
   int32_t number() const { return 1; }
 };
 
-// The same with blocks of lanes, each with its share of small tiles.
+// Route with blocks of lanes, each with its share of small tiles.
 int64_t route_many_lanes(const Input& in, const World& w, int tile, int most_blocks, Lists& out) {
   const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
   int64_t bad_entry = kNoBadEntry;

@@ -1,4 +1,4 @@
-"""Bounds on what peers list: each is tested one step inside and outside, and no check can be taken out unnoticed."""
+"""Bounds on peers' lists: each is tested one step inside and outside, and no check can be removed unnoticed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_every_bound() -> None:
 
 
 def clauses(text: str, function: str) -> list[str]:
-    """The conditions under which a function refuses, one by one."""
+    """Return the conditions under which a function refuses, one by one."""
     begin = text.index(f" {function}(")
-    end = re.compile(r"^\};?$", re.MULTILINE).search(text, begin)  # of the function, or of the class that it is in
+    end = re.compile(r"^\};?$", re.MULTILINE).search(text, begin)  # end of the function, or of its class
     assert end
     body = text[begin : end.start()]
     ends = "return false|return|return source|out_of_range = true|credible = false"
@@ -41,7 +41,7 @@ def clauses(text: str, function: str) -> list[str]:
     return [clause for clause in found if clause not in ("out_of_range", "!coop.leader()")]
 
 
-# Names a check, by its number, which then never refuses.
+# Disables the check with this number.
 SWITCH = """#include <cstdlib>
 inline bool stays(int check) {
   static const int out = std::atoi(std::getenv("TAKEN_OUT"));
@@ -51,7 +51,7 @@ inline bool stays(int check) {
 
 
 def test_no_check_can_be_taken_out(tmp_path: Path) -> None:
-    """Each, one by one, is one that never refuses; the program must then find lists that are believed."""
+    """Each check is disabled in turn; the program must then report lists that are wrongly believed."""
     shutil.copytree(ROOT / "cuda", tmp_path / "cuda")
     shutil.copytree(HERE, tmp_path / "tests/fuzz", ignore=shutil.ignore_patterns("corpus"))
     (tmp_path / "switch.h").write_text(SWITCH)

@@ -1,4 +1,4 @@
-"""Hostile bytes under AddressSanitizer and UBSan: kept inputs with any compiler, new ones where there is libFuzzer.
+"""Hostile bytes under AddressSanitizer and UBSan: kept inputs with any compiler, new ones with libFuzzer.
 
 A finding is a file `crash-*` in the test's directory; `replay.cpp` runs it, and once fixed it belongs in corpus/.
 """
@@ -21,7 +21,7 @@ TARGETS = {  # name: source, corpus, defines, seconds of fuzzing, ten times as m
     "peers-gpu": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU"], 2),
     "peers-network": ("peers.cpp", "peers", ["-DMOE_RT_EMULATED_GPU", "-DMOE_RT_EMULATED_NETWORK"], 2),
 }
-# libFuzzer's own limit looks at ru_maxrss, which a process inherits over exec: the peak of the test process.
+# libFuzzer's limit reads ru_maxrss, which a process inherits over exec: the peak of the test process.
 MEMORY_LIMIT = ["-rss_limit_mb=0", "-malloc_limit_mb=1024"]
 CLANGS = ["clang++", *(f"clang++-{version}" for version in range(21, 14, -1))]
 
@@ -54,7 +54,7 @@ def test_new_inputs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def find_clang(directory: Path) -> str | None:
-    """A clang that has libFuzzer and knows _Float16."""
+    """Return a clang that has libFuzzer and knows _Float16."""
     probe = directory / "probe.cpp"
     probe.write_text('extern "C" int LLVMFuzzerTestOneInput(const char*, decltype(sizeof 0)) { return _Float16(0); }\n')
     for compiler in filter(shutil.which, CLANGS):
@@ -65,7 +65,7 @@ def find_clang(directory: Path) -> str | None:
 
 
 def require_clang(directory: Path) -> str:
-    """Skips where there is none, or fails where one must be."""
+    """Skip the test without such a clang, or fail it if tools are required."""
     if compiler := find_clang(directory):
         return compiler
     reason = "fuzzing needs clang++ 15 or later with libFuzzer on PATH (apt-get install clang-16 libclang-rt-16-dev)"

@@ -1,6 +1,6 @@
-"""Peers that rewrite lists while ranks read them: no crash, no hang, and no error but those of the family.
+"""Peers rewrite lists while ranks read them: no crash, no hang, and no error other than a MoeRtError.
 
-Seconds of each heap; MOE_RT_REWRITING_MINUTES=20 for so many minutes of each, and MOE_RT_REWRITING_SEED for others.
+Each heap takes seconds; MOE_RT_REWRITING_MINUTES=20 runs each that long, MOE_RT_REWRITING_SEED draws others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from nodes.node_ranks import NodeRanks
 MakeRanks = Callable[[str, int], Ranks]
 MINUTES = float(os.environ.get("MOE_RT_REWRITING_MINUTES", "0"))
 SEED = int(os.environ.get("MOE_RT_REWRITING_SEED", "1"))
-BUFFERS = 10  # of one call
+BUFFERS = 10  # per call
 NODES = (1, 2)
-OF_HEAP = {"loopback": {"overflow": "drop"}}  # its host does not look, and retries nothing
+OF_HEAP = {"loopback": {"overflow": "drop"}}  # its host does not check, and retries nothing
 
 
 def rewrite(ranks: Ranks, control: bool = False, **fixed: Any) -> Counter[str]:
-    """Runs as long as asked for, and until lists of some rank were found to be untrue; says how it went."""
+    """Rewrite for the requested time, and until some rank found corrupt lists; return how the ops ended."""
     total: Counter[str] = Counter()
     end, seed = time.monotonic() + 60 * MINUTES, SEED
     while not total or not total["CorruptPeer"] or time.monotonic() < end:
@@ -45,12 +45,12 @@ def test_lists(make_ranks: MakeRanks, heap: str) -> None:
 
 @pytest.mark.parametrize("heap", ["shm", "loopback"])
 def test_all_that_peers_write(make_ranks: MakeRanks, heap: str) -> None:
-    """Mailboxes, poison words, op records and last words, too."""
+    """Also mailboxes, poison words, op records and last words may be rewritten."""
     rewrite(make_ranks(heap, 2), control=True, **OF_HEAP.get(heap, {}))
 
 
 def test_lists_that_are_staged() -> None:
-    """Neighbours map what a forwarder has fetched from another node for all of them."""
+    """Lists that a proxy has fetched from another node for its neighbours, who map them, may be rewritten."""
     rewrite(ThreadRanks(3, nodes=(0, 1, 1)), route="two_level")
 
 

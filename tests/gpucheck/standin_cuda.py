@@ -1,4 +1,4 @@
-"""A stand-in for torch.cuda where there is none: clocks instead of events, so that the code that times can be run."""
+"""A stand-in for torch.cuda without a GPU: clocks instead of events, so that timing code can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_rt.native.gpu import Launches
 
 
 class TimedGpu(EmulatedGpu):
-    """Remembers when each launch began and ended, in microseconds, as the profiler would tell it."""
+    """Records when each launch began and ended, in microseconds, as the profiler reports it."""
 
     def __init__(self) -> None:
         super().__init__(num_sms=24)  # gpucheck tries 8 and 24
@@ -72,7 +72,7 @@ class Patch(Protocol):
 
 
 def stand_in(patch: Patch, gpu: Any) -> None:
-    """Makes torch.cuda and the profiler those of `gpu`, for as long as the patch lasts."""
+    """Replace torch.cuda and the profiler by those of `gpu`, for as long as the patch lasts."""
 
     class Profile:
         def __init__(self, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`moe-rt gpucheck --emulated`: its report says that no GPU was there. tests/ptx runs the steps."""
+"""`moe-rt gpucheck --emulated` reports that it ran without a GPU. tests/ptx runs the steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_rt.gpucheck.report import EMULATED, show, write_report
 
 
 def test_a_rehearsal_says_so_everywhere(tmp_path: Path) -> None:
-    """On the terminal, in the page and in the document, which on a GPU say nothing of it."""
+    """The terminal, the page and the document all say so; with a GPU none does."""
     for told in (False, True):
         document = run.document([], {}, emulated=told)
         write_report(document, tmp_path)

@@ -1,4 +1,4 @@
-"""Estimates are what the formula says, and the document's tables are those of today's kernels."""
+"""Estimates follow the formula, and the document's tables are those of today's kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_changed_kernel_changes_the_tables(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_are_counted_as_gpucheck_counts_them() -> None:
-    """Without lists, a launch moves what gpucheck takes for the fewest bytes."""
+    """A launch without lists moves the bytes that gpucheck counts as the fewest."""
     load = Load(4096)
     counted = fewest_bytes(load.tokens, round(load.pulled), load.copies, load.row)
     for kernel, num_bytes in counted.items():
@@ -52,7 +52,7 @@ def test_rows_are_counted_as_gpucheck_counts_them() -> None:
 
 
 def test_what_limits_a_launch() -> None:
-    """Few tokens take their steps; many take the links' time."""
+    """Few tokens are limited by a launch's steps; many by the links."""
     few = estimate.estimate("dispatch_receive", Load(3), H200)
     steps = estimate.LAUNCH_S + 5 * 0.65e-6
     assert few.seconds == pytest.approx(steps + 0.65e-6), "896 vectors, 512 lanes, 4 at once: one round, at home"
@@ -90,7 +90,8 @@ def test_few_blocks_have_less_under_way() -> None:
 
 
 def test_rings_have_more_under_way_on_few_blocks() -> None:
-    """Up to the bytes that a multiprocessor moves, and those that the links do; what adds rows up stays as it is."""
+    """Rings have more bytes in flight, up to the rates of a multiprocessor and of the links; kernels that sum rows do
+    not change."""
     load, blocks = Load(4096), 8
     lanes = estimate.estimate("dispatch_receive", load, H200, blocks)
     assert lanes.rows_s == pytest.approx(170 * 7 * 1.75e-6), "of a warp's rows, and of a lane's loads in a row"
@@ -119,7 +120,8 @@ def test_routing_counts_all_tokens_and_writes_its_own() -> None:
 
 
 def test_an_op_of_one_launch() -> None:
-    """A launch, its steps, its rows twice, by one multiprocessor, and what routing is without waiting for memory."""
+    """The estimate adds a launch, its steps, its rows twice by one multiprocessor, and routing without waits for
+    memory."""
     one = estimate.estimate("dispatch_whole", Load(1, coded=True), H200)
     load = Load(1, coded=True)
     received = rows_of("dispatch_receive", load).memory_bytes / (64 * 1.7e9)
@@ -132,7 +134,7 @@ def test_an_op_of_one_launch() -> None:
 
 
 def test_no_op_takes_longer_than_what_is_published() -> None:
-    """By estimate, with rows as fp8 in dispatch, as they are there."""
+    """Each op's estimate is at most the published time, with fp8 rows in dispatch, as published."""
     for (op, tokens), target in TARGETS_US.items():
         assert op_us(op, Load(tokens, coded=op == "dispatch"), H200) <= target
 

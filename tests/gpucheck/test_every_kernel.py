@@ -1,6 +1,6 @@
 """Kernels of every source and code of rows compile and link without spills, in a sweep.
 
-It compiles every kernel for four architectures, by the command of docs/cuda.md; continuous integration for one.
+It compiles every kernel for four architectures, by the command of docs/cuda.md; continuous integration uses one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_rt.cli import main
 from moe_rt.gpucheck.compiling import LARGEST, OVER_NETWORK, VARIANTS, Variant, compile_all
 from moe_rt.gpucheck.steps import Check
 
-LIMIT_S = 1800.0  # ends a compiler that hangs
+LIMIT_S = 1800.0  # limit for a compiler that hangs
 
 
 @pytest.mark.sweep
@@ -47,7 +47,7 @@ CODED = tuple(v for v in VARIANTS if v.codec)
     ],
 )
 def test_long_rows(archs: tuple[str, ...], some: tuple[Variant, ...]) -> None:
-    """The text is the same on each architecture; registers, and so spills, are not."""
+    """Long rows do not spill on any architecture; the source is the same on each, registers are not."""
     require_compiler()
     check = Check(None, seconds=LIMIT_S)
     compile_all(archs, some, check, cache=False)

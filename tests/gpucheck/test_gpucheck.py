@@ -1,4 +1,4 @@
-"""The gpucheck command without a GPU: what it compiles, what it prints, and that a step that fails ends only itself."""
+"""The gpucheck command without a GPU: what it compiles, what it prints, and that a failed step ends only itself."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ INSTEAD = "without a GPU the kernels can be compiled: moe-rt gpucheck --compile-
 def test_without_the_gpu_it_says_so(
     cuda: str | None, count: int, device: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one sentence, and before any step."""
+    """The command reports a missing GPU in one sentence, before any step."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -105,7 +105,7 @@ def refuse(why: str) -> None:
     raise RuntimeError(why)
 
 
-# As torch 2.13 says it.
+# The message of torch 2.13.
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by"
 
 
@@ -121,7 +121,7 @@ def test_hidden_gpus_are_told(visible: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_driver_that_torch_finds_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPUs are counted all the same."""
+    """A driver that torch finds too old is reported, although its GPUs are counted."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -136,7 +136,7 @@ def test_a_driver_that_torch_finds_too_old_is_told(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_driver_is_asked_about_this_very_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is no other where CUDA_VISIBLE_DEVICES counts GPUs anew."""
+    """nvidia-smi is queried for this GPU, also if CUDA_VISIBLE_DEVICES renumbers the GPUs."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\nfor word; do case $word in --id=*) echo "${word#--id=}, 1, 2, 3";; esac; done\n')
     tool.chmod(0o755)

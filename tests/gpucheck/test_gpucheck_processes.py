@@ -1,4 +1,4 @@
-"""The step of one process per GPU, rehearsed with CPU ranks: each part, what it reports, and what it notices."""
+"""The step of one process per GPU, rehearsed with CPU ranks: each part, its report, and the faults it detects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_process_is_skipped() -> None:
 
 
 def test_a_process_that_lives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part for a killed process expects how the last one ends."""
+    """A process that survives is reported: the part for a killed process expects the last one's exit status."""
     with pytest.raises(RuntimeError, match=r"rank 1 of 2: got exit status 0, expected -9"):
         processes.run_programs(processes.MODULE, {"part": "rounds", "device": "cpu", "seconds": 60}, 2, 60, {1: -9})
 

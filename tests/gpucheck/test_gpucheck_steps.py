@@ -1,4 +1,4 @@
-"""The steps of gpucheck that can run on the emulated GPU do, and they notice what is wrong."""
+"""The gpucheck steps that can run on the emulated GPU pass, and detect faults."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moe_rt.testing.rounds import WrongOutput, check_bits, check_close
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host threads on a busy machine take many times as long as a GPU."""
+    """Raise the limits: host threads on a busy machine take many times as long as a GPU."""
     monkeypatch.setattr(correctness, "TIMEOUT_S", 600.0)
     monkeypatch.setattr(correctness, "CASE_S", 600.0)
 
 
 class OneStream(EmulatedGpu):
-    """Every rank's launches go to the same stream."""
+    """All ranks launch into the same stream."""
 
     def stream(self) -> int:
         return 7
@@ -66,7 +66,7 @@ def test_wrong_output_of_a_chain_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "SLACK_S", 100.0)  # how soon a stand-in hears of it says nothing
+    monkeypatch.setattr(failures, "SLACK_S", 100.0)  # a stand-in's delay has no meaning
     check = Check(EmulatedGpu(num_sms=8))
     failures.check(check)
     assert not check.failures
@@ -121,7 +121,7 @@ def test_first_error_of_ranks_is_raised() -> None:
 
 
 def test_rank_that_fails_at_once_does_not_fail_the_others() -> None:
-    """They may not have left the barrier at which all begin."""
+    """A rank that fails immediately does not fail the others, which may not have left the first barrier."""
 
     def work(group: Any) -> int:
         if group.rank == 0:

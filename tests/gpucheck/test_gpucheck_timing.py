@@ -1,4 +1,5 @@
-"""What times a GPU, rehearsed without one: which spans and bytes count, and what the profiler's events mean."""
+"""GPU timing code, rehearsed without a GPU: the spans and bytes that count, and the meaning of the profiler's
+events."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from moe_rt.gpucheck.steps import Check
 from moe_rt.native.ring import RING_VARIABLE
 from moe_rt.testing.rounds import WrongOutput
 
-HANG_S = 1800.0  # steps take a part of it
+HANG_S = 1800.0  # steps use a part of it
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_latency_tables(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens on many ranks, few blocks, with rings and without, and capacity that raises, as asked of a buffer."""
+    """Loads cover few tokens on many ranks, few blocks, with rings and without, and capacity that raises."""
     found = timing.loads(gpu)
     assert [(load.ranks, load.tokens, load.num_sms, load.rings, load.raises) for load in found.values()] == [
         (8, 128, None, True, False),
@@ -177,7 +178,7 @@ def test_syncfree_asks_the_profiler(gpu: TimedGpu, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """A graph that runs the round anew passes; one that repeats its old outputs does not."""
+    """A graph that runs the round again passes; one that repeats its old outputs does not."""
 
     def captured(stale: bool) -> Any:
         def capture(buffer: Any, fixed: list[Any], size: int) -> tuple[Any, list[Any]]:
@@ -195,7 +196,7 @@ def test_replays_are_compared(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch, si
 
         return capture
 
-    # A captured round is not run, but this one is, so that no rank may wait for another's turn to capture.
+    # Real captures do not run the round, but this stand-in does, so ranks must not wait for each other's capture.
     monkeypatch.setattr(graphs, "Lock", contextlib.nullcontext)
     monkeypatch.setattr(graphs, "capture", captured(stale=False))
     graphs.run_graph(gpu, size, 3)

@@ -1,4 +1,4 @@
-"""Kernels compile and link beside every torch that is allowed, with the compiler and the NVSHMEM that it pins."""
+"""Kernels compile and link with every supported torch, using the compiler and the NVSHMEM that it pins."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ONE_OF_OTHERS = tuple(
     v for v in VARIANTS if v.source in (*OVER_NETWORK, RING_SOURCE) or (v.source == WHOLE and not v.codec)
 )
 EACH_SOURCE = (LARGEST, *ONE_OF_OTHERS, *(v for v in VARIANTS if v.hidden == 0 and v.elem == "Bf16"))
-# All that the protocol asks of a compiler, and of a linker.
+# Everything that the protocol needs from a compiler, and from a linker.
 FEWEST = tuple(v for v in EACH_SOURCE if v.source == NODES)
-# Each dtype, each code of rows, and each source once: what the sources ask of a compiler.
+# Each dtype, each code of rows, and each source once: everything that the sources need from a compiler.
 EACH_PART = tuple(v for v in VARIANTS if v == LARGEST or v.codec or v in ONE_OF_OTHERS or v.elem != "Bf16")
-LIMIT_S = 1800.0  # ends a compiler that hangs
+LIMIT_S = 1800.0  # limit for a compiler that hangs
 COMPILE = """
 import json, sys
 from moe_rt.config.codec import Codec
@@ -50,7 +50,7 @@ compiled = sorted({tuple(row[:5]) for row in check.tables[0].rows}, key=str)
 used = NCCL if "gin" in variants[0][0] else NVSHMEM
 print(json.dumps([find_toolkit(used).identity, compiled, check.failures]))
 """
-# Of kernels over NCCL, what takes no linker: that they compile, and call functions as NCCL declares them.
+# Kernels over NCCL without linking: they compile, and call functions as NCCL declares them.
 COMPILE_GIN = """
 import sys
 from pathlib import Path
@@ -65,7 +65,7 @@ print("ncclGinPut_v3" in compile_ptx(nodes.source, "sm_90a", nodes.defines(), li
 
 
 def pinned_python(name: str) -> Path:
-    """The environment of the pins."""
+    """Return the pinned environment's interpreter."""
     return python_of("toolkits", name, ROOT / f"constraints-cuda-{name}.txt", "tools/install_toolkits.py")
 
 
@@ -87,7 +87,7 @@ def pinned_python(name: str) -> Path:
 )
 def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Variant, ...]) -> None:
     require_compiler()
-    sources = {v.source for v in VARIANTS} - {REHEARSED}  # NODES has its text
+    sources = {v.source for v in VARIANTS} - {REHEARSED}  # NODES has the same source
     assert variants in (FEWEST, GIN_VARIANTS) or {v.source for v in variants} >= sources
     job = json.dumps([archs, [[v.source, v.elem, v.hidden, v.topk, v.codec] for v in variants], LIMIT_S])
     command = [pinned_python(name), "-c", COMPILE, job]
@@ -127,7 +127,7 @@ def test_the_extra_for_cuda_12_brings_what_is_pinned(name: str) -> None:
     extra = {r.name: r for r in map(Requirement, project["optional-dependencies"]["cuda12"])}
     lines = (ROOT / f"constraints-cuda-{name}.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
-    required = {"nvidia-nvshmem-cu12"}  # by nvshmem4py
+    required = {"nvidia-nvshmem-cu12"}  # required by nvshmem4py
     assert {pin.name for pin in pins} == extra.keys() - {"nvshmem4py-cu12"} | required
     for pin in pins:
         assert pin.name in required or str(pin.specifier).removeprefix("==") in extra[pin.name].specifier

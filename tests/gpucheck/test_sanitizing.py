@@ -1,4 +1,4 @@
-"""The step that runs another one under compute-sanitizer: how it is called, and how its summaries are read."""
+"""The step that runs another one under compute-sanitizer: its command, and the parser of its summaries."""
 
 from __future__ import annotations
 

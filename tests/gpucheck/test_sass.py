@@ -1,4 +1,4 @@
-"""Machine code is read right: by snippets whose counts are known, and the project's kernels are as expected of them."""
+"""Machine code is parsed correctly, on snippets with known counts, and the project's kernels meet their limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_rt.gpucheck.steps import Check
 from moe_rt.native.ring import RING_KERNELS, RING_SOURCE
 
 HEAD = '\t.section\t.text.{0},"ax",@progbits\n.text.{0}:\n'
-# Two loads are issued before R8 is needed; a third one waits for the first two; then one whose use is the next line.
+# Two loads are issued before R8 is needed; a third one waits for the first two; then one is used by the next line.
 AHEAD = """        /*0000*/                   LDC R1, c[0x0][0x28] ;                 /* 0x00 */
         /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
         /*0020*/              @!P0 LDG.E.128.STRONG.SYS R8, desc[UR4][R2.64+0x200] ;
@@ -66,7 +66,7 @@ def test_orders_and_memory_of_lanes() -> None:
 
 
 def test_bulk_copies() -> None:
-    """Counted by their way; where a kernel must have them, with a fence that shows them global memory."""
+    """Bulk copies are counted by direction; kernels that need them must have a fence that shows them global memory."""
     text = "/*0000*/ UBLKCP.S.G [UR4], [UR6], UR8 ;\n/*0010*/ @P0 UBLKCP.G.S [UR6], [UR4], UR8 ;\n{}"
     without, within = of(text.format("")), of(text.format("/*0020*/ FENCE.VIEW.ASYNC.G ;\n"))
     assert without.copies == {"UBLKCP.S.G": 1, "UBLKCP.G.S": 1}
@@ -148,7 +148,7 @@ def test_kernels_are_as_expected(arch: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP8], ids=lambda codec: codec.name)
 def test_estimates_are_those_of_the_kernels(codec: Codec) -> None:
-    """The limits that they are made of are what the machine code has, neither more nor less."""
+    """The limits in the estimates equal the machine code, neither more nor less."""
     require_disassembler()
     module = estimates_tool()
     codes = module.read_kernels(codec)

@@ -1,4 +1,4 @@
-"""Two ranks over heap "ucx", of which one gets SIGHUP between two ops: prints what the other raises, and how it ended.
+"""Two ranks over heap "ucx", one of which gets SIGHUP between two ops: prints the other's error, and the exit status.
 
 python closed_terminal.py STORE
 """

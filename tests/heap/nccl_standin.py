@@ -1,7 +1,7 @@
 """Stand-ins for nccl.core: processes are threads here, and memory is the host's.
 
-A `Core` is what one process sees as the module. Its collectives wait for every rank of the communicator: one that is
-called by some ranks only, or differently, is noted in `Cluster.violations`, where the real one would hang.
+A `Core` is the module as one process sees it. Its collectives wait for every rank of the communicator. A collective
+that only some ranks call, or with different arguments, is recorded in `Cluster.violations`; the real one would hang.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class UniqueId:
 
 
 class Buffer:
-    """What of cuda.core.Buffer is used."""
+    """The parts of cuda.core.Buffer that are used."""
 
     def __init__(self, size: int) -> None:
         self.data = torch.full((size + 4096,), GARBAGE, dtype=torch.uint8)
@@ -80,11 +80,11 @@ def plain_window(begins: list[int]) -> int:
 
 
 class Cluster:
-    """Everything that processes share. `calls` has (process, name, argument) in order.
+    """State that all processes share. `calls` has (process, name, argument) in order.
 
     Args:
-        dev_comm: makes what a device communicator is in memory, of a rank and the number of ranks.
-        window: a handle of a window, by where each rank's memory begins.
+        dev_comm: makes the memory image of a device communicator, from a rank and the number of ranks.
+        window: makes a window handle, from the address of each rank's memory.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Cluster:
         self.fabrics: dict[bytes, Fabric] = {}
         self.calls: list[tuple[int, str, Any]] = []
         self.violations: list[str] = []
-        self.marks: list[list[int]] = []  # of segments that tests have seen handed out
+        self.marks: list[list[int]] = []  # in segments that tests have seen allocated
         self.lock = threading.Lock()
         self.network = NcclGinConnectionType.FULL
         self.cores = [Core(self, process) for process in range(size)]
@@ -118,11 +118,11 @@ class Core:
         self.cluster, self.process = cluster, process
         self.fail: set[str] = set()
         self.unmapped: set[int] = set()
-        self.live: list[int] = []  # addresses of buffers
+        self.live: list[int] = []  # addresses of live buffers
         self.Communicator = SimpleNamespace(init=self._init)
 
     def load(self, device: torch.device) -> Core:
-        """What World is given in place of the import."""
+        """Replaces the import in World."""
         self.note("load", str(device))
         return self
 

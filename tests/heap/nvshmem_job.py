@@ -25,7 +25,7 @@ class Job:
         self.gpus = [HostGpu() for _ in range(size)]
 
     def outcomes(self, num_bytes: int, ranks: list[int] | None = None) -> list[Any]:
-        """Allocates in the processes that are `ranks` of a group."""
+        """Allocate in the processes that are `ranks` of a group."""
         ranks = list(range(len(self.cores))) if ranks is None else ranks
         outcomes = ThreadRanks(len(ranks)).outcomes(allocate, self, ranks, num_bytes)
         assert not self.cluster.violations
@@ -37,7 +37,7 @@ class Job:
         return outcomes
 
     def refuse(self, kind: type[MoeRtError], num_bytes: int = 100, ranks: list[int] | None = None) -> str:
-        """Every rank raises `kind`; the message of the last."""
+        """Check that every rank raises `kind`; return the last one's message."""
         outcomes = self.outcomes(num_bytes, ranks)
         assert [type(o) for o in outcomes] == [kind] * len(outcomes), outcomes
         return str(outcomes[-1])

@@ -1,7 +1,7 @@
 """Stand-ins for nvshmem.core, a cuda.core Device and a GPU: processes are threads here, and memory is the host's.
 
-A `Core` is what one process sees as the module nvshmem.core. Its collectives wait for every PE of the world: one that
-is called by some PEs only, or differently, is noted in `Cluster.violations`, where the real one would hang.
+A `Core` is the module nvshmem.core as one process sees it. Its collectives wait for every PE of the world. A collective
+that only some PEs call, or with different arguments, is recorded in `Cluster.violations`; the real one would hang.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GARBAGE = 0xAB
 
 
 class HostGpu:
-    """A DeviceMemory on the host; `room` limits what it gives."""
+    """A DeviceMemory on the host; `room` limits its allocations."""
 
     def __init__(self, room: int = HEAP_BYTES, device: str = "cpu") -> None:
         self.device = torch.device(device)
@@ -82,7 +82,7 @@ class UniqueID:
 
 
 class Buffer:
-    """What of cuda.core.Buffer is used."""
+    """The parts of cuda.core.Buffer that are used."""
 
     def __init__(self, handle: int, size: int) -> None:
         self.handle, self.size = handle, size
@@ -96,7 +96,7 @@ class Buffer:
 
 
 class Fabric:
-    """One world: its PEs' heaps and where they meet."""
+    """One world: its PEs' heaps and their barrier."""
 
     def __init__(self, size: int, cluster: Cluster) -> None:
         self.size, self.cluster = size, cluster
@@ -118,7 +118,7 @@ class Fabric:
 
 
 class Cluster:
-    """Everything that processes share. `calls` has (process, name, argument) in order."""
+    """State that all processes share. `calls` has (process, name, argument) in order."""
 
     def __init__(self, size: int, patience_s: float = 5.0) -> None:
         self.patience_s = patience_s
@@ -132,7 +132,7 @@ class Cluster:
         return [(process, argument) for process, call, argument in self.calls if call == name]
 
     def initialise(self, processes: list[int]) -> None:
-        """A world that the program made before: the PEs are numbered in the order given."""
+        """Make a world before moe_rt does, as a program may: PEs are numbered in the given order."""
         fabric = Fabric(len(processes), self)
         for pe, process in enumerate(processes):
             self.cores[process]._enter(fabric, pe)
@@ -148,7 +148,7 @@ class Core:
         self.cluster, self.process = cluster, process
         self.fail: set[str] = set()
         self.unmapped: set[int] = set()
-        self.shift = 0  # moves the heap of this process off the place that it has in the others
+        self.shift = 0  # moves this process's heap to an address that differs from the others'
         self.buffers: list[Buffer] = []
         self.freed: list[int] = []
         self._internal_tracking = SimpleNamespace(
@@ -158,7 +158,7 @@ class Core:
         self.fabric: Fabric | None = None
 
     def load(self, device: torch.device) -> tuple[Any, Any]:
-        """What World is given in place of the import."""
+        """Replaces the import in World."""
         self.note("load", str(device))
         self.settings = {"load": dict(os.environ)}
         return self, SimpleNamespace(set_current=lambda: None, default_stream="default stream")
@@ -173,7 +173,7 @@ class Core:
         self.fabric, self.pe = fabric, pe
         self.heap = torch.zeros(HEAP_BYTES + 2 * PAGE, dtype=torch.uint8)
         self.base = self.heap.data_ptr() + -self.heap.data_ptr() % PAGE + self.shift
-        self.top = 512  # NVSHMEM promises no page
+        self.top = 512  # NVSHMEM does not promise page alignment
         fabric.cores[pe] = self
         self.status = InitStatus.STATUS_IS_INITIALIZED
         self._internal_tracking._is_initialized["status"] = InternalInitStatus.INITIALIZED
@@ -238,7 +238,7 @@ class Core:
 
     def module_init(self, mod: NvshmemKernelObject) -> None:
         self.note("module_init", mod.handle)
-        print("CUmodule init status: 0")  # so does the real one
+        print("CUmodule init status: 0")  # the real one also prints this
 
     def module_finalize(self, mod: NvshmemKernelObject) -> None:
         self.note("module_finalize", mod.finalize_handle)

@@ -1,4 +1,4 @@
-"""Prints the signals, and the names of the limits, that are others once heap "ucx" has a network: a JSON list."""
+"""Prints the signals, and the names of the limits, that change once heap "ucx" has a network: a JSON list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_rt.heap import ucx
 
 
 def signals() -> dict[int, tuple[bool, ...]]:
-    """Return of each signal whether it is blocked, ignored and caught. The C library keeps some for its threads."""
+    """Return whether each signal is blocked, ignored and caught. The C library reserves some for its threads."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     masks = [int(fields[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt")]
     return {number: tuple(bool(mask >> (number - 1) & 1) for mask in masks) for number in signal.valid_signals()}

@@ -1,5 +1,5 @@
-// Makes gloo's threads busy for half a second after they have told that an operation is done, as if they had lost their
-// core: they hold its tensors so long. To be preloaded.
+// A library to preload that keeps gloo's threads busy for half a second after they have reported an operation's end, as
+// if they had lost their core: they keep its tensors that long.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

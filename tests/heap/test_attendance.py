@@ -1,4 +1,4 @@
-"""Ranks meet again after one stayed away, failed or was started anew, and what they are told is true."""
+"""Ranks rendezvous again after one was absent, failed or was restarted, and their errors are right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG_S = 60.0
 
 
 def in_words(work: Callable[[], Any]) -> Any:
-    """What it returned, or the kind of error and its message."""
+    """Return the result, or the class and message of the error."""
     try:
         return work()
     except (MoeRtError, KeyboardInterrupt) as error:
@@ -59,7 +59,8 @@ EVERYONE = [["0", "1", "2"]] * SIZE
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
 def test_who_stayed_away_comes_to_the_next(kind: str, tmp_path: Path) -> None:
-    """Once, twice, and another rank after it has met the others."""
+    """A rank that was absent once or twice takes part in the next rendezvous, as does another that is absent
+    afterwards."""
     stores = clients(kind, tmp_path)
     ranks = [Rendezvous(stores[rank], rank, SIZE) for rank in range(SIZE)]
     for away, times in ((1, 1), (1, 2), (0, 1)):
@@ -73,7 +74,7 @@ def test_a_rank_that_gives_up_ends_the_wait_of_all_that_had_come() -> None:
     ranks, seen = seats(), {}
     waits = threading.Thread(target=lambda: seen.update({2: meet(ranks[2], 1000.0)}), daemon=True)
     waits.start()
-    with ranks[0]:  # it stays in until rank 2 is known to have come
+    with ranks[0]:  # it stays in until rank 2 is known to have arrived
         while not ranks[0]._seat.attendance.ticket_of(2):
             time.sleep(0.001)
         seen[0] = meet(ranks[0], 0.01)
@@ -93,7 +94,7 @@ def test_a_rank_that_came_and_was_not_done_is_told_so() -> None:
 
 
 def test_failures_before_others_come_are_met_one_by_one() -> None:
-    """A rank that is ahead fails twice by itself; the others' first two attempts are the same ones."""
+    """Each failure of a rank that is ahead ends one attempt of its peers: two failures end their first two attempts."""
     ranks = seats()
     for words in ("first", "second"):
         said = in_words(lambda words=words: all_or_none(ranks[1], raising(InvalidConfig(words)), "work", LONG_S))
@@ -115,7 +116,8 @@ def test_failures_before_others_come_are_met_one_by_one() -> None:
 
 
 def test_a_failure_before_a_meeting_that_took_place_is_over() -> None:
-    """It stands in its rank's place until that comes again, which others may do before it."""
+    """A failure recorded for an absent rank counts until that rank arrives; a rendezvous that took place supersedes
+    it."""
     ranks = seats()
     assert in_words(lambda: all_or_none(ranks[1], raising(InvalidConfig("own")), "work", LONG_S))
     for rank in (0, 2):
@@ -155,7 +157,7 @@ def test_an_interrupt_in_the_middle_is_over_for_all() -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_round_takes_place_for_all_or_for_none(number: int) -> None:
-    """Rank 1 has left, and then sees rank 0 the texts of both."""
+    """A round takes place for all ranks or none: rank 1 leaves before rank 0 reads both texts."""
     store = dist.HashStore()
     meetings = [Meeting(store, rank, 2) for rank in (0, 1)]
     for here in meetings:
@@ -173,7 +175,7 @@ def test_a_round_takes_place_for_all_or_for_none(number: int) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_does_not_leave_a_round_that_takes_place(number: int) -> None:
-    """Its time is up when another has seen the texts of both."""
+    """A rank does not leave a round that takes place: another rank has read both texts when it times out."""
     store = dist.HashStore()
     meetings = [Meeting(store, rank, 2) for rank in (0, 1)]
     for here in meetings:
@@ -241,7 +243,7 @@ def ended(process: int) -> int:
 
 @pytest.mark.parametrize("before", ["0 waited", "1 waited", "both met", "1 failed", "0 left"])
 def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path) -> None:
-    """Its processes neither take the dead for peers, nor believe what they left."""
+    """Processes of a restarted job neither rendezvous with the dead ones, nor believe their records."""
     path, says = tmp_path / "store", tmp_path / "says"
 
     def work(rank: Rendezvous) -> None:
@@ -261,7 +263,7 @@ def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path)
     for process in first:
         os.kill(process, signal.SIGKILL)
         ended(process)
-    time.sleep(2 / os.sysconf("SC_CLK_TCK"))  # what the system's clock of processes can tell apart
+    time.sleep(2 / os.sysconf("SC_CLK_TCK"))  # the resolution of the system's clock of process starts
     for early in (0, 1):
         second = [forked(early, path, meet_and_say)]
         time.sleep(0.05)
@@ -270,7 +272,8 @@ def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path)
 
 
 def test_a_failure_ends_the_attempt_to_which_its_rank_came() -> None:
-    """Rank 1 missed the first one, for which rank 0 waited; it fails in its own first, which is rank 0's second."""
+    """A failure ends the attempt that its rank reached: rank 1 missed the first one, for which rank 0 waited, and fails
+    in its own first, which is rank 0's second."""
     store = dist.HashStore()
     waiting = Attendance(store, 0, 2)
     first = Meeting(store, 0, 2, waiting)

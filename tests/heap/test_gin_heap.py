@@ -1,4 +1,4 @@
-"""The heap over NCCL on a stand-in: every rank gets every segment, or every rank is told why not."""
+"""The heap over NCCL on a stand-in: every rank gets every segment, or every rank raises with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout
 from moe_rt.heap import gin
 from moe_rt.heap.segments import Segments
 
-MARKS = [256, 512]  # where a rank of three finds its peers'
+MARKS = [256, 512]  # offsets at which a rank of three finds its peers' marks
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -68,7 +68,7 @@ def test_what_fails_on_one_rank_is_raised_by_all(call: str, faulty_rank: int) ->
 
 
 def test_an_attempt_that_one_rank_left_early_leaves_numbers_alike() -> None:
-    """Segments are known by them: those of other numbers are never handed out again."""
+    """An attempt that one rank left early keeps segment numbers equal: segments of unequal numbers are never reused."""
     job = Job(2)
     in_use = job.allocate(100)
     (connected,) = job.worlds[1]._groups.values()
@@ -149,7 +149,7 @@ def test_a_rank_that_stays_away_ends_the_waiting() -> None:
 
 
 def use(made: list[Segments]) -> list[int]:
-    """As engines that have made ops: where each rank's segment was."""
+    """Act as engines that have run ops; return the address of each rank's segment."""
     for segments in made:
         segments.marks.extend(MARKS)
         ctypes.memset(segments.symmetric, 0x5A, MARKS[0])
@@ -159,7 +159,7 @@ def use(made: list[Segments]) -> list[int]:
 def leave_marks(addresses: list[int], marks: list[int]) -> None:
     for address in addresses:
         for at in marks:
-            ctypes.memset(address + at, 1, 1)  # of eight bytes
+            ctypes.memset(address + at, 1, 1)  # one of eight bytes
 
 
 def test_segments_are_reused_zeroed_once_all_has_arrived_in_them() -> None:

@@ -1,4 +1,4 @@
-"""Python ends well although a thread of gloo still holds a tensor when the program is done."""
+"""Python exits cleanly although a thread of gloo still holds a tensor at the program's end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# What is registered first is called last: it holds the interpreter's lock until gloo's thread waits for it.
+# The handler registered first runs last: it keeps the interpreter's lock until gloo's thread waits for it.
 PROGRAM = """
 import atexit
 import ctypes

@@ -1,4 +1,4 @@
-"""The loopback heap: ranks that are threads share one region of a device, or all are told why not."""
+"""The loopback heap: ranks that are threads share one region of a device, or all raise with the reason."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_ranks_of_different_processes_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 class Elsewhere(dict[str, Any]):
-    """What a rank of another process would see: nothing."""
+    """A process-wide table as a rank of another process would see it: empty."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return default

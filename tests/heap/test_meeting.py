@@ -1,4 +1,4 @@
-"""What meetings leave in a store, and that a group of threads outlives one that failed."""
+"""The keys that rendezvous leave in a store, and a group of threads that survives a failed rendezvous."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE = 3
 
 
 def clients(kind: str, path: Path) -> list[Store]:
-    """A client of one store for each rank."""
+    """Return a client of one store for each rank."""
     if kind == "hash":
         return [dist.HashStore()] * SIZE
     if kind == "file":
@@ -53,9 +53,9 @@ def test_of_several_failures_the_first_counts() -> None:
 
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
 def test_keys_of_a_meeting_go_with_it(kind: str, tmp_path: Path) -> None:
-    """Also those of one that failed on one rank, whichever round the others were in."""
+    """A rendezvous deletes its keys, also if it failed on one rank, in any round of the others."""
     stores, counts = clients(kind, tmp_path), []
-    own = stores[0].num_keys()  # FileStore has one
+    own = stores[0].num_keys()  # FileStore has one key
     groups = [ThreadGroup(stores[rank], rank, SIZE, "cpu") for rank in range(SIZE)]
     good = buffer_kwargs(make_spec(SIZE))
 
@@ -68,12 +68,13 @@ def test_keys_of_a_meeting_go_with_it(kind: str, tmp_path: Path) -> None:
     for hidden in (good["hidden"], good["hidden"], 0, good["hidden"]):
         on_threads(lambda rank, hidden=hidden: make(rank, **({"hidden": hidden} if rank == 1 else {})))
         counts.append(stores[0].num_keys())
-    del counts[2]  # of one that did not take place, a word may be left until the next
+    del counts[2]  # a rendezvous that did not take place may leave a key until the next
     assert counts == [own + SIZE, own + SIZE, own + SIZE + 1], "a place for each rank, and a number once one has failed"
 
 
 def test_an_interrupted_round_leaves_no_key() -> None:
-    """A rank that leaves a round early has not deleted its part of the one before; who passes the round is ahead."""
+    """An interrupted round leaves no key, although a rank that leaves early has not deleted its key of the previous
+    round."""
     store = dist.HashStore()
     groups = [ThreadGroup(store, rank, SIZE, "cpu") for rank in range(SIZE)]
     failed = []
@@ -111,7 +112,8 @@ def test_one_thread_makes_a_buffer_as_a_rank() -> None:
 
 
 def test_a_process_that_ended_before_it_was_watched() -> None:
-    """There is nothing to open any more, which must not look like a system that does not tell."""
+    """A process that ended before it was watched has ended; that must differ from a system that cannot open
+    processes."""
     process = os.posix_spawn("/bin/true", ["true"], {})
     os.waitpid(process, 0)
     assert watch(process).has_ended()
@@ -132,7 +134,7 @@ def test_a_rank_that_ended_long_ago_is_not_waited_for() -> None:
 
 
 class Clock:
-    """It moves by the pauses of a wait alone, and lets rank 1 come to rounds of a meeting in `store`."""
+    """Advances only by the pauses of a wait, and lets rank 1 join rounds of a rendezvous in `store`."""
 
     def __init__(self, store: Store, *comes: float) -> None:
         self.now, self._store, self._comes = 0.0, store, list(comes)
@@ -154,7 +156,7 @@ class Clock:
 
 @pytest.mark.parametrize("comes", [(), (9.0,), (5.0, 9.0)], ids=str)
 def test_one_timeout_for_all_rounds_of_a_meeting(monkeypatch: pytest.MonkeyPatch, comes: tuple[float, ...]) -> None:
-    """Rank 1 is late again and again, and then stays away."""
+    """One timeout covers all rounds: rank 1 is late again and again, and then stays away."""
     store = dist.HashStore()
     clock = Clock(store, *comes)
     monkeypatch.setattr(meeting, "time", clock)
@@ -184,9 +186,9 @@ SINGLE = dict(num_max_tokens_per_rank=4, hidden=8, num_topk=1, num_experts=2, dt
 def test_one_of_several_is_no_group_of_one(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidConfig, match=r"no process group beside .*, expected .*init_process_group\(\) first"):
+    with pytest.raises(InvalidConfig, match=r"no process group with .*, expected .*init_process_group\(\) first"):
         Buffer(None, **SINGLE)
-    with pytest.raises(InvalidConfig, match="no process group beside"):
+    with pytest.raises(InvalidConfig, match="no process group with"):
         MoELayer(MoEConfig(hidden=8, intermediate=8, num_experts=2, num_topk=1, num_max_tokens_per_rank=4))
     Buffer(ThreadGroup.make(1)[0], **SINGLE).close()
 

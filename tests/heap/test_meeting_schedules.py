@@ -1,7 +1,7 @@
-"""Meetings under chosen schedules: one rank runs at a time, and which one is chosen anew before each use of the store.
+"""Rendezvous under chosen schedules: one rank runs at a time, and is chosen again before each use of the store.
 
 The schedules are those of Burckhardt et al., "A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs",
-ASPLOS 2010: ranks have priorities, the first of those that do not wait runs, and at a few random steps it becomes last.
+ASPLOS 2010: ranks have priorities, the first rank that does not wait runs, and at a few random steps it becomes last.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moe_rt.heap import meeting
 from moe_rt.heap.rendezvous import ThreadGroup
 
 SIZE, SCHEDULES, STEPS, MOST_STEPS, HANGS_S = 3, 150, 150, 5000, 60.0
-Seen = list[str]  # of each attempt of a rank what it gathered, or the class of what it raised
+Seen = list[str]  # for each attempt of a rank, what it gathered, or the class of its error
 
 
 class Schedule:
-    """A store whose every use is a step, and the order in which ranks take their steps."""
+    """A store in which every use is a step, and the order in which ranks take their steps."""
 
     def __init__(self, seed: int) -> None:
         self.store, self._random, self._turn = dist.HashStore(), random.Random(seed), threading.Condition()
@@ -37,7 +37,7 @@ class Schedule:
 
     @contextmanager
     def step(self, rank: int, *, last: bool = False) -> Iterator[None]:
-        """Waits until it is this rank's turn; with `last`, until all others wait or have ended."""
+        """Wait until it is this rank's turn; with `last`, until all others wait or have ended."""
         with self._turn:
             self._steps += 1
             assert self._steps < MOST_STEPS, "ranks wait for each other"
@@ -49,7 +49,7 @@ class Schedule:
             yield
 
     def run(self, work: Callable[[int], Seen]) -> list[Seen]:
-        """Returns what `work` returns on each rank."""
+        """Return what `work` returns on each rank."""
         seen: list[Seen] = [[] for _ in range(SIZE)]
 
         def rank_of_schedule(rank: int) -> None:
@@ -73,7 +73,7 @@ class Schedule:
 
 
 class _Client:
-    """One rank's end of the store."""
+    """One rank's client of the store."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._schedule, self._rank = schedule, rank
@@ -89,7 +89,7 @@ class _Client:
 
 
 def attempts(group: ThreadGroup, faulty: Sequence[Sequence[int]], rounds: int) -> Seen:
-    """Makes an attempt for each list of ranks that leave it after so many rounds, and one that none leaves."""
+    """Make an attempt for each list of ranks that leave it after `rounds` rounds, and one that no rank leaves."""
     seen = []
     for number, leaving in enumerate([*faulty, ()]):
         try:
@@ -108,7 +108,7 @@ def attempts(group: ThreadGroup, faulty: Sequence[Sequence[int]], rounds: int) -
 @pytest.mark.parametrize("rounds", [0, 1])
 @pytest.mark.parametrize("faulty", [[[1]], [[0], [0]], [[1], [2]], [[0, 2]]])
 def test_no_meeting_mixes_attempts(monkeypatch: pytest.MonkeyPatch, faulty: list[list[int]], rounds: int) -> None:
-    """Every rank leaves each attempt that a rank leaves, and all meet in the one after, however slow some are."""
+    """Every rank leaves each attempt that a rank leaves, and all complete the next one, however slow some are."""
     for seed in range(SCHEDULES):
         schedule = Schedule(seed)
         groups = [ThreadGroup(schedule.client(rank), rank, SIZE, "cpu") for rank in range(SIZE)]

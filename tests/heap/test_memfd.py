@@ -1,4 +1,5 @@
-"""Segments on hosts whose kernel seals a memfd against execution, refuses one without that seal, or knows none."""
+"""Segments on hosts whose kernel seals a memfd against execution, refuses one without that seal, or has no such
+seal."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def allocate() -> None:
 
 
 def add_seals(monkeypatch: pytest.MonkeyPatch, seals: int) -> None:
-    """What the kernel says of a memfd, whatever this machine's kernel says."""
+    """Add seals to what the kernel reports of a memfd, on any kernel."""
     real = fcntl.fcntl
 
     def with_seals(fd: int, command: int, argument: int = 0) -> Any:
@@ -31,14 +32,15 @@ def add_seals(monkeypatch: pytest.MonkeyPatch, seals: int) -> None:
 
 
 def test_a_seal_that_the_kernel_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vm.memfd_noexec = 1 adds it to every memfd."""
+    """A memfd with the seal that vm.memfd_noexec = 1 adds is accepted."""
     add_seals(monkeypatch, F_SEAL_EXEC)
     allocate()
 
 
 @pytest.mark.parametrize("refuses", ["without the flag", "the flag"])
 def test_what_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
-    """vm.memfd_noexec = 2 refuses a memfd that could be executed; kernels before 6.3 do not know the flag."""
+    """A memfd is made although vm.memfd_noexec = 2 refuses executable ones, or although a kernel before 6.3 lacks the
+    flag."""
     real = os.memfd_create
 
     def refusing(name: str, flags: int) -> int:

@@ -1,4 +1,4 @@
-"""What is left of a limit is seen in whichever control group it stands, of either version, wherever it is mounted."""
+"""The remaining memory is found in any enclosing control group, of either version, at any mount point."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def machine(root: Path, own: str, mounts: str) -> None:
 @pytest.mark.parametrize(("nested", "left"), [("/a/b/c", 1), ("/a/b", 2), ("/a", 3), ("", 4)], ids=str)
 @pytest.mark.parametrize("version", [V1, V2], ids=["1", "2"])
 def test_a_limit_of_any_group_around(tmp_path: Path, version: tuple[str, str, str], nested: str, left: int) -> None:
-    """Slurm's job, systemd's scope or slice, a container's outermost."""
+    """The tightest limit of any enclosing group counts: Slurm's job, systemd's scope or slice, a container's
+    outermost."""
     is_v1 = version is V1
     own, at = ("4:memory:/a/b/c\n0::/x" if is_v1 else "0::/a/b/c"), "/sys/fs/cgroup" + "/memory" * is_v1
     machine(tmp_path, own, (MOUNT_V1 if is_v1 else MOUNT_V2).format("/", at))
@@ -65,8 +66,8 @@ def test_a_limit_of_any_group_around(tmp_path: Path, version: tuple[str, str, st
 @pytest.mark.parametrize(
     ("own", "mounted"),
     [
-        ("/docker/1234", "/docker/1234"),  # all of the hierarchy is named, its part of it mounted
-        ("/docker/1234", "/"),  # nothing but its part is there
+        ("/docker/1234", "/docker/1234"),  # the full path, of which only the group's part is mounted
+        ("/docker/1234", "/"),  # the mount names the root, but has only the group's part
         ("/", "/"),
         ("/docker/1234", "/docker/12"),
         ("/../elsewhere", "/"),
@@ -74,7 +75,7 @@ def test_a_limit_of_any_group_around(tmp_path: Path, version: tuple[str, str, st
 )
 @pytest.mark.parametrize("version", [V1, V2], ids=["1", "2"])
 def test_a_container(tmp_path: Path, version: tuple[str, str, str], own: str, mounted: str) -> None:
-    """Its own group is the root of what is mounted."""
+    """A container's group is the root of its mount."""
     is_v1, at = version is V1, "/sys/fs/cgroup"
     machine(
         tmp_path, f"4:memory:{own}" if is_v1 else f"0::{own}", (MOUNT_V1 if is_v1 else MOUNT_V2).format(mounted, at)
@@ -98,7 +99,7 @@ def test_a_system_without_control_groups(tmp_path: Path) -> None:
 
 
 def test_a_group_of_this_machine() -> None:
-    """A process in a new group inside this one's, limited to 64 MiB."""
+    """A process in a new group, limited to 64 MiB and inside this one's, sees at most that."""
     kind, own = next(memory_limits._own_groups(Path("/")), ("", Path("/nowhere")))
     group = own / f"moe_rt-test-{os.getpid()}"
     try:

@@ -1,4 +1,4 @@
-"""The real nccl.core takes the calls that the heap over NCCL makes, as far as that shows without a GPU."""
+"""The real nccl.core accepts the calls of the heap over NCCL, as far as can be checked without a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def core() -> Any:
 
 
 def used(owners: set[str]) -> set[str]:
-    """Every attribute of these that the heap names."""
+    """Return every attribute of these modules that the heap uses."""
     tree = ast.parse(Path(gin.__file__).read_text())
     return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in owners}
 

@@ -1,4 +1,4 @@
-"""The NVSHMEM heap on a stand-in: every rank gets every segment, or every rank is told why not."""
+"""The NVSHMEM heap on a stand-in: every rank gets every segment, or every rank raises with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real nvshmem.core takes the calls that the heap makes, as far as that shows without a GPU."""
+"""The real nvshmem.core accepts the calls of the heap, as far as can be checked without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def core() -> Any:
 
 
 def used() -> set[str]:
-    """Every attribute of nvshmem.core that the heap names."""
+    """Return every attribute of nvshmem.core that the heap uses."""
     tree = ast.parse(Path(nvshmem.__file__).read_text())
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return {a.attr for a in attributes if ast.unparse(a.value) in ("self._core", "core")}

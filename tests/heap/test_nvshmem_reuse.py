@@ -1,4 +1,4 @@
-"""What the NVSHMEM heap does with segments that are let go of: freeing is collective, letting go is not."""
+"""Released segments of the NVSHMEM heap: freeing is collective, releasing is not."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_modules(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_attempt_that_one_rank_left_early_leaves_numbers_alike() -> None:
-    """Segments are known by them: those of other numbers are never handed out again."""
+    """An attempt that one rank left early keeps segment numbers equal: segments of unequal numbers are never reused."""
     job = Job(2)
     in_use = job.allocate(PAGE)
     job.worlds[1]._num_attempts += 1

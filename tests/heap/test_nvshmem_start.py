@@ -1,4 +1,4 @@
-"""Before NVSHMEM starts: what it is told, and that ranks that share a GPU are refused on every rank."""
+"""The start of NVSHMEM: its settings, and the refusal, on every rank, of ranks that share a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cores that ranks have together, by which the engine tells whether ranks must make room for each other."""
+"""The cores that ranks share, from which the engine decides whether ranks must yield to each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CORES = sorted(os.sched_getaffinity(0))
 
 @contextmanager
 def bound_to(*cores: int) -> Iterator[int]:
-    """The id of a process bound to these cores, which does nothing until it is killed."""
+    """Yield the id of a process bound to these cores, which does nothing until it is killed."""
     process = subprocess.Popen(["sleep", "60"])
     try:
         os.sched_setaffinity(process.pid, cores)

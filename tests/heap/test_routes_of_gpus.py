@@ -1,4 +1,4 @@
-"""Which route GPUs take: two levels where NVSHMEM maps them in groups, one where it maps all, or in no groups."""
+"""The route of GPUs: two levels if NVSHMEM maps them in groups, one if it maps all, or not in groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_groups_of_gpus_that_map_each_other(mapped: list[list[bool]], nodes: tup
 
 
 def chosen(route: str, told: tuple[int, ...], hosts: tuple[int, ...] | None) -> tuple[str, tuple[int, ...]]:
-    """The route and the nodes that a spec gets."""
+    """Return the route and the nodes that a spec gets."""
     spec = make_spec(4, route=route)
     found = Backend("nvshmem", EmulatedGpu(), hosts=None if hosts is None else Topology(hosts))  # type: ignore[arg-type]
     made = choose_route(backend.replace(spec, topology=Topology(told)), found)
@@ -64,7 +64,7 @@ def test_two_levels_need_nodes_whose_gpus_map_each_other() -> None:
 
 
 def test_ranks_tell_each_other_whom_they_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ask nothing where the route is flat."""
+    """Ranks exchange which peers they map; with a flat route they exchange nothing."""
     monkeypatch.setattr(nvshmem, "mapped", lambda rendezvous, *_: IN_PAIRS[rendezvous.rank])
 
     def find(group: ThreadGroup, route: str) -> Any:
@@ -101,7 +101,7 @@ def test_virtual_ranks_take_two_levels_where_they_are_asked_to() -> None:
 
 
 def test_two_levels_push_nothing() -> None:
-    """And have no room for what is pushed."""
+    """Two levels push nothing and reserve no space for it."""
     spec = backend.replace(make_spec(4, route="two_level"), topology=Topology(PAIRS))
     assert spec.gpu_shape().segment_bytes() == spec.shape().segment_bytes()
     flat = make_spec(4)

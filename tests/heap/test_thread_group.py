@@ -16,7 +16,7 @@ SIZES = dict(num_max_tokens_per_rank=2, hidden=8, num_topk=1, num_experts=SIZE, 
 
 
 def exchange(group: ThreadGroup, factor: float) -> float:
-    """Each rank sends its number to the rank after it and back."""
+    """Send each rank's number to the next rank and back."""
     device = getattr(group.device, "device", "cpu")
     x = torch.full((1, 8), float(group.rank), device=device)
     idx = torch.tensor([[(group.rank + 1) % SIZE]], device=device)
@@ -34,7 +34,8 @@ def test_results_are_in_rank_order(device: object) -> None:
 
 
 def test_the_cause_is_raised_though_another_rank_has_failed_before() -> None:
-    """Rank 0 hears of the failure, and its thread has ended with that, before the cause has left rank 1."""
+    """The cause is raised although rank 0 observes the failure, and its thread ends, before the cause has left rank
+    1."""
     heard = []
 
     def fails(group: ThreadGroup) -> None:

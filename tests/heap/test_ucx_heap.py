@@ -1,4 +1,4 @@
-"""Heap "ucx" without a network: what is missing, old, different or untrue is said before anything is made."""
+"""Heap "ucx" without a network: missing, old, different or corrupt parts raise before anything is allocated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_ADDRESSES: list[Any] = [
 
 
 class Told:
-    """Rank 0 of two; the other one's record is its own with some changes."""
+    """Rank 0 of two; the other rank's record is rank 0's with some changes."""
 
     rank, size = 0, 2
 
@@ -65,7 +65,7 @@ class Told:
 
 
 def test_interface_is_that_of_the_headers() -> None:
-    """Sizes, places, flags and functions that moe_rt takes for granted, compared by the compiler."""
+    """The sizes, offsets, flags and functions that moe_rt assumes agree with UCX's headers, as the compiler checks."""
     spec = importlib.util.find_spec("libucx")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -95,7 +95,7 @@ def test_places_are_checked(changes: dict[str, Any]) -> None:
 
 
 def test_a_network_alone() -> None:
-    """A peer that was never connected has nothing under way, and is not lost."""
+    """A peer that was never connected has nothing in flight, and is not lost."""
     fd = os.memfd_create("segment")
     shape = make_spec(2).shape()
     os.ftruncate(fd, shape.segment_bytes())
@@ -147,7 +147,8 @@ def test_settings_of_the_user_stay() -> None:
 
 @pytest.mark.parametrize(("asked", "changes"), [(None, set()), ("SIGUSR2", {signal.SIGUSR2})])
 def test_signals_and_limits_of_the_program_stay(asked: str | None, changes: set[int]) -> None:
-    """All that UCX changes of them while it is loaded and opens a network, unless the user asks for a signal."""
+    """Signals and limits are as before UCX was loaded and opened a network, except for a signal that the user
+    requests."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)} | ({"UCX_DEBUG_SIGNO": asked} if asked else {})
     words = [sys.executable, HERE / "signals_of_ucx.py"]
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
@@ -155,7 +156,7 @@ def test_signals_and_limits_of_the_program_stay(asked: str | None, changes: set[
 
 
 def test_a_rank_ends_when_its_terminal_is_closed(tmp_path: Path) -> None:
-    """And its peer raises PeerDead."""
+    """A rank whose terminal closes ends, and its peer raises PeerDead."""
     words = ["env", "--default-signal=HUP", sys.executable, HERE / "closed_terminal.py", tmp_path / "store"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout == f"PeerDead, {-signal.SIGHUP}\n", done.stdout + done.stderr
@@ -182,7 +183,7 @@ def test_different_heaps_are_refused() -> None:
 
 
 def test_a_group_of_one_host(make_ranks: Any) -> None:
-    """Nobody is far: segments are mapped, and ops are those of heap "shm"."""
+    """A group of one host maps all segments, and its ops are those of heap "shm"."""
     assert make_ranks("shm", 2).run(one_host) == ["ucx"] * 2
 
 

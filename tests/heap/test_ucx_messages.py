@@ -1,4 +1,4 @@
-"""What UCX ranks send each other, without UCX: promises of a network, and a peer that asks for what lies elsewhere."""
+"""Messages of UCX ranks, without UCX: a network's guarantees, and a peer that requests memory outside a segment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent / "ucx_messages.cpp"
 
 
 def test_promises_and_refusals() -> None:
-    """AddressSanitizer and UBSan see whatever lies beside a segment, or is used too late."""
+    """AddressSanitizer and UBSan report accesses next to a segment, or after its release."""
     program = compile_program(SOURCE, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     done = subprocess.run([program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-// Compares what moe_rt takes for UCX's binary interface with the headers of the package: it compiles if they agree.
+// Compares the parts of UCX's binary interface that moe_rt assumes with the package's headers: it compiles if they
+// agree.
 #include <ucp/api/ucp.h>
 
 #include <type_traits>
@@ -62,7 +63,7 @@ static_assert(RequestParams::kFlags == UCP_OP_ATTR_FIELD_FLAGS);
 static_assert(RequestParams::kForceClose == UCP_EP_CLOSE_FLAG_FORCE);
 static_assert(RequestParams::kEager == UCP_AM_SEND_FLAG_EAGER);
 
-// Of functions: what they take is as many pointers and integers of these sizes, and they answer with as much.
+// Compare functions: the same count of pointers and integers of equal sizes as parameters, and an equal result.
 template <class Ours, class... Mine, class Theirs, class... Args>
 constexpr bool alike(Ours (*)(Mine...), Theirs (*)(Args...)) {
   if constexpr (sizeof...(Mine) != sizeof...(Args)) {

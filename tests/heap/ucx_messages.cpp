@@ -1,5 +1,5 @@
-// Two ranks over a UCX of this test's own, whose messages arrive in any order: what gets, puts, posts and flushes promise.
-// Then one of them sends what no rank sends. Prints what failed, and ends with 1.
+// Two ranks over this test's UCX, whose messages arrive in any order: the guarantees of gets, puts, posts and flushes.
+// Then one rank sends invalid messages. Prints the failures, and exits with 1.
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -24,7 +24,7 @@ const Shape kShape{.num_ranks = 2,
 const Layout kLayout = Layout::make(kShape);
 const uint64_t kCause = poison_word(Code::kPeerDead, 0, 1), kConsequence = poison_word(Code::kPeerTimeout, 0, 1);
 
-// A rank, whose segment is a block of its own: AddressSanitizer sees what is next to it.
+// A rank with a separately allocated segment: AddressSanitizer reports accesses next to it.
 struct Rank {
   std::vector<UcxPeer> peers{2};
   UcxInbox inbox{kLayout, peers};
@@ -50,7 +50,7 @@ void expect(bool holds, const std::string& what) {
   std::exit(1);
 }
 
-// An endpoint is the rank at its other end. What is sent is read when it arrives, as UCX may.
+// An endpoint is the rank at its other end. Sent data is read when it arrives, as UCX may.
 void* send(ucx::Handle endpoint, unsigned, const void* head, size_t head_bytes, const void* data, size_t bytes,
            const ucx::RequestParams* given) {
   auto& to = *static_cast<Rank*>(endpoint);
@@ -87,7 +87,8 @@ int64_t bytes_coming(const Rank& at, Ask ask) {
   return bytes;
 }
 
-// Rounds of puts, gets and a post, each of a size from nothing to several messages; looked at when the flush has ended.
+// Run rounds of puts, gets and a post, with sizes from nothing to several messages; check them when the flush has
+// ended.
 void keep_promises(unsigned seed) {
   std::mt19937 random(seed);
   Rank a, b;
@@ -142,7 +143,7 @@ void keep_promises(unsigned seed) {
   peer.lose("test");
 }
 
-// Rows of which not all may be under way: what is said of them, and that a last word does not wait for them.
+// Send rows of which not all may be in flight; check the reports on them, and that a last word does not wait for them.
 void send_many_rows() {
   std::mt19937 random(1);
   Rank a, b;
@@ -175,14 +176,14 @@ void send_many_rows() {
   }
 }
 
-// What rank 1 sends to rank 0 that no rank sends: it is lost, and neither memory nor segment was touched.
+// Let rank 1 send an invalid message to rank 0: rank 0 marks it as lost, and neither memory nor segment is touched.
 void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = true, bool is_here = true) {
   Rank a, b;
   a.peers[1].connect(kApi, &b, 0, 7);
   static char asked[8];
   a.peers[1].get(0, asked, sizeof(asked));
   static char more[kMostUnderWay];
-  a.peers[1].get(0, more, kMostUnderWay);  // of which the last part is not asked for yet
+  a.peers[1].get(0, more, kMostUnderWay);  // its last part is not requested yet
   a.peers[1].put(0, asked, sizeof(asked));
   a.peers[1].flush();
   const std::vector<char> before(a.segment, a.segment + kLayout.bytes);

@@ -1,4 +1,4 @@
-"""Environments for tests: a fresh Python that has what moe_rt requires, by links to what is installed here."""
+"""Environments for tests: a fresh Python with what moe_rt requires, as links to the packages installed here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from packaging.requirements import Requirement
 
 
 def closure(name: str, extras: frozenset[str]) -> dict[str, Distribution]:
-    """What pip installs with `name[extras]`, by name, as far as it is installed here; MPI, say, need not be."""
+    """Return the distributions that pip would install for `name[extras]`, by name, if they are installed here. MPI, for
+    example, need not be.
+    """
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     todo = [(name, extras)]
@@ -34,7 +36,7 @@ def closure(name: str, extras: frozenset[str]) -> dict[str, Distribution]:
 
 
 def link(site: Path, distribution: Distribution) -> None:
-    """Puts links to a distribution's files into `site`, those that Python has compiled, too: that takes long."""
+    """Link a distribution's files into `site`, also the compiled bytecode, which takes long to make."""
     for file in distribution.files or ():
         if ".." not in file.parts:
             target = site / file
@@ -44,7 +46,9 @@ def link(site: Path, distribution: Distribution) -> None:
 
 
 def make(path: Path, extra: str) -> Path:
-    """The site-packages of a new environment at `path`: what moe_rt with this extra requires, without moe_rt itself."""
+    """Make an environment at `path` that has what moe_rt with this extra requires, without moe_rt itself; return its
+    site-packages.
+    """
     venv.EnvBuilder(symlinks=True, with_pip=False).create(path)
     (site,) = path.glob("lib/python*/site-packages")
     distributions = closure("moe_rt", frozenset({extra} if extra else ()))
@@ -55,6 +59,6 @@ def make(path: Path, extra: str) -> Path:
 
 
 def variables(**changed: str) -> dict[str, str]:
-    """The environment variables of a process that shall see nothing of the environment that runs the tests."""
+    """Return environment variables that hide the environment that runs the tests."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     return kept | changed

@@ -1,4 +1,4 @@
-"""Every extra in an environment that has nothing else: what it is for works, what it lacks is asked for in words."""
+"""Every extra, installed by itself, makes its features work; any other feature asks for the extra it needs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moe_rt.extras import how_to_install
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("", "cuda", "train", "bench", "transformers")
 WORKS = ("round", "help", "version", "info", "bench help", "chaos help", "gpucheck help", "train help", "pages")
-# Tested elsewhere where the packages are there, and slow: to compile every kernel, to import Transformers.
+# These are slow, and tested elsewhere if the packages are installed: compiling every kernel, importing Transformers.
 LEFT_OUT = {"cuda": ["gpucheck compile"], "bench": ["transformers"]}
 Results = dict[str, tuple[int, str]]
 
 
 def environment(path: Path, extra: str) -> Path:
-    """The Python of an environment with moe_rt as a wheel lays it out, and with what it requires, and nothing else."""
+    """Return the Python of an environment with moe_rt as a wheel lays it out, its requirements, and nothing else."""
     site = environments.make(path, extra)
     (site / "moe_rt").mkdir()
     compiled = Path(_engine.__file__)
@@ -69,7 +69,7 @@ def test_an_error_says_where_to_read_on(used: tuple[str, Results]) -> None:
 def test_what_is_missing_is_asked_for(used: tuple[str, Results]) -> None:
     extra, results = used
     for name, (_, output) in results.items():
-        if name != "transformers":  # an import, so Python shows where; its last line is looked at below
+        if name != "transformers":  # this is an import, so Python prints a traceback; its last line is checked below
             assert "Traceback" not in output, f"{name}: {output}"
     status, training = results["train"]
     assert status == 1
@@ -106,7 +106,7 @@ def test_the_environment_has_nothing_else(used: tuple[str, Results]) -> None:
 
 
 def test_kernels_come_with_the_package() -> None:
-    """They are compiled on the machine that runs them, so a wheel holds every header and kernel."""
+    """A wheel contains every header and kernel, since kernels are compiled on the machine that runs them."""
     installed = Path(_engine.__file__).parent / "cuda"
     sources = {
         path.relative_to(ROOT / "cuda")

@@ -1,4 +1,4 @@
-"""A checkout whose engine nobody has built says so, and what to type; so does a build that finds no compiler."""
+"""A checkout without a built engine says so, and what to type; a build that finds no compiler does also."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "moe_rt"
 @pytest.mark.parametrize("arguments", [["-m", "moe_rt"], ["-m", "moe_rt.train"], ["-c", "import moe_rt"]])
 def test_an_unbuilt_checkout_says_what_to_do(arguments: list[str], tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "moe_rt", ignore=shutil.ignore_patterns("__pycache__", "_engine*", "cuda"))
-    # -S leaves out what is installed: torch need not be there to be told.
+    # -S leaves out installed packages: the message must not need torch.
     run = subprocess.run([sys.executable, "-S", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=3000)
     assert run.returncode == 1
     last = run.stderr.strip().splitlines()[-1]

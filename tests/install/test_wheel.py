@@ -1,4 +1,4 @@
-"""What `make wheel` built: an sdist and a wheel that have what they need, and work where there is no compiler.
+"""The sdist and the wheel that `make wheel` built are complete, and work without a compiler.
 
 Building takes a compiler and a minute, so it is done beforehand: MOE_RT_DIST names the directory with both files.
 """

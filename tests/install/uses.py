@@ -1,6 +1,6 @@
-"""What a user types after installing moe_rt: runs in an environment under test and prints what came of each as JSON.
+"""Commands a user types after installing moe_rt: run in an environment under test, with results printed as JSON.
 
-python uses.py [those to leave out]
+python uses.py [names to leave out]
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ COMMANDS = {
 
 
 def run(module: str, arguments: list[str]) -> tuple[int, str]:
-    """Exit status and output of `python -m module arguments`, in this process, since importing torch takes seconds."""
+    """Run `python -m module arguments` in this process, since importing torch takes seconds; return exit status and
+    output.
+    """
     output = io.StringIO()
     sys.argv = [module, *arguments]
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -47,7 +49,7 @@ def run(module: str, arguments: list[str]) -> tuple[int, str]:
 
 
 def a_round() -> tuple[int, str]:
-    """A dispatch and its combine on one rank: with weights of 1, every token comes back twice."""
+    """Run a dispatch and its combine on one rank: with weights of 1, every token comes back doubled."""
     try:
         import torch
 
@@ -64,7 +66,7 @@ def a_round() -> tuple[int, str]:
 
 
 def toolkit() -> tuple[int, str]:
-    """Whether kernels could be compiled here."""
+    """Return status 0 if kernels can be compiled here."""
     from moe_rt.errors import CompileError
     from moe_rt.native.libraries import NVSHMEM
     from moe_rt.native.nvrtc import find_toolkit

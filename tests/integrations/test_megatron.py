@@ -130,7 +130,7 @@ def test_without_megatron() -> None:
 
 def test_a_budget_and_a_capacity_factor() -> None:
     config = SimpleNamespace(moe_expert_rank_capacity_factor=1.5)
-    with pytest.raises(InvalidConfig, match=r"capacity_factor: got 2\.0, expected None beside"):
+    with pytest.raises(InvalidConfig, match=r"capacity_factor: got 2\.0, expected None with"):
         MoeRtManager(ThreadGroup.make(1)[0], 6, 2, 6, config, capacity_factor=2.0)
 
 

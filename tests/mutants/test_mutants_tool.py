@@ -1,4 +1,4 @@
-"""Every mutant fits the sources and names tests that exist; tools/mutants.py tells kills, survivors and the rest."""
+"""Every mutant fits the sources and names tests that exist; tools/mutants.py reports kills, survivors and the rest."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 import mutants as tool  # noqa: E402
+from functions import find_once, named_functions  # noqa: E402
 
 MUTANTS = tool.read(ROOT)
 
@@ -29,8 +30,12 @@ def problems_of(mutant: tool.Mutant) -> Iterator[str]:
         yield "its name has something else than words"
     if not mutant.says.endswith("."):
         yield f"no sentence: {mutant.says}"
-    if mutant.find == mutant.replace or source(mutant.file).count(mutant.find) != 1:
-        yield f"what it changes is not there once in {mutant.file}"
+    if mutant.find == mutant.replace:
+        yield "it changes nothing"
+    try:
+        find_once(mutant.file, source(mutant.file), mutant.function, mutant.find)
+    except ValueError as error:
+        yield str(error)
     for test in mutant.tests:
         file, *name = test.split("::")
         if not (ROOT / file).is_file() or (name and "::".join(name).split("[")[0] not in names_of(file)):
@@ -58,7 +63,10 @@ def test_all_fit_the_sources() -> None:
     [
         (dict(name="Two words"), "its name has something else than words"),
         (dict(says="It adds"), "no sentence: It adds"),
-        (dict(find="not there at all"), "what it changes is not there once in tools/mutants.py"),
+        (dict(find="not there at all"), "its text occurs 0 times in tools/mutants.py, expected once"),
+        (dict(find="mutant"), "times in tools/mutants.py, expected once"),
+        (dict(function="gone"), "its text occurs 0 times in gone of tools/mutants.py, expected once"),
+        (dict(replace="def read("), "it changes nothing"),
         (dict(tests=("tests/mutants/test_mutants_tool.py::test_gone",)), "no such test: "),
         (dict(tests=("tests/gone.py",)), "no such test: tests/gone.py"),
         (dict(tests=("tests/docs/test_docs.py::test_block[README.md:77]",)), "has the number of a line, which changes"),
@@ -66,9 +74,9 @@ def test_all_fit_the_sources() -> None:
 )
 def test_one_that_does_not_fit(changes: dict[str, Any], problem: str) -> None:
     fits = tool.as_mutant(
+        "tools",
         "fits",
         dict(
-            area="Tools",
             says="It reads nothing.",
             file="tools/mutants.py",
             find="def read(",
@@ -79,6 +87,25 @@ def test_one_that_does_not_fit(changes: dict[str, Any], problem: str) -> None:
     assert list(problems_of(fits)) == []
     (found,) = problems_of(dataclasses.replace(fits, **changes))
     assert problem in found
+
+
+def test_functions_are_found_by_name() -> None:
+    python = (
+        "class A:\n    @property\n    def f(self):\n        def g():\n            x\n        y\n\ndef f():\n    x\n"
+    )
+    spans = {name: python[first:end] for name, first, end in named_functions("a.py", python)}
+    assert set(spans) == {"A.f", "A.f.g", "f"}
+    assert spans["A.f"].startswith("    @property")
+    assert spans["A.f"].endswith("y\n")
+    cpp = "template <class T>\nvoid A<T>::f(T t) {\n  g(t);\n}\nstruct B {\n  B(int n) : n{n} {\n    f(n);\n  }\n};\n"
+    assert {name for name, _, _ in named_functions("a.h", cpp)} == {"f", "B"}
+
+
+def test_a_text_may_be_elsewhere_in_its_file() -> None:
+    text = "def f():\n    return 1\n\n\ndef g():\n    return 1\n"
+    assert find_once("a.py", text, "g", "return 1") == text.rindex("return 1")
+    with pytest.raises(ValueError, match=r"occurs 2 times in a\.py"):
+        find_once("a.py", text, "", "return 1")
 
 
 def test_each_is_another_change() -> None:
@@ -97,14 +124,14 @@ def test_switches_of_the_engine_fit_together() -> None:
 
 
 def test_a_switch_keeps_both() -> None:
-    fields = dict(area="Engine", says="It adds.", file="a.h", find="a - b", replace="a + b", tests=["tests/test_a.py"])
-    expression = tool.as_mutant("adds", {**fields, "kind": "expression"})
+    fields = dict(says="It adds.", file="a.h", find="a - b", replace="a + b", tests=["tests/test_a.py"])
+    expression = tool.as_mutant("cuda.host", "adds", {**fields, "kind": "expression"})
     assert tool.with_replaced("f(a - b);", [expression]) == 'f((moe_rt_mutant("adds") ? (a + b) : (a - b)));'
-    statement = tool.as_mutant("runs", {**fields, "find": "g();", "replace": "h();", "kind": "statement"})
+    statement = tool.as_mutant("cuda.host", "runs", {**fields, "find": "g();", "replace": "h();", "kind": "statement"})
     assert tool.with_replaced("g();", [statement]) == 'if (moe_rt_mutant("runs")) { h(); } else { g(); }'
     with pytest.raises(SystemExit):
         tool.with_replaced("a - b; a - b;", [expression])
-    overlapping = tool.as_mutant("overlaps", {**fields, "find": "- b", "kind": "expression"})
+    overlapping = tool.as_mutant("cuda.host", "overlaps", {**fields, "find": "- b", "kind": "expression"})
     with pytest.raises(SystemExit):
         tool.with_replaced("f(a - b);", [expression, overlapping])
 
@@ -119,16 +146,16 @@ TEXTS = {
 }
 
 
-def toml(find: str, replace: str, rest: str) -> str:
-    fields = dict(area="Python", says="Something.", file="moe_rt/sums.py", find=find, replace=replace)
-    return "".join(f'{name} = "{value}"\n' for name, value in fields.items()) + rest
+def toml(name: str, find: str, replace: str, rest: str, file: str = "moe_rt/sums.py") -> str:
+    fields = dict(says="Something.", file=file, find=find, replace=replace)
+    return f"[{name}]\n" + "".join(f'{field} = "{value}"\n' for field, value in fields.items()) + rest + "\n"
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A small tree with a module, its test and four mutants."""
     files = {"moe_rt/__init__.py": "", "moe_rt/sums.py": SOURCE, "tests/test_sums.py": TESTS}
-    files |= {f"tests/mutants/{name}.toml": toml(*texts) for name, texts in TEXTS.items()}
+    files["tests/mutants/moe_rt.toml"] = "".join(toml(name, *texts) for name, texts in TEXTS.items())
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -173,9 +200,8 @@ def test_what_does_not_compile_is_no_verdict(tree: Path) -> None:
         'def test_compiles() -> None:\n    compile_object(Path(__file__).with_name("double.cpp"))\n'
     )
     (tree / "tests/double.cpp").write_text("int twice(int x) { return 2 * x; }\n")
-    find, replace, tests = "2 * x", "2 * y", 'tests = ["tests/test_double.py"]'
-    text = toml(find, replace, tests).replace("moe_rt/sums.py", "tests/double.cpp")
-    (tree / "tests/mutants/not-compiled.toml").write_text(text)
+    text = toml("not-compiled", "2 * x", "2 * y", 'tests = ["tests/test_double.py"]', "tests/double.cpp")
+    (tree / "tests/mutants/tests.toml").write_text(text)
     commit(tree)
     status, said = run(tree, "--only", "not-compiled")
     assert status == 2, said
@@ -201,7 +227,8 @@ def test_those_of_changed_files_and_a_share(tree: Path) -> None:
     assert sum(map(len, parts)) == len(MUTANTS)
     status, said = run(tree, "--changed", "HEAD")
     assert (status, "all " in said) == (0, False), "nothing has changed"
-    (tree / "tests/mutants/killed.toml").write_text(toml(*TEXTS["killed"]).replace("3 * x", "4 * x"))
+    mutants = tree / "tests/mutants/moe_rt.toml"
+    mutants.write_text(mutants.read_text().replace("3 * x", "4 * x"))  # one of four in that file
     status, said = run(tree, "--changed", "HEAD")
     assert status == 0
     assert re.search(r"^all +1 +1 +0", said, re.MULTILINE)

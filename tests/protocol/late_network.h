@@ -1,8 +1,8 @@
-// A network between ranks that are threads which does everything as late, and in as odd an order, as it may.
+// A network between ranks that are threads. It completes requests as late, and in as unusual an order, as allowed.
 //
-// What is asked of a peer is done only once a flush asks for it, in random order, a piece at a time whenever its rank
-// drives; a word of eight bytes arrives whole, anything longer byte after byte. A posted header comes in several pieces,
-// and its signal is the last one.
+// A request is executed only once a flush asks for it, in random order, a piece at a time whenever its rank drives. A
+// word of eight bytes arrives whole, longer data byte by byte. A posted header arrives in several pieces, and its
+// signal last.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace moe_rt {
 
 class LateNetwork final : public Network {
  public:
-  // `segments`[r] is rank r's, as the network finds it.
+  // `segments`[r] is rank r's segment, as the network addresses it.
   LateNetwork(const std::vector<uint64_t>& segments, unsigned seed) : peers_(segments.size()), random_(seed) {
     for (size_t r = 0; r < segments.size(); ++r) peers_[r].segment = reinterpret_cast<char*>(segments[r]);
   }
@@ -57,10 +57,10 @@ class LateNetwork final : public Network {
     const std::lock_guard lock(mutex_);
     for (Peer& p : peers_) {
       for (unsigned n = random_() % 8; n > 0 && !p.due.empty(); --n) {
-        const auto any = p.due.begin() + random_() % p.due.size();  // one flush does not wait for another
+        const auto any = p.due.begin() + random_() % p.due.size();  // flushes do not wait for each other
         const auto work = std::move(*any);
         p.due.erase(any);
-        work();  // which may leave more to do
+        work();  // may queue more work
       }
     }
   }
@@ -72,9 +72,10 @@ class LateNetwork final : public Network {
  private:
   struct Peer {
     char* segment;
-    std::vector<std::function<void()>> asked, due;  // since the last flush; before it
+    std::vector<std::function<void()>> asked, due;  // asked: since the last flush; due: before it
   };
-  // The bytes of the header from here on, one at a time or, so that signals overtake what was put, all; then the signal.
+  // Write the header's bytes from here on, one at a time or, so that signals overtake puts, all together; then the
+  // signal.
   void post_from(int peer, Mailbox* to, const Header& header, size_t byte) {
     if (byte == sizeof(Header)) return store_release(to->signal, header.seq);
     const size_t end = random_() % 2 ? byte + 1 : sizeof(Header);

@@ -1,4 +1,4 @@
-// Prints a segment's layout for every shape on standard input: offsets, size, and where the last row of each kind lies.
+// Prints a segment's layout for every shape on standard input: offsets, size, and the last row of each kind.
 #include "../../cuda/protocol/core/layout.h"
 
 #include <cinttypes>

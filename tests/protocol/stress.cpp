@@ -2,7 +2,8 @@
 // lanes, or, with MOE_RT_EMULATED_GPU, a GPU of blocks and lanes.
 //
 // Built with ThreadSanitizer by test_races.py: ranks share one mapping, so a missing order shows as a data race. Every
-// output is checked, so a window reused too early shows even where the detector is blind. Exits with 0 if all is right.
+// output is checked, so that a window reused too early shows even if the detector misses it. Exits with 0 if all is
+// right.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -20,8 +21,8 @@ using namespace moe_rt;
 namespace {
 
 constexpr int kHidden = 24, kTopk = 3, kExperts = 8;
-int most_tokens = 9;        // of a rank; set before there is any
-constexpr int kScales = 4;  // of a row that has some: its bytes are the codes then
+int most_tokens = 9;        // per rank; set before any rank exists
+constexpr int kScales = 4;  // scales per row, if any; its bytes are then codes
 
 #if defined(MOE_RT_EMULATED_GPU)
 using Rank = emulation::Engine<kHidden, kTopk>;
@@ -42,7 +43,7 @@ struct Tensors {
   bool by_token;
   const int32_t* ids;  // in recv_plan
 
-  // Of combine and its backward, which take no weights where rows are of tokens.
+  // Factors of combine and its backward, which take no weights if rows belong to tokens.
   float* factors() { return by_token ? nullptr : recv_weights.data(); }
   int64_t num_factors() const { return by_token ? kAnyCapacity : capacity; }
   ScaledArgs scaled() {
@@ -106,7 +107,7 @@ struct Microbatch {
     for (int i = 0; i < t.offs.back() && !t.by_token; ++i) t.recv_weights[i] = 1.0f;
     if (t.by_token) add_experts(t.recv_x);
   }
-  // What the experts of each row make of it, added up: where rows are of tokens, that is theirs to do.
+  // Sum the outputs of each row's experts: if rows belong to tokens, experts do this themselves.
   void add_experts(std::vector<float>& rows) const {
     for (int i = 0; i < t.offs.back(); ++i) {
       const int32_t* const ids = t.ids + int64_t{i} * kTopk;
@@ -114,7 +115,7 @@ struct Microbatch {
       for (int c = 0; c < kHidden; ++c) rows[i * kHidden + c] *= here;
     }
   }
-  // The gradients of the weights that the experts applied, and of what they were given.
+  // Compute the gradients of the weights that the experts applied, and of their inputs.
   void differentiate_experts() {
     for (int i = 0; i < t.offs.back(); ++i) {
       float square = 0;
@@ -188,7 +189,7 @@ void run_rank(Rank& engine, const Shape& shape, int rank, int rounds, Tensors te
   }
 }
 
-// What the environment variable says, for the detector to see.
+// Weaken the order that the environment variable names, for the detector to report.
 void weaken(std::string_view what) {
   if (what == "release") kRelease = kRelaxed;
   if (what == "last_block") kLastBlock = kRelaxed;
@@ -205,9 +206,9 @@ int main(int argc, char** argv) {
   const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
   const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
   const bool with_scales = argc > 6 && std::string_view(argv[6]) == "scales";
-  const int num_nodes = argc > 7 ? std::atoi(argv[7]) : 1;  // rank r is on node r % num_nodes, and maps no other
+  const int num_nodes = argc > 7 ? std::atoi(argv[7]) : 1;  // rank r is on node r % num_nodes, and maps no other node
   if (argc > 8) most_tokens = std::atoi(argv[8]);
-  std::vector<int32_t> node_of;  // where rows go in two levels
+  std::vector<int32_t> node_of;  // two levels only
   for (int r = 0; r < num_ranks && argc > 9 && std::string_view(argv[9]) == "two_level"; ++r) {
     node_of.push_back(r % num_nodes);
   }
@@ -215,7 +216,7 @@ int main(int argc, char** argv) {
               kTopk,     4,        4,           by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
   shape = NodeTables::sized(shape, node_of);
 #if defined(MOE_RT_EMULATED_GPU)
-  // Two ranks read lists where they are made; four have them pushed, and three the rows as well.
+  // Two ranks read lists from their peers; with four the lists are pushed, and with three also the rows.
   if (num_ranks > 2) shape.num_pushed_tokens = most_tokens;
   if (num_ranks == 3) shape.num_pushed_rows = most_tokens;
 #endif
@@ -241,7 +242,7 @@ int main(int argc, char** argv) {
   std::vector<std::unique_ptr<Rank>> engines;
   for (int r = 0; r < num_ranks; ++r) {
     std::vector<uint64_t> mapped = segments;
-#if !defined(MOE_RT_EMULATED_GPU)  // which knows by itself what a rank maps
+#if !defined(MOE_RT_EMULATED_GPU)  // its launches know what a rank maps
     for (int peer = 0; peer < num_ranks; ++peer) mapped[peer] = (peer - r) % num_nodes == 0 ? mapped[peer] : 0;
 #endif
     engines.push_back(std::make_unique<Rank>(EngineConfig{.shape = shape,

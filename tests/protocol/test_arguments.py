@@ -1,4 +1,4 @@
-"""Ops and launches are given structs by the names of their fields: each lies where C++ has it, none is forgotten."""
+"""Ops and launches receive structs by field name: each field is at its C++ offset, and none is missing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STRUCTS = {
     "SwigluBackwardArgs": "protocol/core/args.h",
     "Control": "device/exchange.h",
 }
-SIZES = {"Op": 4, "uint32_t": 4}  # others take eight bytes
+SIZES = {"Op": 4, "uint32_t": 4}  # other types have eight bytes
 
 
 def fields_of(name: str) -> dict[str, int]:
-    """Field -> size, in the order of the header."""
+    """Return field -> size, in the order of the header."""
     body = re.search(rf"struct {name} {{(.*?)\n}};", (ROOT / "cuda" / STRUCTS[name]).read_text(), re.S)
     assert body is not None
     fields = {}
@@ -52,7 +52,7 @@ def test_each_name_fills_its_own_field(name: str) -> None:
 
 
 def test_scales_are_set_later() -> None:
-    """They lie behind all else, and are zero until then."""
+    """Scales follow all other fields, and are zero until set."""
     names = fields_of("ScaledArgs")
     args = _engine.DispatchArgs(**dict.fromkeys(fields_of("DispatchArgs"), 1))
     here = (ctypes.c_uint64 * len(names)).from_address(args.address + 8 * len(fields_of("DispatchArgs")))

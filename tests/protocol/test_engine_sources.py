@@ -1,4 +1,4 @@
-"""The engine's sources are listed once, in CMakeLists.txt, and whatever is linked of them takes that list."""
+"""The engine's sources are listed once, in CMakeLists.txt, and every program that links them uses that list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_source_is_listed_once() -> None:
 
 
 def test_only_bindings_know_python() -> None:
-    """Programs have no Python, so nothing that they are linked of may include its headers."""
+    """Only the bindings include Python's headers, as test programs link without Python."""
     assert {*ENGINE, *ROWS} >= {"cuda/host/engine.cpp", "cuda/host/rows_portable.cpp"}
     assert [source for source in (*ENGINE, *ROWS) if "nanobind" in (ROOT / source).read_text()] == []
 
@@ -42,14 +42,15 @@ def test_coverage_links_all(program: str, sources: tuple[str, ...]) -> None:
     assert set(sources) <= set(protocol_coverage.PROGRAMS[program][0])
 
 
-# What Debian and Ubuntu have had since clang 13.
+# clang packages of Debian and Ubuntu since clang 13.
 CLANGS = [name for name in ("clang++", *(f"clang++-{version}" for version in range(13, 23))) if shutil.which(name)]
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 @pytest.mark.parametrize("compiler", CLANGS)
 def test_every_clang_here_takes_the_engine(compiler: str) -> None:
-    """With the flags and definitions of CMakeLists.txt. What only Python needs is left to who builds the package."""
+    """Every clang here compiles the engine with the flags of CMakeLists.txt; Python's bindings are left to package
+    builds."""
     text = (ROOT / "CMakeLists.txt").read_text()
     always = re.findall(r"target_compile_options\(_engine PRIVATE (.*)\)", text)[0].split()
     for source in (*ENGINE, *ROWS, *(f"cuda/host/rows_{isa}.cpp" for isa in ("avx2", "avx512") if X86)):
@@ -63,7 +64,7 @@ def test_every_clang_here_takes_the_engine(compiler: str) -> None:
 
 
 def test_row_primitives_are_those_that_the_processor_has() -> None:
-    """The system and the engine ask it in different ways."""
+    """The system and the engine, which query the processor differently, agree on its row primitives."""
     flags = re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     if not X86 or flags is None:
         pytest.skip("row primitives of other processors are portable ones")

@@ -1,4 +1,4 @@
-"""Ranks that do not map each other, over a network that does everything as late as it may: every output is checked."""
+"""Unmapped ranks, over a network that does everything as late as allowed: every output is checked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROUNDS, FEW_ROUNDS = "20", "4"
 @pytest.mark.parametrize("scales", ["", pytest.param("scales", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(("route", "tokens"), [("flat", "9"), ("two_level", "9"), ("two_level", "150")])
 def test_every_output(ranks: str, nodes: str, lanes: str, rows: str, scales: str, route: str, tokens: str) -> None:
-    """Chains of up to three dispatches in a row, across 32 bits of sequence numbers. Lists of many tokens are fetched
-    in two steps."""
+    """Every output is right in chains of up to three dispatches in a row, past 32 bits of sequence numbers. Lists of
+    many tokens are fetched in two steps."""
     program = compile_program("stress.cpp")
     rounds = ROUNDS if tokens == "9" else FEW_ROUNDS
     arguments = [ranks, lanes, rounds, str(2**32 - 3), rows, scales, nodes, tokens, route]

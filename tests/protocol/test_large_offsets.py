@@ -1,4 +1,4 @@
-"""Offsets beyond 32 bits: the layout against Python's integers, sizes that are refused, windows past 4 GiB."""
+"""Offsets beyond 32 bits: the layout against Python's integers, refused sizes, windows past 4 GiB."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def up(value: int, to: int) -> int:
 
 
 def layout(ranks: int, experts: int, tokens: int, hidden: int, topk: int, elem: int, acc: int) -> list[int]:
-    """What layout.cpp prints, in integers that cannot overflow."""
+    """Return the output of layout.cpp, in integers that cannot overflow."""
     row, slots, cursor, offsets = up(hidden * elem, 64), min(topk, ranks), 0, []
 
     def take(num_bytes: int, align: int) -> None:
@@ -60,7 +60,7 @@ sizes = st.tuples(
 
 
 def test_layout_equals_integers_without_bounds() -> None:
-    """For every shape that making a buffer accepts, and the largest of them."""
+    """The layout equals one in unbounded integers for random shapes that a buffer accepts, and for the largest."""
     program = compile_program(Path(__file__).with_name("layout.cpp"), "-fsanitize=undefined")
     shapes = []
 
@@ -68,7 +68,7 @@ def test_layout_equals_integers_without_bounds() -> None:
     @given(sizes)
     def collect(drawn: tuple[int, int, int, int, int, tuple[int, int]]) -> None:
         ranks, experts, tokens, hidden, topk, (elem, acc) = drawn
-        # As BufferSpec.make refuses; tokens and hidden shrink until neither bound is crossed.
+        # The limits of BufferSpec.make: tokens and hidden shrink until neither bound is exceeded.
         tokens = min(tokens, (2**31 - 1) // (ranks * topk))
         hidden = max(1, min(hidden, (2**47 - 1) // (tokens * elem * (2 + 2 * topk)) - 64))
         shapes.append((ranks, experts, tokens, hidden, topk, elem, acc))
@@ -95,7 +95,7 @@ def test_layout_equals_integers_without_bounds() -> None:
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(SizeOverflow):
         make_spec(2, **changes)
-    with pytest.raises(InvalidConfig):  # of the same family
+    with pytest.raises(InvalidConfig):  # also a MoeRtError
         make_spec(2, **changes)
 
 
@@ -111,7 +111,7 @@ def resident_bytes() -> int:
 
 
 def exchange(engines: list[CpuEngine], num_tokens: int) -> list[torch.Tensor]:
-    """Two dispatches and combines on every rank, so that both halves of the windows are used."""
+    """Run two dispatches and combines on every rank, so that both halves of the windows are used."""
     outs: list[Any] = [None] * len(engines)
 
     def work(rank: int) -> None:
@@ -133,7 +133,7 @@ def exchange(engines: list[CpuEngine], num_tokens: int) -> list[torch.Tensor]:
 
 
 def test_windows_past_four_gigabytes() -> None:
-    """A segment of more than 16 GiB per rank, of which a few rows are touched."""
+    """A segment of more than 16 GiB per rank works, and only the touched rows are resident."""
     spec: BufferSpec = make_spec(
         2, num_max_tokens_per_rank=2**16, hidden=2**14, num_topk=1, num_experts=2, capacity_factor=0.001
     )

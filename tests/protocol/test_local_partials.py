@@ -1,4 +1,4 @@
-"""A CPU rank's partials of its own tokens are never written to its window; those from other ranks are."""
+"""A CPU rank writes partials to its window only for other ranks' tokens, never for its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ TOKENS, HIDDEN = 6, 48
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_only_partials_of_others_reach_the_window(num_ranks: int, num_threads: int) -> None:
-    """Every token visits an expert of each rank with weight 2: its partial is twice its row, and no other bytes are."""
+    """Only partials of other ranks reach a window. Every token visits an expert of each rank with weight 2, so a
+    partial is twice its row, and no other bytes equal it."""
     spec = make_spec(
         num_ranks, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=num_ranks, num_experts=num_ranks
     )

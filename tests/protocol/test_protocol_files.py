@@ -1,4 +1,4 @@
-"""What C++ and Python state about the protocol is the same, and what the docs promise about memory is true."""
+"""C++ and Python agree on the protocol, and the documented memory sizes are right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def enumerators(header: str, name: str) -> dict[str, int]:
-    """{SCREAMING_NAME: value} of `enum class name` in a header."""
+    """Return {SCREAMING_NAME: value} of `enum class name` in a header."""
     text = (ROOT / header).read_text()
     body = re.search(rf"enum class {name} : int32_t {{(.*?)}};", text, re.S)
     assert body is not None
@@ -57,7 +57,7 @@ def test_elements_agree() -> None:
 
 
 def documented_bytes(num_ranks: int, tokens: int, hidden: int, topk: int, experts: int, itemsize: int) -> int:
-    """The formula of docs/protocol.md, without the rounding of each region."""
+    """Evaluate the formula of docs/protocol.md, without the rounding of each region."""
     row, slots = -(-hidden * itemsize // 64) * 64, min(topk, num_ranks)
     acc = 8 if itemsize == 8 else 4
     control = 128 * (70 + 2 * num_ranks) + 16 * num_ranks
@@ -79,14 +79,15 @@ def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 100, 4096])
 def test_room_for_two_levels_is_the_formula(nodes: tuple[int, ...], tokens: int) -> None:
-    """That of docs/two_level.md: N nodes, G ranks on the largest, and F far ranks that the busiest forwarder serves."""
+    """The space for two levels is the formula of docs/two_level.md: N nodes, G ranks on the largest, F remote ranks of
+    the busiest proxy."""
     num_ranks, num_nodes, hidden, topk, experts, acc = len(nodes), max(nodes) + 1, 500, 4, 64, 4
     per_node = [nodes.count(node) for node in range(num_nodes)]
     served = max(sum(-(-g // h) for n, g in enumerate(per_node) if n != m) for m, h in enumerate(per_node))
     sizes = {"num_max_tokens_per_rank": tokens, "hidden": hidden, "num_topk": topk, "num_experts": experts}
     spec = replace(make_spec(num_ranks, **sizes), route="two_level", topology=Topology(nodes))
     flat = documented_bytes(num_ranks, tokens, hidden, topk, experts, 4)
-    row, of_node = 2048, min(topk, max(per_node))  # of 2000 bytes
+    row, of_node = 2048, min(topk, max(per_node))  # 2000 bytes, padded
     lists = 4 * experts + 8 * (num_ranks + 1) + 16 * tokens * min(topk, num_ranks) + (16 + acc) * tokens * topk
     more_slots = of_node + num_nodes - 1 - min(topk, num_ranks)
     windows = tokens * more_slots * row + (num_nodes - 1) * acc * tokens * topk
@@ -102,7 +103,7 @@ def test_room_for_what_is_pushed_is_the_formula(num_ranks: int, tokens: int) -> 
     spec = make_spec(num_ranks, num_max_tokens_per_rank=tokens, hidden=500, num_topk=8, num_experts=64)
     pushed, slots = min(tokens, 128), min(8, num_ranks)
     lists = 4 * 64 + 8 * (num_ranks + 1) + 16 * pushed * slots + (16 + 4) * pushed * 8
-    rows = min(tokens, 64, 2**24 // (num_ranks * 2048)) * 2048  # of 2000 bytes
+    rows = min(tokens, 64, 2**24 // (num_ranks * 2048)) * 2048  # 2000 bytes, padded
     expected = documented_bytes(num_ranks, tokens, 500, 8, 64, 4) + 2 * num_ranks * (lists + rows)
     rounding = 2 * (7 * 128 + 3 * 4096) + 4096 + 256 + 2 * num_ranks * 6 * 128
     assert expected <= spec.shape(pushes=True).segment_bytes() <= expected + rounding
@@ -110,7 +111,7 @@ def test_room_for_what_is_pushed_is_the_formula(num_ranks: int, tokens: int) -> 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
 def test_the_document_says_how_large_a_segment_is(num_ranks: int) -> None:
-    """That of DeepSeek-V3, and slots for each token of each expert."""
+    """The documented segment sizes of DeepSeek-V3 are right, with and without a slot per token and expert."""
     text = (ROOT / "docs/protocol.md").read_text()
     sizes, slots = [], []
     for tokens in (128, 1024):
@@ -141,7 +142,7 @@ def test_windows_do_not_grow_with_ranks_beyond_topk() -> None:
 @pytest.mark.parametrize("hidden", [1, 15, 16, 33, 64, 200])
 @pytest.mark.parametrize("stream", [False, True])
 def test_row_sums_have_the_same_bits_everywhere(isa: str, dtype: torch.dtype, hidden: int, stream: bool) -> None:
-    """Of any number of rows, the compiler having been told of some."""
+    """Row sums have the same bits with every instruction set, also for row counts that the compiler does not know."""
     g = torch.Generator().manual_seed(hidden)
     acc = torch.float64 if dtype is torch.float64 else torch.float32
     srcs = [torch.randn(hidden, generator=g).to(dtype) for _ in range(6)]
@@ -160,7 +161,7 @@ def test_row_sums_have_the_same_bits_everywhere(isa: str, dtype: torch.dtype, hi
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
 def test_rows_with_a_nan_for_a_weight_are_nan(isa: str, dtype: torch.dtype) -> None:
-    """One with all bits set, which rounding to bf16 would carry into a zero."""
+    """A NaN weight with all bits set gives NaN, though rounding to bf16 could carry it into a zero."""
     (weight,) = struct.unpack("<d", b"\xff" * 7 + b"\x7f")
     row = torch.randn(200).to(dtype)
     out = torch.zeros_like(row)

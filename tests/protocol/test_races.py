@@ -1,4 +1,4 @@
-"""The protocol under sanitizers: ranks are threads with teams of lanes, free-running, every output checked."""
+"""The protocol under sanitizers: free-running ranks that are threads with teams of lanes, every output checked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from engine_programs import compile_program
 
 RANKS, LANES = "3", "3"
-# A round is one to three dispatches, as many combines, and backwards. Few are enough to see the order weakened.
+# A round is one to three dispatches, as many combines, and backwards. Few rounds suffice to detect a weakened order.
 ROUNDS, MANY_ROUNDS, FEW_ROUNDS = "45", "600", "4"
 RACE = "WARNING: ThreadSanitizer: data race"
-MOST_TOKENS, FEW_TOKENS = "9", "2"  # of a rank, at most: ops of the GPU are whole then
-NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers that few rounds take past 32 and 64 bits
+MOST_TOKENS, FEW_TOKENS = "9", "2"  # tokens per rank; with few, a GPU op is one launch
+NEAR_A_WRAP = [str(2**32 - 3), str(2**64 - 3)]  # first sequence numbers, from which few rounds pass 32 and 64 bits
 
-GPU = "-DMOE_RT_EMULATED_GPU"  # lanes are of a block then, and every launch has several blocks
-NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # and no peer is mapped
+GPU = "-DMOE_RT_EMULATED_GPU"  # lanes then belong to a block, and every launch has several blocks
+NETWORK = [GPU, "-DMOE_RT_EMULATED_NETWORK"]  # no peer is mapped
 
 
 def run(program: Path, *args: str, weakened: str = "") -> subprocess.CompletedProcess[str]:
@@ -43,14 +43,14 @@ def compile_stress(sanitizer: str, machine: list[str]) -> Path:
 )
 def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
     program = compile_stress(sanitizer, machine)
-    if sanitizer != "thread":  # a race needs many rounds to show, an access astray few
+    if sanitizer != "thread":  # a race needs many rounds to show, a stray access few
         rounds = str(int(rounds) // 4)
     for ranks, lanes in ((RANKS, LANES), ("2", "1"), ("4", "2")):
         result = run(program, ranks, lanes, rounds)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "WARNING" not in result.stderr
         assert f"{ranks} ranks of {lanes} lanes, {rounds} rounds: every output as expected" in result.stdout
-    if machine != [GPU]:  # nodes, with a network between them that does everything as late as it may
+    if machine != [GPU]:  # nodes, with a network between them that is as late as allowed
         for ranks, lanes, nodes, route in (
             ("4", "2", "2", "two_level" if machine else "flat"),
             ("5", "2", "2", "two_level"),
@@ -70,7 +70,7 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
 
 
 def test_sequence_numbers_compared_plainly_fail() -> None:
-    """The chain across 2**64 is not blind to signals compared with >=, which hold until there."""
+    """The chain across 2**64 detects signals compared with >=, which works up to there."""
     program = compile_stress("thread", [])
     outcomes = [run(program, RANKS, LANES, FEW_ROUNDS, first, weakened="wrap") for first in NEAR_A_WRAP]
     assert [outcome.returncode == 0 for outcome in outcomes] == [True, False]
@@ -87,9 +87,9 @@ def test_sequence_numbers_compared_plainly_fail() -> None:
     ],
 )
 def test_weakened_order_is_reported(machine: list[str], weakened: str) -> None:
-    """The detector sees relaxed signals, blocks that do not hand their writes over, and windows reused at once."""
+    """The detector reports relaxed signals, blocks that do not publish their writes, and windows reused immediately."""
     program = compile_stress("thread", machine)
-    for _ in range(5):  # an op may stumble over what it reads, and end the run, before the detector speaks up
+    for _ in range(5):  # an op may fail on what it reads, and end the run, before the detector reports
         result = run(program, RANKS, LANES, FEW_ROUNDS, weakened=weakened)
         assert result.returncode != 0
         if RACE in result.stderr:

@@ -1,4 +1,4 @@
-"""The checked-in types of the compiled engine are those that nanobind reads from it; `make stubs` renews them."""
+"""The checked-in types of the compiled engine equal nanobind's output for it; `make stubs` renews them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops of alternating kinds use one window of each again and again; where a kind follows itself, two take turns."""
+"""Ops of alternating kinds reuse one window each; if a kind follows itself, its two windows take turns."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moe_rt.comm.handle import Handle
 from moe_rt.config.spec import PUSHED_ROWS
 
 MakeRanks = Callable[[str, int], Ranks]
-TOKENS, HIDDEN = 3, 48  # rows of whole cache lines, which lie without gaps
-BOUND = PUSHED_ROWS + 1  # from which on GPUs, too, write rows into their own windows
-# Dispatches and combines, with the window that each is to use.
+TOKENS, HIDDEN = 3, 48  # rows of whole cache lines, without gaps between them
+BOUND = PUSHED_ROWS + 1  # from here on GPUs also write rows into their own windows
+# Dispatches and combines, with the window that each must use.
 CHAIN = "D0 C0 D0 C0 D0 D1 C0 C1 D1 D0 D1 C1 C0 C1 D1 C1"
 
 
 def place(buffer: Buffer, rows: Tensor) -> int:
-    """Where in this rank's segment these bytes are, and nowhere else."""
+    """Return the offset of these bytes in this rank's segment, where they occur once."""
     address = buffer._engine._segments.addresses[buffer.rank]
     segment, wanted = ctypes.string_at(address, buffer.num_bytes), rows.detach().numpy().tobytes()
     assert segment.count(wanted) == 1
@@ -35,7 +35,7 @@ def rows_of(op: int) -> Tensor:
 
 
 def run_chain(group: ThreadGroup) -> None:
-    """Every token visits the other rank's expert with weight 2, so that its partial is twice its row."""
+    """Run the chain. Every token visits the other rank's expert with weight 2, so that its partial is twice its row."""
     spec = make_spec(2, num_max_tokens_per_rank=BOUND, hidden=HIDDEN, num_topk=1, num_experts=2)
     idx, weights = torch.full((TOKENS, 1), 1 - group.rank), torch.full((TOKENS, 1), 2.0)
     waiting: list[tuple[Tensor, tuple[Tensor, Tensor, Handle]]] = []
@@ -55,7 +55,7 @@ def run_chain(group: ThreadGroup) -> None:
 
 
 def run_step(group: ThreadGroup) -> None:
-    """A training step, twice: both gradients' ops alternate, too."""
+    """Run a training step twice; the gradients' ops also alternate."""
     spec = make_spec(2, num_max_tokens_per_rank=BOUND, hidden=HIDDEN, num_topk=1, num_experts=2)
     idx, weights = torch.full((TOKENS, 1), 1 - group.rank), torch.full((TOKENS, 1), 2.0)
     tokens, partials = set(), set()

@@ -1,14 +1,17 @@
-// Waits of a rank in a clock that moves by what they do: look, yield and nap. So it is by counting that a test learns
-// how long a wait lasts and for how much of it the core is left to others, and no machine is too slow for it.
+// Waits of a rank on a clock that advances by their polls, yields and naps. Counting these determines a wait's duration
+// and the share of it that leaves the core to others, on machines of any speed.
 //
-// Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...: the first peers of rank 0 announce so late, the others
-// never. Where LATE_S begins with "blamed:", the last rank says then that it has waited too long for rank 0; with "woken:"
-// rank 0 is frozen from then on, and finds that word when it runs again. With "nodes" a CPU rank has half of the ranks on
-// its node, and those of the other pass their signals on; with "left" too, and the network loses them, since the last rank
-// has failed: its word comes just before they are lost.
-//        waiting lost|interrupted TIMEOUT_S NUM_RANKS: rank 0 has all others on other nodes and awaits rows of theirs, when
-// the network loses the last of them, or a signal comes.
-// Prints the code that ends the op, the peer that it is for, how long the op took, and how much of that were naps.
+// Usage: waiting cpu|gpu|nodes|left TIMEOUT_S NUM_RANKS LATE_S...
+//        waiting lost|interrupted TIMEOUT_S NUM_RANKS
+//
+// First form: rank 0's first peers announce after LATE_S each, the others never. If LATE_S begins with "blamed:", the
+// last rank announces then that it has timed out on rank 0; with "woken:" rank 0 is frozen from then on, and finds that
+// poison word when it resumes. With "nodes" a CPU rank has half of the ranks on its node, and ranks of the other node
+// forward their signals. "left" does the same, but the network loses these ranks, since the last rank has failed; its
+// poison word arrives just before. Second form: all other ranks are on other nodes and rank 0 awaits their rows, when
+// the network loses the last of them, or a signal arrives.
+//
+// Prints the code that ends the op, the peer it names, the op's duration, and the time in naps.
 #include <sched.h>
 #include <time.h>
 
@@ -32,7 +35,7 @@ constexpr int64_t kSecond = 1'000'000'000, kLookNs = 50, kYieldNs = 500, kGpuNap
 struct Arrival {
   int64_t when;
   uint64_t *where, word;
-  int64_t frozen_ns = 0;  // before it
+  int64_t frozen_ns = 0;  // time frozen before a poll
 };
 
 std::vector<Arrival> arrivals;
@@ -49,7 +52,7 @@ void advance(int64_t ns) {
 
 }  // namespace
 
-// In place of the C library's, for the standard library too.
+// Replace the C library's functions, also for the standard library.
 extern "C" int clock_gettime(clockid_t, timespec* when) noexcept {
   advance(kLookNs);
   *when = {now_ns / kSecond, now_ns % kSecond};
@@ -81,7 +84,7 @@ struct Gpu {
     return now_ns;
   }
   void nap() const { advance(kGpuNapNs), napped_ns += kGpuNapNs; }
-  void await_launch_before() const {}  // there is none
+  void await_launch_before() const {}  // no launch precedes it
 };
 
 class LosingNetwork final : public MappedNetwork {
@@ -98,7 +101,7 @@ class LosingNetwork final : public MappedNetwork {
   int last_;
 };
 
-// Rows of the last rank never come.
+// A network on which rows of the last rank never arrive.
 class SilentNetwork final : public MappedNetwork {
  public:
   SilentNetwork(const std::vector<uint64_t>& segments, const Shape& shape, bool loses)
@@ -150,7 +153,7 @@ int main(int argc, char** argv) {
   for (int r = 0; r < num_ranks && on_nodes; ++r) node_of.push_back(r < num_ranks / 2 ? 0 : 1);
   const Shape shape = NodeTables::sized({num_ranks, num_ranks, 1, 1, 1, 4, 4}, node_of);
   const Layout layout = Layout::make(shape);
-  // One segment for all: what rank 0 sends to its peers lies in mailboxes that it does not read.
+  // All ranks share one segment: rank 0's headers for its peers go to mailboxes that it does not read.
   const std::unique_ptr<char[]> memory(new char[layout.bytes + kPage]());
   char* const segment = memory.get() + kPage - reinterpret_cast<uintptr_t>(memory.get()) % kPage;
   const std::vector<char*> base(num_ranks, segment);

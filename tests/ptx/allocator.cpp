@@ -1,4 +1,4 @@
-// Tensors of torch's CPU in the device's memory, where every access of a kernel is checked.
+// Allocates torch's CPU tensors in the device's memory, so that every access of a kernel is checked.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 

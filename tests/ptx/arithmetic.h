@@ -1,4 +1,4 @@
-// PTX's arithmetic where C++ has another, or none: wrap-around, clamped shifts, bytes, roundings.
+// PTX arithmetic that C++ lacks or defines differently: wrap-around, clamped shifts, bytes, roundings.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace ptx {
 
-// Types of 16 bits, which are only widened and rounded to; every NaN becomes the same.
+// 16-bit floating-point types, used only for widening and rounding. Every NaN becomes the same.
 struct Half {
   uint16_t word;
   explicit Half(uint16_t bits) : word(bits) {}
@@ -32,19 +32,20 @@ struct BFloat {
   explicit operator float() const { return std::bit_cast<float>(uint32_t{word} << 16); }
 };
 
-// The nearest of 8 bits with 4 of exponent, of two the even one; no infinity, but the largest number, and one NaN.
+// Round to the nearest 8-bit code with 4 exponent bits (E4M3), ties to even. Infinity becomes the largest number; only
+// one NaN exists.
 inline uint32_t e4m3(float x) {
   if (std::isnan(x)) return 0x7f;
   const uint32_t sign = std::signbit(x) ? 0x80 : 0;
   const double magnitude = std::fabs(double(x));
   if (magnitude >= 448) return sign | 0x7e;
   const int exponent = magnitude == 0 ? -6 : std::max(std::ilogb(magnitude), -6);
-  // In units of the last place: 8 to 16 of them, or fewer than 8 below 2^-6. Sixteen are eight of the next exponent.
+  // Units of the last place: 8 to 16, or fewer than 8 below 2^-6. Sixteen units are eight of the next exponent.
   const int units = int(std::nearbyint(std::ldexp(magnitude, 3 - exponent)));
   return sign | uint32_t(8 * (exponent + 6) + units);
 }
 
-// A register's bits as a value of another type of that width, or of an integer type that cuts it short.
+// Return a register's bits as a value of another type of that width, or truncated to a narrower integer type.
 template <class T, class Bits>
 T as(Bits bits) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -57,7 +58,7 @@ T as(Bits bits) {
   }
 }
 
-// What is written to a register: integers extend to its width by their sign.
+// Return the bits that are written to a register. Integers are sign-extended to its width.
 template <class T>
 auto bits(T value) {
   if constexpr (std::is_same_v<T, float>) {
@@ -94,7 +95,7 @@ template <class T>
 T multiply(T a, T b) {
   return T(uint64_t(a) * uint64_t(b));
 }
-// The result of a division by zero is anything: it shows best as the largest number.
+// Division by zero is undefined in PTX. The largest number makes it visible.
 template <class T>
 T divide(T a, T b) {
   if (b == 0) return std::numeric_limits<T>::max();
@@ -116,7 +117,7 @@ T larger(T a, T b) {
   return a < b ? b : a;
 }
 
-// Shifts by more than the width give zeros, or signs.
+// Shifts by the width or more give zeros or sign bits.
 template <class T>
 T shift_left(T a, uint32_t by) {
   return by >= 8 * sizeof(T) ? T(0) : T(uint64_t(a) << by);
@@ -128,7 +129,7 @@ T shift_right(T a, uint32_t by) {
   return T(a >> by);
 }
 
-// Four bytes chosen of the eight of b and a; the highest bit of a selector asks for the sign of that byte.
+// Choose four of the eight bytes of b and a. A selector's highest bit replicates that byte's sign.
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selectors) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t out = 0;
@@ -141,7 +142,7 @@ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selectors) {
   return out;
 }
 
-// The low `length` bits of a over those of b from `at` on.
+// Replace `length` bits of b, starting at bit `at`, with the low bits of a.
 template <class T>
 T insert(T a, T b, T at, T length) {
   const uint32_t width = 8 * sizeof(T), from = uint32_t(at) & 255, many = uint32_t(length) & 255;
@@ -159,7 +160,7 @@ bool unordered(T a, T b, bool result) {
   return std::isnan(a) || std::isnan(b) || result;
 }
 
-// To an integer, towards zero; NaN is zero, and what does not fit is the nearest that does.
+// Convert to an integer, rounding towards zero. NaN becomes zero; values out of range saturate.
 template <class To, class From>
 To truncate(From x) {
   if (std::isnan(x)) return 0;
@@ -184,7 +185,7 @@ inline float fma_down(float a, float b, float c) {
   return out;
 }
 
-// A GPU approximates; this is the nearest. Subnormal numbers are zeros on both sides.
+// A GPU approximates ex2; this is the nearest float. Subnormal inputs and outputs are flushed to zero.
 inline float exp2_flushed(float x) {
   const float y = float(std::exp2(double(std::fpclassify(x) == FP_SUBNORMAL ? 0.0f : x)));
   return std::fpclassify(y) == FP_SUBNORMAL ? 0.0f : y;

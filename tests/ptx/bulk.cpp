@@ -1,4 +1,4 @@
-// What lanes ask of barriers and bulk copies, and how a copy arrives.
+// Lane operations on mbarriers and bulk copies, and the arrival of copies.
 #include "bulk.h"
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 namespace ptx {
 namespace {
 
-constexpr uint32_t kUnit = 16;  // bytes that addresses and sizes of copies are multiples of
+constexpr uint32_t kUnit = 16;  // addresses and sizes of copies are multiples of this
 constexpr uint32_t kMostPieces = 4;
-constexpr int64_t kMostBytes = (1 << 20) - 1;  // that a barrier counts
+constexpr int64_t kMostBytes = (1 << 20) - 1;  // maximum transaction count of a barrier
 
 void end_phase(Mbarrier& barrier) {
   if (barrier.pending > 0 || barrier.bytes != 0) return;
@@ -21,7 +21,7 @@ void end_phase(Mbarrier& barrier) {
   barrier.arriving = {};
 }
 
-// The barrier at an address, which all lanes use as one word that is only accessed in one piece.
+// Return the mbarrier at an address. Its word is only accessed atomically, as a whole.
 Mbarrier& barrier_at(Lane& lane, uint64_t address, int site) {
   ptx_access(lane, kShared, address, 8, kRead | kWrite | kAtomic, site);
   const auto found = lane.block->mbarriers.find(address);
@@ -38,7 +38,7 @@ Started& started(Lane& lane) {
   return *lane.started;
 }
 
-// One side of a copy, as if it happened now: earlier writes of lanes count as seen only behind a fence.
+// Check one side of a copy as if it happened now. A copy sees earlier writes of lanes only after a fence.
 char* side(Lane& lane, Space space, uint64_t address, uint32_t bytes, How how, uint32_t copies, uint16_t number) {
   Device& device = Device::get();
   const Place place = find(lane, space, address, bytes, how, kUnit);
@@ -144,7 +144,7 @@ void leave_copies(Lane& lane) {
     }
   }
   if (device.flight.into(block)) device.fail(lane, "a block ends that has not waited for a bulk copy into it");
-  device.flight.arrive_all(block);  // what it writes is there when the launch is over
+  device.flight.arrive_all(block);  // a launch ends only after its writes
 }
 
 }  // namespace ptx
@@ -184,7 +184,7 @@ void ptx_mbarrier_arrive(Lane& lane, uint64_t address, uint32_t count, uint32_t 
   ptx::end_phase(barrier);
 }
 
-// Whether the phase of this parity is over.
+// True if the phase of this parity is complete.
 bool ptx_mbarrier_passed(Lane& lane, uint64_t address, uint32_t parity, bool acquire, int site) {
   Device& device = Device::get();
   Mbarrier& barrier = ptx::barrier_at(lane, address, site);
@@ -228,7 +228,7 @@ void ptx_copy_commit(Lane& lane, int site) {
   mine.groups.push_back(mine.num_out);
 }
 
-// Until all committed groups but the last few are over, or have read.
+// Wait until all but the last `groups` committed groups are complete, or have read their source.
 void ptx_copy_wait(Lane& lane, uint32_t groups, bool read, int site) {
   Device& device = Device::get();
   Started& mine = ptx::started(lane);

@@ -1,4 +1,4 @@
-"""Barriers in shared memory and bulk copies, as calls of what lane.h declares."""
+"""Translation of mbarriers and bulk copies to the calls that lane.h declares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ptx.parse import Instruction
 from ptx.writer import Writer, assign, register
 
 _SHARED = ("shared", "shared::cta")
-# Which spaces' earlier writes a fence shows to copies: shared, global.
+# Address spaces whose earlier writes each fence makes visible to copies: (shared, global).
 _SHOWN = {
     ("proxy", "async"): "true, true",
     ("proxy", "async", "global"): "false, true",
@@ -16,7 +16,7 @@ _SHOWN = {
 
 
 def mbarrier(w: Writer, i: Instruction, given: list[str]) -> str | None:
-    """Of this block's shared memory. Nobody may read the state that an arrival returns."""
+    """Translate an mbarrier of this block's shared memory. The state that an arrival returns must not be read."""
     what, *rest = given
     if what in ("init", "inval") and rest[:-1] and rest[0] in _SHARED and rest[1:] == ["b64"]:
         more = f"{w.value(i.operands[1], 'u32')}, " if what == "init" else ""
@@ -51,21 +51,21 @@ def _wait(w: Writer, i: Instruction, rest: list[str]) -> str | None:
     order, rest = _order(rest[1:], "acquire")
     if order is None or len(rest) != 2 or rest[0] not in _SHARED or rest[1] != "b64":
         return None
-    passed, place, parity = i.operands[:3]  # a fourth says for how long to try
+    passed, place, parity = i.operands[:3]  # a fourth is a time limit
     acquires = str(order == "acquire").lower()
     text = f"ptx_mbarrier_passed(lane, {w.address(place)}, {w.value(parity, 'u32')}, {acquires}, {w.site})"
     return f"{register(passed)} = {text};"
 
 
 def _order(rest: list[str], usual: str) -> tuple[str | None, list[str]]:
-    """What is said, or is meant where nothing is; of another scope than the block's, None."""
+    """Return the memory order, `usual` if the instruction names none, or None if its scope is wider than the block."""
     if rest[0] not in (usual, "relaxed"):
         return usual, rest
     return (rest[0], rest[2:]) if rest[1] == "cta" else (None, rest)
 
 
 def copy(w: Writer, i: Instruction, given: list[str]) -> str | None:
-    """Bulk copies; of other asynchronous copies none is known."""
+    """Translate a bulk copy; other asynchronous copies are unknown."""
     match given:
         case ["async", "bulk", "shared::cluster" | "shared::cta", "global", "mbarrier::complete_tx::bytes"]:
             to, source, size, barrier = i.operands
@@ -83,7 +83,7 @@ def copy(w: Writer, i: Instruction, given: list[str]) -> str | None:
 
 
 def fence(w: Writer, i: Instruction, given: list[str]) -> str | None:
-    """Between lanes and copies, or lanes and a network."""
+    """Translate a fence between lanes and copies, or between lanes and a network."""
     if given == ["acq_rel", "sys"]:
         return f"ptx_show_network(lane, {w.site});"
     if given == ["mbarrier_init", "release", "cluster"]:

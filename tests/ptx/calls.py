@@ -1,4 +1,4 @@
-"""Calls of functions that are no part of the PTX: NVSHMEM's, as those of the network that lane.h declares."""
+"""Translation of calls to NVSHMEM functions, which the PTX does not define, to the network that lane.h declares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ptx.parse import Instruction
 from ptx.writer import Writer, assign, register
 
 _CALL = re.compile(r"(?:\((\w+)\), )?(\w+)(?:, \(([\w, ]*)\))?$")
-# Of the arguments in their order.
+# Templates take the arguments in their order.
 _FUNCTIONS = {
     "nvshmemx_getmem_warp": "ptx_network_get(lane, {}, {}, {}, {}, false, {site})",
     "nvshmemx_getmem_block": "ptx_network_get(lane, {}, {}, {}, {}, true, {site})",
@@ -24,7 +24,7 @@ _FUNCTIONS = {
 
 
 def argument(w: Writer, i: Instruction, given: list[str]) -> str | None:
-    """What a function is given."""
+    """Store an argument of a call."""
     name = _variable(w, i.operands[0], given)
     return name and assign(name, w.value(i.operands[1], given[1]))
 
@@ -41,7 +41,7 @@ def _variable(w: Writer, operand: str, given: list[str]) -> str | None:
 
 
 def call(w: Writer, i: Instruction, given: list[str]) -> str | None:
-    """Arguments and what is returned are in variables of the call's scope."""
+    """Translate a call. Arguments and results are variables of the call's scope."""
     found = _CALL.match(", ".join(i.operands))
     if given != ["uni"] or found is None or found[2] not in _FUNCTIONS:
         return None

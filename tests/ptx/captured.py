@@ -1,7 +1,7 @@
-"""CUDA graphs of a device whose tensors are the CPU's: launches are frozen by the driver, torch's ops are run again.
+"""CUDA graphs of a device whose tensors are the CPU's: the driver records launches, and torch's ops run again.
 
-Replaying calls each op anew, in the order in which all were captured, and writes what it gives where the first call
-put it; so values follow inputs that have changed, and addresses stay, as on a GPU.
+A replay calls each op again in capture order and writes its results to the addresses of the first call. Values follow
+changed inputs and addresses stay, as on a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-OWN = "moe_rt"  # ops that launch kernels, which are captured by themselves
+OWN = "moe_rt"  # ops that launch kernels; their launches are captured
 
 
 class Graph:
-    """As torch.cuda.CUDAGraph."""
+    """Stand-in for torch.cuda.CUDAGraph."""
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
@@ -41,7 +41,7 @@ class Graph:
             self._gpu.recording = None
 
     def launch(self, launch: Callable[[], None]) -> None:
-        """Freezes one launch with its arguments."""
+        """Record one launch with its arguments."""
         with self._gpu.graph() as replay:
             launch()
         self.calls.append(replay)
@@ -79,7 +79,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _leaves_memory(func: Any) -> bool:
-    """Such as empty(): what is there does not come from it."""
+    """True for ops such as empty(), which do not write the memory they return."""
     return str(func.name()).startswith("aten::empty") or str(func.name()).startswith("aten::new_empty")
 
 

@@ -1,4 +1,4 @@
-"""Ops that fail, on two ranks whose clock the test winds: what each rank raises, and what it is left with."""
+"""Ops that fail, on two ranks whose clock the test advances: the error of each rank, and the state that remains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HANG_S = 500.0
 
 
 class Stage:
-    """What the ranks of a case share besides their buffers."""
+    """State that the ranks of a case share, other than their buffers."""
 
     def __init__(self, gpu: PtxGpu) -> None:
         self.gpu = gpu
@@ -27,7 +27,7 @@ class Stage:
         self.first_is_done = threading.Event()
 
     def until_first_waits(self) -> None:
-        """Returns when rank 0 has launched the wait of its second dispatch."""
+        """Return when rank 0 has launched the wait of its second dispatch."""
         while self.gpu.launched.count("dispatch_receive") < 3:
             self.first_is_done.wait(0.001)
 
@@ -42,7 +42,7 @@ Act = Callable[[Buffer, list[Any], Stage], None]
 
 
 def outcomes_on(gpu: PtxGpu, name: str) -> list[str]:
-    """What each rank raised: the class of the error and its text; nothing where it raised none."""
+    """Return the class and text of each rank's error, or "" for a rank without one."""
     act, changes = ACTS[name]
     gpu.launched.clear()
     spec = make_spec(2, **changes)
@@ -85,7 +85,7 @@ def pair(buffer: Buffer, mine: list[Any], stage: Stage) -> None:
 
 
 def silent_peer(buffer: Buffer, mine: list[Any], stage: Stage) -> None:
-    """Rank 1 dispatches no more; rank 0's rows are none then."""
+    """Rank 1 skips the second dispatch; rank 0 then receives no rows."""
     pair(buffer, mine, stage)
     if buffer.rank == 1:
         return stage.wind_until_first_is_done()
@@ -110,7 +110,7 @@ def bad_expert_id(buffer: Buffer, mine: list[Any], stage: Stage) -> None:
 
 
 def no_room(buffer: Buffer, mine: list[Any], stage: Stage) -> None:
-    mine[1][:] = torch.tensor([0, 1, 2])  # experts of rank 0
+    mine[1][:] = torch.tensor([0, 1, 2])  # rank 0's experts
     _, _, handle = buffer.dispatch(*mine)
     assert handle.offs.sum() == 0
 
@@ -172,7 +172,7 @@ def rows_missing(buffer: Buffer, mine: list[Any], stage: Stage) -> None:
 
 
 def corrupt_lists(buffer: Buffer, mine: list[Any], stage: Stage) -> None:
-    """Rank 1's counts are rewritten after it published them."""
+    """Rank 1's counts are overwritten after it published them."""
     engine: Any = buffer._engine
     launch = engine._launcher.launch
 
@@ -183,7 +183,7 @@ def corrupt_lists(buffer: Buffer, mine: list[Any], stage: Stage) -> None:
                 region = engine._segments.mappings[0]
                 start = engine._segments.addresses[1] - region.data_ptr()
                 words = region[start : start + buffer.num_bytes].view(torch.int32)
-                words = words[(256 + 2 * 2 * 128) // 4 :]  # past the mailboxes, whose headers say 12, too
+                words = words[(256 + 2 * 2 * 128) // 4 :]  # past the mailboxes, whose headers also contain 12
                 words[(words == 12).nonzero()[0, 0]] = 2**30
 
     engine._launcher.launch = scribble
@@ -203,7 +203,7 @@ ACTS: dict[str, tuple[Act, dict[str, Any]]] = {
     "aborting peer": (aborting_peer, {}),
     "plan of nobody": (plan_of_nobody, {}),
     "rows missing": (rows_missing, {}),
-    "corrupt lists": (corrupt_lists, dict(num_max_tokens_per_rank=129)),  # which are not pushed
+    "corrupt lists": (corrupt_lists, dict(num_max_tokens_per_rank=129)),  # too long to be pushed
 }
 
 

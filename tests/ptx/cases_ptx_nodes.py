@@ -1,4 +1,4 @@
-"""What reaches the orders of kernels that forward: rounds of three ranks on two nodes, and ops that fail there."""
+"""Cases that reach the orders of forwarding kernels: rounds of three ranks on two nodes, and ops that fail there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from routing import make_inputs, make_spec
 
 from moe_rt.errors import MoeRtError
 
-POISON, POISON_WORD = 128, ctypes.c_uint64  # where a poison word is: cuda/protocol/core/layout.h
-# Rank 0 forwards for rank 2, and tells rank 1; rank 2 forwards for both. Rank 1 serves nobody.
+POISON, POISON_WORD = 128, ctypes.c_uint64  # address of the poison word, see cuda/protocol/core/layout.h
+# Rank 0 is the proxy for rank 2 and announces to rank 1; rank 2 is the proxy for both. Rank 1 has no clients.
 NODES = (0, 0, 1)
 SPEC = make_spec(3, route="two_level", placement=[(8 - e) % 3 for e in range(9)])
 
@@ -29,7 +29,7 @@ def _over_nodes(case: Callable[..., Any], *args: Any) -> Callable[[PtxGpu], None
 
 
 def silent_over_nodes(group: Any, gpu: PtxGpu, who: int, op: str) -> str:
-    """One rank leaves out an op, or brings an expert that there is not."""
+    """One rank skips an op, or sends an expert id that does not exist."""
     inputs = make_inputs(SPEC, [12, 7, 12], 1)
     with open_buffer(group, SPEC) as buffer:
         x, idx, weights = (each[buffer.rank].clone() for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights))
@@ -51,7 +51,7 @@ def silent_over_nodes(group: Any, gpu: PtxGpu, who: int, op: str) -> str:
 
 
 def _wound(buffer: Any, gpu: PtxGpu) -> str:
-    """What this rank is told when the others have waited in vain."""
+    """Return the error of this rank after the others have timed out, or "poisoned"."""
     deadline = time.monotonic() + 600.0
     while time.monotonic() < deadline:
         gpu.wind(10.0)
@@ -76,7 +76,7 @@ def _silent(who: int, op: str) -> Callable[[PtxGpu], None]:
 
 
 def _long_lists(gpu: PtxGpu) -> None:
-    """They are got in two trips."""
+    """The lists are fetched in two round trips."""
     spec = make_spec(3, route="two_level", num_max_tokens_per_rank=200)
     ThreadRanks(3, gpu, nodes=NODES).run(full_round, spec, [12, 7, 20], 1, "random")
 

@@ -1,4 +1,4 @@
-"""What reaches the barriers, releases and acquires of kernels: rounds of two ranks, and ops that fail."""
+"""Cases that reach the barriers, releases and acquires of kernels: rounds of two ranks, and ops that fail."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from moe_rt.native.ring import RING_SOURCE
 from moe_rt.testing.rounds import check_bits
 
 NODES_APART = ("a round", "a silent neighbour", "a silent rank that is served")
-# Waits of each op that fail.
+# One failing wait for each op.
 ACTS_APART = ("silent peer", "other op", "silent peer in backward")
-# The others rewrite a peer's memory, or meet where a network has no such order.
+# The other acts rewrite a peer's memory, or synchronise in an order that a network does not provide.
 ACTS_OVER_NETWORK = tuple(act for act in ACTS if act != "corrupt lists")
 
 
@@ -77,7 +77,7 @@ def waits_apart(case: Callable[[PtxGpu], None]) -> Callable[[PtxGpu], None]:
 
 
 def _two_tiles(gpu: PtxGpu) -> None:
-    """One block routes both."""
+    """One block routes both tiles."""
     ThreadRanks(1, gpu).run(full_round, make_spec(1, num_max_tokens_per_rank=530), [530], 3, "topk")
 
 
@@ -94,7 +94,7 @@ def _three_ranks(gpu: PtxGpu) -> None:
 
 
 def _on_one_block(gpu: PtxGpu) -> None:
-    """A warp has several rows after one another, and the block that fetches has two sources."""
+    """Each warp has several rows in turn, and the fetching block has two sources."""
     ThreadRanks(3, gpu).run(rounds_on_one_block)
 
 
@@ -127,7 +127,7 @@ def refused_on_one_block(group: Any) -> str:
 
 
 def backwards_in_a_row(group: Any) -> None:
-    """Of several combines, whose gradients nothing else orders; they are those of one pair after the other."""
+    """Backward of several combines, whose gradients nothing else orders, equals that of one pair after the other."""
     spec = make_spec(2)
     inputs = make_inputs(spec, [12, 7], 1)
     with open_buffer(group, spec) as buffer:
@@ -152,15 +152,15 @@ def backwards_in_a_row(group: Any) -> None:
 
 def _closing_slowly(gpu: Any) -> None:
     with gpu.slow():
-        for _ in range(16):  # who is told that its peer has closed comes to no other meeting
+        for _ in range(16):  # a rank that sees its peer's close does not rendezvous again
             ThreadRanks(2, gpu).run(closes_after_its_last_op, 1)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What is compiled from one source, for two ranks of `spec`.
+    """Kernels compiled from one source for two ranks of `spec`.
 
-    `cases`: cheap ones first, as a mutant runs those that reach it until one notices.
+    `cases` starts with the cheap ones: a mutant runs the cases that reach it until one notices.
     """
 
     source: str
@@ -238,7 +238,7 @@ KERNELS = {
 
 
 def reached(which: str) -> dict[str, set[tuple[str, int]]]:
-    """By case: entries, and lines of them."""
+    """Return the (entry, line) pairs that each case reaches."""
     gpu, found = KERNELS[which].make(), {}
     for name, case in KERNELS[which].cases.items():
         case(gpu)
@@ -247,21 +247,21 @@ def reached(which: str) -> dict[str, set[tuple[str, int]]]:
 
 
 def noticed(which: str, order: Order, names: Sequence[str]) -> str:
-    """What is said without it, by the first case that notices; nothing if none does."""
+    """Return the report of the first case that fails without `order`, or "" if every case passes."""
     gpu = KERNELS[which].make()
     gpu.mute(order.entry, order.line)
     for name in names:
         try:
             KERNELS[which].cases[name](gpu)
-        except Exception as error:  # wrong bits and wrong errors are noticed, too
+        except Exception as error:  # wrong bits and wrong errors also count
             return f"{name}: {gpu.fault() or repr(error)}"
-        if fault := gpu.fault():  # when memory went
+        if fault := gpu.fault():  # when memory is freed
             return f"{name}: {fault}"
     return ""
 
 
 def fault_of(which: str, name: str) -> str:
-    """What is said of a case with all orders; nothing where all is right."""
+    """Return the report of a case with all orders in place, or "" if it passes."""
     gpu = KERNELS[which].make()
     KERNELS[which].cases[name](gpu)
     return gpu.fault()

@@ -1,8 +1,8 @@
-// What a lane knows to have happened before: vector clocks over launches, blocks, warps and lanes.
+// Vector clocks over launches, blocks, warps and lanes: the accesses that a lane knows happened before.
 //
-// Most of what is known is known of whole launches (of a stream, in order) and whole blocks (up to a barrier), so a
-// clock holds those; of warps and single lanes only what they did since their block's last barrier. A clock says nothing of
-// streams that it never heard of, so that a process may have had any number of them.
+// Most facts are about whole launches (of a stream, in order) and whole blocks (up to a barrier), and a clock stores
+// them as such. For warps and single lanes it stores only what they did since their block's last barrier. It stores
+// nothing about streams it has not synchronised with, so a process may have any number of them.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace ptx {
 
-// Who made an access, and when: the barriers of its block and its warp and the lane's releases before it. Block 0 is
-// nobody. Copies that a lane has started are blocks of their own, see bulk.h.
+// The author and time of an access: the barriers of its block and its warp, and the lane's releases before it. Block 0
+// means none. The copies that a lane has started are blocks themselves, see bulk.h.
 struct Moment {
   uint32_t block = 0;
   uint16_t lane = 0, barriers = 0, syncs = 0, releases = 0;
@@ -22,15 +22,15 @@ struct Moment {
 
 inline constexpr uint16_t kWholeBlock = 0xffff, kWholeWarp = 0xff00;
 
-// By what ways memory is accessed. Bulk copies, and a network, see what lanes have written only behind a fence: one for
-// the copies of each space, and one for the network.
+// The ways to access memory. Bulk copies and a network see writes of lanes only after a fence: one for the copies of
+// each space, and one for the network.
 enum Proxy : uint8_t { kLanes, kCopiesOfShared, kCopiesOfGlobal, kNetwork, kNumProxies };
 
 inline constexpr uint32_t kNobody = ~uint32_t{0};
 
-// Which launch a block belongs to.
+// The launch that a block belongs to.
 struct BlockName {
-  uint32_t stream, launch;  // the stream's launch of this number
+  uint32_t stream, launch;  // index of the launch in its stream
 };
 
 class Clock {
@@ -51,7 +51,7 @@ class Clock {
   }
   void learn_lane(uint32_t block, uint16_t lane, uint16_t releases) { learn(kLanes, {block, lane, releases}); }
 
-  // Of numbered copies, this one; those that came before without a gap are one fact.
+  // Learn one numbered copy. A gapless prefix is stored as one fact.
   void learn_copy(Proxy proxy, uint32_t copies, uint16_t number) {
     std::vector<Known>& known = known_[proxy];
     const auto done = std::find_if(known.begin(), known.end(),
@@ -66,7 +66,7 @@ class Clock {
   }
   void learn_copies(uint32_t copies, uint16_t until) { learn(kLanes, {copies, kWholeBlock, until}); }
 
-  // What a proxy has been shown, as what is known.
+  // Return the clock of everything that a proxy has been shown.
   Clock as_seen_by(Proxy proxy) const {
     Clock seen;
     seen.launches_ = launches_;
@@ -74,7 +74,7 @@ class Clock {
     return seen;
   }
 
-  // A proxy sees all that `other` knows.
+  // Make everything that `other` knows visible to a proxy.
   void show(const Clock& other, Proxy proxy) {
     for (const Known& k : other.known_[kLanes]) learn(proxy, k);
   }
@@ -90,7 +90,7 @@ class Clock {
     }
   }
 
-  // How many facts it holds.
+  // Number of stored facts.
   size_t size() const {
     size_t facts = launches_.size();
     for (const auto& known : known_) facts += known.size();
@@ -99,15 +99,15 @@ class Clock {
 
  private:
   struct Launches {
-    uint32_t stream, number;  // of launches that are known to be over
+    uint32_t stream, number;  // launches below `number` are complete
   };
   struct Known {
     uint32_t block;
-    uint16_t lane, until;  // everything before this barrier, or release
+    uint16_t lane, until;  // everything before this barrier or release
     bool before(const Known& k) const { return block != k.block ? block < k.block : lane < k.lane; }
   };
 
-  // What counts for a fact about `lane`; a moment that it does not speak of is never before its end.
+  // Return the counter of `m` that a fact about `lane` bounds, or the maximum if the fact does not cover `m`.
   static uint16_t until(uint16_t lane, const Moment& m) {
     if (lane == kWholeBlock) return m.barriers;
     if (lane >= kWholeWarp) return lane - kWholeWarp == m.lane / 32 ? m.syncs : 0xffff;
@@ -124,7 +124,7 @@ class Clock {
     }
     return false;
   }
-  // Whether that is news.
+  // True if this fact is new.
   bool learn_launches(uint32_t stream, uint32_t number) {
     for (Launches& l : launches_) {
       if (l.stream == stream) return l.number < number && (l.number = number, true);
@@ -143,7 +143,7 @@ class Clock {
     }
   }
 
-  // Whether `facts` say nothing that is not in `known`, one of this clock's.
+  // True if `known`, one of this clock's lists, implies all of `facts`.
   bool covers(const std::vector<Known>& known, const std::vector<Known>& facts,
               const std::vector<BlockName>& names) const {
     auto k = known.begin();

@@ -1,4 +1,4 @@
-// What a CPU makes of the same: the other side of codes.cu.
+// The CPU's side of codes.cu.
 #include "../../cuda/protocol/core/codec.h"
 
 using namespace moe_rt;

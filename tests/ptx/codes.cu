@@ -1,4 +1,4 @@
-// Codes by fours as kernels make and read them, for a test that compares them with those of the CPU.
+// Encodes and decodes codes in groups of four, as kernels do, for a test that compares them with the CPU's.
 #include "codes.h"
 
 struct Four {
@@ -6,7 +6,7 @@ struct Four {
   uint32_t codes;
 };
 
-// A lane for each: codes of x, scale being a block's reciprocal.
+// Each lane encodes one x; scale is a block's reciprocal.
 extern "C" __global__ void __launch_bounds__(256) encode(Four* fours, int fp8) {
   Four& four = fours[blockIdx.x * blockDim.x + threadIdx.x];
   four.codes = moe_rt::encode_four(fp8 ? moe_rt::Codec::kFp8 : moe_rt::Codec::kInt8, four.x, four.scale);

@@ -1,4 +1,4 @@
-// The scheduler: which lane runs next, when blocks start and end, and what is reported.
+// The scheduler: it picks the next lane, starts and ends blocks, and reports faults.
 #include "device.h"
 
 #include <chrono>
@@ -8,17 +8,17 @@
 namespace ptx {
 
 namespace {
-constexpr auto kHang = std::chrono::seconds(300);  // of nothing but waits, which no peer ends
+constexpr auto kHang = std::chrono::seconds(300);  // limit of a time with nothing but waits
 constexpr auto kPause = std::chrono::microseconds(200);
 constexpr int kMostPatience = 128;
-constexpr int kTurnsToArrive = 16;  // of lanes, until the next part of a copy arrives
+constexpr int kTurnsToArrive = 16;  // turns of lanes until the next part of a copy arrives
 }  // namespace
 
 void Device::serve() {
   using Clock = std::chrono::steady_clock;
   std::unique_lock lock(mutex_);
   std::optional<Clock::time_point> idle_since;
-  uint64_t looked = 0;  // naps in a row when hosts were waited for
+  uint64_t looked = 0;  // consecutive naps at the last wait for hosts
   for (;;) {
     hosts_gone_.wait(lock, [&] { return hosts_are_gone(); });
     start_blocks();
@@ -36,7 +36,7 @@ void Device::serve() {
     looked = naps_in_a_row_;
     if (!idle_since) idle_since = Clock::now();
     if (Clock::now() - *idle_since > kHang) die(*ready_[0], "hang: nothing but waits that nobody ends");
-    work_.wait_for(lock, kPause);  // every lane has looked: leaves the core to hosts
+    work_.wait_for(lock, kPause);  // every lane polls: leave the core to the hosts
   }
 }
 
@@ -45,7 +45,7 @@ bool Device::hosts_are_gone() {
   return coming_ == 0 && woken_ == 0;
 }
 
-// Hosts that wait for a launch look before the next turn.
+// Wake the hosts that wait for a launch; they check before the next turn.
 void Device::tell_hosts() {
   woken_ += asleep_;
   asleep_ = 0;
@@ -63,7 +63,7 @@ void Device::start_blocks() {
     };
     while (may_begin()) begin_launch(*stream);
   }
-  // As a GPU does: whatever comes first takes the room.
+  // Blocks take the available capacity first come, first served, as on a GPU.
   for (auto& stream : streams_) {
     for (auto& running : stream->running) {
       while (running->next_block < running->launch->blocks && resident_.size() < room_) start_block(*running);
@@ -71,7 +71,7 @@ void Device::start_blocks() {
   }
 }
 
-// One that may begin early knows nothing of the one before until it has awaited its end, whether or not that has ended.
+// A launch that may begin early knows nothing of its predecessor until it has awaited its end, even if that has ended.
 void Device::begin_launch(Stream& stream) {
   auto launch = stream.queue.front();
   stream.queue.pop_front();
@@ -112,7 +112,7 @@ void Device::start_block(Running& running) {
   resident_[block->uid] = std::move(block);
 }
 
-// Gives the lane a turn; it ends in pause, in fail or in end_lane.
+// Give the lane a turn, which ends in pause, in fail or in end_lane.
 void Device::run(size_t turn) {
   Lane& lane = *ready_[turn];
   ready_[turn] = ready_.back();
@@ -262,13 +262,13 @@ uint32_t Device::name_copies(const Lane& lane) {
 
 uint32_t Device::name_puts(const Lane& lane) {
   const uint32_t uid = name_copies(lane);
-  names[uid] = {kNobody, 0};  // the end of its launch says nothing of a put
+  names[uid] = {kNobody, 0};  // the end of its launch does not complete a put
   past_[uid].owner = kNobody;
   return uid;
 }
 
 std::string Device::describe(const Record& record) const {
-  const Past& past = past_[record.moment.block];  // of puts and copies, of the launch that began to number them
+  const Past& past = past_[record.moment.block];  // puts and copies: the launch that began to number them
   const Site& site = *record.site;
   return std::string(site.entry) + ", block " + std::to_string(past.index) + ", lane " +
          std::to_string(past.lane < 0 ? record.moment.lane : past.lane) + ", stream " + std::to_string(past.stream) +

@@ -1,7 +1,7 @@
 // The device: streams of launches, whose blocks run their lanes one at a time, in an order drawn from a seed.
 //
-// One thread runs all lanes of all launches, so nothing that they share needs a lock; the host's threads only queue
-// launches, wait for streams and make memory, between two turns of lanes.
+// One thread runs all lanes of all launches, so their shared state needs no lock. The host's threads only queue
+// launches, wait for streams and allocate memory, between two turns of lanes.
 #pragma once
 
 #include <condition_variable>
@@ -24,9 +24,9 @@ namespace ptx {
 struct Launch {
   const Entry* entry;
   uint32_t blocks, threads, dynamic_bytes;
-  std::vector<char> params;  // one after the other
-  bool early;                // may begin before the one before it has ended, for whose end its lanes wait
-  Clock before = {};         // what the thread that launched it had waited for
+  std::vector<char> params;  // concatenated
+  bool early;                // may begin before its predecessor has ended; its lanes wait for that end
+  Clock before = {};         // what the launching thread had waited for
 };
 
 struct Block;
@@ -39,25 +39,25 @@ struct Lane {
   State state = State::kFresh;
   jmp_buf context;
   char* stack = nullptr;
-  int patience = 0;  // accesses until others have a turn
+  int patience = 0;  // accesses until another lane's turn
   int site = 0;
-  bool awaited = false;  // the launch before
-  bool napped = false;   // and has written nothing since: it waits, or has just seen what it waited for
+  bool awaited = false;  // the previous launch
+  bool napped = false;   // and has written nothing since: it is waiting, or its wait has just ended
   uint16_t releases = 0;
   std::unique_ptr<Clock> learned;  // since the last barrier
   std::vector<char> local;
-  std::vector<Moment> fetched;       // by the network, and not settled yet
+  std::vector<Moment> fetched;       // by the network, not settled yet
   std::unique_ptr<Started> started;  // copies
-  uint32_t given = 0, got[32] = {};  // to and from a warp's collective
+  uint32_t given = 0, got[32] = {};  // input and output of a warp's collective
   const Site* at() const;            // the instruction
 };
 
-// A collective of a warp that some of its lanes have come to.
+// A collective of a warp that some of its lanes have reached.
 struct Warp {
   uint32_t mask = 0, arrived = 0, gone = 0;
   int site = 0;
   uint16_t syncs = 0;
-  Clock clock = {};  // of every lane since the warp's last barrier, while the block has had none
+  Clock clock = {};  // every lane since the warp's last barrier, while the block has had none
 };
 
 struct Running;
@@ -68,8 +68,8 @@ struct Block {
   uint32_t alive, at_barrier = 0, blocked = 0;
   uint16_t barriers = 0;
   int barrier_site = 0;
-  bool lets_next = false;  // begin
-  Clock clock;             // of every lane since the last barrier
+  bool lets_next = false;  // the next launch may begin
+  Clock clock;             // every lane since the last barrier
   std::vector<char> shared;
   Shadow shadow;
   std::map<uint64_t, Mbarrier> mbarriers;  // by offset in shared memory
@@ -77,7 +77,7 @@ struct Block {
   std::vector<Warp> warps;
 };
 
-// A launch whose blocks are being run.
+// A launch whose blocks are running.
 struct Running {
   std::shared_ptr<const Launch> launch;
   uint32_t stream, number, next_block = 0, finished = 0, lets_next = 0;
@@ -86,18 +86,18 @@ struct Running {
 
 inline const Site* Lane::at() const { return &block->of->launch->entry->sites[site]; }
 
-// Of a block, which is its own owner, or of the copies of one of its lanes, or of the puts of a warp, which have none.
+// The past of a block (which owns itself), of the copies of one of its lanes, or of the puts of a warp (no owner).
 struct Past {
   const Entry* entry;
   uint32_t index, stream, owner;
-  int lane;  // -1 of a block
+  int lane;  // -1 for a block
 };
 
 struct Stream {
   std::deque<std::shared_ptr<const Launch>> queue;
-  std::deque<std::unique_ptr<Running>> running;  // more than one where launches begin early
+  std::deque<std::unique_ptr<Running>> running;  // more than one if launches begin early
   uint32_t queued = 0, begun = 0, done = 0, early = 0;
-  Clock clock;   // of launches that have ended
+  Clock clock;   // completed launches
   Clock before;  // the launch that began last
   bool capturing = false;
   std::vector<std::shared_ptr<const Launch>> captured;
@@ -107,14 +107,15 @@ class Device {
  public:
   static Device& get();
 
-  // What tests set before a launch: the order of turns, how many blocks run at once, and whether time passes by itself.
+  // Set before a launch: the order of turns, the number of blocks that run concurrently, and whether time passes by
+  // itself.
   void configure(uint64_t seed, uint32_t room, bool real_time);
   void wind(int64_t ns);
-  void slow_network(bool slow);  // puts arrive when somebody waits for them, or all lanes only wait
+  void slow_network(bool slow);  // puts arrive when a lane waits for them, or when every lane waits
   std::string report();
   uint64_t accesses() const { return accesses_; }
-  uint64_t facts();  // of the clock that holds most
-  uint32_t early();  // launches that began before the one before had ended
+  uint64_t facts();  // size of the largest clock
+  uint32_t early();  // launches that began before their predecessor had ended
 
   uint32_t make_stream();
   void launch(uint32_t stream, std::shared_ptr<Launch> launch);
@@ -129,11 +130,11 @@ class Device {
   bool narrow(uint64_t begin, uint64_t bytes);
   void join_network(const std::vector<uint64_t>& begins, uint32_t rank, uint32_t stream, uint64_t bytes);
 
-  // For lanes, on the device's own thread.
+  // Called by lanes, on the device's thread.
   [[noreturn]] void fail(const Lane& lane, const std::string& what);
-  void die(const Lane& lane, const std::string& what);  // between turns, too
+  void die(const Lane& lane, const std::string& what);  // also between turns
   std::string describe(const Record& record) const;
-  void pause(Lane& lane);  // comes back when it is this lane's turn again
+  void pause(Lane& lane);  // returns at this lane's next turn
   void make_ready(Lane& lane);
   void await_launch_before(Lane& lane);
   bool ordered(Lane& lane, const Record& earlier, const Record& mine) const;
@@ -142,7 +143,7 @@ class Device {
   Moment now(const Lane& lane) const;
   Clock& learned(Lane& lane);
   uint32_t name_copies(const Lane& lane);  // a uid for copies of this lane
-  uint32_t name_puts(const Lane& lane);    // and for puts of its warp, in this launch and later ones
+  uint32_t name_puts(const Lane& lane);    // same for puts of its warp, across launches
   const Past& past(uint32_t uid) const { return past_[uid]; }
   Flight flight;
   Network network;
@@ -168,10 +169,10 @@ class Device {
 
   std::mutex mutex_;
   std::condition_variable work_, done_, hosts_gone_;
-  std::mutex door_;             // of coming_
-  int coming_ = 0;              // host threads that wait for the device to stand still; it does not go on before
-  int asleep_ = 0, woken_ = 0;  // those that wait for a launch; of them, those that have yet to look again
-  uint64_t told_ = 0;           // how often those were told
+  std::mutex door_;             // guards coming_
+  int coming_ = 0;              // host threads that wait for the device to pause; it resumes after them
+  int asleep_ = 0, woken_ = 0;  // hosts that wait for a launch; of them, the hosts that have yet to check again
+  uint64_t told_ = 0;           // number of wake-ups
   std::thread thread_;
   bool started_ = false, dead_ = false, real_time_ = false;
   uint64_t wound_ns_ = 1;

@@ -1,4 +1,4 @@
-// The calls of the driver's API that moe_rt and the tests make through cuda-python, and what tests ask besides.
+// The driver API calls that moe_rt and the tests make through cuda-python, and additional queries for tests.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -22,14 +22,14 @@ namespace {
 using Result = int;
 constexpr Result kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kNotFound = 500, kLaunchFailed = 719;
 constexpr char kLibraries[] = "// libraries:";
-constexpr unsigned kMostShared = 48 << 10;  // without asking for more
+constexpr unsigned kMostShared = 48 << 10;  // without an opt-in
 constexpr unsigned kMostAsked = 227 << 10;
 
 using Module = std::map<std::string, const Entry*>;
 using Graph = std::vector<std::shared_ptr<const Launch>>;
 
 std::mutex granted_mutex;
-std::map<const Entry*, unsigned> granted;  // shared memory that was asked for
+std::map<const Entry*, unsigned> granted;  // opted-in shared memory
 
 uint32_t index_of(void* stream) { return uint32_t(reinterpret_cast<uintptr_t>(stream)) - 1; }
 
@@ -46,7 +46,7 @@ Result cuGetErrorName(Result error, const char** name) {
   return *name = error ? "CUDA_ERROR" : "CUDA_SUCCESS", kSuccess;
 }
 
-// The image is PTX; its first line names the libraries that it was translated to.
+// The image is PTX; its first line names the libraries it was translated to.
 Result cuModuleLoadData(void** out, const char* image) {
   if (std::strncmp(image, kLibraries, sizeof(kLibraries) - 1) != 0) return kInvalidImage;
   const char* const names = image + sizeof(kLibraries) - 1;
@@ -78,7 +78,7 @@ Result cuFuncGetAttribute(int* value, int attribute, const Entry* entry) {
   return kSuccess;
 }
 
-// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, for ever.
+// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, which stays set.
 Result cuFuncSetAttribute(const Entry* entry, int attribute, int value) {
   if (attribute != 8 || value < 0 || entry->static_bytes + unsigned(value) > kMostAsked) return kInvalidValue;
   const std::lock_guard lock(granted_mutex);
@@ -110,7 +110,7 @@ Result cuLaunchKernel(const Entry* entry, unsigned gx, unsigned gy, unsigned gz,
   return launch(entry, gx, gy, gz, bx, by, bz, shared, stream, params, extra, false);
 }
 
-// As in cuda.h.
+// CUlaunchAttribute of cuda.h.
 struct Attribute {
   int id, unused;
   int value[16];
@@ -122,7 +122,7 @@ struct Config {
   unsigned num_attributes;
 };
 
-// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and no other.
+// Accepts CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and no other attribute.
 Result cuLaunchKernelEx(const Config* c, const Entry* entry, void** params, void** extra) {
   bool early = false;
   for (unsigned i = 0; i < c->num_attributes; ++i) {
@@ -198,15 +198,15 @@ bool ptx_narrow(uint64_t begin, uint64_t bytes) { return Device::get().narrow(be
 uint64_t ptx_accesses() { return Device::get().accesses(); }
 uint64_t ptx_facts() { return Device::get().facts(); }
 uint32_t ptx_early() { return Device::get().early(); }
-// What was found, or nothing; the text stays until the next call of this thread.
+// Return the fault found, or "". The text is valid until this thread's next call.
 const char* ptx_report() {
   thread_local std::string text;
   text = Device::get().report();
   return text.c_str();
 }
-// Modules that are loaded from now on have no order there.
+// Remove the order at this line from modules that are loaded from now on.
 void ptx_mute(const char* entry, int line) { muted = {entry, line}; }
-// `entry line` of each barrier and atomic access that was executed since this was last asked, while nothing runs.
+// Return `entry line` of each barrier and atomic access executed since the last call. Call it while nothing runs.
 const char* ptx_reached() {
   thread_local std::string text;
   text.clear();

@@ -1,4 +1,4 @@
-// Fibers: stacks that are switched between without the kernel of the operating system.
+// Fibers: stacks that switch without a system call.
 #pragma once
 
 #include <sys/mman.h>
@@ -32,12 +32,12 @@ class Stacks {
   std::vector<char*> free_;
 };
 
-// Goes on at `to` until somebody comes back to `from`.
+// Continue at `to` until something switches back to `from`.
 [[gnu::noinline]] inline void switch_fiber(jmp_buf from, jmp_buf to) {
   if (_setjmp(from) == 0) _longjmp(to, 1);
 }
 
-// Runs start() on a new stack until somebody comes back to `from`; start never returns.
+// Run start() on a new stack until something switches back to `from`; start never returns.
 [[gnu::noinline]] inline void start_fiber(jmp_buf from, char* stack, void (*start)()) {
   if (_setjmp(from) != 0) return;
   ucontext_t context;

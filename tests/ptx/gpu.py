@@ -1,6 +1,6 @@
-"""A GPU that executes PTX: moe_rt's own Gpu and launches, through cuda-python, down to the stand-in for the driver.
+"""A GPU that executes PTX: moe_rt's Gpu and launches, through cuda-python, down to the stand-in for the driver.
 
-For a process of its own, see isolated.py: the driver and the allocator of torch's CPU are taken over for good.
+It needs a dedicated process (isolated.py): it permanently replaces the driver and the allocator of torch's CPU.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _HERE = Path(__file__).parent
 _PARTS = ("device", "host", "lane", "places", "bulk", "network", "driver")
 _FLAGS = ("-O2", "-shared", "-fPIC")
 
-# PTX in, PTX out: what a test changes about the kernels before they run.
+# PTX in, PTX out: a change that a test makes to the kernels before they run.
 Edit = Callable[[str], str]
 
 
 class PtxFault(RuntimeError):
-    """What was found while a kernel ran: which rule it broke, where, and with whom."""
+    """A fault found while a kernel ran: the broken rule, the place, and the other access."""
 
 
 def build() -> tuple[Path, Path]:
-    """The stand-in for the driver, and torch's allocator in its memory."""
+    """Build the stand-in for the driver, and torch's allocator in its memory."""
     objects = [compile_object(_HERE / f"{name}.cpp", *_FLAGS) for name in _PARTS]
     torch_files = Path(torch.__file__).parent
     paths = (f"-isystem{torch_files}/include", f"-L{torch_files}/lib", "-lc10", f'-DTORCH="{torch.__version__}"')
@@ -44,7 +44,7 @@ def build() -> tuple[Path, Path]:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The stand-in, where cuda-python will find it; torch's CPU tensors are in its memory from now on."""
+    """Load the stand-in where cuda-python will find it; from now on torch's CPU tensors are in its memory."""
     driver, allocator = build()
     library = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
     library.ptx_report.restype = ctypes.c_char_p
@@ -57,20 +57,20 @@ def load() -> ctypes.CDLL:
 
 
 class PtxGpu(gpu.Gpu):
-    """Device tensors are CPU tensors, and a launch is over when it returns; launches of other ranks go on meanwhile.
+    """Device tensors are CPU tensors, and a launch is complete when it returns; other ranks' launches run meanwhile.
 
     Args:
-        seed: of the order in which lanes run.
-        num_sms: blocks that run at once, of all launches.
+        seed: seed of the order in which lanes run.
+        num_sms: number of blocks that run concurrently, over all launches.
         edit: changes the PTX.
-        real_time: the device's clock is the host's; otherwise it goes a nanosecond a turn, and tests wind it.
+        real_time: the device's clock is the host's; otherwise it advances a nanosecond a turn, and tests advance it.
     """
 
     name, arch, uuid = "executed", ARCH, "none"
     bulk_bytes = 227 << 10
     segment_share = 1.0
-    nodes: Sequence[int] | None = None  # of its virtual ranks, where they are said to be on several
-    num_launches = 0  # of all in this process
+    nodes: Sequence[int] | None = None  # nodes of its virtual ranks, if they are on several
+    num_launches = 0  # all launches of this process
 
     def __init__(self, seed: int = 1, num_sms: int = 10, edit: Edit = lambda ptx: ptx, real_time: bool = False) -> None:
         self.device, self.num_sms, self._edit = torch.device("cpu"), num_sms, edit
@@ -91,7 +91,7 @@ class PtxGpu(gpu.Gpu):
         self.drain()
 
     def stream(self) -> int:
-        """One for each thread."""
+        """Return this thread's stream."""
         if not hasattr(self._threads, "stream"):
             from cuda.bindings import driver  # finds the stand-in, which is loaded by now
 
@@ -104,13 +104,13 @@ class PtxGpu(gpu.Gpu):
         return bool(self._checked(driver.cuStreamIsCapturing(self.stream())))
 
     def outlive_stream(self, memory: Tensor) -> None:
-        pass  # launches are over
+        pass  # launches are complete
 
     def kernels(self, source: str, defines: Mapping[str, str | int], **how: Any) -> PtxKernels:
         return PtxKernels(self, super().kernels(source, defines, **how))
 
     def drain(self) -> None:
-        """Waits for this thread's stream.
+        """Wait for this thread's stream.
 
         Raises:
             PtxFault: a kernel broke a rule.
@@ -121,7 +121,7 @@ class PtxGpu(gpu.Gpu):
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[Callable[[], None]]:
-        """Captures what this thread launches; what it gives runs all of it again, and waits."""
+        """Capture this thread's launches. The yielded function runs all of them again and waits."""
         from cuda.bindings import driver
 
         stream, graphs = self.stream(), []
@@ -137,31 +137,31 @@ class PtxGpu(gpu.Gpu):
         graphs.append(self._checked(driver.cuGraphInstantiate(graph, 0)))
 
     def wind(self, seconds: float) -> None:
-        """Moves the device's clock on."""
+        """Advance the device's clock."""
         self._library.ptx_wind(ctypes.c_int64(int(seconds * 1e9)))
 
     def accesses(self) -> int:
-        """How many accesses were checked so far."""
+        """Number of accesses checked so far."""
         return int(self._library.ptx_accesses())
 
     def facts(self) -> int:
-        """How much is known, at most, of what has happened before."""
+        """Number of facts in the largest clock."""
         return int(self._library.ptx_facts())
 
     def early(self) -> int:
-        """How many launches began before the one before in their stream had ended."""
+        """Number of launches that began before their predecessor in the stream had ended."""
         return int(self._library.ptx_early())
 
     def fault(self) -> str:
-        """What was found, or nothing."""
+        """Return the fault found, or ""."""
         return str(self._library.ptx_report().decode())
 
     def mute(self, entry: str, line: int) -> None:
-        """In kernels that are loaded from now on, one barrier or atomic access is none, or has no order."""
+        """Disable one barrier, or the order of one atomic access, in kernels that are loaded from now on."""
         self._library.ptx_mute(entry.encode(), line)
 
     def reached(self) -> set[tuple[str, int]]:
-        """Barriers and atomic accesses that were executed since this was last asked: entry, and line of the entry."""
+        """Return (entry, line of the entry) of the barriers and atomic accesses executed since the last call."""
         lines = (line.split() for line in self._library.ptx_reached().decode().splitlines())
         return {(name, int(line)) for name, line in lines}
 
@@ -173,13 +173,13 @@ class PtxGpu(gpu.Gpu):
         return value[0] if value else None
 
     def _compile(self, source: str, arch: str, defines: Mapping[str, str | int], **how: Any) -> jit.Binary:
-        """As jit.compile_kernels."""
+        """Stand-in for jit.compile_kernels."""
         assert arch == ARCH
         image, names = image_of(self._edit(ptx_of(source, defines, nvshmem=how.get("library") is not None)))
         return jit.Binary(image, dict.fromkeys(names), True, 0.0)  # type: ignore[arg-type]
 
     def _allocate(self, rendezvous: Any, num_bytes: int, *rest: Any) -> Any:
-        """As loopback.allocate; between the segments of a region there is room that belongs to nobody."""
+        """Stand-in for loopback.allocate that leaves unowned gaps between the segments of a region."""
         segments = _allocate(rendezvous, num_bytes, *rest)
         begin = segments.addresses[rendezvous.rank]
         own = int(num_bytes * self.segment_share)
@@ -191,7 +191,7 @@ _allocate = loopback.allocate
 
 
 class PtxKernels:
-    """Loaded kernels; what a call launches is waited for."""
+    """Loaded kernels; a call waits for the launches it makes."""
 
     def __init__(self, gpu: PtxGpu, kernels: Any) -> None:
         self._gpu, self._kernels = gpu, kernels

@@ -1,4 +1,4 @@
-// What host threads ask of the device, between two turns of its lanes.
+// Requests of host threads to the device, between two turns of its lanes.
 #include <chrono>
 
 #include "device.h"
@@ -9,7 +9,7 @@ namespace {
 thread_local Clock host_clock;  // what this thread has waited for
 }
 
-// Holds the device still for a host thread; the device's own thread lets those go first.
+// Pauses the device for a host thread; the device's thread lets hosts go first.
 class Device::Host {
  public:
   explicit Host(Device& device) : device_(device) {
@@ -19,7 +19,7 @@ class Device::Host {
   }
   ~Host() { device_.hosts_gone_.notify_one(); }
 
-  // Returns when launches have ended that had not before, or the device died.
+  // Return when further launches have ended or the device has died.
   void await_news() {
     const uint64_t told = device_.told_;
     ++device_.asleep_;

@@ -1,10 +1,10 @@
-"""A pytest plugin: what other tests run on an emulated GPU of host threads runs here as PTX.
+"""A pytest plugin that runs tests of the emulated GPU (host threads) on executed PTX.
 
     python -m pytest -p ptx.in_place_of_emulated tests/conformance -k loopback
 
-The device's clock stands almost still, so that no wait expires however long lanes take; with PTX_CLOCK=host in the
-environment it is the host's, for tests of waits that expire. --ptx-share 3/40 leaves every fortieth test, from the
-fourth on. With pytest-xdist it is the workers that execute.
+The device's clock almost stands still, so that no wait expires however long lanes take. PTX_CLOCK=host selects the
+host's clock, for tests of waits that expire. --ptx-share 3/40 runs every fortieth test, from the fourth on. With
+pytest-xdist the workers execute.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import pytest
 from ptx.gpu import PtxGpu, load
 
 _OUTPUT = "ptx"
-_executed = [0, 0]  # launches and accesses, by workers
+_executed = [0, 0]  # launches and accesses of workers
 
 
 class InPlaceOfEmulated(PtxGpu):
-    """Takes what EmulatedGpu takes; lanes and constants are those of the compiled kernels."""
+    """Accepts the arguments of EmulatedGpu; lanes and constants are those of the compiled kernels."""
 
     def __init__(self, num_sms: int = 10, threads: int = 0, constants: bool = True) -> None:
         super().__init__(num_sms=num_sms, real_time=os.environ.get("PTX_CLOCK") == "host")
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ptx-share", default="0/1", help="which part of the tests to run: index/number")
 
 
-@pytest.hookimpl(trylast=True)  # of what is left when others have chosen
+@pytest.hookimpl(trylast=True)  # selects from the tests that other hooks left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     index, number = map(int, config.getoption("--ptx-share").split("/"))
     left_out = [item for at, item in enumerate(items) if at % number != index]

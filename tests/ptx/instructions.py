@@ -1,6 +1,6 @@
-"""What each PTX instruction is in C++, on registers that are unsigned integers of their width.
+"""C++ for each PTX instruction, on registers that are unsigned integers of their width.
 
-The names used are those of arithmetic.h and lane.h. An opcode or modifier that is not here is an error.
+It uses the names of arithmetic.h and lane.h. An opcode or modifier not listed here is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RMW = {"add": "a + b", "min": "b < a ? b : a", "max": "a < b ? b : a", "or": "a
 
 
 def statement(w: Writer, i: Instruction) -> str:
-    """One C++ statement."""
+    """Return one C++ statement."""
     w.where = f"{w.entry.name}, line {i.line} ({i.where})"
     head, *modifiers = i.opcode.split(".")
     text = _HANDLERS[head](w, i, modifiers) if head in _HANDLERS else None
@@ -36,7 +36,7 @@ def statement(w: Writer, i: Instruction) -> str:
 
 
 def _apply(formula: str, kinds: set[str], modifiers: tuple[str, ...] = ()) -> Callable[..., str | None]:
-    """An instruction whose operands and result have its last modifier's type; {T} is that in C++."""
+    """Return a handler for an instruction whose operands and result have its last modifier's type, {T} in C++."""
 
     def write(w: Writer, i: Instruction, given: list[str]) -> str | None:
         kind = given[-1] if given else ""
@@ -153,7 +153,7 @@ def _in_space(w: Writer, i: Instruction, given: list[str]) -> str | None:
 
 
 def _memory(w: Writer, i: Instruction, given: list[str], how: str) -> tuple[str, str, int] | None:
-    """The pointer that the access gives, the type, and how many."""
+    """Return the access's pointer expression, type and element count."""
     rest = list(given)
     if rest[0] in ("relaxed", "acquire", "release"):
         order, scope = rest.pop(0), rest.pop(0)

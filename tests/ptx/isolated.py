@@ -1,4 +1,4 @@
-"""Runs a case in a process of its own, which the stand-in for the driver may take over and a fault may end."""
+"""Runs a case in a dedicated process, which the stand-in for the driver may replace parts of and a fault may end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rt.testing.process_ranks import ProcessRanks
 
 
 def isolated(case: Callable[..., Any], *args: Any) -> Any:
-    """What case(*args) returns or raises there; both are of modules, and their results can be pickled."""
+    """Return or raise what case(*args) does there. Both must be module-level objects, and results picklable."""
     require_compiler()
     with ProcessRanks(in_server=True) as processes:
         processes.start(0, _serve, case, args)
@@ -34,20 +34,20 @@ def isolated(case: Callable[..., Any], *args: Any) -> Any:
 
 
 def on_ranks(size: int, case: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
-    """As `isolated`, for a case(group, *args) of each of several virtual ranks of one PtxGpu(**how)."""
+    """Run case(group, *args) in such a process, on each of several virtual ranks of one PtxGpu(**how)."""
     outcomes: list[Any] = isolated(_ranks, size, how, case, args)
     return outcomes
 
 
 def run_on(gpu: PtxGpu, size: int, case: Callable[..., Any], *args: Any) -> list[Any]:
-    """What case(group, *args) returned on each virtual rank of the GPU.
+    """Return what case(group, *args) returned on each virtual rank of the GPU.
 
     Raises:
-        PtxFault: what was found on any rank, whatever the others raised, who only see that the device is lost.
+        PtxFault: a fault found on any rank. It has priority: the other ranks only report that the device is lost.
     """
     outcomes = ThreadRanks(size, gpu, nodes=gpu.nodes).outcomes(case, *args)
     for failure in (outcome for outcome in outcomes if isinstance(outcome, BaseException)):
-        if report := gpu.fault():  # a launch that finds the device lost may come before anyone asks why
+        if report := gpu.fault():  # a launch on the lost device may fail before any call checks for the fault
             raise PtxFault(report) from failure
         raise failure
     return outcomes
@@ -63,6 +63,6 @@ def _serve(channel: Channel, case: Callable[..., Any], args: tuple[Any, ...]) ->
     try:
         outcome = case(*args)
     except BaseException as error:
-        error.__notes__ = [traceback.format_exc()]  # add_note, which Python 3.10 lacks
+        error.__notes__ = [traceback.format_exc()]  # add_note does not exist in Python 3.10
         outcome = error
     channel.send(pickle.dumps(outcome))

@@ -1,4 +1,4 @@
-// What lanes ask for: memory, with every access checked; barriers; and the collectives of a warp.
+// Services for lanes: memory, with every access checked; barriers; and the collectives of a warp.
 #include "lane.h"
 
 #include <cstring>
@@ -9,8 +9,8 @@
 namespace ptx {
 namespace {
 
-// A release leaves what the lane knows at the address; whoever acquires there in the same scope learns it. A write that
-// is no release leaves nothing, unless it is part of a read-modify-write, which passes on what it found.
+// A release stores the lane's knowledge at the address; an acquire there in the same scope learns it. A write without
+// release clears it, unless it is part of a read-modify-write, which passes on what it found.
 void synchronize(Lane& lane, Extent& extent, uint64_t address, uint32_t how) {
   Device& device = Device::get();
   const uint32_t stream = lane.block->of->stream;
@@ -34,7 +34,7 @@ void synchronize(Lane& lane, Extent& extent, uint64_t address, uint32_t how) {
 void check_race(Lane& lane, const Place& place, uint32_t bytes, uint32_t how) {
   Device& device = Device::get();
   const Record mine{device.now(lane), uint16_t(how), lane.at()};
-  Record last;  // neighbouring cells mostly hold what one access left
+  Record last;  // neighbouring cells mostly contain the same access
   bool last_ordered = false;
   const auto ordered = [&](const Record& earlier) {
     if (earlier.moment == last.moment && earlier.how == last.how) return last_ordered;
@@ -53,7 +53,8 @@ bool is_muted(const Lane& lane, int site) {
   return mark & kMuted;
 }
 
-// Waits until every lane of the mask is here; `given` of each is then in `got`. Whether this one came last.
+// Wait until every lane of the mask is here; each lane's `given` is then in `got`. Return true on the last one to
+// arrive.
 bool gather(Lane& lane, uint32_t value, uint32_t mask, int site) {
   Device& device = Device::get();
   lane.site = site;
@@ -145,7 +146,7 @@ void ptx_barrier(Lane& lane, int site) {
   }
 }
 
-// What one lane of the warp knows, all know behind it.
+// Share the knowledge of every lane of the warp with all of them.
 void ptx_warp_barrier(Lane& lane, uint32_t mask, int site) {
   Device& device = Device::get();
   const uint32_t warp_index = lane.ids.tid / 32, size = std::min(lane.ids.ntid - 32 * warp_index, 32u);
@@ -183,7 +184,7 @@ uint32_t ptx_reduce_max(Lane& lane, uint32_t value, uint32_t mask, int site) {
   return most;
 }
 
-// The first lane of a block speaks for all.
+// The first call by any lane of a block counts for the whole block.
 void ptx_let_next_begin(Lane& lane, int site) {
   lane.site = site;
   ptx::Block& block = *lane.block;

@@ -1,4 +1,4 @@
-// Device memory: allocations of exact extents, with garbage in them and around them.
+// Device memory: allocations with exact extents, and garbage in and around them.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline constexpr unsigned char kGarbage = 0xf5;  // a large negative number in e
 struct Extent {
   uint64_t begin, bytes;
   Shadow shadow;
-  std::map<uint64_t, std::map<uint32_t, Clock>> released[2];  // by scope: at an address, by a stream
+  std::map<uint64_t, std::map<uint32_t, Clock>> released[2];  // by scope, address and stream
 };
 
 class Memory {
@@ -46,7 +46,7 @@ class Memory {
     return true;
   }
 
-  // Of the allocation around it only this part, and others that are named so, may be accessed from now on.
+  // Restrict the allocation to this part, and to other parts that are narrowed to.
   bool narrow(uint64_t begin, uint64_t bytes) {
     const auto block = blocks_.upper_bound(begin);
     if (block == blocks_.begin()) return false;
@@ -57,7 +57,7 @@ class Memory {
     return true;
   }
 
-  // Where all of it is, or nullptr.
+  // Return the extent that contains all of the range, or nullptr.
   Extent* find(uint64_t address, uint64_t bytes) {
     if (!last_ || address < last_->begin || address - last_->begin >= last_->bytes) {
       const auto after = extents_.upper_bound(address);
@@ -68,13 +68,13 @@ class Memory {
     return offset < last_->bytes && bytes <= last_->bytes - offset ? last_ : nullptr;
   }
 
-  // Of what was allocated there, whatever parts of it may be accessed.
+  // Size of the allocation at an address, including parts that must not be accessed.
   uint64_t bytes_at(uint64_t begin) const {
     const auto block = blocks_.find(begin);
     return block == blocks_.end() ? 0 : block->second.bytes;
   }
 
-  // The nearest extent below an address, for reports.
+  // Return the nearest extent below an address, for reports.
   const Extent* below(uint64_t address) const {
     const auto after = extents_.upper_bound(address);
     return after == extents_.begin() ? nullptr : std::prev(after)->second.get();

@@ -1,4 +1,4 @@
-"""The project's kernels as PTX and as libraries that a CPU runs, made once for all tests and kept under build/tests.
+"""The project's kernels as PTX and as libraries that a CPU runs, built once for all tests and cached under build/tests.
 
 As a program it compiles one source to PTX: NVRTC crashes in a process that has the stand-in for the driver loaded.
 Sources that reach peers over a network are compiled with NVSHMEM's functions declared, and not with its headers.
@@ -34,7 +34,7 @@ from moe_rt.native.libraries import NVSHMEM
 
 ARCH = "sm_90a"
 HERE = Path(__file__).parent
-# Not optimised: most of the time goes into checks, which are compiled once; compiling is what a first run waits for.
+# Not optimised: most of the time goes into checks, which are compiled once, and a first run waits for this compilation.
 _FLAGS = ("-O0", "-g0", "-w", "-shared", "-fPIC", f"-I{HERE}")
 _DECLARED = ("nvshmem_stand_in.h", "nvshmem_functions.h")
 _TRANSLATOR = (
@@ -46,7 +46,7 @@ _COMPILER = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 
 
 def ptx_of(source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> str:
-    """What the just-in-time compiler makes of a source of cuda/device for sm_90a, as PTX."""
+    """Return the PTX that the just-in-time compiler produces from a source of cuda/device for sm_90a."""
     named = json.dumps(dict(sorted(defines.items())))
     path = KEPT / f"{Path(source).stem}-{_digest(_sources(), named, *map(metadata.version, _COMPILER))}.ptx"
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,8 @@ def ptx_of(source: str, defines: Mapping[str, str | int], *, nvshmem: bool = Fal
 
 
 def image_of(ptx: str) -> tuple[bytes, list[str]]:
-    """What the stand-in for the driver loads, and the names of its kernels: PTX under a line that names libraries."""
+    """Return the image that the stand-in for the driver loads, and its kernels' names: PTX under a line of library
+    paths."""
     path = KEPT / f"image-{_digest(ptx, _translator())}.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     if not known or not all(Path(library).exists() for library in known.values()):
@@ -83,7 +84,7 @@ def _library(entry: Entry) -> Path:
     if not source.exists():
         with tempfile.NamedTemporaryFile("w", dir=KEPT, delete=False) as partial:
             partial.write(text)
-        Path(partial.name).replace(source)  # in one step: other workers may be compiling it
+        Path(partial.name).replace(source)  # atomic: other workers may be compiling it
     return kept(
         name, _digest(*((HERE / header).read_text() for header in ("arithmetic.h", "lane.h"))), *_FLAGS, str(source)
     )
@@ -108,7 +109,7 @@ def _digest(*texts: str) -> str:
 
 @contextlib.contextmanager
 def sources_with(files: Mapping[str, str]) -> Iterator[Path]:
-    """A copy of the CUDA sources in which device/ has these files as well; what jit calls a root."""
+    """Yield a copy of the CUDA sources whose device/ also has these files: a root, in the terms of jit."""
     with tempfile.TemporaryDirectory() as made:
         root = Path(made) / "cuda"
         for part in ("protocol", "device"):

@@ -1,4 +1,4 @@
-// What lanes ask of the network, in the words of NVSHMEM, and how puts arrive.
+// Network operations of lanes, as NVSHMEM's calls, and the arrival of puts.
 #include "network.h"
 
 #include <algorithm>
@@ -18,8 +18,7 @@ bool within(uint64_t address, uint64_t bytes, uint64_t begin, uint64_t size) {
 
 Record record_of(const Lane& lane, uint32_t how) { return {Device::get().now(lane), uint16_t(how), lane.at()}; }
 
-// Memory that a card reads or writes for the lane, as if the lane did: but of what lanes have written, a card reads only
-// what they have shown it.
+// Return memory that a card accesses for the lane. A card reads writes of lanes only if a fence has shown them to it.
 char* through_card(Lane& lane, uint64_t address, uint64_t bytes, How how) {
   Device& device = Device::get();
   const Place place = find(lane, kGlobal, address, uint32_t(bytes), how, 1);
@@ -74,7 +73,7 @@ void Network::get(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32
   lane.fetched.push_back(moment);
 }
 
-// The row's puts are ordered after those that were there before, by quiet, by a fence or by what peers have told.
+// Check a put's write at its target: quiet, a fence or a peer's signal must order it after earlier writes.
 void Network::written(Lane& lane, const Moment& moment, uint64_t to, uint32_t bytes, uint32_t how) const {
   Device& device = Device::get();
   const Place place = find(lane, kGlobal, to, bytes, how, 1);
@@ -141,7 +140,7 @@ uint64_t Network::replace(Lane& lane, uint64_t place, uint64_t expected, uint64_
   return found;
 }
 
-// All that the rank has handed over arrives, and of what the lane knows to have been, it knows that from now on.
+// Deliver everything that the rank has handed over. The lane then knows the arrival of every put it knew of.
 void Network::quiet(Lane& lane) {
   Device& device = Device::get();
   const uint32_t stream = lane.block->of->stream;
@@ -152,7 +151,7 @@ void Network::quiet(Lane& lane) {
     }
     if (late.empty()) break;
     arrive(*late[device.random() % late.size()]);
-    for (int turn = 0; turn < (slow ? kTurnsOfSlow : 1); ++turn) device.pause(lane);  // peers look now
+    for (int turn = 0; turn < (slow ? kTurnsOfSlow : 1); ++turn) device.pause(lane);  // let peers check now
   }
   const Record mine = record_of(lane, kWrite);
   std::erase_if(puts_, [&](const auto& put) {
@@ -162,7 +161,7 @@ void Network::quiet(Lane& lane) {
   });
 }
 
-// What the lane puts from now on comes after all signals that it knows to have been handed over.
+// Order the lane's later puts after all signals whose hand-over it knows of.
 void Network::fence(Lane& lane) {
   Device& device = Device::get();
   const Record mine = record_of(lane, kWrite);
@@ -209,7 +208,7 @@ using ptx::Lane;
 
 namespace {
 
-// Runs act() on one lane when all of the warp or the block have called, and lets them go on when it is done.
+// Run act() on one lane when all of the warp or the block have called; they continue when it is done.
 template <class Act>
 void together(Lane& lane, bool block, int site, Act&& act) {
   ptx::meet(lane, block, site);
@@ -256,7 +255,7 @@ void ptx_network_fence(Lane& lane, int site) {
   Device::get().network.fence(lane);
 }
 
-// A fence at system scope. What it orders through relaxed words is not followed: nothing here leans on that.
+// A fence at system scope. Orders through relaxed words are not tracked, as no kernel here relies on them.
 void ptx_show_network(Lane& lane, int site) {
   lane.site = site;
   if (ptx::is_muted(lane, site)) return;

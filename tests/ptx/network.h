@@ -1,9 +1,10 @@
-// A network between ranks: what is put arrives late and in any order, unless its sender waits or puts a fence between.
+// A network between ranks: puts arrive late and in any order, unless their sender waits or issues a fence between them.
 //
-// Remote places are named by the own address of the same place in symmetric memory. The card of a rank is no lane: of
-// what lanes have written it sees what a fence at system scope has shown it, and what it writes is known to whoever has
-// called quiet since, and to whom that tells. So the puts of a warp have clocks, one for rows and one for signals. What a get
-// has brought is known to who waited for it once a fence at system scope has settled it, and not by the end of a launch.
+// A remote address is given as the caller's address of the same place in symmetric memory. The card of a rank is not a
+// lane: it sees writes of lanes only after a fence at system scope, and its own writes are known to lanes that called
+// quiet afterwards, and to lanes that learn of it from them. The puts of a warp therefore have clocks, one for rows and
+// one for signals. Data of a get is known to the lane that waited once a fence at system scope has settled it, and not
+// by the end of a launch.
 #pragma once
 
 #include <array>
@@ -19,24 +20,24 @@ namespace ptx {
 struct Lane;
 struct Record;
 
-// One allocation of every rank, of the same size.
+// One allocation of equal size on every rank.
 struct Symmetric {
   std::vector<uint64_t> begins;
-  std::vector<uint32_t> streams;  // of the ranks
+  std::vector<uint32_t> streams;  // the ranks' streams
   uint64_t bytes;
 };
 
-// What has been handed to the network. It stays known until somebody's quiet.
+// A put that was handed to the network. It is remembered until a quiet.
 struct Put {
-  uint32_t stream;  // whose it is
-  Moment moment;    // when it was handed over
+  uint32_t stream;  // stream of its sender
+  Moment moment;    // time of the hand-over
   uint32_t clock;   // uid
   uint16_t number;
-  bool is_signal;  // rows may not lean on a fence: whoever puts them waits for them
+  bool is_signal;  // a fence orders signals only; senders of rows wait for them
   uint64_t to;
   std::vector<char> data;
-  uint64_t flag = 0, value = 0;  // what is set after the data, and to what
-  Clock tells = {};              // what whoever acquires the flag learns
+  uint64_t flag = 0, value = 0;  // word to set after the data, and its value
+  Clock tells = {};              // knowledge that an acquire of the flag learns
   bool arrived = false;
 
   Moment name() const { return {clock, number, number, 0, 0}; }
@@ -44,13 +45,13 @@ struct Put {
 
 class Network {
  public:
-  bool slow = false;  // whoever waits for its puts does so for long: peers look many times after each
+  bool slow = false;  // makes waits for puts long, so that peers check many times after each
   bool empty() const { return under_way_ == 0; }
   void arrive(uint64_t random);
   const Put* under_way_to(uint64_t begin, uint64_t bytes) const;
   void join(const std::vector<uint64_t>& begins, uint32_t rank, uint32_t stream, uint64_t bytes);
 
-  // As NVSHMEM's functions of these names; the lane does it for all who have come.
+  // NVSHMEM's functions of these names, called by one lane for all that have arrived.
   void get(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32_t pe);
   void put(Lane& lane, uint64_t to, uint64_t from, uint64_t bytes, uint32_t pe);
   void put_word(Lane& lane, uint64_t to, uint64_t word, uint32_t bytes, bool is_signal, uint32_t pe);

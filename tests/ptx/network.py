@@ -1,4 +1,4 @@
-"""A GPU some of whose peers are reached over a network: NVSHMEM's functions are those of network.h."""
+"""A GPU that reaches some of its peers over a network: NVSHMEM's functions are those of network.h."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ UNREACHABLE = {
 
 
 class NetworkGpu(PtxGpu):
-    """Args: `unreachable` is which peers' segments are not mapped, where `nodes` do not say; the others are those of
-    PtxGpu."""
+    """A PtxGpu some of whose peers' segments are not mapped.
+
+    Args:
+        unreachable: the unmapped peers, if `nodes` does not decide."""
 
     def __init__(self, unreachable: str = "all", nodes: Sequence[int] | None = None, **how: Any) -> None:
         super().__init__(**how)
@@ -31,13 +33,13 @@ class NetworkGpu(PtxGpu):
 
     @contextlib.contextmanager
     def slow(self) -> Iterator[None]:
-        """What is put arrives when somebody waits for it, or when all lanes only wait."""
+        """Delay puts until a lane waits for them, or until every lane waits."""
         self._library.ptx_slow_network(True)
         yield
         self._library.ptx_slow_network(False)
 
     def _allocate(self, rendezvous: Any, num_bytes: int, *rest: Any) -> Any:
-        """As loopback.allocate, of symmetric memory."""
+        """Stand-in for loopback.allocate, with symmetric memory."""
         segments = super()._allocate(rendezvous, num_bytes, *rest)
         rank, addresses = rendezvous.rank, segments.addresses
         segments.symmetric = addresses[rank]

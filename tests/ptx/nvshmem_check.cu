@@ -1,4 +1,4 @@
-// Compiled after NVSHMEM's own headers: its functions are those that nvshmem_functions.h lists.
+// Compiled after NVSHMEM's headers: checks that its functions have the signatures in nvshmem_functions.h.
 #include <cuda/std/type_traits>
 
 #define NVSHMEM_FUNCTION(Returned, name, ...) \

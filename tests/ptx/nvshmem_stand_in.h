@@ -1,4 +1,4 @@
-// In the place of cuda/device/nvshmem_prelude.h: NVSHMEM's functions without their bodies, which are those of network.h.
+// Replaces cuda/device/nvshmem_prelude.h: NVSHMEM's functions without bodies; network.h implements them.
 #pragma once
 
 #include <cuda/std/cstddef>

@@ -1,4 +1,4 @@
-"""The barriers, fences, releases, acquires and waits for copies of a module's kernels, and which line asks for each."""
+"""The barriers, fences, releases, acquires and copy waits of a module's kernels, with the source line of each."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _ORDER = re.compile(
     r"(?:^|\s)(griddepcontrol\.wait|bar\.sync|bar\.warp\.sync|fence\.(?:acq_rel|proxy\.async|mbarrier_init)|atom\.\w+\.acq_rel|"
     r"ld\.acquire|st\.release|cp\.async\.bulk\.wait_group|mbarrier\.try_wait)\b"
 )
-_CALL = re.compile(r"(nvshmem_quiet|nvshmem_fence)\b")  # which ends lines later
-# Whose lines say nothing of what is ordered.
+_CALL = re.compile(r"(nvshmem_quiet|nvshmem_fence)\b")  # the call ends some lines later
+# Wrappers, whose lines do not show what is ordered.
 _BETWEEN = ("device/machine.h", "device/bulk.h", "protocol/core/atomics.h")
 _DEEPEST = 40
-_BARE = re.compile(r"\s*(coop|block|group_)\.sync\(\);")  # which the line before tells from others
+_BARE = re.compile(r"\s*(coop|block|group_)\.sync\(\);")  # ambiguous by itself, so the line above is added
 
 Place = tuple[str, str, str]  # file number, line, column
 
 
 @dataclass(frozen=True)
 class Order:
-    """`line` counts from the entry's first; `place` is the file and the line of source that asks for the order."""
+    """One order. `line` counts from the entry's first line; `place` is the file and line of source that asks for it."""
 
     entry: str
     line: int

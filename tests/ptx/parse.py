@@ -1,6 +1,6 @@
-"""PTX text, taken apart: the entries of a module, what they declare, and their instructions with source lines.
+"""A PTX parser: a module's entries, their declarations, and their instructions with source lines.
 
-Only what the project's kernels contain is understood. Anything else is an error that names the line.
+It understands only what the project's kernels contain. Anything else is an error that names the line.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FILE = re.compile(r"\.file\s+(\d+) \"(.*)\"")
 _INSTRUCTION = re.compile(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?$")
 _MAX_THREADS = re.compile(r"\.maxntid (\d+), 1, 1$")
 _WIDTHS = {"b8": 1, **{f"{kind}{bits}": bits // 8 for kind in "buf" for bits in (32, 64)}}
-# What an instruction's meaning does not depend on.
+# Statements that do not affect the meaning of instructions.
 _HINTS = (".pragma", ".loc\t", ".minnctapersm")
 
 
 class TranslationError(Exception):
-    """PTX that the tool does not know; nothing is guessed."""
+    """Unknown PTX; the tool does not guess."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Registers:
-    """`count` is None for a single one."""
+    """A register declaration; `count` is None for a single register."""
 
     kind: str
     name: str
@@ -83,7 +83,7 @@ class Entry:
 
 
 def parse(text: str) -> list[Entry]:
-    """The entries of a module."""
+    """Return the entries of a module."""
     dynamic = _DYNAMIC.search(text)
     files = {number: _short(path) for number, path in _FILE.findall(text)}
     entries = []
@@ -110,7 +110,7 @@ def _place(entry: Entry, name: str, space: str, align: int, size: int) -> None:
 
 
 def _short(path: str) -> str:
-    """A source's place below the directory of CUDA's sources, or its name."""
+    """Return a source's path below the directory of CUDA's sources, or its name."""
     parts: list[str] = []
     for part in PurePath(path).parts:
         parts = parts[:-1] if part == ".." else [*parts, part]
@@ -147,11 +147,11 @@ def _statements(line: str) -> Iterator[str]:
 
 
 def _declare(entry: Entry, statement: str, *, in_call: bool) -> bool:
-    """Whether it is a declaration, which is then known."""
+    """True if the statement is a declaration; the entry then records it."""
     if statement in ("(", ")") or statement.startswith(_HINTS):
         return True
     param = _PARAM.match(statement)
-    if param and in_call:  # of a function that is called: a variable of this scope
+    if param and in_call:  # parameter of a called function: a variable of this scope
         entry.body.append(Registers(f"b{8 * _WIDTHS[param[1]]}", param[2], None))
         return param[3] is None
     if param:

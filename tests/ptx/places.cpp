@@ -1,4 +1,4 @@
-// Finding the memory behind an address, and what is said where there is none.
+// Finds the memory at an address, and reports addresses without memory.
 #include "places.h"
 
 #include <cstdio>

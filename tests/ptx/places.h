@@ -1,4 +1,4 @@
-// Where an access takes place, if that is inside of what its lane may access.
+// The place of an access, if it is inside the memory that its lane may access.
 #pragma once
 
 #include <string>
@@ -9,21 +9,21 @@ namespace ptx {
 
 struct Place {
   void* pointer;
-  Shadow* shadow;  // nullptr for memory of one lane, and for what nobody writes
+  Shadow* shadow;  // nullptr for memory of one lane, and for read-only memory
   uint64_t offset;
-  Extent* extent;  // of global memory
+  Extent* extent;  // global memory only
 };
 
 Place find(Lane& lane, Space space, uint64_t address, uint32_t bytes, uint32_t how, uint32_t align);
 
-// Whether what a site orders is left out; it counts as reached.
+// True if a site's order is left out; the site still counts as reached.
 bool is_muted(const Lane& lane, int site);
 
-// Whether the lane is the last of its warp's lanes, or of its block's, to come; then all go on.
+// Wait for the other lanes of the warp, or of the block. True on the last lane to arrive.
 bool gather(Lane& lane, uint32_t value, uint32_t mask, int site);
 bool meet(Lane& lane, bool block, int site);
 
-// `what` is wrong with the earlier access; without it, that nothing orders the two.
+// `what` says what is wrong with the earlier access; nullptr means that nothing orders the two.
 [[noreturn]] void report_race(const Lane& lane, const Place& place, uint32_t how, const Record& other,
                               const char* what);
 

@@ -1,4 +1,4 @@
-"""Faults that tests plant: in the arguments of launches, in the memory behind them, and in the PTX."""
+"""Faults that tests inject: in the arguments of launches, in the memory they point to, and in the PTX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORD = 8
 
 
 def round_with(group: Any, plant: Callable[[Buffer], None]) -> None:
-    """A round on a buffer that `plant` has changed."""
+    """Run a round on a buffer that `plant` has changed."""
     spec = make_spec(2)
     inputs = make_inputs(spec, [12, 7], seed=1)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer:
@@ -27,7 +27,7 @@ def round_with(group: Any, plant: Callable[[Buffer], None]) -> None:
 
 
 def words_swapped(buffer: Buffer) -> None:
-    """The tokens' address where the experts' ids are expected, and the other way round."""
+    """Swap the addresses of the tokens and of the experts' ids."""
 
     def swap(words: Any) -> None:
         words[0], words[1] = words[1], words[0]
@@ -50,12 +50,12 @@ def a_row_too_far(buffer: Buffer) -> None:
 
 
 def tables_given_back(buffer: Buffer) -> None:
-    """Where experts live is no longer in memory."""
+    """Free the table of expert placement."""
     buffer._engine._launcher.memory.clear()  # type: ignore[attr-defined]
 
 
 def _rewrite(buffer: Buffer, change: Callable[[Any], None]) -> None:
-    """Changes the words of what a dispatch is given: x, topk_idx, topk_weights and so on."""
+    """Change the words of a dispatch's arguments: x, topk_idx, topk_weights and so on."""
     launcher: Any = buffer._engine._launcher  # type: ignore[attr-defined]
     set_call = launcher.set_call
 
@@ -68,20 +68,20 @@ def _rewrite(buffer: Buffer, change: Callable[[Any], None]) -> None:
 
 
 class HostTables(PtxGpu):
-    """Hands out addresses of the host's memory, which a kernel cannot reach."""
+    """Returns addresses of the host's memory, which a kernel cannot reach."""
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
         return torch.frombuffer(bytearray(values.numpy().tobytes()), dtype=values.dtype)
 
 
 class SmallSegments(PtxGpu):
-    """Only the first half of a segment is its rank's."""
+    """Each rank owns only the first half of its segment."""
 
     segment_share = 0.5
 
 
 def in_entry(name: str, old: str, new: str, which: int = 0) -> Callable[[str], str]:
-    """Replaces one occurrence of a text in one entry."""
+    """Return an edit that replaces one occurrence of a text in one entry."""
     return _Replaced(name, old, new, which)
 
 
@@ -97,7 +97,7 @@ class _Replaced:
 
 
 def without(name: str, pattern: str, instead: str = "") -> Callable[[str], str]:
-    """Leaves out whatever a pattern matches in one entry."""
+    """Return an edit that replaces every match of a pattern in one entry."""
     return _Without(name, pattern, instead)
 
 

@@ -1,4 +1,4 @@
-"""Small PTX programs, for what the project's kernels never do or show too little of."""
+"""Small PTX programs that do what the project's kernels never do or rarely show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = ".version 9.5\n.target sm_90a\n.address_size 64\n"
 
 
 def program(body: str, shared_bytes: int = 0) -> str:
-    """A kernel of one address, which is in %rd1."""
+    """Return a kernel with one parameter, an address, which is in %rd1."""
     shared = f".shared .align 16 .b8 room[{shared_bytes}];" if shared_bytes else ""
     registers = "".join(f".reg .{kind} %{name}<40>;\n" for name, kind in _REGISTERS.items())
     return (
@@ -37,9 +37,9 @@ def run(
     first: str | None = None,
     times: int = 1,
 ) -> list[int]:
-    """What a program leaves in the 64-bit words at %rd1, which are zero before, or what the program `first` left.
+    """Return the 64-bit words at %rd1 after a program; they start as zeros, or as the program `first` left them.
 
-    It is launched so many times together, so that all but the first launch may begin early.
+    The program is launched `times` times in a row, so all launches but the first may begin early.
     """
     gpu = PtxGpu(seed)
     out = gpu.zeros(num_bytes)
@@ -54,13 +54,13 @@ def run(
 
 
 def results(expressions: list[str]) -> list[int]:
-    """Runs instructions that each leave a result in %rd9; what they left."""
+    """Run instructions that each leave a result in %rd9, and return the results."""
     body = "\n".join(f"{text}\nst.global.b64 [%rd1+{8 * i}], %rd9;" for i, text in enumerate(expressions))
     return run(body, num_bytes=1024)
 
 
 def launch_error(body: str, threads: int) -> str:
-    """The driver's answer to a launch that it refuses."""
+    """Return the driver's error for a launch that it refuses."""
     try:
         run(body, threads=threads)
     except RuntimeError as error:

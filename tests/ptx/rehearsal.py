@@ -1,6 +1,6 @@
-"""The stand-in that `moe-rt gpucheck --emulated` runs a step on: PtxGpu, torch.cuda with a host's clock, small sizes.
+"""The stand-in device of `moe-rt gpucheck --emulated`: PtxGpu, torch.cuda with a host's clock, small sizes.
 
-Each step has a process of its own, which all this changes for good.
+Each step has a dedicated process, which all this changes permanently.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from moe_rt.config.codec import Codec
 from moe_rt.gpucheck import bandwidth, chains, compiling, graphs, latency, layers, load, overlap, syncfree, timing
 from moe_rt.gpucheck.compiling import Variant
 
-# Waits expire in the host's time where a step looks at how long they took.
+# Steps that measure waits: their waits expire in the host's time.
 IN_REAL_TIME = ("errors",)
-# torch's compiler asks what is a stream or an event, and must find torch's own.
+# Steps in which torch's compiler checks for streams and events, and must find torch's classes.
 COMPILES = ("layer",)
 ONLY_COMPILES, PROCESSES = "compile", "processes"
 SMALL_LAYER = layers.LayerSizes(64, 32, 8, 2, 16)
@@ -33,7 +33,7 @@ def small_load(ranks: int, tokens: int = 16, **how: Any) -> load.Load:
     return load.Load(min(ranks, 2), min(tokens, 16), hidden=64, topk=2, experts=8, **how)
 
 
-# Module -> what is smaller there, so that a step takes seconds where a lane is a few hundred thousand times slower.
+# Module -> reduced sizes, so that a step takes seconds although a lane is a few hundred thousand times slower.
 SMALLER: dict[Any, dict[str, Any]] = {
     compiling: {"VARIANTS": (), "NEEDED": (Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),)},
     chains: {"QUICK_PAIRS": 20, "CHECK_EVERY": 5},
@@ -48,12 +48,12 @@ SMALLER: dict[Any, dict[str, Any]] = {
 
 
 class Rehearsal(PtxGpu):
-    """Remembers when launches began and ended, and records what is captured."""
+    """Remembers when launches began and ended, and records captured launches."""
 
     def __init__(self, *, real_time: bool) -> None:
         super().__init__(real_time=real_time)
         self.events: list[Any] = []
-        self.recording: captured.Graph | None = None  # of the thread that holds the lock for capturing
+        self.recording: captured.Graph | None = None  # of the thread that holds the capture lock
 
     def is_capturing(self) -> bool:
         return (self.recording is not None and self.recording.is_of_this_thread()) or super().is_capturing()
@@ -63,20 +63,20 @@ class Rehearsal(PtxGpu):
 
 
 class _ForGood:
-    """What a test undoes at its end, as pytest's monkeypatch; here a process ends with it."""
+    """The interface of pytest's monkeypatch, without undo: the process ends with the step."""
 
     setattr = staticmethod(setattr)
 
 
 def prepare(step: str) -> Any:
-    """The device that a step is given."""
+    """Return the device for a step."""
     for module, values in SMALLER.items():
         for name, value in values.items():
             assert hasattr(module, name), f"{module.__name__} has no {name}"
             setattr(module, name, value)
-    if step == PROCESSES:  # which are CPU ranks over shared memory
+    if step == PROCESSES:  # its ranks are CPU ranks over shared memory
         return "cpu"
-    if step == ONLY_COMPILES:  # for which nothing is loaded: the compiler does not bear the stand-in for the driver
+    if step == ONLY_COMPILES:  # loads nothing: the compiler does not work with the stand-in for the driver
         return SimpleNamespace(device=torch.device("cpu"), arch=ARCH)
     gpu = Rehearsal(real_time=step in IN_REAL_TIME)
     if step in COMPILES:
@@ -86,7 +86,7 @@ def prepare(step: str) -> Any:
         module.Flush = SmallFlush
     torch.cuda.CUDAGraph = functools.partial(captured.Graph, gpu)  # type: ignore[assignment,misc]
     torch.cuda.graph = _graph  # type: ignore[assignment,misc]
-    torch.cuda.set_sync_debug_mode = lambda mode: None  # which guards calls of CUDA's runtime; none is made here
+    torch.cuda.set_sync_debug_mode = lambda mode: None  # guards calls of CUDA's runtime, and none is made here
     torch.cuda.empty_cache = lambda: None
     return gpu
 

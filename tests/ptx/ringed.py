@@ -1,4 +1,4 @@
-"""A GPU whose compiled kernels have small rings, so that short rows are of several pieces."""
+"""A GPU whose compiled kernels have small rings, so that short rows span several pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_rt.native import ring
 
 
 class RingGpu(PtxGpu):
-    """Slots of 256 bytes, fewer than it takes to have more under way than lanes have."""
+    """Slots have 256 bytes, and fewer of them exist than it takes to have more in flight than lanes have."""
 
     bulk_bytes = 48 << 10
 

@@ -1,7 +1,7 @@
-// Who accessed each byte last, so that two accesses that nothing orders are found: a race.
+// Shadow memory: the last accesses of each byte, to find races, that is, two accesses that nothing orders.
 //
-// A cell keeps the last write and two reads; reads that the next one knows of make room for it. A cell is of four
-// bytes, until a smaller access comes to its page.
+// A cell stores the last write and two reads; a read replaces an earlier read that it knows of. A cell covers four
+// bytes until a smaller access reaches its page.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ class Shadow {
  public:
   explicit Shadow(uint64_t bytes = 0) : pages_(bytes / kPage + 1) {}
 
-  // Calls races(record) for what the access races with; ordered(record) says what it is known to come after.
+  // Call races(record) for each access that this one races with; ordered(record) is true if this one comes after it.
   template <class Ordered, class Races>
   void visit(uint64_t offset, uint32_t bytes, const Record& mine, Ordered&& ordered, Races&& races) {
     for (uint64_t at = offset; at < offset + bytes;) {

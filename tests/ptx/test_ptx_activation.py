@@ -1,4 +1,4 @@
-"""The activation's compiled kernels, called as the layer calls them, within the last place: a CPU has an exact ex2."""
+"""The activation's compiled kernels agree with the CPU to one unit in the last place, as a CPU has an exact ex2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the emulated GPU, on the compiled kernels in the place of the templates."""
+"""Runs the tests of the emulated GPU with the compiled kernels in place of the templates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ("-p", "ptx.in_place_of_emulated", "-p", "no:cacheprovider", "-q", "--timeout", "900")
-NO_TESTS = 5  # what pytest then exits with
+NO_TESTS = 5  # pytest's exit status then
 HOURS = pytest.mark.timeout(4 * 3600)
 
 
 def run_tests(*arguments: str, clock: str) -> int:
-    """How many passed; all of them have to, by kernels that were executed."""
+    """Return the number of passed tests; all must pass, and must have executed kernels."""
     said = _pytest(*PLUGIN, *arguments, clock=clock)
     launches, passed = (re.search(text, said) for text in (r"executed PTX: (\d+) launches", r"(\d+) passed"))
     assert launches is not None, said
@@ -27,7 +27,7 @@ def run_tests(*arguments: str, clock: str) -> int:
 
 
 def num_tests(*arguments: str) -> int:
-    """On the emulated GPU."""
+    """Return the number of tests that the emulated GPU would run."""
     collected = re.search(r"(\d+)(?:/\d+)? tests collected", _pytest("--collect-only", "-q", *arguments, clock=""))
     return int(collected[1]) if collected else 0
 
@@ -50,7 +50,7 @@ def test_what_goes_wrong() -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("path", sorted(path.name for path in (ROOT / "tests" / "conformance").glob("test_*.py")))
 def test_conformance(path: str) -> None:
-    """Every case that runs on the emulated GPU."""
+    """Every case of the emulated GPU also passes on executed PTX."""
     cases = (f"tests/conformance/{path}", "-k", "loopback")
     expected = num_tests(*cases)
     assert expected == 0 or run_tests(*cases, clock="still") == expected

@@ -1,4 +1,5 @@
-"""Bulk copies and barriers that count their bytes: they take their time, and what does not wait is a race."""
+"""Bulk copies and barriers that count their bytes: copies take time, and an access that does not wait for them is a
+race."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from ptx.programs import run
 BYTES = 512
 WORDS = BYTES // 8
 THREADS = 64
-# Of shared memory: two barriers, then two slots of BYTES. %r2, %r3 are the barriers, %r4, %r5 the slots; %p1 is lane 0.
-# Each lane has a word: of global memory at %rd3, of the first slot at %r7.
+# Layout of shared memory: two barriers, then two slots of BYTES. %r2, %r3 are the barriers, %r4, %r5 the slots; %p1 is
+# lane 0. Each lane has a word of global memory at %rd3, and a word of the first slot at %r7.
 HEAD = f"""mov.u32 %r1, %tid.x;
 mov.u32 %r2, room;
 add.s32 %r3, %r2, 8;
@@ -43,8 +44,8 @@ def wait(barrier: str, parity: int, name: str) -> str:
     """
 
 
-# The launch before fills the first half of the words with their numbers; then a copy brings them, and lanes write them
-# plus 100 to the second half.
+# The previous launch fills the first half of the words with their indices. A copy then fetches them, and lanes write
+# them plus 100 to the second half.
 LOAD = f"""{HEAD}{MAKE}
 {EXPECT} [%r2], {BYTES};
 {IN} [%r4], [%rd1], {BYTES}, [%r2];
@@ -53,7 +54,7 @@ ld.shared.b64 %rd4, [%r7];
 add.s64 %rd4, %rd4, 100;
 st.global.b64 [%rd3+{BYTES}], %rd4;
 """
-# Lanes write their numbers, a copy takes them to global memory, and the last lane reads what is there.
+# Lanes write their indices, a copy moves them to global memory, and the last lane reads the result.
 STORE = f"""{HEAD}
 cvt.u64.u32 %rd4, %r1;
 st.shared.b64 [%r7], %rd4;
@@ -67,7 +68,7 @@ ld.global.b64 %rd5, [%rd3];
 add.s64 %rd5, %rd5, 100;
 st.global.b64 [%rd3+{BYTES}], %rd5;
 """
-# Four parts of global memory through two slots, to elsewhere; the lane that copies waits until a slot has been read.
+# Move four parts of global memory through two slots; the copying lane waits until a slot has been read.
 RING = f"""{HEAD}{MAKE}
 @!%p1 bra $L_end;
 {
@@ -85,7 +86,7 @@ cp.async.bulk.wait_group.read 1;
 cp.async.bulk.wait_group.read 0;
 $L_end:
 """
-# Lane 0 writes what a copy of lane 32's then reads; they meet at a word.
+# Lane 0 writes what a copy of lane 32 then reads; they synchronise through a word.
 PASS_ON = f"""{HEAD}{MAKE}
 setp.eq.u32 %p3, %r1, 32;
 @%p3 bra $L_copy;
@@ -110,7 +111,7 @@ $L_end:
 
 
 def run_all(text: str, seeds: range = range(1, 9)) -> list[list[int]]:
-    """What it leaves, by seed; each lane's word has its number before."""
+    """Return the resulting words for each seed; each lane's word starts as its index."""
     fill = f"{HEAD}cvt.u64.u32 %rd4, %r1;\nst.global.b64 [%rd3], %rd4;"
     return [_run(text, seed, fill) for seed in seeds]
 
@@ -136,7 +137,7 @@ def test_what_another_lane_wrote_is_copied() -> None:
 
 
 def test_copies_arrive_in_any_order() -> None:
-    """Whether the first has arrived when the second has: both happen."""
+    """Copies complete in any order: over all seeds, the second arrives both before and after the first."""
     text = f"""{HEAD}{MAKE}
     @!%p1 bra $L_end;
     {EXPECT} [%r2], {BYTES};
@@ -155,7 +156,7 @@ def test_copies_arrive_in_any_order() -> None:
 
 
 def test_lanes_of_a_warp_meet() -> None:
-    """Behind their barrier each knows what the others wrote; without it that is a race."""
+    """Each lane may read what the others wrote before a warp barrier; without the barrier that is a race."""
     text = f"""{HEAD}st.shared.b64 [%r7], %rd2;
     bar.warp.sync -1;
     xor.b32 %r8, %r6, 8;
@@ -167,7 +168,7 @@ def test_lanes_of_a_warp_meet() -> None:
         isolated(run_all, text.replace("bar.warp.sync -1;", ""), range(1, 2))
 
 
-# Which program, what is changed in it, and what is said of it.
+# name -> program, text to replace, replacement, report.
 WRONG: dict[str, tuple[str, str, str, str]] = {
     "read before the bytes are there": (
         LOAD,

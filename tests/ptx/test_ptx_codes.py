@@ -1,4 +1,4 @@
-"""Codes of rows as compiled kernels make and read them, four at a time, are those of the CPU."""
+"""Compiled kernels encode and decode rows, four values at a time, to the same bits as the CPU."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def floats(fp8: bool) -> Tensor:
-    """Numbers that a block's codes may be made of: every code's, what lies in the middle between two and next to both,
-    and one of each size."""
+    """Return values that test the encoder: every code's value, the midpoint of two codes and its two neighbours, and
+    one value of each magnitude."""
     most = 448.0 if fp8 else 127.0
     kind = torch.float8_e4m3fn if fp8 else torch.int8
     codes = torch.arange(128, dtype=torch.uint8).view(kind).float()
     codes = codes[codes.isfinite()]
     marks = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([most])])
     around = torch.cat([marks, marks.nextafter(torch.tensor(torch.inf)), marks.nextafter(torch.tensor(0.0))])
-    sizes = (torch.arange(1 << 15, dtype=torch.int32) * 0x10000 + 0x7FFF).view(torch.float32)  # subnormal ones, too
+    sizes = (torch.arange(1 << 15, dtype=torch.int32) * 0x10000 + 0x7FFF).view(torch.float32)  # also subnormal
     numbers = torch.cat([around, sizes[sizes <= most]])
     numbers = torch.cat([numbers, -numbers])
     return torch.cat([numbers, torch.zeros(-len(numbers) % (4 * LANES))])
@@ -53,7 +53,7 @@ def of_cpu(name: str, inputs: Tensor, scales: Tensor, out: Tensor, fp8: bool) ->
 
 
 def run(ptx: str, name: str, fours: Tensor, fp8: bool) -> Tensor:
-    """`fours` [N, 6]: the words of Four."""
+    """Run a kernel on `fours` [N, 6], the words of Four."""
     gpu = PtxGpu()
     memory = gpu.zeros(fours.nbytes).view(fours.dtype).view_as(fours).copy_(fours)
     image, names = image_of(ptx)
@@ -70,7 +70,7 @@ def run(ptx: str, name: str, fours: Tensor, fp8: bool) -> Tensor:
 def test_numbers_become_the_same_codes(ptx: str, fp8: bool) -> None:
     x = floats(fp8).view(-1, 4)
     inverse = torch.ones(len(x))
-    inverse[-1], x[-1] = 0.0, torch.tensor([torch.nan, torch.inf, -torch.inf, 3.0])  # of a block that is not finite
+    inverse[-1], x[-1] = 0.0, torch.tensor([torch.nan, torch.inf, -torch.inf, 3.0])  # a block that is not finite
     fours = torch.cat([x, inverse[:, None], torch.zeros(len(x), 1)], 1).view(torch.int32)
     got = isolated(run, ptx, "encode", fours, fp8)[:, 5].contiguous().view(torch.uint8)
     assert torch.equal(got, of_cpu("encode_codes", x.contiguous(), inverse, torch.empty_like(got), fp8))
@@ -79,7 +79,7 @@ def test_numbers_become_the_same_codes(ptx: str, fp8: bool) -> None:
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "int8"])
 def test_codes_become_the_same_numbers(ptx: str, fp8: bool) -> None:
-    """NaN codes, which nobody makes, among them; the last scales are of blocks of zeros and of what is not finite."""
+    """Every code decodes as on the CPU, including NaN codes; the last scales are of zero and non-finite blocks."""
     scales = torch.tensor([1.0, 0.3, 2.0**-107, 7.5e35, 3e-41, 0.0, torch.nan, 0.1]).repeat_interleave(64)
     codes = torch.arange(256, dtype=torch.uint8).repeat(8).contiguous()
     fours = torch.zeros(len(scales), 6)

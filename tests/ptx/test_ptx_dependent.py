@@ -1,4 +1,4 @@
-"""Launches that depend on each other: one begins before the one before has ended, and reads nothing of it too soon."""
+"""Dependent launches: a launch may begin before its predecessor has ended, and must not read its results too soon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from routing import make_spec
 
 NOT_AWAITED = "a lane ends that has not awaited the launch before"
 LET, WAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"
-# The first launch ends only after the second has begun, which then reads what the first wrote last.
+# The first launch ends only after the second has begun; the second then reads the first's last write.
 MEETING = f"""atom.add.relaxed.gpu.u64 %rd2, [%rd1], 1;
 setp.ne.u64 %p1, %rd2, 0;
 @%p1 bra $second;
@@ -37,7 +37,7 @@ ld.global.b64 %rd4, [%rd1+16];
 st.global.b64 [%rd1+24], %rd4;
 $end:"""
 
-# Sees by a flag that the first has written, which orders nothing.
+# Observe the first launch's write through a flag, which orders nothing.
 FLAG = """$flag:
 nanosleep.u32 20;
 ld.relaxed.gpu.b64 %rd3, [%rd1+32];
@@ -62,7 +62,7 @@ def test_what_the_first_wrote_is_awaited() -> None:
 
 
 def test_each_lane_waits_before_it_ends() -> None:
-    """Who comes third waits for the second, and by that for the first."""
+    """A third launch waits for the second, and thereby for the first."""
     with pytest.raises(PtxFault, match=NOT_AWAITED):
         isolated(_run, LET, dict(times=2))
     isolated(_run, f"{WAIT}\n{LET}", dict(times=3))
@@ -79,7 +79,7 @@ def test_nobody_begins_before_all_blocks_have_let_it() -> None:
 
 
 def _ops(how: dict[str, str]) -> tuple[int, list[str]]:
-    """How many launches of rounds began early; and what was launched."""
+    """Return the number of launches that began early in two rounds, and the kernels launched."""
     os.environ.update(how)
     gpu = PtxGpu()
     run_on(gpu, 2, rounds_in_a_row, make_spec(2), [12, 7], [5, 6], "random")
@@ -127,7 +127,7 @@ def _over_network(edit: Edit) -> None:
     ],
 )
 def test_no_kernel_reads_before_it_waits(case: Any, kernel: str) -> None:
-    """What comes first is told: a race, or the end of a lane that stale words have led there."""
+    """A missing griddepcontrol.wait is reported as a race, or as a lane that stale words led to its end."""
     with pytest.raises(PtxFault, match=f"race on global memory|{NOT_AWAITED}") as raised:
         isolated(case, without(kernel, r"griddepcontrol\.wait;"))
     assert f"{kernel}, block " in str(raised.value)

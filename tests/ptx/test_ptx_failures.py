@@ -1,4 +1,4 @@
-"""Ops that fail, run by the compiled kernels: every rank hears of it, no launch breaks a rule on the way."""
+"""Ops that fail in the compiled kernels: every rank raises, and no launch breaks a rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from ptx.cases_ptx_failures import ACTS, outcomes_of_all
 from ptx.isolated import isolated
 
-# What some rank says, and the errors that ranks may raise: whoever is told of a failure before it sees one is poisoned.
+# name -> a message of some rank, and the errors that ranks may raise. A rank that receives the poison word before it
+# sees the failure raises GroupPoisoned.
 EXPECTED: dict[str, tuple[str, set[str]]] = {
     "silent peer": ("PeerTimeout: dispatch #2 on rank 0: rank 1 announced op 1, expected 2", {"PeerTimeout", ""}),
     "silent peer in backward": (

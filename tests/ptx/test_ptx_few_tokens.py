@@ -1,4 +1,4 @@
-"""Compiled kernels of buffers for a token or two: bits of the oracle, no race, and each order that is missing shows."""
+"""Compiled kernels of buffers for one or two tokens: the oracle's bits, no race, and each missing order is reported."""
 
 from __future__ import annotations
 

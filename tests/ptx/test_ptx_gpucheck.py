@@ -15,12 +15,12 @@ from moe_rt.gpucheck import emulated
 from moe_rt.gpucheck.report import EMULATED
 from moe_rt.gpucheck.steps import STEPS
 
-QUICK = ("errors",)  # of one kernel that other tests run, too
-WHOLE_S = 3600.0  # ends what hangs
+QUICK = ("errors",)  # runs one kernel, which other tests also run
+WHOLE_S = 3600.0  # limit for a hang
 
 
 def rehearse(folder: Path, *steps: str) -> tuple[int, dict[str, Any], str]:
-    """The exit status, the document and the page."""
+    """Return the exit status, the document and the page."""
     require_compiler()
     only = [word for step in steps for word in ("--only", step)]
     result = CliRunner().invoke(main, ["gpucheck", "--emulated", *only, "--report", str(folder)])

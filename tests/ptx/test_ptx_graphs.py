@@ -1,4 +1,4 @@
-"""A captured pair, replayed on tokens and routing that change: sequence numbers and windows are the kernels' own."""
+"""A captured pair is replayed with changed tokens and routing: kernels keep sequence numbers and windows themselves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def windows_and_graphs() -> None:
 
 
 def capture_beside_windows(group: Any, gpu: PtxGpu) -> None:
-    """A token window is for ops in the order in which the host queues them: no graph may take one, nor follow one."""
+    """A graph neither takes a token window nor follows one: windows belong to ops in the order of the host's queue."""
     spec = make_spec(2, hidden=20)
     with Buffer(group, timeout_s=60.0, **buffer_kwargs(spec)) as buffer, torch.no_grad():
         inputs = make_inputs(spec, [12, 7], 1)

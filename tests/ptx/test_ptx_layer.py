@@ -1,4 +1,4 @@
-"""A layer over two virtual ranks whose kernels are executed: the bits of CPU ranks, and their gradients."""
+"""A layer over two virtual ranks on executed kernels has the output and gradient bits of CPU ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 2
 
 
 def forward_backward(group: Any) -> dict[str, Tensor]:
-    """Two steps; the last one's output and gradients."""
+    """Run two steps; return the last one's output and gradients."""
     config = MoEConfig(hidden=20, intermediate=16, num_experts=8, num_topk=3, num_max_tokens_per_rank=12)
     layer = MoELayer(config, group)
     drawn = torch.Generator().manual_seed(3)

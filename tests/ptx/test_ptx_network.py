@@ -1,4 +1,4 @@
-"""The network kernels, executed: what they compute over a network that delivers late is what the oracle computes."""
+"""The network kernels, executed over a network that delivers late, compute what the oracle computes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 
 def rounds_over_network(sizes: tuple[int, ...], unreachable: str, changes: dict[str, Any], how: dict[str, Any]) -> int:
-    """A round forward and backward of each size; how many lists were fetched."""
+    """Run a round forward and backward of each size; return the number of lists fetched."""
     gpu = NetworkGpu(unreachable, **how)
     for size in sizes:
         spec = make_spec(size, **changes, placement=[e % size for e in range(9)])
@@ -62,12 +62,13 @@ def test_closing_does_not_overtake_the_last_signal() -> None:
     "name", ["backwards in a row", "closing over a slow network", "rounds on one block", "a refusal on one block"]
 )
 def test_cases_that_orders_are_taken_from(name: str) -> None:
-    """Nothing is reported of them with all orders there."""
+    """Cases pass without a report when all orders are in place."""
     assert isolated(cases.fault_of, "network", name) == ""
 
 
 def test_a_row_that_is_overwritten_while_it_is_put() -> None:
-    """A warp meets behind each row that it puts: another of its rows is summed in the same place."""
+    """A warp barrier after each put row keeps the row's memory until it is sent; another row is summed in the same
+    place."""
     (order,) = [o for o in cases.orders("network", "combine_send") if "net_.put(" in o.place]
     said = isolated(cases.noticed, "network", order, ["rounds on one block"])
     assert "race on global memory" in said
@@ -94,7 +95,7 @@ def call(name: str) -> str:
 FENCE, MEETING = r"fence\.acq_rel\.sys;", r"bar\.warp\.sync\s[^;]*;"
 ROUND = (full_round, make_spec(2, placement=[e % 2 for e in range(9)]), [12, 7], 1, "random")
 PAIRS = (dispatches_in_a_row, 1)
-# What is left out of which kernel, or made weaker; the case that notices; and what is said.
+# name -> edit that removes or weakens an order, arguments of the case that notices, report.
 PLANTED: dict[str, tuple[Callable[[str], str], tuple[Any, ...], str]] = {
     "rows not shown to the network": (without("dispatch_send", FENCE), ROUND, "no fence shows the network the write"),
     "partial rows not shown": (without("combine_send", FENCE), ROUND, "no fence shows the network the write"),
@@ -127,7 +128,7 @@ PLANTED: dict[str, tuple[Callable[[str], str], tuple[Any, ...], str]] = {
     "rows not settled": (
         without("combine_backward_receive", FENCE),
         ROUND,
-        # Not of dispatch_receive, which has got rows before it.
+        # dispatch_receive fetches rows earlier; the report must not name it.
         "race on global memory: nothing orders .* write of\n  combine_backward_receive, .*nvshmemx_getmem_warp",
     ),
     "lists not settled": (without("dispatch_fetch", FENCE), ROUND, "race on global memory"),

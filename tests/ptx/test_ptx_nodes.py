@@ -1,4 +1,4 @@
-"""The kernels of two levels, executed: over a network that delivers late, and rehearsed among ranks that are mapped."""
+"""The two-level kernels, executed over a network that delivers late, and over mapped ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CODED: dict[str, Any] = dict(
 
 
 def rounds_over(nodes: Sequence[int], changes: dict[str, Any], over_network: bool = True) -> list[str]:
-    """A round forward and backward; what was launched."""
+    """Run a round forward and backward; return the kernels launched."""
     gpu = NetworkGpu(nodes=nodes) if over_network else PtxGpu()
     gpu.nodes = nodes
     size = len(nodes)
@@ -59,7 +59,7 @@ def test_replays() -> None:
 
 @pytest.mark.parametrize("name", ["a bad id of a served rank", "a silent neighbour", "a silent rank that is served"])
 def test_failures(name: str) -> None:
-    """They end as on the emulated GPU, and nothing is reported with all orders there."""
+    """Failures end as on the emulated GPU, without a report when all orders are in place."""
     assert isolated(cases.fault_of, "nodes", name) == ""
 
 
@@ -69,7 +69,7 @@ def one_round(edit: Callable[[str], str], changes: dict[str, Any]) -> None:
     run_on(gpu, 3, full_round, spec, [12, 7, 12], 1, "random")
 
 
-# What is left out of which kernel, or made weaker, and what is said.
+# name -> edit that removes or weakens an order, report.
 PLANTED: dict[str, tuple[Callable[[str], str], str]] = {
     "rows not settled": (without("dispatch_forward", FENCE), "race on global memory"),
     "sums not shown to the network": (without("combine_forward", FENCE), "no fence shows the network the write"),

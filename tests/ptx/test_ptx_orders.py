@@ -1,4 +1,5 @@
-"""Every barrier, release and acquire of some kernels is needed: without it a case is reported, or a table says why."""
+"""Every barrier, release and acquire of some kernels is needed: without it a case is reported, or a table gives a
+reason."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from ptx.orders_not_needed import NOT_NEEDED
 
 OPS = ("dispatch", "combine", "combine_backward")
 LAUNCHES = (*(f"{op}_{half}" for op in OPS for half in ("send", "wait", "receive")), "abort_group", "leave")
-WHICH = ("mapped", "network")  # of kernels with rings, what others lack, by test_ptx_ring.py
+WHICH = ("mapped", "network")  # test_ptx_ring.py covers the orders that only kernels with rings have
 ENTRIES = [
     *((kernels, entry) for kernels in WHICH for entry in LAUNCHES),
     ("network", "dispatch_fetch"),
-    # Of the kernels over nodes, those whose orders have been gone through.
+    # Entries of the kernels over nodes whose orders are all covered.
     *(("nodes", entry) for entry in ("dispatch_lists", "dispatch_forward", "combine_receive")),
 ]
 

@@ -1,4 +1,4 @@
-"""Faults that the tool is there for: each is planted, and reported where it happens."""
+"""Faults that the tool must find: each is injected, and must be reported where it happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool itself: what instructions compute, what it refuses, and what it reports of programs that are wrong."""
+"""The tool itself: results of instructions, what it refuses, and its reports of wrong programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def of_float(x: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", x))[0])
 
 
-# Instructions that end with their result in %rd9, and what that is by the definition of PTX.
+# Instructions that leave their result in %rd9 -> the result by the definition of PTX.
 ARITHMETIC: dict[str, int] = {
     "mov.b64 %rd4, 5;\nshl.b64 %rd9, %rd4, 64;": 0,
     "mov.b64 %rd4, -8;\nshr.s64 %rd9, %rd4, 99;": ALL,
@@ -48,9 +48,9 @@ ARITHMETIC: dict[str, int] = {
         for high, low, codes in (
             ("0f43E80000", "0fC3E80001", 0x7EFE),  # 464 and the next below -464: beyond the largest
             ("0f7FC00000", "0f7F800000", 0x7F7E),  # NaN, infinity
-            ("0f3F880000", "0f3F980000", 0x383A),  # 1.0625 and 1.1875 lie between two codes: the even ones
+            ("0f3F880000", "0f3F980000", 0x383A),  # 1.0625 and 1.1875, midpoints of two codes: to even
             ("0f3F880001", "0fBF87FFFF", 0x39B8),
-            ("0f3A800000", "0f3A800001", 0x0001),  # half of the smallest, and a little more
+            ("0f3A800000", "0f3A800001", 0x0001),  # half of the smallest code, and a little more
             ("0f3C700000", "0f80000000", 0x0880),  # rounds up to the smallest normal number; a negative zero stays
         )
     },
@@ -69,7 +69,7 @@ def test_arithmetic() -> None:
 
 
 def test_lanes_exchange_values() -> None:
-    """Each of 64 lanes gets its neighbour's number by a shuffle, and the most of its warp by a reduction."""
+    """A shuffle gives each of 64 lanes its neighbour's index, and a reduction gives the maximum of its warp."""
     text = f"""{TID}shfl.sync.bfly.b32 %r2|%p1, %r1, 1, 31, -1;
     redux.sync.max.u32 %r3, %r1, -1;
     mad.lo.s32 %r4, %r3, 1000, %r2;
@@ -98,7 +98,7 @@ def _sixty_four(text: str) -> list[int]:
     ],
 )
 def test_what_is_not_known_is_refused(text: str) -> None:
-    """By its line; nothing is guessed."""
+    """Unknown PTX is refused with its line; the tool does not guess."""
     (entry,) = parse(program(text))
     with pytest.raises(TranslationError, match=r"small, line \d+ \(.*\): got "):
         translate(entry)
@@ -151,7 +151,7 @@ def _wrong(text: str) -> None:
 
 
 def test_what_a_release_orders_is_no_race() -> None:
-    """Lane 0 writes, lane 32 waits for its word and reads; with a relaxed word that is a race."""
+    """Lane 32 waits for lane 0's word and reads its write: no race with a release, a race with a relaxed word."""
     text = f"""{TID}setp.eq.u32 %p1, %r1, 0;
     @%p1 bra $L_write;
     setp.ne.u32 %p2, %r1, 32;

@@ -1,4 +1,4 @@
-"""Compiled kernels that move rows through rings: bits of the oracle, no race, and each order that is missing shows."""
+"""Compiled kernels that move rows through rings: the oracle's bits, no race, and each missing order is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_equal_to_the_oracle() -> None:
 
 
 def test_rows_that_are_pulled() -> None:
-    """From 65 tokens of a rank on."""
+    """Rows are pulled from 65 tokens per rank upwards."""
     isolated(rounds_of_sizes, LONG, (2,), [70, 66], 2)
 
 
@@ -57,7 +57,7 @@ def test_replays() -> None:
     isolated(replayed)
 
 
-# Whose absence from which kernel is told in which words, by what is missing.
+# missing order -> kernel, instruction, report without it.
 MISSING = {
     "what peers wrote is not shown to copies": ("dispatch_receive", "fence.proxy.async", "no fence shows copies the"),
     "barriers are not shown to copies": ("dispatch_send", "fence.mbarrier_init", "no fence shows copies the mbarrier"),
@@ -73,7 +73,7 @@ MISSING = {
 
 @pytest.mark.parametrize("name", MISSING)
 def test_missing_orders(name: str) -> None:
-    """At each place of the kernel where it stands, a case notices."""
+    """A case notices the missing order at each of its places in the kernel."""
     entry, text, says = MISSING[name]
     places = [order for order in cases.orders("ring", entry) if order.text.startswith(text)]
     assert places
@@ -87,7 +87,7 @@ def gradients_with(edit: Callable[[str], str]) -> None:
 
 
 def test_announced_before_rows_are_there() -> None:
-    """Slots have been read, but what they held is not yet where peers look for it."""
+    """Waiting only for the reads of slots is reported: the rows have not yet been written where peers read them."""
     edit = in_entry("combine_backward_send", "bulk.wait_group 0;", "bulk.wait_group.read 0;")
     with pytest.raises(PtxFault, match=r"race on global memory: nothing orders this read after the write"):
         isolated(gradients_with, edit)

@@ -1,4 +1,4 @@
-"""What the compiled kernels compute when they are executed is what the oracle computes, bit for bit, without a race."""
+"""The compiled kernels, executed, compute the oracle's results bit for bit, without a race."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rt.native import cuda
 
 SIZES = (1, 2, 3, 4)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-# Each has kernels of its own: a dtype, the widest vector that divides its rows, and codes of rows.
+# Each of these compiles different kernels: a dtype, the widest vector that divides its rows, and codes of rows.
 KERNELS: dict[str, dict[str, Any]] = {
     "fp32 in 16 bytes": dict(dtype=torch.float32),
     "bf16 and codes in 16 bytes, fp8 there and int8 back": dict(
@@ -32,7 +32,7 @@ KERNELS: dict[str, dict[str, Any]] = {
         dtype=torch.bfloat16, hidden=132, dispatch_dtype=INT8, combine_dtype=FP8
     ),
 }
-# The same kernels with other routing, placement, capacity and layout.
+# Variants of the same kernels: other routing, placement, capacity and layout.
 OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
     "distinct experts": ({}, "topk"),
     "one expert": ({}, "one_expert"),
@@ -41,7 +41,7 @@ OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
     "aligned to 16": (dict(expert_alignment=16), "random"),
     "rows of tokens": (dict(layout="tokens"), "random"),
 }
-# Codes and scales in vectors of 16 bytes, of 4 and of 1; without a format, codes of the buffer.
+# Codes and scales in vectors of 16, 4 and 1 bytes; None means the buffer's own codes.
 SCALED = {
     "words": RowFormat(FP8, 144, torch.float32, 4),
     "bytes": RowFormat(torch.uint8, 72, torch.uint8, 5),
@@ -50,12 +50,12 @@ SCALED = {
 
 
 def tokens_for(size: int, most: int = 12) -> list[int]:
-    """Different on every rank, none and the most among them."""
+    """Return different token counts per rank, including zero and `most`."""
     return [(5 * r + most) % (most + 1) if size > 1 else most for r in range(size)]
 
 
 def rounds_of_sizes(sizes: tuple[int, ...], changes: dict[str, Any], kind: str, seed: int) -> int:
-    """A round forward and backward of each size; how many accesses were checked."""
+    """Run a round forward and backward of each size; return the number of accesses checked."""
     gpu = PtxGpu(seed)
     for size in sizes:
         ThreadRanks(size, gpu).run(full_round, make_spec(size, **changes), tokens_for(size), seed, kind)
@@ -88,19 +88,20 @@ def test_more_tokens_than_a_tile_of_routing() -> None:
 
 
 def rounds_of_many_tokens() -> None:
-    """On one rank two blocks route, a tile each; on each of two, one."""
+    """One rank routes with two blocks, one tile each; each of two ranks routes with one block."""
     ThreadRanks(1, PtxGpu(num_sms=16)).run(full_round, make_spec(1, num_max_tokens_per_rank=530), [530], 3, "topk")
     ThreadRanks(2, PtxGpu()).run(full_round, make_spec(2, num_max_tokens_per_rank=530), [530, 514], 3, "random")
 
 
 def test_what_is_known_does_not_grow() -> None:
-    """However many launches and streams there were, or long runs would take ever longer."""
+    """The number of facts does not grow with launches and streams; otherwise long runs would slow down."""
     facts = isolated(facts_of_rounds)
     assert max(facts) < 2 * facts[0]
 
 
 def facts_of_rounds() -> list[int]:
-    """After each of some rounds, whose threads have streams of their own, and more and more buffers' memory."""
+    """Return the number of facts after each of several rounds, whose threads have new streams and whose buffers new
+    memory."""
     gpu, facts = PtxGpu(), []
     for _ in range(8):
         ThreadRanks(2, gpu).run(full_round, make_spec(2), [12, 7], 1, "random")
@@ -109,7 +110,7 @@ def facts_of_rounds() -> list[int]:
 
 
 def test_no_room_to_spare() -> None:
-    """Every wait has one block, beside one block that sends."""
+    """Rounds complete when every wait has one block, next to one block that sends."""
     isolated(rounds_with_little_room)
 
 
@@ -122,7 +123,7 @@ def test_one_block_that_waits() -> None:
 
 
 def rounds_that_wait_apart() -> None:
-    cuda.WAIT_APART_FROM = 8  # of this process alone
+    cuda.WAIT_APART_FROM = 8  # changes this process only
     gpu = PtxGpu()
     ThreadRanks(2, gpu).run(full_round, make_spec(2), [12, 7], 5, "random")
     assert {"dispatch_wait", "combine_wait", "combine_backward_wait"} <= set(gpu.launched)

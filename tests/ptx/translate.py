@@ -1,4 +1,4 @@
-"""PTX to C++: one function for each entry, which tests/ptx/lane.h runs for each lane."""
+"""Translates PTX to C++: one function for each entry, which lane.h's runtime calls for each lane."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ptx.parse import Entry, Instruction, Label, Registers, Scope
 from ptx.writer import Writer, dynamic_offset, label, register
 
 _C_TYPES = {"pred": "bool", "16": "uint16_t", "32": "uint32_t", "64": "uint64_t"}
-# What a register holds that nothing was written to.
+# Value of a register that was never written.
 _GARBAGE = {"bool": "false", "uint16_t": "0xf5f5", "uint32_t": "0xf5f5f5f5u", "uint64_t": "0xf5f5f5f5f5f5f5f5ull"}
 
 
 def translate(entry: Entry) -> str:
-    """The C++ source of an entry.
+    """Return the C++ source of an entry.
 
     Raises:
-        TranslationError: naming the first line that is not known.
+        TranslationError: names the first unknown line.
     """
     writer = Writer(entry)
     named = set(re.findall(r"%?[\w$]+", entry.text))

@@ -1,4 +1,4 @@
-"""Names and types of PTX in C++: registers, operands, addresses, variables of one entry."""
+"""PTX's names and types in C++: the registers, operands, addresses and variables of one entry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DYNAMIC_GAP = 64
 
 
 class Writer:
-    """Turns one entry's instructions into statements; `site` numbers the one that is being written."""
+    """Turns an entry's instructions into statements; `site` is the index of the current one."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
@@ -35,7 +35,7 @@ class Writer:
             self.symbols[entry.dynamic_shared] = dynamic_offset(entry)
 
     def value(self, operand: str, kind: str) -> str:
-        """An operand as a value of a PTX type."""
+        """Return an operand as a value of a PTX type."""
         return f"as<{TYPES[kind]}>({self.bits(operand)})"
 
     def bits(self, operand: str) -> str:
@@ -63,7 +63,7 @@ class Writer:
 
 
 def dynamic_offset(entry: Entry) -> int:
-    """Where dynamic shared memory begins: behind a gap that belongs to nobody."""
+    """Offset of dynamic shared memory, after an unowned gap."""
     return -(-entry.used["shared"] // 16) * 16 + DYNAMIC_GAP
 
 

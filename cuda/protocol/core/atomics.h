@@ -1,7 +1,7 @@
-// Every memory order of the project: the protocol calls these names and no other file may write an order.
+// Every memory order of the project: the protocol calls these names, and no other file may write an order.
 //
-// Scope is the whole system, since a peer may be another process or another GPU; where the name says `device`, one rank
-// alone. The pairs are
+// The scope is the whole system, since a peer may be another process or another GPU. Names with `device` have the scope
+// of one rank. The pairs are
 //   publish a window  store_release(signal)      with  load_acquire(signal) in wait_signal          (signal.h)
 //   record an op                                 store_release with load_acquire, word by word      (host/recording.h)
 //   leave a segment header                       store_release with load_acquire of its magic       (host/recording.h)
@@ -10,9 +10,9 @@
 //                                                with load_acquire and sleep_while                  (host/team.h)
 //   exclusive use of an engine                   exchange_acquire with store_release                (host/exchange.h)
 //   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)
-//   report a failure to the host                 store_release with the host's look at the record   (device/exchange.h)
-//   let bulk copies read what lanes wrote        bulk_copies_fence behind an acquire                (device/ring.h)
-// Relaxed read-modify-writes collect bits and minima in scratch that a barrier publishes.
+//   report a failure to the host                 store_release with the host's read of the record   (device/exchange.h)
+//   let bulk copies read what lanes wrote        bulk_copies_fence following an acquire             (device/ring.h)
+// Relaxed read-modify-writes collect bits and minima in scratch memory that a barrier publishes.
 #pragma once
 
 #include "platform.h"
@@ -67,8 +67,8 @@ MOE_RT_FN T load_relaxed(const T& word) {
   return SystemRef<T>(const_cast<T&>(word)).load(kRelaxed);
 }
 
-// Keeps each word in a register from here on. No loop, and on a GPU not volatile: it would keep arrays in memory, those of
-// the code around it, too.
+// Keeps each word in a register from this point. It uses no loop, and the GPU version is not volatile, which would keep
+// arrays in memory, also those of the surrounding code.
 template <int kWords>
 MOE_RT_FN void pin(uint32_t* words) {
   if constexpr (kWords > 0) {
@@ -81,9 +81,10 @@ MOE_RT_FN void pin(uint32_t* words) {
   }
 }
 
-// Copy of what a peer may be rewriting at this moment, each word loaded once. Without it: 1. this rank judges a word, 2. a
-// peer changes it, 3. the compiler loads it again, and what nobody has judged is followed. The load is a plain one, which
-// a GPU may have from its cache; after the empty statement the register is the only place where a compiler finds it.
+// Copies a value that a peer may be rewriting and loads each word once. Without it: 1. this rank checks a word, 2. a
+// peer changes it, 3. the compiler loads it again, and this rank follows an unchecked value. The load is a plain one,
+// which a GPU may serve from its cache; after the empty asm statement the compiler can take the word only from the
+// register.
 template <class T>
 MOE_RT_FN T read_once(const T& shared) {
   constexpr int kWords = sizeof(T) / sizeof(uint32_t);
@@ -111,9 +112,9 @@ MOE_RT_FN T fetch_add_acq_rel(T& word, T value) {
   return SystemRef<T>(word).fetch_add(value, kAcqRel);
 }
 
-// SYNC POINT last block: a block's lanes sync, then one of them adds. Release: what the block wrote comes before its
-// count. Acquire: the block that completes the count has every other block's writes behind it, and its signal at system
-// scope carries them along. Without either half a peer could see the signal before another block's rows.
+// SYNC POINT last block: a block's lanes sync, then one of them adds. Release: the block's writes come before its
+// count. Acquire: the block that completes the count sees every other block's writes, and its signal at system scope
+// publishes them as well. Without either half a peer could see the signal before another block's rows.
 template <class T>
 MOE_RT_FN T fetch_add_device(T& word, T value) {
   return DeviceRef<T>(word).fetch_add(value, kLastBlock);
@@ -150,27 +151,28 @@ MOE_RT_FN bool replace_acq_rel(T& word, T expected, T value) {
   return SystemRef<T>(word).compare_exchange_strong(expected, value, kAcqRel, kRelaxed);
 }
 
-// A network card is no party to the pairs above: it reads this rank's rows when a peer asks, and writes rows that this
-// rank has asked for. Before the one and after the other everything must be settled at system scope.
+// A network card takes no part in the pairs above: it reads this rank's rows when a peer asks, and writes rows that
+// this rank has asked for. This fence completes all accesses at system scope before the card reads and after it has
+// written.
 MOE_RT_FN void network_fence() {
 #if defined(__CUDACC__)
   cuda::atomic_thread_fence(kAcqRel, cuda::thread_scope_system);
 #endif
 }
 
-// SYNC POINT bulk copies. They see what lanes have written behind this fence alone, by a lane that knows of it: it comes
-// after the acquire of wait_signal, whose pair is the peer's release, and a barrier of the block. Without it: 1. a peer
-// writes rows and releases the signal, 2. a lane here acquires it, 3. a bulk copy reads memory as it was before 1. Stores
-// of bulk copies need none: who has waited until they are complete sees them, so that its release tells of them. Without
-// `.global` machine code has a fence of shared memory alone.
+// SYNC POINT bulk copies. Bulk copies see lanes' writes only after this fence, executed by a lane that has observed
+// them: it follows the acquire of wait_signal, whose pair is the peer's release, and a barrier of the block. Without
+// it: 1. a peer writes rows and releases the signal, 2. a lane here acquires it, 3. a bulk copy reads memory as it was
+// before 1. Bulk copies' stores need no fence: a lane that has waited for their completion sees them, and its release
+// publishes them. Without `.global` the machine code would fence shared memory only.
 MOE_RT_FN void bulk_copies_fence() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
-// SYNC POINT barriers of bulk copies, which are made in shared memory. Without it: 1. a lane makes a barrier, 2. a copy that
-// it starts counts its bytes where the barrier is not yet.
+// SYNC POINT barriers of bulk copies. Barriers are initialised in shared memory. Without the fence: 1. a lane
+// initialises a barrier, 2. a copy that it starts counts its bytes on memory that does not hold the barrier yet.
 MOE_RT_FN void bulk_barriers_fence() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -179,8 +181,8 @@ MOE_RT_FN void bulk_barriers_fence() {
 
 #if !defined(__CUDACC__)
 // SYNC POINT barrier, asleep. Returns once the word is not `value`; pairs with store_release, then wake_sleepers. The
-// kernel compares once more before it lets a thread sleep. Without that: 1. a lane sees the old generation, 2. the last
-// lane raises it and finds nobody asleep, 3. the lane goes to sleep for ever.
+// kernel compares once more before it puts a thread to sleep. Without that: 1. a lane sees the old generation, 2. the
+// last lane raises it and finds no sleeper, 3. the lane sleeps and is never woken.
 template <class T>
 void sleep_while(const T& word, T value) {
   SystemRef<T>(const_cast<T&>(word)).wait(value, kAcquire);
@@ -192,7 +194,7 @@ void wake_sleepers(T& word) {
 }
 #endif
 
-// Streaming (non-temporal) stores are not ordered by a release store on x86: every thread that used them calls this
+// A release store on x86 does not order streaming (non-temporal) stores. Every thread that used them must call this
 // before the barrier that precedes the signal. Without it a peer could see the signal before the rows.
 MOE_RT_FN void streaming_store_fence() {
 #if !defined(__CUDACC__) && defined(__x86_64__)

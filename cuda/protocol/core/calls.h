@@ -1,4 +1,5 @@
-// An op's arguments as roles take them, and what its rank announces of it.
+// Conversions of an op's arguments, at the start of each op: expert ids for the routing roles, and the Call that the
+// rank announces.
 #pragma once
 
 #include "args.h"

@@ -1,21 +1,22 @@
-// Rows of fewer bits on the way: codes of one byte, and an fp32 scale for every 128 of them, made once when published.
+// Codecs for rows in transit: one-byte codes with an fp32 scale for every 128. A row is encoded once, when dispatch
+// publishes it or combine pushes its partial, and decoded by the rank that reads it.
 //
 // Current scaling: a block's largest magnitude becomes the largest code. fp8 is e4m3 without infinities (OCP 8-bit
 // floating point, 2023), rounded to nearest even; int8 is symmetric in [-127, 127]. A NaN or infinity in a block makes
-// all of it NaN, so that nothing that is not finite is lost.
+// the whole block NaN, so that no non-finite value is lost.
 #pragma once
 
 #include "platform.h"
 
 namespace moe_rt {
 
-// How rows travel: as they are, or coded. Values are those of moe_rt/config/codec.py.
+// Encoding of rows in transit: raw, fp8 or int8. Values are those of moe_rt/config/codec.py.
 enum class Codec : int32_t { kRaw = 0, kFp8 = 1, kInt8 = 2 };
 
 inline constexpr int kCodecBlock = 128;
 
-// A token's row in a window where it has scales: codes first, then, at a multiple of 16 bytes, the scales. Those of a
-// codec of this file, or what a caller brought, of which only the bytes are known here.
+// A token's row in a window, if it has scales: codes first, then, at the next multiple of 16 bytes, the scales. Both
+// come from a codec of this file or from the caller; for the caller's, only the byte counts are known here.
 struct RowParts {
   int64_t code_bytes, scale_bytes;
   MOE_RT_FN constexpr int64_t scales_at() const { return round_up(code_bytes, 16); }
@@ -44,13 +45,14 @@ MOE_RT_FN float bits_float(uint32_t bits) {
 #endif
 }
 
-// To the nearest integer, ties to even, for |x| < 2^22.
+// Rounds to the nearest integer, ties to even, for |x| < 2^22.
 MOE_RT_FN float round_even(float x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: an fp32 of that size has no bits for fractions
   return (x + shift) - shift;
 }
 
-// |x| <= 448 but for rounding. There is one zero: a sum of rows, which begins at zero, would not keep a negative one.
+// Requires |x| <= 448, up to rounding. Both zeros encode to +0: a sum of rows starts at +0 and would lose a negative
+// zero.
 MOE_RT_FN uint8_t encode_fp8(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   uint32_t normal = (magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20;  // three bits of fraction are kept
@@ -70,8 +72,8 @@ MOE_RT_FN float decode_fp8(uint8_t code) {
 MOE_RT_FN uint8_t encode_int8(float x) { return uint8_t(int8_t(int32_t(round_even(x)))); }
 MOE_RT_FN float decode_int8(uint8_t code) { return float(int8_t(code)); }
 
-// What a block's largest magnitude, as bits, makes of its codes. Below 2^-100 a block counts as zero: its scale's
-// reciprocal would overflow.
+// Scale and its reciprocal, from the bits of a block's largest magnitude. A block below 2^-100 counts as zero, because
+// its scale's reciprocal would overflow.
 struct CodecScale {
   float scale, inverse;
 };

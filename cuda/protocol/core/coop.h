@@ -1,10 +1,10 @@
-// The group of lanes that runs a role together: what a role function may ask of it, and the group of one.
+// Cooperation of the lanes that run a role together: the interface that role functions use, and a group of one lane.
 //
 // A coop has rank(), size(), sync() and the two ways of sharing work below. Role functions use nothing else, so the
 // same text runs on one thread (Solo), on a team of host threads (host/team.h) and on a CUDA block (device/machine.h).
 //   chunk(n)  contiguous, in lane order: for work whose result depends on order (stable lists)
 //   share(n)  any partition that suits the hardware: for independent rows
-// Where several lanes work on one share together (a CUDA warp), leader() is true for the one that writes scalars.
+// If several lanes work on one share together (a CUDA warp), leader() is true for the lane that writes scalars.
 #pragma once
 
 #include "platform.h"
@@ -31,20 +31,20 @@ struct Solo {
   MOE_RT_FN Range share(int64_t n) const { return {0, n, 1}; }
 };
 
-// Neighbouring items to neighbouring lanes: for short arrays that one access should cover.
+// Assigns neighbouring items to neighbouring lanes: for short arrays that one access should cover.
 template <class Coop>
 MOE_RT_FN Range strided(const Coop& coop, int64_t n) {
   return {coop.rank(), n, coop.size()};
 }
 
-// Sums of everything before each entry, and of everything. `sums` is one of the two arrays given.
+// Exclusive prefix sums, and their total. `sums` is one of the two arrays passed to exclusive_scan.
 struct Scan {
   int32_t* sums;
   int32_t total;
 };
 
-// Exclusive prefix sums of data[0, n) by doubling steps (Hillis and Steele 1986), or in place by one lane alone.
-// `spare` has room for n. Every lane calls it after a sync and may read the result at once.
+// Exclusive prefix sums of data[0, n) by doubling steps (Hillis and Steele 1986), or in place if the coop has one lane.
+// `spare` holds n entries. Every lane calls it after a sync and may read the result immediately.
 template <class Coop>
 MOE_RT_FN Scan exclusive_scan(const Coop& coop, int32_t* data, int32_t* spare, int32_t n) {
   if (coop.size() == 1) {

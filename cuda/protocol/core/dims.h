@@ -1,4 +1,5 @@
-// Sizes a role body is compiled for: read at run time, or constants that a just-in-time compiler has filled in.
+// Sizes that a role body is compiled for: values read at run time, or constants filled in by a just-in-time compiler.
+// Every role takes them as its Dims parameter.
 #pragma once
 
 #include "codec.h"
@@ -29,8 +30,8 @@ struct FixedDims {
   MOE_RT_FN static constexpr Codec combine_codec() { return kCombine; }
 };
 
-// fn(i) for i in [0, kCount), without a loop: arrays indexed by i stay in registers, where a GPU would keep them in
-// memory otherwise.
+// Calls fn(i) for i in [0, kCount), unrolled: arrays indexed by i then stay in registers; a GPU keeps them in memory
+// otherwise.
 template <int kCount, int kStep = 1, class Fn>
 MOE_RT_FN void unrolled(Fn&& fn) {
 #if defined(__CUDACC__)
@@ -39,7 +40,7 @@ MOE_RT_FN void unrolled(Fn&& fn) {
   for (int i = 0; i < kCount; i += kStep) fn(i);
 }
 
-// fn(i) for every kStep-th i in [0, n), n <= num_topk; unrolled where num_topk is a small constant.
+// Calls fn(i) for every kStep-th i in [0, n), n <= num_topk; unrolled if num_topk is a small constant.
 template <class Dims, int kStep = 1, class Fn>
 MOE_RT_FN void for_topk(int n, Fn&& fn) {
   if constexpr (Dims::kUnrolled) {

@@ -1,16 +1,17 @@
-// Where everything lies in a rank's symmetric segment: one walk yields the size and every offset.
+// Layout of a rank's symmetric segment: one walk computes the size and every offset. Every role finds a segment's parts
+// through World, at the end of this file.
 //
 //   control     segment header | poison | mailboxes [kind][source rank] | members [R] | op records [64] | last words
 //   2 windows   route counts, offsets, lists and weights | tokens [T][H] | partials [S][T][H] | scalars [T][K]
-//               pushed lists [R] and pushed rows [R][T']: of small batches, from each source (flat/pushing.h); none on a
-//               CPU
-// with T = num_max_tokens_per_rank and S = min(K, R), the most ranks one token can visit. Rows are padded to 64 bytes.
-// Nothing depends on how many tokens a peer really sends, so the segment is sized once, and only the small lists of
-// per-expert and per-rank numbers, and room for what is pushed, grow with E and R.
+//               pushed lists [R] and pushed rows [R][T'] of small batches, from each source (flat/pushing.h);
+//               CPU ranks have no pushed regions
+// with T = num_max_tokens_per_rank and S = min(K, R), the maximum number of ranks that one token can visit. Rows are
+// padded to 64 bytes. Nothing depends on how many tokens a peer really sends, so the segment is sized once. Only the
+// small per-expert and per-rank arrays, and the space for pushed data, grow with E and R.
 //
-// Where ranks are on N nodes and rows go from node to node (two_level/), S = min(K, G) + N - 1 with G ranks on the
-// largest node: a partial of each rank of the own node and a sum of each other node; there is a block of scalars for
-// each node, and for each of the far sources that this rank serves
+// If ranks are on N nodes and rows go from node to node (two_level/), S = min(K, G) + N - 1 with G ranks on the largest
+// node: a partial of each rank of the own node and a sum of each other node. Each node has a block of scalars, and each
+// of this rank's clients (remote sources whose proxy it is, see Nodes) has
 //   staged        route lists and tokens [T][H], as in the source's window
 //   2 windows     forwarded partials [min(K, G)][T][H] | forwarded scalars [T][K]
 #pragma once
@@ -35,46 +36,47 @@ struct Copy {
   int32_t expert, index, k, unused;
 };
 
-// What a row of recv_x is: one for each (token, local expert), by experts, or one for each token, by sources.
+// Meaning of a row of recv_x: one (token, local expert) pair, grouped by expert, or one token, grouped by source.
 enum class RecvLayout : int32_t { kExperts = 0, kTokens = 1 };
 
 struct Shape {
   int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk;
   int32_t elem_bytes, acc_bytes;  // payload element; accumulator and routing weight (fp32, or fp64 for fp64 payloads)
   RecvLayout recv_layout = RecvLayout::kExperts;
-  int32_t alignment = 1;          // where rows are for experts: those of each begin and end at a multiple
-  int32_t num_pushed_tokens = 0;  // of a batch, at most, whose lists are written to where they are read
-  int32_t num_pushed_rows = 0;    // of a batch, at most, whose rows are, too; no more than those
-  int32_t num_nodes = 1;          // between which rows go in two levels; 1 where all ranks are alike
-  int32_t most_node_ranks = 0;    // of one of several nodes
-  int32_t num_served = 0;         // far sources, at most, that a rank serves
+  int32_t alignment = 1;          // kExperts: each expert's rows begin and end at a multiple of it
+  int32_t num_pushed_tokens = 0;  // largest batch whose lists are written to the receiver's segment
+  int32_t num_pushed_rows = 0;    // largest batch whose rows are, too; <= num_pushed_tokens
+  int32_t num_nodes = 1;          // nodes between which rows go in two levels; 1 means flat
+  int32_t most_node_ranks = 0;    // ranks of the largest node, if there are several nodes
+  int32_t num_served = 0;         // maximum number of clients of a rank
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN bool two_level() const { return num_nodes > 1; }
-  // Ranks that a token may visit: of all, and of one node.
+  // Maximum number of ranks that a token visits: of all ranks, and of one node.
   MOE_RT_FN int32_t num_visits() const { return smaller(num_topk, num_ranks); }
   MOE_RT_FN int32_t num_node_slots() const { return two_level() ? smaller(num_topk, most_node_ranks) : num_visits(); }
-  // Rows that may come home for a token.
+  // Maximum number of rows that return to the source for one token.
   MOE_RT_FN int32_t num_slots() const { return num_node_slots() + num_nodes - 1; }
-  // Up to the next multiple. Nearly always there is nothing to do, and a division would be the longest part of it.
+  // Rounds up to the next multiple of alignment. Alignment is nearly always 1, and the test is cheaper than a division.
   MOE_RT_FN int64_t aligned(int64_t rows) const { return alignment == 1 ? rows : round_up(rows, alignment); }
   MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
 };
 
 struct Layout {
-  int64_t poison, mailboxes, members, op_records, last_words;  // the segment header is at 0
+  int64_t poison, mailboxes, members, op_records, last_words;  // offsets in bytes; the segment header is at 0
+  // Offsets in the segment of one window's parts, in the order of the list above.
   struct Window {
     int64_t counts, pull_offs, copy_offs, pulls, copies, weights, tokens, partials, scalars, pushed, pushed_rows;
     int64_t forwarded, forwarded_scalars;
   } window[2];
-  // Of the far sources that this rank serves: the first one's lists, its rows from there, and how far the next one is.
+  // Offsets in the segment of the staging area of this rank's clients.
   struct Staged {
-    int64_t lists, rows, bytes;
+    int64_t lists, rows, bytes;  // lists of the first client; its rows, from `lists`; bytes per client
   } staged;
-  // Of one source's pushed lists, from where they begin.
+  // Pushed lists of one source: offsets from their start.
   struct Lists {
     int64_t counts, pull_offs, copy_offs, pulls, copies, weights, bytes;
   } pushed;
-  int64_t bytes;
+  int64_t bytes;  // size of the segment
 
   MOE_RT_FN static Layout make(const Shape& s) {
     Layout l{};
@@ -122,52 +124,53 @@ struct Layout {
     l.bytes = round_up(cursor, kPage);
     return l;
   }
-  // Partials of one far source's tokens.
+  // Bytes of the partials of one client's tokens.
   MOE_RT_FN static int64_t forwarded_bytes(const Shape& s) {
     return int64_t{s.num_node_slots()} * s.num_max_tokens * s.row_bytes();
   }
 };
 
-// Experts in placement order: by rank, then by local index. Tables are the same on every rank.
+// Tables of experts in placement order (by rank, then by local index), identical on every rank.
 struct Placement {
   const int32_t* position;    // [E] expert id -> place in that order
   const int32_t* owner;       // [E] place -> rank
   const int32_t* rank_first;  // [R + 1] first place of each rank
-  const int32_t* entries;     // [E] expert id -> its owner and its place at once (flat/routing_tiles.h)
+  const int32_t* entries;     // [E] expert id -> owner and place in one word (flat/entries.h)
 };
 
-// Who is on which node, as one rank sees it, where rows go in two levels. A rank's forwarder on another node is the rank
-// there that serves it: what it sends to that node comes in through it, and what comes home is added up by it.
+// Nodes of the group as one rank sees them, if rows go in two levels. A rank has a proxy on each other node
+// (`forwarder`): what it sends to that node arrives through the proxy, which also adds up what returns. Its clients are
+// the remote ranks whose proxy it is (`served`).
 struct Nodes {
   int32_t own = 0;                     // this rank's node
-  int32_t num_served = 0;              // far ranks that this rank serves
+  int32_t num_served = 0;              // number of this rank's clients
   const int32_t* node_of = nullptr;    // [R]
-  const int32_t* forwarder = nullptr;  // [R] of a far rank, on this node; of a neighbour itself
-  const int32_t* served_at = nullptr;  // [R] a far rank's place among those that its forwarder serves
-  const int32_t* served = nullptr;     // [num_served] the far ranks that this rank serves, in rank order
-  const int32_t* serving = nullptr;    // [R] of a far rank's node, the rank that serves this one; of a neighbour itself
+  const int32_t* forwarder = nullptr;  // [R] a remote rank's proxy on this node; a rank of this node itself
+  const int32_t* served_at = nullptr;  // [R] a remote rank's index among its proxy's clients
+  const int32_t* served = nullptr;     // [num_served] this rank's clients, in rank order
+  const int32_t* serving = nullptr;    // [R] this rank's proxy on a remote rank's node; a rank of this node itself
 
-  // The place of another node among those that are not `from`.
+  // Index of another node among all nodes but `from`.
   MOE_RT_FN static int32_t far_index(int32_t node, int32_t from) { return node < from ? node : node - 1; }
 };
 
-// One rank's view of its group: everything a role function needs besides its tensors.
+// One rank's view of its group: all inputs of a role function other than its tensors.
 struct World {
   Shape shape;
   Layout layout;
   Placement placement;
-  char* const* base;    // [R] where each rank's segment is mapped here; nullptr where it is not
-  char* const* mirror;  // nullptr, or [R] copies of the route lists of ranks that are not mapped (device/rdma.h)
+  char* const* base;    // [R] address of each rank's segment in this process; nullptr if not mapped
+  char* const* mirror;  // nullptr, or [R] copies of unmapped ranks' route lists (device/rdma.h)
   int32_t rank;
   uint64_t config;     // hash of shape, dtype and placement; equal on all ranks
-  uint64_t plan_mark;  // of this rank's engine alone: whose plans it follows (plan.h)
-  Nodes nodes{};       // where the shape is of several nodes
+  uint64_t plan_mark;  // identifies this rank's engine: it follows only its own plans (plan.h)
+  Nodes nodes{};       // set if the shape has several nodes
 
   MOE_RT_FN int32_t num_local_experts() const { return num_local_experts_of(rank); }
   MOE_RT_FN int32_t num_local_experts_of(int r) const { return placement.rank_first[r + 1] - placement.rank_first[r]; }
-  // The most rows of padding that a rank's experts may need.
+  // Maximum number of padding rows that a rank's experts may need.
   MOE_RT_FN int64_t most_padding(int r) const { return int64_t{num_local_experts_of(r)} * (shape.alignment - 1); }
-  // Parts that recv_x is divided into, each of which ends at an entry of offs: experts here, or sources.
+  // Number of parts of recv_x, each of which ends at an entry of offs: local experts, or sources.
   MOE_RT_FN int32_t num_parts() const { return shape.by_token() ? shape.num_ranks : num_local_experts(); }
   template <class T>
   MOE_RT_FN T* at(int peer, int64_t offset) const {
@@ -177,8 +180,8 @@ struct World {
   MOE_RT_FN Mailbox& mailbox(int owner, Kind kind, int source) const {
     return at<Mailbox>(owner, layout.mailboxes)[static_cast<int>(kind) * shape.num_ranks + source];
   }
-  // What this rank announces of its op, and compares with what peers do. Made here and nowhere else; who refuses adds
-  // that.
+  // Returns the header that this rank announces for its op and compares with its peers' headers. Headers are created
+  // only here; a rank that refuses the op adds the refusal.
   MOE_RT_FN Header header(uint64_t seq, const Call& call) const {
     return {.seq = seq,
             .config = config,
@@ -193,31 +196,33 @@ struct World {
   MOE_RT_FN OpRecordSlot& op_record(uint64_t number) const {
     return at<OpRecordSlot>(rank, layout.op_records)[number % kNumOpRecords];
   }
-  // Each takes the window that an op uses, 0 or 1 (window_selector.h). Its start is where a rank's route lists are.
+  // The functions below take an op's window, 0 or 1 (window_selector.h). A rank's route lists are at its window's
+  // start.
   MOE_RT_FN char* window_start(int source, int window) const {
     return mirror && mirror[source] ? mirror[source] : base[source] + layout.window[window].counts;
   }
-  // Offsets in a segment.
+  // Offsets in a segment, in bytes.
   MOE_RT_FN int64_t token_row(int window, int64_t token) const {
     return layout.window[window].tokens + token * shape.row_bytes();
   }
-  // At home, the row that a source has pushed.
+  // Row that a source has pushed into the receiver's segment.
   MOE_RT_FN int64_t pushed_row(int window, int source, int64_t token) const {
     return layout.window[window].pushed_rows + (int64_t{source} * shape.num_pushed_rows + token) * shape.row_bytes();
   }
-  // Token after token in each slot: whoever reads ahead of a row finds the next one that it wants.
+  // Tokens are contiguous within a slot, so that hardware that reads ahead of a row fetches the next row that is
+  // needed.
   MOE_RT_FN int64_t partial_row(int window, int64_t token, int64_t slot) const {
     return layout.window[window].partials + (slot * shape.num_max_tokens + token) * shape.row_bytes();
   }
   MOE_RT_FN int64_t scalar(int window, int64_t token, int64_t k) const {
     return layout.window[window].scalars + (token * shape.num_topk + k) * shape.acc_bytes;
   }
-  // A token's scalars of other nodes lie behind those of the own one.
+  // Scalars from other nodes follow those from the own node.
   MOE_RT_FN int64_t far_scalar(int window, int64_t token, int64_t k, int64_t far_index) const {
     return scalar(window, (far_index + 1) * shape.num_max_tokens + token, k);
   }
 };
-// The host makes these bytes and kernels read them: two compilers must lay them out alike.
+// The host fills these bytes and kernels read them, so two compilers must agree on their layout.
 static_assert(sizeof(World) == 512 && sizeof(Header) == 56 && sizeof(Layout) == 336, "the host's layout");
 
 }  // namespace moe_rt

@@ -1,8 +1,9 @@
-// What a rank leaves in its own segment for whoever must find out why a group stands still: a segment header that says
-// what this memory is, whose processes the ranks are, a ring of the rank's last ops, and why it left.
+// Diagnostic records that a rank keeps in its own segment, for finding out why a group hangs: a segment header that
+// identifies the memory, the ranks' processes, a ring of the rank's last ops, and why it left. The engine updates the
+// ring at each step of an op (host/recording.h).
 //
-// Only the owner writes. Whoever maps the segment may read, also when the owner hangs, is stopped or is dead. The ring
-// of a CUDA rank stays empty: its host does not see when its ops run.
+// Only the owner writes. Any process that maps the segment may read, also when the owner hangs, is stopped or is dead.
+// The ring of a CUDA rank stays empty: its host does not see when its ops run.
 #pragma once
 
 #include "status.h"
@@ -13,19 +14,20 @@ inline constexpr uint64_t kSegmentHeaderMagic = 0x31'74'72'5f'65'6f'6d'00;  // r
 inline constexpr uint32_t kSegmentHeaderVersion = 3;
 inline constexpr int kNumOpRecords = 64;
 
-// The first bytes of a segment: with it a reader needs to be told nothing else. Offsets are those of Layout.
+// First bytes of a segment: a reader needs no other information. Offsets are those of Layout.
 struct SegmentHeader {
   uint64_t magic;  // written last
   uint32_t version;
   int32_t rank, pid;
-  int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes, acc_bytes;  // of Shape
+  int32_t num_ranks, num_experts, num_max_tokens, hidden, num_topk, elem_bytes, acc_bytes;  // fields of Shape
   uint64_t config;
-  int64_t poison, mailboxes, members, op_records, bytes, last_words;
-  int64_t num_nodes;  // of Shape
+  int64_t poison, mailboxes, members, op_records, bytes, last_words;  // offsets in bytes; size of the segment
+  int64_t num_nodes;                                                  // field of Shape
 };
 static_assert(sizeof(SegmentHeader) == 112, "readers of other builds know these bytes by the version alone");
 
-// A rank's process, its node, and the inode of its segment among the descriptors of all ranks; 0 where it is no file.
+// A rank's process, its node, and the inode of its segment's file, found among the descriptors of all ranks; 0 if the
+// segment is no file.
 struct Member {
   int32_t pid, node;
   uint64_t inode;
@@ -38,12 +40,12 @@ struct OpRecord {
   uint64_t seq = 0;     // counts the ops of its kind
   Op op = Op::kNone;
   Code code = Code::kOk;
-  uint32_t tag = 0;
+  uint32_t tag = 0;  // number of the layer
   int32_t num_tokens = 0;
-  int64_t start_ns = 0, announced_ns = 0, heard_ns = 0, end_ns = 0;
-  int64_t longest_ns = 0;  // of the waits for single peers, looking at them in rank order
+  int64_t start_ns = 0, announced_ns = 0, heard_ns = 0, end_ns = 0;  // heard_ns: all peers' signals have arrived
+  int64_t longest_ns = 0;  // longest wait for a single peer; peers are awaited in rank order
   int64_t longest_peer = -1;
-  uint64_t handle_seq = 0;  // of the dispatch whose handle is used; 0 for a dispatch
+  uint64_t handle_seq = 0;  // seq of the dispatch whose handle is used; 0 for a dispatch
 };
 inline constexpr int kOpRecordWords = sizeof(OpRecord) / sizeof(uint64_t);
 
@@ -53,10 +55,10 @@ struct alignas(128) OpRecordSlot {
 };
 static_assert(sizeof(OpRecord) == 88 && sizeof(OpRecordSlot) == 128, "readers of other builds know these bytes");
 
-// Why the rank left the group, in its own words: UTF-8, for people. Written once, before the poison word or the closed
-// flag that tells peers of it.
+// Text that says why the rank left the group: UTF-8, for people. Written once, before the poison word or the closed
+// flag that announces the departure to peers.
 struct alignas(128) LastWords {
-  uint64_t num_bytes;  // of `text`, written last; 0 while there are none
+  uint64_t num_bytes;  // bytes of `text`, written last; 0 while empty
   char text[504];
 };
 

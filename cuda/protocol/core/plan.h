@@ -1,50 +1,52 @@
-// What dispatch leaves in the handle, in private memory, for combine and both backward ops: windows are reused, plans
-// are not. The receive plan says which rows belong to which pulled token; the send plan where a token's copies went.
+// Plans that dispatch leaves in the handle, in private memory, for combine and both backward ops: windows are reused,
+// plans are not. The receive plan says which rows belong to which pulled token; the send plan says where a token's
+// copies went.
 #pragma once
 
 #include "layout.h"
 
 namespace moe_rt {
 
-// A token this rank pulled: whose, its partial slot at the source, and its range in the row list.
+// A token that this rank pulled: its source, its partial's slot there, and its range in the row list.
 struct Pulled {
   int32_t token;
   int16_t source, slot;
   int32_t first, copies;
 };
 
-inline constexpr int32_t kDropped = -1;  // in the row list: beyond capacity
-// Of an op that is given no tensor with a row for each of recv_x: whatever the plan says.
+inline constexpr int32_t kDropped = -1;  // entry of the row list: the row is beyond capacity
+// Matches a plan of any capacity, for ops without a tensor that has a row for each of recv_x.
 inline constexpr int64_t kAnyCapacity = -1;
 
-inline constexpr int32_t kNoExpert = -1;  // in a row's local experts: this entry of its token is for other ranks
+inline constexpr int32_t kNoExpert = -1;  // entry of RecvPlan::ids: that top-k entry's expert is on another rank
 
-// A view of the int32 tensor recv_plan: head | pulled | rows | ks | ids or ends | forwards. Where rows are of tokens, all
-// copies of one share the row that the first of them names, and the others name none.
+// View of the int32 tensor recv_plan: head | pulled | rows | ks | ids or ends | forwards. With RecvLayout::kTokens, all
+// copies of a token share the row that its first copy names; the others hold kDropped.
 struct RecvPlan {
   struct Head {
-    uint64_t mark;       // World::plan_mark of the engine that made it
-    uint64_t seq;        // of the dispatch that made it
-    int32_t num_tokens;  // of this rank in that dispatch
-    int32_t num_pulled, num_copies, num_dropped;
-    int32_t capacity;            // rows of recv_x in that dispatch
-    int32_t first_own, num_own;  // the pulled tokens that are this rank's, in token order
-    int32_t num_rows;            // that were delivered, dropped ones not counted
+    uint64_t mark;                                // World::plan_mark of the engine that made the plan
+    uint64_t seq;                                 // seq of the dispatch that made the plan
+    int32_t num_tokens;                           // this rank's tokens in that dispatch
+    int32_t num_pulled, num_copies, num_dropped;  // entries of `pulled`; of `rows`; rows beyond capacity
+    int32_t capacity;                             // rows of recv_x in that dispatch
+    int32_t first_own, num_own;                   // range of pulled tokens whose source is this rank, in token order
+    int32_t num_rows;                             // delivered rows, without dropped ones
   };
   Head* head;
   Pulled* pulled;
   int32_t* rows;  // row of recv_x, or kDropped
-  int32_t* ks;    // which of the token's top-k entries the copy serves
-  int32_t* ids;   // [capacity][K], where rows are of tokens: the local expert of each entry, or kNoExpert
-  int32_t* ends;  // [L], where rows of experts are aligned: behind the last one of each that is not padding
-  // [served][T], for each far source that this rank serves: how many ranks of this node each of its tokens visits.
+  int32_t* ks;    // index of the copy's entry in the token's top-k
+  int32_t* ids;   // kTokens: [capacity][K] local expert of each entry, or kNoExpert
+  int32_t* ends;  // kExperts with alignment: [L] end of each expert's rows, without padding
+  // [clients][T]: number of this node's ranks that each client's token visits.
   int32_t* forwards;
-  // Set once leads_inside has judged the whole plan. A GPU looks at an entry when it follows it: its host does not, and its blocks read lists
-  // each by itself, so that a peer that rewrites them meanwhile leaves entries that no block has written.
+  // Set once leads_inside(w) has accepted the whole plan. GPU ranks check each entry when they follow it instead: their
+  // host does not check, and since each block reads lists separately, a peer that rewrites them meanwhile can leave
+  // entries that no block has written.
   bool judged = false;
 
   MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
-  // Below 2^31, as the host has checked: a GPU holds such a number in one register.
+  // Below 2^31, which the host has checked, so that a GPU can hold it in one register.
   MOE_RT_FN static int64_t max_copies(const Shape& s, int32_t num_local_experts) {
     return s.num_ranks * s.num_max_tokens * smaller(s.num_topk, num_local_experts);
   }
@@ -69,8 +71,8 @@ struct RecvPlan {
     return p;
   }
 
-  // Whether a dispatch of this very engine, with so many tokens and into so many rows, wrote the head, and its sizes can
-  // be true. A handle comes back through a user's hands: it may be another buffer's, or overwritten.
+  // True if a dispatch of this engine, with this many tokens and this capacity, wrote the head, and its sizes are
+  // possible. A handle passes through the user's hands: it may belong to another buffer, or be overwritten.
   MOE_RT_FN bool fits(const World& w, int64_t tokens, int64_t capacity) const {
     const Head& h = *head;
     return h.mark == w.plan_mark && h.num_tokens == tokens && below(h.num_pulled, max_pulled(w.shape) + 1) &&
@@ -79,14 +81,15 @@ struct RecvPlan {
            below(h.first_own, int64_t{h.num_pulled} + 1) && below(h.num_own, int64_t{h.num_pulled} - h.first_own + 1);
   }
 
-  // Returns whether an entry leads to a token, slot and copies that exist. After fits.
+  // True if an entry refers to a token, slot and copies that exist. Requires fits.
   MOE_RT_FN bool leads_inside(const World& w, const Pulled& p) const {
     const Shape& s = w.shape;
     return below(p.token, s.num_max_tokens) && below(p.source, s.num_ranks) && below(p.slot, s.num_node_slots()) &&
            below(int64_t{p.copies} - 1, s.num_topk) && below(p.first, int64_t{head->num_copies} - p.copies + 1);
   }
   MOE_RT_FN bool can_follow(const World& w, const Pulled& p) const { return judged || leads_inside(w, p); }
-  // Return a copy's row, or kDropped, and its entry of the token's top-k. Both exist, whatever the plan says.
+  // Return a copy's row, or kDropped, and its entry of the token's top-k. Results are in range, whatever the plan
+  // holds.
   MOE_RT_FN int32_t row(int64_t copy) const {
     const int32_t row = rows[copy];
     return below(row, head->num_rows) ? row : kDropped;
@@ -96,8 +99,8 @@ struct RecvPlan {
     return below(k, s.num_topk) ? k : 0;
   }
 
-  // Whether every entry leads to a token, slot or row that there is. After fits. In 32 bits without a sign, so that
-  // compilers make vectors of it.
+  // True if every entry refers to a token, slot or row that exists. Requires fits. The arithmetic is 32-bit unsigned,
+  // so that compilers vectorise it.
   MOE_RT_FN bool leads_inside(const World& w) const {
     const Shape& s = w.shape;
     uint32_t bad = 0;
@@ -116,7 +119,7 @@ struct RecvPlan {
   }
 };
 
-// topk_idx [T][K], of entries of 8 bytes or of 4.
+// View of topk_idx [T][K], with entries of 8 or 4 bytes.
 struct ExpertIds {
   const void* entries;
   bool narrow;
@@ -125,14 +128,14 @@ struct ExpertIds {
   }
 };
 
-// One int32 of send_plan[T][K]: the slot where the entry's partial comes back, and the first entry of the same token
-// with the same expert, which carries the row for its duplicates; kNowhere for topk_idx -1.
+// One int32 of send_plan[T][K]: the slot where the entry's partial returns, and the token's first entry with the same
+// expert, which carries the row for its duplicates; kNowhere for topk_idx -1.
 inline constexpr int32_t kNowhere = -1;
 MOE_RT_FN constexpr int32_t send_entry(int slot, int first_k) { return first_k << 16 | slot; }
 MOE_RT_FN constexpr int send_slot(int32_t entry) { return entry & 0xffff; }
 MOE_RT_FN constexpr int send_first_k(int32_t entry) { return entry >> 16; }
 
-// Whether every entry leads to a slot and an entry that there are.
+// True if every entry refers to a slot and a top-k entry that exist.
 MOE_RT_FN bool send_plan_leads_inside(const int32_t* send_plan, int64_t num_tokens, const Shape& s) {
   const auto slots = uint32_t(s.num_slots()), num_topk = uint32_t(s.num_topk);
   uint32_t bad = 0;
@@ -144,7 +147,8 @@ MOE_RT_FN bool send_plan_leads_inside(const int32_t* send_plan, int64_t num_toke
   return !bad;
 }
 
-// Slots are handed out in rank order without gaps, so the number of a token's distinct ranks follows from them.
+// Number of ranks that a token visits: slots are assigned in rank order without gaps, so it follows from the highest
+// one.
 MOE_RT_FN int num_partials(const int32_t* send_plan_row, int num_topk) {
   int n = 0;
   for (int k = 0; k < num_topk; ++k) {
@@ -153,8 +157,8 @@ MOE_RT_FN int num_partials(const int32_t* send_plan_row, int num_topk) {
   return n;
 }
 
-// A list in memory that peers can write, the rank's own window included: entries are put there and never looked at again
-// by their writer, and come as values that were read once.
+// List in memory that peers can write, the rank's own window included. Reads load an entry once and return a copy; a
+// writer never reads its entries back.
 template <class T>
 struct SharedList {
   T* start;
@@ -177,7 +181,7 @@ struct RouteLists {
             {reinterpret_cast<int32_t*>(at(o.copy_offs))}, {reinterpret_cast<Pull*>(at(o.pulls))},
             {reinterpret_cast<Copy*>(at(o.copies))},       {reinterpret_cast<Weight*>(at(o.weights))}};
   }
-  // Those that the source has pushed, or pushes, into the receiver's segment.
+  // Returns the lists that the source pushes into the receiver's segment.
   MOE_RT_FN static RouteLists pushed(const World& w, char* segment, int source, int window) {
     const Layout::Lists& o = w.layout.pushed;
     char* const start = segment + (w.layout.window[window].pushed + source * o.bytes);
@@ -185,7 +189,7 @@ struct RouteLists {
             {reinterpret_cast<int32_t*>(start + o.copy_offs)}, {reinterpret_cast<Pull*>(start + o.pulls)},
             {reinterpret_cast<Copy*>(start + o.copies)},       {reinterpret_cast<Weight*>(start + o.weights)}};
   }
-  // Where this rank reads what the source lists for it.
+  // Returns the lists from which this rank reads what the source sends to it.
   MOE_RT_FN static RouteLists received(const World& w, int source, int window, bool are_pushed) {
     return are_pushed ? pushed(w, w.base[w.rank], source, window) : view(w, source, window);
   }

@@ -1,7 +1,7 @@
-// Which compiler is this, and what does the protocol need of it: the only file that asks.
+// Compiler differences: function qualifiers, fixed-width types and small helpers that all compilers share.
 //
 // The protocol headers compile under g++ (CPU ranks), nvcc and NVRTC (CUDA ranks). They use no standard library beyond
-// fixed-width integers, so that NVRTC, which has none, sees the same text.
+// fixed-width integers, because NVRTC has none.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -55,7 +55,7 @@ MOE_RT_FN int popcount(uint32_t bits) {
 #endif
 }
 
-// x in [0, end)
+// True if x is in [0, end).
 MOE_RT_FN constexpr bool below(int64_t x, int64_t end) { return x >= 0 && x < end; }
 
 template <class T>

@@ -1,4 +1,5 @@
-// What an op reports: a code, and the record that tells who waited for whom, where, and what was seen.
+// Result of an op: a code, and a record of which rank waited for which peer, where, and what it saw. Every op of the
+// CPU engine returns one; CUDA kernels write a failure's to host memory.
 #pragma once
 
 #include "platform.h"
@@ -8,7 +9,7 @@ namespace moe_rt {
 // Values are part of the protocol (they travel in headers) and of moe_rt/errors.py.
 enum class Code : int32_t {
   kOk = 0,
-  // Refusals: every rank sees the same one in the same op, and the buffer goes on.
+  // Refusals: every rank sees the same one in the same op, and the buffer stays usable.
   kInvalidInput = 1,
   kInvalidRouting = 2,
   kTooManyTokens = 3,
@@ -21,17 +22,17 @@ enum class Code : int32_t {
   kPeerDead = 20,
   kPeerClosed = 21,
   kPoisoned = 22,
-  kFaultInjected = 23,      // on purpose: host/fault.h
-  kInterrupted = 24,        // by an exception of a signal handler, in this rank's own process
+  kFaultInjected = 23,      // deliberately: host/fault.h
+  kInterrupted = 24,        // an exception of a signal handler in this rank's own process
   kBoundMismatch = 25,      // ranks gave a dispatch different max_tokens
-  kRowFormatMismatch = 26,  // ranks gave a dispatch rows of different dtypes or numbers of scales
-  // This rank alone: nothing was announced.
+  kRowFormatMismatch = 26,  // ranks gave a dispatch rows of different dtypes or scale counts
+  // Errors of this rank only: nothing was announced.
   kClosed = 32,
   kConcurrentUse = 33,
   kForked = 34,
 };
 
-// One of those above: a peer's header may hold any number.
+// True for the refusals above. The code may come from a peer's header and hold any number.
 MOE_RT_FN constexpr bool is_refusal(Code code) { return code > Code::kOk && code <= Code::kCapacityOverflow; }
 
 enum class Op : int32_t { kNone = 0, kDispatch = 1, kCombine = 2, kDispatchBackward = 3, kCombineBackward = 4 };
@@ -46,8 +47,8 @@ MOE_RT_FN constexpr Kind kind_of(Op op) {
 
 enum class Phase : int32_t { kNone = 0, kPublish = 1, kWait = 2, kGather = 3, kPush = 4, kReduce = 5 };
 
-// `got` and `expected` are what the code is about: an expert id and E, tokens and their maximum, two of those maxima,
-// rows and the least or most there may be, two sequence numbers, two config hashes, two call words (see call_word in
+// Status of an op. `got` and `expected` depend on the code: an expert id and E; tokens and their maximum; the maxima of
+// two ranks; rows and their minimum or maximum; two sequence numbers; two config hashes; two call words (call_word in
 // signal.h).
 struct Status {
   Code code = Code::kOk;

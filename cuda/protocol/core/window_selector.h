@@ -1,22 +1,24 @@
-// Which of its kind's two windows an op takes: the other one after an op of the same kind, else the same again.
+// Selection of an op's window, one of its kind's two, when the op starts: the other window if the previous op was of
+// the same kind, else the same window again.
 //
-// In every op a rank hears from all peers, each of which has by then finished the op before. So an op of the other
-// kind in between acknowledges all reads of a window, which may then be written again (docs/protocol.md). Where kinds
-// alternate, as in training, a single window of each is in use, and half as much memory goes through the caches.
+// In every op a rank receives a signal from all peers, each of which has by then finished the previous op. So an op of
+// the other kind in between acknowledges all reads of a window, which may then be written again (docs/protocol.md). If
+// kinds alternate, as in training, only one window of each is in use, and half as much memory goes through the caches.
 #pragma once
 
 #include "status.h"
 
 namespace moe_rt {
 
-#if defined(MOE_RT_WEAKENABLE)  // a test sets it: the second of two ops of a kind races with the first then
+#if defined(MOE_RT_WEAKENABLE)  // set by a test: the second of two ops of a kind then races with the first
 inline bool selects_one_window = false;
 #endif
 
-// Zero before the first op. All ranks issue the same ops in the same order, and so agree.
+// State of the selection, zero before the first op. All ranks issue the same ops in the same order, so their states
+// agree.
 struct WindowSelector {
-  int32_t window[kNumKinds];  // 0 or 1, of the last op of either kind
-  int32_t last;               // the kind of the last op of all plus one
+  int32_t window[kNumKinds];  // 0 or 1: window of the last op of each kind
+  int32_t last;               // 1 + kind of the last op
 
   MOE_RT_FN int next(Kind kind) const {
     const int k = static_cast<int>(kind);

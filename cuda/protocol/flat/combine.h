@@ -1,9 +1,9 @@
-// The roles of combine-type ops: sum a token's rows here, push the partial to its source, then add up what came home.
+// Roles of combine-type ops: sum a token's rows here, push the partial to its source, then add up the partials at home.
 //
 //   combine             push (weights)        | wait | reduce
 //   dispatch backward   push (unit weights)   | wait | reduce   and the gradient of each routing weight: (token, k)
-// `Rows` is the row primitive: encode_sum(dst, srcs, weights, n) without the sources that are nullptr, and
-// decode_sum(dst, srcs, n), in the order given, in the accumulator type. `Link` reaches a peer's segment (link.h).
+// `Rows` is the row primitive. encode_sum(dst, srcs, weights, n) skips sources that are nullptr; decode_sum(dst, srcs,
+// n) sums in the order given, in the accumulator type. `Link` reaches a peer's segment (link.h).
 #pragma once
 
 #include "../core/coop.h"
@@ -13,8 +13,8 @@
 
 namespace moe_rt {
 
-// What goes home: rows, a weight of each (one where nullptr), and a scalar of each (none where nullptr) or, where rows are
-// of tokens, of each of its K entries.
+// Inputs of a combine-type op: rows, a weight per row (1 if nullptr), and a scalar per row (none if nullptr). With
+// RecvLayout::kTokens a row has a scalar for each of its K entries.
 template <class Weight>
 struct Returned {
   RecvPlan plan;
@@ -22,7 +22,8 @@ struct Returned {
   const Weight *weights, *scalars;
 };
 
-// One pulled token's partial, to dst; its rows' scalars are put home. Dropped rows add nothing.
+// Writes one pulled token's partial to dst and puts its rows' scalars into the source's segment. Dropped rows add
+// nothing.
 template <class Dims, class Coop, class Weight, class Rows, class Link>
 MOE_RT_FN void sum_copies(const Coop& coop, const World& w, int window, const Pulled& p, const Returned<Weight>& in,
                           char* dst, const Rows& rows, const Link& link) {
@@ -45,7 +46,7 @@ MOE_RT_FN void sum_copies(const Coop& coop, const World& w, int window, const Pu
   rows.encode_sum(dst, srcs, factors, p.copies);
 }
 
-// Pushes the partials of all pulled tokens or, unless Own::kPushed, of those of other ranks.
+// Pushes the partials of all pulled tokens or, unless Own::kPushed, only those of other ranks' tokens.
 template <class Own, class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, int window, const Returned<Weight>& in,
                     const Rows& rows, const Link& link) {
@@ -61,13 +62,13 @@ MOE_RT_FN void push(const Coop& coop, const Dims&, const World& w, int window, c
   }
 }
 
-// Partials of this rank's own tokens come through its window, as everyone's.
+// Partials of this rank's own tokens go through its window, as all others do.
 struct LocalPushed {
   static constexpr bool kPushed = true;
 };
 
 // out[t] = sum of the token's partials in rank order; grad_topk_weights [T][K] is filled when not nullptr. `own` is
-// LocalPushed, or makes each local partial when its token comes up (host/local_partials.h).
+// LocalPushed, or computes each local partial when its token is summed (host/local_partials.h).
 template <class Coop, class Dims, class Weight, class Rows, class Own>
 MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, int window, const int32_t* send_plan,
                       int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows, Own own) {

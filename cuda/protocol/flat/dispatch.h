@@ -1,10 +1,11 @@
-// The roles of dispatch-type ops: publish rows into the own window, then pull what the experts here need from peers.
+// Roles of dispatch-type ops: publish rows into the own window, then pull the rows that the experts here need from
+// peers.
 //
 //   dispatch           publish_rows + routing.h | wait | index.h, gather
 //   combine backward   publish_rows             | wait | gather_grad        (reuses the handle's plan: no routing)
-// `Rows` is the row primitive of the machine, over `hidden` elements of each row or over its codes and scales, which lie
-// in a tensor more: publish(dst, x, row), spread(to, rows, n, src), clear(to, row), and scale_dots(dst, y, rows, weights,
-// g, dots, n). `Link` is how a peer's segment is reached (link.h).
+// `Rows` is the machine's row primitive, over the `hidden` elements of each row, or over its codes and its scales,
+// which are in a second tensor: publish(dst, x, row), spread(to, rows, n, src), clear(to, row), and scale_dots(dst, y,
+// rows, weights, g, dots, n). `Link` reaches a peer's segment (link.h).
 #pragma once
 
 #include "../core/dims.h"
@@ -14,7 +15,7 @@
 
 namespace moe_rt {
 
-// Rows enter the window here, once per token, unless their producer wrote them there; rows.publish codes them if they
+// Copies each token's row into the window once, unless its producer wrote it there. rows.publish encodes rows that
 // travel coded.
 template <class Coop, class Rows>
 MOE_RT_FN void publish_rows(const Coop& coop, const World& w, int window, const char* x, int64_t num_tokens,
@@ -26,22 +27,22 @@ MOE_RT_FN void publish_rows(const Coop& coop, const World& w, int window, const 
   }
 }
 
-// Where dispatch puts what it pulls.
+// Outputs of dispatch.
 template <class Weight>
 struct Received {
   char* recv_x;
-  Weight* recv_weights;  // of each row or, where rows are of tokens, of each of its K entries
-  int64_t capacity;      // rows of either
+  Weight* recv_weights;  // [capacity], or [capacity][K] with RecvLayout::kTokens
+  int64_t capacity;      // rows of recv_x and recv_weights
   RecvPlan plan;
 };
 
-// Pulls the i-th token of all: its row once from the source's window, written to each of its copies' rows, or to the one
-// that they share, the i-th. False if the source's entry is out of range.
+// Pulls the i-th token of all: reads its row once from the source's window and writes it to each of its copies' rows,
+// or with RecvLayout::kTokens to row i. False if the source's entry is out of range.
 template <class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, int window, int source, int64_t i,
                             const Blocks& b, const Received<Weight>& out, const Rows& rows, const Link& link) {
   const bool by_token = w.shape.by_token();
-  if (by_token && coop.leader() && i < out.capacity) {  // also where the entry turns out to be wrong
+  if (by_token && coop.leader() && i < out.capacity) {  // also if the entry turns out to be wrong
     for (int k = 0; k < dims.num_topk(); ++k) {
       out.plan.ids[i * dims.num_topk() + k] = kNoExpert;
       out.recv_weights[i * dims.num_topk() + k] = 0;
@@ -88,8 +89,9 @@ MOE_RT_FN bool gather_token(const Coop& coop, const Dims& dims, const World& w, 
   return true;
 }
 
-// A source whose entries do not share out all its copies, in their order, or -1: some entry of the plan would be nobody's,
-// or two tokens', and an op that follows the plan would blame this rank for it. After gather, of private memory alone.
+// Returns a source whose pull entries do not cover all its copies exactly once and in order, or -1. Otherwise some plan
+// entry would belong to no token or to two, and a later op that follows the plan would blame this rank. Called after
+// gather; reads private memory only.
 MOE_RT_FN int unshared_copies(const World& w, const Blocks& b, const RecvPlan& plan) {
   for (int source = 0; source < w.shape.num_ranks; ++source) {
     int64_t next = b.copy_start[source];
@@ -102,8 +104,8 @@ MOE_RT_FN int unshared_copies(const World& w, const Blocks& b, const RecvPlan& p
   return -1;
 }
 
-// Rows between an expert's last, which `ends` say, and the next one's first: zero, and of weight zero. Of num_rows at
-// most.
+// Zeroes the padding rows between an expert's last row, given by `ends`, and the next expert's first row, and their
+// weights. Writes no row from num_rows on.
 template <class Coop, class Weight, class Rows>
 MOE_RT_FN void clear_padding(const Coop& coop, const World& w, const int32_t* ends, int64_t num_rows, char* to,
                              Weight* weights, const Rows& rows) {
@@ -118,14 +120,14 @@ MOE_RT_FN void clear_padding(const Coop& coop, const World& w, const int32_t* en
   }
 }
 
-// Returns a source with entries out of range, or -1; all others are taken, since a GPU hands its outputs over whatever they
-// are. Ranks start at their own rows, so that peers do not all read the same rank first.
+// Gathers all tokens. Returns a source with entries out of range, or -1; all other tokens are gathered, since a GPU
+// returns its outputs in any case. Ranks start at their own rows, so that peers do not all read the same rank first.
 template <class Coop, class Dims, class Weight, class Rows, class Link>
 MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int window, const Blocks& b,
                      const Received<Weight>& out, const Rows& rows, const Link& link) {
   const uint32_t total = b.pull_start[w.shape.num_ranks];
   const Range share = coop.share(total);
-  const uint32_t end = share.end, step = share.step;  // below 2^31; a GPU holds each in one register
+  const uint32_t end = share.end, step = share.step;  // below 2^31: fit one register of a GPU
   int source = 0, corrupt = -1;
   for (uint32_t q = share.begin; q < end; q += step) {
     const uint32_t ahead = q + b.pull_start[w.rank];
@@ -137,8 +139,8 @@ MOE_RT_FN int gather(const Coop& coop, const Dims& dims, const World& w, int win
   return corrupt;
 }
 
-// grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the windows' grad_out
-// rows, each of which is read once for all rows that copy it. Without weights, grad_y[row] = g[token] and that is all.
+// grad_y[row] = weight[row] * g[token] and grad_recv_weights[row] = <g[token], y[row]>, from the grad_out rows in the
+// windows. Each of them is read once for all rows that copy it. Without weights, only grad_y[row] = g[token].
 template <class Dims, class Coop, class Weight, class Rows, class Link>
 MOE_RT_FN void gather_grad(const Coop& coop, const World& w, int window, const RecvPlan& plan, const char* y,
                            const Weight* recv_weights, char* grad_y, Weight* grad_recv_weights, const Rows& rows,

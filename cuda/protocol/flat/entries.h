@@ -1,23 +1,24 @@
-// An entry of topk_idx as its source works with it: the expert's owner and place, brought by one load.
+// Routing entry of an expert: its owner and place in one word, so that routing by tiles (routing_tiles.h) takes one
+// load per entry of topk_idx.
 #pragma once
 
 #include "../core/layout.h"
 
 namespace moe_rt {
 
-// owner << 16 | flags | place. None is negative, and has no flag.
+// Bits: owner << 16 | flags | place. kNoEntry is negative and has no flags.
 inline constexpr int32_t kNoEntry = -(1 << 16);
 inline constexpr int32_t kRepeats = 1 << 15;  // an earlier entry of the token names the same expert
-inline constexpr int32_t kLeads = 1 << 14;    // of the token's entries of one owner, the one whose copy is first
+inline constexpr int32_t kLeads = 1 << 14;    // this entry's copy is the first of the token's copies for its owner
 inline constexpr int32_t kMaxPlaces = 1 << 14;
 MOE_RT_FN constexpr int32_t owner_of(int32_t entry) { return entry >> 16; }
 MOE_RT_FN constexpr int32_t place_of(int32_t entry) { return entry & (kMaxPlaces - 1); }
 MOE_RT_FN constexpr bool has(int32_t entry, int32_t flag) { return (entry & flag) != 0; }
 
-// What a source looks up while it routes: the tables themselves, or a block's copies of them.
+// Tables that a source reads while it routes: the originals, or a block's copies of them.
 struct RoutingTables {
-  const int32_t* entries;  // as Placement::entries, without flags
-  char* const* base;       // as World::base
+  const int32_t* entries;  // like Placement::entries, without flags
+  char* const* base;       // like World::base
   int32_t num_experts;
 
   MOE_RT_FN static RoutingTables of(const World& w) { return {w.placement.entries, w.base, w.shape.num_experts}; }

@@ -1,8 +1,8 @@
-// The receiver's half of routing: from what every source lists for this rank to where each block of rows starts.
+// Receiver's half of routing, after dispatch's wait: from the lists of every source to the start of each block of rows.
 //
-// Rows come in the order local expert, source rank, token, so a (local expert, source) block starts where the counts of
-// all blocks before it end, or at the next multiple of Shape::alignment behind another expert's. Counts are read once,
-// range-checked and kept: no later step asks a peer for them again.
+// Rows are ordered by local expert, source rank, token. A (local expert, source) block starts where the counts of all
+// blocks before it end, or at the next multiple of Shape::alignment after another expert's rows. Counts are read once,
+// range-checked and kept: no later step reads them from a peer again.
 #pragma once
 
 #include "../core/coop.h"
@@ -10,15 +10,15 @@
 
 namespace moe_rt {
 
-// Scratch of the lanes that index together. After index_blocks each lane's view is ready for gather.
+// Scratch memory shared by the lanes that build the index. After index_blocks each lane's view is ready for gather.
 struct Blocks {
-  int32_t *start, *spare;            // [L * R] first row of a (local expert, source) block; room for scanning
-  int32_t *pull_start, *copy_start;  // [R + 1] where a source's entries begin in the plan's lists
-  int32_t *first_pull, *first_copy;  // [R] where the entries for this rank begin in the source's lists
-  int32_t *bad, *full;               // lowest source that cannot be believed, lowest rank that would overflow; or R
-  int32_t* ends;                     // [L] behind an expert's last row, as if there were room for all
-  bool pushed = false;               // sources have pushed their lists here (pushing.h)
-  bool pushed_rows = false;          // and rows
+  int32_t *start, *spare;            // [L * R] first row of a (local expert, source) block; space for the scan
+  int32_t *pull_start, *copy_start;  // [R + 1] first entry of each source in the plan's lists
+  int32_t *first_pull, *first_copy;  // [R] first entry for this rank in each source's lists
+  int32_t *bad, *full;               // lowest source with implausible lists, lowest rank that would overflow; or R
+  int32_t* ends;                     // [L] end of each expert's rows, without the limit of capacity
+  bool pushed = false;               // sources have pushed their lists to this rank (pushing.h)
+  bool pushed_rows = false;          // sources have pushed their rows as well
 
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
     return int64_t{2} * num_local_experts * s.num_ranks + int64_t{4} * s.num_ranks + 4 + num_local_experts;
@@ -39,14 +39,14 @@ struct Blocks {
   MOE_RT_FN int32_t end(int32_t expert, int32_t source, int32_t num_ranks) const {
     return source + 1 < num_ranks ? start[int64_t{expert} * num_ranks + source + 1] : ends[expert];
   }
-  // Rows up to the end of a part of recv_x (World::num_parts), as if there were room for all.
+  // Rows up to the end of a part of recv_x (World::num_parts), without the limit of capacity.
   MOE_RT_FN int64_t part_end(const World& w, int64_t part) const {
     return w.shape.by_token() ? pull_start[part + 1] : w.shape.aligned(ends[part]);
   }
 };
 
-// True when a source's lists cannot lead us out of bounds: a crashed or corrupted peer must not corrupt us. Called when
-// `start` still holds counts and `pull_start`, `copy_start` the ends of the source's lists.
+// True if a source's lists cannot lead this rank out of bounds, so that a crashed or corrupted peer does not corrupt
+// it. Called while `start` still holds counts, and `pull_start` and `copy_start` the ends of the source's lists.
 MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
   const int64_t tokens = b.pushed ? w.shape.num_pushed_tokens : w.shape.num_max_tokens;
   const int64_t num_ranks = w.shape.num_ranks;
@@ -62,10 +62,11 @@ MOE_RT_FN bool plausible(const World& w, const Blocks& b, int source) {
     if (count < 0 || count > tokens) return false;
     sum += count;
   }
-  return sum == copies;  // so at most T * min(K, L), for which a plan has room
+  return sum == copies;  // hence at most T * min(K, L), the capacity of a plan
 }
 
-// Where each expert's rows end; with alignment, first moves those of each behind the padding of those before.
+// Computes the end of each expert's rows. With alignment, first moves each expert's blocks past the padding before
+// them.
 template <class Coop>
 MOE_RT_FN void end_experts(const Coop& coop, const World& w, int32_t num_rows, Blocks& b) {
   const int32_t num_local = w.num_local_experts(), num_ranks = w.shape.num_ranks;
@@ -90,14 +91,14 @@ MOE_RT_FN void end_experts(const Coop& coop, const World& w, int32_t num_rows, B
 }
 
 // Reads every source's counts and list ends and turns them into starts. Returns the first source whose lists are not
-// plausible, or -1; the same on every lane.
+// plausible, or -1, identical on every lane.
 template <class Weight, class Coop>
 MOE_RT_FN int index_blocks(const Coop& coop, const World& w, int window, Blocks& b) {
   const int num_ranks = w.shape.num_ranks, me = w.rank, first = w.placement.rank_first[me];
   const int32_t num_blocks = w.num_local_experts() * num_ranks;
   if (coop.rank() == 0) *b.bad = *b.full = num_ranks;
   const Range blocks = strided(coop, num_blocks), sources = strided(coop, num_ranks);
-  // Divisions for every block would take a CPU as long as all else that it does for one token.
+  // A division for every block would take a CPU as long as all its other work for one token.
   int32_t expert = coop.rank() / num_ranks, source = coop.rank() % num_ranks;
   const int32_t next_expert = coop.size() / num_ranks, next_source = coop.size() % num_ranks;
   for (int64_t i = blocks.begin; i < blocks.end; i += blocks.step) {
@@ -140,18 +141,18 @@ MOE_RT_FN int64_t rows_for(const World& w, int window, const Blocks& b, int rank
   return rows;
 }
 
-// Rows of a rank's recv_x, as it has announced with dispatch `seq`: each knows its own alone.
+// Rows of a rank's recv_x, from its header of dispatch `seq`: a rank's capacity is not known elsewhere.
 MOE_RT_FN int64_t announced_capacity(const World& w, uint64_t seq, int rank) {
   return read_once(w.mailbox(w.rank, Kind::kDispatch, rank).header[seq & 1].capacity);
 }
 
-// Rows that fit a rank's recv_x however its experts' padding falls.
+// Number of rows that fit a rank's recv_x however its experts' padding falls.
 MOE_RT_FN int64_t room_for_rows(const World& w, uint64_t seq, int rank) {
   return announced_capacity(w, seq, rank) - w.most_padding(rank);
 }
 
-// The lowest rank whose recv_x would overflow, or -1: every rank computes the same from what all sources published.
-// After index_blocks; the same on every lane.
+// Lowest rank whose recv_x would overflow, or -1: every rank computes the same from what all sources published.
+// Requires index_blocks; identical on every lane.
 template <class Coop>
 MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, int window, const Blocks& b) {
   const Range ranks = strided(coop, w.shape.num_ranks);
@@ -163,7 +164,7 @@ MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, i
   return full < w.shape.num_ranks ? full : -1;
 }
 
-// How many rows are beyond capacity, which are dropped in row order; padding is none.
+// Number of rows beyond capacity, which are dropped in row order. Padding does not count.
 MOE_RT_FN int64_t num_dropped(const World& w, const Blocks& b, int64_t capacity) {
   if (w.shape.alignment == 1) {
     const int64_t rows = b.part_end(w, w.num_parts() - 1);
@@ -177,7 +178,7 @@ MOE_RT_FN int64_t num_dropped(const World& w, const Blocks& b, int64_t capacity)
   return dropped;
 }
 
-// offs, clipped to capacity, the plan's head, and where padding begins.
+// Writes offs, clipped to capacity, the plan's head, and the start of each expert's padding.
 template <class Coop>
 MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64_t num_tokens, int64_t capacity,
                            const Blocks& b, int32_t* offs, const RecvPlan& plan) {

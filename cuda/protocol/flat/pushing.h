@@ -1,11 +1,11 @@
-// Small batches are written to where they are read: lists and, of still fewer tokens, rows. A receiver then looks for
-// nothing at its peers.
+// Push of small batches: sources write lists and, for still fewer tokens, rows into the receiver's segment, so that a
+// receiver needs no read from its peers.
 //
-// A receiver that reads lists where their source keeps them waits for a peer three times before it knows which rows to
-// read: for the counts, an entry of the pulls, its copies; and then for the rows. With few tokens that takes longer than
-// moving them. So each segment has room for the lists of small batches from every source, and for their rows by source
-// and token; sources write there, and not into their own windows, before they announce. Such a batch is known by its
-// bound, which ranks compare: all choose alike.
+// A receiver that reads lists in the source's window waits for that peer three times before it knows which rows to
+// read: for the counts, for an entry of the pulls, and for its copies. The rows are a fourth wait. With few tokens this
+// takes longer than moving them. Each segment therefore has space for the lists of small batches from every source, and
+// for their rows by source and token. Sources write there before they announce, and not into their own windows. The
+// bound of a dispatch decides whether it is small. Ranks compare it, so all choose alike.
 #pragma once
 
 #include "../core/coop.h"
@@ -15,7 +15,8 @@
 
 namespace moe_rt {
 
-// Of a dispatch whose ranks send at most so many tokens each. Ranks that are not mapped fetch lists (device/rdma.h).
+// True if every rank sends at most num_pushed_tokens (or num_pushed_rows) tokens in this dispatch, so that lists (or
+// rows) are pushed. Ranks with unmapped peers fetch lists instead (device/rdma.h).
 MOE_RT_FN bool pushes_lists(const World& w, int64_t max_tokens) {
   return w.mirror == nullptr && max_tokens <= w.shape.num_pushed_tokens;
 }
@@ -23,8 +24,8 @@ MOE_RT_FN bool pushes_rows(const World& w, int64_t max_tokens) {
   return w.mirror == nullptr && max_tokens <= w.shape.num_pushed_rows;
 }
 
-// Where a source makes what it lists for each rank: in its own window for all, or where that rank reads it. An entry's
-// place among all that the source lists is the same.
+// Lists that a source writes for each rank: in its own window for all, or in each receiver's segment. An entry's index
+// is the same in both cases.
 template <class Weight>
 struct ListsFor {
   const World& w;
@@ -35,12 +36,12 @@ struct ListsFor {
     return pushed ? RouteLists<Weight>::pushed(w, base[receiver], w.rank, window)
                   : RouteLists<Weight>::view(w, w.rank, window);
   }
-  // Ranks whose lists lie apart.
+  // Number of separate places that hold the lists.
   MOE_RT_FN int32_t number() const { return pushed ? w.shape.num_ranks : 1; }
 };
 
-// Writes each token's row once to every rank that it visits; rows.publish_to codes it if it travels coded. Rows that
-// their producer wrote into the own window are taken from there.
+// Writes each token's row once to every rank that it visits; rows.publish_to encodes rows that travel coded. Rows that
+// their producer wrote into the own window are read there.
 template <class Dims, class Coop, class Rows>
 MOE_RT_FN void push_rows(const Coop& coop, const Dims& dims, const World& w, const RoutingTables& tables,
                          const ExpertIds& topk_idx, int window, const char* x, int64_t num_tokens, const Rows& rows) {

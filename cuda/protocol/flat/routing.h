@@ -1,11 +1,12 @@
-// The source's half of routing for few lanes: from topk_idx to a stable list of pulls per destination rank, written
-// into its window. routing_tiles.h makes the same lists with a GPU's many lanes.
+// Source's half of routing for few lanes, before dispatch announces: from topk_idx to a stable list of pulls per
+// destination rank, written into the source's window. routing_tiles.h builds the same lists with a GPU's many lanes.
 //
-// Two passes over the tokens. The first sorts each token's experts and counts, per lane, the rows for each expert and
-// the pulls for each rank; a prefix sum over lanes gives every lane its places; the second writes the lists. Lanes own
-// contiguous tokens, so the lists are in token order whatever the number of lanes: row order at the destination
-// (expert, source, token) is deterministic. Which experts a token chose is noise to a branch predictor, so nothing
-// branches on it but duplicates and entries of -1, which are rare. `Ids` is ExpertIds, or a pointer to ids of one width.
+// Routing makes two passes over the tokens. The first sorts each token's experts and counts, per lane, the rows for
+// each expert and the pulls for each rank. A prefix sum over lanes then gives every lane its places, and the second
+// pass writes the lists. Lanes own contiguous tokens, so the lists are in token order for any number of lanes, and row
+// order at the destination (expert, source, token) is deterministic. A branch predictor cannot guess which experts a
+// token chose, so the only branches on that are for duplicates and entries of -1, which are rare. `Ids` is ExpertIds,
+// or a pointer to ids of one width.
 #pragma once
 
 #include "../core/coop.h"
@@ -15,12 +16,12 @@
 
 namespace moe_rt {
 
-inline constexpr int32_t kNoPlace = INT32_MAX;  // of topk_idx -1: behind all others
+inline constexpr int32_t kNoPlace = INT32_MAX;  // place of topk_idx -1: sorts last
 
-// Sorts a token's n top-k entries, which begin at `first`, by place: order[i] is the i-th one's k, ties in top-k order,
-// so that a duplicate follows its first; places[k] is where entry k goes. False on a bad expert id, stored in *bad. Each
-// entry counts those before it (Knuth, The Art of Computer Programming 3, 5.2, comparison counting). `kTopk` is n where
-// compilers know it.
+// Sorts a token's n top-k entries, starting at `first`, by place: order[i] is the k of the i-th one, ties in top-k
+// order, so that a duplicate follows its first; places[k] is the place of entry k. False on a bad expert id, which is
+// stored in *bad. Each entry counts the entries before it (Knuth, The Art of Computer Programming 3, 5.2, comparison
+// counting). `kTopk` is n if it is known at compile time, else 0.
 template <int kTopk, class Ids>
 MOE_RT_FN bool sort_visits(const World& w, const Ids& topk_idx, int64_t first, int n, int32_t* places, int32_t* order,
                            int64_t* bad) {
@@ -46,8 +47,8 @@ MOE_RT_FN bool sort_visits(const World& w, const Ids& topk_idx, int64_t first, i
   return true;
 }
 
-// Per-lane counters, [lanes][E + 2R]: rows for each place, pulls and copies for each rank. After place_lanes: where a lane
-// starts. Peers can write the lists, so what routing follows is here and in no list.
+// Per-lane counters, [lanes][E + 2R]: rows for each place, pulls and copies for each rank. place_lanes replaces them by
+// each lane's starts. They are in private memory, because peers can write the lists and routing must not follow those.
 struct LaneCounters {
   int32_t* data;
   int32_t num_places, num_ranks;
@@ -59,8 +60,8 @@ struct LaneCounters {
   }
 };
 
-// First pass. Leaves in each token's row of send_plan its entries in the order of their places. Returns the first bad
-// expert id of this lane's tokens in *bad and false.
+// First pass. Writes each token's entries, in the order of their places, to its row of send_plan. On a bad expert id
+// stores the first of this lane's tokens in *bad and returns false.
 template <class Coop, class Dims, class Ids>
 MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, const Ids& topk_idx, int64_t num_tokens,
                             const LaneCounters& counters, int32_t* send_plan, int64_t* bad) {
@@ -93,7 +94,7 @@ MOE_RT_FN bool count_visits(const Coop& coop, const Dims& dims, const World& w, 
   return true;
 }
 
-// Turns a counter of each lane into where the lane starts, from `start` on. Returns where the last one ends.
+// Turns one counter of each lane into that lane's start, from `start` on. Returns the end of the last lane.
 template <class CounterOf>
 MOE_RT_FN int32_t start_lanes(int lanes, int32_t start, CounterOf&& counter_of) {
   for (int lane = 0; lane < lanes; ++lane) {
@@ -105,7 +106,7 @@ MOE_RT_FN int32_t start_lanes(int lanes, int32_t start, CounterOf&& counter_of) 
   return start;
 }
 
-// Turns counters into starting places and writes the totals that receivers read. By one lane; callers sync around it.
+// Turns counters into starts and writes the totals that receivers read. One lane calls it; callers sync around it.
 template <class Weight>
 MOE_RT_FN void place_lanes(const World& w, const LaneCounters& counters, int lanes, const RouteLists<Weight>& lists) {
   int32_t pulls = 0, copies = 0;
@@ -142,11 +143,11 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
     for (int i = 0; i < dims.num_topk(); ++i) order[i] = send_plan[base + i];
     Pull pull{int32_t(t), -1, 0, 0};
     int32_t last_place = kNoPlace, last_owner = -1, first_k = 0;
-    Weight sum = 0;  // of the last copy
+    Weight sum = 0;  // weight of the last copy
     for (int i = 0; i < dims.num_topk(); ++i) {
       const int32_t k = order[i];
       const int64_t expert = topk_idx[base + k];
-      if (expert < 0 || expert >= w.shape.num_experts) {  // none, or changed by somebody since the first pass
+      if (expert < 0 || expert >= w.shape.num_experts) {  // none, or changed since the first pass
         send_plan[base + k] = kNowhere;
         continue;
       }
@@ -157,7 +158,7 @@ MOE_RT_FN void write_lists(const Coop& coop, const Dims& dims, const World& w, c
         lists.weights.put(copies[last_owner] - 1, sum);
       } else {
         const int32_t owner = w.placement.owner[place], at = copies[owner]++;
-        const int32_t next = owner != last_owner;  // a pull for each rank, rewritten with every copy
+        const int32_t next = owner != last_owner;  // one pull per rank, rewritten with every copy
         pull.slot = node_slots.slot_of(owner, next, pull.slot);
         pull.first = next ? at : pull.first;
         pull.copies = next ? 1 : pull.copies + 1;

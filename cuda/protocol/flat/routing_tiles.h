@@ -1,9 +1,10 @@
-// The source's half of routing for many lanes: the lists of routing.h, by tiles of tokens that blocks share.
+// Source's half of routing for many lanes, before dispatch announces: the lists of routing.h, built by tiles of tokens
+// that blocks share.
 //
-// Which tokens of a tile visit an expert is a set of bits, so a token's place among them is a count of the bits before
-// its own: stable whatever the order in which lanes set them. How many copies of a token go to a rank is a binary number,
-// each digit of which is a set, too. What is before and behind its own tiles a block counts for itself, once for all
-// destinations, and waits for no other.
+// The tokens of a tile that visit an expert form a bit set, so a token's place among them is the number of bits before
+// its own: stable in whatever order lanes set them. The number of copies of a token for a rank is a binary number, and
+// each of its digits is a bit set as well. Each block counts the tokens before and after its own tiles itself, in one
+// pass for all destinations, and waits for no other block.
 #pragma once
 
 #include "../core/coop.h"
@@ -14,21 +15,21 @@
 
 namespace moe_rt {
 
-// Tokens in a set of bits, of which only those before `end` count.
+// Returns the bits of a set's word that belong to tokens before `end`.
 MOE_RT_FN uint32_t bits_before(uint32_t bits, int32_t word, int32_t end) {
   const int32_t rest = end - 32 * word;
   return rest >= 32 ? bits : bits & ((1u << rest) - 1);
 }
 
-// Scratch of the lanes that route together.
+// Scratch memory shared by the lanes that route a tile.
 struct Tiles {
-  int32_t tokens, words, digits;  // of a tile; of a set of its tokens; of a number of copies
-  int32_t *decoded, *entries;     // [tokens][K] without flags, and with them
-  uint32_t* visits;               // [E][words] which tokens visit the expert
-  uint32_t* copies_to;            // [R][words][digits] how many copies of each token go to the rank
-  int32_t* rows;                  // [E] rows of the tokens before the tile
-  int32_t *pulls, *copies;        // [R] of the tokens before the tile; then where those of the tile begin in the lists
-  int32_t *all_pulls, *all_copies;  // [R] of the tokens behind the tile; then of all
+  int32_t tokens, words, digits;    // tokens of a tile; words of a bit set; digits of a copy count
+  int32_t *decoded, *entries;       // [tokens][K] entries (entries.h) without and with flags
+  uint32_t* visits;                 // [E][words] set of the tokens that visit the expert
+  uint32_t* copies_to;              // [R][words][digits] number of copies of each token for the rank
+  int32_t* rows;                    // [E] rows of the tokens before the tile
+  int32_t *pulls, *copies;          // [R] of the tokens before the tile; then the tile's start in the lists
+  int32_t *all_pulls, *all_copies;  // [R] of the tokens after the tile; then of all tokens
 
   MOE_RT_FN static int32_t words_of(int32_t tokens) { return (tokens + 31) / 32; }
   MOE_RT_FN static int32_t digits_of(int32_t number) {
@@ -36,7 +37,7 @@ struct Tiles {
     for (; number > 0; number /= 2) ++digits;
     return digits;
   }
-  // Those that begin at zero come first.
+  // Number of ints that route() zeroes; they come first.
   MOE_RT_FN static int64_t num_cleared(const Shape& s, int32_t tokens) {
     const int64_t words = words_of(tokens);
     return s.num_experts * (words + 1) + s.num_ranks * (words * digits_of(s.num_topk) + 4);
@@ -44,7 +45,7 @@ struct Tiles {
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t tokens) {
     return num_cleared(s, tokens) + int64_t{2} * tokens * s.num_topk;
   }
-  // How many tiles there are, one of no tokens included.
+  // Number of tiles: at least 1, also without tokens.
   MOE_RT_FN static int64_t number(int64_t num_tokens, int32_t tokens) {
     return num_tokens > tokens ? (num_tokens + tokens - 1) / tokens : 1;
   }
@@ -71,7 +72,7 @@ struct Tiles {
   struct Sent {
     int32_t pulls, copies;
   };
-  // What the tile's tokens before `end` send to the rank.
+  // Pulls and copies of the tile's tokens before `end` for the rank.
   MOE_RT_FN Sent sent_before(int32_t rank, int32_t end) const {
     Sent sent{};
     for (int32_t word = 0; 32 * word < end; ++word) {
@@ -87,7 +88,7 @@ struct Tiles {
   }
 };
 
-// `ListsFor` is pushing.h's, or of its kind; `Slots` a SlotRule.
+// `ListsFor` is pushing.h's, or has its interface; `Slots` is a SlotRule.
 template <class Coop, class Dims, class Weight, class ListsFor, class Slots>
 struct TileRouter {
   Coop coop;
@@ -101,10 +102,10 @@ struct TileRouter {
   ListsFor lists_for;
   int32_t* send_plan;
   Slots slots;
-  int64_t& bad_entry;  // the lowest index of an entry that is no expert, which counts as none
+  int64_t& bad_entry;  // lowest index of an entry with a bad expert id; it counts as none
 
-  // The index-th share of the lists, of `count` that are made at the same time. Ends out of step: callers sync before
-  // they announce.
+  // Builds the index-th of `count` shares of the lists, which are built at the same time. Lanes do not sync at the end:
+  // callers sync before they announce.
   MOE_RT_FN void route(int index, int count) const {
     const Range mine = contiguous_chunk(Tiles::number(num_tokens, tiles.tokens), index, count);
     const Range cleared = strided(coop, Tiles::num_cleared(w.shape, tiles.tokens));
@@ -141,7 +142,7 @@ struct TileRouter {
     return tables.entry(expert);
   }
 
-  // A lane for each entry: flags it, and sets the bits of its token. Begins and ends out of step.
+  // Flags each entry and sets the bits of its token, one entry per lane. Lanes sync neither before nor after.
   MOE_RT_FN void mark(int64_t start, int32_t in_tile) const {
     const int num_topk = dims.num_topk();
     const int32_t num_entries = in_tile * num_topk;
@@ -177,8 +178,8 @@ struct TileRouter {
     }
   }
 
-  // A lane for each token outside [begin, end): rows of each expert for those before; for the others copies alone, which
-  // are only needed for each rank.
+  // Counts the tokens outside [begin, end), one token per lane: rows of each expert for tokens before; for tokens after
+  // only copies of each rank, since their rows are not needed.
   MOE_RT_FN void count_others(int64_t begin, int64_t end) const {
     const Range others = strided(coop, num_tokens - (end - begin));
     for (int64_t i = others.begin; i < others.end; i += others.step) {
@@ -228,7 +229,7 @@ struct TileRouter {
     }
   }
 
-  // A lane for each entry: its copy, its weight, its token's pull and what combine needs.
+  // Writes each entry's copy, weight and send_plan entry, and its token's pull, one entry per lane.
   MOE_RT_FN void write(int64_t start, int32_t in_tile) const {
     const int num_topk = dims.num_topk();
     for (int32_t i = coop.rank(); i < in_tile * num_topk; i += coop.size()) {
@@ -265,7 +266,7 @@ struct TileRouter {
     }
   }
 
-  // The tile's tokens are before the next tile.
+  // Advances the running totals past this tile and clears its bit sets.
   MOE_RT_FN void pass_tile() const {
     const Range experts = strided(coop, w.shape.num_experts), ranks = strided(coop, w.shape.num_ranks);
     for (int64_t i = experts.begin; i < experts.end; i += experts.step) {

@@ -1,18 +1,20 @@
-// Who writes what a source announces into this rank's mailbox, where rows go in two levels and where they do not.
+// Ranks that write a source's announcements into this rank's mailbox: the source itself or, in two levels, a proxy.
+// Waits use it to choose the rank to watch.
 #pragma once
 
 #include "../core/layout.h"
 
 namespace moe_rt {
 
-// Whether `source` announces before any forwarder has to do with the op.
+// True if `source` announces to this rank itself, before any proxy takes part in the op.
 MOE_RT_FN bool announces_first(const World& w, Kind kind, int source) {
   const Nodes& n = w.nodes;
   return !n.node_of || n.node_of[source] == n.own || (kind == Kind::kDispatch && n.forwarder[source] == w.rank);
 }
 
-// Of a dispatch-type op the source's forwarder here, once it has staged its rows, or the source itself, where that is
-// this rank; of a combine-type op this rank's forwarder there, once it has sent the sums home.
+// Rank that announces `source` here. Dispatch-type ops: the source's proxy on this node, once it has staged the rows,
+// or the source itself if this rank is the proxy. Combine-type ops: this rank's proxy on the source's node, once it has
+// sent the sums home.
 MOE_RT_FN int announcer_of(const World& w, Kind kind, int source) {
   if (announces_first(w, kind, source)) return source;
   return kind == Kind::kDispatch ? w.nodes.forwarder[source] : w.nodes.serving[source];

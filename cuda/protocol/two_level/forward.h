@@ -1,8 +1,8 @@
-// The roles of a forwarder, the rank that stands on its node for ranks of other nodes, in either direction.
+// Roles of a proxy (`forwarder`): it acts on its node for its clients, ranks of other nodes, in either direction.
 //
-//   dispatch-type ops   mark_tokens: which tokens of a far source this node wants, and how often; once for all its ranks
-//                       for_wanted: each of them, to be staged
-//   combine-type ops    send_sums: what all ranks of this node have left for those tokens, as one row each
+//   dispatch-type ops   mark_tokens: which tokens of a client this node needs, and for how many ranks
+//                       for_wanted: iterates over these tokens, to stage each once for all ranks of the node
+//   combine-type ops    send_sums: adds up what all ranks of this node have left for a token and sends one row
 #pragma once
 
 #include "../core/coop.h"
@@ -12,19 +12,19 @@
 
 namespace moe_rt {
 
-// Counts what a far source lists for a rank of this node. False where that cannot be true: it must be a token, and the
-// slots of a token's ranks must be in rank order, since send_sums takes so many from the first on.
+// Counts one rank of this node that pulls a client's token. False if the entry is invalid: it must name a token, and
+// the slots of a token's ranks must be in rank order, since send_sums reads that many slots from the first on.
 MOE_RT_FN bool mark_token(const World& w, const Pull& pull, int32_t* forwards) {
   if (!below(pull.token, w.shape.num_max_tokens) || !below(pull.slot, w.shape.num_node_slots())) return false;
   int32_t& mark = forwards[pull.token];
   if (pull.slot != load_relaxed(mark)) return false;
-  store_relaxed(mark, pull.slot + 1);  // no more than there are slots, whatever another lane has marked meanwhile
+  store_relaxed(mark, pull.slot + 1);  // stays within the slots, whatever another lane has marked meanwhile
   return true;
 }
 
-// Reads what the far source that is `served` here lists for each rank of this node, from the lists as they were staged.
-// forwards [T]: of how many of them each token is. False, on a lane that finds it, where the lists cannot be true. Two
-// lanes have the same token of one rank in such lists alone; which of them is first then does not matter.
+// Reads what a client (`source`) lists for each rank of this node, from its staged lists. forwards [T]: number of these
+// ranks that each token visits. False, on a lane that finds an error, if the lists are invalid. Only in invalid lists
+// do two lanes have the same token of one rank, so their order does not matter.
 template <class Weight, class Coop>
 MOE_RT_FN bool mark_tokens(const Coop& coop, const World& w, int source, int window, int32_t* forwards) {
   const int64_t tokens = w.shape.num_max_tokens, most = tokens * w.shape.num_visits();
@@ -34,9 +34,9 @@ MOE_RT_FN bool mark_tokens(const Coop& coop, const World& w, int source, int win
   bool credible = true;
   for (int r = 0; r < w.shape.num_ranks; ++r) {
     if (w.nodes.node_of[r] != w.nodes.own) continue;
-    coop.sync();  // after the marks of the rank before
+    coop.sync();  // after the marks of the previous rank
     const int64_t first = lists.pull_offs[r], end = lists.pull_offs[r + 1];
-    // Not the end of the loop: another lane may have read what was there before, and waits for this one.
+    // The loop must go on: another lane may have read an earlier value here, and waits for this lane.
     if (first < 0 || end > most) {
       credible = false;
       continue;
@@ -49,13 +49,14 @@ MOE_RT_FN bool mark_tokens(const Coop& coop, const World& w, int source, int win
   return credible;
 }
 
-// Whether all lists of a source come in one trip: so few bytes take less than a second one.
+// True if all lists of a source are fetched in one round trip: transferring that few bytes takes less than a second
+// one.
 MOE_RT_FN bool lists_in_one_trip(const World& w) {
   const Layout::Window& o = w.layout.window[0];
   return o.tokens - o.counts <= 16 << 10;
 }
 
-// fn(i, source, token) for each token of the served sources that this node wants: its mark is forwards[i].
+// Calls fn(i, source, token) for each of the clients' tokens that this node needs: forwards[i] is its mark.
 template <class Coop, class Fn>
 MOE_RT_FN void for_wanted(const Coop& coop, const World& w, const int32_t* forwards, Fn&& fn) {
   const int32_t tokens = w.shape.num_max_tokens;
@@ -65,9 +66,9 @@ MOE_RT_FN void for_wanted(const Coop& coop, const World& w, const int32_t* forwa
   }
 }
 
-// The sum of `n` partials in the order of their slots, rounded to the dtype of rows and coded as they are; a single
-// partial is its node's sum as it is, so that with one rank on each node nothing is rounded twice. `sum` and `coded` are
-// rows of scratch; `coded` may be where the sum is wanted. Returns where it is, for rows to read.
+// Returns the sum of `n` partials in the order of their slots, rounded to the dtype of rows and coded if rows are. A
+// single partial is returned unchanged, so that nothing is rounded twice with one rank per node. `sum` and `coded` are
+// scratch rows; `coded` may be the place where the sum is needed.
 template <class Rows>
 MOE_RT_FN const char* sum_node(const char* const* partials, int n, const Rows& rows, char* sum, char* coded) {
   if (n == 1) return partials[0];
@@ -82,8 +83,8 @@ MOE_RT_FN const char* sum_node(const char* const* partials, int n, const Rows& r
   return coded;
 }
 
-// Adds up this node's partials of served ranks' tokens and sends the sums home by put(to, offset, row, bytes), with
-// scalars where there are any. `sum` is a row of scratch, and coded(i) one that stays as long as a put reads it.
+// Adds up this node's partials of the clients' tokens and sends the sums home by put(to, offset, row, bytes), with
+// scalars if `scalars`. `sum` is a scratch row; coded(i) is one that stays valid as long as a put reads it.
 template <class Dims, class Coop, class Rows, class Coded, class Put>
 MOE_RT_FN void send_sums(const Coop& coop, const World& w, int window, const int32_t* forwards, const Rows& rows,
                          bool scalars, char* sum, Coded&& coded, Put&& put) {

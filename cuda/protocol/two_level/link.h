@@ -1,7 +1,8 @@
-// How a role reaches ranks of other nodes: through the segment of the rank of this node that serves them.
+// Access to ranks of other nodes: through the segment of their proxy on this node.
 //
-// Rows of a far source lie there staged, and partials for it are left there, to be added up and sent home. The roles of
-// flat/ are the same: they name a place in the source's segment, which becomes one in its forwarder's.
+// A client's rows are staged there, and partials for it are left there, to be added up and sent home. The roles of
+// flat/ are unchanged: they name a place in the source's segment, and this link maps it to a place in the proxy's
+// segment.
 #pragma once
 
 #include "../core/layout.h"
@@ -31,8 +32,8 @@ struct NodeLink {
   }
 
  private:
-  // `inside` the part of so many bytes that a far rank has, in the segment of the one that serves it, in the region at
-  // `first`.
+  // Returns the address at offset `inside` of a client's part, which has `bytes` bytes, in the region of its proxy's
+  // segment that starts at `first`.
   template <class T>
   MOE_RT_FN static T* at(const World& w, int far, int64_t first, int64_t bytes, int64_t inside) {
     return w.at<T>(w.nodes.forwarder[far], first + w.nodes.served_at[far] * bytes + inside);

@@ -1,18 +1,19 @@
-// Which slot a token's partial has, where partials are added up node by node and where they are not.
+// Slots of a token's partials, with and without adding up partials node by node. Routing assigns them and combine's
+// push and reduce use them.
 #pragma once
 
 #include "../core/layout.h"
 
 namespace moe_rt {
 
-// Where the source finds what comes home: a partial of its own node in that slot, else the sum of the rank's node.
+// Slot in which the source finds the result: a partial of its own node in its slot, else the sum of the owner's node.
 MOE_RT_FN int32_t home_slot(const World& w, int32_t owner, int32_t slot) {
   const int32_t node = w.nodes.node_of[owner];
   return node == w.nodes.own ? slot : w.shape.num_node_slots() + Nodes::far_index(node, w.nodes.own);
 }
 
-// For lanes that look at all entries of a token at once: whether two ranks' slots are counted together, and where a
-// slot's row comes home. Slots of all ranks, or node by node.
+// Slots for lanes that read all entries of a token together: whether the slots of two ranks are counted together, and
+// where a slot's row returns to. Slots count all ranks, or those of one node.
 template <bool kNodes>
 struct SlotRule {
   const World& w;
@@ -26,15 +27,15 @@ struct SlotRule {
   }
 };
 
-// Goes through a token's distinct ranks in rank order. A slot counts the ranks of the token before it: all of them, or
-// those of the same node, since each node's partials are added up apart.
+// Assigns slots while iterating over a token's distinct ranks in rank order. A slot counts the token's earlier ranks:
+// all of them, or those of the same node, since each node's partials are added up separately.
 template <class Dims>
 class NodeSlots {
  public:
   MOE_RT_FN explicit NodeSlots(const World& w) : w_(w) {}
 
   MOE_RT_FN void begin_token() { num_ranks_ = 0; }
-  // `next` is 1 where the token comes to `owner` now, 0 where it was there before, with the slot `last`.
+  // `next` is 1 if `owner` is new for the token, 0 if it was visited before, with the slot `last`.
   MOE_RT_FN int32_t slot_of(int32_t owner, int32_t next, int32_t last) {
     if (!w_.shape.two_level()) return last + next;
     if (!next) return last;
@@ -51,7 +52,7 @@ class NodeSlots {
  private:
   const World& w_;
   int num_ranks_ = 0;
-  int32_t node_[Dims::kTopkBound];  // of each rank that the token has come to
+  int32_t node_[Dims::kTopkBound];  // node of each rank visited so far
 };
 
 }  // namespace moe_rt

@@ -1,20 +1,21 @@
-// The last role of combine-type ops where sums of other nodes come home: add up this node's partials, then the nodes.
+// Last role of combine-type ops in two levels: add up this node's partials, then the sums of the nodes.
 #pragma once
 
 #include "forward.h"
 
 namespace moe_rt {
 
-// What comes home for one token, by its entries of the send plan: how many partials of its own node, and the rows that
-// are then added, in the order of nodes. Without indices that are known late: a GPU keeps such arrays in memory.
+// Rows that return for one token, from its entries of the send plan: the number of partials of its own node, and the
+// rows to be added after that, in node order. Array indices are compile-time constants: a GPU would keep other arrays
+// in memory.
 template <class Dims>
 struct Homecoming {
   int num_own = 0, num_rows = 0;
-  int32_t rows[Dims::kTopkBound];  // twice the slot of another node's sum; own_row of this node's
+  int32_t rows[Dims::kTopkBound];  // twice the slot of another node's sum; own_row for this node's
   int32_t own_row;
 
   MOE_RT_FN Homecoming(const int32_t* sent, int num_topk, int num_node_slots, int own_node)
-      : own_row(2 * (num_node_slots + own_node) - 1) {  // nodes with slots from there on come after the own one
+      : own_row(2 * (num_node_slots + own_node) - 1) {  // nodes with higher slots come after the own one
     for_topk<Dims>(num_topk, [&](int i) { rows[i] = kNone; });
     for_topk<Dims>(num_topk, [&](int k) {
       if (sent[k] == kNowhere) return;
@@ -27,7 +28,7 @@ struct Homecoming {
 
  private:
   static constexpr int32_t kNone = 0x7fffffff;
-  // In order, and once.
+  // Inserts a row into the sorted list, unless it is there.
   MOE_RT_FN void add(const int32_t row, int num_topk) {
     int32_t next = row;
     bool is_new = true;
@@ -42,10 +43,10 @@ struct Homecoming {
   }
 };
 
-// out[t] = the sum over nodes, in their order, of each node's sum over its ranks, in rank order. The own node's is made
-// and rounded here as the others' where they are, so that a result does not depend on which node a token lives on.
-// grad_topk_weights [T][K] is filled when not nullptr. `own` as in flat/combine.h; `cached` are the same rows with stores
-// that stay in the cache; `scratch` has room for two of them, for this lane alone.
+// out[t] = the sum over nodes, in node order, of each node's sum over its ranks, in rank order. The own node's sum is
+// computed and rounded here as the others are at theirs, so that a result does not depend on the token's node.
+// grad_topk_weights [T][K] is filled when not nullptr. `own` is as in flat/combine.h; `cached` are the same rows with
+// stores that stay in the cache; `scratch` holds two of them, private to this lane.
 template <class Coop, class Dims, class Weight, class Rows, class Own>
 MOE_RT_FN void reduce_nodes(const Coop& coop, const Dims& dims, const World& w, int window, const int32_t* send_plan,
                             int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows,
@@ -59,7 +60,7 @@ MOE_RT_FN void reduce_nodes(const Coop& coop, const Dims& dims, const World& w, 
     const auto at = [&](int slot) { return w.at<char>(w.rank, w.partial_row(window, t, slot)); };
     for_topk<Dims>(home.num_own, [&](int slot) { srcs[slot] = at(slot); });
     if constexpr (!Own::kPushed) own.put_instead(t, srcs);
-    rows.meet();  // lanes may still read the sum before
+    rows.meet();  // lanes may still read the previous sum
     const char* const own_sum =
         home.num_own > 0 ? sum_node(srcs, home.num_own, cached, scratch, scratch + w.shape.row_bytes()) : nullptr;
     const int n = home.num_rows;

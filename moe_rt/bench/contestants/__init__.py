@@ -1,4 +1,4 @@
-"""Who takes part, by name. `package.module:Class` names an Exchange of your own, which then obeys the same rules."""
+"""Contestants by name. `package.module:Class` names a user's Exchange, which is measured by the same rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_NODES = ("moe_rt", "moe_rt_flat", "a2a", "mpi")
 
 
 def find(name: str) -> type[Contestant]:
-    """The class that a name stands for; its module is imported only now, as it may need what is not installed."""
+    """Return the class with this name. Its module is imported only now, since it may need packages that are missing."""
     module, _, attribute = NAMES.get(name, name).partition(":")
     if not attribute:
         raise InvalidConfig(f"contestants: got {name!r}, expected one of {', '.join(NAMES)} or package.module:Class")

@@ -1,4 +1,4 @@
-"""What a contestant is: something that can be stepped and whose output can be checked; most are an Exchange."""
+"""Interface of a contestant: it provides steps whose output can be checked. Most contestants are an Exchange."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from moe_rt.nn.router import Router
 
 
 class Contestant(ABC):
-    """Made once per case, on every rank. `name` is what tables show.
+    """Created once per case, on every rank. `name` is shown in tables.
 
     Attributes:
-        unit: what a token's row crosses the network once for; None where that is not known.
+        unit: a token's row crosses the network once per distinct unit; None if unknown.
     """
 
     name: ClassVar[str]
     unit: Unit | None = None
 
     def __init__(self, case: Case, world: World) -> None:
-        """Collective. Raises Unavailable, on every rank alike, where it cannot run."""
+        """Collective. Raises Unavailable, identically on all ranks, if it cannot run."""
         self.case, self.world = case, world
 
     @abstractmethod
     def steps(self, inputs: Sequence[Inputs], expect: Expectation) -> list[Step]:
-        """What to time for the case's op. Collective: may communicate to prepare itself."""
+        """Return the steps to time for the case's op. Collective: may communicate to prepare itself."""
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Frees what the contestant holds."""
+        """Free the contestant's resources."""
 
 
 def require_processes(case: Case) -> None:
-    """Raises Unavailable where ranks are threads."""
+    """Raise Unavailable if ranks are threads."""
     if not case.as_processes:
         raise Unavailable("torch.distributed needs ranks that are processes: --heap shm, ucx, nvshmem or gin")
 
 
 @dataclass
 class Delivery:
-    """What dispatch brought to this rank.
+    """Result of dispatch on this rank.
 
     Attributes:
         rows: [n or more, H], of which the first n count.
         offs: int32 [L], inclusive ends of each local expert's rows.
-        state: what `combine` needs to find the way back.
+        state: what `combine` needs to return the rows.
     """
 
     rows: Tensor
@@ -65,23 +65,23 @@ class Delivery:
 
 
 class Exchange(Contestant):
-    """A contestant that brings tokens to experts and back, differentiably where gradients are on."""
+    """A contestant that sends tokens to experts and back, differentiably if gradients are on."""
 
     @abstractmethod
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
-        """Sends every token to the ranks of its experts. Collective."""
+        """Send every token to the ranks of its experts. Collective."""
 
     @abstractmethod
     def combine(self, y: Tensor, delivery: Delivery) -> Tensor:
         """y as `delivery.rows` -> [T, H], the weighted sum over each token's experts. Collective."""
 
     def experts_of(self, delivery: Delivery) -> Tensor:
-        """int64 [n], the local expert of every row; to be overridden where rows are not in the order of experts."""
+        """int64 [n], the local expert of every row. Override it if rows are not in the order of experts."""
         per_expert = delivery.offs.diff(prepend=delivery.offs.new_zeros(1))
         return torch.repeat_interleave(torch.arange(len(per_expert), device=per_expert.device), per_expert)
 
     def layer(self, router: Router, experts: SwiGLUExperts) -> nn.Module:
-        """A whole layer around this exchange: x [T, H] -> [T, H]."""
+        """Return a whole layer around this exchange: x [T, H] -> [T, H]."""
         return ExchangeLayer(self, router, experts)
 
     def steps(self, inputs: Sequence[Inputs], expect: Expectation) -> list[Step]:
@@ -114,7 +114,8 @@ class Exchange(Contestant):
         return Step(run, check)
 
     def _combine_step(self, inputs: Sequence[Inputs], expect: Expectation) -> Step:
-        """Each expert has scaled its rows by a factor of its own, so that a row of the wrong expert shows."""
+        """Time combine on rows that each expert has scaled by a distinct factor, so that a row of the wrong expert
+        shows."""
         deliveries, ys = [], []
         for tokens in inputs:
             delivery = self.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)

@@ -1,4 +1,4 @@
-"""The reference: copying as many bytes as the op has to move, on the same processor, with nothing to find out."""
+"""The reference: copying as many bytes as the op has to move, on the same processor, without any routing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from moe_rt.testing.rounds import WrongOutput
 class Memcpy(Contestant):
     """dispatch: N rows, each copied from one of this rank's T. combine, pair: one copy, sized by `Traffic.copied_rows`.
 
-    On a GPU these are torch's copies within its memory; on a CPU they are memmoves, by way of numpy and ctypes, and
-    pages are present and huge where allowed. The destination is as warm as the last iteration left it.
+    GPU ranks use torch's copies within the GPU's memory. CPU ranks use memmove, through numpy and ctypes, on pages that
+    are present, and huge if allowed. The destination is as warm as the last iteration left it.
     """
 
     name = "memcpy"
@@ -37,7 +37,7 @@ class Memcpy(Contestant):
     def steps(self, inputs: Sequence[Inputs], expect: Expectation) -> list[Step]:
         device = self.world.processor.device
         rows = expect.traffic()[self.world.rank].copied_rows(self.case.op)
-        num_bytes = round(rows * self.case.row_bytes)  # none where routing leaves this rank out
+        num_bytes = round(rows * self.case.row_bytes)  # 0 if routing sends nothing to this rank
         target = _present(num_bytes, device)
         if self.case.op == "dispatch":
             return [self._rows_step([tokens.x for tokens in inputs], target)]
@@ -69,7 +69,7 @@ def memmove(source: Tensor, target: Tensor) -> Callable[[], object]:
 
 
 def take(source: Tensor, index: Tensor, out: Tensor) -> Callable[[], object]:
-    """Moves every row with memmove, in one call of numpy."""
+    """Copy every row with memmove, in one numpy call."""
     return partial(np.take, source.numpy(), index.numpy(), axis=0, out=out.numpy(), mode="clip")
 
 
@@ -78,7 +78,7 @@ def index_select(source: Tensor, index: Tensor, out: Tensor) -> Callable[[], obj
 
 
 def _present(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] whose pages are there, on a CPU huge ones if the machine gives them."""
+    """uint8 [num_bytes] with its pages present; huge pages on a CPU if the machine provides them."""
     if device.type != "cpu":
         return torch.ones(num_bytes, dtype=torch.uint8, device=device)
     block = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -65,14 +65,14 @@ class MoeRt(Exchange):
 
 
 class Flat(MoeRt):
-    """With rows that cross the network once for each distinct rank, not for each node."""
+    """The flat route: rows cross the network once for each distinct rank, not for each node."""
 
     name = "moe_rt_flat"
     route = "flat"
 
 
 class _OutputOnly(nn.Module):
-    """Leaves out the router's losses, which the benchmark does not ask for."""
+    """Drops the router's losses, which the benchmark does not use."""
 
     def __init__(self, layer: MoELayer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The same permuted rows over MPI_Alltoallv, which in Open MPI copies straight between processes of a host (CMA)."""
+"""The permuted rows over MPI_Alltoallv, which in Open MPI copies directly between processes of a host (CMA)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mpi(Permuted):
 
             mpi4py.rc.thread_level = "single"  # no other thread calls MPI, so it needs no locks
             from mpi4py import MPI
-        except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
+        except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library was found
             raise Unavailable(f"{error}; {how_to_install('bench')}") from error
         super().__init__(case, world)
         self._comm = MPI.COMM_WORLD

@@ -1,8 +1,8 @@
-"""Dispatch by permuted rows and all-to-all, as Megatron-LM and torchtitan do it, in the fastest form torch has.
+"""Dispatch by permuted rows and all-to-all, as in Megatron-LM and torchtitan, in the fastest form that torch has.
 
 dispatch: sort the (token, expert) pairs by expert, exchange counts, read them on the host, gather rows in that order,
-all-to-all, and reorder blocks from (source, expert) to (expert, source). combine: the same back, then a weighted sum
-of each token's rows. One row travels for every (token, expert) pair.
+all-to-all, and reorder blocks from (source, expert) to (expert, source). combine: the reverse, then a weighted sum of
+each token's rows. One row is sent for every (token, expert) pair.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from moe_rt.bench.world import World
 
 
 class _State(NamedTuple):
-    order: Tensor  # [T * K], the pair behind every row that this rank sent
+    order: Tensor  # [T * K], the pair of every row that this rank sent
     weights: Tensor  # [T, K] in the payload dtype
     send: list[int]  # rows to and from each rank
     recv: list[int]
-    blocks: list[tuple[int, int, int]]  # (local expert, source rank, rows) of what came, as it came, none empty
+    blocks: list[tuple[int, int, int]]  # (local expert, source rank, rows) as received, without empty blocks
 
 
 class Permuted(Exchange):
-    """Everything but the transport."""
+    """The exchange, except the transport."""
 
     unit = "expert"
 
@@ -52,7 +52,7 @@ class Permuted(Exchange):
         order = pairs.argsort(stable=True)
         counts = pairs.bincount(minlength=self.case.experts)
         incoming = self.exchange_counts(counts)
-        both = torch.cat((counts, incoming)).tolist()  # on a GPU the host waits for it: once
+        both = torch.cat((counts, incoming)).tolist()  # a GPU rank's host waits for it, once
         outgoing, received = both[: len(counts)], both[len(counts) :]
         n = self._num_local
         send = [sum(outgoing[a:b]) for a, b in zip(self._ends, self._ends[1:], strict=False)]
@@ -80,7 +80,7 @@ class Permuted(Exchange):
 
 
 class AllToAll(Permuted):
-    """torch.distributed.all_to_all_single: on gloo for CPU ranks, on NCCL for those with a GPU each."""
+    """torch.distributed.all_to_all_single: on gloo for CPU ranks, on NCCL for ranks with one GPU each."""
 
     name = "a2a"
 
@@ -100,7 +100,7 @@ class AllToAll(Permuted):
 
 
 class _ExchangeFunction(torch.autograd.Function):
-    """The backward of an exchange is the exchange the other way."""
+    """An exchange whose backward is the exchange in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Permuted, send: list[int], recv: list[int]) -> Tensor:
@@ -113,7 +113,7 @@ class _ExchangeFunction(torch.autograd.Function):
 
 
 def _reorder(rows: Tensor, blocks: list[tuple[int, int, int]], target: list[tuple[int, int, int]]) -> Tensor:
-    """Moves whole blocks of rows from the order `blocks` to the order `target`."""
+    """Move whole blocks of rows from the order `blocks` to the order `target`."""
     if blocks == target:
         return rows
     pieces = dict(zip(blocks, rows.split([block[2] for block in blocks]), strict=True))

@@ -1,4 +1,4 @@
-"""Transformers' own expert parallelism: the AllToAllEP of transformers.distributed, as it comes."""
+"""Transformers' own expert parallelism: the AllToAllEP of transformers.distributed, unchanged."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from moe_rt.extras import how_to_install
 class Transformers(Exchange):
     """The two halves of AllToAllEP.__call__, between which it would run the experts.
 
-    It leaves rows in the order source, expert and has the experts sort them. So the layer op sorts here, between
-    exchange and experts; the other ops do not, and a dispatch of this contestant does less than one of the others.
+    AllToAllEP leaves rows in the order (source, expert) and has the experts sort them. The layer op therefore sorts
+    here, between exchange and experts. The other ops do not sort, so this contestant's dispatch does less work than the
+    others'.
     """
 
     name = "transformers"
@@ -40,7 +41,7 @@ class Transformers(Exchange):
             raise Unavailable(f"{error}; {how_to_install('bench')}") from error
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Delivery:
-        # Its models cast the weights to the payload, too.
+        # Transformers' models also cast the weights to the payload dtype.
         rows, experts, _, state = self._dispatch(x, topk_idx, topk_weights.to(x.dtype))
         experts = experts.view(-1)
         if self.case.op != "layer":
@@ -61,7 +62,8 @@ class Transformers(Exchange):
 
 @lru_cache(maxsize=1)
 def _meshes(device_type: str, size: int) -> tuple[Any, Any]:
-    """Expert parallelism over all ranks, no tensor parallelism. Kept, because every mesh makes new groups."""
+    """Meshes with expert parallelism over all ranks and no tensor parallelism. Cached, because every mesh makes new
+    groups."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device_type, (size, 1), mesh_dim_names=("ep", "tp"))

@@ -1,1 +1,2 @@
-"""How fast vLLM serves over moe_rt, and how fast its requests end when a rank dies: `moe-rt bench --op serve`."""
+"""Benchmark of vLLM over moe_rt: serving speed, and how fast requests end when a rank dies (`moe-rt bench --op
+serve`)."""

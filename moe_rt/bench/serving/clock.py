@@ -1,4 +1,4 @@
-"""What a rank notes about its layers: the time inside prepare and finalize, and inside the ops that these call."""
+"""Clock of a rank's layers: the time inside prepare and finalize, and inside the ops that these call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
         self._ops: list[int] = []
 
     def watch(self, adapter: type, buffer: type | None = None) -> None:
-        """From now on, for all objects of these classes."""
+        """Start timing all objects of these classes."""
         for name in ("prepare", "finalize"):
             setattr(adapter, name, _timed(getattr(adapter, name), self._layers))
         for name in ("dispatch", "combine") if buffer else ():
@@ -27,11 +27,11 @@ class Clock:
         self._ops.clear()
 
     def layers(self) -> list[int]:
-        """Inside prepare and finalize."""
+        """Time inside prepare and finalize, per layer."""
         return _pairs(self._layers)
 
     def ops(self) -> list[int]:
-        """Of that, inside the buffer's dispatch and combine; empty where there is no buffer."""
+        """The part of layers() inside the buffer's dispatch and combine; empty without a buffer."""
         return _pairs(self._ops)
 
 

@@ -1,4 +1,4 @@
-"""`moe-rt bench --op serve`: which of the command's options it takes, and what it prints."""
+"""`moe-rt bench --op serve`: the options that it takes, and its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAKEN = ("op", "ranks", *MODEL, *ONLY_HERE, "contestants", "iters", "seed")
 
 
 def serve(given: dict[str, Any]) -> None:
-    """Measures and prints; `given` are the options on the command line. The exit status is 1 if an answer was wrong."""
+    """Measure and print. `given` holds the options on the command line. The exit status is 1 if an answer was wrong."""
     refused = [f"--{name.replace('_', '-')}" for name in given if name not in TAKEN]
     if refused:
         raise click.UsageError(f"--op serve does not take {', '.join(refused)}")

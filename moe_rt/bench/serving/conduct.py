@@ -1,7 +1,7 @@
-"""The program that runs the contestants: `python -m moe_rt.bench.serving.conduct DIRECTORY` does directory/job.json.
+"""The program that runs the contestants: `python -m moe_rt.bench.serving.conduct DIRECTORY` runs directory/job.json.
 
-It imports vLLM once and forks all ranks of all contestants. It prints lines of JSON: {"progress": part of a load or of
-all kills} and {"record": of a load or of the kills}.
+It imports vLLM once and forks all ranks of all contestants. It prints lines of JSON: {"progress": fraction of a load or
+of all kills} and {"record": of a load or of the kills}.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from moe_rt.testing.serving.models import save_apart
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is measured: the loads, or kills if there are any.
+    """Loads to measure, or kills if there are any.
 
     Attributes:
-        sizes: of the model, by the names of Transformers' configuration.
-        turns: of each contestant, for each load.
+        sizes: sizes of the model, by the names of Transformers' configuration.
+        turns: turns of each contestant per load.
     """
 
     ranks: int
@@ -53,7 +53,7 @@ class Job:
 
 
 def compare(job: Job, model: Path, say: Callable[..., None]) -> None:
-    """All contestants on all loads; `stock` first, so that a mistake shows where moe_rt has no part in it."""
+    """Run all contestants on all loads. `stock` runs first, so that errors unrelated to moe_rt appear there."""
     most = max(load.most_at_once for load in job.loads)
     with ExitStack() as running:
         contestants = {name: running.enter_context(_engines(name, job, model, most)) for name in job.contestants}
@@ -80,7 +80,8 @@ def _engines(name: str, job: Job, model: Path, most: int) -> Any:
 def _take_turns(
     contestants: dict[str, EngineRanks], load: Load, job: Job, progress: Callable[[float], None]
 ) -> dict[str, list[Turn]]:
-    """The order rotates, so that nobody always follows the same neighbour. A turn before the first does not count."""
+    """Alternate the contestants. The order rotates, so that none always follows the same neighbour. A first turn of
+    each is a warm-up."""
     turns: dict[str, list[Turn]] = {name: [] for name in contestants}
     names = list(contestants)
     for name in names:
@@ -116,7 +117,7 @@ def main() -> None:
     def say(**message: object) -> None:
         print(json.dumps(message), flush=True)
 
-    with Signals():  # servers are in sessions of their own, and must be ended by us
+    with Signals():  # servers are in separate sessions, so this process must end them
         if job.kills:
             say(record=kills(model, directory, job.ranks, job.kills, job.seed, lambda part: say(progress=part)))
         else:

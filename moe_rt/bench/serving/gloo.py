@@ -1,7 +1,7 @@
-"""What vLLM does on GPUs where nothing better is chosen, and lacks on CPUs: all-gather and reduce-scatter, over gloo.
+"""All-gather and reduce-scatter over gloo: vLLM's default on GPUs, which it lacks on CPUs.
 
-In the fastest form we know. All that a token brings is one row of one all-gather. Of what arrives, a rank keeps the
-pairs of its own experts, since vLLM's CPU experts take no others. Gloo's all-to-all and a sum are faster than its
+This is the fastest form known to us. All data of a token is one row of a single all-gather. Each rank keeps the
+pairs of local experts, since vLLM's CPU experts accept no others. Gloo's all-to-all and a sum are faster than its
 reduce-scatter.
 """
 
@@ -22,11 +22,11 @@ from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
 
 
 class GlooPrepareAndFinalize(MoeRtPrepareAndFinalize):
-    """The same contract, kept by two collectives; rows are fp32.
+    """MoeRtPrepareAndFinalize's contract on two collectives. Rows are fp32.
 
     Args:
         moe: vLLM's configuration of the layer.
-        group: of the ranks that share its experts.
+        group: the ranks that share its experts.
     """
 
     def __init__(self, moe: Any, group: dist.ProcessGroup) -> None:
@@ -34,11 +34,11 @@ class GlooPrepareAndFinalize(MoeRtPrepareAndFinalize):
         assert moe.in_dtype == torch.float32
         expert_map = determine_expert_map(group.size(), group.rank(), moe.num_experts)[1]
         assert expert_map is not None
-        self._group, self._local = group, expert_map.int()  # -1 where an expert is another rank's
+        self._group, self._local = group, expert_map.int()  # -1 for another rank's expert
         self._tokens, self._sizes = torch.empty(0), list[int]()
 
     def num_dispatchers(self) -> int:
-        """Ranks that send."""
+        """Number of ranks that send."""
         return self._group.size()
 
     def prepare(
@@ -55,7 +55,7 @@ class GlooPrepareAndFinalize(MoeRtPrepareAndFinalize):
         here = local >= 0
         rows, columns = here.nonzero(as_tuple=True)
         per_token = here.sum(1)
-        self._tokens = per_token.cumsum(0) - per_token  # where each token's rows begin
+        self._tokens = per_token.cumsum(0) - per_token  # first row of each token
         return x[rows], None, None, local[rows, columns][:, None], weights[rows, columns][:, None]
 
     def finalize(self, output: Tensor, fused_expert_output: Tensor, *others: Any) -> None:
@@ -68,14 +68,14 @@ class GlooPrepareAndFinalize(MoeRtPrepareAndFinalize):
         self._summed(partial, output)
 
     def _summed(self, partial: Tensor, output: Tensor) -> None:
-        """Add up the ranks' rows of this rank's tokens, of those of all tokens [sum of sizes, H] -> output [T, H]."""
+        """Sum all ranks' rows of this rank's tokens: rows of all tokens [sum of sizes, H] -> output [T, H]."""
         ranks, num_tokens = self._group.size(), len(output)
         arrived = torch.empty(ranks * num_tokens, output.shape[1])
         dist.all_to_all_single(arrived, partial, [num_tokens] * ranks, self._sizes, group=self._group)
         torch.sum(arrived.view(ranks, num_tokens, -1), 0, out=output)
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        """Return all ranks' rows; gloo gathers equal numbers only."""
+        """Return all ranks' rows, padded to equal counts, since gloo gathers equal counts only."""
         most = max(self._sizes)
         everyone = torch.empty(len(self._sizes) * most, mine.shape[1])
         dist.all_gather_into_tensor(everyone, padded(mine, most), group=self._group)
@@ -89,17 +89,17 @@ class GlooPrepareAndFinalize(MoeRtPrepareAndFinalize):
 
 
 def padded(rows: Tensor, most: int) -> Tensor:
-    """Return the rows with zeros below them, as many as are missing."""
+    """Return the rows, padded with zeros to `most` rows."""
     return F.pad(rows, (0, 0, 0, most - len(rows))) if len(rows) < most else rows
 
 
 def install() -> None:
-    """Takes moe_rt's place in moe_rt's own factory."""
+    """Replace moe_rt's class in moe_rt's own factory."""
     replace(GlooPrepareAndFinalize)
 
 
 def replace(kind: type[GlooPrepareAndFinalize]) -> None:
-    """Make the factory make this kind where it would make a buffer and moe_rt's own."""
+    """Make the factory create this kind instead of a buffer and moe_rt's own class."""
     names: Any = factory
     names.make_buffer = lambda moe, group: (moe, group)
     names.MoeRtPrepareAndFinalize = lambda made: kind(*made)

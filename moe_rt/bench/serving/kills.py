@@ -1,4 +1,4 @@
-"""How long requests live after a rank of their server was killed: a server, requests, SIGKILL, and again."""
+"""Time for requests to end after a rank of their server is killed: start a server, send requests, SIGKILL, repeat."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 from moe_rt.bench.serving.loads import Load
 from moe_rt.testing.serving.server import Server
 
-LENGTH = 900  # tokens of an answer: more than are made until the kill
+LENGTH = 900  # tokens of an answer: more than are generated before the kill
 REQUESTS_PER_RANK = 4
 
 
 class NotEnded(Exception):
-    """A request was answered, or broke off, though a rank had died."""
+    """A request was answered, or broke off, although a rank had died."""
 
 
 def kills(model: Path, logs: Path, ranks: int, number: int, seed: int, progress: Callable[[float], None]) -> Any:
-    """Kills ranks in turns, each of a new server.
+    """Kill ranks in turn, each of a new server.
 
     Returns:
-        ms: of each kill, from the signal until the last request had ended.
-        median, worst: of these.
-        requests: of each server, all of which were being answered.
-        told: how many servers named the dead rank in their log.
+        ms: per kill, the time from the signal until the last request had ended.
+        median, worst: of `ms`.
+        requests: requests per server, all of which were being answered.
+        told: number of servers that named the dead rank in their log.
     """
     times, told = [], 0
     for turn in range(number):
@@ -52,7 +52,7 @@ def _kill_one(server: Server, ranks: int, rank: int, seed: int) -> float:
     prompts = Load.decode(REQUESTS_PER_RANK, 1).prompts(ranks, seed)
     with ThreadPoolExecutor(len(prompts)) as clients:
         asked = [clients.submit(_ended, server, prompt) for prompt in prompts]
-        for prompt in prompts[:ranks]:  # a rank gets one request after the other, so that now all have begun
+        for prompt in prompts[:ranks]:  # a rank gets one request after the other, so now all have begun
             list(islice(server.streamed(prompt, LENGTH), 1))
         os.kill(server.workers()[rank], signal.SIGKILL)
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""What engines are asked to do: so many sequences on each rank, whose prompts are read, or which are then decoded."""
+"""Workloads of the engines: a number of sequences per rank, which are prefilled or then decoded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_rt.testing.serving.models import VOCABULARY
 
-SHORT = 16  # tokens of a prompt that shall be decoded
+SHORT = 16  # tokens of a prompt that is to be decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +15,9 @@ class Load:
     """Requests of each rank.
 
     Attributes:
-        sequences: of one rank.
-        prompt: tokens of each.
-        steps: after the one that reads the prompts; none of them: reading is what is timed.
+        sequences: number per rank.
+        prompt: tokens of each prompt.
+        steps: decoding steps after the prefill; 0 if the prefill is timed.
     """
 
     sequences: int
@@ -39,7 +39,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of a rank, in the time that counts."""
+        """Tokens of a rank within the measured time."""
         return self.sequences * self.steps if self.steps else self.most_at_once
 
     def in_words(self) -> str:
@@ -49,6 +49,6 @@ class Load:
         return f"decode: {sequences} a rank, {self.steps} steps"
 
     def prompts(self, ranks: int, seed: int) -> list[list[int]]:
-        """Of all ranks; to each every ranks-th."""
+        """Prompts of all ranks; each rank takes every ranks-th."""
         draw = random.Random(f"{seed} {self}")
         return [[draw.randrange(3, VOCABULARY) for _ in range(self.prompt)] for _ in range(ranks * self.sequences)]

@@ -1,4 +1,4 @@
-"""What a rank of a contestant does: it takes its contestant's place before the engine is made, then answers loads."""
+"""One rank of a contestant: it installs its contestant before the engine is made, then answers loads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from moe_rt.bench.serving.clock import Clock
 
 CONTESTANTS = ("moe_rt", "shm", "gloo", "stock")
-_CLOCK = Clock()  # of this process: engines make their layers out of our sight
+_CLOCK = Clock()  # one per process: engines create their layers internally
 
 
 def become(contestant: str, ranks: int) -> None:
-    """Called in the rank's process; `stock` is one rank with the cores of all."""
+    """Install the contestant in the rank's process. `stock` is one rank with the cores of all."""
     if contestant == "stock":
         torch.set_num_threads(ranks)
         return
@@ -34,12 +34,12 @@ def become(contestant: str, ranks: int) -> None:
 
 
 def answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens, and the times after the first `skip` steps of the engine.
+    """Return greedy tokens, and the times after the first `skip` steps of the engine.
 
     Returns:
-        tokens: of each request.
-        span: when the first step that counts began and the last ended.
-        layers, ops: as of Clock, in this span.
+        tokens: tokens of each request.
+        span: start of the first measured step and end of the last.
+        layers, ops: as in Clock, within this span.
     """
     from vllm import SamplingParams
 
@@ -49,7 +49,7 @@ def answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
         engine.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
     answers: dict[int, list[int]] = {}
     start, end, steps = 0, 0, 0
-    while engine.has_unfinished_requests():  # where ranks meet
+    while engine.has_unfinished_requests():  # ranks synchronise here
         if steps == skip:
             _CLOCK.clear()
             start = perf_counter_ns()

@@ -1,4 +1,4 @@
-"""From what ranks noted to figures: tokens a second, times of a layer, and whether the answers are right."""
+"""Figures from the ranks' records: tokens per second, times of a layer, and whether the answers are right."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from typing import Any
 from moe_rt.bench.results import percentiles
 from moe_rt.bench.serving.loads import Load
 
-# Ranks add a token's experts up in another order, which decides between two tokens that are as good as equally likely.
-# What goes to a wrong expert, or comes back to a wrong token, changes nearly all answers.
+# Ranks sum a token's experts in another order, which decides between two tokens that are almost equally likely. Rows
+# sent to a wrong expert, or returned to a wrong token, change nearly all answers.
 NEAR_TIES = 1 / 50
-Turn = Sequence[Mapping[str, Any]]  # what each rank answered, see rank.answer
+Turn = Sequence[Mapping[str, Any]]  # each rank's answer, see rank.answer
 
 
 def summarise(load: Load, ranks: int, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
-    """A run: for each contestant its figures. `stock` is one rank that has had the requests of all.
+    """Summarise a run: the figures of each contestant. `stock` is one rank that got the requests of all.
 
     Returns:
-        tokens_per_s: of all ranks, median of the turns; `turns` has each of them.
-        layer_us: inside prepare and finalize of a layer, waiting for other ranks included; of all ranks, layers and
-            steps.
-        adapter_us: of that, outside of the buffer's ops.
-        share: the part of the time that a rank spent in prepare and finalize, in percent.
-        same: answers of the last turn that are those of `stock`, token for token.
-        errors: what is wrong with the others.
+        tokens_per_s: of all ranks, median of the turns; `turns` has each turn's.
+        layer_us: a layer's prepare and finalize with waits for other ranks; all ranks, layers and steps.
+        adapter_us: the part of it outside of the buffer's ops.
+        share: part of a rank's time spent in prepare and finalize, in percent.
+        same: number of answers in the last turn that equal `stock`'s, token for token.
+        errors: what is wrong with the other answers.
     """
     expected = _answers(turns["stock"][-1])
     results = []
@@ -50,7 +49,8 @@ def summarise(load: Load, ranks: int, turns: Mapping[str, Sequence[Turn]]) -> di
 
 
 def ratio(run: Mapping[str, Any], result: Mapping[str, Any]) -> float | None:
-    """How many times moe_rt's time inside prepare and finalize; None for moe_rt, and where one of both has none."""
+    """Time inside prepare and finalize as a multiple of moe_rt's. None for moe_rt, or if one of the two has no such
+    time."""
     own: Any = next((r for r in run["results"] if r["contestant"] == "moe_rt"), {})
     if result is own or "layer_us" not in own or "layer_us" not in result:
         return None
@@ -58,12 +58,12 @@ def ratio(run: Mapping[str, Any], result: Mapping[str, Any]) -> float | None:
 
 
 def _seconds(turn: Turn) -> float:
-    """From the first rank's start to the last rank's end, on the one clock of the machine."""
+    """Time from the first rank's start to the last rank's end; all ranks share the machine's clock."""
     return (max(rank["span"][1] for rank in turn) - min(rank["span"][0] for rank in turn)) / 1e9
 
 
 def _answers(turn: Turn) -> list[Any]:
-    """In the order in which requests were dealt to ranks."""
+    """Answers in the order in which requests were dealt to ranks."""
     total = sum(len(rank["tokens"]) for rank in turn)
     return [turn[i % len(turn)]["tokens"][i // len(turn)] for i in range(total)]
 

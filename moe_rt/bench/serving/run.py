@@ -1,4 +1,4 @@
-"""A whole benchmark of serving: settings in, one document out."""
+"""A whole serving benchmark: settings in, one document out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from moe_rt.extras import require
 from moe_rt.testing.host_info import machine_card
 from moe_rt.testing.programs import ONE_HOST, Program, running
 
-STEPS = 32  # of decoding
-# Progress bars of several engines at once, and warnings about functions that vLLM calls.
+STEPS = 32  # decoding steps
+# Silences progress bars of several concurrent engines, and warnings about functions that vLLM calls.
 QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -35,7 +35,7 @@ class Model:
     layers: int = 4
 
     def sizes(self) -> dict[str, int]:
-        """By the names of Transformers' configuration."""
+        """Sizes by the names of Transformers' configuration."""
         return {
             "hidden_size": self.hidden,
             "num_experts_per_tok": self.topk,
@@ -47,16 +47,16 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure.
+    """Settings of a serving measurement.
 
     Attributes:
-        ranks: data-parallel, a thread each; stock vLLM has one rank with as many threads.
-        contestants: of rank.CONTESTANTS; `stock` has the right answers and is always one of them.
-        sequences: of each rank, of the loads that decode.
-        prompts: tokens of the prompts that are read; one for each rank.
-        turns: of each contestant, for each load.
-        kills: so many servers are started, and a rank of each is killed, instead of all this.
-        seed: of the prompts.
+        ranks: data-parallel ranks with one thread each; stock vLLM has one rank with as many threads.
+        contestants: names from rank.CONTESTANTS; `stock` provides the right answers and always takes part.
+        sequences: sequences per rank of the decode loads.
+        prompts: tokens of the prefill loads' prompts, one prompt per rank.
+        turns: turns of each contestant per load.
+        kills: instead of the loads, start this many servers and kill a rank of each.
+        seed: seed of the prompts.
     """
 
     ranks: int
@@ -70,15 +70,15 @@ class Settings:
 
 
 def run(settings: Settings, progress: Callable[[float], None]) -> dict[str, Any]:
-    """Measures and returns the document that `moe-rt bench --op serve` prints.
+    """Measure and return the document that `moe-rt bench --op serve` prints.
 
     Args:
-        progress: called with the part of a load, or of all kills, that has been done since the last call.
+        progress: called with the fraction of a load, or of all kills, completed since the last call.
 
     Raises:
-        InvalidConfig: a contestant that there is not, or sizes that do not fit together.
-        MissingPackage: there is no vLLM.
-        RankFailed: a rank of a contestant failed; what it said is on stderr.
+        InvalidConfig: an unknown contestant, or sizes that do not fit together.
+        MissingPackage: vLLM is not installed.
+        RankFailed: a rank of a contestant failed; its output is on stderr.
     """
     unknown = sorted(set(settings.contestants) - set(CONTESTANTS))
     if unknown:

@@ -1,7 +1,8 @@
-"""The fastest that vLLM itself has between CPU ranks of a host: the collectives of its tensor parallelism.
+"""vLLM's fastest transport between CPU ranks of a host: the collectives of its tensor parallelism.
 
-vLLM does not use them for experts; an expert parallelism of its own on CPUs would. An all-gather brings every token to
-every rank, as over gloo, and an all-reduce adds up what the ranks made of all tokens: they have no reduce-scatter.
+vLLM does not use them for experts; a native CPU expert parallelism would. An all-gather sends every token to every
+rank, as over gloo, and an all-reduce sums the ranks' results of all tokens, since these collectives have no
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from moe_rt.bench.serving.gloo import GlooPrepareAndFinalize, padded, replace
 
 
 class ShmPrepareAndFinalize(GlooPrepareAndFinalize):
-    """Keep the contract of GlooPrepareAndFinalize by vLLM's compiled collectives; rows are fp32.
+    """GlooPrepareAndFinalize's contract on vLLM's compiled collectives. Rows are fp32.
 
     Args:
         moe: vLLM's configuration of the layer.
-        group: of the ranks that share its experts.
+        group: the ranks that share its experts.
     """
 
     def __init__(self, moe: Any, group: dist.ProcessGroup) -> None:
@@ -31,14 +32,14 @@ class ShmPrepareAndFinalize(GlooPrepareAndFinalize):
         self._handle = _manager(group)
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        """Return all ranks' rows; equal numbers are gathered."""
+        """Return all ranks' rows, padded to equal counts for the all-gather."""
         most = max(self._sizes)
         everyone = torch.empty(len(self._sizes) * most, mine.shape[1])
         torch.ops._C.shm_all_gather(self._handle, padded(mine, most), everyone)
         return self._without_padding(everyone)
 
     def _summed(self, partial: Tensor, output: Tensor) -> None:
-        """Add up the ranks' rows of all tokens [sum of sizes, H] and keep this rank's -> output [T, H]."""
+        """Sum the ranks' rows of all tokens [sum of sizes, H] and keep this rank's: output [T, H]."""
         torch.ops._C.shm_allreduce(self._handle, partial)
         begin = sum(self._sizes[: self._group.rank()])
         output.copy_(partial[begin : begin + len(output)])
@@ -46,7 +47,8 @@ class ShmPrepareAndFinalize(GlooPrepareAndFinalize):
 
 @functools.cache
 def _manager(group: dist.ProcessGroup) -> int:
-    """Return the group's memory, as vLLM makes it; its files are gone at once, and with the last process the memory."""
+    """Create the group's shared memory as vLLM does. Its files are unlinked immediately, so it ends with the last
+    process."""
     first = torch.tensor([os.getpid()])
     dist.broadcast(first, group=group, group_src=0)
     name = f"moe_rt_bench_vllm_{int(first)}"
@@ -60,5 +62,5 @@ def _manager(group: dist.ProcessGroup) -> int:
 
 
 def install() -> None:
-    """Takes moe_rt's place in moe_rt's own factory."""
+    """Replace moe_rt's class in moe_rt's own factory."""
     replace(ShmPrepareAndFinalize)

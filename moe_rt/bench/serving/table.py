@@ -1,4 +1,4 @@
-"""The readable result of serving: a table for every load, and one line for kills."""
+"""The serving result: a table for every load, and one line for kills."""
 
 from __future__ import annotations
 

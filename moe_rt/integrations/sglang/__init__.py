@@ -1,7 +1,7 @@
-"""Expert parallelism for SGLang: with MOE_RT_SGLANG=1 and moe_a2a_backend="customized", its tokens travel over moe_rt.
+"""Expert parallelism for SGLang: with MOE_RT_SGLANG=1 and moe_a2a_backend="customized" it dispatches through moe_rt.
 
-SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in each of its processes. Nothing is
-changed, and nothing of SGLang imported, unless the variable is set. docs/howto/serving_sglang.md is the guide.
+SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in each of its processes. Unless the
+variable is set, nothing is changed and SGLang is not imported. docs/howto/serving_sglang.md is the guide.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ PLUGIN = Plugin(variable="MOE_RT_SGLANG", packages=("sglang",), tested="0.5.23",
 
 
 def register() -> None:
-    """Hooks moe_rt into SGLang, if the variable says so. Idempotent.
+    """Hook moe_rt into SGLang, if MOE_RT_SGLANG is 1. Idempotent.
 
     Raises:
-        SystemExit: the variable is neither 0 nor 1, or this version of SGLang has other interfaces than the tested.
-            SGLang would log any Exception of a plug-in and go on without it.
+        SystemExit: the variable is neither 0 nor 1, or SGLang is missing or has other interfaces than the tested
+            release. SGLang would log an Exception of a plug-in and continue without it.
     """
     try:
         if PLUGIN.is_chosen():

@@ -1,4 +1,4 @@
-"""SGLang's contract before and after experts, in its standard format, kept by one dispatch and one combine."""
+"""SGLang's token dispatcher interface, in its standard format, implemented by one dispatch and one combine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from moe_rt.integrations.exchange import Exchanged, LayerExchange
 
 
 class MoeRtDispatcher(BaseDispatcher):  # type: ignore[misc]
-    """Tokens to the ranks of their experts, and the experts' rows back, weighted and summed.
+    """Sends tokens to the ranks of their experts, and returns the experts' rows, weighted and summed.
 
-    Experts get one row for each (token, expert) of theirs, in the order expert, source rank, token, with K = 1, the
-    expert's number on this rank and weight 1; combine applies the router's weights in fp32. So kernels that know no
-    entries for other ranks serve as well.
+    Experts get one row for each (token, local expert), in the order expert, source rank, token, with K = 1, the
+    expert's local id and weight 1; combine applies the router's weights in fp32. So kernels that do not support entries
+    for other ranks can be used also.
 
     Args:
-        exchange: of the layer.
+        exchange: the layer's exchange.
     """
 
     def __init__(self, exchange: LayerExchange) -> None:
         super().__init__()
         self._exchange = exchange
-        self._received: Exchanged | None = None  # between dispatch and combine
+        self._received: Exchanged | None = None  # set between dispatch and combine
 
     def dispatch(self, hidden_states: Tensor, topk_output: Any) -> StandardDispatchOutput:
-        """hidden_states [T, H], ids and weights [T, K] -> rows [N, H], ids int32 [N, 1] of this rank, ones [N, 1].
+        """Dispatch hidden_states [T, H], ids and weights [T, K] -> rows [N, H], local ids int32 [N, 1], ones [N, 1].
 
-        N is one at least, since SGLang's own experts fail without a row; combine does not read more than were received.
+        N is at least 1, because SGLang's own experts fail without a row; combine reads only received rows.
         """
         received = self._exchange.dispatch(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
         self._received = received
@@ -41,7 +41,7 @@ class MoeRtDispatcher(BaseDispatcher):  # type: ignore[misc]
         return StandardDispatchOutput(received.rows[:num_rows], None, topk)
 
     def combine(self, combine_input: Any) -> Tensor:
-        """The experts' rows [N, H] -> [T, H], complete."""
+        """Combine the experts' rows [N, H] -> [T, H], summed over all ranks."""
         assert self._received is not None
         received, self._received = self._received, None
         return received.combine(combine_input.hidden_states)

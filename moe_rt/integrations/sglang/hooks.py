@@ -1,4 +1,4 @@
-"""Two hooks around SGLang's own functions: which dispatcher a layer gets, and that its combine completes the output."""
+"""Two hooks around SGLang's functions: one makes a layer's dispatcher, one marks its combined output as complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rt.integrations.sglang import PLUGIN
 from moe_rt.integrations.sglang.dispatcher import MoeRtDispatcher
 from moe_rt.integrations.sglang.settings import make_exchange, refuse_unserved
 
-# What is called, with which parameters.
+# SGLang's functions that are hooked or called, and their parameters.
 _CREATE = (layer, "create_moe_dispatcher", {"moe_runner_config", "quant_method"})
 _COMPLETE = (utils, "is_deepep_class_backend", set[str]())
 _BACKEND = (utils.MoeA2ABackend, "is_customized", {"self"})
@@ -25,10 +25,10 @@ _ROWS = {"hidden_states", "hidden_states_scale", "topk_output"}
 
 @functools.cache
 def install() -> None:
-    """Registers both with SGLang, which applies them when all plug-ins have been called.
+    """Register both hooks with SGLang, which applies them after all plug-ins have been called.
 
     Raises:
-        InvalidConfig: this SGLang's interfaces are not the tested ones.
+        InvalidConfig: SGLang's interfaces differ from the tested release.
     """
     _compare()
     for (module, name, _), hook in ((_CREATE, create), (_COMPLETE, is_complete)):
@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def create(original: Callable[..., Any], moe_runner_config: Any, quant_method: Any, **more: Any) -> Any:
-    """Ours for moe_a2a_backend="customized", and what `original` makes for all others."""
+    """Return moe_rt's dispatcher for moe_a2a_backend="customized", and that of `original` for other back ends."""
     if not utils.get_moe_a2a_backend().is_customized():
         return original(moe_runner_config, quant_method=quant_method, **more)
     refuse_unserved(moe_runner_config, quant_method)
@@ -44,12 +44,12 @@ def create(original: Callable[..., Any], moe_runner_config: Any, quant_method: A
 
 
 def is_complete(original: Callable[[], bool]) -> bool:
-    """True for ours, too: models must not add up over ranks what combine has added up."""
+    """True for moe_rt's back end also: models must not sum outputs over ranks again after combine."""
     return original() or utils.get_moe_a2a_backend().is_customized()
 
 
 def _compare() -> None:
-    """Raises unless this SGLang calls what we hook into, and asks of it what we have."""
+    """Raise unless SGLang has the functions that are hooked and requires only methods that MoeRtDispatcher has."""
     for place, name, parameters in (_CREATE, _COMPLETE, _BACKEND):
         there = getattr(place, name, None)
         if there is None or set(inspect.signature(there).parameters) != parameters:

@@ -1,4 +1,4 @@
-"""From SGLang's own configuration to a layer's exchange, and which of its settings moe_rt does not serve."""
+"""Makes a layer's exchange from SGLang's configuration, and refuses settings that moe_rt does not support."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moe_rt.comm.growing import GrowingOptions
 from moe_rt.integrations.exchange import LayerExchange
 from moe_rt.integrations.sglang import PLUGIN
 
-# That were run. SGLang's models decide one by one whether they add up over the ranks what experts return, and one that
-# does, after combine has, answers wrongly without an error.
+# Tested models. Each model of SGLang decides whether it sums the experts' outputs over ranks; one that does so after
+# combine gives wrong answers without an error.
 MODELS = ("Qwen3MoeForCausalLM",)
-# Of its server arguments: the value that asks for nothing, unless it is false, and what to do.
+# Server argument -> (a true value that is harmless, if any; the expected setting).
 UNSERVED: dict[str, tuple[Any, str]] = {
     "enable_lora": (None, "no LoRA on a model whose experts are spread"),
     "lora_paths": (None, "no LoRA on a model whose experts are spread"),
@@ -31,14 +31,14 @@ UNSERVED: dict[str, tuple[Any, str]] = {
 
 
 def refuse_unserved(config: Any, quant_method: Any) -> None:
-    """Raises for settings under which expert parallelism over moe_rt would be wrong, or was never tried.
+    """Refuse settings with which expert parallelism over moe_rt would be wrong or is untested.
 
     Args:
         config: MoeRunnerConfig of the layer.
-        quant_method: of its experts.
+        quant_method: quantisation method of its experts.
 
     Raises:
-        InvalidConfig: naming the setting and what to do about it.
+        InvalidConfig: a setting is refused; names it and the expected one.
     """
     arguments, parallel = get_server_args(), get_parallel()
     for name, (harmless, expected) in UNSERVED.items():
@@ -77,9 +77,9 @@ def refuse_unserved(config: Any, quant_method: Any) -> None:
 
 
 def make_exchange(config: Any) -> LayerExchange:
-    """Of a layer; layers that are made one after the other share buffers, which grow with the batches.
+    """Return the exchange of a layer. Layers made in succession share buffers, which grow with the batches.
 
-    SGLang does not know yet, when it makes layers, how many requests will run at once.
+    SGLang does not yet know, when it makes layers, how many requests will run concurrently.
 
     Args:
         config: MoeRunnerConfig of the layer.

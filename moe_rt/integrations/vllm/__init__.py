@@ -1,7 +1,7 @@
-"""Expert parallelism for vLLM: with MOE_RT_VLLM=1 its layers send tokens to their experts over moe_rt.
+"""Expert parallelism for vLLM: with MOE_RT_VLLM=1 its layers dispatch tokens to experts through moe_rt.
 
-vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. Nothing is
-changed, and nothing of vLLM imported, unless the variable is set. docs/howto/serving.md is the guide.
+vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. Unless the
+variable is set, nothing is changed and vLLM is not imported. docs/howto/serving.md is the guide.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ PLUGIN = Plugin(
 
 
 def register() -> None:
-    """Takes the place of vLLM's all-gather and reduce-scatter, if the variable says so. Idempotent.
+    """Replace vLLM's all-gather and reduce-scatter, if MOE_RT_VLLM is 1. Idempotent.
 
     Raises:
-        InvalidConfig: the variable is neither 0 nor 1, or this version of vLLM has other interfaces than the tested.
-        MissingPackage: there is no vLLM, or one without the modules that are used.
+        InvalidConfig: the variable is neither 0 nor 1, or vLLM has other interfaces than the tested release.
+        MissingPackage: vLLM, or a module of it that is used, is missing.
     """
     if PLUGIN.is_chosen():
         try:

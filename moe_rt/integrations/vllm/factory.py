@@ -1,9 +1,9 @@
-"""Puts moe_rt's prepare and finalize where vLLM makes its own: in the one factory that all its expert kernels ask.
+"""Installs moe_rt's prepare and finalize in the factory from which all expert kernels of vLLM get theirs.
 
-What is not served is refused where vLLM makes its configuration, before any of its other processes starts.
+Unsupported settings are refused when vLLM makes its configuration, before its other processes start.
 
-Compilers must not look into them, since the number of received rows is no constant. On GPUs vLLM makes a whole layer
-of experts one opaque op; on CPUs it lets compilers look inside, except for layers over moe_rt.
+Compilers must not trace into prepare and finalize, because the number of received rows is not constant. On GPUs vLLM
+makes a whole layer of experts one opaque op. On CPUs it lets compilers trace layers, except layers over moe_rt.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PARAMETERS = {"moe", "quant_config", "allow_new_interface", "use_monolithic", "
 
 
 def install() -> None:
-    """Wraps vLLM's factory, also where modules have imported it already.
+    """Wrap vLLM's factory, also in modules that have imported it already.
 
     Raises:
-        InvalidConfig: this vLLM's interfaces are not the tested ones.
+        InvalidConfig: vLLM's interfaces differ from the tested release.
     """
     original = getattr(all2all_utils, _NAME, None)
     if getattr(original, "of_moe_rt", False):
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory that makes ours for layers with expert parallelism, and what `original` makes for all others."""
+    """Return a factory that uses moe_rt for layers with expert parallelism, and `original` for other layers."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -81,7 +81,7 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def opaque(original: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
-    """What a layer's forward is: where compilers run and the experts are spread, vLLM's own op around all of it."""
+    """Return MoERunner._select_forward that picks vLLM's opaque op if a compiler runs and experts are spread."""
 
     @functools.wraps(original)
     def select(runner: Any) -> Callable[..., Any]:
@@ -95,7 +95,7 @@ def opaque(original: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Cal
 
 
 def _compare(original: Callable[..., Any] | None) -> None:
-    """Raises unless this vLLM calls what we wrap, and asks of it what we have."""
+    """Raise unless vLLM has the wrapped names and requires only methods that MoeRtPrepareAndFinalize has."""
     lacking = sorted(_PARAMETERS - set(inspect.signature(original).parameters)) if original else [_NAME]
     lacking += sorted(FIELDS - {field.name for field in fields(EngineArgs)})
     asked = sorted(FusedMoEPrepareAndFinalizeModular.__abstractmethods__ - set(vars(MoeRtPrepareAndFinalize)))

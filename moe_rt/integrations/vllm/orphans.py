@@ -1,9 +1,9 @@
-"""Ends a server whose process was killed where vLLM goes on without it: without its API server, or its coordinator.
+"""Ends a server whose API server or coordinator was killed, since vLLM would continue without it.
 
-vLLM's coordinator, engines and workers outlive an API server that gets SIGKILL. Without the coordinator nobody wakes an
-engine that is idle: some requests are never answered. Each of these processes watches its parent, therefore, and the
-API server watches the coordinator. Processes are watched by descriptors, not by PR_SET_PDEATHSIG: that strikes when the
-thread ends that has started them, as a program's own may.
+vLLM's coordinator, engines and workers outlive an API server that gets SIGKILL. Without the coordinator no process
+wakes an idle engine, so some requests are never answered. Therefore each of these processes watches its parent, and the
+API server watches the coordinator. Processes are watched through descriptors, because PR_SET_PDEATHSIG fires when the
+thread that started them ends, which may be earlier.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 logger = init_logger("vllm.moe_rt")
-_GRACE_S = 5.0  # for vLLM's own way of ending at SIGTERM, which a rank amid a step does not come to
+_GRACE_S = 5.0  # for vLLM's own shutdown at SIGTERM, which a rank inside a step does not reach
 _coordinate, _serve, _work = DPCoordinatorProc.run_coordinator, EngineCoreProc.run_engine_core, WorkerProc.worker_main
 
 
 def install() -> None:
-    """Replace what vLLM's processes run, and what makes the coordinator."""
+    """Replace the main functions of vLLM's processes, and the constructor of its coordinator."""
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     WorkerProc.worker_main = staticmethod(run_worker)
@@ -38,25 +38,25 @@ def install() -> None:
 
 
 def run_coordinator(*args: Any, **kwargs: Any) -> Any:
-    """Run vLLM's for as long as the parent lives. Spawned processes find these three functions by name."""
+    """Run vLLM's coordinator while the parent lives. Spawned processes find these three functions by name."""
     end_with_parent()
     return _coordinate(*args, **kwargs)
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> Any:
-    """Run vLLM's for as long as the parent lives."""
+    """Run vLLM's engine core while the parent lives."""
     end_with_parent()
     return _serve(*args, **kwargs)
 
 
 def run_worker(*args: Any, **kwargs: Any) -> Any:
-    """Run vLLM's for as long as the parent lives."""
+    """Run vLLM's worker while the parent lives."""
     end_with_parent()
     return _work(*args, **kwargs)
 
 
 def end_with_parent() -> None:
-    """End this process, from now on, when the process that multiprocessing calls its parent ends."""
+    """End this process when the process that multiprocessing calls its parent ends, from now on."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
@@ -65,7 +65,7 @@ def end_with_parent() -> None:
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    if os.getppid() != parent.pid:  # it had ended before, and the number is another one's
+    if os.getppid() != parent.pid:  # it ended earlier, and its pid was reused
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=_end_after, args=(pidfd,), name="moe_rt-parent", daemon=True).start()
 
@@ -81,9 +81,9 @@ def _end_after(pidfd: int) -> None:
 
 
 def watched(make: Callable[..., None]) -> Callable[..., None]:
-    """Return DPCoordinator.__init__ after which this process ends the engines if the coordinator is killed.
+    """Return DPCoordinator.__init__ with a thread that ends the engines if the coordinator is killed.
 
-    vLLM then does as for any engine that dies: requests end with errors, and the server ends.
+    vLLM then handles that like the death of any engine: requests end with errors, and the server ends.
     """
 
     @wraps(make)
@@ -96,7 +96,7 @@ def watched(make: Callable[..., None]) -> Callable[..., None]:
 
 def _end_engines_after(coordinator: DPCoordinator) -> None:
     multiprocessing.connection.wait([coordinator.proc.sentinel])
-    if not coordinator._finalizer.alive:  # vLLM ends it itself
+    if not coordinator._finalizer.alive:  # vLLM has ended it
         return
     logger.error("moe_rt: vLLM's coordinator was killed, without which idle engines do not wake up; the server ends")
     for child in multiprocessing.active_children():

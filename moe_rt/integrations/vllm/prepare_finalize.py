@@ -1,4 +1,4 @@
-"""vLLM's contract before and after experts, kept by one dispatch and one combine."""
+"""vLLM's prepare-and-finalize interface, implemented by one dispatch and one combine."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from moe_rt.integrations.vllm import PLUGIN
 
 
 class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """Tokens to the ranks of their experts, and the experts' rows back, weighted and summed.
+    """Sends tokens to the ranks of their experts, and returns the experts' rows, weighted and summed.
 
-    Experts get one row for each (token, expert) of theirs, in the order expert, source rank, token, with K = 1, the
-    expert's number on this rank and weight 1; combine applies the router's weights in fp32.
+    Experts get one row for each (token, local expert), in the order expert, source rank, token, with K = 1, the
+    expert's local id and weight 1; combine applies the router's weights in fp32.
 
     Args:
-        buffer: of the ranks that share the experts.
+        buffer: buffer of the ranks that share the experts.
     """
 
     def __init__(self, buffer: Buffer) -> None:
         super().__init__()
         self._buffer, self._tag = buffer, buffer.new_tag()
-        self._sent: tuple[Tensor | None, Handle] | None = None  # between prepare and finalize
+        self._sent: tuple[Tensor | None, Handle] | None = None  # set between prepare and finalize
         self._row_numbers, self._ones = torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1)
 
     @property
     def activation_format(self) -> FusedMoEActivationFormat:
-        """Rows of all experts one after the other."""
+        """Standard: the rows of all experts in one tensor."""
         return FusedMoEActivationFormat.Standard
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """None: rows are not batched by expert."""
+        """Return None: rows are not batched by expert."""
         return None
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """Of what the router gives."""
+        """Return the dtype of the router's expert ids."""
         return torch.int64
 
     def num_dispatchers(self) -> int:
-        """Ranks that send."""
+        """Return the number of ranks that send."""
         return self._buffer.num_ranks
 
     def output_is_reduced(self) -> bool:
-        """True: what combine brings home is the sum over all ranks."""
+        """Return True: combine sums over all ranks."""
         return True
 
     def post_init_setup(self, fused_experts: FusedMoEExperts) -> None:
-        """Raises InvalidConfig if the experts want tokens that were quantised in a way that does not travel."""
+        """Raise InvalidConfig if the experts need tokens quantised in a way that dispatch cannot send."""
         quantised = fused_experts.quant_config.quant_dtype
         as_they_are = quantised is None or fused_experts.expects_unquantized_inputs
         if not as_they_are and not self.sends(fused_experts.quant_config):
@@ -66,7 +66,7 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
             raise PLUGIN.unserved(experts, "experts that take them as they are")
 
     def sends(self, quant_config: FusedMoEQuantConfig) -> bool:
-        """Whether tokens may be quantised so before they travel: on CPUs, not at all."""
+        """True if dispatch can send tokens quantised with this config; always False on CPUs."""
         return False
 
     def prepare(
@@ -80,12 +80,12 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> PrepareResultType:
-        """a1 [T, H], topk_weights and topk_ids [T, K] -> rows [N, H], ids int32 [N, 1] of this rank, ones [N, 1]."""
-        if apply_router_weight_on_input:  # of models with K = 1
+        """Dispatch a1 [T, H], topk_weights and topk_ids [T, K] -> rows [N, H], local ids int32 [N, 1], ones [N, 1]."""
+        if apply_router_weight_on_input:  # only models with K = 1
             a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
         recv_x, recv_weights, handle = self._buffer.dispatch(a1, topk_ids, topk_weights, tag=self._tag)
         self._sent = recv_weights, handle
-        # CPU ranks have waited for the rows anyway. In small steps each op of torch counts, so few are called.
+        # CPU ranks have waited for the rows anyway. Few torch ops are called, because each costs time in small steps.
         num_rows = handle.offs.tolist()[-1]
         if len(self._ones) < num_rows:
             self._row_numbers, self._ones = torch.arange(num_rows, dtype=torch.int32)[:, None], torch.ones(num_rows, 1)
@@ -102,15 +102,15 @@ class MoeRtPrepareAndFinalize(FusedMoEPrepareAndFinalizeModular):  # type: ignor
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        """fused_expert_output [N, H], or [N, 1, H] where experts leave the sum over K = 1 to us -> output [T, H]."""
+        """Combine fused_expert_output [N, H], or [N, 1, H] if experts do not sum over K = 1 -> output [T, H]."""
         y = fused_expert_output
         self._send_home(y if y.dim() == 2 else y.flatten(0, 1), output)
 
     def _send_home(self, y: Tensor, output: Tensor) -> None:
-        """What the experts made of the rows that the last prepare received -> output [T, H]."""
+        """Combine y [N, H], the experts' outputs for the rows of the last prepare, into output [T, H]."""
         assert self._sent is not None
         (recv_weights, handle), self._sent = self._sent, None
         if output.is_contiguous():
             self._buffer.combine(y, recv_weights, handle, out=output)
-        else:  # it lies as the layer's input does
+        else:  # it has the strides of the layer's input
             output.copy_(self._buffer.combine(y, recv_weights, handle))

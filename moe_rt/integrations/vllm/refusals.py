@@ -1,8 +1,8 @@
-"""Refuses settings of vLLM under which expert parallelism over moe_rt would be wrong, or was never tried.
+"""Refuses settings of vLLM with which expert parallelism over moe_rt would be wrong or is untested.
 
-A server must say so before it answers that it is healthy: where vLLM makes its configuration of what it was asked for.
-What only a layer knows is looked at where layers are made, and all of the rest again, for programs that make a
-configuration in another way.
+A server must refuse before it reports that it is healthy, so most settings are checked when vLLM makes its
+configuration from its arguments. Settings of a layer are checked when the layer is made, and all others again, for
+programs that make a configuration in another way.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from moe_rt.integrations.vllm import PLUGIN
 from moe_rt.integrations.vllm.settings import chosen
 
 BACKEND = "allgather_reducescatter"  # vLLM's default
-# Fields of ParallelConfig, which EngineArgs has by the same names.
+# Fields that ParallelConfig and EngineArgs share.
 FIELDS = {"all2all_backend", "enable_dbo", "enable_elastic_ep", "enable_eplb", "enable_expert_parallel", "ubatch_size"}
 FIELDS |= {"enable_fault_tolerance", "pipeline_parallel_size", "prefill_context_parallel_size", "tensor_parallel_size"}
 
 
 def early(create: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
-    """Return EngineArgs.create_engine_config that also refuses what moe_rt does not serve.
+    """Return EngineArgs.create_engine_config that also refuses settings that moe_rt does not support.
 
-    The arguments are asked, not the configuration: on CPUs vLLM drops --enable-dbo from it. What vLLM refuses as well
-    is refused in words that say what to do under moe_rt.
+    The arguments are checked, not the configuration, because on CPUs vLLM drops --enable-dbo from it. Settings that
+    vLLM refuses itself are refused with a message that says what to do with moe_rt.
     """
 
     @functools.wraps(create)
@@ -48,9 +48,9 @@ def early(create: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
 
 
 def refuse_config(config: VllmConfig, arguments: EngineArgs) -> None:
-    """Raise InvalidConfig if the configuration that came of the arguments spreads experts in a way that is not served.
+    """Raise InvalidConfig if the configuration made from the arguments spreads experts in an unsupported way.
 
-    A model without experts, and one on one rank, are vLLM's own.
+    Models without experts, and models on one rank, do not use moe_rt and are not checked.
     """
     parallel, model = config.parallel_config, config.model_config
     num_ranks = parallel.data_parallel_size * parallel.world_size // parallel.pipeline_parallel_size
@@ -66,7 +66,7 @@ def refuse_config(config: VllmConfig, arguments: EngineArgs) -> None:
 
 
 def refuse_unserved(asked: EngineArgs | ParallelConfig, *, lora: bool) -> None:
-    """Raise InvalidConfig that names the setting and what to do about it, for ranks that share experts."""
+    """Raise InvalidConfig for the first unsupported setting of ranks that share experts; names the expected one."""
     _raise_first(
         {
             f"the platform {current_platform.device_name}": (
@@ -102,12 +102,12 @@ def refuse_unserved(asked: EngineArgs | ParallelConfig, *, lora: bool) -> None:
 
 
 def refuse_layer(moe: FusedMoEConfig, parallel: ParallelConfig, *, monolithic: bool, modular: bool) -> None:
-    """Raise InvalidConfig for a layer that shares its experts in a way that is not served.
+    """Raise InvalidConfig for a layer that shares its experts in an unsupported way.
 
     Args:
-        moe: of the layer.
-        monolithic: the experts route for themselves.
-        modular: the caller takes a separate prepare and finalize.
+        moe: config of the layer.
+        monolithic: the experts do their own routing.
+        modular: the caller accepts a separate prepare and finalize.
     """
     refuse_unserved(parallel, lora=moe.is_lora_enabled)
     refuse_few_experts(moe.num_experts, moe.moe_parallel_config.ep_size)
@@ -128,7 +128,7 @@ def refuse_few_experts(num_experts: int, num_ranks: int) -> None:
 
 
 def _raise_first(refusals: dict[str, tuple[bool, str]]) -> None:
-    """Raise for the first setting that is refused, with what is expected in its place."""
+    """Raise InvalidConfig for the first refused setting; each has a condition and the expected setting."""
     for setting, (unserved, expected) in refusals.items():
         if unserved:
             raise PLUGIN.unserved(setting, expected)

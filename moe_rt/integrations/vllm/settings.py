@@ -1,4 +1,4 @@
-"""Makes a buffer from vLLM's own configuration, and reads what a server's owner may choose of it."""
+"""Makes a buffer from vLLM's configuration and the options that a server's owner may set."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moe_rt.config.codec import Codec
 from moe_rt.config.options import BufferOptions
 from moe_rt.errors import InvalidConfig
 
-KEY = "moe_rt"  # of --additional-config
-# What a server's owner may choose: the rest follows from the model, or would turn requests away.
+KEY = "moe_rt"  # key in --additional-config
+# Options that a server's owner may set. The others follow from the model, or would make requests fail.
 CHOICES = ("combine_dtype", "dispatch_dtype", "init_timeout_s", "num_threads", "timeout_s")
 
 
 def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
-    """The buffer of all layers of one kind. Collective.
+    """Return the buffer that all layers with equal sizes share. Collective.
 
     Args:
-        moe: of the layer.
-        group: of the ranks that share its experts: with gloo on CPUs, with NCCL on GPUs.
+        moe: config of the layer.
+        group: the ranks that share its experts; its back end is gloo on CPUs, NCCL on GPUs.
     """
     num_ranks = moe.moe_parallel_config.ep_size
     ranks = torch.empty(moe.num_experts, dtype=torch.int64)
@@ -43,17 +43,17 @@ def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
         num_topk=moe.experts_per_token,
         num_experts=moe.num_experts,
         dtype=moe.in_dtype,
-        # vLLM's experts for CPUs take no row with experts of other ranks.
+        # vLLM's experts for CPUs accept no rows with experts of other ranks.
         layout="experts" if current_platform.is_cpu() else "tokens",
         **{**chosen(get_current_vllm_config()).arguments(), "placement": tuple(ranks.tolist())},
     )
 
 
 def chosen(config: VllmConfig) -> BufferOptions:
-    """The options in --additional-config '{"moe_rt": {...}}'.
+    """Return the options in --additional-config '{"moe_rt": {...}}'.
 
     Raises:
-        InvalidConfig: it is no object, or has a key that is not in CHOICES, or a value of the wrong type.
+        InvalidConfig: the value is not an object, or has a key not in CHOICES or a value of the wrong type.
     """
     additional = config.additional_config
     given = additional.get(KEY, {}) if isinstance(additional, dict) else {}

@@ -1,6 +1,6 @@
-"""What GPUs' experts get: a row for each token of a rank, with all of its experts there, in shapes that are constant.
+"""Prepare and finalize for GPUs: experts get one row for each token of their rank, in constant shapes.
 
-Nothing here reads a value of the device, so that vLLM can capture a step as a CUDA graph.
+The host reads no value from the device, so vLLM can capture a step as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
 
 
 class TokenRowsPrepareAndFinalize(MoeRtPrepareAndFinalize):
-    """Tokens to the ranks of their experts, once per rank, and each rank's weighted sums back.
+    """Sends each token once to every rank of its experts, and returns each rank's weighted sums.
 
-    Rows are in the order source rank, token. Their number is the most that could come; those past the last that came,
-    and experts of other ranks, have the number of an expert that is not here, which vLLM's experts pass over.
+    Rows are in the order source rank, token, and their number is the capacity. Entries of unused rows, and entries for
+    experts of other ranks, have the id of an expert of another rank, which vLLM's experts skip.
 
     Args:
-        buffer: of the ranks that share the experts, with layout="tokens".
+        buffer: buffer of the ranks that share the experts, with layout="tokens".
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -35,11 +35,11 @@ class TokenRowsPrepareAndFinalize(MoeRtPrepareAndFinalize):
         ranks = torch.tensor(buffer.spec.placement.ranks)
         here = (ranks == buffer.rank).nonzero()[:, 0]
         elsewhere = (ranks != buffer.rank).nonzero()[:1, 0]
-        # vLLM numbers the experts of all ranks. The last entry, which -1 leads to, is for what is not here.
+        # vLLM uses global expert ids. Index -1 selects the last entry, an expert of another rank.
         self._numbers = torch.cat([here, elsewhere]).to(buffer.device)
 
     def sends(self, quant_config: FusedMoEQuantConfig) -> bool:
-        """fp8 with scales of blocks or tokens, which travel beside the codes; a scale of a whole batch cannot."""
+        """True for fp8 with scales per block or token, which travel with the codes; a scale per batch cannot."""
         with_rows = quant_config.is_block_quantized or quant_config.per_act_token_quant
         return bool(with_rows and quant_config.quant_dtype == torch.float8_e4m3fn)
 
@@ -54,11 +54,12 @@ class TokenRowsPrepareAndFinalize(MoeRtPrepareAndFinalize):
         quant_config: FusedMoEQuantConfig,
         defer_input_quant: bool = False,
     ) -> PrepareResultType:
-        """a1 [T, H], topk_weights and topk_ids [T, K] -> rows [N, H], ids int64 and weights [N, K]; N is no count.
+        """Dispatch a1 [T, H], topk_weights and topk_ids [T, K] -> rows [N, H], ids int64 and weights [N, K].
 
-        Where experts take fp8 and do not quantise for themselves, rows are codes and come with their scales [N, S].
+        N is the capacity, not the number of received rows. If experts take fp8 and do not quantise themselves, rows are
+        codes and are returned with their scales [N, S].
         """
-        if apply_router_weight_on_input:  # of models with K = 1
+        if apply_router_weight_on_input:  # only models with K = 1
             a1, topk_weights = a1 * topk_weights.to(a1.dtype), torch.ones_like(topk_weights)
         x: Tensor | tuple[Tensor, Tensor] = a1
         if self.sends(quant_config) and not defer_input_quant:
@@ -88,10 +89,10 @@ class TokenRowsPrepareAndFinalize(MoeRtPrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: TopKWeightAndReduce,
     ) -> None:
-        """fused_expert_output [N, H], or what weight_and_reduce_impl makes it of -> output [T, H].
+        """Combine fused_expert_output [N, H], or the input of weight_and_reduce_impl -> output [T, H].
 
         Args:
-            topk_weights, topk_ids: what prepare returned.
+            topk_weights, topk_ids: [N, K], as returned by prepare.
         """
         if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
             weight_and_reduce_impl = TopKWeightAndReduceContiguous()
@@ -102,6 +103,6 @@ class TokenRowsPrepareAndFinalize(MoeRtPrepareAndFinalize):
 
 
 def most_tokens() -> int | None:
-    """Of any rank in this step, which vLLM has told the host of every rank; None in a step that is no batch's."""
+    """Return the largest token count of any rank in this step, which vLLM shares between hosts; None if unknown."""
     told = get_forward_context().dp_metadata if is_forward_context_available() else None
     return None if told is None else int(told.num_tokens_across_dp_cpu.max())

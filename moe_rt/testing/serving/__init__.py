@@ -1,6 +1,6 @@
 """vLLM for tests and benchmarks: engines and servers, forked from a process that has imported it once.
 
-Importing it takes a process ten seconds of a core, and a server imports it four times in a row.
+Importing vLLM takes a process ten seconds of a core, and a server imports it four times in a row.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 
-# One thread for each process, and nothing asked of the network.
+# One thread per process, and no network access.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -19,7 +19,7 @@ ENVIRONMENT = {
 
 
 def import_vllm(log_level: str = "WARNING") -> None:
-    """All that engines and servers need, so that what is forked from this process imports nothing."""
+    """Import everything that engines and servers need, so that processes forked from this one import nothing."""
     os.environ.update(ENVIRONMENT | {"VLLM_LOGGING_LEVEL": log_level})  # vLLM reads it while it is imported
     from vllm.platforms import current_platform
 

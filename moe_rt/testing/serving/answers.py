@@ -1,4 +1,4 @@
-"""Greedy answers of two engines, compared where they part."""
+"""Compares greedy answers of two engines at the first token that differs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Parting:
-    """Where one answer leaves another.
+    """The first difference between two answers.
 
     Attributes:
-        step: of the first other token; of the last token where all are the same.
-        same: whether they are.
+        step: step of the first different token; of the last token if all are equal.
+        same: True if all tokens are equal.
         apart: difference of the log-probabilities that the two engines gave the second one's token at that step.
     """
 
@@ -22,9 +22,9 @@ class Parting:
 
 
 def parting(wanted: dict[str, Any], got: dict[str, Any]) -> Parting:
-    """Of two answers of `moe_rt.testing.serving.engines.generate` to the same prompt, which have log-probabilities.
+    """Compare two answers of `moe_rt.testing.serving.engines.generate` to the same prompt, with log-probabilities.
 
-    A token that is not among the likeliest of the first engine, as many as it was asked for, is infinitely far away.
+    `apart` is infinite for a token that is not among the likeliest tokens that the first engine was asked for.
     """
     pairs = list(zip(wanted["tokens"], got["tokens"], strict=True))
     step = next((i for i, (token, other) in enumerate(pairs) if token != other), len(pairs) - 1)

@@ -1,6 +1,6 @@
 """vLLM engines as data-parallel ranks, forked from a process that has imported vLLM: they start in seconds.
 
-A rank gets orders as JSON, one at a time: {"prompts": [[id]], "lengths": [int], "more": arguments of SamplingParams}.
+A rank gets orders as JSON, one by one: {"prompts": [[id]], "lengths": [int], "more": arguments of SamplingParams}.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Answer = Callable[[Any, dict[str, Any]], Any]
 
 
 class Failed(Exception):
-    """What a rank raised, with its traceback."""
+    """The exception that a rank raised, with its traceback."""
 
 
 class EngineRanks:
     """Engines of one model, each a rank.
 
     Args:
-        model: where it is saved.
-        size: ranks; one is vLLM as it is.
-        engine: arguments of vllm.LLM besides or instead of ENGINE.
-        environment: of the ranks, as pairs; MOE_RT_VLLM=1 unless there is one rank.
+        model: directory where the model is saved.
+        size: number of ranks; one runs vLLM without moe_rt.
+        engine: arguments of vllm.LLM in addition to ENGINE, which they override.
+        environment: additions to the ranks' environment, as pairs; MOE_RT_VLLM=1 unless there is one rank.
         before: called in each rank before its engine is made.
-        answer: what a rank answers to an order, from its engine and the order.
+        answer: computes a rank's answer from its engine and an order.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EngineRanks:
     ) -> None:
         self.size = size
         self._ranks = ProcessRanks()
-        port = free_ports(10)  # as many as vLLM keeps for its groups: each that it makes takes the next one
+        port = free_ports(10)  # as many as vLLM reserves for its groups, each of which takes the next one
         variables = {"MOE_RT_VLLM": str(int(size > 1)), **dict(environment)}
         if size > 1:
             engine = {"enable_expert_parallel": True, **engine}
@@ -69,7 +69,7 @@ class EngineRanks:
             self._ranks.start(rank, _serve, *arguments)
 
     def started(self) -> list[Any]:
-        """Return what each rank says once its engine is made: nothing, or a Failed.
+        """Return each rank's message once its engine is made: nothing, or a Failed.
 
         Peers of an engine that fails may wait for it for as long as vLLM does: they get AFTER_FAILURE_S.
         """
@@ -84,7 +84,7 @@ class EngineRanks:
     def generate(
         self, prompts: Sequence[Sequence[list[int]]], lengths: Sequence[Sequence[int]], **more: Any
     ) -> list[Any]:
-        """Per rank its prompts' answers, or a Failed."""
+        """Return for each rank its prompts' answers, or a Failed."""
         self.ask(prompts, lengths, **more)
         return [self.answer(rank) for rank in range(self.size)]
 
@@ -150,7 +150,7 @@ def _serve(
 
 
 def generate(llm: Any, order: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each request its tokens and, if asked, log-probabilities: of the likeliest at each step, of the prompt's."""
+    """Return each request's tokens and, if requested, log-probabilities of the likeliest tokens and of the prompt."""
     from vllm import SamplingParams
 
     wanted = [

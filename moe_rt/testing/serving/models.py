@@ -1,4 +1,4 @@
-"""Small mixture-of-experts models with random weights, saved as vLLM reads them; made by the installed Transformers."""
+"""Makes small mixture-of-experts models with random weights by the installed Transformers, and saves them for vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def qwen3_moe() -> Any:
 
 
 def uneven() -> Any:
-    """As qwen3_moe, with experts that two ranks do not share evenly."""
+    """Return qwen3_moe with experts that two ranks do not share evenly."""
     config = qwen3_moe()
     config.num_experts, config.num_experts_per_tok = 7, 3
     return config
@@ -40,7 +40,7 @@ def mixtral() -> Any:
 
 
 def deepseek_v3() -> Any:
-    """Latent attention, a dense layer first, a shared expert, groups of experts, scaled outputs."""
+    """Return a model with latent attention, a dense first layer, a shared expert, expert groups and scaled outputs."""
     return _config(
         "DeepseekV3Config", num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None,
         kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=64, n_routed_experts=8,
@@ -51,19 +51,19 @@ def deepseek_v3() -> Any:
 
 
 def one_sided() -> Any:
-    """As deepseek_v3, but every token chooses the first two experts; see `save`."""
+    """Return deepseek_v3, whose tokens all choose the first two experts; see `save`."""
     return deepseek_v3()
 
 
 def llama() -> Any:
-    """Without experts."""
+    """Return a model without experts."""
     return _config(
         "LlamaConfig", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256
     )
 
 
 def save_apart(family: str, path: Path, **sizes: Any) -> Path:
-    """`save` in a process of its own: its progress bars start a thread, and engines are forked from one without."""
+    """Run `save` in a new process: its progress bars start a thread, and engines are forked from one without."""
     saving = multiprocessing.get_context("fork").Process(target=save, args=(family, path), kwargs=sizes)
     saving.start()
     saving.join()
@@ -73,7 +73,7 @@ def save_apart(family: str, path: Path, **sizes: Any) -> Path:
 
 
 def save(family: str, path: Path, **sizes: Any) -> Path:
-    """A model of one of the families above, with a tokenizer of bytes, in `path`; `sizes` replace the family's."""
+    """Save a model of a family above, with a tokenizer of bytes, in `path`. `sizes` replace the family's."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -89,7 +89,7 @@ def save(family: str, path: Path, **sizes: Any) -> Path:
                 bias[:2] = 100.0
     model.save_pretrained(path)
     document = json.loads((path / "config.json").read_text())
-    if document["model_type"] == "deepseek_v3":  # which Transformers leaves out, and vLLM asks for
+    if document["model_type"] == "deepseek_v3":  # Transformers omits it, and vLLM needs it
         document["topk_method"] = "noaux_tc"
     (path / "config.json").write_text(json.dumps(document))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

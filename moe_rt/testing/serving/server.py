@@ -1,4 +1,4 @@
-"""An OpenAI server of vLLM with moe_rt: its processes, its answers, and what is left when it has ended."""
+"""An OpenAI server of vLLM with moe_rt: its processes, its answers, and what remains after it has ended."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from moe_rt.testing.ports import free_ports
 START_S = 800.0
 END_S = 120.0
 MODULE = "vllm.entrypoints.openai.api_server"
-# What vLLM says when one of its processes has taken longer to import it than two minutes, as on a busy machine.
+# vLLM's message if one of its processes took longer than two minutes to import it, as on a busy machine.
 IMPATIENT = "failed to report ZMQ addresses within timeout=120 seconds"
 
 
 class Server:
-    """vLLM's own server, all of its processes. A program without a window to the world: it listens on loopback alone.
+    """vLLM's own server, all of its processes. It is not reachable from outside: it listens only on loopback.
 
     Args:
-        model: where it is saved.
-        log: its output goes there.
-        flags: more of the command line.
-        ranks: data-parallel ones.
+        model: directory where the model is saved.
+        log: file for its output.
+        flags: additions to the command line.
+        ranks: number of data-parallel ranks.
         as_users_start_it: its processes import vLLM anew, which takes a minute. Otherwise they are forked from this
             one, which must have imported vLLM: the same program with another start method, the one of vLLM on GPUs.
-        environment: added to that of this process.
+        environment: additions to this process's environment.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Server:
 
     def _run(self, channel: Channel) -> None:
         channel.close()
-        os.setsid()  # so that all of its processes can be found and interrupted
+        os.setsid()  # all of its processes can then be found and interrupted
         out = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # no test's capture
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not a test's capture
         for handler in logging.getLogger("vllm").handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(sys.stdout)
@@ -85,7 +85,7 @@ class Server:
         context = multiprocessing.get_context
 
         def forks(method: str | None = None) -> Any:
-            """vLLM asks for "spawn" where there is no GPU, so that threads may be bound to cores; ours are not."""
+            """Fork instead: vLLM asks for "spawn" without a GPU, to bind threads to cores, which is off here."""
             return context("fork" if method == "spawn" else method)
 
         multiprocessing.get_context = forks
@@ -93,7 +93,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started, which has started the others."""
+        """Id of the process that was started, which has started the others."""
         return self._process.pid
 
     @property
@@ -101,7 +101,7 @@ class Server:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def await_ready(self) -> None:
-        """Raises RuntimeError with the log's end if the server ends instead."""
+        """Wait until the server answers. Raises RuntimeError with the end of the log if it does not start."""
         deadline = time.monotonic() + START_S
         while not self._answers():
             if self._process.has_ended() and IMPATIENT in self.log:
@@ -112,7 +112,7 @@ class Server:
             time.sleep(0.1)
 
     def complete(self, prompt: list[int], length: int) -> tuple[int, list[int]]:
-        """HTTP status, and the tokens of a greedy answer."""
+        """Return the HTTP status, and the tokens of a greedy answer."""
         try:
             with self._post(prompt, length) as answer:
                 choice = json.loads(answer.read())["choices"][0]
@@ -121,7 +121,7 @@ class Server:
             return error.code, []
 
     def streamed(self, prompt: list[int], length: int) -> Iterator[list[int]]:
-        """The tokens as they come; who stops reading hangs up."""
+        """Yield the tokens as they arrive. A caller that stops reading hangs up."""
         with self._post(prompt, length, stream=True) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
@@ -129,7 +129,7 @@ class Server:
                         yield choice["token_ids"] or []
 
     def workers(self) -> list[int]:
-        """The processes of the ranks, in their order, once they have got their names."""
+        """Return the processes of the ranks, in rank order, once they have their names."""
         named = {}
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ class Server:
         return [named[rank] for rank in sorted(named)]
 
     def processes(self, states: str = "RSDTtI") -> list[int]:
-        """All of the server's that are in one of the kernel's states: those of its session, zombies left out."""
+        """Return the server's processes in any of these kernel states: those of its session, without zombies."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -151,14 +151,14 @@ class Server:
         return found
 
     def await_end(self, but: int = 0) -> bool:
-        """Whether none of its processes is left, `but` left out, at the latest when END_S have passed."""
+        """Wait for at most END_S; True if no process of the server is left other than `but`."""
         deadline = time.monotonic() + END_S
         while set(self.processes()) - {but} and time.monotonic() < deadline:
             time.sleep(0.05)
         return not set(self.processes()) - {but}
 
     def close(self) -> None:
-        """Ends what is left of it."""
+        """End what is left of it."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

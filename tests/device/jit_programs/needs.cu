@@ -1,6 +1,6 @@
-// Kernels that need different things: many registers at once, an array that cannot stay in registers, shared memory.
+// Kernels with different resource needs: many live registers, an array that cannot be in registers, shared memory.
 
-// 128 live values per thread and room for 32: most of them spill.
+// 128 live values per thread and registers for 32: most of them spill.
 extern "C" __global__ void __launch_bounds__(1024, 2) spills(const float* in, float* out) {
   float values[128];
 #pragma unroll
@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spills(const float* in, fl
   for (int i = 0; i < 128; ++i) out[i * 1024 + threadIdx.x] = values[i] * values[127 - i];
 }
 
-// The index is known at run time only, so the array lives on the stack.
+// The index is known only at run time, so the array is on the stack.
 extern "C" __global__ void stacks(const int* in, int* out) {
   int values[256];
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// Every function of NVSHMEM that the protocol needs, beside the protocol's own headers and types.
+// Every NVSHMEM function that the protocol needs, together with the protocol's headers and types.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 

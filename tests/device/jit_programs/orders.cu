@@ -1,4 +1,4 @@
-// The protocol's orders on one word.
+// The protocol's memory orders on one word.
 #include "../protocol/core/atomics.h"
 
 extern "C" __global__ void publishes(moe_rt::uint64_t* word, moe_rt::uint64_t value) {
