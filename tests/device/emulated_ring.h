@@ -13,7 +13,7 @@ class LateCopies {
  public:
   void open(char* barriers, int) { random_.seed(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(barriers) >> 4)); }
   void load(uint64_t* barrier, char* to, const char* from, int bytes) {
-    if (loads_.count(barrier)) throw std::logic_error("a slot is filled that nobody has waited for");
+    if (loads_.count(barrier)) throw std::logic_error("a slot is filled before its last load was awaited");
     loads_[barrier] = {to, from, bytes, {}};
     if (random_() % 4 == 0) arrive(loads_[barrier]);
     ++turns_[barrier];

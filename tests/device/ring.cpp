@@ -74,7 +74,7 @@ int main() {
   for (int copy = 0; copy < kCopies; ++copy) {
     require(!std::memcmp(out.data() + copy * rows.size(), rows.data(), rows.size()), "other bytes");
   }
-  require(counts.loads == 0, "a load that nobody has awaited");
+  require(counts.loads == 0, "a load was never awaited");
   std::printf("%d %d %lld %lld\n", counts.most_loads, memory.piece, static_cast<long long>(counts.read),
               static_cast<long long>(counts.written));
 }

@@ -92,7 +92,7 @@ def killed_rank(group: Any, faulty_rank: int) -> Report:
         good_round(buffer)
     except RuntimeError as error:
         return error.report
-    raise AssertionError("nobody noticed")
+    raise AssertionError("no rank noticed")
 
 
 def closing_rank(group: Any, faulty_rank: int) -> str:
@@ -174,7 +174,7 @@ def one_batch_less(group: Any, faulty_rank: int) -> str:
                 good_round(buffer)
                 buffer.check()
             deadline = time.monotonic() + WAIT_S
-            while buffer.rank != faulty_rank and time.monotonic() < deadline:  # on CUDA an op returns before it fails
+            while buffer.rank != faulty_rank and time.monotonic() < deadline:  # an op on CUDA returns before it fails
                 buffer.check()
         except MoeRtError as error:
             return f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 // One writer and one reader of an op record slot: `op_record_slot mixtures` looks for reads that mix two ops,
-// `op_record_slot cost` says what an op's four writes cost.
+// `op_record_slot cost` measures the cost of an op's four writes.
 //
-// Every field of the n-th op record is n, so a mixture shows. Exit status 0: none was taken for whole.
+// Every field of the n-th op record is n, so a mixture is visible. Exit status 0: no mixture was taken for a record.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

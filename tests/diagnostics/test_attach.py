@@ -118,7 +118,7 @@ def test_attach_to_a_stopped_rank(ranks: ProcessRanks, tmp_path: Path) -> None:
 def test_attach_to_the_survivor_of_a_dead_rank(tmp_path: Path) -> None:
     ranks = ProcessRanks(SIZE)
     with late_rank(ranks, tmp_path) as pids:
-        os.kill(pids[2], signal.SIGSTOP)  # before the rank can notice
+        os.kill(pids[2], signal.SIGSTOP)  # the rank must not notice it first
         ranks.kill(FAULTY_RANK)
         (report,) = attach(pids[2])
         os.kill(pids[2], signal.SIGCONT)
@@ -129,7 +129,7 @@ def test_attach_to_the_survivor_of_a_dead_rank(tmp_path: Path) -> None:
     assert report.stragglers == [FAULTY_RANK]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
 def test_other_users_are_refused(ranks: ProcessRanks, tmp_path: Path) -> None:
     with late_rank(ranks, tmp_path) as pids:
         seen = run_python("-c", AS_NOBODY, str(pids[0]))

@@ -32,7 +32,7 @@ def test_messages_end_with_their_section(kind: type[MoeRtError]) -> None:
     assert kind.__name__.lower() in ANCHORS
     assert str(kind("got 1, expected 2")) == f"got 1, expected 2 {section}"
     assert str(kind(f"rank 1 refused: {kind('got 1')}")) == f"rank 1 refused: got 1 {section}", "once"
-    assert str(type("Derived", (kind,), {})("got 1")).endswith(section), "a class of somebody else has no section"
+    assert str(type("Derived", (kind,), {})("got 1")).endswith(section), "a class from elsewhere has no section"
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -27,9 +27,7 @@ TIMEOUT_S = 2.0
 
 @pytest.fixture(scope="module")
 def waiting() -> Report:
-    """Rank 0's report at its timeout: rank 3 did not announce its second dispatch, which rank 1 was to pass on to rank
-    0.
-    """
+    """Rank 0's report after rank 3 did not announce its second dispatch, which rank 1 was to pass on to rank 0."""
 
     def late(group: ThreadGroup) -> tuple[str, Report | None, Report]:
         return cases.late_rank(group, LATE, TIMEOUT_S, route="two_level")
@@ -81,9 +79,7 @@ def one_level(group: ThreadGroup) -> tuple[str, list[list[int]]]:
 @pytest.mark.parametrize("node", [-(2**31), -1, 2, 3, 4, 5, 2**31 - 1])
 @pytest.mark.parametrize("rank", [0, LATE])
 def test_nodes_that_there_are_not(node: int, rank: int, two_level_segment: bytes) -> None:
-    """A node that exists moves the rank and its proxies, even if another node is left empty; any other node has no
-    proxies.
-    """
+    """A node that exists moves the rank and its proxies, even if a node is left empty; others have no proxies."""
     segment = mmap.mmap(-1, len(two_level_segment))
     segment[:] = two_level_segment
     table = struct.unpack_from("<q", segment, MEMBERS)[0]

@@ -93,8 +93,7 @@ def test_closed_rank_is_told(make_ranks: MakeRanks, heap: str) -> None:
 
 
 def test_a_segment_that_names_another_rank_is_not_believed(make_ranks: MakeRanks) -> None:
-    """A mapping whose segment names another rank is reported as a problem, here with the two ranks' segments swapped.
-    """
+    """A mapping whose segment names another rank is reported as a problem, here with two ranks' segments swapped."""
     for report in make_ranks("threads", 2).run(cases.swapped_segments):
         said = [f"rank: got {1 - rank} of 2, expected {rank} of 2" for rank in range(2)]
         assert [rank.problem for rank in report.ranks] == said

@@ -142,9 +142,7 @@ def check_quoted_file(block: Block, root: Path) -> None:
 
 
 def check_make_targets(block: Block, root: Path) -> None:
-    """Raise unless every `make TARGET` names a target of the Makefile. A block that is run must not run the tests
-    again.
-    """
+    """Raise unless the Makefile has each `make TARGET`; a block that is run must not run the tests again."""
     makefile = root / "Makefile"
     rules = MAKE_RULE.findall(makefile.read_text(encoding="utf-8")) if makefile.exists() else []
     known = {name for names in rules for name in names.split()}

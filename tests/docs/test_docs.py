@@ -47,9 +47,7 @@ def test_block(block: Block) -> None:
 
 
 def test_every_quotation_stands_in_the_code() -> None:
-    """Every quotation occurs in the code. This test checks them under one name, which does not change with line
-    numbers.
-    """
+    """Every quotation occurs in the code. This test has one name for all, independent of line numbers."""
     quoted = [block for block in blocks(ROOT) if block.language in fenced.QUOTED]
     assert quoted
     for block in quoted:

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from moe_rt.extras import how_to_install
 from moe_rt.heap.ucx import OLDEST
 
-tomllib = pytest.importorskip("tomllib")  # in the standard library from Python 3.11
+tomllib = pytest.importorskip("tomllib")  # part of Python from 3.11
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -72,9 +72,9 @@ def test_no_line_of_a_block_is_cut_off(site: Path) -> None:
 def test_the_reference_is_whole(site: Path) -> None:
     buffer, layer = ((site / f"api/{name}/index.html").read_text() for name in ("buffer", "layer"))
     assert 'id="moe_rt.ThreadGroup.run"' in buffer
-    assert 'id="moe_rt.ThreadGroup.all_gather"' in buffer, "of the base"
+    assert 'id="moe_rt.ThreadGroup.all_gather"' in buffer, "inherited members are shown"
     assert 'id="moe_rt.MoELayer.forward"' in layer
-    assert 'id="moe_rt.nn.router_losses.RouterAux"' in layer, "what a call returns besides"
+    assert 'id="moe_rt.nn.router_losses.RouterAux"' in layer, "the second result of a call is shown"
     assert "../../howto/resume/" in layer, "docstrings name pages"
     errors = (site / "api/errors/index.html").read_text()
     assert "moe_rt.errors.PeerDead" in errors

@@ -57,9 +57,7 @@ def num_watched() -> int:
 
 
 def fewer_and_fewer(group: Any, victims: list[int]) -> list[tuple[str, int, int]]:
-    """Kill victims, given as ranks at that time, one after another; return the error, the new size and the number of
-    processes still watched after each.
-    """
+    """Kill victims one after another, by current rank; return each error, new size and number of watched processes."""
     members, seen = ElasticGroup(), []
     for victim in victims:
         error = failing_round(victim)

@@ -26,7 +26,7 @@ def outcomes(case: object, *args: object) -> list[object]:
 def test_one_after_another(victims: list[int]) -> None:
     seen = outcomes(cases.fewer_and_fewer, victims)
     (last,) = (rank for rank, outcome in enumerate(seen) if not isinstance(outcome, ChildProcessError))
-    assert seen[last] == [("PeerDead", 2, 2), ("PeerDead", 1, 1)], "and nobody keeps a descriptor of the dead"
+    assert seen[last] == [("PeerDead", 2, 2), ("PeerDead", 1, 1)], "no rank keeps a descriptor of a dead one"
 
 
 def test_two_at_once() -> None:
@@ -88,7 +88,7 @@ def test_the_first_word_on_whether_the_group_was_made_counts(monkeypatch: pytest
                 patch.setattr(dist, "init_process_group", failing)
             with pytest.raises(RankExcluded if formed else PeerTimeout):
                 members.survivors()
-        assert members.survivors() == [0], "asked once more, it decides anew"
+        assert members.survivors() == [0], "a second call decides anew"
     finally:
         dist.destroy_process_group()
 

@@ -12,9 +12,7 @@ from packaging.requirements import Requirement
 
 
 def closure(name: str, extras: frozenset[str]) -> dict[str, Distribution]:
-    """Return the distributions that pip would install for `name[extras]`, by name, if they are installed here. MPI, for
-    example, need not be.
-    """
+    """Return all installed distributions that pip would install for `name[extras]`, by name."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     todo = [(name, extras)]
@@ -46,9 +44,7 @@ def link(site: Path, distribution: Distribution) -> None:
 
 
 def make(path: Path, extra: str) -> Path:
-    """Make an environment at `path` that has what moe_rt with this extra requires, without moe_rt itself; return its
-    site-packages.
-    """
+    """Make an environment at `path` with the requirements of moe_rt and this extra; return its site-packages."""
     venv.EnvBuilder(symlinks=True, with_pip=False).create(path)
     (site,) = path.glob("lib/python*/site-packages")
     distributions = closure("moe_rt", frozenset({extra} if extra else ()))

@@ -25,7 +25,7 @@ def test_an_unbuilt_checkout_says_what_to_do(arguments: list[str], tmp_path: Pat
     assert "`pip install .`" in last
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="pip brings its own cmake, which is not here")
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed; pip brings its own")
 def test_a_build_without_a_compiler_says_what_to_do(tmp_path: Path) -> None:
     run = subprocess.run(
         ["cmake", "-S", PACKAGE.parent, "-B", tmp_path], capture_output=True, text=True, timeout=3000,

@@ -31,9 +31,7 @@ COMMANDS = {
 
 
 def run(module: str, arguments: list[str]) -> tuple[int, str]:
-    """Run `python -m module arguments` in this process, since importing torch takes seconds; return exit status and
-    output.
-    """
+    """Return exit status and output of `python -m module arguments`, run here because importing torch takes seconds."""
     output = io.StringIO()
     sys.argv = [module, *arguments]
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):

@@ -1,4 +1,4 @@
-"""What the cases of torchtitan and Megatron share: numbers, NaN in rows that hold no token, and differences."""
+"""Helpers shared by the torchtitan and Megatron cases: inputs, NaN in rows without tokens, and differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def numbers(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
-    """The same on every rank; the global generator is shared by ranks that are threads."""
+    """Return numbers that are equal on every rank, without the global generator, which ranks in threads share."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
@@ -26,7 +26,7 @@ def inputs_of(rank: int, num_tokens: int) -> Tensor:
 
 
 def poison(rows: Tensor, counts: Tensor) -> None:
-    """NaN in all rows that counts do not cover, and in those rows of the gradient when it comes."""
+    """Write NaN into all rows past the counts, and later into the same rows of their gradient."""
     real = int(counts.sum())
     rows.data[real:] = float("nan")
 
@@ -44,7 +44,7 @@ def weighted_sum(out: Tensor) -> Tensor:
 
 
 def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Relative to the largest number expected; infinite where something is NaN or has another shape."""
+    """Return differences relative to the largest expected value; infinite for NaN or another shape."""
     assert got.keys() == expected.keys()
     return {name: _difference(got[name], expected[name]) for name in got}
 

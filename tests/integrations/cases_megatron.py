@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the Megatron manager: a stand-in for its caller, next to a dense layer."""
+"""Functions that ranks run in the tests of the Megatron manager: a stand-in for its caller, against a dense layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FlexDispatcher:
         self.config = SimpleNamespace(moe_router_topk=TOPK, num_moe_experts=EXPERTS, fp8=None)
 
     def spread(self, t: Tensor) -> Tensor:
-        """[T, E] -> [T, ranks, local experts]: every tensor-parallel rank gets what its expert-parallel rank does."""
+        """[T, E] -> [T, ranks, local experts]: a tensor-parallel rank gets the entries of its expert-parallel rank."""
         shape = (t.shape[0], self.ep_size, 1, self.num_local_experts)
         wide = t.reshape(shape).expand(-1, -1, self.tp_size, -1)
         return wide.reshape(t.shape[0], self.tp_size * self.ep_size, self.num_local_experts).contiguous()
@@ -72,7 +72,7 @@ def make_weights() -> dict[str, Tensor]:
 
 
 def routing_of(rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """A map as after dropping by capacity: most tokens have TOPK experts, some fewer, some none; and probs, a leaf."""
+    """Return a map as capacity dropping leaves it, with TOPK experts or fewer per token; and probs, a leaf."""
     scores = numbers(200 + rank, num_tokens, EXPERTS).softmax(-1)
     kept = numbers(300 + rank, num_tokens, TOPK) > -0.8
     routing_map = torch.zeros(num_tokens, EXPERTS, dtype=torch.bool).scatter_(1, scores.topk(TOPK, -1).indices, kept)
@@ -88,14 +88,14 @@ def dense_moe(x: Tensor, routing_map: Tensor, probs: Tensor, w: dict[str, Tensor
 
 
 def experts_by_counts(rows: Tensor, counts: Tensor, probs: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """Grouped products over all rows, which go by the counts."""
+    """Apply the experts as grouped products over all rows, split by the counts."""
     offs = counts.cumsum(0, dtype=torch.int32)
     h = F.silu(F.grouped_mm(rows, w["fc1"].transpose(1, 2), offs=offs)) * probs[:, None]
     return F.grouped_mm(h, w["fc2"].transpose(1, 2), offs=offs)
 
 
 def experts_by_splits(rows: Tensor, counts: Tensor, probs: Tensor, w: dict[str, Tensor]) -> Tensor:
-    """One expert after the other, as Megatron's SequentialMLP: there must be no rows but the real ones."""
+    """Apply one expert after the other, as Megatron's SequentialMLP does; rows without tokens are an error."""
     split, sizes = [], counts.tolist()
     for e, (h, p) in enumerate(zip(torch.split(rows, sizes), torch.split(probs, sizes), strict=True)):
         split.append(F.linear(F.silu(F.linear(h, w["fc1"][e])) * p[:, None], w["fc2"][e]))
@@ -103,7 +103,7 @@ def experts_by_splits(rows: Tensor, counts: Tensor, probs: Tensor, w: dict[str, 
 
 
 def own_experts(w: dict[str, Tensor], rank: int, size: int, tp_size: int) -> dict[str, Tensor]:
-    """The block of the expert-parallel rank; of each expert, the tensor-parallel rank's share of what lies within."""
+    """Return the rank's block of experts, and of each expert its tensor-parallel share of the inner dimension."""
     ep_rank, tp_rank = divmod(rank, tp_size)
     ep_size = size // tp_size
     return {
@@ -115,7 +115,7 @@ def own_experts(w: dict[str, Tensor], rank: int, size: int, tp_size: int) -> dic
 def equal_dense(
     group: Any, tokens: list[int], options: dict[str, Any], tp_size: int = 1, dispatcher: Any = None
 ) -> dict[str, float]:
-    """Differences of output and all gradients between the six steps and a dense layer."""
+    """Return differences of output and all gradients between the six steps and a dense layer."""
     rank, size = rank_and_size(group)
     dispatcher = dispatcher or FlexDispatcher(group, tp_size)
     manager = install(dispatcher, **options)
@@ -154,7 +154,7 @@ def equal_dense(
 
 
 def too_many_experts(group: Any) -> list[str]:
-    """The error of a dispatch in which one token of rank 0 has an expert too many, and of one that is in order."""
+    """Return the error of a dispatch in which one token of rank 0 has an expert too many, and of a valid one."""
     rank, size = rank_and_size(group)
     manager = MoeRtManager(group, EXPERTS // size, TOPK, EXPERTS, num_max_tokens_per_rank=4)
     x, errors = inputs_of(rank, 4), []

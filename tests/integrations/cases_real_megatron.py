@@ -1,4 +1,4 @@
-"""What ranks do with the real Megatron-Core: its dispatcher's six steps, and a whole layer of its own."""
+"""Functions that ranks run with the real Megatron-Core: its dispatcher's six steps, and a whole layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _dispatcher(group: Any, config: TransformerConfig) -> Any:
 
 
 def equal_dense(group: Any, tokens: list[int], options: dict[str, Any]) -> dict[str, float]:
-    """A dispatcher of Megatron's, built after `replace_deepep` without DeepEP, next to a dense layer."""
+    """Compare Megatron's dispatcher, built after `replace_deepep` without DeepEP, with a dense layer."""
     replace_deepep(**options)
     dispatcher = _dispatcher(group, _config())
     assert isinstance(dispatcher._comm_manager, MoeRtManager)
@@ -47,13 +47,13 @@ def equal_dense(group: Any, tokens: list[int], options: dict[str, Any]) -> dict[
 
 
 def over_budget(group: Any) -> list[list[bool]]:
-    """Of a step over its budget, of the rerun without a factor that Megatron starts then, and of the next step:
+    """Run a step over its budget, the rerun without a factor that Megatron starts then, and the next step.
 
-    what its check says, and whether the output is right.
+    Return for each what the budget check says, and whether the output is right.
     """
     rank, _ = rank_and_size(group)
     config = _config()
-    config.moe_expert_rank_capacity_factor = 0.5  # after its own check, which wants a back end for GPUs only
+    config.moe_expert_rank_capacity_factor = 0.5  # set after Megatron's own check, which requires a GPU-only back end
     replace_deepep(num_max_tokens_per_rank=8)
     dispatcher = _dispatcher(group, config)
     manager, seen = dispatcher._comm_manager, []
@@ -83,6 +83,6 @@ def check_signatures(group: Any, parameters: dict[str, list[str]], attributes: l
     source = "".join(inspect.getsource(kind) for kind in kinds)
     for name in attributes:
         assert f"self.{name}" in source
-    # Whether a dispatcher has a manager tells the flexible one from the others.
+    # `install` recognises the flexible dispatcher by its manager: no other kind has one.
     for kind in (token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher):
         assert "_comm_manager" not in inspect.getsource(kind)

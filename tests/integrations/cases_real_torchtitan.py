@@ -1,4 +1,4 @@
-"""What ranks do with the real torchtitan 0.3: its own layer and experts, with the line that the guide gives."""
+"""Functions that ranks run with the real torchtitan 0.3: its layer and experts, with the line that the guide gives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINE = "moe_rt.integrations.torchtitan.token_dispatcher"
 
 
 def _routed(kind: Any, arguments: list[str] | None = None, num_experts: int = EXPERTS) -> Any:
-    """RoutedExperts with a dispatcher of this kind, or what the command line makes of it."""
+    """Return RoutedExperts with a dispatcher of this kind, after any overrides of the command line."""
     experts = moe.GroupedExperts.Config(dim=HIDDEN, hidden_dim=INTERMEDIATE, num_experts=num_experts)
     chosen = kind.Config(num_experts=EXPERTS, top_k=TOPK)
     config = moe.RoutedExperts.Config(inner_experts=experts, token_dispatcher=chosen)
@@ -31,7 +31,7 @@ def _routed(kind: Any, arguments: list[str] | None = None, num_experts: int = EX
 
 
 def _run(routed: Any, rank: int, num_tokens: int, weights: list[torch.Tensor]) -> dict[str, Any]:
-    """Output and gradients of one batch [1, T, D], as torchtitan 0.3 calls its layer."""
+    """Return output and gradients of one batch [1, T, D], as torchtitan 0.3 calls its layer."""
     with torch.no_grad():
         for p, w in zip(routed.parameters(), weights, strict=True):
             p.copy_(w)
@@ -52,7 +52,7 @@ def _experts() -> list[torch.Tensor]:
 
 
 def equal_local_dispatch(group: Any, arguments: list[str]) -> dict[str, float]:
-    """Next to torchtitan's local dispatcher."""
+    """Compare with torchtitan's local dispatcher."""
     overridden = _routed(token_dispatcher.AllToAllTokenDispatcher, arguments)
     assert type(overridden.token_dispatcher) is MoeRtTokenDispatcher
     overridden.token_dispatcher.wire_meshes(ep_mesh=group)
@@ -61,9 +61,9 @@ def equal_local_dispatch(group: Any, arguments: list[str]) -> dict[str, float]:
 
 
 def equal_dense_layer(group: Any, tokens: list[int]) -> dict[str, float]:
-    """Next to torchtitan's own all-to-all, each rank with its block of the experts."""
+    """Compare with torchtitan's own all-to-all; each rank has its block of the experts."""
     rank, size = group.rank(), group.size()
-    set_spmd_backend("default")  # as with --parallelism.spmd_backend default: the other has a mesh of its own
+    set_spmd_backend("default")  # the other back end has its own mesh
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
     own = [w.chunk(size)[rank] for w in _experts()]
     results = []

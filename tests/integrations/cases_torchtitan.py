@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the torchtitan dispatcher: a stand-in for its MoE, next to a dense one."""
+"""Functions that ranks run in the tests of the torchtitan dispatcher: a stand-in for its MoE, against a dense one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moe_rt.integrations.torchtitan import MoeRtTokenDispatcher
 
 
 def make_weights() -> dict[str, Tensor]:
-    """Of all experts, and of the router; leaves."""
+    """Return weights of all experts and of the router, as leaves."""
     shapes = {
         "router": (EXPERTS, HIDDEN),
         "w1": (EXPERTS, INTERMEDIATE, HIDDEN),
@@ -55,7 +55,7 @@ def dense_moe(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def grouped_experts(x: Tensor, counts: Tensor, w: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """As torchtitan's: all rows go through the activation, and products go by the cumulated counts."""
+    """Apply the experts as torchtitan does: the activation covers all rows, products follow the cumulated counts."""
     offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
 
     def linear(rows: Tensor, name: str) -> Tensor:
@@ -86,7 +86,7 @@ def titan_moe(
 
 
 def own_experts(w: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """This rank's block of the experts as leaves of its own."""
+    """Return this rank's block of the experts, as new leaves."""
     own = {name: t.detach().chunk(size)[rank].clone().requires_grad_() for name, t in w.items() if name != "router"}
     return {**own, "router": w["router"].detach().clone().requires_grad_()}
 
@@ -98,7 +98,7 @@ def make_dispatcher(ep_mesh: Any, **config: Any) -> MoeRtTokenDispatcher:
 
 
 def equal_dense(group: Any, tokens: list[int], config: dict[str, Any], recompute: bool = False) -> dict[str, float]:
-    """Differences of output and all gradients; a mesh stands for processes, as in torchtitan."""
+    """Return differences of output and all gradients. Processes pass a mesh, as torchtitan does."""
     rank, size = rank_and_size(group)
     ep_mesh = group if isinstance(group.rank, int) else DeviceMesh.from_group(group, "cpu")
     dispatcher = make_dispatcher(ep_mesh, **config)
@@ -118,16 +118,16 @@ def equal_dense(group: Any, tokens: list[int], config: dict[str, Any], recompute
         weighted_sum(outr).backward()
         if r == rank:
             mine = {"out": outr.detach(), "x": xr.grad, "router": router.grad}
-            if not recompute:  # a recomputed tensor has its gradient elsewhere
+            if not recompute:  # a recomputed tensor has no gradient here
                 got["scores"], mine["scores"] = scores.grad, scoresr.grad
     expected = {**{n: t.grad.chunk(size)[rank] for n, t in whole.items() if n != "router"}, **mine}
     return differences(got, expected)
 
 
 def compiled(group: Any, tokens: int) -> dict[str, float]:
-    """One graph of the whole layer, with a buffer made at wiring; next to eager.
+    """Compare one graph of the whole layer, with a buffer made at wiring, with eager execution.
 
-    Products are in bf16, as torchtitan's: the only dtype in which they can be traced.
+    Products are in bf16, as in torchtitan: the only dtype in which they can be traced.
     """
     rank, size = rank_and_size(group)
     dispatcher = make_dispatcher(group, num_max_tokens_per_rank=tokens, hidden_dim=HIDDEN, dtype="float32")
@@ -150,7 +150,7 @@ def layers_share_a_buffer(group: Any) -> tuple[bool, bool]:
 
 
 def refused(group: Any, tokens: list[list[int]], config: dict[str, Any]) -> list[str]:
-    """The error of each dispatch, one after the other on the same dispatcher."""
+    """Return the error of each dispatch; all use one dispatcher, one after the other."""
     rank, _ = rank_and_size(group)
     dispatcher = make_dispatcher(group, **config)
     router, errors = make_weights()["router"], []
@@ -166,7 +166,7 @@ def refused(group: Any, tokens: list[list[int]], config: dict[str, Any]) -> list
 
 
 def outgrown(group: Any, batches: list[list[int]]) -> tuple[float, bool]:
-    """The largest error of identity experts over two layers, and whether both send through the same memory."""
+    """Return the largest error of identity experts over two layers, and whether both use the same memory."""
     rank, _ = rank_and_size(group)
     dispatchers = [make_dispatcher(group) for _ in "ab"]
     router, largest = make_weights()["router"].detach(), 0.0

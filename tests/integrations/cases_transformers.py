@@ -1,4 +1,4 @@
-"""What ranks do in the tests of Transformers models: the distributed model next to the same model in one process."""
+"""Functions that ranks run in the tests of Transformers models: distributed, and in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_rt.integrations.transformers import MoeRtEP
 
 
 def load(path: str, dtype: torch.dtype = torch.float32, **distributed: Any) -> Any:
-    """The saved model: whole, or spread with the fields of DistributedConfig."""
+    """Load the saved model: whole, or distributed with the fields of DistributedConfig."""
     config = DistributedConfig(ep_implementation="moe_rt", **distributed) if distributed else None
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, distributed_config=config)
 
@@ -34,7 +34,7 @@ def tokens_of(batch: int, shape: tuple[int, int]) -> Tensor:
 
 
 def objective(logits: Tensor) -> Tensor:
-    """Not a mean over tokens, so that a batch without any has a gradient of zero."""
+    """Sum over tokens. A mean would not give a batch without tokens a gradient of zero."""
     return (logits.float() * torch.linspace(-1, 1, logits.shape[-1])).sum() / 100
 
 
@@ -43,7 +43,7 @@ def whole(t: Tensor) -> Tensor:
 
 
 def experts_modules(model: nn.Module) -> list[MoeRtEP]:
-    """The implementation of every layer, found in the closure that Transformers made its forward."""
+    """Return the implementation of every layer, from the closure that Transformers made its forward."""
     cells = [m.forward.__closure__ for m in model.modules() if getattr(m.forward, "__name__", "") == "ep_forward"]
     return [c.cell_contents for closure in cells for c in closure or () if isinstance(c.cell_contents, MoeRtEP)]
 
@@ -61,7 +61,7 @@ def equals_one_process(
     check_tokens: bool = True,
     checkpointing: bool = False,
 ) -> dict[str, Any]:
-    """Logits, every gradient and greedy tokens; shapes[i] is batch x length of data parallel rank i."""
+    """Compare logits, every gradient and greedy tokens; shapes[i] is batch x length of data-parallel rank i."""
     model, reference = load(path, **distributed), load(path)
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -77,7 +77,7 @@ def equals_one_process(
             difference = float((logits - expected).detach().abs().max())
             assert difference == difference
     expected_grads = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    # Attention over a single token has no gradient for queries and keys but rounding, which has no relative error.
+    # Attention over a single token has only rounding errors as gradient of queries and keys: no relative error exists.
     noise = 1e-7 * max(float(grad.norm()) for grad in expected_grads.values())
     grads = {
         name: relative(whole(p.grad), expected_grads[name])
@@ -97,7 +97,7 @@ def saves(group: Any, path: str, out: str, distributed: dict[str, int]) -> None:
 
 
 def grows(group: Any, path: str) -> dict[str, Any]:
-    """Two forwards, the second too large on one rank only, then both backwards; and who is alive after each."""
+    """Run two forwards, the second too large on one rank only, then both backwards; count live buffers after each."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     model, reference = load(path, fsdp_size=world, ep_size=world), load(path)
     shapes = [[(1, 5), (1, 3)], [(1, 2), (2, 100)]]
@@ -118,7 +118,7 @@ def grows(group: Any, path: str) -> dict[str, Any]:
 
 
 def growing_by_comparing(group: Any, path: str) -> dict[str, Any]:
-    """As CUDA ranks do it: sizes are compared before each dispatch, and no refusal is needed."""
+    """Compare sizes before each dispatch, as CUDA ranks do, so that no refusal is needed."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     model, reference = load(path, fsdp_size=world, ep_size=world), load(path)
     shapes = [[(1, 5), (1, 3)], [(1, 2), (2, 100)], [(1, 4), (1, 1)]]
@@ -143,7 +143,7 @@ def configured(**options: Any) -> Iterator[None]:
 
 
 def fixed_size(group: Any, path: str) -> dict[str, Any]:
-    """Collectives of moe_rt's own in a forward after the first, and what too many tokens raise."""
+    """Return moe_rt's collectives in a forward after the first, and the error for too many tokens."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     with configured(num_max_tokens_per_rank=8):
         model = load(path, fsdp_size=world, ep_size=world)
@@ -178,7 +178,7 @@ def configured_differently(group: Any, path: str) -> str:
 
 
 def finite_with_poisoned_memory(group: Any, path: str, experts_implementation: str | None) -> list[bool]:
-    """Every fresh tensor starts as NaN; two steps; are all gradients and parameters finite?"""
+    """Run two steps in which every fresh tensor starts as NaN; return whether gradients and parameters are finite."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     model = load(path, fsdp_size=world, ep_size=world)
     if experts_implementation is not None:
@@ -220,11 +220,11 @@ def both(outer: Any, inner: Any) -> Iterator[None]:
         yield
 
 
-_expected: dict[str, dict[str, Tensor]] = {}  # without evaluation: the same for each way of evaluating
+_expected: dict[str, dict[str, Tensor]] = {}  # gradients without evaluation, which every way of evaluating shares
 
 
 def _gradients(path: str, distributed: dict[str, int], evaluation: str | None) -> dict[str, Tensor]:
-    tokens = tokens_of(0, (48, 64))  # rows to the experts of more than 1 MiB: recycled memory
+    tokens = tokens_of(0, (48, 64))  # rows to the experts exceed 1 MiB: recycled memory
     model = load(path, **distributed)
     for _ in range(2):
         if evaluation:
@@ -235,7 +235,7 @@ def _gradients(path: str, distributed: dict[str, int], evaluation: str | None) -
 
 
 def trains_after_evaluation(group: Any, path: str, distributed: dict[str, int], evaluation: str) -> list[str]:
-    """Names of the gradients of two training steps that an evaluation before each has changed."""
+    """Return the names of gradients of two training steps that differ if an evaluation precedes each."""
     key = str((path, distributed))
     if key not in _expected:
         _expected[key] = _gradients(path, distributed, None)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of one experts module: Transformers' own, spread by its own plan, next to it whole."""
+"""Functions that ranks run in the tests of one experts module: Transformers' module, sharded by its plan, and whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOPK = 3
 
 
 def make_experts(family: str, implementation: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The first experts module of a tiny model, with the same random weights on every rank."""
+    """Return the first experts module of a tiny model, with the same random weights on every rank."""
     torch.manual_seed(1)
     model = AutoModel.from_config(tiny_config(family), experts_implementation=implementation, dtype=dtype)
     experts = next(m for m in model.modules() if hasattr(m, "_is_expert_parallel"))
@@ -33,7 +33,7 @@ def make_experts(family: str, implementation: str, dtype: torch.dtype = torch.fl
 
 
 def spread(experts: nn.Module, group: Any, plan: dict[str, str] | None = None) -> nn.Module:
-    """The module over all ranks of the group, as Transformers does it; without FSDP."""
+    """Shard the module over all ranks of the group, as Transformers does without FSDP."""
     size = dist.get_world_size(group)
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("ep", "tp"))
     names = {f"experts.{name}": "grouped_gemm" for name, _ in experts.named_parameters(recurse=False)}
@@ -46,7 +46,7 @@ def spread(experts: nn.Module, group: Any, plan: dict[str, str] | None = None) -
 
 
 def run(experts: nn.Module, rank: int, num_tokens: int, num_experts: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output, and gradients of the tokens and of the scores that the routing weights come from."""
+    """Return the output, and gradients of the tokens and of the scores that the routing weights come from."""
     g = torch.Generator().manual_seed(50 + rank)
     x = torch.randn(num_tokens, 32, generator=g).to(dtype).requires_grad_()
     scores = torch.randn(num_tokens, num_experts, generator=g).requires_grad_()
@@ -59,7 +59,7 @@ def run(experts: nn.Module, rank: int, num_tokens: int, num_experts: int, dtype:
 def equal_whole_module(
     group: Any, family: str, implementation: str, tokens: list[int], as_on_gpu: bool = False, bf16: bool = False
 ) -> dict[str, float]:
-    """Relative differences; `as_on_gpu` works on all rows, as where offs cannot be read, with NaN in fresh memory."""
+    """Return relative differences. `as_on_gpu` computes on all rows, without reading offs, with NaN in fresh memory."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     dtype = torch.bfloat16 if bf16 else torch.float32
     reference = make_experts(family, "grouped_mm", dtype)

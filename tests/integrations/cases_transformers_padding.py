@@ -1,4 +1,4 @@
-"""What ranks do in the tests of padding in Transformers models: real tokens next to one process, and what is sent."""
+"""Functions that ranks run in the tests of padding in Transformers models: results of real tokens, and tokens sent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SHAPE = (4, 6)
 
 
 def padded_tokens(batch: int, side: str) -> tuple[Tensor, Tensor]:
-    """Tokens and their attention mask; sequence i has i tokens of padding."""
+    """Return tokens and their attention mask; sequence i has i tokens of padding."""
     mask = torch.arange(SHAPE[1]) >= torch.arange(SHAPE[0])[:, None]
     mask = (mask if side == "left" else mask.fliplr()).long()
     return tokens_of(batch, SHAPE) * mask, mask
 
 
 def loss_of(model: Any, batch: int, side: str) -> tuple[Tensor, Tensor]:
-    """Of real tokens: their objective, with the loss that balances experts where the family has one, and logits."""
+    """Return the loss and logits of real tokens; the loss includes the family's load-balancing loss if it has one."""
     tokens, mask = padded_tokens(batch, side)
     balances = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
     out = model(tokens, attention_mask=mask, use_cache=False, **balances)
@@ -35,7 +35,7 @@ def loss_of(model: Any, batch: int, side: str) -> tuple[Tensor, Tensor]:
 def equals_one_process(
     group: Any, path: str, distributed: dict[str, int], attention: str, checkpointing: bool, send_padding: bool
 ) -> dict[str, Any]:
-    """Logits of real tokens, every gradient, greedy tokens, and how many tokens each dispatch sent."""
+    """Compare logits of real tokens, every gradient and greedy tokens; count the tokens that each dispatch sent."""
     model, reference = load(path, **distributed), load(path)
     for m in (model, reference):
         m.set_attn_implementation(attention)
@@ -51,7 +51,7 @@ def equals_one_process(
         sent.append(int((idx != -1).any(1).sum()))
         return dispatch(self, x, idx, *args, **kwargs)
 
-    # Two forwards before a backward: the second pass of each must know its own padding.
+    # Run two forwards before a backward: recomputation must use each forward's own padding.
     sides = ("left", "right")
     with mock.patch.object(Buffer, "dispatch", counting), configured(send_padding=send_padding):
         losses, logits = zip(*(loss_of(model, mine, side) for side in sides), strict=True)

@@ -1,4 +1,4 @@
-"""Skips tests where Transformers or what it needs is missing, unless every tool is required."""
+"""Skip tests if Transformers or what it needs is missing, unless every tool is required."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def require_transformers() -> None:
-    """Call it before importing what imports transformers."""
+    """Call this before importing what imports transformers."""
     missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
     if not missing:
         return

@@ -1,4 +1,4 @@
-"""Runs cases with real packages, in an environment of their own: real_job.py <list of [case, arguments] as JSON>."""
+"""Run cases with real packages, in their own environment: real_job.py <list of [case, arguments] as JSON>."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness import ProcessRanks, Ranks, ThreadRanks, named_case
 
 from moe_rt.testing import forking
 
-harness.CASE_TIMEOUT_S = 2800  # every rank imports all of a package, which takes a loaded machine minutes
+harness.CASE_TIMEOUT_S = 2800  # every rank imports all of a package, which takes minutes on a loaded machine
 
 
 def ranks_of(size: int) -> Ranks:
@@ -40,7 +40,7 @@ def torchtitan_signatures(parameters: dict[str, list[str]]) -> None:
 
 
 def megatron(size: int, case: str, *arguments: Any) -> Any:
-    """On ranks of a server that has imported Megatron-Core: neither they nor this process would start in less time."""
+    """Run the case on ranks of a server that has imported Megatron-Core: any other start takes longer."""
     if (module := "cases_real_megatron") not in forking.PRELOAD:
         forking.PRELOAD.append(module)
     return ProcessRanks(size).run(named_case, module, case, *arguments)

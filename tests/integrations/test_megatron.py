@@ -18,7 +18,7 @@ from moe_rt.integrations.megatron import MoeRtManager, install, replace_deepep
 
 MakeRanks = Callable[[str, int], Ranks]
 
-# What MoEFlexTokenDispatcher calls its manager with, and makes it from.
+# Parameters that MoEFlexTokenDispatcher passes to its manager's methods and constructor.
 PARAMETERS = {
     "__init__": ["self", "group", "num_local_experts", "router_topk", "num_experts", "config"],
     "setup_metadata": ["self", "routing_map", "probs"],
@@ -34,7 +34,7 @@ DISPATCHER_ATTRIBUTES = ("config", "tp_size", "tp_ep_group", "num_local_experts"
 @pytest.mark.parametrize("static_shapes", [True, False])
 @pytest.mark.parametrize("tokens", [[9], [9, 4], [0, 5], [0, 0], [7, 0, 3]], ids=str)
 def test_equal_dense(make_ranks: MakeRanks, tokens: list[int], static_shapes: bool) -> None:
-    """Rows without tokens hold NaN, in gradients as well."""
+    """Outputs and gradients equal a dense layer's although rows without tokens hold NaN."""
     options = {"num_max_tokens_per_rank": 9, "static_shapes": static_shapes}
     for differences in make_ranks("threads", len(tokens)).run(cases.equal_dense, tokens, options):
         assert max(differences.values()) < 1e-5, differences
@@ -118,7 +118,7 @@ def test_parameters(method: str) -> None:
 
 
 def test_other_dispatchers_are_refused() -> None:
-    """Megatron's others have no manager: they would go on as if nothing had been asked."""
+    """Megatron's other dispatchers are refused: they have no manager, and would silently ignore the request."""
     with pytest.raises(InvalidConfig, match=r"got SimpleNamespace, expected MoEFlexTokenDispatcher: .*replace_deepep"):
         install(SimpleNamespace(config=None, tp_size=1))
 
@@ -135,5 +135,5 @@ def test_a_budget_and_a_capacity_factor() -> None:
 
 
 def test_installing_twice(make_ranks: MakeRanks) -> None:
-    """The second manager takes the first one's place, before and after a step."""
+    """The second manager replaces the first, before and after a step."""
     assert make_ranks("threads", 2).run(cases.installed_twice) == [True, True]

@@ -31,7 +31,7 @@ def equal(results: list[dict[str, float]]) -> None:
 
 
 def test_real_dispatcher(real: Callable[[str], Any]) -> None:
-    """Megatron's own six steps, with the manager from its constructor and from `install`."""
+    """Megatron's own six steps agree with a dense layer, with the manager from its constructor and from `install`."""
     equal(real("dispatcher"))
 
 
@@ -40,7 +40,7 @@ def test_real_dispatcher_with_a_size() -> None:
 
 
 def test_real_rerun_over_budget() -> None:
-    """Over budget on some rank: told, and outputs are wrong; the rerun is right, and nothing is left to tell."""
+    """A step over budget on one rank is reported, and its outputs are wrong; the rerun is right and not reported."""
     seen = run_real("megatron-core", it=("megatron", 2, "over_budget"))("it")
     for step, over, right in ((0, True, False), (1, False, True), (2, True, False)):
         assert any(steps[step][0] for steps in seen) is over

@@ -1,4 +1,4 @@
-"""The MPI contestant of the benchmark runs, with the right outputs, as every contestant's are checked."""
+"""The benchmark's MPI contestant runs, and its outputs pass the check that every contestant's outputs pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torchtitan adapters with the real packages: their own layers and experts, in bf16, with the line of the guide."""
+"""The torchtitan adapters with the real packages: torchtitan's layers and experts, in bf16, with the guide's line."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_real_experts(real: Callable[[str], Any], line: str) -> None:
 
 
 def test_real_experts_over_ranks(real: Callable[[str], Any]) -> None:
-    """Next to torchtitan's own all-to-all, on as many tokens as each rank has, none included."""
+    """Results equal torchtitan's own all-to-all for uneven token counts, including a rank without tokens."""
     for differences in real("over_ranks"):
         assert max(differences.values()) < 1e-2, differences

@@ -1,4 +1,4 @@
-"""What servers find of moe_rt, and that it changes nothing unless it is asked to; `make serve-test` has the rest."""
+"""Servers find moe_rt's plug-ins, which change nothing unless chosen; `make serve-test` has the other tests."""
 
 from __future__ import annotations
 

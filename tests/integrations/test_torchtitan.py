@@ -20,7 +20,7 @@ from moe_rt.integrations.torchtitan import MoeRtTokenDispatcher, token_dispatche
 
 MakeRanks = Callable[[str, int], Ranks]
 
-# What torchtitan calls its dispatchers with.
+# Parameters that torchtitan passes to its dispatchers' methods.
 PARAMETERS = {
     "wire_meshes": ["self", "ep_mesh"],
     "init_buffer": ["self"],
@@ -34,7 +34,7 @@ PARAMETERS = {
     "combine": ["self", "routed_output_RD", "metadata", "x_TD"],
 }
 
-# The part of torchtitan that the module touches, with its rules for Configs.
+# The part of torchtitan that the module uses, with its rules for Configs.
 STAND_IN = {
     "torchtitan/__init__.py": "",
     "torchtitan/models/__init__.py": "",
@@ -104,7 +104,7 @@ print("done")
 
 @pytest.mark.parametrize("tokens", [[9], [9, 4], [0, 5], [0, 0], [7, 0, 3]], ids=str)
 def test_equal_dense(make_ranks: MakeRanks, tokens: list[int]) -> None:
-    """Rows without tokens hold NaN, in gradients as well."""
+    """Outputs and gradients equal a dense layer's although rows without tokens hold NaN."""
     ranks = make_ranks("threads", len(tokens))
     for differences in ranks.run(cases.equal_dense, tokens, {"num_max_tokens_per_rank": 9}):
         assert max(differences.values()) < 1e-5, differences
@@ -146,7 +146,7 @@ def test_more_tokens_than_the_size_that_was_given(make_ranks: MakeRanks) -> None
 
 @pytest.mark.parametrize("heap", HEAPS)
 def test_batches_that_outgrow_the_first(make_ranks: MakeRanks, heap: str) -> None:
-    """Evaluation before training, say, and ranks without tokens; two layers keep sharing what they grow into."""
+    """Batches may outgrow the first, and ranks may have no tokens; both layers still share one buffer after it grew."""
     batches = [[0, 3], [4, 5], [70, 0], [0, 0], [300, 2]]
     for largest, shared in make_ranks(heap, 2).run(cases.outgrown, batches):
         assert largest < 1e-5
@@ -193,7 +193,7 @@ def test_a_torchtitan_that_is_too_old(tmp_path: Path) -> None:
 
 
 def test_override_of_a_stand_in(tmp_path: Path) -> None:
-    """Where torchtitan can be imported, the class is one of its dispatchers and the factory is registered."""
+    """If torchtitan can be imported, the class is one of its dispatchers and the factory is registered."""
     for name, text in STAND_IN.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

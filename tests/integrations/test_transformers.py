@@ -1,4 +1,4 @@
-"""Transformers models on moe_rt: equal to one process in logits, gradients and tokens, whatever each rank's batch."""
+"""Transformers models on moe_rt: equal to one process in logits, gradients and tokens, for any batch of each rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWO = dict(fsdp_size=2, ep_size=2)
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """saved(family, **changes): the directory of a tiny model with random weights."""
+    """Return saved(family, **changes), which returns the directory of a tiny model with random weights."""
     made: dict[str, str] = {}
 
     def make(family: str, **changes: Any) -> str:
@@ -77,7 +77,7 @@ def test_checkpointed_activations(make_ranks: MakeRanks, saved: Callable[..., st
 
 @pytest.mark.parametrize("shape", [(2, 7), (1, 1)], ids=str)
 def test_ranks_that_share_a_batch(make_ranks: MakeRanks, saved: Callable[..., str], shape: tuple[int, int]) -> None:
-    """Tensor parallelism: slices of one batch, uneven or empty, gathered back. Its rounding reaches the routers."""
+    """Ranks compute uneven or empty slices of one batch and gather them; the rounding of this reaches the routers."""
     distributed = dict(tp_size=2, ep_size=2)
     results = make_ranks("shm", 2).run(cases.equals_one_process, saved("mixtral"), [shape], distributed)
     assert_equal(results, moe_bound=3e-6)
@@ -157,12 +157,12 @@ def test_poisoned_memory_stays_out(
 def test_experts_that_do_not_fit_the_mesh(
     make_ranks: MakeRanks, saved: Callable[..., str], changes: dict[str, Any], distributed: dict[str, Any], message: str
 ) -> None:
-    """Transformers looks at the parameters first, so these refusals are its own."""
+    """Transformers checks the parameters first, so these refusals are its own."""
     for raised in make_ranks("shm", 4).run(cases.refusal_of_transformers, saved("mixtral", **changes), distributed):
         assert message in raised
 
 
-# FSDP2 cannot train after inference_mode, without moe_rt either: it keeps what it gathered then.
+# FSDP2 cannot train after inference_mode, also without moe_rt: it keeps the tensors that it gathered then.
 EVALUATED = [(TWO, "no_grad"), (TWO, "autocast"), *((dict(tp_size=2, ep_size=2), how) for how in cases.EVALUATIONS)]
 
 

@@ -27,7 +27,7 @@ def test_equal_the_whole_module(make_ranks: MakeRanks, family: str, tokens: list
 
 @pytest.mark.parametrize("tokens", [[0, 5], [0, 0]], ids=str)
 def test_a_loop_over_experts_without_tokens(make_ranks: MakeRanks, tokens: list[int]) -> None:
-    """A loop that visits no expert would leave the graph, and peers would wait in backward."""
+    """The loop stays in the graph if it visits no expert; otherwise peers would wait in backward."""
     for differences in make_ranks("shm", 2).run(cases.equal_whole_module, "mixtral", "eager", tokens):
         assert max(differences.values()) < 1e-6, differences
 
@@ -35,7 +35,7 @@ def test_a_loop_over_experts_without_tokens(make_ranks: MakeRanks, tokens: list[
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", WITH_NORM])
 def test_rows_without_tokens_on_a_gpu(make_ranks: MakeRanks, family: str, implementation: str) -> None:
-    """Where the number of real rows stays on the device, unused rows hold NaN and nothing of them may show."""
+    """Unused rows that hold NaN change no result when the count of real rows stays on the device."""
     for differences in make_ranks("shm", 2).run(cases.equal_whole_module, family, implementation, [9, 4], True):
         assert max(differences.values()) < 1e-6, differences
 
@@ -59,7 +59,7 @@ def test_a_plan_that_leaves_experts_whole(make_ranks: MakeRanks, without: str) -
 
 
 def test_old_transformers_are_refused() -> None:
-    """A module without the registry stands for transformers before 5.23."""
+    """A module without the registry, as in transformers before 5.23, is refused."""
     script = (
         "import sys, types\n"
         "sys.modules['transformers.distributed.expert_parallel'] = types.ModuleType('old')\n"

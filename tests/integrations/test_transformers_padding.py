@@ -1,4 +1,4 @@
-"""Padding of a Transformers model visits no expert, and real tokens do not notice."""
+"""Padding of a Transformers model reaches no expert and does not change the results of real tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYERS = 2
         ("qwen3_moe", TWO, "eager", True, False, [REAL] * 4 * LAYERS),
         ("deepseek_v3", TWO, "sdpa", False, False, [REAL] * 2 * LAYERS),
         ("gpt_oss", dict(tp_size=2, ep_size=2), "eager", False, False, None),
-        ("nemotron_h", TWO, "sdpa", False, False, [TOKENS] * 2 * LAYERS),  # experts in blocks of their own
+        ("nemotron_h", TWO, "sdpa", False, False, [TOKENS] * 2 * LAYERS),  # its experts are in blocks of another class
         ("mixtral", TWO, "sdpa", False, True, [TOKENS] * 2 * LAYERS),
     ],
 )
@@ -58,12 +58,12 @@ def test_real_tokens_equal_one_process(
         assert r["same_tokens"]
         if sent is not None:
             assert r["sent"] == sent
-    if sent is None:  # halves of one batch
+    if sent is None:  # the two ranks send halves of one batch
         assert [sum(both) for both in zip(*(r["sent"] for r in results), strict=True)] == [REAL] * 2 * LAYERS
 
 
 class Layer(nn.Module):
-    """Attention and experts, and what experts hear of the attention's mask."""
+    """Attention and experts; forward returns which tokens the experts take for real."""
 
     class Attention(nn.Module):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -101,7 +101,7 @@ LOWEST = torch.finfo(torch.float32).min
         ("a block mask", False),
         (REAL_TOKENS[:, :2], False),
         (torch.cat([CAUSAL, CAUSAL], -1), False),  # earlier tokens are in a cache
-        (torch.cat([CAUSAL, CAUSAL], -1)[:1], False),  # as many as the tokens
+        (torch.cat([CAUSAL, CAUSAL], -1)[:1], False),  # the cache has as many tokens as the input
         (CAUSAL[:1], False),
         (CAUSAL[:, 0], False),
     ],
@@ -122,7 +122,7 @@ def test_a_token_that_others_attend_to_is_real() -> None:
 
 
 def test_layers_that_are_not_understood_send_padding() -> None:
-    """Two attentions have two masks; experts that run first would use the mask of another batch."""
+    """Layers with two attentions, hence two masks, or with experts that run before attention send padding."""
     two, first, apart = Layer(attentions=2), Layer(), nn.ModuleList([Layer.Attention(), nn.Identity()])
     lone = Attended(apart[1])
     model = nn.ModuleList([two, first, apart])

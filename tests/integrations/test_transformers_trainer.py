@@ -1,4 +1,4 @@
-"""Transformers' Trainer: the same losses and weights on two ranks as in one process."""
+"""Transformers' Trainer has the same losses and weights on two ranks as in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def train(num_ranks: int, model: Path, out: Path) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
+    """Return loss and gradient norm of every step."""
     launcher = [*TORCHRUN, str(num_ranks)] if num_ranks > 1 else []
     environment = {**os.environ, "PYTHON_EXEC": str(commands() / "python"), "PYTHONPATH": str(Path(JOB).parent)}
     done = run_python(*launcher, JOB, model, out, env=environment)
@@ -38,6 +38,6 @@ def test_trains_as_one_process(tmp_path: Path) -> None:
     for expected, got in zip(one, two, strict=True):
         assert got == pytest.approx(expected, rel=1e-5)
     before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / f"out{r}" / "final").state_dict() for r in (1, 2))
-    # Adam's first steps are of the size of the learning rate whatever the gradient's, so a few weights differ more.
+    # Adam's first steps have the size of the learning rate for any gradient, so a few weights differ more.
     for name, weight in before.items():
         assert float((after[name] - weight).norm() / weight.norm()) < 1e-3, name

@@ -1,4 +1,4 @@
-"""Runs cases in the environments that tools/install_third_party.py makes, with the real packages."""
+"""Run cases in the environments that tools/install_third_party.py makes, with the real packages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ REAL_JOB = Path(__file__).with_name("real_job.py")
 
 
 def third_party_python(name: str) -> Path:
-    """The environment of tools/third_party/<name>.txt."""
+    """Return the Python of the environment of tools/third_party/<name>.txt."""
     pins = ROOT / "tools" / "third_party" / f"{name}.txt"
     return python_of("third_party", name, pins, "tools/install_third_party.py")
 
 
 def run_real(name: str, job_file: Path = REAL_JOB, **cases: tuple[Any, ...]) -> Callable[[str], Any]:
-    """Runs cases of real_job.py, or of another file, there, each given as (case, *arguments), in one process: it
-    imports the packages once.
+    """Run cases of real_job.py, or of another file, in that environment, each given as (case, *arguments). One process
+    runs all of them, so packages are imported once.
 
-    What is returned gives the result of each by its name, or fails with what it raised.
+    The returned function takes a case's name and returns its result, or fails with what it raised.
     """
     job = json.dumps([(case, arguments) for case, *arguments in cases.values()])
     command = [third_party_python(name), job_file, job]

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 VOCABULARY = 61
 
-# Six experts and three a token where the family leaves the choice, so that a token often names experts of both ranks.
+# Six experts and three per token if the family allows it, so that a token often names experts of both ranks.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": dict(intermediate_size=24, num_local_experts=6, num_experts_per_tok=3),
     "qwen3_moe": dict(intermediate_size=24, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, head_dim=8),
@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "aria_text": dict(intermediate_size=24, moe_num_experts=6, moe_topk=3, moe_num_shared_experts=1, head_dim=8),
 }
 
-# A norm after each expert, so these run through their own forward. No language model of theirs without an image model.
+# A norm follows each expert, so these run through their own forward. Only an image model contains this language model.
 WITH_NORM = "muse_spark_text"
 EXPERTS = {
     **FAMILIES,

@@ -1,4 +1,4 @@
-"""Trains a saved model for a few steps with Transformers' Trainer, alone or under torchrun, and prints the losses.
+"""Train a saved model for a few steps with Transformers' Trainer, in one process or under torchrun; print the losses.
 
 [torchrun --nproc-per-node W] transformers_trainer_job.py MODEL OUT
 """
@@ -45,7 +45,7 @@ def main(path: str, out: str) -> None:
         print("RESULT", json.dumps([[row["loss"], row["grad_norm"]] for row in rows]))
     trainer.save_model(f"{out}/final")
     if world > 1:
-        dist.barrier()  # the ranks that write nothing would end while gloo's threads hold what they gathered, and abort
+        dist.barrier()  # ranks that write nothing would exit while gloo's threads still hold gathered data, and abort
         dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""Triton's names, for packages that define kernels for GPUs when they are imported: none of them can run here.
+"""Stand-in for Triton, for packages that define GPU kernels when they are imported: none of them can run here.
 
-Importing this puts it in place, unless Triton is there.
+Importing this module installs it unless Triton is installed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch._functorch.aot_autograd  # before Triton seems to be there: torch would want all of it
+import torch._functorch.aot_autograd  # import these first: with Triton present, torch would require all of it
 import torch._inductor.compile_fx
 import torch.utils._triton
 
 
 class _Names(ModuleType):
-    """Decorators give back the kernel; types are no types."""
+    """Decorators return the kernel unchanged; types are empty classes."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -27,6 +27,6 @@ class _Names(ModuleType):
 
 
 if importlib.util.find_spec("triton") is None:
-    assert not torch.utils._triton.has_triton_package()  # which torch remembers
+    assert not torch.utils._triton.has_triton_package()  # torch caches the answer
     sys.modules["triton"], sys.modules["triton.language"] = triton, language = _Names("triton"), _Names("language")
     triton.language, triton.__version__ = language, "3.3.0"

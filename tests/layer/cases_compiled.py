@@ -1,4 +1,4 @@
-"""What ranks do in test_compiled.py: compiled models whose layers hang together in several ways, without tokens too."""
+"""Functions that ranks run in test_compiled.py: compiled models with layers in series, in parallel and checkpointed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_rt import Buffer, MoELayer
 
 
 class Model(nn.Module):
-    """Two layers and two weights; `shape` is what its forward makes of them."""
+    """Two MoE layers and two linear ones; `shape` is the forward that combines them."""
 
     def __init__(self, group: Any, shape: Callable[[Model, Tensor], Tensor]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Model(nn.Module):
         return self.shape(self, x)
 
     def ops(self, x: Tensor, layer: MoELayer) -> Tensor:
-        """What a layer does, but for its router and what it counts."""
+        """Run a layer's ops, without its router and its counters."""
         weights, idx = x[:, :7].softmax(-1).topk(3)
         recv_x, recv_weights, handle = self.buffer.dispatch(x, idx, weights)
         return self.buffer.combine(layer.experts(recv_x, handle.offs), recv_weights, handle)
@@ -46,12 +46,12 @@ def one_after_the_other(m: Model, x: Tensor) -> Tensor:
 
 
 def side_by_side_and_twice(m: Model, x: Tensor) -> Tensor:
-    """No layer needs what another makes, and one runs twice."""
+    """No layer needs another's output, and one runs twice."""
     return m.one(m.a(x))[0] + 2 * m.two(torch.tanh(m.b(x)))[0] + 3 * m.one(torch.tanh(m.a(x)))[0]
 
 
 def experts_that_backward_repeats(m: Model, x: Tensor) -> Tensor:
-    """Of what is checkpointed, the ops' outputs are kept: docs/autograd.md."""
+    """Checkpoint experts but keep the ops' outputs, as in docs/autograd.md."""
     ops = [torch.ops.moe_rt.dispatch.default, torch.ops.moe_rt.combine.default]
     keep_ops = partial(create_selective_checkpoint_contexts, ops)
     h = x + checkpoint(m.ops, m.a(x), m.one, use_reentrant=False, context_fn=keep_ops)
@@ -61,9 +61,9 @@ def experts_that_backward_repeats(m: Model, x: Tensor) -> Tensor:
 SHAPES = (one_after_the_other, side_by_side_and_twice, experts_that_backward_repeats)
 
 
-@patch(force_disable_caches=True)  # what other versions of the ops have left on this disk
+@patch(force_disable_caches=True)  # other versions of the ops may have left graphs in this disk's cache
 def worst_difference(group: Any, shape: Callable[[Model, Tensor], Tensor], num_tokens: list[int]) -> float:
-    """Between outputs and gradients of a compiled model and of an eager one, on ranks with so many tokens."""
+    """Return the largest difference between compiled and eager outputs and gradients, on num_tokens[rank] tokens."""
     torch._dynamo.reset()
     x = inputs_for(group.rank(), num_tokens[group.rank()])
     seen = []
@@ -78,7 +78,7 @@ def worst_difference(group: Any, shape: Callable[[Model, Tensor], Tensor], num_t
 
 @patch(force_disable_caches=True)
 def written_outputs(group: Any, num_tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """What two combines of a compiled graph have written, of which neither needs the other."""
+    """Return the errors of two outputs that independent combines of one compiled graph write in place."""
     torch._dynamo.reset()
     x = inputs_for(group.rank(), num_tokens[group.rank()])
     outs = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of dtypes: layers that are cast or run under autocast, and input that no layer takes."""
+"""Functions that ranks run in the tests of dtypes: layers that are cast or run under autocast, and refused input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step(layer: MoELayer, x: Tensor, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def follows(group: Any, how: str) -> tuple[dict[str, Tensor], dict[str, Tensor], torch.dtype, torch.dtype]:
-    """Output and gradients of a layer that follows, and of one that is told; the rows' dtype and the experts'."""
+    """Return the results of a layer that follows its input and of one with a fixed dtype; rows' and experts' dtypes."""
     results, layers = [], []
     dtype = DTYPES.get(how, torch.float32)
     for told in (None, dtype):
@@ -49,7 +49,7 @@ def follows(group: Any, how: str) -> tuple[dict[str, Tensor], dict[str, Tensor],
 
 
 def alternates(group: Any) -> list[torch.dtype]:
-    """Evaluation under autocast between training steps, and inside of one, changes no bit of them."""
+    """Evaluation under autocast between steps, and between a forward and its backward, changes no bit of training."""
     layer = seeded_layer(config(), group)
     x = inputs_for(0, 6).to(layer.buffer.device)
 
@@ -58,7 +58,7 @@ def alternates(group: Any) -> list[torch.dtype]:
             layer(x)
         return layer.buffer.spec.dtype
 
-    dtypes = [evaluate()]  # before anything was trained
+    dtypes = [evaluate()]  # evaluate first
     first = step(layer, x)
     dtypes.append(layer.buffer.spec.dtype)
     buffers = [layer.buffer]
@@ -69,7 +69,7 @@ def alternates(group: Any) -> list[torch.dtype]:
     (out * torch.linspace(-1, 1, HIDDEN, device=x.device)).sum().backward()
     torch.testing.assert_close(inside.grad, first["x"], rtol=0, atol=0)
     torch.testing.assert_close(step(layer, x), first, rtol=0, atol=0)
-    assert layer.buffer is buffers[0], "the same one again"
+    assert layer.buffer is buffers[0], "the same buffer again"
     copied = copy.deepcopy(layer)
     torch.testing.assert_close(step(copied, x), first, rtol=0, atol=0)
     layer.metrics.snapshot()
@@ -77,7 +77,7 @@ def alternates(group: Any) -> list[torch.dtype]:
 
 
 def compiled(group: Any) -> list[float]:
-    """Differences between eager and compiled, whose graphs are the first to need either dtype."""
+    """Return the differences between eager and compiled; the compiled layer is the first to need either dtype."""
     plain, layer = (seeded_layer(config(), group) for _ in range(2))
     graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
     differences = []
@@ -101,7 +101,7 @@ def unused_is_let_go(group: Any) -> tuple[bool, torch.dtype]:
 
 
 def warned(group: Any, fixed: torch.dtype, how: str) -> list[str]:
-    """What two forwards of a layer with a fixed dtype warn of."""
+    """Return the warnings of two forwards of a layer with a fixed dtype."""
     layer = seeded_layer(config(dtype=fixed), group)
     if how == "bf16":
         layer.to(torch.bfloat16)
@@ -115,7 +115,7 @@ def warned(group: Any, fixed: torch.dtype, how: str) -> list[str]:
 
 
 def refused(group: Any, what: str) -> MoeRtError:
-    """One rank's input is no layer's; all learn in the same forward, and the next one works."""
+    """Rank 0 passes input that a layer refuses. All ranks raise in the same forward, and the next one works."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     layer = seeded_layer(config(timeout_s=30.0), group)
     x = inputs_for(rank, 4).to(layer.buffer.device)
@@ -134,9 +134,9 @@ def refused(group: Any, what: str) -> MoeRtError:
     try:
         layer(x, idx)
     except MoeRtError as error:
-        if layer.buffer.heap != "loopback":  # there a refusal ends the group, as on CUDA
+        if layer.buffer.heap != "loopback":  # a refusal ends the group on loopback, as on CUDA
             layer(good)
         return error
     finally:
         layer.buffer.close()
-    raise AssertionError(f"rank {rank} was not told")
+    raise AssertionError(f"rank {rank} raised no error")

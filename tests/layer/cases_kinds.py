@@ -1,4 +1,4 @@
-"""Plain dense experts of every kind and layout, and what ranks do with layers of them."""
+"""Plain dense experts of every kind and layout, and functions that ranks run with layers of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_rt import MoEConfig, MoELayer
 from moe_rt.nn.experts import ExpertsConfig
 
-# Of every kind with a gate; GPT-OSS's is clamped, biased, transposed and interleaved at once.
+# Every gated kind; GPT-OSS's is clamped, biased, transposed and interleaved.
 KINDS: list[ExpertsConfig] = [
     *(
         ExpertsConfig(activation=a, layout=layout, biases=b)
@@ -31,7 +31,7 @@ def name_of(config: ExpertsConfig) -> str:
 
 
 def dense_expert(x: Tensor, weights: dict[str, Tensor], config: ExpertsConfig) -> Tensor:
-    """One expert on all of x: weights without the leading dimension."""
+    """Apply one expert to all of x; its weights have no expert dimension."""
 
     def linear(rows: Tensor, name: str) -> Tensor:
         weight = weights[name] if config.layout == "transposed" else weights[name].T
@@ -86,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def filled_layer(config: MoEConfig, group: Any) -> MoELayer:
-    """Values by name and global expert, so that they do not depend on ranks; biases are not zero."""
+    """Fill a layer with values by parameter name and global expert, independent of the ranks; biases are not zero."""
     layer = MoELayer(config, group)
     with torch.no_grad():
         for number, (name, t) in enumerate(sorted(layer.state_dict().items())):
@@ -104,7 +104,7 @@ def rows_of(rank: int, count: int, hidden: int) -> Tensor:
 
 
 def run_model(group: Any, num_tokens: list[int], changes: dict[str, Any]) -> dict[str, Any]:
-    """Output and gradients of sum(out * fixed) on this rank; a group of one gets the tokens of all."""
+    """Return output and gradients of sum(out * fixed) on this rank; a group of one gets the tokens of all ranks."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     size = group.size if isinstance(group.size, int) else group.size()
     layer = filled_layer(layer_config(num_max_tokens_per_rank=sum(num_tokens), **changes), group).eval()
@@ -118,7 +118,7 @@ def run_model(group: Any, num_tokens: list[int], changes: dict[str, Any]) -> dic
 
 
 def poisoned_steps(group: Any, changes: dict[str, Any]) -> list[bool]:
-    """Every fresh tensor starts as NaN; two optimiser steps; are all gradients and parameters finite?"""
+    """Run two optimizer steps with NaN in fresh tensors; return whether gradients and parameters are finite."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:

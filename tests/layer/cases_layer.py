@@ -1,4 +1,4 @@
-"""A plain dense MoE layer, and what ranks do in the layer tests."""
+"""A plain dense MoE layer, and functions that ranks run in the layer tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(**changes: Any) -> MoEConfig:
 
 
 def dense_layer(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, score_func: str = "softmax") -> Tensor:
-    """Every token through every expert it names, in one loop: router [E, H], gate_up [E, 2F, H], down [E, H, F]."""
+    """Apply every token's experts in one loop: router [E, H], gate_up [E, 2F, H], down [E, H, F]."""
     logits = F.linear(x.float(), router.float()) if x.dtype != torch.float64 else F.linear(x, router)
     scores = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
     weights, idx = scores.topk(TOPK, -1)
@@ -46,7 +46,7 @@ def inputs_for(rank: int, num_tokens: int, dtype: torch.dtype = torch.float32) -
 
 
 def forward_backward(group: Any, num_tokens: list[int], changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Output and all gradients of sum(out * fixed) on this rank; parameters are the same whatever the group."""
+    """Return output and all gradients of sum(out * fixed) on this rank; parameters are the same for every group."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     layer = seeded_layer(config(**changes), group)
     x = inputs_for(rank, num_tokens[rank]).requires_grad_()
@@ -66,7 +66,7 @@ def forward_backward(group: Any, num_tokens: list[int], changes: dict[str, Any])
 
 
 def seeded_layer(cfg: MoEConfig, group: Any) -> MoELayer:
-    """The global RNG is one for all ranks that are threads, so layers are filled from a generator here."""
+    """Return a layer with weights from a separate generator: ranks that are threads share the global RNG."""
     layer = MoELayer(cfg, group)
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def seeded_layer(cfg: MoEConfig, group: Any) -> MoELayer:
 
 
 def two_steps_with_poisoned_memory(group: Any) -> list[bool]:
-    """Every fresh tensor starts as NaN; two optimiser steps; are all gradients and parameters finite?"""
+    """Run two optimizer steps with NaN in fresh tensors; return whether gradients and parameters are finite."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all(), "the poison works"
@@ -103,7 +103,7 @@ def two_steps_with_poisoned_memory(group: Any) -> list[bool]:
 
 
 def compiled(group: Any, dtype: torch.dtype) -> tuple[float, float]:
-    """Largest difference between eager and compiled output and router gradient."""
+    """Return the largest difference between eager and compiled in output and router gradient."""
     layer = seeded_layer(config(dtype=dtype), group)
     x = inputs_for(0, 8)
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of metrics."""
+"""Functions that ranks run in the tests of metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["LATE_S", "LOST", "TOPK", "counted", "dropped", "one_rank_is_late"]
 
 
 def counted(group: Any) -> tuple[MetricsSnapshot, list[int]]:
-    """The snapshot after two forwards, and the sum of what the router reported."""
+    """Return the snapshot after two forwards, and the sum of the router's counts."""
     layer = MoELayer(config(), group)
     reported = sum(layer(inputs_for(step, TOKENS))[1].tokens_per_expert for step in range(2))
     snapshot = layer.metrics.snapshot()

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of padding: a layer with a mask, next to the same layer without the tokens it hides."""
+"""Functions that ranks run in the tests of padding: a layer with a mask, against one without the hidden tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MASKS = {
     "all": [[1] * LENGTH] * BATCH,
     "one": [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]],
 }
-# Of these a batch is one sequence, so that a batch without its padding has the same losses.
+# A batch counts as one sequence, so that a batch without its padding has the same losses.
 LOSSES = dict(balance_scope="batch", aux_loss_coef=0.1, z_loss_coef=0.01)
 
 
 class Biased(nn.Module):
-    """A shared expert that makes something of nothing."""
+    """A shared expert whose output is not zero for input of zero."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Biased(nn.Module):
 
 
 def run(layer: MoELayer, x: Tensor, how: str, **padding: Any) -> dict[str, Any]:
-    """Outputs, losses, counts and all gradients."""
+    """Return outputs, losses, counts and all gradients."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     forward: Any = DistributedDataParallel(prepare(layer)) if how == "ddp" else layer
@@ -59,8 +59,9 @@ def run(layer: MoELayer, x: Tensor, how: str, **padding: Any) -> dict[str, Any]:
 def equals_without_padding(
     group: Any, masks: list[str], changes: dict[str, Any], how: str
 ) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]]:
-    """With a mask, with 1 and 0, and with ids of -1: what came out of real tokens, what it is without padding, and what
-    came out of padding, in which x and some gradients are NaN."""
+    """Run with a mask, with an integer mask and ids of -1, and with ids only; padding is NaN or inf in x. Return the
+    results of real tokens, the expected results without padding, and the results of padding.
+    """
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     layer = filled_layer(layer_config(**LOSSES, num_max_tokens_per_rank=BATCH * LENGTH, **changes), group)
     if how == "shared":
@@ -106,7 +107,7 @@ BAD_MASKS = {
 
 
 def refused(group: Any, kinds: list[str]) -> list[MoeRtError | None]:
-    """Of each kind of bad mask, on rank 0, what this rank raises; where ranks go on, good ones work in between."""
+    """Return this rank's error for each bad mask of rank 0; unless errors end the group, good calls follow each."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     layer = filled_layer(layer_config(timeout_s=30.0), group)
     device = layer.buffer.device
@@ -120,7 +121,7 @@ def refused(group: Any, kinds: list[str]) -> list[MoeRtError | None]:
             errors.append(None)
         except MoeRtError as error:
             errors.append(error)
-        if layer.buffer.heap != "loopback":  # there a refusal ends the group, as on CUDA
+        if layer.buffer.heap != "loopback":  # a refusal ends the group on loopback, as on CUDA
             layer(x, mask=mask)
     layer.buffer.close()
     return errors

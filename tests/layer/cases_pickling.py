@@ -1,4 +1,4 @@
-"""What ranks do with layers that were pickled, and what a process does that is given one."""
+"""Functions that ranks run with layers that were pickled, and a process that is given one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from moe_rt.errors import InvalidConfig
 
 
 def model(group: Any = None) -> nn.Sequential:
-    """Two layers that share a buffer."""
+    """Return two layers that share a buffer."""
     torch.manual_seed(0)
     layers = [MoELayer(config(), group) for _ in range(2)]
     return nn.Sequential(*layers)
 
 
 def step(layers: nn.Sequential, x: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     for layer in layers:
         x, _ = layer(x)
     x.square().sum().backward()
@@ -44,7 +44,7 @@ def loaded(data: bytes) -> nn.Sequential:
 
 
 def of_the_default_group(group: Any) -> None:
-    """The same output and gradients, on a buffer that the loaded layers share with each other and with new ones."""
+    """Loaded layers give the same output and gradients, on a buffer shared with each other and with new layers."""
     layers, x = model(group), inputs_for(group.rank(), 7)
     expected = step(layers, x)
     again = loaded(saved(layers))
@@ -58,7 +58,7 @@ def of_the_default_group(group: Any) -> None:
 
 
 def clipped(group: Any) -> tuple[float, float]:
-    """The norm that torch's own clip finds of the same gradients, before and after the model was pickled."""
+    """Return the norm that torch's clip finds for equal gradients, before and after the model was pickled."""
     x, norms = inputs_for(group.rank(), 7), []
     layers = model(group)
     for each in (layers, loaded(saved(layers))):
@@ -90,7 +90,7 @@ def refused(group: Any, over: str) -> str:
 
 
 def child(pipe: Connection, layers: nn.Sequential) -> None:
-    """A spawned process: it was handed the layers, pickled."""
+    """Run a step in a spawned process, which received the layers as a pickle."""
     x = pipe.recv()
     pipe.send([t.tolist() for t in step(layers, x)])
 

@@ -1,4 +1,4 @@
-"""What the router's tests share: one router of every family, and tokens."""
+"""Routers of every family, and tokens, for the router's tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class NoRead(TorchDispatchMode):
-    """Raises on ops whose result or shape depends on a device's numbers."""
+    """Raises on ops whose result or shape depends on values on a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split("::")[1].split(".")[0]

@@ -1,4 +1,4 @@
-"""A router, experts and a shared expert that are not moe_rt's, and what ranks do with them."""
+"""A user's router, experts and shared expert, and functions that ranks run with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_rt.parallel import expert_parameters, prepare
 
 
 class CosineRouter(nn.Module):
-    """By the angle between a token and an expert's vector; weights may be negative and do not sum to one."""
+    """Scores are cosines between a token and an expert's vector; weights may be negative and do not sum to one."""
 
     def __init__(self, num_experts: int = EXPERTS, num_topk: int = TOPK) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class CosineRouter(nn.Module):
 
 
 class LinearExperts(SpreadModule):
-    """One square matrix and a GELU for each expert of this rank; the whole is the same whatever the ranks."""
+    """One square matrix and a GELU for each expert of this rank; all experts together do not depend on the ranks."""
 
     def __init__(self, expert_ids: list[int]) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ def own_layer(group: Any, **changes: Any) -> tuple[MoELayer, int, int]:
 
 
 def with_siblings(group: Any, num_tokens: list[int]) -> dict[str, Tensor]:
-    """Output and gradients of sum(out * fixed) on this rank, and the parameters before, drawn or given."""
+    """Return output and gradients of sum(out * fixed) on this rank, and the output of a replay."""
     layer, rank, _ = own_layer(group)
     x = inputs_for(rank, num_tokens[rank]).requires_grad_()
-    layer.reset_parameters()  # leaves what was given alone
+    layer.reset_parameters()  # leaves modules that were passed in unchanged
     out, aux = layer(x)
     (out * torch.linspace(-1, 1, HIDDEN)).sum().backward()
     replayed, _ = layer(x, aux.tokens_per_expert.new_zeros(num_tokens[rank], TOPK))
@@ -88,7 +88,7 @@ def with_siblings(group: Any, num_tokens: list[int]) -> dict[str, Tensor]:
 
 
 def dense(num_tokens: list[int]) -> dict[str, Any]:
-    """The same for all ranks at once: every token through every expert it names, in one loop."""
+    """Return outputs and gradients of all ranks' tokens from one loop over every token's experts."""
     router, experts = CosineRouter(), LinearExperts(list(range(EXPERTS)))
     shared = shared_expert()
     xs = [inputs_for(rank, n).requires_grad_() for rank, n in enumerate(num_tokens)]
@@ -105,7 +105,7 @@ def dense(num_tokens: list[int]) -> dict[str, Any]:
 
 
 def made_ready(group: Any) -> tuple[bool, Tensor, Tensor]:
-    """Experts of the user's own count as experts, and `prepare` makes their gradients the mean over ranks."""
+    """Return whether the user's experts count as experts, and their mean gradient, by hand and by `prepare`."""
     gradients = []
     for ready in (False, True):
         layer, rank, size = own_layer(group)
@@ -119,7 +119,7 @@ def made_ready(group: Any) -> tuple[bool, Tensor, Tensor]:
 
 
 def refused(group: Any, which: dict[str, Any], on: int) -> None:
-    """`which` module does not fit on rank `on`."""
+    """Make a layer on whose rank `on` the module in `which` does not fit."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     own_layer(group, **(which if rank == on else {}))
 

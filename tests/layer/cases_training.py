@@ -1,4 +1,4 @@
-"""A block of attention and mixture, and what ranks do with it: checkpointing, micro-batches, compilation."""
+"""A block of attention and mixture, and functions that ranks run with it: checkpointing, micro-batches, compilation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, LENGTH = 16, 16
 
 
 class MoeBlock(Block):
-    """Its mixture travels through `buffer`."""
+    """A block whose mixture uses `buffer`."""
 
     def forward(self, x: Tensor, buffer: Buffer | None = None) -> tuple[Tensor, Any]:
         x = x + self.attention(self.attention_norm(x))
@@ -32,7 +32,7 @@ def block(group: Any, **changes: Any) -> MoeBlock:
     generator = torch.Generator().manual_seed(5)
     sizes = TrainConfig(hidden=HIDDEN, num_heads=2, seq_len=LENGTH)
     made = MoeBlock(sizes, MoELayer(config(num_max_tokens_per_rank=4 * LENGTH, **changes), group))
-    with torch.no_grad():  # the global RNG is one for all ranks that are threads
+    with torch.no_grad():  # ranks that are threads share the global RNG
         for name, p in made.named_parameters():
             if ".experts." not in name:
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
@@ -48,12 +48,12 @@ def gradients(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def loss_of(out: Tensor, aux: Any) -> Tensor:
-    """A mean over sequences."""
+    """Return the mean over sequences."""
     return (out * torch.linspace(-1, 1, HIDDEN)).sum((1, 2)).mean() + aux.loss
 
 
 def checkpointed(group: Any, num_tokens: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """Outputs and gradients without and with activation checkpointing, and how many forwards ran."""
+    """Return outputs and gradients without and with activation checkpointing, and the count of forwards."""
     model, results = block(group), []
     for recompute in (False, True):
         x = inputs_for(group.rank(), num_tokens[group.rank()]).unsqueeze(0).requires_grad_()
@@ -66,7 +66,7 @@ def checkpointed(group: Any, num_tokens: list[int]) -> tuple[dict[str, Tensor], 
 
 
 def accumulated(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of one batch of four sequences, and summed over its micro-batches."""
+    """Return gradients of one batch of four sequences, and their sum over its micro-batches."""
     model, results = block(group), []
     x = inputs_for(group.rank(), 4 * LENGTH).unflatten(0, (4, LENGTH))
     for num_micro in (1, 4):
@@ -79,7 +79,7 @@ def accumulated(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def compiled(group: Any, over_mesh: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[list[int]]]:
-    """Outputs and gradients, eager and compiled as one graph, and what the layer's metrics counted in each."""
+    """Return outputs and gradients, eager and compiled as one graph, and the counts of the layer's metrics in each."""
     mesh = init_device_mesh("cpu", (group.size(),))
     model = block(mesh if over_mesh else group, num_experts=8)
     results, counts = [], []
@@ -96,7 +96,7 @@ def compiled(group: Any, over_mesh: bool) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def two_in_flight(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """Two micro-batches one after the other, then at once in two threads and through two buffers."""
+    """Run two micro-batches one after the other, then concurrently in two threads and through two buffers."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     model = block(group)
     layer = model.moe
@@ -105,9 +105,9 @@ def two_in_flight(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], int
     results: list[dict[str, Tensor]] = [{}, {}]
 
     def run(micro: int, concurrent: bool) -> None:
-        torch.set_num_threads(1)  # of this thread; another number adds up in another order
+        torch.set_num_threads(1)  # another thread count would change the order of sums
         for step in range(3):
-            if concurrent:  # on every rank the other micro-batch is ahead, so that none may wait for the other one
+            if concurrent:  # each rank starts with another micro-batch, so that neither may wait for the other
                 time.sleep(0.05 * ((rank + micro + step) % 2))
             x = inputs_for(10 * step + micro, 5 + rank).unsqueeze(0).requires_grad_()
             out, aux = model(x, buffers[micro if concurrent else 0])

@@ -1,4 +1,4 @@
-"""A layer under those who look on: forward mode, anomaly mode, torch.vmap; and what is no input of one."""
+"""A layer under forward mode, anomaly mode and torch.vmap, and arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def input_of(group: Any) -> Tensor:
 
 
 def tangents_agree(group: Any, options: dict[str, Any]) -> None:
-    """Of output and losses, with finite differences."""
+    """Check the tangents of output and losses against finite differences."""
     torch.manual_seed(0)
     config = MoEConfig(**SIZES, aux_loss_coef=0.1, z_loss_coef=0.1, **options)
     layer = MoELayer(config, group).double()
@@ -56,7 +56,7 @@ ODD: dict[str, Any] = {
 
 
 def odd_argument(group: Any, faulty_rank: int, name: str, argument: str) -> str:
-    """What this rank saw where one gives something else; the group goes on."""
+    """The faulty rank passes an unusual argument. Return this rank's error; the group stays usable."""
     layer, x = MoELayer(MoEConfig(**SIZES), group), input_of(group).float()
     with layer.buffer:
         given: dict[str, Any] = {"x": x, "topk_idx": layer(x)[1].topk_idx}
@@ -72,7 +72,7 @@ def odd_argument(group: Any, faulty_rank: int, name: str, argument: str) -> str:
 
 
 def many_at_once(group: Any) -> list[str]:
-    """What torch.vmap of the layer says, over tokens and over weights, and what a router's own refusal is to peers."""
+    """Return the errors of torch.vmap of the layer, over tokens and over weights."""
     layer, x, texts = MoELayer(MoEConfig(**SIZES), group), input_of(group).float(), []
     stacked = {name: torch.stack([p.detach()] * 2) for name, p in layer.named_parameters()}
     with layer.buffer:

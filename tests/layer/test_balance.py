@@ -1,4 +1,4 @@
-"""What keeps experts busy: losses as in the papers, and the bias that steers without one."""
+"""Balance of experts: losses as in the papers, and the bias that steers without a loss."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def emptied(router: Router) -> Router:
 
 
 def poked(router: Router) -> Router:
-    """As offloading hooks and wrappers do it; the module sees it at the next update."""
+    """Change the buffer as offloading hooks and wrappers do; the module notices at the next update."""
     router._buffers["balance_bias"] = router.balance_bias.bfloat16()
     return router
 
@@ -100,7 +100,7 @@ def test_balance_bias_stays_fp32_in_casts(cast: Callable[[Router], Router]) -> N
 
 @pytest.mark.parametrize("load", LOADS)
 def test_balance_bias_stays_fp32_in_loads(load: Callable[[Router], Router]) -> None:
-    """An expert that lacks tokens rises by steps that a half would round away."""
+    """The bias of an expert that lacks tokens rises by steps that a half would round away."""
     router = load(make_router(balance_bias=True))
     if load is not poked:
         assert router.balance_bias.dtype is torch.float32
@@ -133,7 +133,7 @@ def test_update_bias_moves_towards_balance() -> None:
 
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 def test_a_batch_without_tokens_costs_nothing(scope: str) -> None:
-    """A rank has one at times, and its loss is averaged with those of others."""
+    """A batch without tokens has a loss of zero, since a rank's loss is averaged with the others'."""
     router = make_router(balance_scope=scope)
     aux = router(tokens(T)[:0])[2]
     assert (aux.loss.item(), aux.load_balancing_loss.item(), aux.z_loss.item()) == (0, 0, 0)
@@ -153,7 +153,7 @@ def test_update_bias_refuses() -> None:
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 def test_sequence_loss_is_that_of_deepseek_v3(score_func: str) -> None:
-    """Equations 17 to 20, by loops: f counts the top-k of scores without the bias."""
+    """The loss equals equations 17 to 20, computed by loops: f counts the top-k of scores without the bias."""
     router = make_router(score_func=score_func, balance_bias=True, num_groups=4, topk_groups=2)
     x = tokens(3, 7)
     losses = []
@@ -167,7 +167,7 @@ def test_sequence_loss_is_that_of_deepseek_v3(score_func: str) -> None:
 
 
 def test_batch_loss_is_that_of_switch() -> None:
-    """Transformers' counts K entries a token, so its loss is K when balanced."""
+    """The loss times K equals that of Transformers, which counts K entries per token and so is K when balanced."""
     modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     router, x = make_router(balance_scope="batch"), tokens(3, 7)
     aux = router(x)[2]
@@ -180,7 +180,7 @@ def test_batch_loss_is_that_of_switch() -> None:
 
 
 def test_global_batch_loss_from_summed_counts() -> None:
-    """The mean over ranks of each rank's P with everybody's f is the loss of all tokens, gradients included."""
+    """The mean over ranks of each rank's P with the global f is the loss of all tokens, gradients included."""
     router, x = make_router(balance_scope="batch"), tokens(4, 10)
     (whole,) = torch.autograd.grad(router(x)[2].load_balancing_loss, router.weight)
     parts = [router(part)[2] for part in x.split(2)]

@@ -1,6 +1,6 @@
-"""Compiled models on ranks with different numbers of tokens, none among them: every op runs, in the program's order.
+"""Compiled models on ranks with different token counts, including zero: every op runs, in the program's order.
 
-A compiler sees that outputs for no tokens are empty. What makes Inductor keep the ops is moe_rt/comm/inductor.py.
+A compiler sees that outputs for no tokens are empty; moe_rt/comm/inductor.py makes Inductor keep the ops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MakeRanks = Callable[[str, int], Ranks]
 
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda shape: shape.__name__)
 def test_a_rank_without_tokens(make_ranks: MakeRanks, shape: Callable[[cases.Model, Tensor], Tensor]) -> None:
-    """A rank that dropped an op, or ran two the other way round, would make all raise CallOrderMismatch."""
+    """No rank drops or reorders an op in its compiled graph; otherwise all ranks would raise CallOrderMismatch."""
     assert max(make_ranks("shm", 2).run(cases.worst_difference, shape, [0, 9])) < 1e-4
 
 
@@ -32,7 +32,9 @@ def test_ops_that_write_what_they_are_given(make_ranks: MakeRanks) -> None:
 
 
 def test_experts_are_not_taken_for_those_of_fsdp() -> None:
-    """torch's compiler asks the class, too, and so finds a property, whose value it does not ask for (torch 2.15)."""
+    """No module sets `_is_fsdp_managed_module`, which torch's compiler reads as a class attribute also, where a
+    property would count as true (torch 2.15).
+    """
     layer = MoELayer(layer_config())
     for module in layer.modules():
         assert not inspect.getattr_static(module, "_is_fsdp_managed_module", False)

@@ -1,4 +1,4 @@
-"""A layer follows model.to() and autocast in what rows travel as and experts compute in, and refuses what is no row."""
+"""A layer follows model.to() and autocast in the dtypes of rows and experts, and refuses other input."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_autocast_leaves_fp64_alone() -> None:
 
 
 def test_a_layer_made_alone_stays_alone() -> None:
-    """Another dtype's buffer is not made over a process group that came after the layer."""
+    """A layer that was made without a process group stays without one when it needs a buffer of another dtype."""
     layer = MoELayer(config())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -102,7 +102,7 @@ def test_a_layer_made_alone_stays_alone() -> None:
 
 
 def test_a_buffer_of_another_dtype_than_the_layers() -> None:
-    """Given to a layer that follows, it fixes the dtype; given to a forward, it must have the forward's."""
+    """A buffer given to a layer that follows its input fixes the dtype; one given to a forward must have the same."""
     with (
         Buffer(None, **config().buffer_sizes(torch.bfloat16)) as half,
         Buffer(None, **config().buffer_sizes()) as whole,

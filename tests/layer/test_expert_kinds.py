@@ -34,7 +34,7 @@ def offs_of(sizes: list[int]) -> Tensor:
 
 
 def poisoned_rows(dtype: torch.dtype, real: int, h: int = H) -> Tensor:
-    """Random rows; those past the real ones are NaN."""
+    """Return random rows; rows past the real ones are NaN."""
     rows = torch.randn(ROWS, h, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     rows[real:] = float("nan")
     return rows
@@ -47,7 +47,7 @@ def dense_loop(x: Tensor, sizes: list[int], weights: dict[str, Tensor], config: 
 
 @pytest.fixture
 def poisoned_memory() -> Any:
-    """Every fresh tensor is NaN."""
+    """Fill every fresh tensor with NaN."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -71,7 +71,7 @@ class Instead(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_equals_a_dense_loop(config: ExpertsConfig, sizes: list[int], dtype: torch.dtype) -> None:
-    """Forward and all gradients; rows past the end are NaN in x, in the gradient, and in what nothing wrote."""
+    """Forward and gradients equal a loop; rows past the end are NaN in x, in the gradient and in unwritten memory."""
     weights, n = make_weights(config, dtype), sum(sizes)
     x = poisoned_rows(dtype, n).requires_grad_()
     out = expert_mlp(x, offs_of(sizes), weights, config)
@@ -90,7 +90,7 @@ def test_equals_a_dense_loop(config: ExpertsConfig, sizes: list[int], dtype: tor
 @kinds
 @pytest.mark.parametrize("sizes", SPREADS, ids=str)
 def test_gpu_formulas_are_the_same(config: ExpertsConfig, sizes: list[int]) -> None:
-    """What CUDA runs over all rows, on the CPU: NaN past the end reaches no real row and no gradient of a weight."""
+    """The formulas that CUDA runs over all rows agree: NaN past the end reaches no real row or weight gradient."""
     weights, n, offs = make_weights(config, torch.float64), sum(sizes), offs_of(sizes)
     x, grad = poisoned_rows(torch.float64, n).requires_grad_(), poisoned_rows(torch.float64, n)
     results = []
@@ -123,7 +123,7 @@ def test_gradcheck(config: ExpertsConfig) -> None:
 
 @kinds
 def test_bf16_rounds_little(config: ExpertsConfig) -> None:
-    """Activations compute in fp32; an fp64 loop over the same values is a few units of the last place away."""
+    """Activations compute in fp32, so results are within a few units of the last place of an fp64 loop."""
     weights, sizes = make_weights(config, torch.bfloat16), [4, 0, 5]
     x = poisoned_rows(torch.bfloat16, 9)
     out = expert_mlp(x, offs_of(sizes), weights, config)
@@ -161,7 +161,7 @@ def test_activations_write_no_row_past_the_end(kind: Any) -> None:
     ],
 )
 def test_opcheck(kind: Any, interleaved: bool, num_inputs: int) -> None:
-    """Schema, autograd, fakes, dynamic shapes through AOT dispatch; all rows are real, so values can be compared."""
+    """Schema, autograd, fakes and dynamic shapes pass opcheck; all rows are real, so values can be compared."""
     offs = offs_of([3, 4])
     h = [torch.randn(7, 6, dtype=torch.float64, requires_grad=True) for _ in range(num_inputs)]
     args = (offs, kind, interleaved, 1.702, 7.0)
@@ -180,7 +180,7 @@ def test_opcheck_of_bias_and_both_ways_of_a_weight() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Notes the shapes of what is copied, and lets everything through."""
+    """Records the shapes of copies, and lets every op run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Copies(TorchDispatchMode):
 
 @kinds
 def test_no_weight_is_copied(config: ExpertsConfig) -> None:
-    """Nor its gradient, to lie in memory as the parameter does; those of biases, [L, N], are."""
+    """Neither a weight nor its gradient is copied, and gradients have the parameter's strides. Biases are copied."""
     experts = Experts(3, H, F, config)
     for local in range(3):
         experts.reset_expert(local, torch.Generator().manual_seed(local))
@@ -212,7 +212,7 @@ def test_no_weight_is_copied(config: ExpertsConfig) -> None:
 @kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_traces_with_fake_cuda_tensors(config: ExpertsConfig, dtype: torch.dtype) -> None:
-    """Fake tensors have no values: whatever asked the device for one would raise."""
+    """No value is read from the device: fake tensors have none, and a read would raise."""
     with FakeTensorMode():
         offs = torch.empty(3, dtype=torch.int32, device="cuda")
         weights = {n: torch.empty(s, dtype=dtype, device="cuda") for n, s in config.shapes(3, H, F).items()}
@@ -231,7 +231,7 @@ def test_default_experts_are_swiglu() -> None:
 
 
 def test_draws_follow_the_fan_in() -> None:
-    """N(0, 1 / fan-in) in every layout, and biases zero."""
+    """Weights are drawn from N(0, 1 / fan-in) in every layout, and biases are zero."""
     for layout, act in itertools.product(("hf", "transposed", "split"), ("swiglu", "relu2")):
         experts = Experts(1, 64, 256, ExpertsConfig(layout=layout, activation=act, biases=True))  # type: ignore[arg-type]
         experts.reset_expert(0, torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""A block in training: activation checkpointing, micro-batches one by one and two at once, and one compiled graph."""
+"""A block in training: checkpointing, micro-batches one by one and two concurrently, and one compiled graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_block_compiles_as_one_graph(make_ranks: MakeRanks, over_mesh: bool) -
 
 @pytest.mark.parametrize("heap", ["threads", "shm"])
 def test_two_micro_batches_in_flight(make_ranks: MakeRanks, heap: str) -> None:
-    """Outputs bit for bit; gradients are added in the order in which the threads come."""
+    """Outputs are equal bit for bit; gradients are close, since threads add them in the order of their arrival."""
     for one_by_one, at_once, forwards in make_ranks(heap, 2).run(cases.two_in_flight):
         assert forwards == 12
         for name, expected in one_by_one.items():

@@ -52,7 +52,7 @@ def test_equals_dense_loop(make_ranks: MakeRanks, heap: str, num_tokens: list[in
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 def test_gradcheck_through_the_layer(score_func: Any) -> None:
-    """x, router (so routing weights) and both expert weights, in fp64; losses included."""
+    """Gradients of x, router (hence routing weights) and both expert weights are exact in fp64, losses included."""
     cfg = cases.config(hidden=6, intermediate=4, num_experts=4, num_topk=2, num_max_tokens_per_rank=5,
                        dtype=torch.float64, score_func=score_func)  # fmt: skip
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_compiles_as_one_graph(make_ranks: MakeRanks, dtype: torch.dtype) -> Non
 
 
 def test_traces_with_fake_tensors() -> None:
-    """Forward and backward of the layer see shapes only: nothing in them needs a value."""
+    """Forward and backward of the layer depend only on shapes, not on values."""
     layer = MoELayer(cases.config())
     real = {name: p.detach() for name, p in layer.named_parameters()}
     with FakeTensorMode() as mode:
@@ -113,7 +113,7 @@ def test_buffer_of_other_sizes_is_refused() -> None:
 
 
 def test_buffer_of_another_placement_is_refused(make_ranks: MakeRanks) -> None:
-    """Rows would go to ranks that hold other experts."""
+    """A buffer of another placement is refused: it would send rows to ranks without their experts."""
 
     def case(group: Any) -> None:
         layer = MoELayer(cases.config(), group)
@@ -129,7 +129,7 @@ def test_buffer_of_another_placement_is_refused(make_ranks: MakeRanks) -> None:
 
 
 def test_balanced_routing_has_unit_loss() -> None:
-    """Load-balancing loss is 1 when every expert gets the same share, E / K times the hottest share at worst."""
+    """The load-balancing loss is 1 when every expert gets the same share, and at most E / K times the largest share."""
     layer = MoELayer(cases.config(num_topk=1))
     with torch.no_grad():
         layer.router.weight.zero_()[:, :7] = torch.eye(7) * 50
@@ -144,7 +144,7 @@ def test_balanced_routing_has_unit_loss() -> None:
 
 
 def test_sequences_are_balanced_on_their_own() -> None:
-    """[B, S, H]: the loss is the mean over sequences, however they are spread over ranks."""
+    """The loss of [B, S, H] is the mean over sequences, however they are distributed over ranks."""
     layer = MoELayer(cases.config())
     x = torch.randn(2, 5, cases.HIDDEN)
     both = layer(x)[1].load_balancing_loss

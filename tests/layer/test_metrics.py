@@ -1,4 +1,4 @@
-"""What a layer counts: its router's choices, rows that did not fit, forwards, and whom it waited for."""
+"""A layer counts its router's choices, dropped rows, forwards, and the time it waited for each peer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_counts_add_up(make_ranks: MakeRanks) -> None:
 
 
 def test_dropped_rows_are_counted(make_ranks: MakeRanks) -> None:
-    """All tokens of both ranks go to rank 0, which has room for a part."""
+    """Rows dropped at rank 0 are counted: it gets all tokens of both ranks, and has capacity for a part."""
     assert make_ranks("shm", 2).run(cases.dropped) == [(2 * cases.LOST, 2), (0, 2)]
 
 
 def test_counts_of_a_layer_that_was_made_in_inference_mode() -> None:
-    """Outside of that mode nothing may change what was made in it."""
+    """A layer made in inference mode counts outside of it, where tensors made in that mode cannot change."""
     with torch.inference_mode():
         layer = MoELayer(config())
     with torch.no_grad():
@@ -38,7 +38,7 @@ def test_counts_of_a_layer_that_was_made_in_inference_mode() -> None:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_waiting_is_charged_to_the_late_peer(make_ranks: MakeRanks, late: int) -> None:
-    """And not once more to those that were waited for after it."""
+    """The late peer is charged, and the peers that are waited for after it are not charged again."""
     waited = make_ranks("shm", 2).run(cases.one_rank_is_late, late)[1 - late]
     late_ns = cases.LATE_S * 1e9
     assert 0.5 * late_ns < waited[late] < 5 * late_ns

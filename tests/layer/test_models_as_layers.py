@@ -17,7 +17,7 @@ from moe_rt import MoELayer
 MakeRanks = Callable[[str, int], Ranks]
 MODELS_OF_TOKENS = {name: changes for name, changes in MODELS.items() if "expert_choice" not in changes}
 models = pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
-# To compile one takes ten seconds; the others differ from these in the router's scores, an activation, a gate.
+# Compiling one takes ten seconds; the others differ from these in the router's scores, an activation or a gate.
 COMPILED = ("deepseek", "gpt-oss", "expert choice")
 compiled = pytest.mark.parametrize(
     "changes",
@@ -27,7 +27,7 @@ compiled = pytest.mark.parametrize(
 SIZES = dict(hidden_size=16, num_experts_per_tok=3)
 MANY = dict(num_experts=8, moe_intermediate_size=24, **SIZES)
 GROUPED = dict(n_routed_experts=8, n_group=4, topk_group=2, n_shared_experts=1, routed_scaling_factor=2.5, **SIZES)
-# Ours -> theirs, where the names differ.
+# moe_rt's names -> Transformers' names, if they differ.
 GATE = {"router.": "gate."}
 DEEPSEEK_NAMES = {**GATE, "balance_bias": "e_score_correction_bias", "shared_expert": "shared_experts"}
 
@@ -58,7 +58,7 @@ DEEPSEEK_NAMES = {**GATE, "balance_bias": "e_score_correction_bias", "shared_exp
 def test_equals_the_block_of_transformers(
     module: str, block: str, config: str, theirs: dict[str, Any], ours: dict[str, Any], names: dict[str, str]
 ) -> None:
-    """Output, and gradients of the input and of every parameter; parameters differ in name only."""
+    """Output, and gradients of the input and of every parameter, are equal; parameters differ in name only."""
     models = pytest.importorskip("transformers.models")
     package = getattr(models, module)
     reference = getattr(getattr(package, f"modeling_{module}"), block)(getattr(package, config)(**theirs))
@@ -106,7 +106,7 @@ def test_compiles_as_one_graph(changes: dict[str, Any]) -> None:
 
 @models
 def test_equals_a_dense_loop(changes: dict[str, Any]) -> None:
-    """Every expert on every token, weighted by what the router says; experts by the names they have in this layout."""
+    """The layer equals a loop that applies every expert to every token, weighted by the router's weights."""
     layer = cases.filled_layer(cases.layer_config(**changes), None).eval()
     x = cases.rows_of(0, 10, 16)
     idx, weights, _ = layer.router(x)
@@ -118,11 +118,11 @@ def test_equals_a_dense_loop(changes: dict[str, Any]) -> None:
     layer.buffer.close()
 
 
-# Experts that choose do so among their own rank's tokens, so their choice depends on the ranks.
+# Expert choice is excluded: experts choose among their own rank's tokens, so the choice depends on the ranks.
 @pytest.mark.parametrize("changes", MODELS_OF_TOKENS.values(), ids=MODELS_OF_TOKENS.keys())
 @pytest.mark.parametrize("heap", ["threads", "loopback"])
 def test_ranks_equal_one_rank(make_ranks: MakeRanks, heap: str, changes: dict[str, Any]) -> None:
-    """Output and gradients of any number of ranks are those of one; the shared expert's are a sum over ranks."""
+    """Output and gradients on any number of ranks equal one rank's; those of shared parameters are sums over ranks."""
     num_tokens = [5, 0, 7]
     (whole,) = make_ranks(heap, 1).run(cases.run_model, num_tokens, changes)
     parts = make_ranks(heap, 3).run(cases.run_model, num_tokens, changes)

@@ -1,4 +1,4 @@
-"""Padding, named by a mask or by ids of -1, is as if it were not there: it is not routed, counted or differentiated."""
+"""Padding, named by a mask or by ids of -1, is not routed, counted or differentiated."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ family = pytest.mark.parametrize("options", calm.values(), ids=calm.keys())
 
 
 def padded(x: Tensor) -> Tensor:
-    """x where the mask says so, and elsewhere what must not spread."""
+    """Return x with padding replaced by NaN and inf, which must not spread."""
     return torch.where(MASK.unsqueeze(-1), x, torch.tensor([torch.nan, torch.inf] * (x.shape[-1] // 2)))
 
 
 def sequence_by_sequence(router: Router, x: Tensor, record: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, weights and loss of the real tokens, without any padding: each sequence alone, if losses are taken so."""
+    """Return ids, weights and loss of the real tokens without padding; a loss per sequence takes one at a time."""
     idx, weights, whole = router(x[MASK], record)
     if router.config.balance_scope == "batch":
         return idx, weights, whole.loss
     c, parts = router.config, []
-    # Experts choose among all tokens; what they chose is replayed, sequence by sequence.
+    # Experts choose among all tokens; their choice is replayed for each sequence.
     ids = whole.topk_idx if c.expert_choice is not None or record is not None else None
     splits = [None] * 3 if ids is None else ids.split([2, 5, 7])
     for sequence, chosen in zip((x[0, 5:], x[2, :5], x[3]), splits, strict=True):
@@ -116,9 +116,9 @@ def test_nothing_is_read_on_the_host(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("experts_per_token", [0.3, 1.0, 2.3, 4.0])
 def test_experts_choose_among_real_tokens(experts_per_token: float) -> None:
-    """Of any number, as if they were all, however high padding scores."""
+    """Experts choose among real tokens as if no others existed, however high padding scores."""
     scores = tokens(20)[:, :E].softmax(-1)
-    scores[3] = scores[7]  # a tie
+    scores[3] = scores[7]  # equal scores
     for count in range(21):
         real = torch.zeros(20, dtype=torch.bool)
         real[torch.randperm(20, generator=torch.Generator().manual_seed(count))[:count]] = True
@@ -129,7 +129,7 @@ def test_experts_choose_among_real_tokens(experts_per_token: float) -> None:
 
 
 def test_a_record_tells_padding_from_what_no_expert_took() -> None:
-    """Of the latter the shared expert and the losses know, in a replay, too."""
+    """A record keeps -2 for a token that no expert took and -1 for padding; a replay has the same losses."""
     router, x = make_router(expert_choice=0.5, norm_topk=False), tokens(4, 7)
     torch.nn.init.zeros_(router.weight)  # all experts take the first token
     idx, weights, aux = router(padded(x), mask=MASK)
@@ -190,7 +190,7 @@ def test_bad_masks_are_refused_on_every_rank(make_ranks: MakeRanks, heap: str) -
 
 
 class Plain(nn.Module):
-    """A router of a user's that knows of no mask."""
+    """A user's router without a mask argument."""
 
     num_experts, num_topk = 8, 3
 
@@ -207,7 +207,7 @@ class Plain(nn.Module):
 
 
 class Aware(Plain):
-    """One that does."""
+    """A user's router with a mask argument."""
 
     def forward(self, x: Tensor, topk_idx: Tensor | None = None, mask: Tensor | None = None) -> Any:
         self.seen = mask
@@ -216,7 +216,7 @@ class Aware(Plain):
 
 @pytest.mark.parametrize("kind", [Plain, Aware])
 def test_routers_of_a_user(kind: type[Plain]) -> None:
-    """One that knows of no mask has its ids taken away by the layer; losses are its own affair."""
+    """A router without a mask argument gets its padding ids replaced by the layer; its losses are not corrected."""
     layer = MoELayer(layer_config(), router=kind())
     x, mask = torch.randn(2, 4, cases.HIDDEN), torch.tensor([[0, 0, 1, 1], [1, 0, 1, 1]])
     x[mask == 0] = torch.nan
@@ -254,7 +254,7 @@ def test_compiles_as_one_graph() -> None:
 
 
 def test_traces_with_fake_tensors() -> None:
-    """Nothing in a layer with a mask needs a value, on any device."""
+    """No value is read in a layer with a mask, on any device."""
     layer = MoELayer(layer_config(**DEEPSEEK))
     real = layer.state_dict()
     with FakeTensorMode() as mode:

@@ -1,4 +1,4 @@
-"""Layers that travel as pickles: torch.save of a whole model, deep copies, and processes that are handed one."""
+"""Layers as pickles: torch.save of a whole model, deep copies, and processes that receive one."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_a_model_of_the_default_group(make_ranks: MakeRanks) -> None:
 
 
 def test_loaded_experts_are_still_those_of_all_ranks(make_ranks: MakeRanks) -> None:
-    """A pickle has plain parameters, of which torch's clip would count this rank's alone."""
+    """torch's clip counts the experts of all ranks after unpickling, although a pickle has plain parameters."""
     norms = make_ranks("shm", 2).run(cases.clipped)
     assert len({norm for both in norms for norm in both}) == 1, norms
 
 
 def test_a_pickle_of_another_rank_is_refused_by_all(make_ranks: MakeRanks) -> None:
-    """Its experts are not this rank's: every expert of one half would be there twice."""
+    """All ranks refuse a model whose pickle is another rank's: half of the experts would exist twice."""
     here, there = make_ranks("shm", 2).run(cases.of_another_rank)
     assert "got a pickle of rank 0 of 2 on rank 1 of 2" in there
     assert there.startswith("InvalidConfig: ")

@@ -17,7 +17,7 @@ from moe_rt.nn.router import RouterConfig
 from moe_rt.nn.selection import choose_by_experts
 
 family = pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY.keys())
-# To compile one takes five seconds; layers that compile (test_models_as_layers.py) have routers of the other kinds.
+# Compiling one takes five seconds; layers that compile (test_models_as_layers.py) have routers of the other kinds.
 COMPILED = ("mixtral", "softmax groups", "jittered")
 compiled = pytest.mark.parametrize(
     "options",
@@ -68,7 +68,7 @@ def test_equals_transformers(name: str, theirs: dict[str, Any], ours: dict[str, 
 
 
 def test_softmax_of_the_chosen_is_the_softmax_renormalised() -> None:
-    """So GPT-OSS's order differs from Mixtral's by rounding only."""
+    """GPT-OSS's order of the two steps differs from Mixtral's only by rounding."""
     x = tokens(T)
     after, before = make_router()(x), make_router(topk_before_softmax=True)(x)
     assert torch.equal(after[0], before[0])
@@ -125,7 +125,7 @@ def test_replay_repeats_a_decision(options: dict[str, Any]) -> None:
     assert torch.equal(again[2].tokens_per_expert, aux.tokens_per_expert)
 
     with torch.no_grad():
-        router.weight.mul_(-1)  # now others would be chosen
+        router.weight.mul_(-1)  # this sign makes routing choose other experts
     assert not torch.equal(router(x)[0], idx)
     replayed = router(x, topk_idx=idx)
     assert torch.equal(replayed[0], idx)
@@ -137,7 +137,7 @@ def test_replay_repeats_a_decision(options: dict[str, Any]) -> None:
 @family
 @pytest.mark.parametrize("poison", [False, True])
 def test_replay_of_no_expert(options: dict[str, Any], poison: bool) -> None:
-    """-1 weighs zero, counts nowhere, and whatever its weight's gradient is, it goes nowhere."""
+    """An id of -1 has weight zero and no count, and no gradient flows through its weight."""
     router = make_router(**options)
     idx = torch.tensor([[0, 1, 2, 3], [5, -1, 6, -1], [-1, -1, -1, -1]])
     x = tokens(3)
@@ -155,7 +155,7 @@ def test_replay_leaves_wrong_ids_to_dispatch() -> None:
     idx = torch.full((3, K), E)
     replayed, _, aux = make_router()(tokens(3), topk_idx=idx)
     assert torch.equal(replayed, idx)
-    assert aux.tokens_per_expert.tolist() == [0] * E  # they count for nobody
+    assert aux.tokens_per_expert.tolist() == [0] * E  # ids out of range are not counted
     with pytest.raises(InvalidInput, match=r"topk_idx: got shape \[3, 2\], expected \[3, 4\]"):
         make_router()(tokens(3), topk_idx=idx[:, :2])
 
@@ -182,7 +182,7 @@ def test_expert_choice_breaks_ties_by_index() -> None:
 
 @family
 def test_gradcheck(options: dict[str, Any]) -> None:
-    """x, weight and bias, through weights and losses; noise aside."""
+    """Gradients of x, weight and bias, through weights and losses, are exact; noise is off."""
     router = make_router(torch.float64, **{**options, "jitter": 0.0})
     names = [n for n, _ in router.named_parameters()]
 
@@ -216,7 +216,7 @@ def test_compiles_as_one_graph(options: dict[str, Any]) -> None:
     router = make_router(**{**options, "jitter": 0.0})
     torch.compiler.reset()
     compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
-    for shape in ((2, 5), (3, 7), (4, 9)):  # dynamic from the second on
+    for shape in ((2, 5), (3, 7), (4, 9)):  # dynamic from the second shape on
         x = tokens(*shape)
         got, want = compiled(x), router(x)
         assert torch.equal(got[0], want[0])

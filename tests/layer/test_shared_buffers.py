@@ -1,4 +1,4 @@
-"""Layers of one group and size share a buffer, ranks agree on whether there is one to share, and it grows in steps."""
+"""Layers of one group and size share a buffer, ranks agree on whether one exists, and it grows in steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeRanks = Callable[[str, int], Ranks]
 
 
 def after_garbage_of_one_rank(group: Any, closes: bool) -> bool:
-    """A first layer is gone on rank 1, but on rank 0 a cycle keeps it until the collector runs, or it was closed."""
+    """The first layer's buffer is freed or closed on rank 1, while a reference cycle keeps it on rank 0."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     gc.disable()
     try:
@@ -47,7 +47,7 @@ def test_garbage_of_one_rank_does_not_decide(make_ranks: MakeRanks, heap: str, c
 
 
 def tags_after_one_too_many(group: Any) -> list[int]:
-    """On rank 1 the making of a layer fails when it has its tag."""
+    """Rank 1 fails to make a layer after it took its tag."""
     first = MoELayer(config(timeout_s=60.0), group)
     if (group.rank if isinstance(group.rank, int) else group.rank()) == 1:
         first.buffer.new_tag()
@@ -61,7 +61,7 @@ def test_a_layer_that_one_rank_could_not_make_leaves_tags_alike(make_ranks: Make
 
 
 def test_a_buffer_that_is_outgrown_gets_half_as_much_room_again() -> None:
-    """So that batches which grow a little each time make few buffers."""
+    """A buffer that is outgrown gets half as much capacity again, so that slowly growing batches make few buffers."""
     sizes = dict(hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
     growing = GrowingBuffer(ThreadGroup.make(1)[0], GrowingOptions(), **sizes)
     made = []
@@ -95,6 +95,6 @@ def test_options_are_stated_alike() -> None:
     stated = {f.name: f.default for f in fields(BufferOptions)}
     arguments = inspect.signature(Buffer).parameters
     assert stated == {name: arguments[name].default for name in stated}
-    of_buffers_alone = {"layout", "expert_alignment"}  # a layer has experts for one of them
+    of_buffers_alone = {"layout", "expert_alignment"}  # a layer's experts fix both of them
     assert {name for name, p in arguments.items() if p.default is not p.empty} == set(stated) | of_buffers_alone
     assert stated.items() <= {f.name: f.default for f in fields(MoEConfig)}.items()

@@ -1,4 +1,4 @@
-"""A layer with router, experts and shared expert of the user's own: equal to a dense loop, or refused on all ranks."""
+"""A layer with a user's router, experts and shared expert: equal to a dense loop, or refused on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who looks on a layer sees no garbage and counts right; what is no input of one is refused on every rank."""
+"""Hooks, anomaly mode and FLOP counters see no garbage in a layer; bad input is refused on every rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_tangents_are_finite_differences(make_ranks: MakeRanks, kind: str) -> No
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """torch fills with NaN what nobody has written yet."""
+    """torch fills unwritten memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -48,7 +48,7 @@ def make(kind: str, dtype: torch.dtype = torch.float32, hidden: int = cases.HIDD
 
 
 def see_all(layer: MoELayer) -> list[Tensor]:
-    """What hooks on the experts are given from now on: rows, outputs and their gradients."""
+    """Return a list to which hooks on the experts add rows, outputs and their gradients."""
     seen: list[Tensor] = []
     layer.experts.register_forward_hook(lambda module, given, out: seen.extend([given[0], out]))
     layer.experts.register_full_backward_hook(lambda module, before, after: seen.extend([before[0], after[0]]))
@@ -63,7 +63,7 @@ def see_all(layer: MoELayer) -> list[Tensor]:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_layer_raises_no_alarm(kind: str, dtype: torch.dtype, compiled: bool) -> None:
-    """Two layers, whose outputs lie among NaN, in anomaly mode."""
+    """Two layers, with NaN in unused output rows, raise no alarm in anomaly mode."""
     layers = [make(kind, dtype) for _ in range(2)]
     run = [torch.compile(layer, backend="aot_eager") if compiled else layer for layer in layers]
     seen = [] if compiled else see_all(layers[1])
@@ -79,7 +79,7 @@ def test_a_healthy_layer_raises_no_alarm(kind: str, dtype: torch.dtype, compiled
 
 @pytest.mark.usefixtures("poison")
 def test_hooks_see_what_nobody_wrote_outside_of_it() -> None:
-    """And the poison above is real."""
+    """Outside of anomaly mode hooks see unwritten rows, which shows that the fixture above works."""
     layer = make("plain")
     seen = see_all(layer)
     layer(torch.randn(3, cases.HIDDEN, requires_grad=True))[0].sum().backward()
@@ -88,7 +88,7 @@ def test_hooks_see_what_nobody_wrote_outside_of_it() -> None:
 
 
 def dense(layer: MoELayer, x: Tensor) -> Tensor:
-    """The layer in plain torch: a loop over experts."""
+    """Compute the layer in plain torch, in a loop over experts."""
     idx, weights, _ = layer.router(x)
     c, parts = layer.config, layer.experts.parts(*layer.experts._shapes)
     out = torch.zeros_like(x)
@@ -114,7 +114,7 @@ def flops_of(run: Callable[[], Tensor]) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["split", "no gate"])
 def test_flops_are_those_of_real_rows(kind: str) -> None:
-    """Of the same layer in plain torch, forward and backward; however much room there is behind the rows."""
+    """FLOPs, forward and backward, are those of the layer in plain torch, independent of unused capacity."""
     layer = make(kind, hidden=16, num_max_tokens_per_rank=64)
     x = torch.randn(10, 16, requires_grad=True)
     counted, expected = flops_of(lambda: layer(x)[0]), flops_of(lambda: dense(layer, x))

@@ -1,4 +1,4 @@
-"""A small decoder whose mixtures lie on meshes, and what ranks do in the mesh tests."""
+"""A small decoder whose mixtures are on meshes, and functions that ranks run in the mesh tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moe_config(**changes: Any) -> MoEConfig:
 
 
 def decoder(group: Any, **changes: Any) -> Decoder:
-    """The same global weights whatever the group."""
+    """Return a decoder with the same global weights for every group."""
     torch.manual_seed(11)
     sizes = TrainConfig(hidden=32, num_heads=2, num_layers=2, seq_len=LENGTH, tie_embeddings=False)
     return Decoder(sizes, lambda _: MoELayer(moe_config(**changes), group))
@@ -62,12 +62,12 @@ def fsdp_decoder(efsdp: int, ep: int, *, over_mesh: bool = True, **changes: Any)
 def mixed_precision(
     group: Any, experts: dict[str, Any], others: dict[str, Any], over_mesh: bool
 ) -> tuple[list[float], set[torch.dtype]]:
-    """Losses of steps under FSDP's policies, by fields of MixedPrecisionPolicy, and what rows travel in."""
+    """Return losses under FSDP's policies, given as fields of MixedPrecisionPolicy, and the dtypes of rows."""
     mesh = ep_mesh(2, group.size() // 2)
     model = decoder(mesh["ep"] if over_mesh else mesh.get_group("ep"))
     dense = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("dp",))
     shard_experts(model, mesh["efsdp"], mp_policy=MixedPrecisionPolicy(**experts))
-    assert not any("held_experts" in name for name in model.state_dict())  # a shard is no rank's block of experts
+    assert not any("held_experts" in name for name in model.state_dict())  # a shard is not a rank's block of experts
     for block in model.layers:
         fully_shard(block, mesh=dense, mp_policy=MixedPrecisionPolicy(**others))
     fully_shard(model, mesh=dense, mp_policy=MixedPrecisionPolicy(**others))
@@ -79,7 +79,7 @@ def mixed_precision(
 
 
 def loss_of(model: nn.Module, step: int, rank: int = 0, world: int = 1) -> Tensor:
-    """The mean over this rank's part of the step's batch."""
+    """Return the mean loss over this rank's part of the step's batch."""
     tokens = torch.randint(256, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     mine = tokens.chunk(world)[rank]
     out = model(mine[:, :-1])
@@ -91,8 +91,8 @@ def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train_steps(model: nn.Module, rank: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Global losses and parameters of AdamW steps; the model averages its own gradients over ranks."""
-    # A large eps, for the first steps of AdamW otherwise are the signs of gradients, rounding included.
+    """Return global losses and parameters of AdamW steps; the model averages its gradients over ranks."""
+    # eps is large because AdamW's first steps are otherwise the signs of gradients, rounding included.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
     for step in range(STEPS):
@@ -109,7 +109,7 @@ def train_steps(model: nn.Module, rank: int, world: int) -> tuple[list[float], d
 
 
 def fsdp_steps(group: Any, efsdp: int, ep: int, changes: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
-    """As train_steps, and how many elements of experts this rank keeps."""
+    """Run train_steps under FSDP; return also the number of expert elements that this rank keeps."""
     model = fsdp_decoder(efsdp, ep, **changes)
     kept = sum(p.to_local().numel() for name, p in model.named_parameters() if ".experts." in name)
     result = train_steps(model, group.rank(), group.size())
@@ -129,7 +129,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def averaged_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int) -> float:
-    """One step of a model whose ranks all are one ep group and whose gradients are still those of each rank's loss."""
+    """Run a step of a model whose ranks form one ep group and whose gradients are those of each rank's loss."""
     loss = loss_of(model, step, rank, world)
     loss.backward()
     average(model, world)
@@ -142,7 +142,7 @@ def averaged_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int,
 
 
 def average(model: nn.Module, world: int) -> None:
-    """Over ranks that all are one ep group: experts hold sums already."""
+    """Average gradients over ranks that form one ep group: those of experts are sums already."""
     for name, p in model.named_parameters():
         if ".experts." not in name and world > 1:
             dist.all_reduce(p.grad)
@@ -150,7 +150,7 @@ def average(model: nn.Module, world: int) -> None:
 
 
 def save_then_step(group: Any, path: str, changes: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
-    """Two steps on a mesh, a checkpoint, two more steps: parameters at the checkpoint, and the later losses."""
+    """Run two steps on a mesh, a checkpoint, two more steps; return the saved parameters and the later losses."""
     model = decoder(ep_mesh(1, group.size())["ep"], balance_bias=True, **changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     for step in range(2):
@@ -165,7 +165,7 @@ def save_then_step(group: Any, path: str, changes: dict[str, Any]) -> tuple[dict
 
 
 def load_then_step(group: Any, path: str, changes: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
-    """What a model of other weights has after loading, and the losses of the next steps."""
+    """Load into a model with other weights; return the loaded parameters and the losses of the next steps."""
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     model = decoder(None if group is None else ep_mesh(1, world)["ep"], balance_bias=True, **changes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
@@ -184,7 +184,7 @@ def load_then_step(group: Any, path: str, changes: dict[str, Any]) -> tuple[dict
 
 
 def clipped(group: Any, kind: str) -> tuple[float, float]:
-    """The norm of the first step's gradients, and the norm once more after clipping to 0.1."""
+    """Return the norm of the first step's gradients, and the norm after clipping to 0.1."""
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     if kind.startswith("fsdp"):
         model: nn.Module = fsdp_decoder(2, 2, over_mesh=kind == "fsdp")
@@ -194,7 +194,7 @@ def clipped(group: Any, kind: str) -> tuple[float, float]:
     if not kind.startswith("fsdp"):
         average(model, world)
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    clip_grad_norm_(model, 1e3)  # far above the norm: nothing changes, to the bit
+    clip_grad_norm_(model, 1e3)  # much larger than the norm, so that not a bit changes
     kept = [p.grad for p in model.parameters() if p.grad is not None]
     for grad, was in zip(kept, grads, strict=True):
         local = (t.to_local() if isinstance(t, DTensor) else t for t in (grad, was))
@@ -205,7 +205,7 @@ def clipped(group: Any, kind: str) -> tuple[float, float]:
 
 
 def clipped_by_hand(group: Any) -> list[float]:
-    """Gradients of [3, 3] summed over two ranks that hold [4, 4] in halves and a part each of a sum: both norms."""
+    """Clip a sharded gradient [4, 4] and a partial one whose sum is [3, 3]; return the norm and both gradients."""
     mesh = init_device_mesh("cpu", (2,))
     sharded = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, [Shard(0)]))
     sharded.grad = DTensor.from_local(torch.full((1,), 4.0), mesh, [Shard(0)])
@@ -228,7 +228,7 @@ def clipped_threads(group: Any) -> None:
 
 
 def on_mesh_and_group(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This rank's loss and gradients with DTensors, and with plain tensors."""
+    """Return this rank's loss and gradients with DTensors, and with plain tensors."""
     results = []
     for where in (ep_mesh(1, group.size())["ep"], group):
         model = decoder(where)
@@ -274,7 +274,7 @@ def save_fsdp(group: Any, path: str, changes: dict[str, Any]) -> dict[str, Tenso
 
 
 def load_fsdp(group: Any, path: str, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Into zeros, on a mesh of four ranks or, where there is no group, in one process."""
+    """Load into zeros, on a mesh of four ranks or, without a group, in one process."""
     model = decoder(None, **changes) if group is None else fsdp_decoder(4, 1, **changes)
     state = get_model_state_dict(model)
     for tensor in state.values():

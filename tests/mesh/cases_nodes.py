@@ -1,4 +1,4 @@
-"""What ranks do over meshes of two dimensions, nodes and the ranks of a node."""
+"""Functions that ranks run over meshes of two dimensions, nodes and the ranks of a node."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from moe_rt.train.parallel import moe_layers
 
 
 def over_nodes(group: Any, shape: tuple[int, ...], named: bool) -> tuple[tuple[int, ...], list[dict[str, Tensor]]]:
-    """The nodes of a buffer over the last two dimensions of a mesh of this shape; and what a step of a model has here,
-    over these dimensions and over the process group that the buffer is of."""
+    """Return the nodes of a buffer over the last two dimensions of a mesh of this shape, and this rank's results of a
+    step over these dimensions and over the buffer's process group.
+    """
     names = ("replica", "node", "rank")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names if named else None)
     where: Any = mesh[names[-2:]] if len(shape) == 3 else mesh
@@ -34,7 +35,7 @@ def over_nodes(group: Any, shape: tuple[int, ...], named: bool) -> tuple[tuple[i
 
 
 def stepped(model: nn.Module, group: Any) -> dict[str, Tensor]:
-    """Parameters and gradients of this rank, and the norm of all gradients."""
+    """Return this rank's loss, parameters and gradients, and the norm of all gradients."""
     loss = loss_of(model, 0, dist.get_rank(group), dist.get_world_size(group))
     loss.backward()
     grads = {f"grad of {name}": local(p.grad) for name, p in model.named_parameters()}
@@ -47,7 +48,7 @@ def local(t: Any) -> Tensor:
 
 
 def again(group: Any) -> list[bool]:
-    """Slices of a mesh are other objects each time; layers over them share a buffer, and buffers a group."""
+    """Slices of a mesh are new objects each time; yet layers over them share a buffer, and buffers a group."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replica", "node", "rank"))
     layers = [MoELayer(moe_config(), mesh["node", "rank"]) for _ in range(2)]
     first = layers[0].buffer
@@ -64,7 +65,7 @@ def disagree(group: Any) -> None:
 
 
 def crossed(group: Any) -> tuple[int, ...]:
-    """The nodes of a group whose ranks alternate between them."""
+    """Return the nodes of a group whose ranks alternate between them."""
     sizes = moe_config().buffer_sizes()
     with Buffer(DeviceMesh("cpu", [[0, 2], [1, 3]]), **sizes) as buffer:
         return buffer.topology.nodes

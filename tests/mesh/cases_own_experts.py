@@ -1,4 +1,4 @@
-"""What ranks do in the tests of experts that are a user's own, or that an adapter stands around."""
+"""Functions that ranks run in the tests of a user's experts, and of adapters around experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H, E, TOKENS = 16, 4, 48
 
 
 class Listed(nn.Module):
-    """A module for each expert of this rank."""
+    """One module for each expert of this rank."""
 
     def __init__(self, ids: list[int]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def steps(model: nn.Module, rank: int, world: int, num: int = 3) -> list[float]:
-    """Norms and global losses of some steps."""
+    """Return norms and global losses of some steps."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
     seen = []
     for step in range(num):
@@ -99,7 +99,7 @@ def unmarked(group: Any, how: str) -> None:
     model = Model(group, Listed, marked=False)
     try:
         wrapped = DistributedDataParallel(model, find_unused_parameters=how == "unused")
-        if how == "later":  # a forward without gradients is no proof
+        if how == "later":  # a forward without gradients proves nothing
             with torch.no_grad():
                 wrapped(torch.zeros(0, H))
         steps(wrapped, group.rank(), group.size(), 1)
@@ -120,7 +120,7 @@ def of_threads(group: Any) -> None:
 
 
 def saved_on_one(group: Any, kind: type[nn.Module], whole: bool) -> tuple[list[float], list[float]]:
-    """Steps of a model, and of another that was loaded from the first rank's file of it."""
+    """Return the steps of a model, and of another that loaded the first rank's file of it."""
     model = DistributedDataParallel(prepare(Model(group, kind)))
     rank, world = group.rank(), group.size()
     steps(model, rank, world, 1)
@@ -131,7 +131,7 @@ def saved_on_one(group: Any, kind: type[nn.Module], whole: bool) -> tuple[list[f
     other = DistributedDataParallel(prepare(Model(group, kind)))
     try:
         other.load_state_dict(torch.load(io.BytesIO(files[0])))
-        if not whole:  # another rank refused it, and would not come to steps
+        if not whole:  # the other rank raised, and would not take part in steps
             return [], []
         return steps(model, rank, world, 2), steps(other, rank, world, 2)
     finally:
@@ -161,7 +161,7 @@ class Adaptable(nn.Module):
 
 
 def adapted(group: Any, layout: str, late: bool = False) -> list[float]:
-    """PEFT's adapters on the weights of experts; each rank has those of its own."""
+    """Train PEFT's adapters on the weights of experts; each rank has those of its experts."""
     base = Adaptable(group, layout)
     layer = base.moe
     inputs, down = layer.config.weight_names
@@ -183,7 +183,7 @@ def adapted(group: Any, layout: str, late: bool = False) -> list[float]:
 
 @torch.no_grad()
 def _draw_adapters(model: nn.Module, ids: list[int]) -> None:
-    """The same for each expert whatever the rank. PEFT keeps A as [E r, in] and B as [out, r E], experts innermost."""
+    """Draw adapters that depend only on the expert. PEFT has A as [E r, in] and B as [out, r E], experts innermost."""
     for name, p in model.named_parameters():
         if "lora_" not in name:
             continue

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of data parallelism: a decoder in the wrappers that people use, and its weights after."""
+"""Functions that ranks run in the tests of data parallelism: a decoder in common wrappers, and its weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 5
 
 
 def parts(step: int, rank: int, world: int, micro: int) -> list[Tensor]:
-    """This rank's micro-batches of a step's batch, one of three, which is the same however many ranks there are."""
+    """Return this rank's micro-batches of a step's batch, one of three, independent of the number of ranks."""
     tokens = torch.randint(256, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(step % 3))
     return list(tokens.chunk(world)[rank].chunk(micro))
 
@@ -44,7 +44,7 @@ def backward(model: nn.Module, batches: list[Tensor], no_sync: bool = False) -> 
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """The global tensors; names without what wrappers add."""
+    """Return the global tensors, by names without the wrappers' prefixes."""
     spread = {p: layer for layer in moe_layers(model) for p in layer.experts.parameters()}
     tensors = full(dict(model.named_parameters()))
     for name, p in model.named_parameters():
@@ -61,7 +61,7 @@ def bare(name: str) -> str:
 
 
 def optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
-    # A large eps, for the first steps of AdamW otherwise are the signs of gradients, rounding included.
+    # eps is large because AdamW's first steps are otherwise the signs of gradients, rounding included.
     options: dict[str, Any] = dict(lr=1e-2, eps=1e-4)
     if kind != "zero":
         return [torch.optim.AdamW(model.parameters(), **options, **({kind: True} if kind else {}))]
@@ -72,7 +72,7 @@ def optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, rank: int, world: int, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses over all ranks, and all weights at the end."""
+    """Return losses over all ranks, and all weights at the end."""
     stepping, losses = optimizers(model, how.get("optimizer", "")), []
     for step in range(STEPS):
         loss = backward(model, parts(step, rank, world, how.get("micro", 1)), how.get("no_sync", False))
@@ -90,7 +90,7 @@ def train(model: nn.Module, rank: int, world: int, **how: Any) -> tuple[list[flo
 
 
 def alone(how: dict[str, Any], changes: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """One process with the whole batch."""
+    """Train in one process with the whole batch."""
     model = decoder(None, **changes)
     try:
         return train(model, 0, 1, clip=how.get("clip"), norm=how.get("norm", 2.0))
@@ -99,7 +99,7 @@ def alone(how: dict[str, Any], changes: dict[str, Any]) -> tuple[list[float], di
 
 
 def place(group: Any, ep: int, over_mesh: bool = False) -> Any:
-    """The expert-parallel group of this rank: of contiguous ranks."""
+    """Return this rank's expert-parallel group, of contiguous ranks."""
     mesh = ep_mesh(group.size() // ep, ep)
     return mesh["ep"] if over_mesh else mesh.get_group("ep")
 
@@ -110,7 +110,7 @@ def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 def ddp_steps(group: Any, ep: int, how: dict[str, Any], changes: dict[str, Any]) -> Any:
     model = decoder(place(group, ep, how.get("mesh", False)), **changes)
-    if how.get("seeds"):  # what groups hold at first is that of the first
+    if how.get("seeds"):  # groups start with different weights: the first group's must win
         with torch.no_grad():
             for p in model.parameters():
                 (p.to_local() if hasattr(p, "to_local") else p).mul_(1 + group.rank() // ep)
@@ -124,7 +124,7 @@ def ddp_steps(group: Any, ep: int, how: dict[str, Any], changes: dict[str, Any])
 
 
 def fsdp_steps(group: Any, ep: int, how: dict[str, Any]) -> Any:
-    """FSDP2 around experts that `prepare` took out, or that `shard_experts` shards."""
+    """Train with FSDP2 around experts that `prepare` excluded, or that `shard_experts` shards."""
     mesh = ep_mesh(group.size() // ep, ep)
     everyone = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("dp",))
     model = decoder(mesh["ep"] if how.get("mesh") else mesh.get_group("ep"))
@@ -142,7 +142,7 @@ def fsdp_steps(group: Any, ep: int, how: dict[str, Any]) -> Any:
 
 
 def averages(group: Any, over: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """An exponential moving average of weights, by torch and by hand."""
+    """Return an exponential moving average of weights, by torch and by hand."""
     model = ddp(decoder(group))
     source = model if over == "ddp" else model.module
     with warnings.catch_warnings():
@@ -165,7 +165,7 @@ def averages(group: Any, over: str) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 def copied(group: Any) -> tuple[Any, Any]:
-    """Gradients of a prepared model, and of its copy in a wrapper of its own."""
+    """Return gradients of a prepared model and of its copy, each in a separate wrapper."""
     model = prepare(decoder(group))
     grads = []
     for m in (model, copy.deepcopy(model)):
@@ -178,7 +178,7 @@ def copied(group: Any) -> tuple[Any, Any]:
 
 
 def norms(group: Any, how: str) -> tuple[float, float]:
-    """torch's norm, and this library's, of a model that was changed on the way."""
+    """Return torch's norm and moe_rt's of a model whose parameters were replaced."""
     model = prepare(decoder(group))
     if how == "assign":
         model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
@@ -192,7 +192,7 @@ def norms(group: Any, how: str) -> tuple[float, float]:
 
 
 def kinds(group: Any) -> list[tuple[float, float]]:
-    """Norms of all kinds by torch, of parameters and of a generator of gradients, and of the whole gradient."""
+    """Return norms of every kind by torch, of parameters and of a generator of gradients, and of the whole gradient."""
     model = prepare(decoder(group))
     backward(DistributedDataParallel(model), parts(0, group.rank(), group.size(), 1))
     experts = {id(p) for p in expert_parameters(model)}
@@ -213,7 +213,7 @@ def kinds(group: Any) -> list[tuple[float, float]]:
 
 
 def compiled_update(group: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after a step of an optimizer, eager and compiled."""
+    """Return weights after an optimizer's step, eager and compiled."""
     results = []
     for compiled in (False, True):
         model = ddp(decoder(group))

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of wrappers and calls that must be refused."""
+"""Functions that ranks run in the tests of wrappers and calls that must be refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rt.parallel.wrapping import prepare, shard_experts
 
 
 def refused(group: Any, wrapper: str, how: str) -> bool:
-    """Raises what the wrapper raises; before any weight was another one."""
+    """Raise what the wrapper raises; no weight may have changed."""
     model = decoder(group)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
@@ -55,7 +55,7 @@ def refused_zero(group: Any) -> None:
 
 
 def refused_groups(group: Any, how: str) -> None:
-    """Two of three expert-parallel ranks of four, then of a group that lacks one of them."""
+    """Prepare with expert-parallel groups of three ranks and one, or with a group that lacks a rank of the first."""
     subgroups = [dist.new_group(ranks) for ranks in ([0, 1, 2], [3])]
     layer = MoELayer(moe_config(), subgroups[0] if group.rank() < 3 else subgroups[1])
     lone = dist.new_group([0, 1])

@@ -1,4 +1,4 @@
-"""The norm for clipping is that of one process, however parameters are spread, and the same on every rank."""
+"""The norm for clipping equals one process's for every layout of parameters, and is identical on every rank."""
 
 from __future__ import annotations
 

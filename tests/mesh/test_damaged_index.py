@@ -1,4 +1,4 @@
-"""What check_checkpoint says of damaged checkpoints of torch.distributed.checkpoint: always an error of the family."""
+"""check_checkpoint reports damaged checkpoints of torch.distributed.checkpoint as an error of the family."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_names_the_file(
 
 
 def test_no_flipped_bit_of_the_index_raises_anything_else(saved: tuple[MoELayer, Path], tmp_path: Path) -> None:
-    """Without a digest some bits go unseen; those that are seen end in an error of the family."""
+    """No flipped bit raises any other error; without a digest some bits go unnoticed."""
     layer, path = saved[0], Path(shutil.copytree(saved[1], tmp_path / "copy"))
     whole = (path / INDEX).read_bytes()
     rng, refused = random.Random(0), 0

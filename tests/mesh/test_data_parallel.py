@@ -1,4 +1,4 @@
-"""Models with MoELayers in DDP, FSDP2 and ZeRO train as one process does, and what would mix experts is refused."""
+"""Models with MoELayers in DDP, FSDP2 and ZeRO train as one process does; calls that would mix experts are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(results: Any, how: dict[str, Any], changes: dict[str, Any] | None = No
         (4, 4, {"clip": "moe_rt"}),
         (4, 2, {"clip": "torch"}),  # two copies of the experts
         (4, 2, {"seeds": True, "mesh": True}),
-        (2, 1, {}),  # whole experts: as any other parameter
+        (2, 1, {}),  # each rank has all experts, which are averaged as any other parameter
         (2, 2, {"micro": 2}),
         (4, 2, {"micro": 2}),
         (4, 2, {"micro": 2, "no_sync": True, "clip": "torch"}),
@@ -156,6 +156,6 @@ def test_a_compiled_update_is_the_same(make_ranks: MakeRanks) -> None:
 
 
 def test_importing_does_not_import_the_compiler() -> None:
-    """It takes seconds, which every rank of every job would spend."""
+    """`import moe_rt` does not import the compiler, which takes seconds on every rank of every job."""
     code = "import sys; from moe_rt import *; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -51,7 +51,7 @@ def test_refusals(make_ranks: MakeRanks, ranks: Any, changes: dict[str, Any], me
 
 
 def test_one_rank_that_is_wrong_ends_all(make_ranks: MakeRanks) -> None:
-    """A rank whose number of experts does not fit the mesh cannot leave its peers waiting."""
+    """All ranks raise if one rank's number of experts does not fit the mesh; none is left waiting."""
     outcomes = make_ranks("shm", 2).outcomes(cases.refused_on_one)
     assert all(isinstance(outcome, ConfigMismatch) for outcome in outcomes)
 

@@ -1,4 +1,4 @@
-"""A mesh of two dimensions is a group: all its ranks, as over a process group of them, and the nodes they are on."""
+"""A mesh of two dimensions acts as the process group of all its ranks, with nodes along the first dimension."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeRanks = Callable[[str, int], Ranks]
         ((2, 2), True, (0, 0, 1, 1)),
         ((4, 1), False, (0, 1, 2, 3)),
         ((1, 4), True, (0, 0, 0, 0)),
-        ((2, 2, 1), True, (0, 1)),  # a part of a larger mesh, for each half of the ranks
+        ((2, 2, 1), True, (0, 1)),  # one half of a larger mesh for each half of the ranks
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Experts of a user's own over a buffer, and adapters on experts, train in wrappers as one process does."""
+"""A user's experts over a buffer, and adapters on experts, train in wrappers as one process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of two ranks goes on with any number of them, and one of another model is refused."""
+"""Training continues from a checkpoint of two ranks on any number; another model's checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved(make_ranks: MakeRanks, tmp_path_factory: pytest.TempPathFactory) -> Sa
 
 @pytest.mark.parametrize("size", [None, 1, 2, 4])
 def test_goes_on_with_any_number_of_ranks(make_ranks: MakeRanks, saved: Saved, size: int | None) -> None:
-    """None: without torch.distributed and without a mesh, so that parameters are plain tensors."""
+    """Loaded parameters and later losses equal the saved run's. None: plain tensors, without torch.distributed."""
     path, parameters, losses = saved
     if size is None:
         results: list[Any] = [cases.load_then_step(None, path, {})]
@@ -58,7 +58,7 @@ def test_refuses_another_model(make_ranks: MakeRanks, saved: Saved, changes: dic
 
 @pytest.mark.parametrize("num_experts", [8, 6])
 def test_fsdp_saves_the_global_tensors(make_ranks: MakeRanks, tmp_path: Path, num_experts: int) -> None:
-    """Whole experts and, for three of them over two ranks, parts of each: into one process, and another mesh."""
+    """FSDP saves global tensors, also of three experts over two ranks, for one process and for another mesh."""
     path, changes, ranks = str(tmp_path / "fsdp"), {"num_experts": num_experts}, make_ranks("shm", 4)
     saved = ranks.run(cases.save_fsdp, path, changes)[0]
     assert all(tensor.any() for tensor in saved.values())

@@ -1,4 +1,4 @@
-"""Checks the models of the protocol exhaustively, and that each known mistake is caught, for the right reason."""
+"""The models of the protocol hold in all states, and each known mistake violates the expected property."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 MODELS = Path(__file__).parent
 DEADLOCK = "invalid end state"
 
-# Enough ops that both halves of every window are reused, and as many more as stay cheap.
+# Enough ops to reuse both halves of every window, and more while they stay cheap.
 HOLDS = [
     "N=2 RUN=1 OPS=12",
     "N=2 RUN=2 OPS=12",
@@ -42,7 +42,7 @@ HOLDS = [
     "N=3 RUN=3 OPS=6 PUSHED",
 ]
 
-# One op more each, or two, which takes many times as long.
+# One or two more ops take many times as long.
 LONGER = [
     "N=2 ANY_ORDER OPS=10",
     "N=2 ANY_ORDER OPS=5 ROUTES=3",
@@ -61,7 +61,7 @@ LONGER = [
     "N=3 RUN=1 OPS=6 DIE",
 ]
 
-# Each is set so that one reason alone is possible, in whatever order the state space is searched.
+# Each has settings with only one possible violation, for any search order of the state space.
 REFUTED = [
     ("N=2 RUN=3 OPS=3 ROUTES=3 SKIP_ZERO", "tokens_overwritten"),
     ("N=2 RUN=2 OPS=8 SINGLE_WINDOW=D", "tokens_overwritten"),
@@ -79,7 +79,7 @@ REFUTED = [
     ("N=2 RUN=1 OPS=4 PUSHED EARLY_SIGNAL=D", "tokens_not_ready"),
 ]
 
-# The same mistakes with one rank more.
+# The mistakes of REFUTED with one rank more.
 REFUTED_WITH_THREE = [
     ("N=3 RUN=3 OPS=3 ROUTES=1 SKIP_ZERO", "tokens_overwritten"),
     ("N=3 RUN=2 OPS=8 SINGLE_WINDOW=D", "tokens_overwritten"),
@@ -89,10 +89,10 @@ REFUTED_WITH_THREE = [
     ("N=3 RUN=1 OPS=4 DIE NO_WATCH", DEADLOCK),
 ]
 
-# The same mistakes where nothing shows: tests of the real thing must not stop at these settings. When dispatch and
-# combine alternate, each acknowledges the other; a skipped peer goes unseen until three dispatches run
-# without a combine; when one of two ranks fails fast on the other's refusal, nobody is left to wait; and a rank that
-# dies, unlike one that raises and lives on, is seen by everybody without being told.
+# The same mistakes in settings that hide them: tests of the real engine must not stop at these settings. When dispatch
+# and combine alternate, each acknowledges the other, so a skipped peer goes unnoticed until three dispatches run
+# without a combine. When one of two ranks fails fast on the other's refusal, no rank is left to wait. Every rank
+# notices a death without a message, unlike a rank that raises and lives on.
 UNSEEN = [
     "N=2 RUN=2 OPS=8 ROUTES=4 SKIP_ZERO",
     "N=3 RUN=1 OPS=12 SINGLE_WINDOW=D",
@@ -102,7 +102,7 @@ UNSEEN = [
     "N=3 RUN=1 OPS=3 DIE NO_POISON",
 ]
 
-# Two levels. Windows and mailboxes are reused within a few ops, so that more of them add nothing but time.
+# Two levels. Windows and mailboxes are reused within a few ops, so that more ops only add time.
 HOLDS_TWO_LEVEL = [
     "NODES=22 RUN=1 OPS=12",
     "NODES=22 RUN=2 OPS=8",
@@ -161,9 +161,9 @@ REFUTED_TWO_LEVEL = [
     ("NODES=22 RUN=1 OPS=2 ORDER_OF_ALL", "blamed_in_vain"),
 ]
 
-# Again, dispatch and combine that alternate acknowledge each other, and silent ranks show in the third dispatch in a
-# row. With a rank on each node nothing is passed on, so that nothing can be hidden, overtaken or watched in the wrong
-# place; with three ranks, one that dies while it poisons has told the only one that is left.
+# Alternating dispatch and combine acknowledge each other here also, and silent ranks show in the third dispatch in a
+# row. With a rank on each node nothing is passed on, so nothing can be hidden, overtaken or watched in the wrong place.
+# With three ranks, one that dies while it poisons has already reached the only one that is left.
 UNSEEN_TWO_LEVEL = [
     "NODES=22 RUN=1 OPS=12 SINGLE=FORWARDED",
     "NODES=22 RUN=1 OPS=12 SINGLE=SUMS",
@@ -210,7 +210,7 @@ def run(directory: Path, *command: str) -> str:
 
 
 def check(directory: Path, setting: str, model: str) -> Verdict:
-    """Not optimised: that takes a second, and pays where there are millions of states alone."""
+    """Run the model in an unoptimized build: optimizing takes a second, which pays only for millions of states."""
     run(directory, "spin", *(f"-D{flag}" for flag in setting.split()), "-a", str(MODELS / model))
     run(directory, "gcc", "-O0", "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=4000", "-o", "pan", "pan.c")
     output = run(directory, "./pan", "-b", "-m10000", "-w20")  # -b: a search cut short by its depth is an error

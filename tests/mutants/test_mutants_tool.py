@@ -114,7 +114,7 @@ def test_each_is_another_change() -> None:
 
 
 def test_switches_of_the_engine_fit_together() -> None:
-    """All of them are in one build."""
+    """Switches of all mutants compile into one build of the engine."""
     switched = [m for m in MUTANTS if m.kind]
     for file in {m.file for m in switched}:
         assert file.startswith(("cuda/host/", "cuda/protocol/")), file
@@ -142,7 +142,7 @@ TEXTS = {
     "killed": ("2 * x", "3 * x", 'tests = ["tests/test_sums.py::test_double"]'),
     "survivor": ("unused = 1", "unused = 2", 'tests = ["tests/test_sums.py"]'),
     "not-collected": ("def double", "def half", 'tests = ["tests/test_sums.py"]'),
-    "invisible": ("unused = 1", "unused = 3", 'survives = "Nobody reads it."'),
+    "invisible": ("unused = 1", "unused = 3", 'survives = "No code reads it."'),
 }
 
 
@@ -153,7 +153,7 @@ def toml(name: str, find: str, replace: str, rest: str, file: str = "moe_rt/sums
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small tree with a module, its test and four mutants."""
+    """Return a small tree with a module, its test and four mutants."""
     files = {"moe_rt/__init__.py": "", "moe_rt/sums.py": SOURCE, "tests/test_sums.py": TESTS}
     files["tests/mutants/moe_rt.toml"] = "".join(toml(name, *texts) for name, texts in TEXTS.items())
     for name, text in files.items():
@@ -176,7 +176,7 @@ def commit(tree: Path) -> None:
 
 def run(tree: Path, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, str(ROOT / "tools/mutants.py"), "--root", str(tree), *arguments]
-    # The plug-ins that are installed take longer to load than these tests to run.
+    # Installed plug-ins take longer to load than these tests to run.
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}
     done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
@@ -188,7 +188,7 @@ def test_kills_survivors_and_what_is_no_verdict(tree: Path) -> None:
     assert re.search(r"^ +\d+ s  killed: killed  FAILED tests/test_sums.py::test_double", said, re.MULTILINE)
     assert "survivor (moe_rt/sums.py) SURVIVED: Something." in said
     assert "not-collected (moe_rt/sums.py) no verdict: pytest ended with 2: Something." in said
-    assert "invisible (moe_rt/sums.py) is not visible: Something. Nobody reads it." in said
+    assert "invisible (moe_rt/sums.py) is not visible: Something. No code reads it." in said
     assert re.search(r"^all +4 +1 +1 +1 +33%$", said, re.MULTILINE)
     assert (tree / "moe_rt/sums.py").read_text() == SOURCE, "it is the copy that is changed"
 

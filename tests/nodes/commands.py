@@ -1,4 +1,4 @@
-"""Commands in emulated nodes: as programs that go on, and as what they say."""
+"""Commands in emulated nodes: started as programs, or run for their output."""
 
 from __future__ import annotations
 

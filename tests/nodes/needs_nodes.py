@@ -1,4 +1,4 @@
-"""Tests that need emulated nodes are skipped without the rights to make them, or fail where tools are required."""
+"""Tests of emulated nodes are skipped without the rights to make them, or fail if every tool is required."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_rt.nodes.cluster import Cluster
 
 
 def new_cluster(number: int, rate: str | None = None, name: str = "test") -> Cluster:
-    """A cluster that is up, of no other test process; whoever takes it takes it down."""
+    """Return a new cluster that is up; the caller takes it down."""
     cluster = Cluster(f"{name}_{os.getpid()}")
     try:
         cluster.up(number, rate)

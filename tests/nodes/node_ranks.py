@@ -1,4 +1,4 @@
-"""Ranks in emulated nodes, for cases as in harness.py: node n holds as many ranks as the n-th number says."""
+"""Ranks in emulated nodes, for cases as in harness.py: nodes[n] ranks in node n."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START_S = 600.0
 
 
 class NodeRanks(ProcessRanks):
-    """Skips the test where there are no rights to make nodes. The store is served by a process of its own in node 0."""
+    """Ranks in emulated nodes, with a store in node 0; skips the test without the rights to make nodes."""
 
     heap = "ucx"
 
@@ -40,7 +40,7 @@ class NodeRanks(ProcessRanks):
             raise
 
     def _start(self) -> None:
-        if self.size not in self._ranks:  # the first time, or all were killed after a hang
+        if self.size not in self._ranks:  # first start, or all processes were killed after a hang
             self._ranks.start(self.size, _enter, self.cluster.name, 0, _serve_store, self.cluster.address(0))
             self._port = int(self._ranks.hear(self.size, _START_S))
         for rank, node in enumerate(self.node_of):
@@ -50,7 +50,7 @@ class NodeRanks(ProcessRanks):
         self._lives += 1
 
     def restart(self) -> None:
-        """New processes for all ranks, after some have died."""
+        """Start new processes for all ranks, after some have died."""
         for rank in range(self.size):
             self._ranks.kill(rank)
         self._start()
@@ -76,11 +76,11 @@ def _serve_store(channel: Channel, address: str) -> None:
 def _serve_rank(channel: Channel, environment: dict[str, str], *serve: Any) -> None:
     os.environ.update(environment)
     _serve(channel, *serve)
-    await_peers()  # as Python does at its end: peers may still read
+    await_peers()  # the exit of Python does this also: peers may still read
 
 
 def _enter(channel: Channel, cluster: str, node: int, work: Callable[..., None], *arguments: Any) -> None:
-    """A child of this process works, which is wholly in the node. They end together."""
+    """Run the work in a child process that is wholly in the node; both end together."""
     child = fork_into(Cluster(cluster), node)
     if child == 0:
         try:

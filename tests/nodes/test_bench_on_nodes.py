@@ -1,10 +1,10 @@
-"""The benchmark over emulated nodes: outputs are right, and the bytes at the interfaces are those of the formula.
+"""The benchmark over emulated nodes: outputs are right, and the bytes at the interfaces agree with the formula.
 
-What the formula leaves out are headers. A row, of 4096 bytes here, goes in at most three segments of 1448 and may be a
-message of its own; each segment has 66 bytes of Ethernet, IP and TCP headers and is acknowledged in as many, UCX adds
-up to 64 to a message, and what is pulled is asked for in as many and 66. That is 6 * 66 + 64 + 130, less than 600 bytes
-a row. Counts, announcements, flushes and the segments that TCP sends again on a busy machine are a few packets a pair
-of ranks: 64 KiB are a hundred times as many. A row that went twice would be 4096.
+The formula leaves out headers. A row, of 4096 bytes here, needs at most three segments of 1448 and may be a message by
+itself. Each segment has 66 bytes of Ethernet, IP and TCP headers and an acknowledgement of 66 bytes; UCX adds up to 64
+bytes to a message; a request for a pulled row takes up to 64 + 66 bytes. That is 6 * 66 + 64 + 130, less than 600 bytes
+a row. Counts, announcements, flushes and the segments that TCP sends again on a busy machine are a few packets per pair
+of ranks: 64 KiB are a hundred times as many. A row sent twice would add 4096 bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_the_formula(nodes: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.usefixtures("rights")
 def test_open_mpi_takes_part(tmp_path: Path) -> None:
-    """mpirun starts ranks in both nodes, without ssh."""
+    """mpirun starts ranks in both nodes, without ssh, and outputs are right."""
     pins = ROOT / "tools" / "third_party" / "mpi.txt"
     python = python_of("third_party", "mpi", pins, "tools/install_third_party.py")
     environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
@@ -85,7 +85,7 @@ def test_open_mpi_takes_part(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("rights")
 def test_a_benchmark_that_is_killed_leaves_nothing() -> None:
-    """No rank and no node."""
+    """A benchmark that is killed leaves no rank and no node."""
     command = [
         sys.executable,
         "-m",
@@ -117,7 +117,7 @@ def test_a_benchmark_that_is_killed_leaves_nothing() -> None:
 
 
 def ranks_of(cluster: module.Cluster, node: int) -> list[int]:
-    """Those that have begun."""
+    """Return the process ids of the ranks that have started."""
     try:
         return [
             pid for pid in cluster.processes(node) if b"moe_rt.bench.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""Emulated nodes: what is their own, what they share, how commands in them end, and that nothing of them is left."""
+"""Emulated nodes: their separate and shared resources, the end of their commands, and their removal without traces."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with socket.create_server(("", 7000)) as server:
     connection, _ = server.accept()
     print(sum(iter(lambda: len(connection.recv(1 << 16)), 0)))
 """
-# Its child has left the session and the process group, and has no parent any more.
+# The child has left the session and the process group, and has no parent.
 DAEMON = "(setsid sh -c 'echo gone; trap \"\" TERM INT; sleep 1000' &) ; echo started; exec sleep 1000"
 
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def traces(name: str) -> list[str]:
-    """What the system has of a cluster: namespaces, and processes that name it."""
+    """Return the system's traces of a cluster: namespaces, and processes that name it."""
     found = [path.name for path in NETNS.glob(f"{name}-*")]
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -66,7 +66,7 @@ def await_none(cluster: Cluster, node: int) -> None:
 
 def test_a_node_has_its_own(cluster: Cluster) -> None:
     look = "hostname; cat /proc/sys/kernel/random/boot_id; cd /proc/self/ns; readlink net pid mnt uts ipc"
-    of_init = look.replace("self", "1")  # a run has a namespace for the host name of its own
+    of_init = look.replace("self", "1")  # a run has a separate namespace for the host name
     nodes = [said(cluster, node, "sh", "-c", of_init).splitlines() for node in range(2)]
     here = subprocess.run(["sh", "-c", look], check=True, capture_output=True, text=True).stdout.splitlines()
     assert [node[0] for node in nodes] == ["node0", "node1"]
@@ -78,7 +78,7 @@ def test_a_node_has_its_own(cluster: Cluster) -> None:
 
 
 def test_commands_of_a_node_are_together(cluster: Cluster) -> None:
-    """As ranks are that share memory through /proc: by their process ids, in this directory."""
+    """Commands of a node share process ids, boot id, /dev/shm and directory, which ranks with shared memory need."""
     look = "readlink /proc/self/ns/pid /proc/1/ns/pid; cat /proc/sys/kernel/random/boot_id; pwd; ls /dev/shm"
     assert said(cluster, 1, "sh", "-c", look) == said(cluster, 1, "sh", "-c", look)
     pid, *inside = said(cluster, 1, "sh", "-c", look).splitlines()
@@ -117,7 +117,7 @@ def test_there_is_no_way_out(cluster: Cluster) -> None:
 
 def test_a_cut_link_can_be_mended(cluster: Cluster) -> None:
     reach = "import socket; socket.create_connection(('node0', 7001), timeout=0.3)"
-    assert start(cluster, 1, sys.executable, "-c", reach + "\n").wait(HANG_S) == 1  # refused: nobody listens
+    assert start(cluster, 1, sys.executable, "-c", reach + "\n").wait(HANG_S) == 1  # refused: no server listens
     cluster.cut(1)
     try:
         process = start(cluster, 1, sys.executable, "-c", f"try:\n {reach}\nexcept TimeoutError: print('silence')")
@@ -135,7 +135,7 @@ def test_a_status_comes_back(cluster: Cluster, command: str, status: int) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> None:
-    """As Ctrl-C in a terminal, which reaches the whole process group."""
+    """All processes end with the run on a signal, also on Ctrl-C, which reaches the whole process group."""
     process = start(cluster, 0, "sh", "-c", DAEMON)
     assert process.stdout is not None
     assert {process.stdout.readline() for _ in range(2)} == {"started\n", "gone\n"}
@@ -148,7 +148,7 @@ def test_what_was_started_ends_with_the_run(cluster: Cluster, number: int) -> No
 
 @pytest.mark.parametrize("change", ["", "env -i", "unshare --pid --fork"])
 def test_a_daemon_ends_with_a_run_that_ends(cluster: Cluster, tmp_path: Path, change: str) -> None:
-    """Whatever it has changed of what it was started with: session, parent, environment, process ids."""
+    """A daemon ends with its run, although it changed its session, parent, environment or process ids."""
     gone = f'"{tmp_path / "gone"}"'
     daemon = DAEMON.replace("echo gone", f"echo gone; : > {gone}").replace("setsid", f"setsid {change}")
     daemon = daemon.replace("exec sleep 1000", f"until [ -e {gone} ]; do sleep 0.02; done")
@@ -165,7 +165,7 @@ def test_a_run_gives_signals_back(cluster: Cluster) -> None:
 
 
 def test_orphans_are_collected(cluster: Cluster) -> None:
-    """Nothing in a node waits for them but the kernel."""
+    """The kernel reaps a node's orphans: no process in the node waits for them."""
     orphan = "pid=$(sh -c 'sleep 0.1 > /dev/null & echo $!'); "
     look = "for i in $(seq 1000); do [ -e /proc/$pid ] || { echo collected; exit; }; sleep 0.1; done"
     assert said(cluster, 0, "sh", "-c", orphan + look) == "collected"
@@ -179,7 +179,7 @@ def test_a_second_up_is_refused_and_changes_nothing(cluster: Cluster) -> None:
 
 
 def test_a_node_that_is_killed() -> None:
-    """All in it end at once; the others go on; `down` clears it away."""
+    """All processes of a killed node end, the other nodes continue, and `down` removes the rest."""
     with new_cluster(2, name="killed") as cluster:
         process = start(cluster, 0, "sh", "-c", "echo started; exec sleep 1000")
         assert process.stdout is not None
@@ -195,7 +195,7 @@ def test_a_node_that_is_killed() -> None:
 def test_up_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = new_cluster(1, name="fails")
     cluster.down()
-    cluster.down()  # there is none
+    cluster.down()  # a second call is allowed
     add = Cluster._add_node
 
     def add_one(self: Cluster, node: int, *others: object) -> None:
@@ -210,7 +210,7 @@ def test_up_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_after_a_crash_down_clears_all() -> None:
-    """`up` is killed half-way, and a `run` too, which leaves its command behind."""
+    """`down` removes all that a killed `up` and a killed `run` leave."""
     cluster = new_cluster(1, name="crash")
     cluster.down()
     code = "import os, signal, sys; from moe_rt.nodes.cluster import Cluster\nadd = Cluster._add_node\n"

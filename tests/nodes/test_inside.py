@@ -1,4 +1,4 @@
-"""What a process in a node learns about it, and a command that is in a node for as long as who started it."""
+"""Facts that a process in a node can read about the node, and a command in a node that ends with its starter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links that are slow for a while, and nodes that are made anew after they died."""
+"""Links that are slow for a while, and nodes that are rebooted after they died."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def queues(cluster: Cluster) -> list[str]:
-    """What shapes the traffic at both ends of node 1's link."""
+    """Return the queueing disciplines at both ends of node 1's link."""
     ends = ((f"{cluster.name}-node1", "eth0"), (f"{cluster.name}-switch", "port1"))
     return [
         subprocess.check_output(["tc", "-n", space, "qdisc", "show", "dev", device], text=True)
@@ -54,7 +54,7 @@ def link_address(cluster: Cluster, node: int) -> str:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_reboot(cluster: Cluster, dies: bool) -> None:
-    """It is another boot of the same node, and reached by the others as before, at the address that they remember."""
+    """A rebooted node has a new boot id, and the other nodes reach it at the same link address."""
     address = link_address(cluster, 1)
     before, inits = boot_id(cluster, 1), [cluster.init_process(node) for node in range(2)]
     if dies:
@@ -76,13 +76,13 @@ def test_a_reboot(cluster: Cluster, dies: bool) -> None:
 
 
 def test_a_reboot_while_somebody_holds_the_network_of_the_old_node(cluster: Cluster) -> None:
-    """As the kernel does for a while after its last process."""
+    """A reboot succeeds while the old network namespace is open, as it is for a while after its last process."""
     with Path(f"/run/netns/{cluster.name}-node1").open():
         cluster.reboot(1)
 
 
 def test_nobody_has_to_collect_an_init_process(cluster: Cluster) -> None:
-    """A program that makes and takes down many clusters would fill up with the dead."""
+    """A reboot leaves no zombie: a program that makes many clusters would fill up with them."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text().split()
     cluster.reboot(1)

@@ -1,4 +1,4 @@
-"""A run that was told to ignore a signal, as nohup does, goes on when it comes."""
+"""A run that ignores a signal, as under nohup, continues when it arrives."""
 
 from __future__ import annotations
 

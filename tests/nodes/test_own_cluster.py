@@ -1,4 +1,4 @@
-"""A cluster of one process is gone when that process is, whatever has ended it, with all that ran there."""
+"""A process's own cluster disappears with all that runs there when the process ends for any reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_rt.nodes.cluster import NETNS
 from moe_rt.nodes.own_cluster import OwnCluster
 
 HANG_S = 800.0
-# Makes a cluster, starts a process in a node, prints the name of the cluster, and waits.
+# Make a cluster, start a process in a node, print the name of the cluster, and wait.
 STARTS = """
 import os, signal, subprocess, sys
 from moe_rt.nodes.own_cluster import OwnCluster
@@ -38,7 +38,7 @@ def rights() -> None:
 
 
 def await_no_trace(name: str) -> None:
-    """Return when there is no namespace of the cluster, and no process that keeps it."""
+    """Return when no namespace of the cluster and no process that keeps it exist."""
     deadline = time.monotonic() + HANG_S
     while list(NETNS.glob(f"{name}-*")) or keepers(name):
         assert time.monotonic() < deadline
@@ -59,7 +59,7 @@ def keepers(name: str) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_it_ends_with_its_process(number: int) -> None:
-    """And with the whole process group, as a terminal or `timeout` ends it."""
+    """The cluster ends with its process, also if a terminal or `timeout` ends the whole process group."""
     words = ["env", "--default-signal=HUP", sys.executable, "-c", STARTS]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None

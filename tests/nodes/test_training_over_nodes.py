@@ -1,4 +1,4 @@
-"""Training over emulated nodes, as docs/howto/cluster.md shows: the loss of one node, and what a dead node leaves."""
+"""Training over emulated nodes, as docs/howto/cluster.md shows: the loss of one node, and resuming after a death."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "cluster.md"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29500"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "UCX_NET_DEVICES": INTERFACE}
 LAYOUTS = ((1, 2), (2, 2))
-STEPS = 13  # and a validation
+STEPS = 13  # one validation included
 HANG_S = 600.0
-# Of a dispatch or combine; or of the gradients' all-reduce, if that is where the death finds rank 0.
+# The error of a dispatch or combine, or of the gradients' all-reduce if rank 0 is there at the death.
 WHO_DIED = r"the process of rank 1 ended, or the link to it is down|Connection (reset|closed) by peer"
 
 
@@ -44,7 +44,7 @@ def command(out: Path, ranks: int, *flags: str, **changes: object) -> list[str]:
 def training(
     cluster: Cluster, layout: tuple[int, ...], out: Path, *flags: str, **changes: object
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """A torchrun in each node."""
+    """Run a torchrun in each node."""
     programs = []
     for node, ranks in enumerate(layout):
         words = in_node(cluster, node, command(out, ranks, *flags, **changes))
@@ -54,13 +54,13 @@ def training(
 
 
 def checkpoints(out: Path) -> list[int]:
-    """The steps of those that are whole."""
+    """Return the steps of whole checkpoints."""
     names = (path.name.removeprefix("step-") for path in out.glob("checkpoints/step-*"))
     return [int(name) for name in names if name.isdecimal()]
 
 
 def losses(out: Path) -> list[float]:
-    """Of training and of validation, in the order of steps."""
+    """Return losses of training and of validation, in the order of steps."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row.get("loss", row.get("val_loss")) for row in rows]
 
@@ -76,7 +76,7 @@ def on_one_node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> l
     out = tmp_path_factory.mktemp("one")
     words = [word.replace("node0:29500", "localhost:0") for word in command(out, 4, steps=STEPS)]
     words[words.index("--nnodes") + 1] = "1"
-    forked = {"PYTHON_EXEC": str(commands() / "python")}  # on this host, unlike ranks in nodes
+    forked = {"PYTHON_EXEC": str(commands() / "python")}  # these ranks run on this host, so they can be forked
     done = run_python(*words[1:], env={**os.environ, **forked, "OMP_NUM_THREADS": "1"}, limit_s=HANG_S)
     assert done.returncode == 0, done.stderr
     return losses(out)
@@ -100,7 +100,7 @@ def test_the_documented_command_is_this_one() -> None:
 
 
 def test_a_node_that_dies_ends_the_others_and_a_later_run_goes_on(tmp_path: Path) -> None:
-    """The others say who is dead, or gloo whose link it lost; then the cluster is made again, and training resumed."""
+    """The other node's error names the dead rank, or gloo's the lost link; a new cluster resumes training."""
     with new_cluster(2, name="dies") as cluster:
         with training(cluster, (1, 1), tmp_path, steps=10**6, checkpoint_every=2, val_every=10**6) as processes:
             deadline = time.monotonic() + HANG_S

@@ -1,4 +1,4 @@
-"""Tangents through a buffer's ops, what has none, and what whoever looks at whole tensors sees."""
+"""Tangents through a buffer's ops, refused derivatives, and whole tensors in anomaly mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dty
 
 
 def inputs(rank: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """The last rank has no tokens; a token of the others names an expert twice, and one names none."""
+    """Return T tokens on rank 0 and none elsewhere; the first token names an expert K times, the second none."""
     generator = torch.Generator().manual_seed(rank)
     tokens = T if rank == 0 else 0
     x = torch.randn(tokens, H, generator=generator, dtype=dtype)
@@ -31,7 +31,7 @@ def rank_of(group: Any) -> int:
 
 
 def squares(buffer: Buffer, idx: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Experts that square their rows; where rows are of tokens, they weigh them, too."""
+    """Return a dispatch and combine around experts that square rows, and with layout="tokens" also weight them."""
 
     def run(x: Tensor, weights: Tensor) -> Tensor:
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
@@ -43,7 +43,7 @@ def squares(buffer: Buffer, idx: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def tangents_agree(group: Any, options: dict[str, Any], moved: str) -> None:
-    """With finite differences, to five digits more than those have; by both ways that torch has to ask."""
+    """Compare tangents, from torch.func.jvp and from dual numbers, with finite differences."""
     with Buffer(group, **SIZES, **options) as buffer:
         x, idx, weights = inputs(buffer.rank)
         run = squares(buffer, idx)
@@ -99,7 +99,7 @@ NOT_OFFERED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def not_offered(group: Any, what: str) -> str:
-    """What this rank saw; the group goes on."""
+    """Return this rank's error; the group stays usable."""
     with Buffer(group, **SIZES) as buffer:
         x, idx, weights = inputs(0)
         run = squares(buffer, idx)
@@ -114,7 +114,7 @@ def not_offered(group: Any, what: str) -> str:
 
 
 def no_tangent(group: Any, what: str) -> str:
-    """As not_offered, of what has no tangents."""
+    """Return the error of an op without tangents; the group stays usable."""
     codes = {"dispatch_dtype": torch.int8, "dtype": torch.float32} if what in ("payload", "coded") else {}
     with Buffer(group, **{**SIZES, **codes}) as buffer:
         x, idx, weights = inputs(0, buffer.spec.dtype)
@@ -138,7 +138,7 @@ def no_tangent(group: Any, what: str) -> str:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """torch fills with NaN what nobody has written yet."""
+    """torch fills unwritten memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -147,7 +147,7 @@ def poisoned() -> Iterator[None]:
 
 
 def tails(group: Any, options: dict[str, Any]) -> None:
-    """Zero in anomaly mode, in every output that has rows past the end, small or large; else nobody writes them."""
+    """Rows past the end are zero in anomaly mode, in every output, small or large; otherwise they stay unwritten."""
     for hidden in (H, 1 << 16):
         sizes = {**SIZES, "hidden": hidden, "dtype": torch.float32, **options}
         with Buffer(group, **sizes) as buffer, poisoned():

@@ -1,4 +1,4 @@
-"""Ways of evaluating, and a training step after any two of them that must not differ from one after none."""
+"""Modes of evaluation, and a training step after any two of them that must equal a step after none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moe_rt import Buffer, MoEConfig, MoELayer
 
 E, K = 4, 2
-# Large enough for recycled outputs, where there are such.
+# Large enough for recycled outputs, on the heaps that recycle.
 SIZES = {"threads": (256, 1024), "shm": (256, 1024), "loopback": (6, 20)}
 BITWISE = {"rtol": 0, "atol": 0}
 
@@ -67,7 +67,7 @@ def in_fake_mode(model: Model, x: Tensor) -> None:
 
 
 def tried(transform: Callable[[Model], Model], model: Model, x: Tensor) -> None:
-    """torch may have no rule for an op, and says so before anything is announced."""
+    """Run a transform that may raise: torch has no rule for some ops, and says so before anything is announced."""
     with suppress(RuntimeError):
         transform(lambda x: model(x).sum())(x)
 
@@ -94,16 +94,16 @@ TRANSFORMS: dict[str, Callable[[Model, Tensor], Any]] = {
     "export": exported,
     "compile": compiled,
 }
-# Tracing takes a second or more, and knows nothing of heaps.
+# Tracing takes a second or more, and does not depend on the heap.
 SLOW = ("export", "compile")
 
 
-# Those that a program goes through most, and after which most could be remembered.
+# The modes that programs use most, and that are most likely to leave state in an op.
 USUAL = ("plain", "no_grad", "inference_mode", "autocast", "compile")
 
 
 def modes(heap: str) -> list[str]:
-    """Those to try on a heap."""
+    """Return the modes to try on a heap."""
     return [mode for mode in (*CONTEXTS, *TRANSFORMS) if heap == "threads" or mode not in SLOW]
 
 
@@ -116,7 +116,7 @@ def evaluate(mode: str, model: Model, x: Tensor) -> None:
 
 
 def train(model: Model, x: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Outputs and gradients of two steps."""
+    """Return outputs and gradients of two steps."""
     results = []
     for _ in range(2):
         x = x.detach().requires_grad_()
@@ -169,7 +169,7 @@ def layer_case(group: Any, heap: str, first: str, seconds: list[str]) -> None:
     def make() -> tuple[MoELayer, Model, list[Tensor]]:
         layer = MoELayer(config, group, buffer=Buffer(group, **config.buffer_sizes()))
         generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():  # the global RNG is one for all ranks that are threads
+        with torch.no_grad():  # ranks that are threads share the global RNG
             for p in layer.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator) * 0.1)
 
@@ -191,7 +191,7 @@ def layer_case(group: Any, heap: str, first: str, seconds: list[str]) -> None:
 
 
 def made_in(group: Any, mode: str) -> None:
-    """A layer keeps its parameters in the mode that it is made in, as torch's do; what it counts is changed later."""
+    """A layer keeps its parameters in the mode that it is made in, as torch's layers do; its counters change later."""
     tokens, hidden = SIZES["threads"]
     config = MoEConfig(hidden=hidden, intermediate=16, num_experts=E, num_topk=K, num_max_tokens_per_rank=tokens)
     x = input_of(group, "threads")

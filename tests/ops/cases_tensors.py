@@ -1,4 +1,4 @@
-"""Tensors of every kind that torch has, as what a rank gives to an op."""
+"""Tensors of every kind that torch has, as arguments of ops."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def inputs(rank: int) -> dict[str, Tensor]:
 
 
 def owes_sign(t: Tensor) -> Tensor:
-    """Equal to t, with the other sign in memory: what z.conj().imag is."""
+    """Return a tensor that equals t and has the other sign in memory, as z.conj().imag does."""
     owed = torch._neg_view(-t)
     assert owed.is_neg()
     return owed
 
 
 def no_memory(t: Tensor) -> Tensor:
-    """What forward-mode AD has for a tangent that is zero."""
+    """Return the tensor that forward-mode AD uses for a tangent of zero."""
     return torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device)
 
 
 def in_imaginary_part(t: Tensor) -> Tensor:
-    """Every other number of memory, with the other sign."""
+    """Return a tensor that equals t and is every other element in memory, with the other sign."""
     return torch.complex(torch.zeros_like(t), -t).conj().imag
 
 
 def results_of(buffer: Buffer, rank: int, change: Callable[[Tensor], Tensor], real: Callable[[Tensor], Tensor]) -> Any:
-    """Outputs and gradients where every tensor that goes in is changed, or really is what the change stands for."""
+    """Return outputs and gradients with every input tensor passed through `real` and then `change`."""
     given = inputs(rank)
     leaves = [change(real(given[name])).requires_grad_() for name in ("x", "topk_weights")]
     recv_x, recv_weights, handle = buffer.dispatch(leaves[0], given["topk_idx"], leaves[1])
@@ -84,7 +84,7 @@ ODD: dict[str, Callable[[Tensor], Any]] = {
 
 
 def odd_argument(group: Any, faulty_rank: int, name: str, argument: str) -> str:
-    """The faulty rank gives something else for one argument; what this rank saw. The group goes on."""
+    """The faulty rank passes an unusual argument. Return this rank's error; the group stays usable."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     with Buffer(group, **SIZES) as buffer:
         given: dict[str, Any] = inputs(rank)
@@ -103,7 +103,7 @@ def odd_argument(group: Any, faulty_rank: int, name: str, argument: str) -> str:
 
 
 def odd_gradient(group: Any, faulty_rank: int) -> str:
-    """The faulty rank's rows have a sparse gradient: torch allows it for any tensor."""
+    """The faulty rank's rows have a sparse gradient, which torch allows for any tensor."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     with Buffer(group, **SIZES) as buffer:
         given: dict[str, Any] = inputs(rank)
@@ -121,7 +121,7 @@ def odd_gradient(group: Any, faulty_rank: int) -> str:
 
 
 def odd_tag(group: Any, faulty_rank: int, tag: Any) -> list[str]:
-    """Given to dispatch, then as a handle's, by the faulty rank alone."""
+    """The faulty rank passes an unusual tag to dispatch, and then in a handle. Return this rank's errors."""
     rank, texts = group.rank if isinstance(group.rank, int) else group.rank(), []
     with Buffer(group, **SIZES) as buffer:
         results = buffer.dispatch(**inputs(rank))
@@ -142,7 +142,7 @@ def odd_tag(group: Any, faulty_rank: int, tag: Any) -> list[str]:
 
 
 def odd_handle(group: Any, faulty_rank: int, handle: Any, with_out: bool) -> str:
-    """Given to combine by the faulty rank alone; what this rank saw. The group goes on."""
+    """The faulty rank passes an unusual handle to combine. Return this rank's error; the group stays usable."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     with Buffer(group, **SIZES) as buffer:
         rows, weights, right = buffer.dispatch(**inputs(rank))
@@ -157,7 +157,7 @@ def odd_handle(group: Any, faulty_rank: int, handle: Any, with_out: bool) -> str
 
 
 def odd_choice(group: Any, faulty_rank: int, coded: Any) -> str:
-    """As odd_handle, of a dispatch's `coded`, in a buffer whose rows travel as codes."""
+    """The faulty rank passes an unusual `coded` to a dispatch with coded rows. Return this rank's error."""
     rank = group.rank if isinstance(group.rank, int) else group.rank()
     with Buffer(group, **SIZES, dispatch_dtype=torch.int8) as buffer:
         text = "no error"

@@ -1,4 +1,4 @@
-"""What a single call may choose, under torch's dispatcher: schemas, fakes, torch.compile, and gradients of out=."""
+"""Options of a single call under torch's dispatcher: schemas, fakes, torch.compile, and gradients of out=."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def buffer() -> Iterator[Buffer]:
 
 
 def inputs(requires_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Every token visits K experts, so that with T as the bound no row is unspecified."""
+    """Return inputs in which every token visits K experts, so that with T as the bound no row is unspecified."""
     torch.manual_seed(0)
     x = torch.randn(T, H, dtype=torch.float64, requires_grad=requires_grad)
     idx = torch.tensor([[t % E, (t + 1) % E] for t in range(T)], dtype=torch.int32)
@@ -80,7 +80,7 @@ def test_compiled_calls_of_several_bounds(buffer: Buffer, grad: bool) -> None:
 
 
 def test_compiled_out(buffer: Buffer) -> None:
-    """Functionalised and back: the caller's tensor is written, a view of it too, and what is read later sees it."""
+    """A compiled combine writes the caller's tensor, a view of it also, and later reads see the result."""
     x, idx, w = inputs()
 
     def pair(x: Tensor, memory: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def test_compiled_out(buffer: Buffer) -> None:
 @pytest.mark.parametrize("which", ["y", "recv_weights", "out"])
 @pytest.mark.parametrize("through", ["buffer", "dispatcher"])
 def test_out_has_no_gradients(buffer: Buffer, which: str, through: str) -> None:
-    """Refused before the op, which is not numbered then."""
+    """A combine into out= is refused before the op if gradients are recorded; it gets no sequence number."""
     recv_x, recv_weights, handle = buffer.dispatch(*inputs())
     args: dict[str, Any] = {"y": recv_x, "recv_weights": recv_weights, "out": torch.zeros(T, H, dtype=torch.float64)}
     args[which] = args[which].detach().requires_grad_()

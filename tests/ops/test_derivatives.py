@@ -1,4 +1,4 @@
-"""Forward mode, transforms of functions, second derivatives and anomaly mode: right, or refused in words everywhere."""
+"""Forward mode, transforms of functions, second derivatives and anomaly mode are right, or refused on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"experts": {}, "tokens": {"layout": "token
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize(("options", "moved"), [(o, "xw") for o in OPTIONS] + [("experts", "x"), ("experts", "w")])
 def test_tangents_are_finite_differences(make_ranks: MakeRanks, heap: str, options: str, moved: str) -> None:
-    """Of ranks with and without tokens. Forward mode is a process's: one rank of each."""
+    """Tangents equal finite differences. Forward mode is global to a process, so each process has one rank."""
     make_ranks(heap, SIZE if heap == "shm" else 1).run(cases.tangents_agree, OPTIONS[options], moved)
 
 
@@ -78,7 +78,7 @@ def operands() -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", _kernels())
 def test_tangents_of_experts_are_finite_differences(kind: str) -> None:
-    """Of each operand alone, and of all; what lies past the end is anybody's."""
+    """Tangents of each operand and of all together equal finite differences; rows past the end are not compared."""
     run, given = _kernels()[kind], operands()
     moves = [[torch.randn_like(t) * float(i in (j, 3)) for i, t in enumerate(given)] for j in range(3)]
     for directions in (*moves, [torch.randn_like(t) for t in given]):
@@ -130,5 +130,5 @@ ANOMALY = {**OPTIONS, "codes": {"dispatch_dtype": torch.int8}}
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize("options", ANOMALY)
 def test_tails_are_zero_in_anomaly_mode(make_ranks: MakeRanks, heap: str, options: str) -> None:
-    """Modes are a process's: one rank of each."""
+    """Rows past the end are zero in anomaly mode, which is global to a process, so each process has one rank."""
     make_ranks(heap, SIZE if heap == "shm" else 1).run(cases.tails, ANOMALY[options])

@@ -1,4 +1,4 @@
-"""When an op goes through torch's dispatcher: whenever somebody could see or change it there, and only then."""
+"""An op goes through torch's dispatcher whenever a mode or transform could see or change it there, and only then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def buffer() -> Iterator[Buffer]:
 
 
 class Seen(TorchDispatchMode):
-    """Notes moe_rt's ops."""
+    """Records the names of moe_rt's ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def there_and_back(buffer: Buffer) -> tuple[Tensor, ...]:
-    """The output, and the gradients of x and topk_weights."""
+    """Return the output, and the gradients of x and topk_weights."""
     x, idx, w = tokens()
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
     out = buffer.combine(recv_x, recv_weights, handle)
@@ -55,7 +55,7 @@ def there_and_back(buffer: Buffer) -> tuple[Tensor, ...]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the ops that went through the dispatcher."""
+    """Return a list of the ops that go through the dispatcher."""
     names: list[str] = []
     call = torch._ops.OpOverload.__call__
 
@@ -99,7 +99,7 @@ def test_a_trace_holds_the_op(buffer: Buffer) -> None:
 
 
 class Marked(torch.Tensor):
-    """A subclass without behaviour of its own."""
+    """A subclass without added behaviour."""
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x.as_subclass(Marked), torch.nn.Parameter], ids=["subclass", "parameter"])
@@ -114,7 +114,7 @@ def test_subclasses_go_through_it(buffer: Buffer, passes: list[str], wrap: Calla
 def test_transforms_of_functions_go_through_it(
     buffer: Buffer, passes: list[str], transform: Callable[[Any], Callable[[Tensor], Tensor]]
 ) -> None:
-    """They hand over tensors that look plain."""
+    """Transforms pass tensors that look plain; the ops go through the dispatcher all the same."""
     x, idx, w = (t.detach() for t in tokens())
     with pytest.raises(InvalidInput, match=r"under torch\.(func|vmap)"):
         transform(lambda x: buffer.dispatch(x, idx, w)[0].sum())(x)
@@ -126,7 +126,7 @@ def test_transforms_of_functions_go_through_it(
 def test_an_output_that_nobody_uses_adds_nothing(
     buffer: Buffer, watch: Callable[[], AbstractContextManager[Any]], used: int
 ) -> None:
-    """Its gradient is None there, not a tensor of zeros."""
+    """An unused output has no gradient, instead of a tensor of zeros, and adds nothing."""
     x, idx, w = tokens()
     with watch():
         recv = buffer.dispatch(x, idx, w)
@@ -141,7 +141,7 @@ def test_an_output_that_nobody_uses_adds_nothing(
 def test_a_call_whose_gradients_nobody_wants_makes_no_node(
     buffer: Buffer, passes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although they are recorded where somebody does."""
+    """A call without inputs that require gradients makes no autograd node, although gradients are recorded."""
     x, idx, w = tokens()
     for function in (gradients.DispatchFunction, gradients.CombineFunction):
         monkeypatch.setattr(function, "apply", lambda *args: pytest.fail("a Function was called"))
@@ -155,7 +155,7 @@ def test_a_call_whose_gradients_nobody_wants_makes_no_node(
 
 @pytest.mark.parametrize("op", [0, 1], ids=["dispatch", "combine"])
 def test_dual_numbers_go_through_it(buffer: Buffer, passes: list[str], op: int) -> None:
-    """Plain as they look, also where no gradients are recorded: an op past it would drop their tangents."""
+    """Dual numbers look plain, also without recorded gradients, but lose their tangents outside the dispatcher."""
     x, idx, w = (t.detach() for t in tokens())
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
     calls = lambda x: buffer.dispatch(x, idx, w)[0], lambda y: buffer.combine(y, recv_weights, handle)
@@ -167,7 +167,7 @@ def test_dual_numbers_go_through_it(buffer: Buffer, passes: list[str], op: int) 
 
 @pytest.mark.parametrize("op", [0, 1], ids=["dispatch", "combine"])
 def test_second_derivatives_are_refused(buffer: Buffer, op: int) -> None:
-    """Rather than taken for zero."""
+    """Second derivatives are refused instead of being zero."""
     x, idx, w = tokens()
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
     y = recv_x.detach().requires_grad_()
@@ -186,7 +186,7 @@ def test_unwatched_is_asked_of_every_argument() -> None:
 def test_a_tensor_on_another_device_is_refused_either_way(
     buffer: Buffer, watch: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """torch would look for another kernel, and never ask the engine."""
+    """The op is refused in and outside the dispatcher, in which torch would select another kernel."""
     x, idx, w = tokens()
     recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
     with watch():

@@ -1,4 +1,4 @@
-"""Training after evaluation, in whatever modes of torch: nothing that an op keeps remembers the mode it was made in."""
+"""Training after evaluation in any modes of torch: an op's state does not depend on the mode it was made in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ MakeRanks = Callable[[str, int], Ranks]
 
 
 def any_two(heap: str, usual_by_default: bool) -> list[Any]:
-    """Each mode before the usual ones, and by default each of these before all others; other pairs in a sweep.
+    """Return pairs of modes: each mode before the usual ones, and by default the usual ones before all others; a sweep
+    has the other pairs.
 
-    Compiling takes most of the time: in a sweep alone it comes after what is not usual. The emulated GPU's engine
-    shares the Python of CPU ranks: there a sweep alone begins with what is not usual.
+    Compiling takes most of the time: only a sweep compiles after unusual modes. The emulated GPU's engine shares the
+    Python of CPU ranks: on it only a sweep begins with unusual modes.
     """
     found = []
     for first in cases.modes(heap):
@@ -35,7 +36,7 @@ def any_two(heap: str, usual_by_default: bool) -> list[Any]:
     ("heap", "first", "seconds"), [two for heap in HEAPS for two in any_two(heap, usual_by_default=heap == "threads")]
 )
 def test_a_buffer_trains_after_any_two_modes(make_ranks: MakeRanks, heap: str, first: str, seconds: list[str]) -> None:
-    """Gradients bit for bit as in a run that never evaluated. Modes are a thread's or a process's: one rank of each."""
+    """Gradients equal, bit for bit, those without evaluation. Modes are global to a process: it has one rank."""
     make_ranks(heap, 2 if heap == "shm" else 1).run(cases.buffer_case, heap, first, seconds)
 
 

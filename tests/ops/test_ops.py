@@ -1,4 +1,4 @@
-"""The torch ops: contracts (opcheck), gradients (gradcheck), fakes, compile, and what they must not do."""
+"""The torch ops: contracts (opcheck), gradients (gradcheck), fakes, compile, and forbidden side effects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def inputs(requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_opcheck_of_every_op(buffer: Buffer) -> None:
-    """Schema, autograd, fakes, and dynamic shapes through AOT dispatch.
+    """Schema, autograd, fakes, and dynamic shapes pass through AOT dispatch.
 
     Every token visits K experts, so that no row of a receive buffer is unspecified and values can be compared.
     """
@@ -59,13 +59,13 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
     }
     for name, args in ops.items():
         torch.library.opcheck(getattr(torch.ops.moe_rt, name), args)
-    # A plan's unused room is unspecified too, so for dispatch itself only the structure can be compared.
+    # A plan's unused entries are unspecified also, so for dispatch itself only the structure can be compared.
     structure = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.moe_rt.dispatch, (x, idx, w, engine, 0), test_utils=structure)
     defined = {
         n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("moe_rt::")
     }
-    # In test_calls_compiled.py, test_rows_of_tokens_compiled.py, test_scaled_rows_compiled.py.
+    # These are tested in test_calls_compiled.py, test_rows_of_tokens_compiled.py and test_scaled_rows_compiled.py.
     elsewhere = {"combine_out", "combine_tokens_backward", "dispatch_scaled"}
     assert defined == {*ops, "dispatch", *elsewhere}, "every op of the library is checked"
 
@@ -77,7 +77,7 @@ def test_gradcheck_of_the_pair(buffer: Buffer) -> None:
         recv_x, recv_weights, handle = buffer.dispatch(x, idx, w)
         n = int(handle.offs[-1])
         y = torch.zeros_like(recv_x)
-        y[:n] = recv_x[:n].sin() * recv_weights[:n, None]  # weights used twice: once here, once in combine
+        y[:n] = recv_x[:n].sin() * recv_weights[:n, None]  # weights are used twice: here, and in combine
         return buffer.combine(y, recv_weights, handle)
 
     x, _, w = inputs()
@@ -110,7 +110,7 @@ def test_expert_ops_match_a_loop_and_touch_only_real_rows(dtype: torch.dtype, si
 
 @pytest.mark.parametrize("hidden", [10, 3])
 def test_sizes_that_the_grouped_kernel_refuses(hidden: int) -> None:
-    """Rows that are no multiple of 16 bytes take the loop."""
+    """Products of rows that are not a multiple of 16 bytes use the loop, and are right."""
     offs = torch.tensor([2, 5], dtype=torch.int32)
     x, weight = torch.randn(5, hidden, requires_grad=True), torch.randn(2, 7, hidden, requires_grad=True)
     out = grouped_linear(x, weight, offs)
@@ -125,7 +125,7 @@ def test_sizes_that_the_grouped_kernel_refuses(hidden: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_that_the_cpu_has_no_instructions_for(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32, rounded once, whatever this processor would do; real rows only."""
+    """Products compute in fp32 and round once, on any processor, over real rows only."""
     monkeypatch.setattr(grouped, "_cpu_multiplies", lambda dtype: False)
     monkeypatch.setattr(grouped.F, "grouped_mm", lambda *args, **kwargs: pytest.fail("the kernel was called"))
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -152,14 +152,14 @@ def test_knows_what_the_cpu_multiplies() -> None:
 
 
 def test_sum_of_an_output_has_a_gradient() -> None:
-    """The gradient of a bare sum() is an expanded scalar, whose strides the kernel of torch refuses."""
+    """A bare sum() works, although its gradient is an expanded scalar, whose strides torch's kernel refuses."""
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 8, requires_grad=True)
     grouped_linear(x, weight, torch.tensor([4], dtype=torch.int32)).sum().backward()
     torch.testing.assert_close(x.grad, weight.detach()[0].sum(0).expand(4, 8))
 
 
 def test_outputs_are_fresh(buffer: Buffer) -> None:
-    """A later op must not change what an earlier one returned, whatever windows it reuses."""
+    """A later op does not change an earlier op's results, whatever windows it reuses."""
     x, idx, w = inputs(requires_grad=False)
     first = buffer.dispatch(x, idx, w)
     n = int(first[2].offs[-1])
@@ -185,7 +185,7 @@ def test_fakes_have_static_shapes(buffer: Buffer) -> None:
 
 
 class ForbidHostReads(TorchDispatchMode):
-    """Fails on anything that would make the host wait for a device's numbers."""
+    """Fails on ops that make the host wait for values on a device."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "item", "_to_copy", "masked_select", "unique")
 
@@ -202,7 +202,7 @@ def test_no_host_read_forward_and_backward(buffer: Buffer) -> None:
         assert repr(handle).endswith(f", send_plan=[{T}, {idx.shape[1]}], device='cpu')")
         torch.autograd.grad(out, [x, w], torch.ones_like(out))
     with pytest.raises(AssertionError, match="host read"), ForbidHostReads():
-        int(handle.offs[-1])  # the detector is not blind
+        int(handle.offs[-1])  # shows that the mode detects reads
 
 
 def test_compile_keeps_values_and_gradients(buffer: Buffer) -> None:
@@ -223,7 +223,7 @@ def test_compile_keeps_values_and_gradients(buffer: Buffer) -> None:
 
 
 def test_a_compiled_graph_is_not_found_again_for_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs with the same text of a graph and the same number of buffers, but another capacity, share a disk."""
+    """Jobs with equal graph text and buffer counts but other capacities do not share cached graphs."""
     x, idx, w = inputs(requires_grad=False)
     sizes = dict(num_max_tokens_per_rank=T, hidden=H, num_topk=K, num_experts=E, dtype=torch.float64, overflow="drop")
     with fresh_cache():

@@ -1,4 +1,4 @@
-"""layout="tokens" under torch's dispatcher: contracts (opcheck), gradients (gradcheck), fakes, what is kept."""
+"""layout="tokens" under torch's dispatcher: contracts (opcheck), gradients (gradcheck), fakes, saved tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inputs(requires_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def experts(recv_x: Tensor, recv_weights: Tensor, handle: Handle) -> Tensor:
-    """One function for each expert, weighed and added; rows that hold no token stay zero, whatever they hold."""
+    """Apply one function for each expert, weight and add; rows without a token become zero, whatever they contain."""
     assert handle.recv_topk_idx is not None
     here = handle.recv_topk_idx >= 0
     real = (torch.arange(len(recv_x)) < handle.offs[-1])[:, None]

@@ -29,7 +29,7 @@ def buffer(request: pytest.FixtureRequest) -> Iterator[Buffer]:
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows, codes and scales; every token visits K experts, so that with T as the bound no row is unspecified."""
+    """Return rows, codes and scales; every token visits K experts, so with T as the bound no row is unspecified."""
     torch.manual_seed(0)
     x = torch.randn(T, H)
     idx = torch.tensor([[t % E, (t + 1) % E] for t in range(T)])
@@ -50,7 +50,7 @@ def pair(buffer: Buffer, x: Any, idx: Tensor, w: Tensor, bound: int, coded: bool
 
 @pytest.mark.parametrize("layout", ["experts", "tokens"])
 def test_opcheck(layout: str) -> None:
-    """Of int8: for the comparisons that opcheck makes, torch has no fp8 kernels."""
+    """Checked with int8 codes: torch has no fp8 kernels for opcheck's comparisons."""
     x, _, scales, idx, w = inputs()
     structure = ("test_schema", "test_autograd_registration", "test_faketensor")
     with open_buffer(layout=layout, dispatch_dtype=torch.int8) as buffer:
@@ -88,7 +88,7 @@ def test_compiles_as_one_graph(buffer: Buffer) -> None:
 @pytest.mark.parametrize("which", ["codes", "scales", "topk_weights"])
 @pytest.mark.parametrize("through", ["buffer", "dispatcher"])
 def test_codes_have_no_gradients(buffer: Buffer, which: str, through: str) -> None:
-    """Refused before the op, which is not numbered then."""
+    """A dispatch of codes is refused before the op if gradients are recorded; it gets no sequence number."""
     _, codes, scales, idx, w = inputs()
     args = {"codes": codes, "scales": scales, "topk_weights": w}
     args[which] = args[which].detach().requires_grad_()
@@ -106,7 +106,7 @@ def test_codes_have_no_gradients(buffer: Buffer, which: str, through: str) -> No
 
 
 def test_a_graph_refuses_what_the_buffer_cannot_code() -> None:
-    """When it runs, on every rank: its fake takes any buffer."""
+    """A graph refuses when it runs, on every rank; its fake accepts any buffer."""
     x, _, _, idx, w = inputs()
     with open_buffer() as buffer:
         torch._dynamo.reset()

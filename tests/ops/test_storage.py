@@ -1,4 +1,4 @@
-"""Recycled memory: warm for the next output, never shared with a living one."""
+"""Recycled memory is warm for the next output, and never shared with a live one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_whoever_refers_to_a_tensor_keeps_its_block(keep: Callable[[Tensor], obj
 
 
 def test_a_block_serves_every_shape_that_fits() -> None:
-    """In a tensor of its own: no view, and what was done to the one before does not show."""
+    """A block serves every shape that fits, as a new tensor: not a view, and without the state of the previous one."""
     memory = Recycler()
     addresses = set()
     half, single = torch.bfloat16, torch.float32
@@ -62,7 +62,7 @@ def test_a_block_serves_every_shape_that_fits() -> None:
 
 
 def test_what_another_process_may_read_is_not_used_again() -> None:
-    """Sending a tensor moves it to shared memory, under every tensor of its storage."""
+    """Memory sent to another process is not reused: sending moves all tensors of the storage to shared memory."""
     memory = Recycler()
     sent = memory.empty(*SHAPE, torch.bfloat16).share_memory_()
     assert sent.is_shared()
@@ -72,7 +72,7 @@ def test_what_another_process_may_read_is_not_used_again() -> None:
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0], ids=["nothing", "half", "all"])
 def test_whoever_saves_memory_resizes_a_storage(part: float) -> None:
-    """To nothing and back, as for any tensor; what is handed out later has all its pages again."""
+    """A storage may be resized to nothing and back, as any tensor's; later outputs have all their pages again."""
     memory = Recycler()
     kept = memory.empty(*SHAPE, torch.bfloat16).fill_(3)
     storage, copy = kept.untyped_storage(), kept.clone()
@@ -120,7 +120,7 @@ def test_what_nobody_wrote_is_nan_where_torch_is_told_to_be_deterministic() -> N
     torch.use_deterministic_algorithms(True)
     try:
         assert Recycler().empty(*SHAPE, torch.float32).isnan().all()
-        assert (Recycler().empty(*SHAPE, torch.int32) == 2**31 - 1).all()  # what has no NaN, as torch.empty
+        assert (Recycler().empty(*SHAPE, torch.int32) == 2**31 - 1).all()  # torch.empty's fill for dtypes without NaN
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -133,7 +133,7 @@ def test_tensors_are_of_the_mode_that_is_on() -> None:
 
 
 def test_autograd_keeps_what_it_saved() -> None:
-    """combine saves y for its backward; later dispatches must not get y's memory."""
+    """Autograd's saved tensors are not reused: combine saves y, and later dispatches need other memory."""
     hidden, tokens = 2048, 300
     sizes = dict(num_max_tokens_per_rank=tokens, hidden=hidden, num_topk=1, num_experts=2, dtype=torch.float32)
     with Buffer(None, **sizes) as buffer:

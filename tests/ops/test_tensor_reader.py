@@ -1,4 +1,4 @@
-"""What the one call that looks at an op's tensors takes for plain; the rest is looked at again, one by one."""
+"""The one call that checks an op's tensors accepts only plain ones; any other is checked again, one by one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def combined(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def strided(t: Tensor) -> Tensor:
-    """Equal, with other numbers between."""
+    """Return a tensor that equals t, with other numbers between its elements."""
     return torch.stack([t, t], -1)[..., 0]
 
 
@@ -71,7 +71,7 @@ def test_plain_tensors(dtype: torch.dtype) -> None:
     given["topk_idx"] = given["topk_idx"].to(torch.int32)
     assert reader(dtype).dispatch(*given.values()) == T
     assert reader(dtype).dispatch(*(t[:0] for t in given.values())) == 0
-    assert reader(dtype).dispatch(*(t[::2][:1] for t in given.values())) == 1  # the stride of one row means nothing
+    assert reader(dtype).dispatch(*(t[::2][:1] for t in given.values())) == 1  # a single row's stride has no meaning
     for other in DTYPES:
         if other is not dtype:
             assert reader(other).dispatch(*given.values()) == -1
@@ -103,9 +103,9 @@ def test_what_is_not_plain_in_a_dispatch(odd: str, name: str) -> None:
 def test_what_is_not_plain_in_a_combine(odd: str, name: str) -> None:
     given: dict[str, Any] = combined()
     any_length = {"y": ("one row more",), "send_plan": ("one row more",)}
-    any_length["recv_weights"] = ("one row more", "one column more", "None")  # of one dimension, and of tokens
+    any_length["recv_weights"] = ("one row more", "one column more", "None")  # layouts "experts" and "tokens"
     if odd in any_length.get(name, ()) or (name.endswith("plan") and odd in ("no memory", "part of no memory")):
-        return  # plans are never made without memory, and the engine asks whose they are
+        return  # plans always have memory, and the engine checks that they are its own
     if name.endswith("plan") and odd == "dtype of another kind":
         odd = "another dtype"
     if name == "recv_plan" and odd == "one dimension less":
@@ -166,7 +166,7 @@ def test_ops_do_the_same_where_nothing_is_plain() -> None:
 
 @pytest.mark.parametrize(("begin", "end"), [(-8, 0), (-8, 1), (-1, 1), (0, 8)])
 def test_memory_that_is_avoided(begin: int, end: int) -> None:
-    """`begin` and `end` are bytes from the end of a tensor, or where it begins: not one byte may lie between them."""
+    """A tensor with a byte in the avoided range is not plain; the range is relative to its end, then to its start."""
     for name in ("x", "topk_idx", "weights"):
         given = dispatched()
         looks = reader()

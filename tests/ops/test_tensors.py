@@ -1,4 +1,4 @@
-"""What goes into an op: values are what torch says that they are, and what has none is refused on every rank."""
+"""Inputs of ops: values are what torch says they are, and a tensor without values is refused on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONE = (("csr", "recv_weights"), ("jagged", "recv_weights"), ("mkldnn", "topk_id
 @pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize("kind", ["owes sign", "imaginary part", "no memory"])
 def test_signs_that_are_owed_and_zeros_without_memory(make_ranks: MakeRanks, heap: str, kind: str) -> None:
-    """In every input and every gradient, bit for bit as plain tensors of the same values."""
+    """Negated views and tensors without memory, as inputs and gradients, give the same bits as plain tensors."""
     make_ranks(heap, SIZE).run(cases.kinds_agree, kind)
 
 
@@ -50,7 +50,7 @@ def test_a_sparse_gradient(make_ranks: MakeRanks, heap: str) -> None:
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 @pytest.mark.parametrize("tag", [2**28, 2**28 + 1, 2**32, 2**70, -1, 1.0, "router", None], ids=str)
 def test_what_is_no_tag(make_ranks: MakeRanks, heap: str, tag: Any) -> None:
-    """2**28 + 1 was the same layer as 1."""
+    """An invalid tag is refused on every rank: 2**28 + 1 must not be taken for the layer of 1."""
     ranks = make_ranks(heap, SIZE).run(cases.odd_tag, FAULTY_RANK, tag)
     for texts in zip(*ranks, strict=True):
         assert texts[FAULTY_RANK].startswith(f"InvalidInput: tag: got {tag!r}, expected an integer in [0, 2**28)")

@@ -25,7 +25,7 @@ void end_phase(Mbarrier& barrier) {
 Mbarrier& barrier_at(Lane& lane, uint64_t address, int site) {
   ptx_access(lane, kShared, address, 8, kRead | kWrite | kAtomic, site);
   const auto found = lane.block->mbarriers.find(address);
-  if (found == lane.block->mbarriers.end()) Device::get().fail(lane, "no mbarrier: nobody has made one here");
+  if (found == lane.block->mbarriers.end()) Device::get().fail(lane, "no mbarrier: none was made at this address");
   return found->second;
 }
 
@@ -92,7 +92,7 @@ bool Flight::step(Piece& piece) {
     barrier.bytes -= piece.bytes;
     if (barrier.bytes < 0 && barrier.pending == 0) {
       piece.lane->site = piece.site;
-      Device::get().die(*piece.lane, "more bytes come than an mbarrier was told of: its phase never ends");
+      Device::get().die(*piece.lane, "more bytes arrive than an mbarrier expects: its phase never ends");
     }
     if (--*piece.left == 0) {
       barrier.arriving.learn_copy(kLanes, piece.copies, piece.number);
@@ -164,7 +164,7 @@ void ptx_mbarrier_init(Lane& lane, uint64_t address, uint32_t count, int site) {
 void ptx_mbarrier_inval(Lane& lane, uint64_t address, int site) {
   const Mbarrier& barrier = ptx::barrier_at(lane, address, site);
   if (barrier.bytes != 0 || barrier.filled > barrier.seen) {
-    Device::get().fail(lane, "an mbarrier ends whose bytes nobody has waited for");
+    Device::get().fail(lane, "an mbarrier is invalidated before its bytes were awaited");
   }
   lane.block->mbarriers.erase(address);
   ptx_access(lane, ptx::kShared, address, 8, ptx::kWrite, site);

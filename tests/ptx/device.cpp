@@ -35,7 +35,7 @@ void Device::serve() {
     if (!idle || ready_.empty()) continue;
     looked = naps_in_a_row_;
     if (!idle_since) idle_since = Clock::now();
-    if (Clock::now() - *idle_since > kHang) die(*ready_[0], "hang: nothing but waits that nobody ends");
+    if (Clock::now() - *idle_since > kHang) die(*ready_[0], "hang: all lanes wait, and nothing ends a wait");
     work_.wait_for(lock, kPause);  // every lane polls: leave the core to the hosts
   }
 }

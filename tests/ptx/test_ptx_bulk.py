@@ -183,7 +183,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
         "nothing orders this read after the write",
     ),
     "a wait for the phase before": (LOAD, "[%r2], 0;", "[%r2], 1;", "race on shared memory: nothing orders this"),
-    "fewer bytes told than come": (LOAD, f"[%r2], {BYTES};", f"[%r2], {BYTES - 16};", "more bytes come than"),
+    "fewer bytes told than come": (LOAD, f"[%r2], {BYTES};", f"[%r2], {BYTES - 16};", "more bytes arrive than"),
     "barrier not shown to copies": (LOAD, "fence.mbarrier_init.release.cluster;", "mov.u32 %r8, 0;", "no fence shows"),
     "barrier used before it is made": (LOAD, "bar.sync 0;", "", "race on shared memory: |no mbarrier: "),
     "bytes that nobody waits for": (

@@ -1,4 +1,4 @@
-"""Ways in which parameters come, go and change; whatever a model went through, its experts are parts."""
+"""Ways in which parameters are replaced and changed; after each, a model's experts are still parts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def refreshed(model: Net, how: str) -> None:
 
 
 def swapped_in(model: Net) -> None:
-    """A parameter is taken out and put back, as hooks and freezers do."""
+    """Take a parameter out and put it back, as hooks and freezers do."""
     p = model.experts.down_proj
     del model.experts.down_proj
     model.experts.register_parameter("down_proj", nn.Parameter(p.detach()))
@@ -103,7 +103,7 @@ WAYS: dict[str, Callable[[Net], Any]] = {
     "set_module_tensor_to_device meta": lambda m: refreshed(m, "meta"),
     "share_memory": lambda m: m.share_memory(),
 }
-# These change what parameters there are, so that only norms can be compared.
+# These change the set of parameters, so that only norms can be compared.
 RESHAPING: dict[str, Callable[[Net], Any]] = {
     "lora": lambda m: parametrize.register_parametrization(m.experts, "down_proj", Lora(m.experts.down_proj)),
     "weight_norm": lambda m: parametrizations.weight_norm(m.experts, "down_proj"),
@@ -117,7 +117,7 @@ RESHAPING: dict[str, Callable[[Net], Any]] = {
 
 
 def norms(group: Any, way: str, after: bool) -> tuple[float, float, float, list[str]]:
-    """Norms of gradients by torch, by this library, and by hand, and parameters of experts that are no parts."""
+    """Return norms of gradients by torch, by moe_rt and by hand, and the experts' parameters that are not parts."""
     with net(group, prepared=False) as model:
         change = {**WAYS, **RESHAPING}[way]
         if after:
@@ -142,12 +142,12 @@ def pickled(group: Any) -> list[float]:
         for m in (model, prepare(loaded), prepare(copy.deepcopy(model))):
             backward(DistributedDataParallel(m), group)
             results.append(float(clip_grad_norm_(m.parameters(), 1e9)))
-        loaded.moe.buffer.close()  # that of all three
+        loaded.moe.buffer.close()  # all three share this buffer
         return results
 
 
 def offloaded(group: Any) -> tuple[float, float]:
-    """Outputs with hooks that bring weights when they are needed, and without."""
+    """Return outputs without hooks that load weights when they are needed, and with them."""
     from accelerate import cpu_offload
 
     with net(group) as model:
@@ -159,7 +159,7 @@ def offloaded(group: Any) -> tuple[float, float]:
 
 
 def made_empty(group: Any) -> tuple[bool, float, float]:
-    """A model made without memory, and loaded."""
+    """Make a model without memory, and load it."""
     from accelerate import init_empty_weights
 
     with net(group) as model:
@@ -177,7 +177,7 @@ def made_empty(group: Any) -> tuple[bool, float, float]:
 
 
 def called_with_others(group: Any) -> bool:
-    """A functional call gets plain tensors, or copies; gradients are those of a usual call."""
+    """Gradients of a functional call, whose parameters are plain tensors, equal those of a usual call."""
     with net(group) as model:
         x = batch(0, group.rank(), group.size())
         values = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}

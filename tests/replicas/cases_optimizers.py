@@ -1,4 +1,4 @@
-"""Optimizers that look at more than one element at a time do with parts what they do in one process."""
+"""Optimizers that combine several elements do with parts what they do in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_rt.parallel import prepare
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimization as its users have it: climb by rho along the gradient, and step from there."""
+    """Sharpness-aware minimization as commonly written: climb by rho along the gradient, and step from there."""
 
     def __init__(self, params: Any, rho: float = 0.5, adaptive: bool = False) -> None:
         super().__init__(params, dict(rho=rho, adaptive=adaptive))
@@ -82,7 +82,7 @@ class Rms(torch.optim.Optimizer):
 
 
 class GradMode(torch.optim.Optimizer):
-    """Steps by the norm of all gradients, while gradients are recorded, as those do that work on `data`."""
+    """Steps by the norm of all gradients while gradients are recorded, as optimizers that work on `data` do."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -100,7 +100,7 @@ class GradMode(torch.optim.Optimizer):
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
-    # A large eps, for the first steps of AdamW otherwise are the signs of gradients, rounding included.
+    # eps is large because AdamW's first steps are otherwise the signs of gradients, rounding included.
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, foreach=False),
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, foreach=True),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True),
@@ -120,7 +120,7 @@ def trains(group: Any, name: str, changes: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def trains_outside(group: Any, name: str) -> tuple[float, dict[str, Tensor]]:
-    """The step size that the optimizer finds, and all weights."""
+    """Return the step size that the optimizer finds, and all weights."""
     if name == "prodigy":
         from prodigyopt import Prodigy as Outside
     else:
@@ -154,7 +154,7 @@ def refused(group: Any, name: str) -> None:
 
 
 def clipped(group: Any, how: str) -> tuple[float, float]:
-    """A norm by torch and by this library where experts are frozen on rank 1, or without tokens; or of a list."""
+    """Return torch's and moe_rt's norm with rank 1's experts frozen, or with only experts trained; also of a list."""
     with net(group, prepared=False) as model:
         if "only experts" in how:
             model.requires_grad_(False)
@@ -175,7 +175,7 @@ def clipped(group: Any, how: str) -> tuple[float, float]:
 
 
 def closures(group: Any, kind: str) -> bool:
-    """A closure, or a hook, that looks at norms on one rank alone waits for nobody."""
+    """A closure or a hook that computes a norm on one rank only does not wait for other ranks."""
     with net(group) as model:
         wrapped = DistributedDataParallel(model)
         optimizer = GradMode(model.parameters()) if kind == "grad mode" else torch.optim.SGD(model.parameters(), lr=0.1)
@@ -199,7 +199,7 @@ def closures(group: Any, kind: str) -> bool:
 
 
 def compiled(group: Any) -> bool:
-    """A compiled Adafactor leaves copies equal; its own norms are those of plain tensors."""
+    """A compiled Adafactor keeps copies equal; its norms inside the graph are those of plain tensors."""
     with net(group) as model:
         optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
         backward(DistributedDataParallel(model), group)
@@ -208,7 +208,7 @@ def compiled(group: Any) -> bool:
 
 
 def averaged(group: Any) -> dict[str, Tensor]:
-    """An average of weights."""
+    """Return an average of weights."""
     with net(group, group is not None) as model:
         average = swa_utils.AveragedModel(model)
         wrapped = model if group is None else DistributedDataParallel(model)
@@ -219,7 +219,7 @@ def averaged(group: Any) -> dict[str, Tensor]:
 
 
 def accumulated(group: Any) -> dict[str, Tensor]:
-    """Weights after a step by the gradients of two micro-batches."""
+    """Return weights after a step by the gradients of two micro-batches."""
     with net(group, group is not None) as model:
         wrapped: Any = model if group is None else DistributedDataParallel(model)
         with contextlib.nullcontext() if group is None else wrapped.no_sync():

@@ -1,4 +1,4 @@
-"""Lightning, DeepSpeed, Prodigy and D-Adaptation with experts that are spread."""
+"""Lightning, DeepSpeed, Prodigy and D-Adaptation with experts that are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def optimizer_class(name: str) -> Any:
 
 
 def optimizer(group: Any, name: str) -> list[float]:
-    """The step size that it finds, and sums of all weights; copies are equal."""
+    """Return the step size that the optimizer finds, and sums of all weights; copies must be equal."""
     made: list[Any] = []
 
     def make(params: Any) -> Any:
@@ -43,10 +43,10 @@ def optimizer_alone(name: str) -> list[float]:
 
 
 def deepspeed(group: Any, stage: int) -> str:
-    """What `initialize` raises; experts are as they were."""
+    """Raise what `initialize` raises; experts must be unchanged."""
     import deepspeed as ds
 
-    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and is no part of this
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and is not needed
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
@@ -66,7 +66,7 @@ def deepspeed(group: Any, stage: int) -> str:
 
 
 def lightning(group: Any, directory: str, recipe: bool) -> Any:
-    """Two steps with a checkpoint; then the file is loaded on every rank, and what came of it."""
+    """Train two steps with a checkpoint, load the file on every rank, and return the result."""
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
@@ -80,7 +80,7 @@ def lightning(group: Any, directory: str, recipe: bool) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.net = Net(group)
-            prepare(self)  # this module is what DistributedDataParallel gets
+            prepare(self)  # DistributedDataParallel wraps this module
 
         def training_step(self, index: torch.Tensor, _: int) -> torch.Tensor:
             return loss_of(self.net, int(index[0]), group.rank(), 2)
@@ -92,7 +92,7 @@ def lightning(group: Any, directory: str, recipe: bool) -> Any:
             return torch.utils.data.DataLoader(range(4))
 
     class Whole(Module):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:  # on every rank
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:  # runs on every rank
             checkpoint["state_dict"] = whole_state_dict(self)
             checkpoint["optimizer_states"] = [whole_state_dict(o) for o in self.trainer.optimizers]
 

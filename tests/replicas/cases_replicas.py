@@ -1,4 +1,4 @@
-"""A small model whose experts are spread over ranks, and what the tests of replicas ask of it."""
+"""A small model whose experts are distributed over ranks, and helpers of the tests of replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN, TOKENS = 16, 32
 
 
 class Net(nn.Module):
-    """The same global weights whatever the group."""
+    """A model with the same global weights for every group."""
 
     def __init__(self, group: Any, **changes: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def mesh_of(group: Any) -> Any:
 
 
 def batch(step: int, rank: int, world: int) -> Tensor:
-    """This rank's part of a batch that is the same however many ranks there are."""
+    """Return this rank's part of a batch that does not depend on the number of ranks."""
     tokens = torch.randn(2 * TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step))
     return tokens.chunk(world)[rank]
 
@@ -69,7 +69,7 @@ def backward(model: nn.Module, group: Any = None, step: int = 0) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: Any, group: Any, steps: int = 4) -> None:
-    """Steps of any optimizer that torch's own loops know, and of SAM's two."""
+    """Run steps of any optimizer that torch's own loops support, and of SAM's two."""
     for step in range(steps):
         backward(model, group, step)
         if hasattr(optimizer, "first_step"):
@@ -86,8 +86,9 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained(group: Any, make: Callable[[Any], Any], steps: int = 4, **changes: Any) -> dict[str, Tensor]:
-    """Whole weights after training with the optimizer that `make` makes of parameters: in DistributedDataParallel, or
-    where there is no group in one process that has the whole batch and all experts."""
+    """Return whole weights after training with the optimizer that `make` returns: in DistributedDataParallel, or
+    without a group in one process that has the whole batch and all experts.
+    """
     with net(group, group is not None, **changes) as model:
         train(model if group is None else DistributedDataParallel(model), make(model.parameters()), group, steps)
         return whole(model)
@@ -100,5 +101,5 @@ def same_on_all(group: Any, value: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """A copy of this rank's part."""
+    """Return a copy of this rank's part."""
     return (tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()).clone()

@@ -1,4 +1,4 @@
-"""What savers of one rank's state make of experts, and whole experts that any number of ranks loads."""
+"""One rank's state in files of common savers, and whole experts that any number of ranks loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_rt.parallel import whole_state_dict
 
-# What rank 0 writes -> how every rank reads it.
+# The writer on rank 0, and the reader on every rank.
 State = dict[str, Any]
 SAVERS: dict[str, tuple[Callable[[nn.Module, str], Any], Callable[[nn.Module, str], State]]] = {
     "torch.save": (lambda m, path: torch.save(m.state_dict(), path), lambda m, path: torch.load(path)),
@@ -40,7 +40,7 @@ SAVERS: dict[str, tuple[Callable[[nn.Module, str], Any], Callable[[nn.Module, st
 
 
 def of_rank_0(group: Any, path: str, saver: str, over: str) -> bool:
-    """Rank 0 gets back what it saved; the other raises, and keeps what it had."""
+    """Rank 0 gets back what it saved; the other rank raises, and keeps its weights."""
     save, load = SAVERS[saver]
     with net(mesh_of(group) if over == "mesh" else group, over != "bare") as model:
         wrapped = DistributedDataParallel(model) if over == "ddp" else model
@@ -66,7 +66,7 @@ def local_view(p: Any) -> torch.Tensor:
 
 
 def optimizer_of_rank_0(group: Any, path: str, over: str) -> None:
-    """What was loaded is refused before the step, which changes nothing."""
+    """A loaded state of another rank is refused before the step, which changes nothing."""
     with net(group, over != "bare") as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         backward(model, group)
@@ -97,12 +97,12 @@ def dcp_over_a_group(group: Any, path: str) -> None:
         dcp.save(state(), checkpoint_id=path)
         try:
             dcp.load(state(), checkpoint_id=path)
-        except BaseException as error:  # a CheckpointException is no Exception
+        except BaseException as error:  # a CheckpointException is not an Exception
             raise RuntimeError(str(error)) from None
 
 
 def own_state_comes_back(group: Any, path: str) -> bool:
-    """Every rank saves and loads a file of its own, as some jobs do: optimizer, experts and all."""
+    """Every rank saves and loads a separate file, as some jobs do: optimizer, experts and all."""
     with net(group) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         backward(model, group)
@@ -167,7 +167,7 @@ def accelerated(group: Any, path: str, how: str) -> Any:
 
 
 def steps(model: nn.Module, optimizer: Any, group: Any, which: tuple[int, ...]) -> list[float]:
-    """Losses over all ranks."""
+    """Return losses over all ranks."""
     losses = []
     for step in which:
         loss = backward(model, group, step)
@@ -180,7 +180,7 @@ def steps(model: nn.Module, optimizer: Any, group: Any, which: tuple[int, ...]) 
 
 
 def save_whole(group: Any, path: str, changes: dict[str, Any]) -> list[float]:
-    """Two steps, a file of rank 0, and the losses of the next two."""
+    """Run two steps and save a file of rank 0; return the losses of the next two."""
     with net(group, **changes) as model:
         wrapped = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from moe_rt.parallel import clip_grad_norm_ as own_clip
 from moe_rt.parallel import expert_parameters, prepare, shard_experts
 
-# Which ranks' gradients overflow, and in which step.
+# Ranks whose gradients overflow, by step.
 WHERE = {1: (0,), 3: (1,), 4: (0, 1)}
 STEPS = 6
 
@@ -30,7 +30,7 @@ def wrap(model: Net, group: Any, how: str) -> nn.Module:
 
 
 def scaled(group: Any, over: str, clip: str, optimizers: int = 1) -> tuple[list[float], list[bool], bool, bool]:
-    """Scales after every step, whether experts moved in it, and whether scales and copies are the same on all ranks."""
+    """Return scales after every step, whether experts moved in it, and whether scales and copies agree on all ranks."""
     mesh = init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("efsdp", "ep"))
     with net(mesh["ep"] if over in ("mesh", "sharded") else group, prepared=over != "sharded") as model:
         if over == "sharded":
@@ -74,7 +74,7 @@ def local_grad(p: Any) -> torch.Tensor:
 
 
 def frozen(group: Any) -> bool:
-    """Experts of rank 1 have no gradients: its scaler learns of rank 0's infinity all the same."""
+    """The scaler of rank 1, whose experts have no gradients, skips the step for rank 0's NaN."""
     with net(group, prepared=False) as model:
         if group.rank() == 1:
             model.experts.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What wrappers, averagers and broadcasts do with experts: each leaves them as they are, or raises before it mixes."""
+"""Wrappers, averagers and broadcasts leave experts as they are, or raise before they mix them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sync_module_states(model: Net, group: Any) -> None:
 
 
 def model_averager(model: Net, group: Any) -> None:
-    backward(model, group)  # it passes over parameters without a gradient
+    backward(model, group)  # the averager skips parameters without a gradient
     averager = PeriodicModelAverager(period=2)
     for _ in range(2):
         averager.average_parameters(model.parameters())
@@ -52,13 +52,13 @@ def all_reduced_gradients(model: Net, group: Any) -> None:
 
 
 def flat_gradients(model: Net, group: Any) -> None:
-    """As apex and many loops do: all gradients in one tensor."""
+    """All-reduce the gradients in one tensor, as apex and many loops do."""
     backward(model, group)
     dist.all_reduce(torch._utils._flatten_dense_tensors([p.grad for p in model.parameters()]))
 
 
 def broadcast_data(model: Net, group: Any) -> None:
-    """As DeepSpeed and Horovod do."""
+    """Broadcast `p.data`, as DeepSpeed and Horovod do."""
     for p in model.parameters():
         dist.broadcast(p.data, 0)
 
@@ -94,7 +94,7 @@ REFUSED_BARE: dict[str, Callable[[Net, Any], Any]] = {
 
 
 def refused(group: Any, what: str, prepared: bool) -> bool:
-    """Raises what the wrapper raises; experts are as before."""
+    """Raise what the wrapper raises; experts must be unchanged."""
     with net(group, prepared) as model:
         before = local(model.experts.down_proj)
         try:
@@ -105,7 +105,7 @@ def refused(group: Any, what: str, prepared: bool) -> bool:
 
 
 def right(group: Any, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gradients of a wrapper that leaves the experts out, and those under DistributedDataParallel."""
+    """Return gradients of a wrapper that leaves the experts out, and of DistributedDataParallel."""
     with net(group) as model, net(group) as other:
         wrapped: nn.Module = model
         if what == "replicate":
@@ -119,7 +119,7 @@ def right(group: Any, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
         backward(wrapped, group)
         backward(DistributedDataParallel(other), group)
 
-        def grads(m: nn.Module) -> dict[str, Any]:  # of FSDP1 the others are flat
+        def grads(m: nn.Module) -> dict[str, Any]:  # FSDP1's other gradients are flat
             return {name: _full(p.grad) for name, p in m.named_parameters() if what != "fsdp1" or "expert" in name}
 
         return grads(model), grads(other)
@@ -130,7 +130,7 @@ def _full(grad: Any) -> torch.Tensor:
 
 
 def broadcast_state(group: Any) -> None:
-    """Rank 0 raises before it sends what the other would take, whose own turn ends there."""
+    """Rank 0 raises before it sends; the other rank is interrupted where it would receive."""
     ended = mock.patch("torch.distributed._state_dict_utils._broadcast_tensors", side_effect=KeyboardInterrupt)
     with net(group) as model:
         state = get_model_state_dict(model.experts, options=StateDictOptions(full_state_dict=True))
@@ -150,7 +150,7 @@ def broadcast_whole_state(group: Any) -> bool:
 
 
 def over_mesh(group: Any, what: str) -> Any:
-    """DTensors say themselves that they are parts: torch refuses them, or passes over them."""
+    """torch knows that DTensors are parts: it refuses them, or skips them."""
     with net(mesh_of(group)) as model:
         before = local(model.experts.down_proj)
         try:
@@ -160,13 +160,13 @@ def over_mesh(group: Any, what: str) -> Any:
 
 
 def looked_at(group: Any) -> list[float]:
-    """What one rank alone, or each for itself, does with its weights: none of it is refused, or waits for others."""
+    """Reads on one rank, or on each rank separately, are not refused and do not wait for other ranks."""
     with net(group) as model:
         wrapped = DistributedDataParallel(model)
         p = model.experts.down_proj
         p.register_hook(lambda grad: grad * 1.0)
         p.register_post_accumulate_grad_hook(lambda q: None)
-        loss = (sum(q.square().sum() for q in model.parameters()) * 1e-3).reshape(())  # in the loss, too
+        loss = (sum(q.square().sum() for q in model.parameters()) * 1e-3).reshape(())  # part of the loss also
         (loss + wrapped(torch.ones(4, 16)).sum()).backward()
         if group.rank() == 0:
             assert p.grad.norm() > 0

@@ -1,5 +1,4 @@
-"""Runs cases with trainers and optimizers of others, in an environment of their own: outside_job.py <list of [case,
-arguments] as JSON>."""
+"""Run cases with other trainers and optimizers, in their environment: outside_job.py <[[case, arguments]] as JSON>."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from harness import ProcessRanks
 
 from moe_rt.testing import forking
 
-harness.CASE_TIMEOUT_S = 900  # every rank imports all of a package, which takes a loaded machine minutes
+harness.CASE_TIMEOUT_S = 900  # every rank imports all of a package, which takes minutes on a loaded machine
 
 
 def told(outcome: Any) -> Any:

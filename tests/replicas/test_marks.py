@@ -1,4 +1,4 @@
-"""Parameters of experts are parts whatever way they came in: made, assigned, loaded, cast, moved or adapted."""
+"""Parameters of experts are parts however they got there: made, assigned, loaded, cast, moved or adapted."""
 
 from __future__ import annotations
 

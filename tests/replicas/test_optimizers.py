@@ -1,4 +1,4 @@
-"""Optimizers, clipping and averages of weights give over ranks what they give in one process, or are refused."""
+"""Optimizers, clipping and averages of weights have the results of one process, or are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_refused(make_ranks: MakeRanks, name: str) -> None:
 
 
 def test_means_over_experts_are_refused(make_ranks: MakeRanks) -> None:
-    """Adafactor takes a bias for each expert for one matrix."""
+    """Adafactor is refused with biases: it would take the bias vectors of all experts for one matrix."""
     for outcome in make_ranks("shm", 2).outcomes(cases.trains, "adafactor", {"biases": True}):
         with pytest.raises(InvalidConfig, match=r"norm over the experts of each rank: got weights"):
             raise outcome

@@ -1,4 +1,4 @@
-"""Trainers and optimizers that moe_rt does not know, in an environment that has them: right, or refused in words."""
+"""Third-party trainers and optimizers, in an environment that has them, work or are refused with a message."""
 
 from __future__ import annotations
 

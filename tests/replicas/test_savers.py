@@ -1,4 +1,4 @@
-"""Whoever saves on rank 0 alone is refused at loading, in words, and whole experts go on with any number of ranks."""
+"""Loading what rank 0 saved by itself is refused with a message, and whole experts load on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GradScaler skips a step on all ranks if a gradient overflowed on any, whatever experts are held in."""
+"""GradScaler skips a step on all ranks if a gradient overflowed on any, in any layout of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrappers, averagers and broadcasts take experts for replicas: what they do is right, or refused on every rank."""
+"""Wrappers, averagers and broadcasts that take experts for replicas are right, or refused on every rank."""
 
 from __future__ import annotations
 

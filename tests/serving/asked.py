@@ -1,4 +1,4 @@
-"""Requests that tests send: prompts of token ids, and how they are spread over ranks."""
+"""Requests that tests send: prompts of token ids, and their distribution over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LENGTHS = [16, 52, 24, 40, 33, 47, 26]  # ranks finish at different steps
 
 
 def prompts(*num_tokens: int, seed: int = 0) -> list[list[int]]:
-    """One of each length; the same for the same seed."""
+    """Return one prompt of each length, determined by the seed."""
     draw = random.Random(seed)
     return [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in num_tokens]
 
@@ -21,12 +21,12 @@ PROMPTS = prompts(5, 17, 1, 33, 9, 64, 12)
 
 
 def dealt(items: Sequence[Any], size: int) -> list[list[Any]]:
-    """To each rank every size-th."""
+    """Return every rank's share: each size-th item."""
     return [list(items[rank::size]) for rank in range(size)]
 
 
 def gathered(answers: Sequence[Sequence[Any]]) -> list[Any]:
-    """What was dealt, in its order; raises what a rank raised instead of answering."""
+    """Return the answers to dealt items in the items' order; raise what a rank raised instead of answering."""
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer

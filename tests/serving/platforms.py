@@ -1,10 +1,10 @@
-"""Another machine than this one, for vLLM's platform in the places that ask for it."""
+"""A stand-in for another machine, for vLLM's platform in the modules that read it."""
 
 from __future__ import annotations
 
 
 class Platform:
-    """vLLM's idea of the machine, so far as anything here asks."""
+    """vLLM's description of the machine, with the members that are read here."""
 
     def __init__(self, device_name: str) -> None:
         self.device_name = device_name

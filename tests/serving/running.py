@@ -12,12 +12,12 @@ from moe_rt.testing.serving import import_vllm
 from moe_rt.testing.serving.engines import EngineRanks
 from moe_rt.testing.serving.models import save_apart
 
-import_vllm()  # once, by the process that all engines and servers are forked from
+import_vllm()  # once, in the process that all engines and servers are forked from
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """model(family, **sizes): where it is saved; `sizes` replace the family's."""
+    """Return model(family, **sizes), which saves a model and returns its path; `sizes` replace the family's."""
     saved: dict[tuple[Any, ...], Path] = {}
 
     def get(family: str, **sizes: Any) -> Path:
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def tell(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Prints past pytest's capture. With capsys, engines would be forked with a stderr that has no descriptor."""
+    """Print in spite of pytest's capture. With capsys, engines would be forked with a stderr that has no descriptor."""
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
 
     def say(text: str) -> None:
@@ -43,7 +43,7 @@ def tell(pytestconfig: pytest.Config) -> Callable[[str], None]:
 
 @pytest.fixture(scope="module")
 def engines(model: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
-    """engines(family, size, **engine): running ones, made once for a module."""
+    """Return engines(family, size, **engine), which starts engines once per module."""
     running: dict[tuple[Any, ...], EngineRanks] = {}
 
     def get(family: str, size: int, **engine: Any) -> EngineRanks:

@@ -40,7 +40,7 @@ def test_contestants_answer_as_stock_does() -> None:
 
 
 def test_kills(model: Callable[[str], Path], tmp_path: Path) -> None:
-    """In this process, which has imported vLLM."""
+    """Kills end all requests. Runs in this process, which has imported vLLM."""
     parts: list[float] = []
     found = kills(model("qwen3_moe"), tmp_path, ranks=2, number=2, seed=0, progress=parts.append)
     assert len(found["ms"]) == len(parts) == 2

@@ -1,4 +1,4 @@
-"""The example of docs/howto/serving.md, as it is typed."""
+"""The example of docs/howto/serving.md works as it is typed."""
 
 from __future__ import annotations
 

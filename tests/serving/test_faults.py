@@ -12,11 +12,11 @@ from asked import LENGTHS, PROMPTS, dealt
 
 from moe_rt.testing.serving.engines import EngineRanks, Failed
 
-BEYOND_THE_START = 200  # an op's number; making an engine takes fewer ops
+BEYOND_THE_START = 200  # sequence number of an op; making an engine takes fewer ops
 
 
 def survivors(model: Callable[[str], Path], fault: str, **engine: Any) -> list[Any]:
-    """What ranks 0 and 2 answer when the fault strikes rank 1 between their requests' tokens."""
+    """Return the answers of ranks 0 and 2 to requests during which the fault fires on rank 1."""
     ranks = EngineRanks(model("qwen3_moe"), 3, [("MOE_RT_FAULT", fault)], dtype="float32", **engine)
     try:
         assert ranks.started() == [None] * 3

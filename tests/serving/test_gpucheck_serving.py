@@ -24,7 +24,7 @@ def plain_experts(
     global_num_experts: int = -1,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """vLLM's, whose kernels are for GPUs."""
+    """Compute vLLM's fused experts, whose kernels are for GPUs."""
     out = torch.zeros(x.shape)
     local = ids if expert_map is None else expert_map[ids]
     for expert in range(len(gate_up)):
@@ -52,7 +52,7 @@ def test_experts_of_another_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_prompt_is_answered_as_stock_does() -> None:
-    """On CPU ranks; where there are GPUs the same process serves over them."""
+    """A prompt on CPU ranks is answered as by stock vLLM; on a machine with GPUs the same process uses them."""
     assert serving.run_prompt("float32", [False], 900) == "2 ranks of vLLM served a prompt as one does"
 
 

@@ -1,7 +1,7 @@
-"""In bf16 a token's sums are rounded once more on their way, so that near ties may fall the other way.
+"""Sums of a token in bf16 are rounded once more on their way, so that near ties may fall the other way.
 
-How far apart answers may then be is a property of the model. Where weights are as small as its family draws them, each
-answer is held to a number; where they are four times as large, to one rank of stock vLLM that rounds as often.
+The distance between answers then depends on the model. If weights are as small as the family draws them, each answer is
+held to a bound. If they are four times as large, answers are compared with one rank of stock vLLM that rounds as often.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moe_rt.testing.serving.engines import EngineRanks
 
 Tell = Callable[[str], None]
 BF16 = dict(dtype="bfloat16")
-NEAR = 0.05  # of a log-probability
-OWN_SCALE = dict(initializer_range=0.02)  # what the configurations of these families say; other tests have 0.08
+NEAR = 0.05  # difference of log-probabilities
+OWN_SCALE = dict(initializer_range=0.02)  # the value in the configurations of these families; other tests use 0.08
 MANY = PROMPTS + prompts(*range(3, 43), seed=9)
 MANY_LENGTHS = LENGTHS + [40] * (len(MANY) - len(PROMPTS))
 
 
 def round_rows() -> None:
-    """Makes stock vLLM in this process round each expert's rows before it adds them up, as its kernels for GPUs do."""
+    """Make stock vLLM in this process round each expert's rows before it adds them, as its GPU kernels do."""
     import torch
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -48,7 +48,7 @@ def round_rows() -> None:
 
 
 def spoil(what: str) -> None:
-    """Makes one rank of two, this one if it is, send home less than its experts have made."""
+    """Make rank 1 of two send back zeros for all its rows or for those of its first expert."""
     if os.environ["VLLM_DP_RANK"] != "1":
         return
     from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
@@ -88,20 +88,20 @@ def test_answers_part_as_those_of_one_rank_that_rounds_as_often(model: Callable[
 
     ours = partings("two ranks over moe_rt", answers_of(path, 2))
     rounded = partings("one rank of stock vLLM that rounds rows", answers_of(path, 1, round_rows))
-    assert any(not left.same for left in rounded)  # or it says nothing
+    assert any(not left.same for left in rounded)  # otherwise the comparison means nothing
     assert median(left.apart for left in ours) < NEAR
-    # Which of two near ties falls the other way is chance: a fifth of all requests, more or less.
+    # The side on which a near tie falls is chance: a fifth of all requests, more or less.
     assert sum(not left.same for left in ours) <= sum(not left.same for left in rounded) + len(MANY) // 5
     assert sum(left.apart > NEAR for left in ours) <= sum(left.apart > NEAR for left in rounded) + len(MANY) // 5
 
 
 def all_near(apart: list[float]) -> bool:
-    """But for one at most: which way a near tie falls between two experts depends on the processor's instructions."""
+    """True if at most one is above the bound: a near tie between two experts depends on processor instructions."""
     return sorted(apart)[-2] <= NEAR
 
 
 def alone(model: Path) -> list[Any]:
-    """One rank of stock vLLM, given what each of two would get: kernels may depend on what else is in a batch."""
+    """Return the answers of one rank of stock vLLM to each rank's share: kernels may depend on the rest of a batch."""
     with EngineRanks(model, 1, **BF16) as stock:
         assert stock.started() == [None]
         shares = zip(dealt(MANY, 2), dealt(MANY_LENGTHS, 2), strict=True)
@@ -122,13 +122,13 @@ def test_first_other_tokens_are_as_likely_where_weights_have_their_own_scale(
         f"{median(apart):.4f} apart in the median, {max(apart):.4f} at most; {len(texts)} texts"
     )
     assert len(texts) == len(MANY)
-    assert others  # or rounding decides nothing here
+    assert others  # otherwise rounding decides nothing here
     assert all_near(apart)
 
 
 @pytest.mark.parametrize("what", ["all", "one expert"])
 def test_what_is_lost_shows_there(model: Callable[..., Path], tell: Tell, what: str) -> None:
-    """The sums of one rank, or what one expert of eight adds to them."""
+    """Answers differ clearly if the sums of one rank, or one expert's part of them, are lost."""
     path = model("qwen3_moe", **OWN_SCALE)
     spoiled = answers_of(path, 2, partial(spoil, what))
     apart = [parting(wanted, got).apart for wanted, got in zip(alone(path), spoiled, strict=True)]

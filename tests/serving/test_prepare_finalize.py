@@ -1,4 +1,4 @@
-"""The adapter's own contract over a real buffer, without an engine: rows, ids and weights in, sums out."""
+"""The adapter's contract over a real buffer, without an engine: rows, ids and weights in, sums out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_sums_are_those_of_all_experts(
 ) -> None:
     num_topk = layer._buffer.spec.num_topk
     if on_input and num_topk > 1:
-        return  # vLLM's contract: of one expert a token
+        return  # vLLM allows this with one expert per token
     x, weights, ids = routing(num_topk)
     if transposed:
         x = x.t().contiguous().t()

@@ -1,4 +1,4 @@
-"""Settings that moe_rt does not serve are refused at start, by name: every row of the page, and real servers."""
+"""Unsupported settings are refused at start, by name: every row of the page, and real servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "serving.md"
 HANG_S = 600.0
 TWO: dict[str, Any] = dict(data_parallel_size=2, enable_expert_parallel=True)
 BACKENDS = [name for name in get_args(parallel.All2AllBackend) if name != refusals.BACKEND]
-# The rows of "What is refused", by words that they contain: arguments, and what must be said of each.
+# The rows of "What is refused", by words that they contain: arguments, and the expected text of each.
 ROWS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "without `--enable-expert-parallel`": [
         ({"data_parallel_size": 2}, "2 data-parallel ranks without --enable-expert-parallel"),
@@ -44,9 +44,9 @@ ROWS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "fewer experts than ranks": [({**TWO, "data_parallel_size": 9}, "8 experts on 9 ranks")],
     "an option of `moe_rt`": [({**TWO, "additional_config": {"moe_rt": {"timeout": 1}}}, "additional_config moe_rt")],
 }
-# These are asked by the tests of platforms and layers below, and in test_prepare_finalize.py.
+# The tests of platforms and layers below, and test_prepare_finalize.py, check these.
 OF_LAYERS = ["a platform that is neither", "checkpoints whose tokens are quantised"]
-# Settings that vLLM and moe_rt leave as they are.
+# Settings that vLLM and moe_rt accept.
 SERVED = [
     TWO,
     {},
@@ -59,7 +59,7 @@ SERVED = [
 
 @pytest.fixture(scope="module")
 def asked(model: Callable[[str], Path]) -> Callable[..., str]:
-    """asked(family, **arguments): what is raised where vLLM makes its configuration of them, or nothing.
+    """Return asked(family, **arguments): the error from vLLM's making of its configuration, or an empty text.
 
     Another process makes it, since vLLM then changes the environment.
     """
@@ -138,7 +138,7 @@ def test_a_server_refuses_before_it_has_other_processes(
 
 
 def layer(**changes: Any) -> SimpleNamespace:
-    """A FusedMoEConfig, so far as it is asked."""
+    """Return a FusedMoEConfig with the members that are read."""
     of_ranks = SimpleNamespace(ep_size=changes.pop("ep_size", 2))
     return SimpleNamespace(**dict(num_experts=8, is_lora_enabled=False, moe_parallel_config=of_ranks) | changes)
 
@@ -165,7 +165,7 @@ def test_what_a_layer_knows(changes: dict[str, Any], said: str) -> None:
 
 
 def test_a_layer_is_asked_for_all_settings() -> None:
-    """Programs that make a configuration without vLLM's arguments are refused, too."""
+    """A layer checks all settings, since programs may make a configuration without vLLM's arguments."""
     config = parallel.ParallelConfig(tensor_parallel_size=2)
     with pytest.raises(InvalidConfig, match="--tensor-parallel-size 2"):
         refusals.refuse_layer(layer(), config, monolithic=False, modular=True)

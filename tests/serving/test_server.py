@@ -1,4 +1,4 @@
-"""The OpenAI server on two ranks, started as its users do: answers, streams, clients that go away, a killed worker."""
+"""The OpenAI server on two ranks, started as users start it: answers, streams, cut-off requests, a killed worker."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_answers_then_a_killed_worker(server: Server, expected: list[list[int]],
         statuses = {one.result()[0] for one in asked}
         tell(f"all requests had ended {1e3 * (time.monotonic() - start):.0f} ms after the kill")
     assert statuses == {500}
-    # The survivor was in an op of ours, or in vLLM's own all-reduce between two steps.
+    # The survivor was in an op of moe_rt, or in vLLM's all-reduce between two steps.
     assert re.search(
         r"PeerDead: \w+ #\d+ on rank \d: the process of rank \d ended|Worker.* died unexpectedly", server.log
     )

@@ -1,4 +1,4 @@
-"""A server whose ranks freeze or come late, whose processes are killed, or that is told to end: nothing hangs."""
+"""A server whose ranks freeze or are late, whose processes are killed, or that is terminated: nothing hangs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from asked import LENGTHS, PROMPTS, gathered, tokens
 from moe_rt.testing.serving.server import END_S, Server
 
 Start = Callable[..., Server]
-LONG = 900  # tokens
-BEYOND_THE_START = 200  # an op's number; making an engine takes fewer ops
+LONG = 900  # tokens per answer
+BEYOND_THE_START = 200  # sequence number of an op; making an engine takes fewer ops
 
 
 @pytest.fixture
 def start(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Start]:
-    """start(*flags, fault, **options): a server that begins to start; `fault` as of MOE_RT_FAULT."""
+    """Return start(*flags, fault, **options), which starts a server; `fault` is its MOE_RT_FAULT."""
     servers = []
 
     def make(*flags: str, fault: str = "", **options: Any) -> Server:
@@ -40,7 +40,7 @@ def start(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Start]:
 
 @contextmanager
 def amid_requests(server: Server) -> Iterator[list[Future[tuple[int, list[int]]]]]:
-    """Requests that are all being answered; they must have ended when this is left, whatever their end."""
+    """Yield requests that are all being answered; the caller must end them in any way before it leaves."""
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         asked = [clients.submit(server.complete, prompt, LONG) for prompt in PROMPTS]
         for prompt in PROMPTS[:2]:  # a rank gets one request after the other
@@ -49,12 +49,12 @@ def amid_requests(server: Server) -> Iterator[list[Future[tuple[int, list[int]]]
 
 
 def ended_with(asked: list[Future[tuple[int, list[int]]]]) -> set[int]:
-    """Statuses; 0 where the connection broke."""
+    """Return the statuses; 0 for a broken connection."""
     return {0 if one.exception(END_S) else one.result()[0] for one in asked}
 
 
 def stopped(server: Server) -> list[int]:
-    """Processes that stand still, once there is one."""
+    """Wait until a process is stopped; return all stopped processes."""
     deadline = time.monotonic() + END_S
     while not server.processes("T"):
         assert time.monotonic() < deadline, server.log[-4000:]
@@ -73,7 +73,7 @@ def test_a_rank_that_freezes_in_a_layer(start: Start) -> None:
 
 
 def test_a_rank_that_freezes_anywhere(start: Start) -> None:
-    """Between two layers, or between two steps, where the others wait in vLLM's own all-reduce."""
+    """A rank that freezes anywhere fails all requests, also if the others wait in vLLM's all-reduce between steps."""
     server = start("--cpu-distributed-timeout-seconds", "30", timeout_s=3.0)
     server.await_ready()
     with amid_requests(server) as asked:
@@ -102,7 +102,7 @@ def test_a_rank_that_never_comes(start: Start) -> None:
 
 
 def named(server: Server, name: str) -> int:
-    """Return the one process of the server that calls itself so."""
+    """Return the process of the server that has this name."""
     (found,) = [
         pid for pid in server.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode())
     ]
@@ -110,7 +110,7 @@ def named(server: Server, name: str) -> int:
 
 
 def test_a_killed_api_server(start: Start) -> None:
-    """vLLM's other processes would live on."""
+    """All processes end if the API server is killed; vLLM's would continue."""
     server = start()
     server.await_ready()
     with amid_requests(server) as asked:
@@ -120,7 +120,7 @@ def test_a_killed_api_server(start: Start) -> None:
 
 
 def test_a_killed_coordinator(start: Start) -> None:
-    """vLLM would answer /health with 200, and to some requests nothing."""
+    """The server ends if its coordinator is killed; vLLM would answer /health with 200, and some requests never."""
     server = start()
     server.await_ready()
     os.kill(named(server, "VLLM::DPCoordinator"), signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_killed_coordinator(start: Start) -> None:
 
 @pytest.mark.parametrize("interrupt", [False, True])
 def test_told_to_end_amid_requests(start: Start, interrupt: bool) -> None:
-    """SIGTERM, as containers are stopped with, reaches the first process; Ctrl-C in a terminal all of them.
+    """Ranks end on SIGTERM, which stops containers and reaches the first process, and on Ctrl-C, which reaches all.
 
     vLLM's front end may wait for requests whose ranks have ended, until their clients hang up. The ranks must end.
     """

@@ -1,4 +1,4 @@
-"""vLLM's settings decide where moe_rt is put and with which options; without the variable vLLM is as it was."""
+"""vLLM's settings decide where moe_rt is used and with which options; without the variable vLLM is unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = ("all2all_utils", "eep_reconfigure", "oracle.unquantized", "oracle.fp8"
 def test_each_device_has_its_group_and_its_rows(
     monkeypatch: pytest.MonkeyPatch, device: str, layout: str, kind: type
 ) -> None:
-    """CPU ranks meet over gloo; GPUs over the group that has NCCL, or their rows would go through the host's memory."""
+    """CPU ranks use the gloo group, GPU ranks the group with NCCL: rows would otherwise go through host memory."""
     monkeypatch.setattr(settings, "current_platform", Platform(device))
     monkeypatch.setattr(factory, "current_platform", Platform(device))
     monkeypatch.setattr(factory, "refuse_layer", lambda *_, **__: None)
@@ -133,9 +133,9 @@ def test_layers_without_expert_parallelism_are_left_to_vllm() -> None:
 
 
 def load_plugins(channel: Channel, chosen: str) -> None:
-    """Say whether, with MOE_RT_VLLM so, vLLM's search for plug-ins replaces all that moe_rt takes the place of."""
+    """Send whether vLLM's search for plug-ins, with this MOE_RT_VLLM, replaces every function that moe_rt replaces."""
     os.environ["MOE_RT_VLLM"] = chosen
-    plugins.plugins_loaded = False  # this process is forked from one that may have looked
+    plugins.plugins_loaded = False  # the process that this one was forked from may have searched
     plugins.load_general_plugins()
     places = [importlib.import_module(f"vllm.model_executor.layers.fused_moe.{name}") for name in PLACES]
     ours = {getattr(place.maybe_make_prepare_finalize, "of_moe_rt", False) for place in places}

@@ -1,4 +1,4 @@
-"""Random requests to a server of three ranks, some of which are given up: right answers, and nothing grows.
+"""Random requests to a server of three ranks, some cut off by their clients: right answers, and no leaks.
 
 For longer: MOE_RT_SOAK_MINUTES=5.
 """
@@ -21,19 +21,19 @@ from moe_rt.testing.serving.server import Server
 
 MINUTES = float(os.environ.get("MOE_RT_SOAK_MINUTES", "0"))
 SEED = int(os.environ.get("MOE_RT_SOAK_SEED", "0"))
-REQUESTS = 162  # of a batch; between two batches all is counted
-BATCHES = 3  # or for so long, if that is longer
+REQUESTS = 162  # per batch; resources are counted between batches
+BATCHES = 3  # at least, and for at least MINUTES
 CLIENTS = 9
-LONGEST = 48  # tokens of an answer
-KNOWN = 40  # prompts
+LONGEST = 48  # tokens per answer
+KNOWN = 40  # prompts with known answers
 PAUSE_S = 0.5
-# Of each process. Caches of torch and of the allocator grow for a while, and do not shrink.
+# Growth of each process. Caches of torch and of the allocator grow for a while, and do not shrink.
 MARGINS = {"descriptors": 2, "segments": 0, "shared memory": 0, "resident MiB": 100}
 
 
 @pytest.fixture
 def server(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
-    room = ("--kv-cache-memory-bytes", str(16 << 20))  # which is resident only once it has been filled
+    room = ("--kv-cache-memory-bytes", str(16 << 20))  # the cache is resident only once it has been filled
     running = Server(model("qwen3_moe"), tmp_path / "log", *room, ranks=3)
     running.await_ready()
     yield running
@@ -41,7 +41,7 @@ def server(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
 
 
 class Client:
-    """One of several, each at its own pace; what it asks follows from the seed."""
+    """A client with its own pace, whose requests follow from the seed."""
 
     def __init__(self, server: Server, asked: list[list[int]], expected: list[list[int]], seed: str) -> None:
         self._server, self._asked, self._expected = server, asked, expected
@@ -49,7 +49,7 @@ class Client:
         self.finished = self.given_up = 0
 
     def ask(self) -> None:
-        """One request: whole, as a stream, or as a stream that it leaves. Greedy answers begin as longer ones do."""
+        """Send one request: whole, as a stream, or as a cut-off stream. Greedy answers are prefixes of longer ones."""
         draw, which, length = self._draw, self._draw.randrange(KNOWN), self._draw.randint(1, LONGEST)
         if draw.random() < 0.05:
             time.sleep(draw.random() * PAUSE_S)
@@ -65,7 +65,7 @@ class Client:
 
 
 def held(server: Server) -> dict[str, list[int]]:
-    """By the server's processes, in their order."""
+    """Return the resources of the server's processes, in their order."""
     counts: dict[str, list[int]] = {name: [] for name in MARGINS}
     for pid in sorted(server.processes()):
         maps = Path(f"/proc/{pid}/maps").read_text()
@@ -87,7 +87,7 @@ def test_random_requests(server: Server, engines: Callable[..., Any], tell: Call
     with ThreadPoolExecutor(CLIENTS) as threads:
         while len(counts) < BATCHES or time.monotonic() - start < 60 * MINUTES:
             list(threads.map(lambda client: [client.ask() for _ in range(REQUESTS // CLIENTS)], clients))
-            time.sleep(PAUSE_S)  # all ranks are idle, and hung-up requests are gone
+            time.sleep(PAUSE_S)  # all ranks are idle, and cut-off requests are gone
             counts.append(held(server))
     told = f"{sum(c.finished for c in clients)} finished, {sum(c.given_up for c in clients)} given up"
     tell(f"soak, seed {SEED}: {told}, {time.monotonic() - start:.0f} s; held at last: {counts[-1]}")

@@ -1,4 +1,4 @@
-"""The adapter for GPUs over an emulated one, without an engine: shapes that are constant, no value read, right sums."""
+"""The adapter for GPUs over an emulated one, without an engine: constant shapes, no value read, right sums."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from moe_rt.integrations.vllm.token_rows import TokenRowsPrepareAndFinalize
 
 T, H, E = 9, 16, 6
 NUM_TOKENS = [5, 0, 3]
-MOST = 6  # what vLLM says of a step: the largest rank, padded
-# Expert e is on rank e % 3, as round robin places them, or the experts lie in blocks.
+MOST = 6  # the size of a step in vLLM: tokens of the largest rank, padded
+# Expert e is on rank e % 3, as in round-robin placement, or experts are in contiguous blocks.
 PLACEMENTS = [(0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 2, 2)]
 
 
 class NoValueRead(TorchDispatchMode):
-    """An op that waits for the device to tell the host a value raises."""
+    """Raises on ops that make the host wait for a value on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert not any(sync in str(func) for sync in SYNCS), f"{func} reads a value"
@@ -65,7 +65,7 @@ FP8 = {"blocks": fp8(block_shape=[8, 8]), "tokens": fp8(per_act_token_quant=True
 
 
 def quantised(a: Tensor, scale: Any, quant_dtype: Any, per_act_token_quant: bool, block_shape: Any) -> Any:
-    """vLLM's kernels for it are for GPUs."""
+    """Quantize as vLLM does, whose kernels are for GPUs."""
     assert (scale, quant_dtype) == (None, torch.float8_e4m3fn)
     blocks = a.unflatten(1, (1 if per_act_token_quant else -1, H if per_act_token_quant else block_shape[1]))
     scales = blocks.abs().amax(2).clamp(min=1e-4) / 448
@@ -96,9 +96,9 @@ def one_layer(
         assert numbers.shape == row_weights.shape == (3 * MOST, num_topk)
         here = torch.tensor(placement)[numbers] == buffer.rank
         expected = sum(int((torch.tensor(placement)[inputs_of(r, num_topk)[2]] == buffer.rank).sum()) for r in range(3))
-        assert int(here.sum()) == expected, "each choice of an expert here is told once, and nothing past the rows"
+        assert int(here.sum()) == expected, "each choice of a local expert appears once, and none past the rows"
         y = torch.where(here[..., None], expert(rows[:, None], numbers[..., None]), 0)
-        y[~here.any(1)] = torch.nan  # nobody's rows: whatever was in memory
+        y[~here.any(1)] = torch.nan  # rows without a token hold arbitrary memory
         if reduced:
             y = SumOverK().apply(None, y, row_weights, numbers, on_input)
         out = torch.empty_like(x)

@@ -9,7 +9,7 @@ import pytest
 from asked import LENGTHS, PROMPTS, dealt, gathered, prompts, tokens
 
 FP32 = dict(dtype="float32")
-LATENT = dict(attention_backend="CPU_MLA", **FP32)  # where a processor has AMX, vLLM takes kernels that know no fp32
+LATENT = dict(attention_backend="CPU_MLA", **FP32)  # vLLM selects kernels without fp32 on processors with AMX
 
 
 @pytest.mark.parametrize(("family", "size"), [("qwen3_moe", 2), ("qwen3_moe", 4), ("mixtral", 2), ("uneven", 2)])
@@ -21,7 +21,7 @@ def test_of_ranks_that_end_at_different_steps(engines: Callable[..., Any], famil
 
 
 def test_of_latent_attention_groups_and_a_shared_expert(engines: Callable[..., Any]) -> None:
-    """vLLM's latent attention on CPUs depends on what else is in the batch, so one rank gets the prompts of each."""
+    """Answers agree for latent attention, whose CPU results depend on the batch: one rank gets each rank's prompts."""
     stock = engines("deepseek_v3", 1, **LATENT)
     shares = list(zip(dealt(PROMPTS, 2), dealt(LENGTHS, 2), strict=True))
     expected = [tokens(gathered(stock.generate([prompts], [lengths]))) for prompts, lengths in shares]
@@ -57,7 +57,7 @@ def test_with_prefix_caching_chunked_prefill_and_more_requests_than_slots(engine
 
 
 def test_of_a_rank_that_receives_no_row(engines: Callable[..., Any]) -> None:
-    """All tokens choose the experts of the first rank."""
+    """Answers agree if all tokens choose the experts of the first rank."""
     shares, lengths = dealt(PROMPTS, 2), dealt(LENGTHS, 2)
     stock, ours = engines("one_sided", 1, **LATENT), engines("one_sided", 2, **LATENT)
     expected = [tokens(stock.generate([p], [n])[0]) for p, n in zip(shares, lengths, strict=True)]
@@ -65,14 +65,14 @@ def test_of_a_rank_that_receives_no_row(engines: Callable[..., Any]) -> None:
 
 
 def test_of_a_model_without_experts(engines: Callable[..., Any]) -> None:
-    """vLLM runs it as always."""
+    """vLLM runs a model without experts as without moe_rt."""
     expected = tokens(engines("llama", 1, **FP32).generate([PROMPTS], [LENGTHS])[0])
     answers = engines("llama", 1, environment=(("MOE_RT_VLLM", "1"),), **FP32).generate([PROMPTS], [LENGTHS])
     assert tokens(gathered(answers)) == expected
 
 
 def test_compiled(engines: Callable[..., Any]) -> None:
-    """Dynamo passes over dispatch and combine."""
+    """Answers of a compiled model agree; Dynamo leaves dispatch and combine out of its graphs."""
     expected = tokens(engines("qwen3_moe", 2, **FP32).generate(dealt(PROMPTS, 2), dealt(LENGTHS, 2))[0])
     compiled = engines("qwen3_moe", 2, enforce_eager=False, environment=(("VLLM_CPU_CI_ENV", "1"),), **FP32)
     answers = compiled.generate(dealt(PROMPTS, 2), dealt(LENGTHS, 2))

@@ -1,4 +1,4 @@
-"""The dispatcher around SGLang's own experts: outputs on two ranks are those of one that has all experts."""
+"""The dispatcher around SGLang's experts: outputs on two ranks are those of one that has all experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUTINGS = ("any", "the first rank's", "some for nobody")
 
 
 def routing(rank: int, num_tokens: int, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [T, H] of a rank, their weights and ids [T, K] in the dtypes of SGLang's router, which entries count."""
+    """Return tokens [T, H], weights and ids [T, K] in the dtypes of SGLang's router, and which entries count."""
     draw = torch.Generator().manual_seed(17 * rank + num_tokens)
     scores = torch.rand(num_tokens, E, generator=draw)
     if kind == "the first rank's":
@@ -29,7 +29,7 @@ def routing(rank: int, num_tokens: int, kind: str) -> tuple[Tensor, Tensor, Tens
 
 
 def experts(first: int, last: int, dtype: torch.dtype) -> Any:
-    """What SGLang's reference reads of a layer that has experts first to last."""
+    """Return the members of a layer with experts first to last that SGLang's reference reads."""
     draw = torch.Generator().manual_seed(5)
     w13, w2 = torch.randn(E, 2 * F, H, generator=draw) / 4, torch.randn(E, H, F, generator=draw) / 4
     return SimpleNamespace(
@@ -72,7 +72,7 @@ class Layer:
 
 
 def case(group: Any, batches: list[list[int]], kind: str, dtype: torch.dtype) -> None:
-    """One layer, called once for each of batches: the tokens of every rank."""
+    """Call one layer once for each batch, given as the token counts of the ranks, and compare with the reference."""
     layer = Layer(group, dtype)
     with torch.inference_mode():
         for batch in batches:
@@ -80,9 +80,9 @@ def case(group: Any, batches: list[list[int]], kind: str, dtype: torch.dtype) ->
             x = x.to(dtype)
             out = layer.forward(x, *topk)
             assert (out.shape, out.dtype) == (x.shape, dtype)
-            if len(x) > 0:  # without tokens the reference fails
+            if len(x) > 0:  # the reference fails without tokens
                 want = layer.reference(x, *topk)
-                # In bf16 each expert's part is rounded, and may be larger than the sum.
+                # Each expert's part is rounded to bf16, and may be larger than the sum.
                 rounded = {"rtol": 0.0, "atol": 2**-6 * float(want.abs().max())} if dtype is torch.bfloat16 else {}
                 torch.testing.assert_close(out, want, **rounded)
 
@@ -109,7 +109,7 @@ def test_outputs_are_those_of_all_experts(two: Ranks, one: int, other: int, kind
 
 
 def test_batches_of_any_size_follow_each_other(two: Ranks) -> None:
-    """The second needs more room than the first made, on one rank alone; the last more than that."""
+    """Batches may grow: the second exceeds the first's capacity on one rank only, and the last the second's on both."""
     two.run(case, [[1, 0], [0, 200], [17, 1], [0, 0], [300, 300]], "any", torch.float32)
 
 

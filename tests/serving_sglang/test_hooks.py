@@ -1,4 +1,4 @@
-"""What SGLang does with the plug-in: hooks that answer for one backend, none unless chosen, and refusals at start."""
+"""SGLang with the plug-in: hooks apply to one backend, and only if chosen; wrong versions are refused at start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import sglang_stand_ins
 from sglang.srt.plugins import load_plugins
 load_plugins()
 """
-# Where SGLang has the two names after plug-ins are loaded, and whether they are ours.
+# The places in which SGLang has the two names after plug-ins are loaded, and whether moe_rt wrapped them.
 ASKS = """
 from sglang.srt.layers.moe import utils
 from sglang.srt.layers.moe.fused_moe_triton import layer
@@ -34,7 +34,7 @@ print("wrapped", *wrapped, "imported", "moe_rt.integrations.sglang.hooks" in sys
 
 
 def load(chosen: str, before: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
-    """SGLang's own search for plug-ins, with MOE_RT_SGLANG so."""
+    """Run SGLang's search for plug-ins with this value of MOE_RT_SGLANG."""
     return subprocess.run(
         [sys.executable, "-c", before + LOADS + after], capture_output=True, text=True, timeout=600,
         env={**os.environ, "MOE_RT_SGLANG": chosen},
@@ -69,7 +69,7 @@ def test_untouched_elsewhere() -> None:
     ],
 )
 def test_sglang_does_not_start_without_what_was_chosen(chosen: str, before: str, says: str) -> None:
-    """Other plug-ins' exceptions it logs and forgets."""
+    """SGLang exits with moe_rt's error, although it only logs other plug-ins' exceptions."""
     done = load(chosen, before, "print('went on')")
     assert done.returncode == 1
     assert "went on" not in done.stdout

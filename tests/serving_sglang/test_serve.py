@@ -1,4 +1,4 @@
-"""The program of docs/howto/serving_sglang.md, as it is typed: the whole of SGLang on two ranks answers as on one."""
+"""The program of docs/howto/serving_sglang.md works as it is typed: SGLang on two ranks answers as on one."""
 
 from __future__ import annotations
 

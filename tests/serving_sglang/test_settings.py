@@ -1,4 +1,4 @@
-"""What moe_rt does not serve of SGLang is refused when a layer is made, by the setting's name."""
+"""SGLang settings that moe_rt does not support are refused when a layer is made, by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refused(
     device: str = "cpu",
     model: str = "Qwen3MoeForCausalLM",
 ) -> str:
-    """The refusal of a layer with these settings, or nothing."""
+    """Return the error of a layer with these settings, or an empty text."""
     group = SimpleNamespace(device=torch.device(device))
     here = SimpleNamespace(**(PARALLEL | parallel), moe_ep_group=group)
     given = ServerArgs(model_path="any", **arguments)

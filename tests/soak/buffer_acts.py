@@ -1,4 +1,4 @@
-"""What the soak does with a buffer: random sizes, verified rounds in any mode, refusals, and ends of the group."""
+"""The soak's acts on a buffer: random sizes, verified rounds in any mode, refusals, and ends of the group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVALUATION = {
 
 
 def draw_spec(draw: random.Random, num_ranks: int) -> BufferSpec:
-    """Any sizes; of every sixth buffer outputs are larger than 1 MiB, and so recycled memory."""
+    """Draw any sizes; outputs of every sixth buffer exceed 1 MiB, and so use recycled memory."""
     large = draw.random() < 1 / 6
     dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64])
     num_experts = draw.randint(num_ranks, 12)
@@ -49,18 +49,18 @@ def draw_spec(draw: random.Random, num_ranks: int) -> BufferSpec:
 
 
 def draw_inputs(draw: random.Random, spec: BufferSpec) -> Inputs:
-    """Of all ranks; a third of them have no tokens."""
+    """Draw inputs of all ranks; a third of them have no tokens."""
     most = spec.num_max_tokens_per_rank
     num_tokens = [draw.choice([0, most, draw.randint(0, most)]) for _ in range(spec.num_ranks)]
     return make_inputs(spec, num_tokens, draw.randrange(2**31), draw.choice(["random", "topk", "one_expert"]))
 
 
 def verified_round(buffer: Buffer, draw: random.Random) -> list[Tensor]:
-    """Training or evaluation against the reference, or an overflow on every rank; what the ops gave."""
+    """Verify training or evaluation against the reference, or an overflow on every rank; return the outputs."""
     spec, mode, tag = buffer.spec, draw.choice(["train", "train", *EVALUATION]), draw.randrange(5)
     inputs = draw_inputs(draw, spec)
     if spec.overflow == "retry":
-        spec = replace(spec, capacity_factor=None)  # there is room for all at last
+        spec = replace(spec, capacity_factor=None)  # every row has space after retries
     received, ys, outs = expect_forward(spec, inputs)
     if spec.overflow == "raise" and any(len(r.rows) > spec.capacity(i) for i, r in enumerate(received)):
         with pytest.raises(CapacityOverflow):
@@ -88,7 +88,7 @@ def dispatch(buffer: Buffer, inputs: Inputs, tag: int) -> tuple[Any, ...]:
 
 
 def refused_round(buffer: Buffer, draw: random.Random) -> None:
-    """One rank's input is wrong: every rank refuses it in the same op."""
+    """One rank's input is wrong, and every rank refuses it in the same op."""
     spec, faulty_rank = buffer.spec, draw.randrange(buffer.num_ranks)
     most, hidden, topk = spec.num_max_tokens_per_rank, spec.hidden, spec.num_topk
     wrong: dict[str, Tensor] = draw.choice(
@@ -114,7 +114,7 @@ def refused_round(buffer: Buffer, draw: random.Random) -> None:
 
 
 def ended(buffer: Buffer, draw: random.Random) -> None:
-    """One rank closes the buffer, aborts, or raises in its `with` block; all others hear of it in their next op."""
+    """One rank closes the buffer, aborts, or raises in its `with` block; all others raise in their next op."""
     faulty_rank, how = draw.randrange(buffer.num_ranks), draw.choice(["close", "abort", "raise"])
     if buffer.rank == faulty_rank:
         if how == "raise":

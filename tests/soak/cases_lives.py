@@ -1,4 +1,4 @@
-"""What a rank does in the soak of whole lives: a plan that is the same on all ranks, at a pace of each rank's own."""
+"""A rank of the soak of whole lives: all ranks follow the same plan, each at its own pace."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from moe_rt.testing.rounds import buffer_kwargs
 
 MOST_GROUPS, MOST_OWNED, MOST_KEPT = 4, 7, 6
 TIMEOUT_S = 60.0
-LOOKS = 20  # acts between two looks at the clock
+LOOKS = 20  # acts between two checks of the clock
 WARM_UP = 10 * LOOKS
-CONFIGS = 5  # of layers: some share a buffer, with one that some ranks have not yet collected, too
-CHILD_S = 60  # a child that does not end is ended
+CONFIGS = 5  # kinds of layers: some share a buffer, also with a layer that some ranks have not yet collected
+CHILD_S = 60  # a child that does not end by then is killed
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Group:
 
 @dataclass(eq=False)
 class Owned:
-    """A buffer, or a layer and one that is alone; `of` is None on ranks that are not in the group."""
+    """A buffer, or a layer with its one-rank reference; `of` is None on ranks outside the group."""
 
     home: Group
     kind: str
@@ -50,7 +50,7 @@ class Owned:
 
 
 class Life:
-    """Every rank lists the same groups, buffers and layers, its own or not, so that the plan is the same on all."""
+    """Every rank lists all groups, buffers and layers, also others', so that the plan is identical on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, seed: int) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -61,14 +61,14 @@ class Life:
         self.counts: dict[str, int] = {}
 
     def act(self) -> None:
-        """One act. What it draws comes from a seed of its own: who is not in the group draws nothing."""
+        """Perform one act. It draws from a separate seed, since ranks outside the group draw nothing."""
         name = self.plan.choices(list(ACTS), list(ACTS.values()))[0]
         dawdle(self.pace)
         getattr(self, name)(random.Random(self.plan.randrange(2**62)))
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def make_group(self, draw: random.Random) -> None:
-        """Of any ranks; the groups overlap."""
+        """Make a group of any ranks; groups overlap."""
         if len(self.groups) == MOST_GROUPS:
             gone = self.groups.pop(draw.randrange(1, MOST_GROUPS))
             for owned in [o for o in self.owned if o.home is gone]:
@@ -94,7 +94,7 @@ class Life:
         self.owned.append(Owned(home, "layer", of))
 
     def round(self, draw: random.Random) -> None:
-        """Of some of the buffers, without a drain in between; some outputs are kept, and looked at much later."""
+        """Play rounds on some buffers without a drain in between; keep some outputs, to be checked much later."""
         for _ in range(draw.randint(1, 3)):
             owned, its_own = self._choose(draw, "buffer"), random.Random(draw.randrange(2**62))
             if owned is not None and owned.of is not None:
@@ -113,7 +113,7 @@ class Life:
             buffer_acts.refused_round(owned.of, draw)
 
     def end(self, draw: random.Random) -> None:
-        """One rank ends a buffer under the others."""
+        """One rank ends a buffer that the others use."""
         owned = self._choose(draw, "buffer")
         if owned is not None:
             if owned.of is not None:
@@ -121,11 +121,11 @@ class Life:
             self.leave(owned)
 
     def fork(self, draw: random.Random) -> None:
-        """Some ranks fork. The child's uses are refused, and what it drops does not disturb."""
+        """Some ranks fork. The child's ops are refused, and objects it drops do not disturb the parent."""
         self._reap(os.WNOHANG)
         if self.pace.random() < 0.5:
             return
-        gc.collect()  # a child that collects a gloo group hangs in torch, which joins threads that are not there
+        gc.collect()  # collecting a gloo group in a child hangs: torch joins threads that the child does not have
         child = os.fork()
         if child:
             self.children.append(child)
@@ -141,7 +141,7 @@ class Life:
             os._exit(status)
 
     def collect(self, draw: random.Random) -> None:
-        """Outputs that were kept are still what they were; some ranks collect garbage."""
+        """Check that kept outputs have not changed; some ranks collect garbage."""
         for got, copy in self.kept:
             assert torch.equal(torch.nan_to_num(got), torch.nan_to_num(copy)), "an output changed while it was kept"
         if len(self.kept) > MOST_KEPT:
@@ -150,7 +150,7 @@ class Life:
             gc.collect()
 
     def leave(self, owned: Owned) -> None:
-        """Closes it, or lets go of it, perhaps in a cycle that a later collection finds."""
+        """Close it, or drop it, sometimes in a cycle that a later collection finds."""
         self.owned.remove(owned)
         if owned.of is None:
             return
@@ -160,7 +160,7 @@ class Life:
             owned.of = [owned, owned.of]
 
     def finish(self) -> None:
-        """Leaves everything."""
+        """Leave everything."""
         self.collect(self.plan)
         self.kept.clear()
         for owned in list(self.owned):
@@ -204,7 +204,7 @@ def _destroy(gone: Group) -> None:
         dist.destroy_process_group(gone.group)
 
 
-# How often each act comes.
+# Relative frequency of each act.
 ACTS = {
     "make_group": 1,
     "make_buffer": 3,
@@ -219,18 +219,18 @@ ACTS = {
 
 
 def live(group: dist.ProcessGroup, seed: int, acts: int, seconds: float) -> dict[str, Any]:
-    """At least so many acts and for so long; how often each came, and what is left behind at the end."""
+    """Run at least this many acts and for this long; return how often each ran, and what remains at the end."""
     life = Life(group, seed)
-    warnings.filterwarnings("ignore", message="dtype: got")  # a fixed one that autocast disagrees with
+    warnings.filterwarnings("ignore", message="dtype: got")  # a fixed dtype that autocast disagrees with
     try:
-        _acts(life, WARM_UP, 0.0)  # what is made once, and kept
+        _acts(life, WARM_UP, 0.0)  # makes everything that is made once and kept
         life.finish()
         before = held(group)
         _acts(life, acts, seconds)
     except BaseException:
         for owned in life.owned:
             if owned.of is not None:
-                # So that the others end at once, too.
+                # The other ranks must end immediately also.
                 (owned.of if owned.kind == "buffer" else owned.of[0].buffer).abort()
         raise
     life.finish()
@@ -245,4 +245,4 @@ def _acts(life: Life, acts: int, seconds: float) -> None:
         done += 1
         if done % LOOKS == 0:
             late.fill_(time.monotonic() >= deadline)
-            dist.all_reduce(late, dist.ReduceOp.MAX)  # the clocks' readings differ, the end must not
+            dist.all_reduce(late, dist.ReduceOp.MAX)  # clocks differ, but ranks must end together

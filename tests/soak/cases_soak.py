@@ -1,4 +1,4 @@
-"""What a rank does in the soak test: ops without a drain, at its own pace, each output compared bit for bit."""
+"""A rank of the soak test: ops without a drain, at its own pace, each output compared bit for bit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moe_rt.config.spec import BufferSpec
 from moe_rt.testing.rounds import expect_forward
 
 POOL = 48
-LONGEST_RUN = 3  # dispatches without a combine between them: fewer hide mistakes (docs/protocol.md)
+LONGEST_RUN = 3  # dispatches without a combine between them: fewer would hide mistakes (docs/protocol.md)
 
 
 @dataclass(frozen=True)
 class Round:
-    """This rank's part of a round: what it gives to the two ops, and what each must give back."""
+    """This rank's part of a round: inputs and expected outputs of the two ops."""
 
     x: Tensor
     topk_idx: Tensor
@@ -34,7 +34,7 @@ class Round:
 
 
 def make_pool(spec: BufferSpec, rank: int) -> list[Round]:
-    """Rounds of every kind of routing, a third of a rank's parts without tokens."""
+    """Return rounds of every kind of routing; a third of a rank's parts have no tokens."""
     pool = []
     for seed in range(POOL):
         num_tokens = random.Random(seed).choices([0, 0, 1, 3, 7, 12], k=spec.num_ranks)
@@ -49,13 +49,13 @@ def make_pool(spec: BufferSpec, rank: int) -> list[Round]:
 
 
 def same(got: Tensor, expected: Tensor) -> bool:
-    """Bit for bit."""
+    """True if equal bit for bit."""
     integers = torch.int16 if got.itemsize == 2 else torch.int32
     return torch.equal(got.view(integers), expected.view(integers))
 
 
 def soak(group: dist.ProcessGroup, ops: int) -> int:
-    """Returns how many ops were compared."""
+    """Return the number of compared ops."""
     rank = group.rank()
     spec = make_spec(group.size(), dtype=torch.bfloat16, hidden=64, num_experts=7)
     pool, plan, pace = make_pool(spec, rank), random.Random(0), random.Random(rank)  # one plan, a pace for each rank
@@ -81,7 +81,7 @@ def soak(group: dist.ProcessGroup, ops: int) -> int:
 
 
 def dawdle(pace: random.Random) -> None:
-    """Mostly nothing, often some tens of microseconds of work, seldom a sleep of some milliseconds."""
+    """Do nothing mostly, often some tens of microseconds of work, and rarely sleep for some milliseconds."""
     draw = pace.random()
     if draw < 0.002:
         time.sleep(pace.random() * 0.01)

@@ -1,4 +1,4 @@
-"""What a process holds that a library could leak."""
+"""Resources of a process that a library could leak."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MARGINS = {"descriptors": 0, "threads": 0, "segments": 0, "store keys": 0, "resi
 
 
 def held(group: dist.ProcessGroup) -> dict[str, int]:
-    """Counts, of this process but for the store's keys."""
+    """Return counts of this process; those of the store's keys cover all ranks."""
     counts = held_by_process()
-    ctypes.CDLL(None).malloc_trim(0)  # free pages between blocks that are in use are no leak
+    ctypes.CDLL(None).malloc_trim(0)  # free pages between used blocks are not a leak
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     keys = _get_process_group_store(group).list_keys()
     return counts | {
@@ -28,11 +28,11 @@ def held(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def _of_group(key: str) -> bool:
-    """Whether this is one of those that a group keeps in its store, however many buffers it makes."""
+    """True if a group keeps this key in its store, for any number of buffers."""
     return key.split("/")[-2] in ("meetings", "places")
 
 
 def left_behind(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What there is more of now than the margins allow."""
+    """Return the counts that grew by more than the margins."""
     more = {name: after[name] - before[name] for name in before}
     return {name: count for name, count in more.items() if count > MARGINS[name]}

@@ -1,4 +1,4 @@
-"""What the soak does with a layer: random configs and modes, next to a layer of one rank that has all experts."""
+"""The soak's acts on a layer: random configs and modes, against a layer of one rank that has all experts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moe_rt import MoEConfig, MoELayer, ThreadGroup
 
-# Relative, of the norm: partial sums are rounded where they travel, and products are taken in other blocks.
+# Relative to the norm: partial sums are rounded when they are sent, and products have other blocks.
 TOLERANCE = {None: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 HIDDEN = (16, 40)
 
 
 def draw_config(draw: random.Random, num_ranks: int) -> MoEConfig:
-    """Any sizes and choices that leave room for every row."""
+    """Draw any sizes and choices with capacity for every row."""
     activation = draw.choice(["swiglu", "swiglu", "relu2", "clamped_swiglu"])
     softmax = draw.random() < 0.7
     num_experts = draw.randint(max(2, num_ranks), 9)
@@ -44,7 +44,7 @@ def draw_config(draw: random.Random, num_ranks: int) -> MoEConfig:
 
 
 def make_layers(config: MoEConfig, group: Any, seed: int) -> tuple[MoELayer, MoELayer]:
-    """The group's layer, and one of this rank alone with the same global weights."""
+    """Return the group's layer, and a one-rank layer with the same global weights."""
     layers = []
     for where in (group, ThreadGroup.make(1)[0]):
         torch.manual_seed(seed)
@@ -53,7 +53,7 @@ def make_layers(config: MoEConfig, group: Any, seed: int) -> tuple[MoELayer, MoE
 
 
 def verified_step(layer: MoELayer, alone: MoELayer, draw: random.Random, compiled: bool) -> None:
-    """Training, or evaluation in some mode. Compiled means traced by Dynamo, without its code generator."""
+    """Verify training, or evaluation in some mode. Compiled means traced by Dynamo, without its code generator."""
     mode, seed = draw.choice(["train", "train", *EVALUATION]), draw.randrange(2**31)
     rank, tolerance = layer.buffer.rank, TOLERANCE[layer.config.dtype]
     num_tokens = [draw.randint(0, layer.config.num_max_tokens_per_rank) for _ in range(layer.buffer.num_ranks)]
@@ -61,7 +61,7 @@ def verified_step(layer: MoELayer, alone: MoELayer, draw: random.Random, compile
     xs = [torch.randn(n, layer.config.hidden, generator=g) for n in num_tokens]
     run: Any = layer
     if compiled:
-        torch.compiler.reset()  # it keeps what it traced of earlier layers, and gives up after eight
+        torch.compiler.reset()  # the compiler keeps its traces of earlier layers, and stops after eight
         run = torch.compile(layer, backend="eager")
     if mode != "train":
         with EVALUATION[mode](), torch.no_grad():

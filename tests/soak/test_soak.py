@@ -1,4 +1,4 @@
-"""Very many ops, and whole lives, on three processes that share whatever cores there are: no error, no wrong bit."""
+"""Very many ops, and whole lives, on three processes on any number of cores: no error, no wrong bit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cases_soak import soak
 
 MakeRanks = Callable[[str, int], harness.Ranks]
 OPS = int(os.environ.get("MOE_RT_SOAK_OPS", "5000"))
-OPS_LIMIT_S = 600 + OPS // 5  # of hangs alone, as all such times
+OPS_LIMIT_S = 600 + OPS // 5  # only a hang reaches it, as all such limits
 SEED = int(os.environ.get("MOE_RT_SOAK_SEED", "0"))
 MINUTES = float(os.environ.get("MOE_RT_SOAK_MINUTES", "0"))
-LIVES = 20  # acts, and for so long if it is longer
+LIVES = 20  # acts, and at least MINUTES
 LIVES_LIMIT_S = 1800 + 120 * MINUTES
 
 
@@ -28,7 +28,7 @@ def test_soak(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(LIVES_LIMIT_S + 60)
 def test_lives(make_ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random groups, buffers, layers, forks, refusals and ends in random modes: every result right, nothing left."""
+    """Random groups, buffers, layers, forks, refusals and ends in random modes give right results and leak nothing."""
     monkeypatch.setattr(harness, "CASE_TIMEOUT_S", LIVES_LIMIT_S)
     outcomes = make_ranks("shm", 3).outcomes(live, SEED, LIVES, 60 * MINUTES)
     errors = [o for o in outcomes if isinstance(o, BaseException)]

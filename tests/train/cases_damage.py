@@ -1,4 +1,4 @@
-"""What ranks do in the tests of damaged checkpoints and full disks: save and load one tensor that tells its step."""
+"""Functions that ranks run in the tests of damaged checkpoints and full disks, on a tensor filled with its step."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _save(directory: Path, step: int, model: nn.Module | None = None) -> None:
 
 
 def save(group: Any, directory: Path, *steps: int) -> None:
-    """The weights of step n are all n."""
+    """Save checkpoints in which all weights equal the step."""
     with process_group("cpu", CONFIG.timeout_s):
         for step in steps:
             _save(directory, step)
 
 
 def load(group: Any, directory: Path) -> int:
-    """The step that was loaded, which all weights must tell; without one they stay 0."""
+    """Return the loaded step, after checking that all weights equal it; without a checkpoint they stay 0."""
     model = _model()
     with process_group("cpu", CONFIG.timeout_s):
         step = checkpoint.load(directory, model, make_optimizer(model, CONFIG), CONFIG)
@@ -57,7 +57,7 @@ class _Large(nn.Module):
 
 
 def save_beyond_the_disk(group: Any, directory: Path) -> str:
-    """What a save raises whose files do not fit, and that this group goes on after it."""
+    """Return the error of a save whose files do not fit; the group must stay usable."""
     try:
         _save(directory, 2, _Large())
     except WriteFailed as error:
@@ -73,7 +73,7 @@ def save_beyond_the_disk(group: Any, directory: Path) -> str:
 
 
 def save_beyond_a_limit(group: Any, directory: Path, limited: int) -> str:
-    """The same, where the system limits the size of one rank's files."""
+    """Return the error of a save in which one rank's files exceed a size limit; the group must stay usable."""
     _save(directory, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == limited:
@@ -85,7 +85,7 @@ def save_beyond_a_limit(group: Any, directory: Path, limited: int) -> str:
 
 
 def killed_while_reading(group: Any, directory: Path, killed: int) -> None:
-    """Rank `killed` is killed while digests are taken, in a save that began with all ranks."""
+    """Rank `killed` is killed while digests are computed, in a save that all ranks began."""
     read = digests._sha256
 
     def die(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A tiny model, and what ranks do in the trainer's tests."""
+"""A tiny model, and functions that ranks run in the trainer's tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(group: Any, changes: dict[str, Any]) -> None:
 
 
 def loaded(group: Any, changes: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What this rank has of the newest checkpoint after loading it into a model with other weights."""
+    """Return this rank's state after loading the newest checkpoint into a model with other weights."""
     config = tiny(**changes)
     with process_group(config.device, config.timeout_s):
         ranks = Ranks.make(config.check_world(dist.get_world_size()))
@@ -63,7 +63,7 @@ def loaded(group: Any, changes: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def initial_weights(group: Any) -> dict[str, np.ndarray]:
-    """By names that do not depend on the number of ranks."""
+    """Return the weights by names that do not depend on the number of ranks."""
     config = tiny()
     with process_group(config.device, config.timeout_s):
         torch.manual_seed(7)
@@ -79,7 +79,7 @@ def _one_layer(ranks: Ranks, **changes: Any) -> MoELayer:
 
 
 def reloaded_bias(group: Any, directory: Path) -> list[float]:
-    """The router's balance_bias of a layer that loaded what another one saved."""
+    """Return the router's balance_bias of a layer that loaded another layer's checkpoint."""
     config, ranks = tiny(), Ranks.make(dist.get_world_size())
     saved, loaded = (_one_layer(ranks, balance_bias=True) for _ in range(2))
     with open_buffers(saved):
@@ -90,7 +90,7 @@ def reloaded_bias(group: Any, directory: Path) -> list[float]:
 
 
 def clipped_norm(group: Any, squares: list[float]) -> tuple[float, float]:
-    """Rank r's experts have gradients of this squared norm, all else has none: the norm, and what is left of mine."""
+    """Clip gradients of experts with these squared norms by rank, others zero; return the norm and this rank's part."""
     ranks = Ranks.make(len(squares))
     layer = _one_layer(ranks)
     with open_buffers(layer):
@@ -103,7 +103,7 @@ def clipped_norm(group: Any, squares: list[float]) -> tuple[float, float]:
 
 
 def averaged(group: Any, ep: int) -> tuple[float, float]:
-    """Rank r contributes r to every shared gradient and 10 r to those of its experts: what one of each becomes."""
+    """Average gradients of r for shared parameters and of 10 r for experts on rank r; return one element of each."""
     ranks = Ranks.make(ep)
     layer = _one_layer(ranks)
     with open_buffers(layer):

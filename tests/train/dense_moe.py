@@ -11,7 +11,7 @@ from moe_rt.train import TrainConfig
 
 
 class DenseMoE(nn.Module):
-    """Every expert sees every token; what the router did not choose has weight zero."""
+    """Every expert processes every token; experts that the router did not choose have weight zero."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class DenseMoE(nn.Module):
         self.router = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden))
         self.down = nn.Parameter(torch.empty(num_experts, hidden, intermediate))
-        with torch.no_grad():  # each expert has its own stream, as in MoELayer
+        with torch.no_grad():  # each expert has a separate stream, as in MoELayer
             for expert, seed in enumerate(torch.randint(2**62, (num_experts,)).tolist()):
                 generator = torch.Generator().manual_seed(seed)
                 self.gate_up[expert].normal_(std=hidden**-0.5, generator=generator)

@@ -1,4 +1,4 @@
-"""Trains under torchrun's variables, but rank 1 fails in its third step: `failing_rank.py OUT HOW`."""
+"""Train under torchrun's variables; rank 1 fails in its third step: `failing_rank.py OUT HOW`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming: bit for bit on as many ranks, from any number of ranks, and never from a torn or foreign checkpoint."""
+"""Resuming is exact on the same number of ranks, works on any number, and refuses torn and foreign checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = {"steps": 6, "checkpoint_every": 3, "val_every": 3}
 
 @pytest.fixture(scope="module")
 def straight(make_ranks: MakeRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps on two ranks without a break."""
+    """Train six steps on two ranks without a break."""
     out = tmp_path_factory.mktemp("straight")
     make_ranks("shm", 2).run(cases.run, {**SHORT, "out": out})
     return out
@@ -29,7 +29,7 @@ def straight(make_ranks: MakeRanks, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def interrupted(straight: Path, tmp_path: Path) -> Path:
-    """The same run as a crash in its last step would have left it: half a checkpoint, half a line of metrics."""
+    """Return the same run after a crash in its last step: half a checkpoint, half a line of metrics."""
     out = tmp_path / "run"
     shutil.copytree(straight, out)
     last = out / "checkpoints" / "step-00000006"

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and full disks: the newest whole checkpoint is loaded, and what is wrong with others is said."""
+"""Damaged checkpoints and full disks: the newest whole checkpoint is loaded, and faults of the others are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA, INDEX, MANIFEST, SUMS = "__0_0.distcp", ".metadata", "manifest.json", "SHA
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of step 1 and step 2."""
+    """Return a directory with checkpoints of steps 1 and 2."""
     directory = tmp_path_factory.mktemp("two")
     cases.save(None, directory, 1, 2)
     return directory
@@ -57,13 +57,13 @@ def replace_by_pipe(path: Path) -> None:
 
 
 def swap_names(newest: Path) -> None:
-    """The older checkpoint stands under the newer one's name."""
+    """Put the older checkpoint under the newer one's name."""
     shutil.rmtree(newest)
     shutil.copytree(newest.with_name("step-00000001"), newest)
 
 
 def leave_half(newest: Path) -> None:
-    """As a removal that was cut short without a rename first."""
+    """Leave what an interrupted removal without a prior rename would leave."""
     (newest / DATA).rename(newest.with_name("step-00000002.old.tmp"))
 
 
@@ -117,7 +117,7 @@ def test_no_whole_one_is_an_error_that_names_the_files(copy: Path, kind: str) ->
     damage, message = DAMAGE[kind]
     damage(copy / "step-00000002")
     (copy / "step-00000001" / INDEX).unlink()
-    if kind == "another step":  # it is a copy of the other one, made before that was damaged
+    if kind == "another step":  # the damaged one is a copy of step 1, made before that was damaged
         message = f"{MANIFEST}: got step 1"
     before = sorted(path.name for path in copy.rglob("*"))
     with pytest.raises(CorruptCheckpoint) as raised:
@@ -125,7 +125,7 @@ def test_no_whole_one_is_an_error_that_names_the_files(copy: Path, kind: str) ->
     assert f"{copy}/step-00000002: " in str(raised.value)
     assert f"{copy}/step-00000001: {INDEX}: got no such file" in str(raised.value)
     assert message in str(raised.value)
-    assert sorted(path.name for path in copy.rglob("*")) == before, "left as it was for who wants to look"
+    assert sorted(path.name for path in copy.rglob("*")) == before, "left unchanged for inspection"
 
 
 @pytest.mark.parametrize("kind", ["missing data", "bit of data", "empty digests", "another step"])
@@ -141,7 +141,7 @@ def test_all_ranks_fall_back_alike(make_ranks: MakeRanks, tmp_path: Path, kind: 
 
 
 def test_no_flipped_bit_loads(two: Path, tmp_path: Path) -> None:
-    """200 bits anywhere in a checkpoint's files, one at a time; each byte is as likely as any other."""
+    """None of 200 bits, flipped one at a time, loads; each byte of a checkpoint's files is equally likely."""
     only = Path(shutil.copytree(two / "step-00000002", tmp_path / "step-00000002"))
     files = sorted(only.iterdir())
     sizes = [path.stat().st_size for path in files]
@@ -161,7 +161,7 @@ def test_no_flipped_bit_loads(two: Path, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def as_nobody() -> Iterator[None]:
-    """Without the rights of root, which may read everything."""
+    """Run without root's right to read any file."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
@@ -183,7 +183,7 @@ def as_nobody() -> Iterator[None]:
 def test_unreadable_files_are_damage(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: str, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # from here its name leads there, though others may not pass through what is above it
+    monkeypatch.chdir(tmp_path)  # the path is relative because other users may not pass through its parents
     tmp_path.chmod(0o755)
     directory = Path("checkpoints")
     shutil.copytree(two / "step-00000002", directory / "step-00000002")
@@ -196,9 +196,9 @@ def test_unreadable_files_are_damage(
 
 
 def test_metadata_is_not_unpickled(copy: Path) -> None:
-    """Loading does not read the index that torch.distributed.checkpoint pickles, even where its digest holds."""
+    """Loading does not read the index that torch.distributed.checkpoint pickles, even if its digest is right."""
     newest = copy / "step-00000002"
-    (newest / INDEX).write_bytes(b"cos\n_exit\n(I1\ntR.")  # ends the process that unpickles it
+    (newest / INDEX).write_bytes(b"cos\n_exit\n(I1\ntR.")  # unpickling this ends the process
     sums = subprocess.run(["sha256sum", DATA, INDEX, MANIFEST], cwd=newest, capture_output=True, check=True)
     (newest / SUMS).write_bytes(sums.stdout)
     assert cases.load(None, copy) == 2
@@ -209,14 +209,14 @@ def test_sha256sum_checks_a_checkpoint(two: Path) -> None:
 
 
 def test_steps_of_nine_digits(tmp_path: Path) -> None:
-    """They are found, and newer than those of eight; float32 holds these numbers exactly."""
+    """Steps of nine digits are found, and are newer than those of eight; float32 represents these numbers exactly."""
     cases.save(None, tmp_path, 99_999_992, 100_000_000, 100_000_008)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-100000000", "step-100000008"]
     assert cases.load(None, tmp_path) == 100_000_008
 
 
 def test_a_crash_while_an_old_one_is_removed(copy: Path) -> None:
-    """What is left of it does not carry the name of a checkpoint: it would be called damaged."""
+    """A removal that crashes leaves no directory with a checkpoint's name, which would be reported as damaged."""
 
     def cut_short(directory: Path, **_: object) -> None:
         (directory / MANIFEST).unlink()
@@ -236,7 +236,7 @@ def test_a_start_from_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_does_not_mix_with_checkpoints_of_another_run(copy: Path) -> None:
-    """Its metrics are gone, but its newer checkpoints would push out those of the new run."""
+    """A new run refuses a directory with another run's checkpoints, which are newer and would displace its own."""
     with pytest.raises(InvalidConfig, match=r"out: got .* which holds a run"):
         train(cases_train.tiny(out=copy.parent, steps=1))
 
@@ -275,4 +275,4 @@ def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path) -> None:
         ranks.close()
     assert isinstance(survivor, PeerDead)
     assert survivor.peer == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.tmp"]  # never taken for a whole one
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.tmp"]  # never taken for a whole checkpoint

@@ -1,4 +1,4 @@
-"""metrics.jsonl after crashes: lines that are none are left out and named, and a run goes on."""
+"""metrics.jsonl after crashes: invalid lines are dropped and reported, and a run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients over ranks: averaged by the number of all ranks, and clipped by one norm that counts every expert once."""
+"""Gradients over ranks are averaged over all ranks, and clipped by one norm that counts every expert once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_norm_sums_over_the_experts_of_all_ranks(make_ranks: MakeRanks) -> None:
 @pytest.mark.parametrize(
     ("ep", "experts"),
     [
-        (4, [0, 2.5, 5, 7.5]),  # nobody else has my experts
+        (4, [0, 2.5, 5, 7.5]),  # each expert is on one rank
         (2, [5, 10, 5, 10]),  # (0 + 20) / 4 and (10 + 30) / 4
         (1, [15, 15, 15, 15]),
     ],
@@ -39,7 +39,7 @@ def test_average(make_ranks: MakeRanks, ep: int, experts: list[float]) -> None:
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever torch has to say about it, too."""
+    """A missing GPU is reported with torch's reason."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(parallel, "why_there_is_none", lambda: "; torch says: no driver")
     says = "device: got cuda for local rank 0, expected one of 0 GPUs; torch says: no driver"

@@ -1,4 +1,4 @@
-"""The same loss curve however experts are spread, and without moe_rt at all."""
+"""The loss curve does not depend on the distribution of experts, and equals training without moe_rt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_bf16_follows_fp32(make_ranks: MakeRanks, tmp_path: Path, reference: lis
 
 
 def end_of_training(make_ranks: MakeRanks, out: Path, codec: str) -> tuple[float, float]:
-    """Of 200 steps in bf16: the mean loss of the last 20, and the validation's."""
+    """Return the mean loss of the last 20 of 200 steps in bf16, and the validation loss."""
     changes = {"out": out, "dtype": "bf16", "steps": 200, "val_every": 200, "codec": codec}
     make_ranks("shm", 2).run(cases.run, changes)
     rows = metrics.read(out / "metrics.jsonl")
@@ -70,7 +70,7 @@ def uncoded_end(make_ranks: MakeRanks, tmp_path_factory: pytest.TempPathFactory)
 def test_coded_rows_train_as_well(
     make_ranks: MakeRanks, tmp_path: Path, uncoded_end: tuple[float, float], codec: str
 ) -> None:
-    """The loss at the end is within 1 % of what rows that travel as bf16 give."""
+    """The final loss is within 1 % of the loss with rows sent as bf16."""
     np.testing.assert_allclose(end_of_training(make_ranks, tmp_path, codec), uncoded_end, rtol=0.01)
 
 

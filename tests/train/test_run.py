@@ -1,4 +1,4 @@
-"""Whole runs from the command line: what they leave, what they refuse, and that no rank waits for a failed one."""
+"""Whole runs from the command line: their files, their refusals, and that no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_bar_shows_no_number_before_there_is_one(tmp_path: Path, capsys: pyt
 
 
 def said_by(reporter: Reporter) -> str:
-    """The progress bar's words, without the bar and the time that is left."""
+    """Return the progress bar's words, without the bar and the time left."""
     console = Console(width=200, file=io.StringIO())
     console.print(reporter._progress.get_renderable())
     words = console.file.getvalue().split()
@@ -138,7 +138,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_an_infinite_gradient_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is still finite, and no checkpoint keeps what the step has made of the weights."""
+    """An infinite gradient ends the run although the loss is finite, and no checkpoint keeps that step's weights."""
 
     def overflow_then_clip(model: nn.Module, max_norm: float) -> Tensor:
         next(model.parameters()).grad.fill_(math.inf)

@@ -1,4 +1,4 @@
-"""The model that is trained: bytes ahead stay unseen, positions turn; what decays; and how a text is gone on with."""
+"""The trained model: causal attention, rotary positions, weight decay, and continuation of a text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_only_matrices_decay() -> None:
 
 
 def test_a_text_is_gone_on_with_from_its_end() -> None:
-    """The model counts: after the byte b, the likeliest is b + 1. It never sees more than a sequence."""
+    """A text is continued from its last sequence. The model counts: after byte b, the likeliest is b + 1."""
     lengths = []
 
     def count_up(tokens: Tensor) -> DecoderOutput:

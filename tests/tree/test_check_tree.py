@@ -13,7 +13,7 @@ FUNCTION = "{head} {{\n" + "  work();\n" * 80 + "}}\n"
 
 
 def check(root: Path) -> tuple[int, list[str]]:
-    """The exit status and the findings for a tree."""
+    """Return the exit status and the findings for a tree."""
     command = [sys.executable, str(ROOT / "tools" / "check_tree.py"), "--root", str(root)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.stderr, done.stderr
@@ -35,7 +35,7 @@ def cpp(code: str) -> str:
     return f"// A header.\n{code}\n"
 
 
-# (id, file, its text, where and what the finding is)
+# (id, file, its text, place and text of the finding)
 BROKEN = [
     ("file-budget-py", "bench/a.py", py("x = 1\n" * 299), "bench/a.py:301: the file has 301 lines"),
     ("file-budget-pml", "docs/a.pml", "skip\n" * 301, "docs/a.pml:301: the file has 301 lines"),
@@ -145,7 +145,7 @@ def test_a_broken_rule_is_found(tmp_path: Path, path: str, text: str, finding: s
     assert findings[0].startswith(finding)
 
 
-# What looks like a breach and is none.
+# Texts that resemble a breach of a rule and are none.
 SOUND = {
     "README.md": "# A `b`, [c](docs/d.md)\n\n## a\n\n## a\n\n"
     "[1](#a-b-c) [2](#a-1) [3](docs/d.md#x_y 'title') [4](docs) [5](https://example.org/x.md) `[6](x.md)`\n"

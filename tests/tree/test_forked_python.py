@@ -1,4 +1,4 @@
-"""Programs that are forked see and leave what programs that are started see and leave."""
+"""Forked programs see and leave the same state as programs that are started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_it_finds(tmp_path: Path, how: str) -> None:
     ):  # fmt: skip
         found.append(json.loads(text))
     forked, started = found
-    if how == "-m":  # found in the directory, by both
+    if how == "-m":  # both found it in the directory
         assert Path(forked["argv"].pop(0)).resolve() == Path(started["argv"].pop(0)).resolve()
         assert forked.pop("path") in ("", started.pop("path"))
     assert forked == started
@@ -52,7 +52,7 @@ def test_how_it_ends() -> None:
     assert (done.returncode, done.stdout) == (1, "over\n")
     assert done.stderr.endswith("in fails\nValueError: why\n")
     assert run_python("-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
-    assert run_python("-c", "pass").returncode == 0, "whatever became of the one before"
+    assert run_python("-c", "pass").returncode == 0, "independent of the program before it"
 
 
 def test_nothing_is_there_that_it_has_not_imported() -> None:
@@ -69,7 +69,7 @@ def is_over(pid: str) -> bool:
 def test_what_it_leaves_running_ends_with_it() -> None:
     starts = "import os, subprocess; print(os.getpid(), subprocess.Popen(['sleep', '600']).pid)"
     pids, deadline = run_python("-c", starts).stdout.split(), time.monotonic() + LIMIT_S
-    while not all(map(is_over, pids)):  # a kill takes its moment
+    while not all(map(is_over, pids)):  # a kill takes a moment
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -77,4 +77,4 @@ def test_what_it_leaves_running_ends_with_it() -> None:
 def test_the_time_is_up() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         run_python("-c", "import time; time.sleep(600)", limit_s=0.01)
-    assert run_python("-c", "print(1)").stdout == "1\n", "it has ended, and the next one has its turn"
+    assert run_python("-c", "print(1)").stdout == "1\n", "it has ended, and the next program runs"

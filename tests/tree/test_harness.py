@@ -1,4 +1,4 @@
-"""The harness that runs cases on ranks: what one case leaves undone is not taken for the next one's answer."""
+"""The harness that runs cases on ranks: one case's leftovers are not taken for the next one's answer."""
 
 from __future__ import annotations
 

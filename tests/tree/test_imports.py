@@ -1,4 +1,4 @@
-"""What is imported when: torch, which takes a second, by what needs it alone."""
+"""torch, whose import takes a second, is imported only by modules that need it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NAMES = "import moe_rt; missing = {*moe_rt.__all__} - {*dir(moe_rt)}; assert not
 
 @pytest.mark.parametrize("code", [LOOK, NAMES, *PARTS.values()], ids=["torch", "names", *PARTS])
 def test_in_a_new_process(code: str) -> None:
-    """Commands that start ranks leave torch to these; names and parts can be found before they have been imported."""
+    """Importing the CLI imports no torch, which its ranks need only; names and modules resolve before their import."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
 def test_commands() -> None:
-    """A word that is no command is refused, not looked for."""
+    """A word that is not a command is refused without a search."""
     result = CliRunner().invoke(main, ["bensh"])
     assert (result.exit_code, "No such command 'bensh'" in result.output) == (2, True)
     listed = CliRunner().invoke(main, ["--help"]).output

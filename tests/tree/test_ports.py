@@ -1,4 +1,4 @@
-"""Ports for programs under test are free, consecutive, and none that the kernel gives to connections."""
+"""Ports for programs under test are free, consecutive, and outside the kernel's range for connections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_all_of_them_can_be_bound() -> None:
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1"])
 def test_a_port_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str) -> None:
-    """The only run without it is the one after it."""
+    """A run of free ports avoids a port in use: here the only run without it is above it."""
     start = ports.free_ports(5)
     monkeypatch.setattr(ports, "LOWEST", start)
     monkeypatch.setattr(ports, "HIGHEST", start + 4)
@@ -61,7 +61,7 @@ def test_a_range_of_just_enough_ports_is_enough(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_no_program_takes_the_port_of_a_closed_socket() -> None:
-    """A number that is read from a socket, inside of `with`, and used after it: that of a port that anyone may get."""
+    """No program reads a port number from a socket, closes it, and then uses the number: anyone may get that port."""
     found = [
         str(path.relative_to(ROOT))
         for folder in ("moe_rt", "examples", "tests", "tools")
