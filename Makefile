@@ -1,6 +1,6 @@
-# make demo trains on two ranks.  make quick checks a change before a commit, in two minutes.  make test runs all tests
-# except two slow groups: make ptx-test (the compiled kernels) and make serve-test (servers over moe_rt).  make sweep
-# adds every combination.  make mutants finds changes that no test notices.  make docs and make wheel build the site and
+# make demo trains on two ranks.  make quick checks a change before a commit, in two minutes.  make test runs the tests
+# of what users rely on.  make long-test runs those that compile, search or start whole programs; make ptx-test the
+# compiled kernels; make serve-test servers over moe_rt.  make sweep adds every combination.  make mutants finds changes that no test notices.  make docs and make wheel build the site and
 # the packages.  Each target sets up the environment .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,7 +23,12 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
   integrations/test_megatron.py device/test_network.py protocol/test_protocol_files.py \
   protocol/test_window_selector.py protocol/test_local_partials.py docs/test_named_tests.py tree)
 
-.PHONY: demo quick test pytest ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
+# Tests that take half of all the time: models, races, fuzzing, compilers, documents, whole programs.
+LONG := bench $(addprefix tests/,docs fuzz gpucheck install model mutants nodes soak device/test_lanes.py elastic \
+  faults/test_matrix.py faults/test_chaos_on_nodes.py heap/test_ucx_messages.py layer/test_compiled.py \
+  protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py train/test_parity.py)
+
+.PHONY: demo quick test long-test pytest ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -62,7 +67,10 @@ test: install tools
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: install
-	$(PYTEST) --ignore tests/ptx -k "not gross_regression" tests bench
+	$(PYTEST) --ignore tests/ptx $(addprefix --ignore ,$(LONG)) tests
+
+long-test: install tools
+	$(PYTEST) -k "not gross_regression" $(LONG)
 
 # The compiled kernels, executed on the CPU.
 ptx-test: install

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from moe_rt.bench.contestants.base import Delivery
-from moe_rt.bench.contestants.moe import MoeRt
-from moe_rt.bench.layers import ExchangeLayer
+from moe_rt.lab.bench.contestants.base import Delivery, ExchangeLayer
+from moe_rt.lab.bench.contestants.moe import MoeRt
 from moe_rt.nn.experts import SwiGLUExperts
 from moe_rt.nn.router import Router
 

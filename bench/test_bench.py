@@ -19,14 +19,14 @@ import pytest
 from click.testing import CliRunner, Result
 from ratios import changes
 
-from moe_rt.bench import launch
-from moe_rt.bench.cases import CASES
-from moe_rt.bench.contestants import ON_ONE_HOST
-from moe_rt.bench.rank import Job
-from moe_rt.bench.results import slopes
 from moe_rt.cli import main
-from moe_rt.testing import programs
-from moe_rt.testing.host_info import machine_card
+from moe_rt.info import machine_card
+from moe_rt.lab.bench import launch
+from moe_rt.lab.bench.cases import CASES
+from moe_rt.lab.bench.contestants import ON_ONE_HOST
+from moe_rt.lab.bench.rank import Job
+from moe_rt.lab.bench.results import slopes
+from moe_rt.lab.testing import programs
 
 HERE = Path(__file__).parent
 BASELINE = HERE / "baseline.json"

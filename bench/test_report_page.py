@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 from test_bench import bench, passed
 
-import moe_rt.bench.cli
-from moe_rt.bench.cases import CASES
-from moe_rt.bench.headline import headline
-from moe_rt.bench.report import write_report
+import moe_rt.lab.bench.cli
 from moe_rt.cli import main
+from moe_rt.lab.bench.cases import CASES
+from moe_rt.lab.bench.report import write_report
+from moe_rt.lab.bench.table import headline
 
 
 def test_the_report_holds_its_figures(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_the_report_holds_its_figures(tmp_path: Path) -> None:
 
 
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(moe_rt.bench.cli, "run", lambda *arguments: pytest.fail("something was measured"))
+    monkeypatch.setattr(moe_rt.lab.bench.cli, "run", lambda *arguments: pytest.fail("something was measured"))
     done = CliRunner().invoke(main, ["bench", *arguments])
     assert done.exit_code == 1
     assert done.stderr.count("\n") == 1

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe_rt.bench.launch import RECYCLE
+from moe_rt.lab.bench.launch import RECYCLE
 
 RANKS = 2
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 1024, 512, 32, 4

@@ -16,20 +16,20 @@ if find_spec("moe_rt._engine") is None:
     )
 
 if TYPE_CHECKING:
-    from moe_rt.comm.buffer import Buffer
-    from moe_rt.comm.handle import Handle
-    from moe_rt.heap.rendezvous import ThreadGroup
+    from moe_rt.buffer.buffer import Buffer
+    from moe_rt.buffer.handle import Handle
+    from moe_rt.group.rendezvous import ThreadGroup
     from moe_rt.nn.layer import MoEConfig, MoELayer
 
 __all__ = ["Buffer", "Handle", "MoEConfig", "MoELayer", "ThreadGroup"]
 __version__ = "0.1.0"
 # These names are imported on first use: importing torch takes a second, and a process that starts ranks can do without.
 _HOMES = {
-    "Buffer": "comm.buffer",
-    "Handle": "comm.handle",
+    "Buffer": "buffer.buffer",
+    "Handle": "buffer.handle",
     "MoEConfig": "nn.layer",
     "MoELayer": "nn.layer",
-    "ThreadGroup": "heap.rendezvous",
+    "ThreadGroup": "group.rendezvous",
 }
 
 

@@ -6,7 +6,8 @@ from importlib import import_module
 
 import click
 
-_HOMES = {name: f"moe_rt.{name}.cli" for name in ("bench", "chaos", "gpucheck", "nodes")}
+_ROOMS = {"bench": "bench", "chaos": "chaos", "gpucheck": "check", "nodes": "cluster"}
+_HOMES = {name: f"moe_rt.lab.{room}.cli" for name, room in _ROOMS.items()}
 _HOMES |= {"docs": "moe_rt.pages", "info": "moe_rt.info"}
 
 

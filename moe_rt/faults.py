@@ -22,7 +22,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Point(IntEnum):
-    """Points at which a fault can fire; cuda/host/fault.h describes how far the op is at each."""
+    """Points at which a fault can fire; cuda/cpu/fault.h describes how far the op is at each."""
 
     NONE = 0
     PRE_RENDEZVOUS = 1

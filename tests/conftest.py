@@ -58,7 +58,7 @@ LONGEST = (
     "test_transformers_trainer.py",
     "test_over_nodes.py",
     "test_free_running.py",
-    "test_far_failures.py",
+    "test_remote_failures.py",
     "test_ptx_rounds.py",
 )
 # Programs that tests start would otherwise use a thread per core, and spin while they wait for each other.

@@ -11,6 +11,7 @@ import importlib
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_rt.heap import thread_ranks
-from moe_rt.heap.groups import rendezvous_of
-from moe_rt.testing import process_ranks
-from moe_rt.testing.channel import Channel
+from moe_rt.group import thread_ranks
+from moe_rt.group.groups import rendezvous_of
+from moe_rt.lab.testing import process_ranks
+from moe_rt.lab.testing.channel import Channel
 
 CASE_TIMEOUT_S = 2400.0  # for hangs only: on a busy machine a cold compiler takes more than ten minutes
 END_S = 100.0
@@ -50,9 +51,11 @@ class Ranks:
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
         outcomes = self.outcomes(case, *args)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        errors = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+        for rank, error in errors.items():  # the one that is raised may be a consequence of another
+            print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        for error in errors.values():
+            raise error
         return outcomes
 
 

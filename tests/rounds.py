@@ -1,4 +1,4 @@
-"""Conformance cases, as functions of a rank: rounds of the real ops, which moe_rt.testing.rounds compares."""
+"""Conformance cases, as functions of a rank: rounds of the real ops, which moe_rt.lab.testing.rounds compares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from routing import Inputs, buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.config.spec import BufferSpec
-from moe_rt.testing.rounds import expect, play
+from moe_rt.lab.testing.rounds import expect, play
 
 CPU = torch.device("cpu")
 

@@ -3,6 +3,6 @@
 They are those of `moe-rt gpucheck`, which needs them in installations without tests.
 """
 
-from moe_rt.testing.rounds import Inputs, buffer_kwargs, make_inputs, make_spec
+from moe_rt.lab.testing.rounds import Inputs, buffer_kwargs, make_inputs, make_spec
 
 __all__ = ["Inputs", "buffer_kwargs", "make_inputs", "make_spec"]

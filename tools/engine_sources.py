@@ -14,7 +14,7 @@ def listed(name: str, root: Path = ROOT) -> tuple[str, ...]:
     found = re.findall(rf"^set\({name} ([^)]*)\)", text, re.M)
     if len(found) != 1:
         raise ValueError(f"CMakeLists.txt has {len(found)} lists set({name} ...), expected one")
-    return tuple(source.replace("${HOST}", "cuda/host") for source in found[0].split())
+    return tuple(found[0].split())
 
 
 ENGINE, ROWS = listed("ENGINE"), listed("ROWS")

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import PUSHED_TOKENS
-from moe_rt.gpucheck.compiling import LARGEST, WHOLE
-from moe_rt.gpucheck.estimate import (
+from moe_rt.engine.gpu.jit import compile_kernels
+from moe_rt.engine.gpu.launcher import RING_KERNELS
+from moe_rt.lab.check.compiling import LARGEST, WHOLE
+from moe_rt.lab.check.estimate import (
     MACHINES,
     OPS,
     STEPS,
@@ -29,10 +31,8 @@ from moe_rt.gpucheck.estimate import (
     op_us,
     steps_of,
 )
-from moe_rt.gpucheck.ring_estimate import estimate_ring
-from moe_rt.gpucheck.sass import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
-from moe_rt.native.jit import compile_kernels
-from moe_rt.native.ring import RING_KERNELS
+from moe_rt.lab.check.kernel_code import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
+from moe_rt.lab.check.ring_estimate import estimate_ring
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = "docs/cuda.md"
@@ -60,27 +60,24 @@ def read_kernels(codec: Codec) -> dict[str, MachineCode]:
 def launches_table() -> str:
     """Every launch: bytes moved at its largest token count, and its least time for each token count and GPU."""
     lines = [
-        "| Launch | under way per SM | moved | of which by links | fewest | steps: memory, peers | "
+        "| Launch | moved | of which by links | steps: memory, peers | "
         + " | ".join(f"T = {t}" for t in TOKENS)
         + " |",
-        "|---|---|---|---|---|---|" + "---|" * len(TOKENS),
+        "|---|---|---|---|" + "---|" * len(TOKENS),
     ]
     for coded in (False, True):
         for kernel in STEPS:
             if coded and not kernel.startswith("dispatch"):
                 continue
             every = [[estimated(kernel, Load(t, coded=coded), m) for m in MACHINES] for t in TOKENS]
-            (*_, (most, *others)) = (of for of in every if of[0])
-            kib = [f"{each.bytes_per_sm / 1024:g}" for each in (most, *others) if each]
+            (*_, (most, *_)) = (of for of in every if of[0])
             times = " | ".join(" / ".join(us(each.seconds) for each in of if each) or "-" for of in every)
             name = f"`{kernel}`, rows as fp8" if coded else f"`{kernel}`"
-            moved = " | ".join(mb(n) for n in (most.memory_bytes, most.link_bytes, most.fewest_bytes))
+            moved = " | ".join(mb(n) for n in (most.memory_bytes, most.link_bytes))
             few, many = (steps_of(kernel, Load(t)) for t in (PUSHED_TOKENS, TOKENS[-1]))
             steps = counted(many)
             steps = steps if few == many else f"{counted(few)} up to {PUSHED_TOKENS} tokens; {steps}"
-            under_way = " / ".join(kib if len(set(kib)) > 1 else kib[:1])
-            flow = f"{under_way} KiB | {moved} | {steps}"
-            lines.append(f"| {name} | {flow} | {times} |")
+            lines.append(f"| {name} | {moved} | {steps} | {times} |")
     return "\n".join(lines)
 
 
@@ -97,23 +94,22 @@ def counted(steps: Steps) -> str:
 def few_table() -> str:
     """Launches of many rows on few multiprocessors: through registers, and through rings for kernels that have them."""
     numbers = " | ".join(f"{n} SMs" for n in FEW)
-    lines = [f"| Launch | rows go through | under way per SM | {numbers} |", "|---|---|---|" + "---|" * len(FEW)]
+    lines = [f"| Launch | rows go through | {numbers} |", "|---|---|" + "---|" * len(FEW)]
     load = Load(TOKENS[-1])
     for kernel in (kernel for launches in OPS.values() for kernel in launches):
         for how, of in (("registers", estimate), ("rings", estimate_ring)):
             if of is estimate_ring and kernel not in RING_KERNELS:
                 continue
             every = [[of(kernel, load, machine, n) for machine in MACHINES] for n in FEW]
-            kib = every[0][0].bytes_per_sm / 1024
             times = " | ".join(" / ".join(us(each.seconds) for each in of_few) for of_few in every)
-            lines.append(f"| `{kernel}` | {how} | {kib:g} KiB | {times} |")
+            lines.append(f"| `{kernel}` | {how} | {times} |")
     return "\n".join(lines)
 
 
 def targets_table() -> str:
     """Launches of an op on an H200, compared with DeepEP's published times on eight."""
     (h200,) = (machine for machine in MACHINES if machine.name == "H200")
-    lines = ["| Op on 8 H200 | T | estimate, us | DeepEP, us | |", "|---|---|---|---|---|"]
+    lines = ["| Op on 8 H200 | T | estimate, us | DeepEP, us |", "|---|---|---|---|"]
     for name, op, coded in (
         ("dispatch", "dispatch", False),
         ("dispatch, rows as fp8", "dispatch", True),
@@ -121,8 +117,7 @@ def targets_table() -> str:
     ):
         for tokens in TOKENS:
             got, target = op_us(op, Load(tokens, coded=coded), h200), TARGETS_US[op, tokens]
-            verdict = "at most" if got <= target else f"{got / target:.2f} times as long"
-            lines.append(f"| {name} | {tokens} | {us(got / 1e6)} | {target:g} | {verdict} |")
+            lines.append(f"| {name} | {tokens} | {us(got / 1e6)} | {target:g} |")
     return "\n".join(lines)
 
 
@@ -137,7 +132,7 @@ def mb(num_bytes: float) -> str:
 
 def generated(root: Path) -> str:
     """Expected text of the document."""
-    from moe_rt.testing.output import with_section
+    from moe_rt.diagnostics.output import with_section
 
     text = (root / DOCUMENT).read_text()
     assert OPS.keys() >= {op for op, _ in TARGETS_US}

@@ -1,9 +1,9 @@
-"""Measures how comments, docstrings and documents read, and finds what breaks the rules that tools/check_tree.py enforces.
+"""Measures how comments, docstrings and documents read; tools/check_tree.py enforces its rules.
 
     python tools/prose.py [PATH ...]
 
-Prints for Python, C++ and documents: the share of comment blocks and docstrings that open with a fragment, private words
-per 1,000 words, and for documents the median, 90th percentile and maximum of words in a sentence.
+Prints for Python, C++ and documents: the share of comment blocks and docstrings that open with a fragment, private
+words per 1,000 words, and for documents the median, 90th percentile and maximum of words in a sentence.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ MAX_COLUMNS, MAX_SENTENCE_WORDS = 120, 60
 
 # A sentence about code names its subject first. These words begin a clause that depends on the code above it.
 FRAGMENT = re.compile(
-    r"(?:Of|As|Where|Whether|What|Who|Whose|Which|How|Those|That|The same|Behind|Besides?|Between|By|From|In|On|With|For"
-    r"|Before|After|Without|Until|To)\b"
+    r"(?:Of|As|Where|Whether|What|Who|Whose|Which|How|Those|That|The same|Behind|Besides?|Between|By|From|In|On|With"
+    r"|For|Before|After|Without|Until|To)\b"
 )
 # Words of one author for which the field has others, such as: reported, received, other than, no rank, N, times out.
 PRIVATE = re.compile(
     r"\b(?:whoever|whichever|besides?|told|tells?|hears?|heard|astray|lies?|in vain|nobody|so many|at once|behind|alone"
-    r"|stands? for|those that|the ones? that|there (?:is|are) (?:none|no)|made of|of its own|of those)\b",
+    r"|stands? for|those that|the ones? that|there (?:is|are) (?:none|no)|made of|of its own(?! \w)|of those)\b",
     re.IGNORECASE,
 )
 FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,}).*?(?:^[ \t]*\1[`~]*[ \t]*$|\Z)|<!--.*?-->", re.DOTALL | re.MULTILINE)
 NO_PROSE = re.compile(r"^\s*(?:\||#|!\[|<|\[[^\]]+\]:)")  # rows of tables, headings, figures, HTML, targets of links
+CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*(\d])")
 NO_COMMENT = re.compile(r"#!|#\s*(?:type:|noqa|fmt:|ruff:|mypy:)|//\s*(?:clang-format|NOLINT)")
@@ -103,7 +104,7 @@ def openings(path: str, text: str) -> Iterator[tuple[int, str]]:
 def private_words(path: str, text: str) -> Iterator[tuple[int, str]]:
     texts = [(1, prose_of(text))] if path.endswith(".md") else blocks(path, text)
     for line, block in texts:
-        for match in PRIVATE.finditer(block):
+        for match in PRIVATE.finditer(CODE.sub(lambda code: " " * len(code.group()), block)):
             yield line + block.count("\n", 0, match.start()), match.group()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from moe_rt.testing.output import with_section
+from moe_rt.diagnostics.output import with_section
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = "epyc-zen5-4core-2026-11-22/recycle.json"  # the newest machine, with the settings that help the others most

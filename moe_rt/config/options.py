@@ -13,9 +13,8 @@ from moe_rt.config.codec import Codec
 from moe_rt.config.expect import expect
 from moe_rt.config.placement import Placement
 
-# Providers of symmetric memory; see docs/heap.md.
+# Providers of symmetric memory; see docs/heap.md. moe_rt/memory/heaps.py has a row for each.
 HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem", "gin"]
-GPU_HEAPS: tuple[HeapKind, ...] = ("loopback", "nvshmem", "gin")
 Overflow = Literal["raise", "drop", "retry"]
 # Paths of rows between ranks of different nodes; moe_rt.Buffer explains both.
 Route = Literal["flat", "two_level"]

@@ -15,8 +15,8 @@ from moe_rt import _engine
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import Report
 from moe_rt.errors import InvalidConfig, SegmentPermission
-from moe_rt.heap.processes import why_closed
-from moe_rt.heap.shm import MEMFD_NAME
+from moe_rt.group.processes import why_closed
+from moe_rt.memory.shm import MEMFD_NAME
 
 
 def attach(pid: int) -> list[Report]:

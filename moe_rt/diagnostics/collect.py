@@ -7,18 +7,19 @@ contain anything: it is shown, and only what `read_segment` has checked is used 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe_rt import _engine
-from moe_rt.diagnostics.calls import disagreement
 from moe_rt.diagnostics.last_words import readable
-from moe_rt.diagnostics.report import KINDS, SIZES, OpRecord, RankReport, Report, name_ranks
+from moe_rt.diagnostics.report import KINDS, SIZES, Disagreement, OpRecord, RankReport, Report, name_ranks
 from moe_rt.errors import Code, Op
-from moe_rt.heap.processes import Watch, state_letter
+from moe_rt.group.processes import Watch, state_letter
 
 MOST_LINES = 4  # maximum lines of a conclusion
+MOST_CALLS = 4  # maximum different calls that a disagreement shows
 FIRST_KIND = ("dispatch", "combine_backward")  # the ops of KINDS[0]
 # States by their letter in /proc/<pid>/stat, "" if it cannot be read. All other letters mean "running".
 _PROCESS_STATES = {"": "unknown", "T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}
@@ -110,7 +111,7 @@ def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentRepor
     return RankReport(
         rank=rank,
         node=segments[0].nodes[rank] if segments else -1,
-        serves=[] if own is None else list(own.served),
+        serves=[] if own is None else list(own.clients),
         pid=view.pid,
         process=view.process,
         problem=view.problem,
@@ -209,3 +210,33 @@ def _conclude(ranks: list[RankReport], late: list[int]) -> str:
 
 def _seconds(ns: int) -> str:
     return f"{ns / 1e9:.1f} s" if ns >= 1e9 else f"{ns / 1e6:.3g} ms"
+
+
+def disagreement(ranks: Sequence[RankReport]) -> Disagreement | None:
+    """Return the first op that ranks called differently; None if they agree on all ops that they have reached.
+
+    A rank numbers its ops, and a number must be the same call on all ranks.
+    """
+    calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank in ranks:
+        for op in rank.last_ops:
+            # A rank that refuses an op may not know the handle it was given.
+            if op.handle_seq or op.op == "dispatch":
+                calls[op.number][_call(op)].append(rank.rank)
+    for _, callers in sorted(calls.items()):
+        if len(callers) > 1:
+            shown = [f"{name_ranks(who)} called {call}" for call, who in callers.items()]
+            more = [f"and {len(shown) - MOST_CALLS} more calls"] if len(shown) > MOST_CALLS else []
+            return Disagreement("; ".join(shown[:MOST_CALLS] + more), _outvoted(list(callers.values())))
+    return None
+
+
+def _call(op: OpRecord) -> str:
+    handle = f" (handle of dispatch #{op.handle_seq})" if op.handle_seq else ""
+    return f"{op} of layer tag {op.tag}{handle}"
+
+
+def _outvoted(camps: list[list[int]]) -> list[int]:
+    largest = max(camps, key=len)
+    others = sorted(rank for camp in camps if camp is not largest for rank in camp)
+    return others if len(largest) > len(others) else []

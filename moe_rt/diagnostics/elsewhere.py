@@ -16,8 +16,8 @@ from moe_rt.diagnostics.attach import segments_of
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.report import name_ranks
 from moe_rt.errors import MoeRtError
-from moe_rt.heap import threads
-from moe_rt.heap.segments import Segments
+from moe_rt.memory import threads
+from moe_rt.memory.segments import Segments
 
 
 class _Other(NamedTuple):

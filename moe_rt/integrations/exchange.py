@@ -1,4 +1,4 @@
-"""Dispatch and combine for a layer of another library, through a buffer of a given size or a growing one."""
+"""Dispatch and combine for a layer of another library, through a fixed or a growing buffer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.growing import GrowingBuffer, GrowingOptions, Received, SharedBuffers
-from moe_rt.comm.handle import Handle
-from moe_rt.comm.shared_buffers import shared_buffer
-from moe_rt.heap.groups import Group, process_group_of, rendezvous_of
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.handle import Handle
+from moe_rt.buffer.pool import BufferPool, GrowingBuffer, GrowingOptions, Received
+from moe_rt.group.groups import Group, process_group_of, rendezvous_of
 
 
 @dataclass(frozen=True)
 class ReceivedOnce:
-    """Result of one dispatch, like `moe_rt.comm.growing.Received`, from a buffer that is never replaced."""
+    """Result of one dispatch, like `moe_rt.buffer.pool.Received`, from a fixed buffer, which is never replaced."""
 
     rows: Tensor
     weights: Tensor
@@ -38,7 +37,7 @@ class LayerExchange:
 
     With num_max_tokens_per_rank, the buffer is made once, hosts do not wait for each other, and more tokens raise
     TooManyTokens. Without it, the first dispatch makes a buffer for the largest batch of any rank, and a batch that
-    does not fit makes a larger one: see `moe_rt.comm.growing`.
+    does not fit makes a larger one: see `moe_rt.buffer.pool`.
 
     Args:
         group: the ranks; see `moe_rt.Buffer`.
@@ -52,36 +51,37 @@ class LayerExchange:
 
     def __init__(self, group: Group, *, num_experts: int, num_topk: int, options: GrowingOptions) -> None:
         # Frameworks make a new mesh for each layer; all these meshes have the same group.
-        self._group = process_group_of(group) if isinstance(group, DeviceMesh) else group
+        members = process_group_of(group) if isinstance(group, DeviceMesh) else group
         self.num_ranks = rendezvous_of(group).size
         self._sizes = dict(num_experts=num_experts, num_topk=num_topk)
         self._options = options
-        self._shared = SharedBuffers.join(self._group) if options.num_max_tokens_per_rank is None else None
+        grows = options.num_max_tokens_per_rank is None
+        self._pool = BufferPool.join(members) if grows else BufferPool(members)
         self._kind: tuple[int, torch.dtype] | None = None
-        self._place: Buffer | GrowingBuffer | None = None
+        self._buffer: Buffer | GrowingBuffer | None = None
         self._tag = 0
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Exchanged:
         """Dispatch x [T, H] to the experts topk_idx [T, K]; see `moe_rt.Buffer.dispatch`. Collective."""
         self.open(x.shape[1], x.dtype)
-        place = self._place
-        if isinstance(place, Buffer):
-            rows, weights, handle = place.dispatch(x, topk_idx, topk_weights, tag=self._tag)
-            return ReceivedOnce(rows, weights, handle, place)
-        assert place is not None
-        return place.dispatch(x, topk_idx, topk_weights, self._tag)
+        buffer = self._buffer
+        if isinstance(buffer, Buffer):
+            rows, weights, handle = buffer.dispatch(x, topk_idx, topk_weights, tag=self._tag)
+            return ReceivedOnce(rows, weights, handle, buffer)
+        assert buffer is not None
+        return buffer.dispatch(x, topk_idx, topk_weights, self._tag)
 
     def open(self, hidden: int, dtype: torch.dtype) -> None:
         """Select the buffer for rows of this size and dtype, or make it, which is collective if its size is given."""
         if self._kind == (hidden, dtype):
             return
         sizes: dict[str, Any] = dict(self._sizes, hidden=hidden, dtype=dtype)
-        if self._shared is not None:
-            self._place = self._shared.get(self._options, **sizes)
+        size = self._options.num_max_tokens_per_rank
+        if size is None:
+            self._buffer = self._pool.growing(self._options, **sizes)
         else:
-            most = self._options.num_max_tokens_per_rank
-            self._place = shared_buffer(self._group, num_max_tokens_per_rank=most, **sizes, **self._options.arguments())
-        self._kind, self._tag = (hidden, dtype), self._place.new_tag()
+            self._buffer = self._pool.fixed(num_max_tokens_per_rank=size, **sizes, **self._options.arguments())
+        self._kind, self._tag = (hidden, dtype), self._buffer.new_tag()
 
     # torch.compiler.assume_constant_result does the same, but imports the compiler first, which takes seconds. A buffer
     # is made before the graph that needs it runs; the trace records only guards on the rows' size and dtype.

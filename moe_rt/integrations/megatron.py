@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.comm.growing import GrowingOptions
+from moe_rt.buffer.pool import GrowingOptions
+from moe_rt.engine.storage import blank
 from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage
-from moe_rt.heap.groups import Group
+from moe_rt.group.groups import Group
 from moe_rt.integrations.exchange import Exchanged, LayerExchange
-from moe_rt.native.storage import blank
 
 # Settings that make experts expect rows padded to a multiple; moe_rt's rows are packed.
 _WANT_ALIGNED_ROWS = (

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
-from moe_rt.native.storage import blank
+from moe_rt.engine.storage import blank
 from moe_rt.nn.experts import grouped_linear, swiglu
 
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_rt.comm.growing import GrowingOptions
+from moe_rt.buffer.pool import GrowingOptions
 from moe_rt.errors import InvalidConfig, MissingPackage
-from moe_rt.heap.groups import Group
+from moe_rt.group.groups import Group
 from moe_rt.integrations.exchange import Exchanged, LayerExchange
 
 _HAVE_TORCHTITAN = importlib.util.find_spec("torchtitan") is not None

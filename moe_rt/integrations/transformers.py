@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from moe_rt.comm.growing import GrowingBuffer, GrowingOptions, SharedBuffers
+from moe_rt.buffer.pool import BufferPool, GrowingBuffer, GrowingOptions
 from moe_rt.config.options import Overflow
 from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.extras import how_to_install
@@ -98,9 +98,9 @@ class MoeRtEP(EPImplementation):
         _require_whole_experts(experts, ep_mesh, num_local)
         self.num_experts: int = num_local * ep_mesh.size()
         self._experts = PackedExperts(experts, self.experts_forward, num_local)
-        self._buffers = SharedBuffers.join(ep_mesh)
-        self._shared: GrowingBuffer | None = None
-        self._shared_for: tuple[Any, ...] = ()
+        self._pool = BufferPool.join(ep_mesh)
+        self._buffer: GrowingBuffer | None = None
+        self._buffer_key: tuple[Any, ...] = ()
         self._tag = 0
         self._attended = Attended(experts)
 
@@ -121,11 +121,11 @@ class MoeRtEP(EPImplementation):
 
     def _buffer_for(self, x: Tensor, top_k_index: Tensor) -> GrowingBuffer:
         wanted = (_options, x.shape[1], top_k_index.shape[1], x.dtype)
-        if self._shared is None or self._shared_for != wanted:
+        if self._buffer is None or self._buffer_key != wanted:
             sizes = dict(hidden=x.shape[1], num_topk=top_k_index.shape[1], num_experts=self.num_experts, dtype=x.dtype)
-            self._shared = self._buffers.get(_options, **sizes)
-            self._shared_for, self._tag = wanted, self._shared.new_tag()
-        return self._shared
+            self._buffer = self._pool.growing(_options, **sizes)
+            self._buffer_key, self._tag = wanted, self._buffer.new_tag()
+        return self._buffer
 
 
 def _require_whole_experts(experts: nn.Module, ep_mesh: DeviceMesh, num_local: int) -> None:

@@ -1,4 +1,7 @@
-"""The experts: two or three grouped linear layers and an activation, with the weight layouts of several frameworks."""
+"""The experts: linear layers and an activation, with the weight layouts of several frameworks.
+
+`Experts` are this rank's experts, as grouped linear layers; `SharedExpert` is one that every token visits, on its rank.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.kernels.activations import Activation, activate, swiglu
-from moe_rt.kernels.grouped import grouped_linear
 from moe_rt.nn.spread import SpreadModule
+from moe_rt.ops.activations import Activation, activate, apply, swiglu
+from moe_rt.ops.grouped import grouped_linear
 
-__all__ = ["Experts", "ExpertsConfig", "SwiGLUExperts", "expert_mlp", "grouped_linear", "swiglu"]
+__all__ = ["Experts", "ExpertsConfig", "SharedExpert", "SwiGLUExperts", "expert_mlp", "grouped_linear", "swiglu"]
 
-Layout = Literal["hf", "transposed", "split"]
+WeightLayout = Literal["hf", "transposed", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +28,8 @@ class ExpertsConfig:
     """Formula of an expert and layout of its weights; docs/howto/layer.md has the values of some models.
 
     Attributes:
-        activation: see `moe_rt.kernels.activations.activate`. All except "relu2" have a gate.
-        layout: names and shapes of the weights, for the L experts of this rank:
+        activation: see `moe_rt.ops.activations.activate`. All except "relu2" have a gate.
+        weight_layout: names and shapes of the weights, for the L experts of this rank:
             "hf" (Transformers): gate_up_proj [L, 2F, H], or up_proj [L, F, H] without a gate; down_proj [L, H, F].
             "transposed" (GPT-OSS in Transformers): gate_up_proj [L, H, 2F] or up_proj [L, H, F]; down_proj [L, F, H].
             "split" (torchtitan): w1 (gate) and w3 (up) [L, F, H], or only w1 without a gate; w2 [L, H, F].
@@ -38,20 +42,20 @@ class ExpertsConfig:
     """
 
     activation: Activation = "swiglu"
-    layout: Layout = "hf"
+    weight_layout: WeightLayout = "hf"
     biases: bool = False
     interleaved: bool = False
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
 
     def __post_init__(self) -> None:
-        for field, kind in (("activation", Activation), ("layout", Layout)):
+        for field, kind in (("activation", Activation), ("weight_layout", WeightLayout)):
             got = getattr(self, field)
             if got not in get_args(kind):
                 raise InvalidConfig(f'{field}: got "{got}", expected one of {", ".join(get_args(kind))}')
-        if self.interleaved and (self.layout == "split" or not self.gated):
-            why = f'layout="{self.layout}" and activation="{self.activation}", which have no gate next to up'
-            raise InvalidConfig(f"interleaved: got True, expected False with {why}")
+        if self.interleaved and (self.weight_layout == "split" or not self.gated):
+            got = f'weight_layout="{self.weight_layout}" and activation="{self.activation}"'
+            raise InvalidConfig(f"interleaved: got True, expected False with {got}, which have no gate next to up")
         if not self.swiglu_limit > 0:
             raise InvalidConfig(f"swiglu_limit: got {self.swiglu_limit}, expected a number > 0")
 
@@ -62,22 +66,22 @@ class ExpertsConfig:
     @property
     def has_kernel(self) -> bool:
         """True if GPU ranks run the activation in kernels that are compiled on first use."""
-        return self.activation == "swiglu" and self.layout != "split" and not self.interleaved
+        return self.activation == "swiglu" and self.weight_layout != "split" and not self.interleaved
 
     @property
     def weight_names(self) -> tuple[list[str], str]:
         """Names of the weights applied to x, and of the weight that returns y."""
-        if self.layout == "split":
+        if self.weight_layout == "split":
             return ["w1", "w3"] if self.gated else ["w1"], "w2"
         return ["gate_up_proj" if self.gated else "up_proj"], "down_proj"
 
     def shapes(self, num_local: int, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by name, layer by layer; a bias follows its weight."""
         inputs, down = self.weight_names
-        width = intermediate * (2 if self.gated and self.layout != "split" else 1)
+        width = intermediate * (2 if self.gated and self.weight_layout != "split" else 1)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, fan_out, fan_in in (*((name, width, hidden) for name in inputs), (down, hidden, intermediate)):
-            matrix = (fan_in, fan_out) if self.layout == "transposed" else (fan_out, fan_in)
+            matrix = (fan_in, fan_out) if self.weight_layout == "transposed" else (fan_out, fan_in)
             shapes[name] = (num_local, *matrix)
             if self.biases:
                 shapes[f"{name}_bias"] = (num_local, fan_out)
@@ -102,7 +106,9 @@ def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: E
 
     def linear(rows: Tensor, name: str) -> Tensor:
         bias = weights[f"{name}_bias"].to(x.dtype) if config.biases else None
-        return grouped_linear(rows, weights[name].to(x.dtype), offs, bias, transposed=config.layout == "transposed")
+        return grouped_linear(
+            rows, weights[name].to(x.dtype), offs, bias, transposed=config.weight_layout == "transposed"
+        )
 
     inputs, down = config.weight_names
     h = activate(
@@ -124,11 +130,11 @@ class Experts(SpreadModule):
 
     Args:
         num_local, hidden, intermediate: L, H, F.
-        config: activation and layout; None for the defaults of ExpertsConfig.
+        config: activation and weight layout; None for the defaults of ExpertsConfig.
         device, dtype: device and dtype of the parameters.
     """
 
-    # Parameters of the default layout; other layouts may lack these names.
+    # Parameters of the default weight layout; other layouts may lack these names.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
@@ -169,7 +175,7 @@ class Experts(SpreadModule):
             if weight.dim() == 1:
                 weight.zero_()
                 continue
-            fan_in = weight.shape[0 if self.config.layout == "transposed" else 1]
+            fan_in = weight.shape[0 if self.config.weight_layout == "transposed" else 1]
             drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
             weight.copy_(drawn.normal_(std=fan_in**-0.5, generator=generator))
 
@@ -190,8 +196,53 @@ def _check(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: Exper
     missing = [name for name in (*inputs, down) if name not in weights]
     if missing:
         raise InvalidInput(f"weights: got {sorted(weights)}, expected also {missing}")
-    intermediate = weights[down].shape[1 if config.layout == "transposed" else -1]
+    intermediate = weights[down].shape[1 if config.weight_layout == "transposed" else -1]
     for name, expected in config.shapes(offs.shape[0], x.shape[1], intermediate).items():
         got = weights[name].shape if name in weights else ()
         if got != expected:
             raise InvalidInput(f"{name}: got shape {list(got)}, expected {list(expected)}")
+
+
+class SharedExpert(nn.Module):
+    """Computes down(act(gate(x), up(x))) without biases, times sigmoid(output_gate(x)) if `gated_output`.
+
+    Several shared experts of one size equal one expert with the sum of their widths (DeepSeek-AI 2024, DeepSeekMoE,
+    section 3.2). The output gate is that of Qwen2-MoE. Parameters have the names and shapes of Transformers'
+    DeepseekV3MLP: gate_proj (absent without a gate) and up_proj [F, H], down_proj [H, F]; and output_gate [1, H].
+
+    Args:
+        hidden, intermediate: H, F.
+        config: activation; see ExpertsConfig.
+        gated_output: scale the output by a sigmoid gate.
+        device: device of the parameters.
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: int, config: ExpertsConfig, *, gated_output: bool = False, device: Any = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False, device=device) if config.gated else None
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False, device=device)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False, device=device)
+        self.output_gate = nn.Linear(hidden, 1, bias=False, device=device) if gated_output else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weights from N(0, 1 / fan-in), always on the CPU."""
+        for weight in self.parameters():
+            drawn = torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+            weight.copy_(drawn.normal_(std=weight.shape[1] ** -0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute x [T, H] -> [T, H] in x's dtype, like the other experts, even under autocast; parameters are cast."""
+        c = self.config
+        with torch.autocast(x.device.type, enabled=False):
+            up = F.linear(x, self.up_proj.weight.to(x.dtype))
+            gate = None if self.gate_proj is None else F.linear(x, self.gate_proj.weight.to(x.dtype))
+            first, second = (up, None) if gate is None else (gate, up)
+            h = apply(c.activation, first, second, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
+            out = F.linear(h, self.down_proj.weight.to(x.dtype))
+            if self.output_gate is not None:
+                out = out * F.linear(x, self.output_gate.weight.to(x.dtype)).sigmoid()
+            return out

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.shared_buffers import LayerBuffers
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.pool import LayerBuffers
 from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions
+from moe_rt.config.placement import Placement
+from moe_rt.config.spec import BufferSpec
+from moe_rt.engine.checks import require_plain
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.heap.groups import Group, rendezvous_of
-from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import all_or_none
-from moe_rt.native.checks import require_plain
-from moe_rt.nn.buffer_fit import check_blocks, fitting
-from moe_rt.nn.experts import Experts, ExpertsConfig
+from moe_rt.group.groups import Group, rendezvous_of
+from moe_rt.group.rendezvous import Rendezvous
+from moe_rt.memory.segments import all_or_none
+from moe_rt.nn.experts import Experts, ExpertsConfig, SharedExpert
 from moe_rt.nn.metrics import LayerMetrics
 from moe_rt.nn.padding import real_tokens, route, without_padding
+from moe_rt.nn.protocols import ExpertsLike, RouterLike, check_siblings
 from moe_rt.nn.router import Router, RouterConfig
 from moe_rt.nn.router_losses import RouterAux
-from moe_rt.nn.shared_expert import SharedExpert
-from moe_rt.nn.siblings import ExpertsLike, RouterLike, check_siblings
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.nn.wrappers import watch_wrappers
 
@@ -44,9 +44,10 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
         score_func, topk_before_softmax, norm_topk, route_scale, router_bias, num_groups, topk_groups, balance_bias,
             balance_bias_rate, expert_choice, jitter, aux_loss_coef, z_loss_coef, balance_scope: see
             `moe_rt.nn.router.RouterConfig`.
-        activation, layout, biases, interleaved, swiglu_alpha, swiglu_limit: see `moe_rt.nn.experts.ExpertsConfig`.
+        activation, weight_layout, biases, interleaved, swiglu_alpha, swiglu_limit: see
+            `moe_rt.nn.experts.ExpertsConfig`.
         shared_intermediate: width of a shared expert, which every token visits on its own rank, without biases; None
-            for no shared expert. See `moe_rt.nn.shared_expert.SharedExpert`.
+            for no shared expert. See `moe_rt.nn.experts.SharedExpert`.
         shared_gate: scale the shared expert's output by a sigmoid gate (Qwen2-MoE).
         heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, placement, timeout_s, init_timeout_s,
             num_threads, num_sms: see `moe_rt.Buffer`.
@@ -95,7 +96,7 @@ class MoELayer(nn.Module):
     the first forward in another dtype makes another buffer.
 
     Parameters: `router.weight` [E, H], identical on every rank; `experts.gate_up_proj` [L, 2F, H] and
-    `experts.down_proj` [L, H, F], or the weights of the config's layout: this rank's slices of the global tensors, in
+    `experts.down_proj` [L, H, F], or the weights of another weight_layout: this rank's slices of the global tensors, in
     the order of `expert_ids`; with shared_intermediate `shared_expert.*`, identical on every rank. Ranks with equal
     seeds start with the same global weights for any number of ranks. Over a DeviceMesh `experts.*` are DTensors
     [E, ...] in equal blocks, so checkpoints (docs/howto/resume.md) and FSDP (docs/howto/fsdp.md) see global tensors.
@@ -110,7 +111,7 @@ class MoELayer(nn.Module):
         config: see MoEConfig.
         group: see moe_rt.Buffer.
         buffer: an existing buffer to use; its sizes must be the config's.
-        router: a module to use instead of `moe_rt.nn.router.Router`; see `moe_rt.nn.siblings.RouterLike`.
+        router: a module to use instead of `moe_rt.nn.router.Router`; see `moe_rt.nn.protocols.RouterLike`.
         experts: a module that runs `expert_ids`, instead of `moe_rt.nn.experts.Experts`; see `ExpertsLike` there.
         shared_expert: a module [T, H] -> [T, H] that every token visits, instead of shared_intermediate. Given modules
             keep their weights and must be on the group's device.
@@ -136,12 +137,12 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config = config
         fixed = config.dtype is not None or buffer is not None
-        given = None if buffer is None else fitting(buffer, config, config.dtype)
+        given = None if buffer is None else _fitting(buffer, config, config.dtype)
         self._shared_buffers = LayerBuffers(
             group, config.buffer_sizes(), fixed=fixed, first=given, has_kernel=config.has_kernel
         )
         if isinstance(group, DeviceMesh):
-            check_blocks(self.buffer.spec, group)
+            _check_blocks(self.buffer.spec, group)
         self.expert_ids = self.buffer.spec.placement.local_experts(self.buffer.rank)
         self.tag = self._shared_buffers.tag
         device = self.buffer.device
@@ -149,7 +150,7 @@ class MoELayer(nn.Module):
         modules = {"router": router, "experts": experts, "shared_expert": shared_expert}
         self._given = {kind for kind, module in modules.items() if module is not None}
         if self._given:
-            self._requirefitting(modules, rendezvous_of(group) if buffer is None else None)
+            self._require_fitting(modules, rendezvous_of(group) if buffer is None else None)
         with device:
             # Annotated as the default classes, which most layers have.
             self.router = cast(Router, Router(config.hidden, config=config) if router is None else router)
@@ -167,7 +168,7 @@ class MoELayer(nn.Module):
                 )
         self.reset_parameters()
 
-    def _requirefitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:
+    def _require_fitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:
         """Raise InvalidConfig if a given module does not fit; on every rank, collectively, if a rendezvous is given."""
 
         def check() -> dict[str, Any]:
@@ -191,7 +192,7 @@ class MoELayer(nn.Module):
 
     @property
     def buffer(self) -> Buffer:
-        """Buffer of the last forward, or the one that the layer was made with; see LayerBuffers."""
+        """Buffer of the last forward, or the buffer that the layer was made with; see LayerBuffers."""
         return self._shared_buffers.current
 
     @torch.no_grad()
@@ -265,7 +266,7 @@ class MoELayer(nn.Module):
         if torch.is_autocast_enabled(device) and dtype is not torch.float64:  # which autocast does not cast
             dtype = torch.get_autocast_dtype(device)
         if given is not None:
-            return fitting(given, self.config, self._shared_buffers.fixed or dtype, self.buffer.spec.placement)
+            return _fitting(given, self.config, self._shared_buffers.fixed or dtype, self.buffer.spec.placement)
         return self._shared_buffers.use(dtype)
 
     def _trained_elsewhere(self, y: Tensor) -> bool:
@@ -287,6 +288,36 @@ class MoELayer(nn.Module):
         values = ((f, getattr(self.config, f.name)) for f in fields(self.config) if f.repr)
         changed = ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
         return f"{changed}, expert_ids={self.expert_ids}"
+
+
+def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
+    """Raise InvalidConfig unless each rank holds one equal block of experts, in rank order, as a DTensor does.
+
+    All ranks raise or none does, because they agreed on `spec`.
+    """
+    size = mesh.size()
+    if size != spec.num_ranks:
+        raise InvalidConfig(f"group: got a mesh of {size} ranks, expected {spec.num_ranks} as in the buffer")
+    if spec.num_experts % size:
+        raise InvalidConfig(f"num_experts: got {spec.num_experts}, expected a multiple of the mesh's {size} ranks")
+    placement = spec.placement
+    if placement != Placement.contiguous(spec.num_experts, size):
+        raise InvalidConfig(f"placement: got {list(placement.ranks)}, expected contiguous blocks, or a ProcessGroup")
+    members = mesh.mesh.flatten().tolist()
+    if members != sorted(members):  # a group's ranks ascend, whatever the mesh's order
+        raise InvalidConfig(f"group: got a mesh of ranks {members}, expected ascending ones, or a ProcessGroup")
+
+
+def _fitting(buffer: Any, config: Any, dtype: torch.dtype | None, placement: Placement | None = None) -> Buffer:
+    """Return `buffer`. Raise InvalidConfig if a size, dtype or placement differs; a dtype or placement of None fits."""
+    if not isinstance(buffer, Buffer):
+        raise InvalidConfig(f"buffer: got {type(buffer).__name__}, expected a moe_rt.Buffer")
+    fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts")}
+    for name, expected in {**fields, "dtype": dtype, "placement": placement, "layout": "experts"}.items():
+        got = getattr(buffer.spec, name)
+        if expected is not None and got != expected:
+            raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer")
+    return buffer
 
 
 watch_wrappers()

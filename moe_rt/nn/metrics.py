@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch._subclasses.fake_tensor import FakeTensor
 
-from moe_rt.comm.handle import Handle
-from moe_rt.comm.shared_buffers import LayerBuffers
+from moe_rt.buffer.handle import Handle
+from moe_rt.buffer.pool import LayerBuffers
 
 # Two threads may run one layer through two buffers, and an in-place sum is not atomic.
 _adding = threading.Lock()

@@ -82,7 +82,7 @@ takes_mask._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def route(router: Any, x: Tensor, topk_idx: Tensor | None, real: Tensor | None) -> tuple[Tensor, Tensor, Any]:
-    """Call `router` on x. See `moe_rt.nn.siblings.RouterLike` for routers that do not take a mask."""
+    """Call `router` on x. See `moe_rt.nn.protocols.RouterLike` for routers that do not take a mask."""
     if real is None:
         return router(x, topk_idx)
     if takes_mask(type(router)):

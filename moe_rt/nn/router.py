@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +13,6 @@ from torch import Tensor, nn
 
 from moe_rt.config.expect import expect
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.nn.fp32_buffers import KeepsFp32
 from moe_rt.nn.padding import UNTAKEN, real_tokens, without_padding
 from moe_rt.nn.router_losses import (
     BalanceScope,
@@ -23,7 +24,6 @@ from moe_rt.nn.router_losses import (
     sequence_view,
     z_loss,
 )
-from moe_rt.nn.selection import choose_by_experts, within_best_groups
 
 __all__ = ["Router", "RouterAux", "RouterConfig", "ScoreFunc"]
 
@@ -47,7 +47,7 @@ class RouterConfig:
             `balance_bias_rate` (Wang et al. 2024, Auxiliary-Loss-Free Load Balancing).
         expert_choice: None, or the mean number of experts per token: experts take an equal share of this rank's tokens
             in the forward, and a token keeps the K highest-scoring experts that took it, padded with -1
-            (moe_rt.nn.selection.choose_by_experts). Later tokens influence earlier ones, so it does not suit decoding.
+            (moe_rt.nn.router.choose_by_experts). Later tokens influence earlier ones, so it does not suit decoding.
         jitter: in training, multiply the router's input by uniform noise in [1 - jitter, 1 + jitter] (Fedus et al.
             2021, Switch Transformers). Experts see the input unchanged.
         aux_loss_coef, z_loss_coef: weights of the losses in `RouterAux.loss`.
@@ -101,6 +101,33 @@ class RouterConfig:
             expect(fits, "num_groups", num_groups, f"a divisor of num_experts = {num_experts}, two experts a group")
             enough = topk_groups * size >= self.num_topk
             expect(enough, "topk_groups", topk_groups, f"groups of {size} for num_topk = {self.num_topk} experts")
+
+
+class KeepsFp32(nn.Module):
+    """A module whose own floating-point buffers stay fp32 when it is cast and when it loads, with assign=True also.
+
+    Steps of such buffers are below the precision of 16-bit floats.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsFp32:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, t in self._buffers.items():
+            was = before[name]
+            if t is not None and was is not None and t.dtype is not was.dtype:
+                self._buffers[name] = was.to(t.device)  # undoes the rounding of the cast
+        self.keep_fp32()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.keep_fp32()
+
+    def keep_fp32(self) -> None:
+        """Cast floating-point buffers to fp32 again, in case they were replaced without a call of this module."""
+        for name, t in self._buffers.items():
+            if t is not None and t.is_floating_point():
+                self._buffers[name] = t.to(torch.float32)
 
 
 class Router(KeepsFp32):
@@ -283,6 +310,46 @@ class Router(KeepsFp32):
         untaken = (idx == -1).all(-1)
         untaken = untaken if real is None else untaken & real
         return idx.masked_fill(untaken.unsqueeze(-1), UNTAKEN)
+
+
+def within_best_groups(scores: Tensor, num_groups: int, topk_groups: int) -> Tensor:
+    """Return scores [..., E] with -inf outside each token's `topk_groups` best of `num_groups` contiguous groups.
+
+    A group is ranked by the sum of its two highest scores (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, where two is
+    K over topk_groups). Scores may have any sign; a group has at least two experts.
+    """
+    grouped = scores.unflatten(-1, (num_groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
+    allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+    return grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+def choose_by_experts(scores: Tensor, num_topk: int, experts_per_token: float, real: Tensor | None = None) -> Tensor:
+    """Let every expert take the tokens that score it highest (Zhou et al. 2022, Expert Choice Routing, section 3.2).
+
+    A token taken by more than num_topk experts keeps the highest-scoring ones. Sorts are stable: the lower index wins.
+
+    Args:
+        scores: [T, E].
+        num_topk: K, maximum number of experts of a token.
+        experts_per_token: the paper's capacity factor; each expert takes ceil(T * experts_per_token / E) tokens.
+        real: bool [T], tokens that can be taken; T in that formula is then their count. Default: all.
+
+    Returns:
+        int64 [T, K], highest score first, then -1.
+    """
+    num_tokens, num_experts = scores.shape
+    if real is None:
+        each: int | Tensor = math.ceil(num_tokens * experts_per_token / num_experts)
+    else:  # the same arithmetic on the device
+        each = (real.sum().to(torch.float64) * experts_per_token / num_experts).ceil()
+        scores = scores.masked_fill(~real.unsqueeze(-1), -math.inf)
+    order = scores.sort(dim=0, descending=True, stable=True).indices
+    first = torch.arange(num_tokens, device=scores.device).unsqueeze(-1) < each
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, order, first.expand_as(order))
+    by_token = scores.masked_fill(~taken, -math.inf).sort(dim=1, descending=True, stable=True)
+    values, idx = by_token.values[:, :num_topk], by_token.indices[:, :num_topk]
+    return idx.masked_fill(values == -math.inf, -1)
 
 
 def _one_of(field: str, got: str, allowed: tuple[str, ...]) -> None:

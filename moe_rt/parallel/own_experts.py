@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from moe_rt.comm.buffer import Buffer
+from moe_rt.buffer.buffer import Buffer
 from moe_rt.errors import InvalidConfig
 from moe_rt.nn.averaging import mean_of
 from moe_rt.nn.layer import MoELayer

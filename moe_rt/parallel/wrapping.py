@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.heap.groups import process_group_of
+from moe_rt.group.groups import process_group_of
 from moe_rt.nn.averaging import Mean
 from moe_rt.nn.layer import MoELayer
 from moe_rt.nn.part import Part

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_rt.errors import MoeRtError
-from moe_rt.heap import segments
-from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.group.rendezvous import StoreRendezvous
+from moe_rt.memory import segments
 
 
 def all_or_none(work: Callable[[], Any], refusal: type[MoeRtError], what: str) -> list[Any]:

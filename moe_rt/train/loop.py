@@ -1,15 +1,16 @@
-"""The training loop: the same steps on every rank, and reports from rank 0."""
+"""The training loop: the same steps on every rank, their optimizer, and reports and a sample of text from rank 0."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_rt.config.codec import Codec
 from moe_rt.errors import MoeRtError
@@ -20,9 +21,7 @@ from moe_rt.train import checkpoint, data
 from moe_rt.train.config import TrainConfig
 from moe_rt.train.metrics import Reporter, Row, refuse_to_overwrite
 from moe_rt.train.model import Decoder, DecoderOutput, MakeMoE
-from moe_rt.train.optim import learning_rate, make_optimizer
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
-from moe_rt.train.sample import generate
 
 
 def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
@@ -174,3 +173,58 @@ class Trainer:
             f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active: {config.num_layers} layers, "
             f"{config.num_experts} experts, top-{config.num_topk}"
         )
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Make AdamW with its state in place, so that a checkpoint can be loaded into it."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
+    return optimizer
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Learning rate of the step-th update, counted from one: linear warm-up, then a cosine down to lr *
+    min_lr_ratio."""
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * cosine)
+
+
+@torch.no_grad()
+def generate(
+    forward: Callable[[Tensor], DecoderOutput],
+    prompt: str,
+    *,
+    num_bytes: int,
+    seq_len: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """Sample text: return `prompt` and `num_bytes` more; temperature 0 takes the likeliest byte.
+
+    Collective, since the experts are spread over all ranks: the arguments must be identical on all of them. Characters
+    that a terminal cannot print are replaced.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt.encode())])
+    for _ in range(num_bytes):
+        logits = forward(tokens[:, -seq_len:]).logits[:, -1].float().cpu()
+        if temperature > 0:
+            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        else:
+            token = logits.argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, token], dim=1)
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from moe_rt.engine.gpu.driver import why_there_is_none
 from moe_rt.errors import InvalidConfig
-from moe_rt.native.gpu import why_there_is_none
 from moe_rt.nn.layer import MoELayer
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from moe_rt.bench.cases import CASES, Case
-from moe_rt.bench.headline import headline
-from moe_rt.bench.rank import Job
-from moe_rt.bench.results import percentiles, rounded, slopes, summarise
-from moe_rt.bench.run import Settings, run, sweep_tokens
-from moe_rt.bench.table import COLUMNS, cells, notes, time
 from moe_rt.errors import InvalidConfig
+from moe_rt.lab.bench.cases import CASES, Case
+from moe_rt.lab.bench.rank import Job
+from moe_rt.lab.bench.results import percentiles, rounded, slopes, summarise
+from moe_rt.lab.bench.run import Settings, run, sweep_tokens
+from moe_rt.lab.bench.table import COLUMNS, cells, headline, notes, time
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from ratios import GROSS, Change, changes
@@ -194,7 +193,7 @@ def test_each_run_gets_the_record_of_its_case(monkeypatch: pytest.MonkeyPatch) -
             for i, case in enumerate(job.cases)
         ]
 
-    monkeypatch.setattr("moe_rt.bench.run.launch", launched)
+    monkeypatch.setattr("moe_rt.lab.bench.run.launch", launched)
     small = CASES["decode-2x1x7168"]
     other = CASES["pair-2x512x2048"]
     four = CASES["pair-4x512x2048"]
@@ -210,11 +209,11 @@ def test_each_run_gets_the_record_of_its_case(monkeypatch: pytest.MonkeyPatch) -
 
 def test_two_contestants_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contestants of one name are refused, as ratios would be ambiguous; so is one without a name."""
-    monkeypatch.setattr("moe_rt.bench.run.launch", lambda *arguments: pytest.fail("something was measured"))
+    monkeypatch.setattr("moe_rt.lab.bench.run.launch", lambda *arguments: pytest.fail("something was measured"))
     for names, said in {
         ("moe_rt", "a2a", "a2a"): "got a2a more than once",
-        ("moe_rt", "moe_rt.bench.contestants.moe:MoeRt"): "got moe_rt more than once",
-        ("moe_rt.bench.contestants.base:Exchange",): "has a name",
+        ("moe_rt", "moe_rt.lab.bench.contestants.moe:MoeRt"): "got moe_rt more than once",
+        ("moe_rt.lab.bench.contestants.base:Exchange",): "has a name",
     }.items():
         with pytest.raises(InvalidConfig, match=said):
             run([Case()], replace(SETTINGS, contestants=names), sweep=False, progress=print)
@@ -236,7 +235,7 @@ def test_small_ops_have_more_iterations() -> None:
         ({"hidden": 255}, replace(SETTINGS, iters=7)),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("moe_rt.bench.run.launch", launched)
+            patch.setattr("moe_rt.lab.bench.run.launch", launched)
             run([Case(**sizes)], settings, sweep=False, progress=print)
     assert iterations == [20, 200, 20, 7]
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from wrong_outputs import ROTATIONS, Spoil, case_of, nan, one_bit, one_token, one_zero
 
-from moe_rt.bench.contestants.base import Delivery
-from moe_rt.bench.contestants.permuted import Permuted
-from moe_rt.bench.expect import Expectation
-from moe_rt.bench.inputs import make_inputs
-from moe_rt.bench.measure import measure
-from moe_rt.bench.processor import Processor
-from moe_rt.bench.world import World
+from moe_rt.lab.bench.contestants.base import Delivery
+from moe_rt.lab.bench.contestants.permuted import Permuted
+from moe_rt.lab.bench.expect import Expectation
+from moe_rt.lab.bench.inputs import make_inputs
+from moe_rt.lab.bench.measure import measure
+from moe_rt.lab.bench.world import Processor, World
 from moe_rt.nn.experts import SwiGLUExperts
 from moe_rt.nn.router import Router
 

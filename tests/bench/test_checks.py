@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from wrong_outputs import ROTATIONS, case_of, nan, one_bit, one_tenth_more, one_token, one_zero, short
 
-from moe_rt.bench.cases import DTYPES, Case
-from moe_rt.bench.dense import dense, make_grad_out
-from moe_rt.bench.expect import Expectation
-from moe_rt.bench.inputs import make_inputs
-from moe_rt.testing.rounds import WrongOutput
+from moe_rt.lab.bench.cases import DTYPES, Case
+from moe_rt.lab.bench.expect import Expectation, dense, make_grad_out
+from moe_rt.lab.bench.inputs import make_inputs
+from moe_rt.lab.testing.rounds import WrongOutput
 
 NUMBER = 3  # index of the input whose outputs are checked: the second of two
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -128,7 +127,7 @@ def test_outputs_of_a_layer(name: str, dtype: str) -> None:
 def test_a_token_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bf16 token may deviate by a twentieth of its own norm, or of a thousandth of the largest if that is more."""
     want = torch.tensor([[100.0, 0.0], [1.0, 0.0], [0.001, 0.0]])
-    monkeypatch.setattr("moe_rt.bench.expect.dense", lambda *arguments: {"out": want})
+    monkeypatch.setattr("moe_rt.lab.bench.expect.dense", lambda *arguments: {"out": want})
     expect = Expectation(case_of(1, "bf16", op="layer"), 0, 0, ROTATIONS)
     for right in ([[104, 0], [1, 0], [0, 0]], [[100, 0], [1, 0.04], [0, 0]], [[100, 0], [1, 0], [0.004, 0]]):
         expect.layer(NUMBER, {"out": torch.tensor(right)})
@@ -139,7 +138,9 @@ def test_a_token_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_router_s_gradient_is_measured_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's gradient is compared as a whole, since gradients of some experts nearly cancel."""
-    monkeypatch.setattr("moe_rt.bench.expect.dense", lambda *arguments: {"router.grad": torch.tensor([[100.0], [0.2]])})
+    monkeypatch.setattr(
+        "moe_rt.lab.bench.expect.dense", lambda *arguments: {"router.grad": torch.tensor([[100.0], [0.2]])}
+    )
     expect = Expectation(case_of(1, "bf16", op="layer"), 0, 0, ROTATIONS)
     expect.layer(NUMBER, {"router.grad": torch.tensor([[100.0], [4.0]])})
     with pytest.raises(WrongOutput):

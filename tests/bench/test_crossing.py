@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from moe_rt.bench.cases import CASES, Case
-from moe_rt.bench.cli import _places
-from moe_rt.bench.contestants import NAMES, ON_NODES, ON_ONE_HOST
-from moe_rt.bench.crossing import bytes_through, count_rows, least_us, list_bytes
-from moe_rt.bench.table import cells, columns
 from moe_rt.config.topology import Topology
 from moe_rt.errors import InvalidConfig
-from moe_rt.nodes.cluster import Traffic
+from moe_rt.lab.bench.cases import CASES, Case
+from moe_rt.lab.bench.cli import _places
+from moe_rt.lab.bench.contestants import NAMES, ON_NODES, ON_ONE_HOST
+from moe_rt.lab.bench.crossing import bytes_through, count_rows, least_us, list_bytes
+from moe_rt.lab.bench.table import cells, columns
+from moe_rt.lab.cluster.cluster import Traffic
 
 SIZES: dict[str, Any] = dict(heap="ucx", tokens=2, topk=3, hidden=5)  # rows of ten bytes in bf16
 # Two experts on each of four ranks, 4 to 7 on node 1. Remote experts, ranks and nodes of each token:

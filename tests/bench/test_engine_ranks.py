@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_rt.testing.serving import engines
+from moe_rt.lab.testing.serving import engines
 
 
 class Ranks:

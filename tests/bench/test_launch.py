@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from moe_rt.bench import launch
-from moe_rt.bench.cases import Case
-from moe_rt.bench.launch import RankFailed, listen
-from moe_rt.bench.rank import Job
 from moe_rt.errors import MissingPackage
-from moe_rt.heap import ucx
-from moe_rt.testing.host_info import cores
-from moe_rt.testing.programs import Program, running
+from moe_rt.info import cores
+from moe_rt.lab.bench import launch
+from moe_rt.lab.bench.cases import Case
+from moe_rt.lab.bench.launch import RankFailed, listen
+from moe_rt.lab.bench.rank import Job
+from moe_rt.lab.testing.programs import Program, running
+from moe_rt.memory import ucx
 
 
 def program(code: str) -> Program:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from moe_rt.bench.measure import Times, measure
-from moe_rt.bench.step import Step
-from moe_rt.bench.world import SpinBarrier, World, barrier_bytes
-from moe_rt.testing.rounds import WrongOutput
+from moe_rt.lab.bench.contestants.base import Step
+from moe_rt.lab.bench.measure import Times, measure
+from moe_rt.lab.bench.world import SpinBarrier, World, barrier_bytes
+from moe_rt.lab.testing.rounds import WrongOutput
 
 NOW = 0  # nanoseconds
 
@@ -21,7 +21,7 @@ NOW = 0  # nanoseconds
 @pytest.fixture(autouse=True)
 def _the_clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gc.collect", int)  # it takes most of the time of a short measurement
-    monkeypatch.setattr("moe_rt.bench.measure.perf_counter_ns", lambda: NOW)
+    monkeypatch.setattr("moe_rt.lab.bench.measure.perf_counter_ns", lambda: NOW)
 
 
 def pass_time(ns: int) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from moe_rt.bench.inputs import Inputs
-from moe_rt.bench.observe import observe_layer, observe_pair
-from moe_rt.bench.step import Step
-from moe_rt.bench.world import World
+from moe_rt.lab.bench.contestants.base import Step
+from moe_rt.lab.bench.inputs import Inputs
+from moe_rt.lab.bench.observe import observe_layer, observe_pair
+from moe_rt.lab.bench.world import World
 
 # Nanoseconds before announcing, waiting and after, of each op; and the time each of three peers was seen, also itself.
 SPANS = {
@@ -71,7 +71,7 @@ class _Op(torch.autograd.Function):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr("moe_rt.bench.observe.perf_counter_ns", machine.clock)
+    monkeypatch.setattr("moe_rt.lab.bench.observe.perf_counter_ns", machine.clock)
     return machine
 
 

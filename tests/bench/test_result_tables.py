@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from moe_rt.bench.cases import Case
-from moe_rt.bench.expect import Expectation
-from moe_rt.bench.traffic import bytes_moved
+from moe_rt.lab.bench.cases import Case
+from moe_rt.lab.bench.expect import Expectation
+from moe_rt.lab.bench.traffic import bytes_moved
 
 sys.path.extend(str(Path(__file__).resolve().parents[2] / directory) for directory in ("tools", "bench"))
 import results

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from moe_rt.bench.serving.clock import Clock
-from moe_rt.bench.serving.loads import Load
-from moe_rt.bench.serving.results import ratio, summarise
 from moe_rt.cli import main
 from moe_rt.extras import how_to_install
+from moe_rt.lab.bench.serving.loads import Load, ratio, summarise
+from moe_rt.lab.bench.serving.rank import Clock
 
 LOAD = Load.decode(2, steps=10)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.bench.cases import Case
+from moe_rt.lab.bench.cases import Case
 
 ROTATIONS = 2
 Spoil = Callable[[Tensor], Tensor]

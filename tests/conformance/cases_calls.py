@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.config.spec import BufferSpec
-from moe_rt.testing.rounds import Inputs, check_bits, expect, expect_forward, play
+from moe_rt.lab.testing.rounds import Inputs, check_bits, expect, expect_forward, play
 
 
 def open_buffer(group: Any, spec: BufferSpec, **more: Any) -> Buffer:
@@ -123,7 +123,7 @@ def fewer_rows(group: Any, rows_to_spare: int, num_threads: int) -> None:
             play(buffer, inputs, expect(spec, inputs, seed), CPU, rows_to_spare=rows_to_spare)
 
 
-def too_few_rows(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
+def too_few_rows(group: Any, faulty_rank: int, op: str, fault_continues: bool) -> str:
     """The faulty rank omits its last row: each rank received 12 rows, of 4 tokens from each of 3 ranks."""
     spec = make_spec(size_of(group))
     with open_buffer(group, spec) as buffer:
@@ -144,7 +144,7 @@ def too_few_rows(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
             buffer.check()
         except RuntimeError as error:
             text = f"{type(error).__name__}: {error}"
-        if goes_on:
+        if fault_continues:
             torch.testing.assert_close(buffer.combine(recv_x, recv_weights, handle), 3 * x)
         return text
 

@@ -15,10 +15,10 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer, MoEConfig, MoELayer
-from moe_rt.comm.handle import Handle
+from moe_rt.buffer.handle import Handle
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import InvalidConfig, MoeRtError
-from moe_rt.testing.rounds import expect, play
+from moe_rt.lab.testing.rounds import expect, play
 
 
 def outcome(act: Callable[[], Any]) -> str:

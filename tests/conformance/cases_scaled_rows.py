@@ -12,12 +12,11 @@ from routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.comm import reference
 from moe_rt.config.row_format import RowFormat
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import MoeRtError
-from moe_rt.testing.rounds import Inputs, check_bits
-from moe_rt.testing.scaled_rounds import make_scaled, play_scaled
+from moe_rt.lab.testing.rounds import Inputs, check_bits, make_scaled, play_scaled
+from moe_rt.ops import reference
 
 FP8 = torch.float8_e4m3fn
 PLAIN = RowFormat(FP8, 20, torch.float32, 2)

@@ -14,9 +14,9 @@ from routing import make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.comm import reference
 from moe_rt.config.spec import BufferSpec
-from moe_rt.testing.rounds import Inputs, check_bits
+from moe_rt.lab.testing.rounds import Inputs, check_bits
+from moe_rt.ops import reference
 
 
 def written(buffer: Buffer, x: Tensor) -> Tensor:

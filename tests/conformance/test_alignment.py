@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.errors import CapacityOverflow, InvalidConfig, InvalidInput
-from moe_rt.testing.rounds import expect, play
+from moe_rt.lab.testing.rounds import expect, play
 
 MakeRanks = Callable[[str, int], Ranks]
 UNEVEN = [0, 0, 0, 0, 0, 0, 1, 1, 2]

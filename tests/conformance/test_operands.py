@@ -42,13 +42,13 @@ def test_in_a_token_window(make_ranks: MakeRanks, heap: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def far_ranks() -> Iterator[NodeRanks]:
+def remote_ranks() -> Iterator[NodeRanks]:
     with closing(NodeRanks((1, 1))) as made:
         yield made
 
 
-def test_in_a_token_window_over_nodes(far_ranks: NodeRanks) -> None:
-    every_operand(far_ranks)
+def test_in_a_token_window_over_nodes(remote_ranks: NodeRanks) -> None:
+    every_operand(remote_ranks)
 
 
 @pytest.mark.parametrize("words_apart", [-1, 0])

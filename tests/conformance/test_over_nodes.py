@@ -19,7 +19,7 @@ from moe_rt import Buffer
 from moe_rt.errors import InvalidConfig
 
 LAYOUTS = {"2x2": (2, 2), "3x1": (1, 1, 1), "1+2": (1, 2)}
-# tests/faults/test_far_failures.py also uses these nodes.
+# tests/faults/test_remote_failures.py also uses these nodes.
 FEW_LAYOUTS = ("2x2", "3x1", pytest.param("1+2", marks=pytest.mark.sweep))
 PAIRS, MANY_PAIRS = 150, 2000
 

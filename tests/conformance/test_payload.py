@@ -13,9 +13,9 @@ from rounds import full_round
 from routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.comm.reference import through_codec
 from moe_rt.errors import InvalidConfig
-from moe_rt.testing.rounds import check_bits
+from moe_rt.lab.testing.rounds import check_bits
+from moe_rt.ops.reference import through_codec
 
 MakeRanks = Callable[[str, int], Ranks]
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

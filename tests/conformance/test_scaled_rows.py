@@ -13,9 +13,9 @@ from harness import Ranks
 from routing import make_spec
 from test_conformance import tokens_for
 
-from moe_rt.comm.reference import through_codec
 from moe_rt.config.row_format import CODES, MOST_SCALES, SCALES, RowFormat, spelled
-from moe_rt.testing.rounds import check_bits
+from moe_rt.lab.testing.rounds import check_bits
+from moe_rt.ops.reference import through_codec
 
 MakeRanks = Callable[[str, int], Ranks]
 FP8, U8, F32 = torch.float8_e4m3fn, torch.uint8, torch.float32

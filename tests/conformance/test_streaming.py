@@ -13,8 +13,8 @@ from routing import buffer_kwargs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.heap.rendezvous import ThreadGroup
-from moe_rt.native import cpu
+from moe_rt.engine import cpu
+from moe_rt.group.rendezvous import ThreadGroup
 
 RANKS, T, H, K, E = 2, 40, 520, 3, 8
 # Shares for rows published, received, pushed, combined.

@@ -1,6 +1,6 @@
 """route="two_level" with mapped memory: the bits of the oracle that adds node by node, for any assignment of nodes.
 
-tests/conformance/test_over_nodes.py has the same over a network, and tests/protocol/test_far_peers.py over one that
+tests/conformance/test_over_nodes.py has the same over a network, and tests/protocol/test_remote_peers.py over one that
 does everything late.
 """
 

@@ -15,9 +15,9 @@ from compiled import compile_program
 from torch import Tensor
 
 from moe_rt.config.codec import Codec
-from moe_rt.native.gpu import Launches
-from moe_rt.native.libraries import NCCL, NVSHMEM, Library
-from moe_rt.native.ring import RING_SOURCE
+from moe_rt.engine.gpu.driver import Launches
+from moe_rt.engine.gpu.launcher import RING_SOURCE
+from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
 
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
 GIN = "-DMOE_RT_EMULATED_GIN"  # selects the library; the C++ code ignores it
@@ -37,7 +37,7 @@ def library(*defines: str) -> ctypes.CDLL:
 
 
 class EmulatedGpu:
-    """Stand-in for moe_rt.native.gpu.Gpu. Launches run immediately, on the calling thread.
+    """Stand-in for moe_rt.engine.gpu.driver.Gpu. Launches run immediately, on the calling thread.
 
     Args:
         num_sms: number of blocks that run concurrently, over all launches.

@@ -6,9 +6,8 @@
 #include <new>
 #include <stdexcept>
 
-#include "../../cuda/host/engine.h"
-#include "../../cuda/host/node_tables.h"
-#include "../../cuda/host/plan_mark.h"
+#include "../../cuda/cpu/engine.h"
+#include "../../cuda/cpu/world_tables.h"
 #include "emulated_network.h"
 
 namespace moe_rt::emulation {
@@ -120,9 +119,9 @@ class Engine {
   }
 
   // Return the address of an unmapped rank's lists, in the segment of its proxy.
-  char* staged(int far) const {
+  char* staged(int remote) const {
     const Layout::Staged s = Layout::make(config_.shape).staged;
-    return segments_[nodes_.forwarders()[far]] + s.lists + nodes_.served_at()[far] * s.bytes;
+    return segments_[nodes_.proxies()[remote]] + s.lists + nodes_.client_index()[remote] * s.bytes;
   }
 
   EngineConfig config_;

@@ -1,4 +1,4 @@
-// NCCL's device functions on host threads, as cuda/device/gin_net.h calls them, with no guarantee beyond NCCL's.
+// NCCL's device functions on host threads, as cuda/gpu/gin_net.h calls them, with no guarantee beyond NCCL's.
 // Requests of a context complete at any time and in any order. A wait or a flush ends when sources have been read and
 // gets have arrived. A strong signal follows all earlier puts for the same peer on the same context, but not their
 // signals; a weak signal follows only the put it belongs to.
@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../../cuda/device/rdma.h"
+#include "../../cuda/gpu/rdma.h"
 #include "emulation.h"
 
 namespace cuda {
@@ -58,7 +58,7 @@ enum { ncclGinOptFlagsDefault = 0, NCCL_GIN_BACKEND_MASK_ALL = 0 };
 #include "gin_functions.h"
 #undef NCCL_FUNCTION
 
-#include "../../cuda/device/gin_net.h"
+#include "../../cuda/gpu/gin_net.h"
 
 namespace moe_rt::emulation {
 

@@ -5,7 +5,7 @@
 #include <map>
 #include <mutex>
 
-#include "../../cuda/device/rdma.h"
+#include "../../cuda/gpu/rdma.h"
 #include "emulation.h"
 
 namespace moe_rt::emulation {

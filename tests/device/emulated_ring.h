@@ -4,7 +4,7 @@
 #include <deque>
 #include <map>
 
-#include "../../cuda/device/ring.h"
+#include "../../cuda/gpu/ring.h"
 #include "emulation.h"
 
 namespace moe_rt::emulation {

@@ -1,7 +1,7 @@
 // The emulated GPU for Python: functions that launch a kernel by name; tests/device/emulated.py loads them.
 #include "emulation.h"
 
-#include "../../cuda/device/activation.h"
+#include "../../cuda/gpu/activation.h"
 #include "emulated_network.h"
 #include "emulated_ring.h"
 

@@ -16,9 +16,9 @@
 #include <thread>
 #include <vector>
 
-#include "../../cuda/device/forwarding.h"
-#include "../../cuda/device/whole_ops.h"
-#include "../../cuda/host/team.h"
+#include "../../cuda/cpu/team.h"
+#include "../../cuda/gpu/forwarding.h"
+#include "../../cuda/gpu/whole_ops.h"
 #include "kept_threads.h"
 
 namespace moe_rt::emulation {

@@ -1,4 +1,4 @@
-// NCCL's device functions that cuda/device/gin_net.h calls, one a line: return type, name, parameter types.
+// NCCL's device functions that cuda/gpu/gin_net.h calls, one a line: return type, name, parameter types.
 //
 // Included with NCCL_FUNCTION defined, to declare them for a stand-in or to compare them with NCCL's headers. Order is
 // the type of kAcquire.

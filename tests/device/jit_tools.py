@@ -17,7 +17,7 @@ MODULES = ("cuda.bindings.nvrtc", "cuda.bindings.nvjitlink", "cuda.pathfinder")
 COMPILE = """
 import sys
 from pathlib import Path
-from moe_rt.native.jit import compile_kernels
+from moe_rt.engine.gpu.jit import compile_kernels
 
 print(compile_kernels("small.cu", "sm_90a", {}, root=Path(sys.argv[1])).from_cache)
 """
@@ -44,18 +44,18 @@ def _is_there(module: str) -> bool:
 def copy_sources(root: Path) -> Path:
     """Make a directory like cuda/ with the protocol, the prelude and the test programs."""
     shutil.copytree(ROOT / "cuda" / "protocol", root / "protocol")
-    shutil.copytree(PROGRAMS, root / "device")
-    shutil.copy(ROOT / "cuda" / "device" / "nvshmem_prelude.h", root / "device")
+    shutil.copytree(PROGRAMS, root / "gpu")
+    shutil.copy(ROOT / "cuda" / "gpu" / "nvshmem_prelude.h", root / "gpu")
     return root
 
 
 def write_small_source(root: Path) -> Path:
     """Make a directory like cuda/ with one kernel that compiles quickly, and its header."""
     (root / "protocol").mkdir(parents=True)
-    (root / "device").mkdir()
+    (root / "gpu").mkdir()
     (root / "protocol" / "value.h").write_text("// A header.\n#define VALUE 1\n")
     text = '#include "../protocol/value.h"\nextern "C" __global__ void small(int* out) { *out = VALUE; }\n'
-    (root / "device" / "small.cu").write_text(text)
+    (root / "gpu" / "small.cu").write_text(text)
     return root
 
 

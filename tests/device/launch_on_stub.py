@@ -1,4 +1,4 @@
-"""Loads a cubin and launches through moe_rt.native.gpu on the stub driver. Run it with the stub on the library path."""
+"""Loads a cubin and launches through moe_rt.engine.gpu.driver on the stub driver, which is on the library path."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import ctypes
 import threading
 
 import torch
-from cuda.bindings import driver
 
+from cuda.bindings import driver
+from moe_rt.engine.gpu.driver import CudaModule
 from moe_rt.errors import LaunchFailed
-from moe_rt.native.gpu import CudaModule
 
 
 def launch_early(params: ctypes.Array[ctypes.c_void_p]) -> None:

@@ -1,5 +1,5 @@
 // A ring moves rows with counted copies: how many are in flight, how often rows are read, and which slots are free.
-#include "../../cuda/device/ring.h"
+#include "../../cuda/gpu/ring.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -35,7 +35,7 @@ struct CountedCopies {
   void open(char*, int) {}
   void load(uint64_t*, char* to, const char* from, int bytes) {
     for (const auto& group : counts.groups) require(!group.count(to), "a slot is filled that may still be read");
-    counts.most_loads = larger(counts.most_loads, ++counts.loads);
+    counts.most_loads = max_of(counts.most_loads, ++counts.loads);
     counts.read += bytes;
     std::memcpy(to, from, bytes);
   }

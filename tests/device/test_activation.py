@@ -16,11 +16,11 @@ from jit_tools import require_compiler
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moe_rt.engine.gpu.jit import compile_kernels, compile_ptx
+from moe_rt.engine.gpu.launcher import ELEMENT_NAMES
 from moe_rt.errors import InvalidInput
-from moe_rt.kernels import cuda_activation, grouped
-from moe_rt.native.jit import compile_kernels, compile_ptx
-from moe_rt.native.launcher import ELEMENT_NAMES
 from moe_rt.nn import experts
+from moe_rt.ops import cuda_activation, grouped
 
 DTYPES = list(ELEMENT_NAMES)
 FEW_DTYPES = (torch.float32, torch.bfloat16)

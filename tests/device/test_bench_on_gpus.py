@@ -16,23 +16,21 @@ from device.emulated import EmulatedGpu
 from device.pretend_cuda import DEVICE, PretendCuda, build_guard
 from harness import ProcessRanks
 
-from moe_rt.bench import launch
-from moe_rt.bench.cases import Case
-from moe_rt.bench.contestants import base, moe
-from moe_rt.bench.launch import RankFailed
-from moe_rt.bench.layers import layer_steps
-from moe_rt.bench.measure import measure
-from moe_rt.bench.processor import Processor
-from moe_rt.bench.rank import Job, run_case
-from moe_rt.bench.step import Step
-from moe_rt.bench.world import World, run_threads
+from moe_rt.buffer.buffer import Buffer
 from moe_rt.cli import main
-from moe_rt.comm.buffer import Buffer
-from moe_rt.heap.rendezvous import StoreRendezvous
-from moe_rt.kernels import cuda_activation
-from moe_rt.testing import programs
-from moe_rt.testing.host_info import cores
-from moe_rt.testing.programs import Program
+from moe_rt.group.rendezvous import StoreRendezvous
+from moe_rt.info import cores
+from moe_rt.lab.bench import launch
+from moe_rt.lab.bench.cases import Case
+from moe_rt.lab.bench.contestants import base, moe
+from moe_rt.lab.bench.contestants.base import Step, layer_steps
+from moe_rt.lab.bench.launch import RankFailed
+from moe_rt.lab.bench.measure import measure
+from moe_rt.lab.bench.rank import Job, run_case
+from moe_rt.lab.bench.world import Processor, World, run_threads
+from moe_rt.lab.testing import programs
+from moe_rt.lab.testing.programs import Program
+from moe_rt.ops import cuda_activation
 
 OPS = ("dispatch", "combine", "pair", "layer")
 SIZES: dict[str, Any] = dict(tokens=12, hidden=32, experts=5, intermediate=16)
@@ -117,7 +115,7 @@ def test_an_iteration_ends_when_the_device_has_done_it(monkeypatch: pytest.Monke
     processor: Any = SimpleNamespace(finish=note("finish"), cool=note("cool"))
     barrier: Any = SimpleNamespace(wait=note("meet"))
     board: Any = SimpleNamespace(all_gather=lambda text, timeout_s: [text])
-    monkeypatch.setattr("moe_rt.bench.measure.perf_counter_ns", lambda: events.append("clock") or 0)
+    monkeypatch.setattr("moe_rt.lab.bench.measure.perf_counter_ns", lambda: events.append("clock") or 0)
     world = World(0, 1, None, board, barrier, processor, mpi=False)
     measure(world, [Step(note("run"), note("check"))], 3, 0, cold, lambda part: None)
     cooled = ["cool"] if cold else []
@@ -156,8 +154,8 @@ def test_mpirun_is_not_asked_to_start_ranks_with_gpus(monkeypatch: pytest.Monkey
         raise RankFailed(f"started by {mpirun}")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr("moe_rt.bench.run.find_mpirun", lambda: "mpirun")
-    monkeypatch.setattr("moe_rt.bench.run.launch", launched)
+    monkeypatch.setattr("moe_rt.lab.bench.run.find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr("moe_rt.lab.bench.run.launch", launched)
     for heap, starter in {"nvshmem": None, "loopback": None, "shm": "mpirun"}.items():
         assert f"started by {starter}" in CliRunner().invoke(main, ["bench", "--heap", heap]).stderr
 
@@ -177,6 +175,6 @@ def test_how_ranks_are_started(heap: Any, processes: int, monkeypatch: pytest.Mo
     assert launch.launch(job_of(case, ["moe_rt"]), None, recycle=False, progress=print) == []
     assert len(started) == processes
     for rank, program in enumerate(started):
-        assert list(program.command[1:3]) == ["-m", "moe_rt.bench.rank"]
+        assert list(program.command[1:3]) == ["-m", "moe_rt.lab.bench.rank"]
         assert program.environment.get("RANK", "0") == str(rank)
         assert ("CUDA_DEVICE_MAX_CONNECTIONS" in program.environment) == (heap == "loopback")

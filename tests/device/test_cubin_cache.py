@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from device.jit_tools import compile_at_once, require_compiler, write_small_source
 
-from moe_rt.native import cubin_cache, jit
-from moe_rt.native.cubin_cache import open_cache
+from moe_rt.engine.gpu import cubins as cubin_cache
+from moe_rt.engine.gpu import jit
+from moe_rt.engine.gpu.cubins import open_cache
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rounds import one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, MoEConfig, MoELayer
-from moe_rt.native.gpu import Gpu
+from moe_rt.engine.gpu.driver import Gpu
 
 MakeRanks = Callable[[str, int], Ranks]
 PACKAGE = Path(__file__).resolve().parents[2] / "moe_rt"
@@ -73,7 +73,7 @@ def unplaced(path: Path) -> Iterator[str]:
             yield f"{path.relative_to(PACKAGE)}:{node.lineno}: torch.{node.func.attr} names no device"
 
 
-@pytest.mark.parametrize("part", ["native", "heap", "gpucheck"])
+@pytest.mark.parametrize("part", ["engine", "memory", "lab/check"])
 def test_tensors_are_made_where_the_code_says(part: str) -> None:
     paths = sorted((PACKAGE / part).rglob("*.py"))
     assert paths

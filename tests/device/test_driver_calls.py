@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from device.jit_tools import require_compiler
 
-from moe_rt.gpucheck.compiling import Variant
-from moe_rt.native import jit
-from moe_rt.native.gpu import waits_for_launches
-from moe_rt.native.nvrtc import nvrtc_version
+from moe_rt.engine.gpu import jit
+from moe_rt.engine.gpu.driver import waits_for_launches
+from moe_rt.engine.gpu.nvrtc import nvrtc_version
+from moe_rt.lab.check.compiling import Variant
 
 HERE = Path(__file__).parent
 # A launch that may begin before its predecessor has ended.
@@ -87,7 +87,7 @@ def test_which_kernels_wait_by_themselves(tmp_path: Path, arch: str, waits: bool
     """A kernel that only waits does so as its header says; kernels of ops take half a minute to compile."""
     require_compiler()
     root = shutil.copytree(jit.source_dir(), tmp_path / "cuda")
-    (root / "device/waits.cu").write_text(
+    (root / "gpu/waits.cu").write_text(
         '#include "machine.h"\n'
         'extern "C" __global__ void waits(moe_rt::MappedLinks links, moe_rt::BlockShared* shared) {\n'
         "  moe_rt::CudaMachine<moe_rt::MappedLinks>{links, *shared, nullptr}.await_launch_before();\n}\n"

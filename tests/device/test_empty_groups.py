@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_rt.kernels import grouped
-from moe_rt.kernels.grouped import grouped_linear
+from moe_rt.ops import grouped
+from moe_rt.ops.grouped import grouped_linear
 
 SPREADS = ([4, 0, 5, 0], [0, 0, 0, 0], [0, 9, 0, 0], [3, 2, 2, 2])
 ROWS, WIDTH, OUT = 12, 16, 8

@@ -1,4 +1,4 @@
-"""Peers over NCCL's device interface: the real cuda/device/gin_net.h, over functions that guarantee no more than NCCL's
+"""Peers over NCCL's device interface: the real cuda/gpu/gin_net.h, over functions that guarantee no more than NCCL's
 and otherwise behave as unfavourably as they may."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from heap.nccl_standin import Cluster, NcclGinConnectionType
 from rounds import chain, full_round
 from routing import make_spec
 
-from moe_rt.heap import gin, loopback
-from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments
+from moe_rt.group.rendezvous import Rendezvous
+from moe_rt.memory import gin, loopback
+from moe_rt.memory.segments import Segments
 
 LANES = (3, 32)
 MOST_RANKS = 4
@@ -46,8 +46,8 @@ def over_gin(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> Cluster:
     numbers = [itertools.count() for _ in worlds]
     streams: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, core in enumerate(cluster.cores):
-        is_far = UNREACHABLE.get(unreachable, lambda *_: False)
-        core.unmapped = {peer for peer in range(MOST_RANKS) if is_far(rank, peer)}
+        is_remote = UNREACHABLE.get(unreachable, lambda *_: False)
+        core.unmapped = {peer for peer in range(MOST_RANKS) if is_remote(rank, peer)}
 
     def allocate(rendezvous: Rendezvous, num_bytes: int, timeout_s: float, gpu: EmulatedGpu) -> Segments:
         rank = rendezvous.rank
@@ -73,18 +73,18 @@ def test_round(monkeypatch: pytest.MonkeyPatch, unreachable: str, lanes: int) ->
 
 
 @pytest.fixture
-def far_apart(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
+def remote_apart(monkeypatch: pytest.MonkeyPatch) -> EmulatedGpu:
     over_gin(monkeypatch, "all")
     return EmulatedGpu()
 
 
-def test_chain(far_apart: EmulatedGpu) -> None:
+def test_chain(remote_apart: EmulatedGpu) -> None:
     """Signals count ops, so a rank that sends no tokens still signals every op."""
-    assert ThreadRanks(3, far_apart).run(chain, 30) == [30] * 3
+    assert ThreadRanks(3, remote_apart).run(chain, 30) == [30] * 3
 
 
-def test_signals_of_ops_in_a_row(far_apart: EmulatedGpu) -> None:
-    ThreadRanks(2, far_apart).run(dispatches_in_a_row, 10)
+def test_signals_of_ops_in_a_row(remote_apart: EmulatedGpu) -> None:
+    ThreadRanks(2, remote_apart).run(dispatches_in_a_row, 10)
 
 
 @pytest.fixture
@@ -95,19 +95,19 @@ def backwards() -> Iterator[None]:
     library(GIN).emulated_backwards(0)
 
 
-def test_closing_before_the_last_signal_is_seen(far_apart: EmulatedGpu, backwards: None) -> None:
+def test_closing_before_the_last_signal_is_seen(remote_apart: EmulatedGpu, backwards: None) -> None:
     """Closing does not abort the peer's op whose header was seen before its signal."""
-    ThreadRanks(2, far_apart).run(closes_after_its_last_op, 6)
+    ThreadRanks(2, remote_apart).run(closes_after_its_last_op, 6)
 
 
-def test_a_later_op_before_this_one(far_apart: EmulatedGpu, backwards: None) -> None:
+def test_a_later_op_before_this_one(remote_apart: EmulatedGpu, backwards: None) -> None:
     """A later op's signal that is seen first does not raise CallOrderMismatch."""
-    assert ThreadRanks(3, far_apart).run(chain, 6) == [6] * 3
+    assert ThreadRanks(3, remote_apart).run(chain, 6) == [6] * 3
 
 
-def test_a_signal_after_the_timeout_is_no_signal(far_apart: EmulatedGpu) -> None:
+def test_a_signal_after_the_timeout_is_no_signal(remote_apart: EmulatedGpu) -> None:
     """A late signal gives right rows or an error: the rank that timed out poisons the peer, or was poisoned."""
-    outcomes = ThreadRanks(2, far_apart).run(late)
+    outcomes = ThreadRanks(2, remote_apart).run(late)
     assert set(outcomes) <= {"PeerTimeout", "GroupPoisoned", "GroupClosed", "right rows"}
 
 

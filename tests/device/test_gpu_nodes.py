@@ -20,6 +20,7 @@ from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.spec import BufferSpec
+from moe_rt.engine import cuda
 from moe_rt.errors import (
     CallOrderMismatch,
     CorruptPeer,
@@ -30,7 +31,6 @@ from moe_rt.errors import (
     MoeRtError,
     PeerTimeout,
 )
-from moe_rt.native import cuda
 
 FP8 = torch.float8_e4m3fn
 NODES = {"2+2": (0, 0, 1, 1), "1+1+1": (0, 1, 2), "1+2": (0, 1, 1), "3+2, in turns": (0, 1, 0, 1, 0)}

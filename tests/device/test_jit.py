@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from jit_tools import compile_at_once, copy_sources, require_compiler, write_small_source
 
+from moe_rt.engine.gpu import jit
+from moe_rt.engine.gpu.jit import Binary, compile_kernels, compile_ptx, source_dir
+from moe_rt.engine.gpu.libraries import NVSHMEM
+from moe_rt.engine.gpu.nvrtc import find_toolkit
 from moe_rt.errors import CompileError
-from moe_rt.native import jit
-from moe_rt.native.jit import Binary, compile_kernels, compile_ptx, source_dir
-from moe_rt.native.libraries import NVSHMEM
-from moe_rt.native.nvrtc import find_toolkit
 
 ARCHS = ["sm_80", "sm_90a", "sm_100a", "sm_120a"]
 
@@ -98,16 +98,16 @@ def test_linked_with_nvshmem(programs: Path, arch: str) -> None:
 
 
 def test_unlinkable_function_is_named(small: Path) -> None:
-    copy = Path(__file__).resolve().parents[2] / "cuda" / "device" / "nvshmem_prelude.h"
-    (small / "device" / copy.name).write_text(copy.read_text())
+    copy = Path(__file__).resolve().parents[2] / "cuda" / "gpu" / "nvshmem_prelude.h"
+    (small / "gpu" / copy.name).write_text(copy.read_text())
     text = 'extern "C" __device__ void nowhere();\nextern "C" __global__ void small() { nowhere(); }\n'
-    (small / "device" / "small.cu").write_text(text)
+    (small / "gpu" / "small.cu").write_text(text)
     with pytest.raises(CompileError, match=r"(?s)small\.cu and NVSHMEM for sm_90a.*nowhere"):
         compile_kernels("small.cu", "sm_90a", {}, library=NVSHMEM, cache=False, root=small)
 
 
 def test_error_holds_the_log_and_what_was_compiled(small: Path) -> None:
-    (small / "device" / "small.cu").write_text('extern "C" __global__ void small() { missing_name = WIDTH; }\n')
+    (small / "gpu" / "small.cu").write_text('extern "C" __global__ void small() { missing_name = WIDTH; }\n')
     with pytest.raises(CompileError, match=r"(?s)small\.cu for sm_90a with DEPTH=x WIDTH=3 defined.*missing_name"):
         compile_kernels("small.cu", "sm_90a", {"WIDTH": 3, "DEPTH": "x"}, cache=False, root=small)
     with pytest.raises(CompileError, match=r"(?s)small\.cu for sm_90a with nothing defined.*missing_name"):
@@ -138,7 +138,7 @@ def test_missing_compiler_says_what_to_install(small: Path, monkeypatch: pytest.
 
 def test_sources_are_found() -> None:
     assert (source_dir() / "protocol" / "core" / "atomics.h").is_file()
-    assert (source_dir() / "device" / "nvshmem_prelude.h").is_file()
+    assert (source_dir() / "gpu" / "nvshmem_prelude.h").is_file()
 
 
 def test_second_time_comes_from_the_cache(small: Path, directory: Path) -> None:
@@ -168,7 +168,7 @@ def change_header(root: Path) -> Binary:
 
 
 def add_file(root: Path) -> Binary:
-    (root / "device" / "more.h").write_text("// Included by nobody yet.\n")
+    (root / "gpu" / "more.h").write_text("// Included by nobody yet.\n")
     return compile_small(root)
 
 

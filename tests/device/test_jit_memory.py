@@ -11,7 +11,7 @@ from jit_tools import require_compiler, write_small_source
 SCRIPT = """
 import sys
 from pathlib import Path
-from moe_rt.native.jit import compile_kernels, compile_ptx
+from moe_rt.engine.gpu.jit import compile_kernels, compile_ptx
 
 root = Path(sys.argv[1])
 compile_ptx("small.cu", "sm_90a", {}, root=root)

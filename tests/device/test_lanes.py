@@ -14,8 +14,8 @@ from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.row_format import RowFormat
-from moe_rt.native.cuda import blocks_of_a_wait
-from moe_rt.native.gpu import Launches
+from moe_rt.engine.cuda import blocks_of_a_wait
+from moe_rt.engine.gpu.driver import Launches
 
 # 32 and more: warps of 32 lanes, and routing tiles whose masks have a word or more; 33 lanes are not whole warps.
 LANES = (1, 3, 32, 33, 96, 256)

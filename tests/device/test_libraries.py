@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from device.jit_tools import write_small_source
 
+from moe_rt.engine.gpu.jit import compile_kernels
+from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
 from moe_rt.errors import CompileError
-from moe_rt.gpucheck import compiling
-from moe_rt.gpucheck.compiling import GIN_VARIANTS
-from moe_rt.gpucheck.steps import Check
-from moe_rt.native.jit import compile_kernels
-from moe_rt.native.libraries import NCCL, NVSHMEM, Library
+from moe_rt.lab.check import compiling
+from moe_rt.lab.check.compiling import GIN_VARIANTS
+from moe_rt.lab.check.steps import Check
 
 COMMAND = r"pip install --no-deps 'nvidia-nccl-cu13>=2\.32'"
 

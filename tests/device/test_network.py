@@ -16,10 +16,10 @@ from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.errors import MoeRtError
-from moe_rt.heap import loopback
-from moe_rt.heap.rendezvous import Rendezvous
-from moe_rt.heap.segments import Segments
-from moe_rt.testing.rounds import check_bits, expect, padded
+from moe_rt.group.rendezvous import Rendezvous
+from moe_rt.lab.testing.rounds import check_bits, expect, padded
+from moe_rt.memory import loopback
+from moe_rt.memory.segments import Segments
 
 UNREACHABLE = {
     "all": lambda rank, peer: peer != rank,
@@ -36,8 +36,8 @@ def leave_unmapped(monkeypatch: pytest.MonkeyPatch, unreachable: str) -> None:
         rank, addresses = rendezvous.rank, segments.addresses
         segments.symmetric = addresses[rank]
         gpu.networks[segments.symmetric] = (ctypes.c_void_p * len(addresses))(*addresses)
-        is_far = UNREACHABLE[unreachable]
-        segments.addresses = [0 if is_far(rank, peer) else a for peer, a in enumerate(addresses)]
+        is_remote = UNREACHABLE[unreachable]
+        segments.addresses = [0 if is_remote(rank, peer) else a for peer, a in enumerate(addresses)]
         return segments
 
     monkeypatch.setattr(loopback, "allocate", over_network)

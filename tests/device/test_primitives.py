@@ -14,8 +14,8 @@ from rounds import one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, _engine
-from moe_rt.native.gpu import Launches
-from moe_rt.native.launcher import Launcher
+from moe_rt.engine.gpu.driver import Launches
+from moe_rt.engine.gpu.launcher import Launcher
 
 
 def test_reads_and_quiets() -> None:

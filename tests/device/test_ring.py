@@ -16,7 +16,7 @@ from rounds import CPU, one_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, _engine
-from moe_rt.native import ring
+from moe_rt.engine.gpu import launcher
 
 FP8 = torch.float8_e4m3fn
 # Rows of five pieces, of slightly more than one, and of less than one; gradients of the coded spec are not coded.
@@ -32,7 +32,7 @@ SPECS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots have 256 bytes, and fewer of them exist than it takes to have more in flight than lanes have."""
-    monkeypatch.setattr(ring, "RING_LANES_BYTES", 0)
+    monkeypatch.setattr(launcher, "RING_LANES_BYTES", 0)
 
 
 def ringed(num_ranks: int, threads: int = 3) -> ThreadRanks:
@@ -41,8 +41,8 @@ def ringed(num_ranks: int, threads: int = 3) -> ThreadRanks:
 
 def ring_rounds(group: Any, spec: Any, num_tokens: list[int], num_sms: int, kind: str = "random") -> None:
     with Buffer(group, timeout_s=60.0, num_sms=num_sms, **buffer_kwargs(spec)) as buffer:
-        launcher: Any = buffer._engine._launcher  # type: ignore[attr-defined]
-        assert launcher.ring.piece == 256
+        own: Any = buffer._engine._launcher  # type: ignore[attr-defined]
+        assert own.ring.piece == 256
         for seed in (1, 2):
             one_round(buffer, make_inputs(spec, num_tokens, seed, kind), seed)
 
@@ -88,16 +88,16 @@ def test_what_is_under_way() -> None:
 
 
 def chosen(num_sms: int | None, bulk_bytes: int = 227 << 10, **changes: Any) -> Any:
-    return ring.ring_for(make_spec(8, **changes), num_sms, scratch_bytes=9000, bulk_bytes=bulk_bytes, warps=16)
+    return launcher.ring_for(make_spec(8, **changes), num_sms, scratch_bytes=9000, bulk_bytes=bulk_bytes, warps=16)
 
 
 def test_when_there_are_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     large = dict(hidden=7168, dtype=torch.bfloat16, num_topk=8, num_experts=256)
     assert chosen(8, **large).piece == 1536
-    assert ring.under_way(chosen(8, **large), 16) == 144 << 10
-    assert chosen(ring.RING_BLOCKS, **large) is not None
-    assert chosen(ring.RING_BLOCKS + 1, **large) is None
+    assert launcher.under_way(chosen(8, **large), 16) == 144 << 10
+    assert chosen(launcher.RING_BLOCKS, **large) is not None
+    assert chosen(launcher.RING_BLOCKS + 1, **large) is None
     assert chosen(None, **large) is None, "nobody has asked for few blocks"
     assert chosen(8, 99 << 10, **large) is not None, "compute capability 12.0 has less shared memory"
     assert chosen(8, 48 << 10, **large) is None, "lanes have more under way than so small a ring"

@@ -14,6 +14,7 @@ from forked_python import run_python
 from routing import buffer_kwargs, make_inputs, make_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import moe_rt.nn.layer  # noqa: F401  registers the ops of experts
 from moe_rt import Buffer, ThreadGroup
 
 HERE = Path(__file__).parent

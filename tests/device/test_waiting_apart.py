@@ -12,8 +12,8 @@ from rounds import full_round
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
+from moe_rt.engine import cuda
 from moe_rt.errors import MoeRtError, Op, PeerTimeout, Phase
-from moe_rt.native import cuda
 
 SPEC = make_spec(2)
 INPUTS = make_inputs(SPEC, [8, 7], seed=1)

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <thread>
 
-#include "../../cuda/host/recording.h"
+#include "../../cuda/cpu/recording.h"
 
 using namespace moe_rt;
 using Clock = std::chrono::steady_clock;

@@ -145,8 +145,8 @@ BROKEN = [
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "Makefile").write_text("X := 2\n.PHONY: hello world\nhello world: a\na:\n\ttrue\ndemo:\ntest: hello\n")
     (tmp_path / "a.py").write_text("x = 1\ny = 1\nraise SystemExit(y)\nz = 2\n")
-    (tmp_path / "cuda" / "host").mkdir(parents=True)
-    (tmp_path / "cuda" / "host" / "f.h").write_text("// Before.\nint f() {\n  return 1;\n}\n")
+    (tmp_path / "cuda" / "cpu").mkdir(parents=True)
+    (tmp_path / "cuda" / "cpu" / "f.h").write_text("// Before.\nint f() {\n  return 1;\n}\n")
     return tmp_path
 
 

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from moe_rt.extras import how_to_install
-from moe_rt.heap.ucx import OLDEST
+from moe_rt.memory.ucx import OLDEST
 
 tomllib = pytest.importorskip("tomllib")  # part of Python from 3.11
 

@@ -11,12 +11,12 @@ import click
 import pytest
 
 from moe_rt import Buffer, MoEConfig, errors
-from moe_rt.chaos.deaths import main as deaths
-from moe_rt.chaos.matrix import main as matrix
-from moe_rt.chaos.node_matrix import main as node_matrix
 from moe_rt.cli import main as moe_rt_command
 from moe_rt.integrations.megatron import MoeRtManager
 from moe_rt.integrations.torchtitan import token_dispatcher
+from moe_rt.lab.chaos.deaths import main as deaths
+from moe_rt.lab.chaos.matrix import main as matrix
+from moe_rt.lab.chaos.node_matrix import main as node_matrix
 from moe_rt.train.cli import main as train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,9 +26,9 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 SPAN = re.compile(r"`(--[a-z][\w.-]*)[^`]*`")
 MODULES: dict[str, click.Command] = {
     "train": train,
-    "chaos.deaths": deaths,
-    "chaos.matrix": matrix,
-    "chaos.node_matrix": node_matrix,
+    "lab.chaos.deaths": deaths,
+    "lab.chaos.matrix": matrix,
+    "lab.chaos.node_matrix": node_matrix,
 }
 # Options of other programs that documents name.
 OF_OTHERS = {

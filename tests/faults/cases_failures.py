@@ -15,7 +15,7 @@ from harness import meet
 from routing import make_spec
 
 from moe_rt import Buffer
-from moe_rt.testing.held import held, left_of
+from moe_rt.lab.testing.resources import held, left_of
 
 kept: list[Buffer] = []
 

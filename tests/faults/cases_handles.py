@@ -13,7 +13,7 @@ from routing import make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.comm.handle import Handle
+from moe_rt.buffer.handle import Handle
 
 TOKENS = 9
 OPS = ("combine", "combine_backward", "dispatch_backward")
@@ -44,14 +44,14 @@ def outcome(buffer: Buffer, op: str, recv_x: Tensor, recv_weights: Tensor, handl
     return "no error"
 
 
-def another_buffers(group: Any, faulty_rank: int, op: str, goes_on: bool) -> str:
+def another_buffers(group: Any, faulty_rank: int, op: str, fault_continues: bool) -> str:
     """The faulty rank's handle is from an equal dispatch, with the same sequence number, on a second buffer of equal
     sizes."""
     with open_buffer(group) as buffer, open_buffer(group) as second:
         (recv_x, recv_weights, handle), (_, _, foreign) = dispatched(buffer), dispatched(second)
         meet(group)
         text = outcome(buffer, op, recv_x, recv_weights, foreign if buffer.rank == faulty_rank else handle)
-        if goes_on:
+        if fault_continues:
             good_round(buffer)
         return text
 
@@ -117,13 +117,13 @@ def at_the_bound(group: Any, faulty_rank: int, name: str) -> str:
         return text
 
 
-def overwritten(group: Any, faulty_rank: int, name: str, value: int, goes_on: bool) -> list[str]:
+def overwritten(group: Any, faulty_rank: int, name: str, value: int, fault_continues: bool) -> list[str]:
     """One number of the faulty rank's plans is overwritten; return what this rank saw of each op. The group
     continues."""
     texts = []
     with open_buffer(group) as buffer:
         plan, where = places(buffer)[name]
-        for op in OPS if goes_on else OPS[:1]:
+        for op in OPS if fault_continues else OPS[:1]:
             if plan == "send_plan" and op == "combine_backward":
                 continue  # has no such number
             recv_x, recv_weights, handle = dispatched(buffer)
@@ -133,7 +133,7 @@ def overwritten(group: Any, faulty_rank: int, name: str, value: int, goes_on: bo
                 damaged.view(-1)[where] = value
                 handle = replace(handle, **{plan: damaged})
             texts.append(outcome(buffer, op, recv_x, recv_weights, handle))
-            if goes_on:
+            if fault_continues:
                 good_round(buffer)
     return texts
 

@@ -10,7 +10,7 @@ from typing import Any
 from cases_faults import good_round, open_buffer
 
 from moe_rt import Buffer
-from moe_rt.testing.limits import limited
+from moe_rt.lab.testing.resources import limited
 
 
 def at_the_descriptor_limit(group: Any, most: int) -> list[str]:

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.errors import MoeRtError
-from moe_rt.heap import shm
-from moe_rt.heap.groups import rendezvous_of
+from moe_rt.group.groups import rendezvous_of
+from moe_rt.memory import shm
 
 FAULTY_RANK = 1
 Seen = tuple[str, float]

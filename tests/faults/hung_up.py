@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from moe_rt.testing.channel import Channel
-from moe_rt.testing.process_ranks import ProcessRanks
+from moe_rt.lab.testing.channel import Channel
+from moe_rt.lab.testing.process_ranks import ProcessRanks
 
 
 def go_on(channel: Channel) -> None:

@@ -15,16 +15,14 @@ from click.testing import CliRunner
 from forked_python import run_python
 from nodes.needs_nodes import new_cluster
 
-from moe_rt.chaos import link_faults
-from moe_rt.chaos.misdeeds import misbehave
-from moe_rt.chaos.node_deaths import Stop
-from moe_rt.chaos.node_matrix import ROWS, committed
-from moe_rt.chaos.node_trials import Moment, judged
-from moe_rt.chaos.steps import Size
 from moe_rt.cli import main
 from moe_rt.errors import CapacityOverflow, InvalidRouting, MoeRtError
-from moe_rt.heap import ucx
-from moe_rt.testing.rounds import WrongOutput
+from moe_rt.lab.chaos import node_trials
+from moe_rt.lab.chaos.node_matrix import ROWS, committed
+from moe_rt.lab.chaos.node_trials import Moment, Stop, judged
+from moe_rt.lab.chaos.worker import Size, misbehave
+from moe_rt.lab.testing.rounds import WrongOutput
+from moe_rt.memory import ucx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +42,7 @@ def last_line(*command: str) -> dict[str, Any]:
 @pytest.mark.parametrize("route", ["two_level", pytest.param("flat", marks=pytest.mark.sweep)])
 def test_the_committed_table_is_what_happens(route: str) -> None:
     """The committed table agrees with the matrix, and every rank raises what it must."""
-    matrix = last_line("-m", "moe_rt.chaos.node_matrix", "--route", route)
+    matrix = last_line("-m", "moe_rt.lab.chaos.node_matrix", "--route", route)
     assert [outcome for outcome in matrix["outcomes"] if outcome["complaints"]] == []
     table = committed((ROOT / "docs/reliability.md").read_text())
     assert set(table) == set(ROWS)
@@ -126,11 +124,11 @@ def test_who_is_blamed_for_a_stop(named: int, complaint: str) -> None:
 
 def test_a_blink_that_has_lasted_too_long_is_judged_as_a_flap_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, moment = iter([0.0, 1.5, 10.0, 10.4]), Mock()
-    monkeypatch.setattr(link_faults, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
-    monkeypatch.setattr(link_faults, "survived", lambda *_: "survived")
+    monkeypatch.setattr(node_trials, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    monkeypatch.setattr(node_trials, "survived", lambda *_: "survived")
     flapped = Mock(return_value=SimpleNamespace(complaints=[]))
-    monkeypatch.setattr(link_faults.LinkFault, "_flapped", flapped)
-    blink = link_faults.LinkFault("blink", 1, moment, 0.3, "")
+    monkeypatch.setattr(node_trials.LinkFault, "_flapped", flapped)
+    blink = node_trials.LinkFault("blink", 1, moment, 0.3, "")
     assert blink.run(Mock()) == "survived"
     assert (flapped.call_count, moment.await_in.call_count) == (1, 2)
     clock = iter([0.0, 1.5])

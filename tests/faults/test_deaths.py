@@ -16,7 +16,7 @@ from pathlib import Path
 from forked_python import run_python
 
 from moe_rt.diagnostics.collect import _process_state
-from moe_rt.heap.processes import Watch, watch
+from moe_rt.group.processes import Watch, watch
 
 GIB = float(os.environ.get("MOE_RT_TEST_GIB", "1"))  # memory of a killed process
 KILLS = 5
@@ -104,7 +104,7 @@ def test_watch_is_shared_while_its_process_lives() -> None:
 
 
 def test_deaths_are_measured() -> None:
-    done = run_python("-m", "moe_rt.chaos.deaths", "--gib", "0", "--gib", "0.25", "--kills", "2")
+    done = run_python("-m", "moe_rt.lab.chaos.deaths", "--gib", "0", "--gib", "0.25", "--kills", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     deaths = json.loads(done.stdout.splitlines()[-1])
     assert [(death["gib"], death["raised"]) for death in deaths] == [(gib, "PeerDead") for gib in (0, 0, 0.25, 0.25)]

@@ -12,27 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from moe_rt.heap.processes import state_letter
-from moe_rt.testing.channel import Channel
-from moe_rt.testing.process_ranks import ProcessRanks
-from moe_rt.testing.programs import Program, running, wait
+from moe_rt.group.processes import state_letter
+from moe_rt.lab.testing.channel import Channel
+from moe_rt.lab.testing.process_ranks import ProcessRanks
+from moe_rt.lab.testing.programs import Program, running, wait
 
 PATIENCE_S = 600.0
 KILL = signal.SIGKILL
-SLEEP = "from moe_rt.testing.programs import end_with_starter; end_with_starter(); import time; time.sleep(600)"
+SLEEP = "from moe_rt.lab.testing.programs import end_with_starter; end_with_starter(); import time; time.sleep(600)"
 STEP = [sys.executable, "-c", SLEEP]
 # name -> a program that starts processes, an argument of theirs, and their final count.
 STARTERS = {
     "chaos": (["-m", "moe_rt", "chaos", "--action", "stop", "--timeout", "60", "--rounds", "9"], "chaos", 4),
-    "step": (["-c", f"from moe_rt.gpucheck.child import run_command; run_command({STEP}, 600, {{}})"], SLEEP, 1),
+    "step": (["-c", f"from moe_rt.lab.check.child import run_command; run_command({STEP}, 600, {{}})"], SLEEP, 1),
     "network": (
-        ["-c", "from moe_rt.gpucheck import network; network.run_processes('cpu', 2, 'shm', 600)"],
-        "moe_rt.gpucheck.network",
+        ["-c", "from moe_rt.lab.check import network; network.run_processes('cpu', 2, 'shm', 600)"],
+        "moe_rt.lab.check.network",
         2,
     ),
     "bench": (
         ["-m", "moe_rt", "bench", "--contestants", "moe_rt", "--iters", str(10**6)],
-        "moe_rt.bench.rank",
+        "moe_rt.lab.bench.rank",
         2,
     ),
 }

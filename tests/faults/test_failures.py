@@ -11,7 +11,7 @@ import pytest
 from conftest import CPU_HEAPS, HEAPS
 from harness import ProcessRanks, Ranks
 
-from moe_rt.testing.held import held, left_of
+from moe_rt.lab.testing.resources import held, left_of
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 3  # some deadlocks need three ranks

@@ -16,12 +16,12 @@ from cases_faults import good_round, open_buffer
 from conftest import CPU_HEAPS
 from routing import make_spec
 
-from moe_rt.comm.agreement import agree
+from moe_rt.buffer.buffer import agree
 from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, InvalidConfig, PeerTimeout, SegmentPermission
-from moe_rt.heap import shm
-from moe_rt.heap.meeting import Meeting
-from moe_rt.heap.processes import place
-from moe_rt.heap.rendezvous import Rendezvous, all_gather_records
+from moe_rt.group.meeting import Meeting
+from moe_rt.group.processes import place
+from moe_rt.group.rendezvous import Rendezvous, all_gather_records
+from moe_rt.memory import shm
 
 NO_RECORDS = ["", "{", "[1]", "null", "7", '"text"', "[" * 10**5, "\x80\x04K\x01.", "NaN", "\ud800"]
 NUM_BYTES = 4096

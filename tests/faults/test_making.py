@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +89,9 @@ def gave_up(outcomes: list[Any]) -> None:
     nothing."""
     assert outcomes.pop(FAULTY_RANK) == []
     for seen in outcomes:
-        told(seen, "PeerTimeout", "ranks [1] did not come to make a buffer within 0.5 s")
+        for text, seconds in seen:  # a busy machine may keep other ranks away as well
+            assert re.search(rf"^PeerTimeout: .*ranks \[(\d, )*{FAULTY_RANK}(, \d)*\] did not come to make", text), seen
+            assert seconds < AT_ONCE_S
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from forked_python import run_python
 
-from moe_rt.chaos.injected_fault import POINTS_OF_ONE_HOST, InjectedFault
-from moe_rt.chaos.matrix import committed, injected_faults
-from moe_rt.chaos.rank_pool import RankPool
+from moe_rt.lab.chaos.injected_fault import POINTS_OF_ONE_HOST, InjectedFault
+from moe_rt.lab.chaos.matrix import committed, injected_faults
+from moe_rt.lab.chaos.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def last_line(*command: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def matrix() -> dict[str, Any]:
-    return last_line("-m", "moe_rt.chaos.matrix")
+    return last_line("-m", "moe_rt.lab.chaos.matrix")
 
 
 def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_rt.chaos.rank_pool import ENDLESS, RankPool
+from moe_rt.lab.chaos.rank_pool import ENDLESS, RankPool
 
 
 def test_a_newer_session_has_an_end_of_its_own() -> None:

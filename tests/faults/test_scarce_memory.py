@@ -14,9 +14,9 @@ import pytest
 from harness import ProcessRanks, Ranks
 
 from moe_rt.errors import OutOfSharedMemory
-from moe_rt.heap import shm
-from moe_rt.heap.processes import why_closed
-from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.group.processes import why_closed
+from moe_rt.group.rendezvous import ThreadGroup
+from moe_rt.memory import shm
 
 MakeRanks = Callable[[str, int], Ranks]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user or mount")

@@ -10,8 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../cuda/host/node_tables.h"
-#include "../../cuda/host/placement.h"
+#include "../../cuda/cpu/world_tables.h"
 #include "../../cuda/protocol/flat/dispatch.h"
 #include "../../cuda/protocol/flat/routing.h"
 #include "../../cuda/protocol/two_level/forward.h"

@@ -13,7 +13,7 @@ from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.errors import MoeRtError
-from moe_rt.heap.groups import rendezvous_of
+from moe_rt.group.groups import rendezvous_of
 
 OPS = 12  # of each kind, in a buffer whose group has not ended
 MEETING_S = 600.0  # for hangs only

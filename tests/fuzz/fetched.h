@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "../../cuda/device/rdma.h"
-#include "../../cuda/host/far_network.h"
+#include "../../cuda/gpu/rdma.h"
+#include "../../cuda/net/remote_network.h"
 
 namespace moe_rt {
 

@@ -97,7 +97,7 @@ struct Tensors {
   std::vector<char> codes, scales, recv_codes, recv_scales;  // used instead of x and recv_x
 
   Tensors(const Group& group, fuzz::Bytes& in) {
-    constexpr int32_t kWild = 0x7f7f7f7f;  // an index far out of bounds marks values never written
+    constexpr int32_t kWild = 0x7f7f7f7f;  // an index remote out of bounds marks values never written
     const Shape& s = group.shape;
     const int64_t num_local = group.num_local(group.me);
     capacity = group.capacity[group.me], by_token = s.by_token();

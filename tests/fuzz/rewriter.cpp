@@ -6,7 +6,7 @@
 #include <iterator>
 #include <vector>
 
-#include "../../cuda/host/node_tables.h"
+#include "../../cuda/cpu/world_tables.h"
 #include "../../cuda/protocol/core/atomics.h"
 #include "../../cuda/protocol/core/layout.h"
 
@@ -49,7 +49,7 @@ std::vector<Part> parts_of(const Shape& shape, bool control) {
     }
   }
   const int64_t first = l.window[0].counts;
-  for (int i = 0; i < shape.num_served; ++i) {
+  for (int i = 0; i < shape.num_clients; ++i) {
     const int64_t at = l.staged.lists + i * l.staged.bytes;
     add_lists(l.window[0], at - first, at + l.window[0].tokens - first);
   }

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../cuda/device/sizes.h"
-#include "../../cuda/host/placement.h"
+#include "../../cuda/cpu/world_tables.h"
+#include "../../cuda/gpu/sizes.h"
 #include "../device/emulation.h"
 #include "bytes.h"
 
@@ -153,7 +153,7 @@ int64_t route_few_lanes(const Input& in, const World& w, Lists& out) {
 struct InOnePlace {
   RouteLists<float> lists;
   RouteLists<float> operator()(int32_t) const { return lists; }
-  int32_t number() const { return 1; }
+  int32_t count() const { return 1; }
 };
 
 // Route with blocks of lanes, each with its share of small tiles.
@@ -161,7 +161,7 @@ int64_t route_many_lanes(const Input& in, const World& w, int tile, int most_blo
   const RuntimeDims dims{in.shape.hidden, in.shape.num_topk};
   int64_t bad_entry = kNoBadEntry;
   const auto num_ints = Tiles::num_ints(in.shape, tile);
-  const int64_t num_tiles = Tiles::number(in.num_tokens, tile);
+  const int64_t num_tiles = Tiles::count(in.num_tokens, tile);
   const int blocks = int(std::min<int64_t>(most_blocks, num_tiles));
   for (int block = 0; block < blocks; ++block) {
     std::vector<int32_t> ints(num_ints, -7);

@@ -15,9 +15,9 @@ CHECKED = (
     ("cuda/protocol/flat/index.h", "plausible"),
     ("cuda/protocol/flat/dispatch.h", "gather_token"),
     ("cuda/protocol/flat/dispatch.h", "unshared_copies"),
-    ("cuda/device/rdma.h", "fetch_entries"),
-    ("cuda/host/far_network.h", "get_entries"),
-    ("cuda/host/far_network.h", "get"),
+    ("cuda/gpu/rdma.h", "fetch_entries"),
+    ("cuda/net/remote_network.h", "get_entries"),
+    ("cuda/net/remote_network.h", "get"),
     ("cuda/protocol/two_level/forward.h", "mark_tokens"),
     ("cuda/protocol/two_level/forward.h", "mark_token"),
 )

@@ -55,11 +55,11 @@ def test_lists_that_are_staged() -> None:
 
 
 @pytest.fixture(scope="module")
-def far_ranks() -> Iterator[NodeRanks]:
+def remote_ranks() -> Iterator[NodeRanks]:
     with closing(NodeRanks(NODES)) as made:
         yield made
 
 
 @pytest.mark.parametrize("route", ["flat", "two_level"])
-def test_lists_over_nodes(far_ranks: NodeRanks, route: str) -> None:
-    rewrite(far_ranks, heap="ucx", route=route)
+def test_lists_over_nodes(remote_ranks: NodeRanks, route: str) -> None:
+    rewrite(remote_ranks, heap="ucx", route=route)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from device.emulated import EmulatedGpu
 
-from moe_rt.native.gpu import Launches
+from moe_rt.engine.gpu.driver import Launches
 
 
 class TimedGpu(EmulatedGpu):

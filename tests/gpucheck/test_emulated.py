@@ -12,8 +12,8 @@ from device.jit_tools import require_compiler
 from rich.console import Console, RenderableType
 
 from moe_rt.cli import main
-from moe_rt.gpucheck import emulated, run
-from moe_rt.gpucheck.report import EMULATED, show, write_report
+from moe_rt.lab.check import emulated, run
+from moe_rt.lab.check.report import EMULATED, show, write_report
 
 
 def test_a_rehearsal_says_so_everywhere(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import pytest
 from estimates_tool import ROOT, estimates_tool
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck import estimate
-from moe_rt.gpucheck.bandwidth import fewest_bytes
-from moe_rt.gpucheck.code_limits import LIMITS, Limits
-from moe_rt.gpucheck.estimate import MACHINES, STEPS, TARGETS_US, Load, op_us, rows_of
-from moe_rt.gpucheck.ring_estimate import estimate_ring, most_blocks
-from moe_rt.native.ring import RING_BLOCKS
+from moe_rt.engine.gpu.launcher import RING_BLOCKS
+from moe_rt.lab.check import estimate
+from moe_rt.lab.check.code_limits import LIMITS, Limits
+from moe_rt.lab.check.estimate import MACHINES, STEPS, TARGETS_US, Load, op_us, rows_of
+from moe_rt.lab.check.measuring import fewest_bytes
+from moe_rt.lab.check.ring_estimate import estimate_ring, most_blocks
 
 H200 = next(machine for machine in MACHINES if machine.name == "H200")
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from device.jit_tools import require_compiler
 
 from moe_rt.cli import main
-from moe_rt.gpucheck.compiling import LARGEST, OVER_NETWORK, VARIANTS, Variant, compile_all
-from moe_rt.gpucheck.steps import Check
+from moe_rt.lab.check.compiling import LARGEST, OVER_NETWORK, VARIANTS, Variant, compile_all
+from moe_rt.lab.check.steps import Check
 
 LIMIT_S = 1800.0  # limit for a compiler that hangs
 

@@ -15,14 +15,13 @@ from click.testing import CliRunner, Result
 from device.jit_tools import require_compiler
 
 from moe_rt.cli import main
+from moe_rt.engine.gpu import driver as gpu
+from moe_rt.engine.gpu.driver import Gpu
 from moe_rt.errors import InvalidConfig
-from moe_rt.gpucheck import child, compiling, network, run, serving
-from moe_rt.gpucheck.compiling import Variant
-from moe_rt.gpucheck.ptx import find_problems, read_orders
-from moe_rt.gpucheck.sass import find_disassembler
-from moe_rt.gpucheck.steps import STEPS, Check, Skipped, Step, Table, perform
-from moe_rt.native import gpu
-from moe_rt.native.gpu import Gpu
+from moe_rt.lab.check import child, compiling, network, run, serving
+from moe_rt.lab.check.compiling import Variant
+from moe_rt.lab.check.kernel_code import find_disassembler, find_problems, read_orders
+from moe_rt.lab.check.steps import STEPS, Check, Skipped, Step, Table, perform
 
 SMALL = (Variant("kernels.cu", "F32", 20, 3), Variant("not_written.cu", "F32"))
 
@@ -58,7 +57,7 @@ def fake_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         module.check = work  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name, which in {"correctness": "fail", "chains": "skip", "errors": "crash", "layer": "work"}.items():
-        monkeypatch.setitem(STEPS, name, Step(name, f"gpucheck_step_{which}", 60, which))
+        monkeypatch.setitem(STEPS, name, Step(name, f"gpucheck_step_{which}:check", 60, which))
     monkeypatch.setattr(run, "gpu_card", lambda device, nproc: {"gpu": "none"})
     monkeypatch.setattr(child, "run_in_child", perform)
 

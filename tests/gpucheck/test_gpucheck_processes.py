@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from moe_rt.cli import main
-from moe_rt.gpucheck import processes, run
-from moe_rt.gpucheck.steps import STEPS, Check, perform
+from moe_rt.lab.check import processes, run
+from moe_rt.lab.check.steps import STEPS, Check, perform
 
 SIZE = 2
 

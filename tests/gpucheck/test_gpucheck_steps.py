@@ -11,11 +11,11 @@ import torch
 from device.emulated import EmulatedGpu
 
 from moe_rt import Buffer
-from moe_rt.gpucheck import chains, correctness, failures, layers
-from moe_rt.gpucheck.layers import LayerSizes
-from moe_rt.gpucheck.steps import STEPS, Check, perform
-from moe_rt.heap.thread_ranks import ThreadRanks
-from moe_rt.testing.rounds import WrongOutput, check_bits, check_close
+from moe_rt.group.thread_ranks import ThreadRanks
+from moe_rt.lab.check import correctness, failures, layers
+from moe_rt.lab.check.layers import LayerSizes
+from moe_rt.lab.check.steps import STEPS, Check, perform
+from moe_rt.lab.testing.rounds import WrongOutput, check_bits, check_close
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +56,13 @@ def test_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chains() -> None:
-    chains.run_chain(EmulatedGpu(), 60, seconds=600.0)
+    correctness.run_chain(EmulatedGpu(), 60, seconds=600.0)
 
 
 def test_wrong_output_of_a_chain_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "experts", lambda rows, rank: rows)
+    monkeypatch.setattr(correctness, "experts", lambda rows, rank: rows)
     with pytest.raises(WrongOutput, match="pair 49"):
-        chains.run_chain(EmulatedGpu(), 60, seconds=600.0)
+        correctness.run_chain(EmulatedGpu(), 60, seconds=600.0)
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:

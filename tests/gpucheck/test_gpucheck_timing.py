@@ -11,13 +11,12 @@ import pytest
 import torch
 from standin_cuda import SmallFlush, TimedGpu, device_event, stand_in
 
-from moe_rt.gpucheck import bandwidth, graphs, latency, overlap, syncfree, timing
-from moe_rt.gpucheck.layers import LayerSizes
-from moe_rt.gpucheck.load import Load
-from moe_rt.gpucheck.profiles import RANGE, host_waits, kernels
-from moe_rt.gpucheck.steps import Check
-from moe_rt.native.ring import RING_VARIABLE
-from moe_rt.testing.rounds import WrongOutput
+from moe_rt.engine.gpu.launcher import RING_VARIABLE
+from moe_rt.lab.check import graphs, layers, measuring, timing
+from moe_rt.lab.check.layers import LayerSizes
+from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
+from moe_rt.lab.check.steps import Check
+from moe_rt.lab.testing.rounds import WrongOutput
 
 HANG_S = 1800.0  # steps use a part of it
 
@@ -26,13 +25,13 @@ HANG_S = 1800.0  # steps use a part of it
 def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
     found = TimedGpu()
     stand_in(monkeypatch, found)
-    for module in (bandwidth, latency, timing):
+    for module in (measuring, timing):
         monkeypatch.setattr(module, "Flush", SmallFlush)
-    monkeypatch.setattr(bandwidth, "_COPIED_BYTES", 1 << 16)
-    for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "TOKENS": (1, 8), "REPLAYS": 2}.items():
-        monkeypatch.setattr(latency, name, value)
-    monkeypatch.setattr(latency, "OPS_IN_A_ROW", 5)
-    monkeypatch.setattr("moe_rt.gpucheck.load.TIMEOUT_S", HANG_S)
+    monkeypatch.setattr(measuring, "_COPIED_BYTES", 1 << 16)
+    for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "PAIR_TOKENS": (1, 8), "REPLAYS": 2}.items():
+        monkeypatch.setattr(timing, name, value)
+    monkeypatch.setattr(timing, "OPS_IN_A_ROW", 5)
+    monkeypatch.setattr("moe_rt.lab.check.measuring.TIMEOUT_S", HANG_S)
     return found
 
 
@@ -41,7 +40,7 @@ def test_bandwidth_table(gpu: TimedGpu, ranks: int) -> None:
     load = timing.Load(ranks, tokens=64, hidden=64, topk=2, experts=4)
     check = Check(gpu, seconds=HANG_S)
     measured = timing.measure(gpu, load, runs=3, seconds=HANG_S)
-    timing.add_measured(check, load, measured, bandwidth.CopyCeiling(gpu.device))
+    timing.add_measured(check, load, measured, measuring.CopyCeiling(gpu.device))
     (table,) = check.tables
     assert [row[0] for row in table.rows][-2:] == ["dispatch", "combine"]
     assert all(figure > 0 for row in table.rows for figure in row[1:6])
@@ -64,9 +63,9 @@ def test_dropped_rows_are_no_measurement(gpu: TimedGpu, monkeypatch: pytest.Monk
 
 
 def test_latency_tables(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency.Pair, "replay_seconds", lambda self, runs: 1e-5)
+    monkeypatch.setattr(timing.Pair, "replay_seconds", lambda self, runs: 1e-5)
     check = Check(gpu, seconds=HANG_S)
-    latency.add_latency(check, 2)
+    timing.add_latency(check, 2)
     assert not check.failures
     pairs, overheads = check.tables
     assert [row[0] for row in pairs.rows] == [1, 8]
@@ -108,10 +107,10 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_overlap(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "Load", lambda ranks, tokens, num_sms=None: Load(1, 8, 64, 2, 4, num_sms=num_sms))
-    monkeypatch.setattr(overlap, "SIDE", 16)
+    monkeypatch.setattr(timing, "Load", lambda ranks, tokens, num_sms=None: Load(1, 8, 64, 2, 4, num_sms=num_sms))
+    monkeypatch.setattr(timing, "SIDE", 16)
     check = Check(gpu, seconds=HANG_S)
-    overlap.add_overlap(check, 2)
+    timing.add_overlap(check, 2)
     assert not check.failures
     (table,) = check.tables
     assert [row[0] for row in table.rows] == [8, 24]
@@ -141,13 +140,13 @@ def test_receiving_counts_from_the_end_of_sending() -> None:
 
 def test_pulled_tokens_count_once_for_each_rank() -> None:
     idx = torch.tensor([[0, 1, 7], [4, 5, 6], [0, 3, -1]])
-    assert bandwidth.count_pulled(idx, 8, 1) == 3
-    assert bandwidth.count_pulled(idx, 8, 2) == 4
-    assert bandwidth.count_pulled(idx, 8, 4) == 2 + 2 + 2
+    assert measuring.count_pulled(idx, 8, 1) == 3
+    assert measuring.count_pulled(idx, 8, 2) == 4
+    assert measuring.count_pulled(idx, 8, 4) == 2 + 2 + 2
 
 
 def test_copies_are_timed(gpu: TimedGpu) -> None:
-    ceiling = bandwidth.CopyCeiling(gpu.device)
+    ceiling = measuring.CopyCeiling(gpu.device)
     assert ceiling.of(1 << 20) == ceiling.of(1 << 20) > 0
 
 
@@ -168,9 +167,9 @@ def test_waits_inside_the_range_are_found() -> None:
 def test_syncfree_asks_the_profiler(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(syncfree, "LayerSizes", lambda: LayerSizes(64, 32, 8, 2, 16))
+    monkeypatch.setattr(layers, "LayerSizes", lambda: LayerSizes(64, 32, 8, 2, 16))
     check = Check(gpu, seconds=HANG_S)
-    syncfree.check(check)
+    layers.check_syncfree(check)
     assert not check.failures
     assert modes == ["error", "default"]
     assert "no wait among 8 kernels" in check.details[-1]

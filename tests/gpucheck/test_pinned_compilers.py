@@ -14,9 +14,9 @@ from device.jit_tools import require_compiler
 from packaging.requirements import Requirement
 from tool_environments import ROOT, python_of
 
+from moe_rt.engine.gpu.launcher import RING_SOURCE
 from moe_rt.extras import cuda_extra
-from moe_rt.gpucheck.compiling import GIN_VARIANTS, LARGEST, NODES, OVER_NETWORK, REHEARSED, VARIANTS, WHOLE, Variant
-from moe_rt.native.ring import RING_SOURCE
+from moe_rt.lab.check.compiling import GIN_VARIANTS, LARGEST, NODES, OVER_NETWORK, REHEARSED, VARIANTS, WHOLE, Variant
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,10 +38,10 @@ LIMIT_S = 1800.0  # limit for a compiler that hangs
 COMPILE = """
 import json, sys
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck.compiling import Variant, compile_all
-from moe_rt.gpucheck.steps import Check
-from moe_rt.native.libraries import NCCL, NVSHMEM
-from moe_rt.native.nvrtc import find_toolkit
+from moe_rt.lab.check.compiling import Variant, compile_all
+from moe_rt.lab.check.steps import Check
+from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM
+from moe_rt.engine.gpu.nvrtc import find_toolkit
 
 archs, variants, seconds = json.loads(sys.argv[1])
 check = Check(None, seconds=seconds)
@@ -54,9 +54,9 @@ print(json.dumps([find_toolkit(used).identity, compiled, check.failures]))
 COMPILE_GIN = """
 import sys
 from pathlib import Path
-from moe_rt.gpucheck.compiling import GIN_VARIANTS
-from moe_rt.native.jit import compile_ptx
-from moe_rt.native.libraries import NCCL
+from moe_rt.lab.check.compiling import GIN_VARIANTS
+from moe_rt.engine.gpu.jit import compile_ptx
+from moe_rt.engine.gpu.libraries import NCCL
 
 compile_ptx("gin_check.cu", "sm_90a", {}, library=NCCL, root=Path(sys.argv[1]))
 nodes = GIN_VARIANTS[-1]
@@ -106,9 +106,9 @@ def test_pinned_compiler(name: str, archs: tuple[str, ...], variants: tuple[Vari
 def test_kernels_over_nccl_compile(tmp_path: Path) -> None:
     require_compiler()
     shutil.copytree(ROOT / "cuda" / "protocol", tmp_path / "protocol")
-    (tmp_path / "device").mkdir()
-    for file in ("cuda/device/gin_prelude.h", "tests/device/gin_check.cu", "tests/device/gin_functions.h"):
-        (tmp_path / "device" / Path(file).name).write_text((ROOT / file).read_text())
+    (tmp_path / "gpu").mkdir()
+    for file in ("cuda/gpu/gin_prelude.h", "tests/device/gin_check.cu", "tests/device/gin_functions.h"):
+        (tmp_path / "gpu" / Path(file).name).write_text((ROOT / file).read_text())
     command = [pinned_python(NEWEST), "-c", COMPILE_GIN, str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr

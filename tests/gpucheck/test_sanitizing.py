@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_rt.gpucheck import sanitizing
-from moe_rt.gpucheck.steps import Check, Skipped
-from moe_rt.testing.rounds import WrongOutput
+from moe_rt.lab.check import sanitizing
+from moe_rt.lab.check.steps import Check, Skipped
+from moe_rt.lab.testing.rounds import WrongOutput
 
 
 def test_sanitizer_summaries() -> None:

@@ -9,12 +9,12 @@ from device.jit_tools import require_compiler
 from estimates_tool import estimates_tool
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck import compiling, sass
-from moe_rt.gpucheck.code_limits import FORWARD_KERNELS, LIMITS, Limits, find_wrong
-from moe_rt.gpucheck.compiling import LARGEST, compile_all
-from moe_rt.gpucheck.sass import MachineCode, disassemble, find_disassembler, read_machine_code
-from moe_rt.gpucheck.steps import Check
-from moe_rt.native.ring import RING_KERNELS, RING_SOURCE
+from moe_rt.engine.gpu.launcher import RING_KERNELS, RING_SOURCE
+from moe_rt.lab.check import compiling
+from moe_rt.lab.check.code_limits import FORWARD_KERNELS, LIMITS, Limits, find_wrong
+from moe_rt.lab.check.compiling import LARGEST, compile_all
+from moe_rt.lab.check.kernel_code import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
+from moe_rt.lab.check.steps import Check
 
 HEAD = '\t.section\t.text.{0},"ax",@progbits\n.text.{0}:\n'
 # Two loads are issued before R8 is needed; a third one waits for the first two; then one is used by the next line.
@@ -116,8 +116,8 @@ def require_disassembler() -> str:
     if tool := find_disassembler():
         return tool
     if os.environ.get("MOE_RT_REQUIRE_TOOLS") == "1":
-        pytest.fail(sass.INSTALL)
-    pytest.skip(sass.INSTALL)
+        pytest.fail(INSTALL)
+    pytest.skip(INSTALL)
 
 
 def test_what_is_no_cubin_is_refused() -> None:

@@ -11,7 +11,7 @@ from nvshmem_job import TIMEOUT_S, release
 from nvshmem_standin import HostGpu
 
 from moe_rt import ThreadGroup
-from moe_rt.heap import gin
+from moe_rt.memory import gin
 
 __all__ = ["TIMEOUT_S", "Job", "release"]
 

@@ -9,8 +9,8 @@ from nvshmem_standin import Cluster, HostGpu
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import MoeRtError
-from moe_rt.heap import nvshmem
-from moe_rt.heap.segments import Segments
+from moe_rt.memory import nvshmem
+from moe_rt.memory.segments import Segments
 
 TIMEOUT_S = 100.0
 

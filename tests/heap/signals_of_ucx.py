@@ -11,7 +11,7 @@ from pathlib import Path
 from routing import make_spec
 
 from moe_rt import _engine
-from moe_rt.heap import ucx
+from moe_rt.memory import ucx
 
 
 def signals() -> dict[int, tuple[bool, ...]]:

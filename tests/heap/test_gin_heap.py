@@ -12,8 +12,8 @@ from nvshmem_standin import PAGE, HostGpu
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout
-from moe_rt.heap import gin
-from moe_rt.heap.segments import Segments
+from moe_rt.memory import gin
+from moe_rt.memory.segments import Segments
 
 MARKS = [256, 512]  # offsets at which a rank of three finds its peers' marks
 

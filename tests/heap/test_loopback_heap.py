@@ -14,7 +14,7 @@ from nvshmem_standin import HEAP_BYTES, PAGE, HostGpu
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout
-from moe_rt.heap import loopback, segments
+from moe_rt.memory import loopback, segments
 
 TIMEOUT_S = 100.0
 

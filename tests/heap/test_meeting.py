@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
 from moe_rt.errors import ConcurrentUse, InvalidConfig, PeerDead, PeerTimeout
-from moe_rt.heap import meeting
-from moe_rt.heap.processes import watch
+from moe_rt.group import meeting
+from moe_rt.group.processes import watch
 
 SIZE = 3
 

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from moe_rt.errors import MoeRtError
-from moe_rt.heap import meeting
-from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.group import meeting
+from moe_rt.group.rendezvous import ThreadGroup
 
 SIZE, SCHEDULES, STEPS, MOST_STEPS, HANGS_S = 3, 150, 150, 5000, 60.0
 Seen = list[str]  # for each attempt of a rank, what it gathered, or the class of its error

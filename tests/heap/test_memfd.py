@@ -12,7 +12,7 @@ import pytest
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import SegmentPermission
-from moe_rt.heap import shm
+from moe_rt.memory import shm
 
 NOEXEC_SEAL, F_SEAL_EXEC = 8, 0x20
 

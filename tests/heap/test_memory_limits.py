@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_rt.heap import memory_limits
-from moe_rt.heap.memory_limits import available_bytes
+from moe_rt.memory import memory_limits
+from moe_rt.memory.memory_limits import available_bytes
 
 MIB = 2**20
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
@@ -110,7 +110,7 @@ def test_a_group_of_this_machine() -> None:
 import os
 from pathlib import Path
 Path({str(group / "cgroup.procs")!r}).write_text(str(os.getpid()))
-from moe_rt.heap.memory_limits import available_bytes
+from moe_rt.memory.memory_limits import available_bytes
 print(available_bytes())
 """
     try:

@@ -20,7 +20,7 @@ from nvshmem_standin import Fabric, HostGpu
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig
-from moe_rt.heap import gin
+from moe_rt.memory import gin
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from nvshmem_standin import HEAP_BYTES, PAGE, HostGpu
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout
-from moe_rt.heap import nvshmem
+from moe_rt.memory import nvshmem
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

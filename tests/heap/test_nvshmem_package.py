@@ -17,7 +17,7 @@ import pytest
 from nvshmem_standin import Cluster, Core
 
 from moe_rt.extras import how_to_install
-from moe_rt.heap import nvshmem
+from moe_rt.memory import nvshmem
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ from nvshmem_standin import HostGpu
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig
 from moe_rt.extras import how_to_install
-from moe_rt.heap import nvshmem
+from moe_rt.memory import nvshmem
 gpu = HostGpu()
 for device in ("cpu", "cuda:0", "cuda"):
     gpu.device = torch.device(device)
@@ -115,5 +115,5 @@ def test_without_the_package_it_is_refused_and_nothing_imports_it() -> None:
     lines = run(hidden + WITHOUT_A_GPU)
     assert "expected NVSHMEM's package, a CUDA driver and" in lines[1]
     assert f"; {how_to_install('cuda')} (moe-rt docs " in lines[1]
-    check = "import moe_rt, moe_rt.heap.nvshmem, sys; print({'nvshmem', 'cuda.core'} & set(sys.modules) or 'none')"
+    check = "import moe_rt, moe_rt.memory.nvshmem, sys; print({'nvshmem', 'cuda.core'} & set(sys.modules) or 'none')"
     assert run(check) == ["none"]

@@ -9,7 +9,7 @@ import pytest
 from nvshmem_job import Job
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.heap import nvshmem_start
+from moe_rt.memory import nvshmem_start
 
 MULTICAST, NETWORK = "NVSHMEM_DISABLE_NVLS", "NVSHMEM_IB_ENABLE_IBGDA"
 

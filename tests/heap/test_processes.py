@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe_rt import Buffer, _engine
-from moe_rt.heap.processes import num_cores
-from moe_rt.heap.rendezvous import ThreadGroup
+from moe_rt.group.processes import num_cores
+from moe_rt.group.rendezvous import ThreadGroup
 
 CORES = sorted(os.sched_getaffinity(0))
 

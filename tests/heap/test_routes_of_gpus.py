@@ -12,10 +12,10 @@ from routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.topology import Topology
+from moe_rt.engine import backend
+from moe_rt.engine.backend import Backend, choose_route, find_hosts
 from moe_rt.errors import InvalidConfig
-from moe_rt.heap import nvshmem
-from moe_rt.native import backend
-from moe_rt.native.backend import Backend, choose_route, find_hosts
+from moe_rt.memory import nvshmem
 
 IN_PAIRS = [[rank // 2 == peer // 2 for peer in range(4)] for rank in range(4)]
 IN_A_RING = [[(rank - peer) % 4 != 2 for peer in range(4)] for rank in range(4)]

@@ -19,9 +19,9 @@ from routing import make_spec
 
 from moe_rt import Buffer, _engine
 from moe_rt.cli import main
+from moe_rt.engine.backend import Backend, find_hosts
 from moe_rt.errors import CorruptPeer, InvalidConfig, MissingPackage
-from moe_rt.heap import ucx
-from moe_rt.native.backend import Backend, find_hosts
+from moe_rt.memory import ucx
 
 HERE = Path(__file__).parent
 HANG_S = 600.0
@@ -72,10 +72,10 @@ def test_interface_is_that_of_the_headers() -> None:
     compile_object(HERE / "ucx_interface.cpp", f"-I{spec.submodule_search_locations[0]}/include", "-O0")
 
 
-@pytest.mark.parametrize("far", NO_ADDRESSES, ids=str)
-def test_addresses_are_checked(far: Any) -> None:
+@pytest.mark.parametrize("remote", NO_ADDRESSES, ids=str)
+def test_addresses_are_checked(remote: Any) -> None:
     with pytest.raises(CorruptPeer, match="address of rank 1: got"):
-        ucx._checked(far, 0, 1)
+        ucx._checked(remote, 0, 1)
 
 
 def test_an_address_is_taken() -> None:
@@ -139,7 +139,7 @@ def test_the_oldest_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_of_the_user_stay() -> None:
-    code = "import os; os.environ['UCX_TCP_USER_TIMEOUT'] = '7s'; from moe_rt.heap import ucx; ucx.library()\n"
+    code = "import os; os.environ['UCX_TCP_USER_TIMEOUT'] = '7s'; from moe_rt.memory import ucx; ucx.library()\n"
     code += "print(*map(os.environ.get, ('UCX_TCP_USER_TIMEOUT', 'UCX_TCP_KEEPCNT', 'UCX_KEEPALIVE_INTERVAL')))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "7s 2 500ms\n"

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "../../cuda/host/ucx_api.h"
+#include "../../cuda/net/ucx_api.h"
 
 namespace {
 

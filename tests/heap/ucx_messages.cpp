@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../cuda/host/ucx_inbox.h"
+#include "../../cuda/net/ucx_inbox.h"
 
 using namespace moe_rt;
 
@@ -215,7 +215,7 @@ int main() {
     refuse(name + "past the end", from1(ask, end - 8, 16), data(16));
     refuse(name + "behind the end", from1(ask, end, 8), data(8));
     refuse(name + "before the start", from1(ask, -8, 16), data(16));
-    refuse(name + "far before the start", from1(ask, INT64_MIN, 8), data(8));
+    refuse(name + "remote before the start", from1(ask, INT64_MIN, 8), data(8));
     refuse(name + "whose end wraps", from1(ask, INT64_MAX - 4, 8), data(8));
     refuse(name + "of a negative length", from1(ask, 64, -8), 0);
     refuse(name + "of the least length", from1(ask, 64, INT64_MIN), 0);

@@ -110,7 +110,7 @@ def test_kernels_come_with_the_package() -> None:
     installed = Path(_engine.__file__).parent / "cuda"
     sources = {
         path.relative_to(ROOT / "cuda")
-        for part in ("protocol", "device")
+        for part in ("protocol", "gpu")
         for path in (ROOT / "cuda" / part).rglob("*")
         if path.suffix in (".h", ".cu")
     }

@@ -37,7 +37,7 @@ def tracked(*under: str) -> set[str]:
 
 def test_the_wheel_has_the_package_its_kernels_its_documents_and_nothing_else() -> None:
     names = set(zipfile.ZipFile(built("*.whl")).namelist())
-    kernels = {f"moe_rt/{name}" for name in tracked("cuda/protocol", "cuda/device") if name.endswith((".h", ".cu"))}
+    kernels = {f"moe_rt/{name}" for name in tracked("cuda/protocol", "cuda/gpu") if name.endswith((".h", ".cu"))}
     documents = {f"moe_rt/{name}" for name in tracked("docs") if name.endswith(".md")}
     package = {name for name in names if ".dist-info/" not in name}
     engine = {name for name in package if name.startswith("moe_rt/_engine.") and name.endswith(".so")}

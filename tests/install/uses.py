@@ -65,9 +65,9 @@ def a_round() -> tuple[int, str]:
 
 def toolkit() -> tuple[int, str]:
     """Return status 0 if kernels can be compiled here."""
+    from moe_rt.engine.gpu.libraries import NVSHMEM
+    from moe_rt.engine.gpu.nvrtc import find_toolkit
     from moe_rt.errors import CompileError
-    from moe_rt.native.libraries import NVSHMEM
-    from moe_rt.native.nvrtc import find_toolkit
 
     try:
         find_toolkit(NVSHMEM)

@@ -146,7 +146,7 @@ def layers_share_a_buffer(group: Any) -> tuple[bool, bool]:
     first, second = one._exchange, two._exchange
     assert first is not None
     assert second is not None
-    return first._place is second._place and first._place is not None, first._tag != second._tag
+    return first._buffer is second._buffer and first._buffer is not None, first._tag != second._tag
 
 
 def refused(group: Any, tokens: list[list[int]], config: dict[str, Any]) -> list[str]:
@@ -181,4 +181,4 @@ def outgrown(group: Any, batches: list[list[int]]) -> tuple[float, bool]:
     first, second = (d._exchange for d in dispatchers)
     assert first is not None
     assert second is not None
-    return largest, first._place is second._place
+    return largest, first._buffer is second._buffer

@@ -17,8 +17,8 @@ from transformers.distributed import DistributedConfig
 from transformers_models import VOCABULARY
 
 import moe_rt.integrations.transformers as integration
-from moe_rt.comm import growing
-from moe_rt.heap.rendezvous import StoreRendezvous
+from moe_rt.buffer import pool
+from moe_rt.group.rendezvous import StoreRendezvous
 from moe_rt.integrations.transformers import MoeRtEP
 
 
@@ -50,7 +50,7 @@ def experts_modules(model: nn.Module) -> list[MoeRtEP]:
 
 def live_buffers() -> int:
     gc.collect()
-    return len(growing._leased)
+    return len(pool._leased)
 
 
 def equals_one_process(
@@ -113,7 +113,7 @@ def grows(group: Any, path: str) -> dict[str, Any]:
             (objective(reference(tokens_of(r, shape)).logits) / world).backward()
     parameters = dict(reference.named_parameters())
     worst = max(relative(whole(p.grad), parameters[name].grad) for name, p in model.named_parameters())
-    sizes = {growing._size(b) for b in growing._leased.values()}
+    sizes = {pool._size(b) for b in pool._leased.values()}
     return {"grads": worst, "alive": alive, "sizes": sizes}
 
 
@@ -127,9 +127,9 @@ def growing_by_comparing(group: Any, path: str) -> dict[str, Any]:
         for step in shapes:
             tokens = tokens_of(rank, step[rank])
             differences.append(float((model(tokens).logits - reference(tokens).logits).abs().max()))
-            shared = experts_modules(model)[0]._shared
-            assert shared is not None
-            shared.compares_each_call = True
+            growing = experts_modules(model)[0]._buffer
+            assert growing is not None
+            growing.compares_each_call = True
     return {"difference": max(differences), "buffers": live_buffers()}
 
 
@@ -149,9 +149,9 @@ def fixed_size(group: Any, path: str) -> dict[str, Any]:
         model = load(path, fsdp_size=world, ep_size=world)
         model(tokens_of(rank, (1, 8)))
         calls: list[str] = []
-        gather, reduce = StoreRendezvous.all_gather, growing.dist.all_reduce
+        gather, reduce = StoreRendezvous.all_gather, pool.dist.all_reduce
         StoreRendezvous.all_gather = lambda *a: calls.append("all_gather") or gather(*a)
-        growing.dist.all_reduce = lambda *a: calls.append("all_reduce") or reduce(*a)
+        pool.dist.all_reduce = lambda *a: calls.append("all_reduce") or reduce(*a)
         try:
             model(tokens_of(rank, (1, 5 + rank)))
             raised = ""
@@ -161,7 +161,7 @@ def fixed_size(group: Any, path: str) -> dict[str, Any]:
                 except Exception as error:
                     raised = f"{type(error).__name__}: {error}"
         finally:
-            StoreRendezvous.all_gather, growing.dist.all_reduce = gather, reduce
+            StoreRendezvous.all_gather, pool.dist.all_reduce = gather, reduce
     return {"calls": calls, "raised": raised}
 
 

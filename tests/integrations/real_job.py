@@ -12,7 +12,7 @@ import harness
 import triton_stand_in  # noqa: F401
 from harness import ProcessRanks, Ranks, ThreadRanks, named_case
 
-from moe_rt.testing import forking
+from moe_rt.lab.testing import forking
 
 harness.CASE_TIMEOUT_S = 2800  # every rank imports all of a package, which takes minutes on a loaded machine
 

@@ -14,12 +14,12 @@ from moe_rt.nn.experts import ExpertsConfig
 # Every gated kind; GPT-OSS's is clamped, biased, transposed and interleaved.
 KINDS: list[ExpertsConfig] = [
     *(
-        ExpertsConfig(activation=a, layout=layout, biases=b)
+        ExpertsConfig(activation=a, weight_layout=layout, biases=b)
         for a in ("swiglu", "geglu", "geglu_tanh", "relu2", "clamped_swiglu")
         for layout in ("hf", "transposed", "split")
         for b in (False, True)
     ),
-    ExpertsConfig(activation="clamped_swiglu", layout="transposed", biases=True, interleaved=True),
+    ExpertsConfig(activation="clamped_swiglu", weight_layout="transposed", biases=True, interleaved=True),
     ExpertsConfig(activation="clamped_swiglu", biases=True, interleaved=True, swiglu_alpha=1.5, swiglu_limit=0.6),
     ExpertsConfig(activation="swiglu", interleaved=True),
 ]
@@ -27,17 +27,17 @@ KINDS: list[ExpertsConfig] = [
 
 def name_of(config: ExpertsConfig) -> str:
     flags = [name for name in ("biases", "interleaved") if getattr(config, name)]
-    return "-".join([config.activation, config.layout, *flags])
+    return "-".join([config.activation, config.weight_layout, *flags])
 
 
 def dense_expert(x: Tensor, weights: dict[str, Tensor], config: ExpertsConfig) -> Tensor:
     """Apply one expert to all of x; its weights have no expert dimension."""
 
     def linear(rows: Tensor, name: str) -> Tensor:
-        weight = weights[name] if config.layout == "transposed" else weights[name].T
+        weight = weights[name] if config.weight_layout == "transposed" else weights[name].T
         return rows @ weight + weights.get(f"{name}_bias", 0)
 
-    if config.layout == "split":
+    if config.weight_layout == "split":
         first, down = linear(x, "w1"), "w2"
         up = linear(x, "w3") if config.activation != "relu2" else first
     else:
@@ -67,13 +67,13 @@ def layer_config(**changes: Any) -> MoEConfig:
     return MoEConfig(**{**fields, **changes})
 
 
-GPT_OSS = dict(topk_before_softmax=True, router_bias=True, activation="clamped_swiglu", layout="transposed",
+GPT_OSS = dict(topk_before_softmax=True, router_bias=True, activation="clamped_swiglu", weight_layout="transposed",
                biases=True, interleaved=True)  # fmt: skip
 DEEPSEEK = dict(score_func="sigmoid", route_scale=2.5, num_groups=4, topk_groups=2, balance_bias=True,
                 shared_intermediate=20, aux_loss_coef=1e-3)  # fmt: skip
 QWEN2 = dict(norm_topk=False, shared_intermediate=20, shared_gate=True)
 NEMOTRON = {**DEEPSEEK, "activation": "relu2"}
-TITAN = dict(layout="split", score_func="sigmoid", jitter=0.1)
+TITAN = dict(weight_layout="split", score_func="sigmoid", jitter=0.1)
 EXPERT_CHOICE = dict(expert_choice=1.5, norm_topk=False, activation="geglu_tanh")
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS,

@@ -10,9 +10,9 @@ from cases_layer import EXPERTS, HIDDEN, TOPK, config, inputs_for
 from torch import Tensor, nn
 
 from moe_rt import MoELayer
-from moe_rt.kernels.grouped import grouped_linear
 from moe_rt.nn.router import RouterAux
 from moe_rt.nn.spread import SpreadModule
+from moe_rt.ops.grouped import grouped_linear
 from moe_rt.parallel import expert_parameters, prepare
 
 

@@ -1,6 +1,6 @@
 """Compiled models on ranks with different token counts, including zero: every op runs, in the program's order.
 
-A compiler sees that outputs for no tokens are empty; moe_rt/comm/inductor.py makes Inductor keep the ops.
+A compiler sees that outputs for no tokens are empty; moe_rt/ops/compile.py makes Inductor keep the ops.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import MoEConfig
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.kernels import activations, grouped
 from moe_rt.nn.experts import Experts, ExpertsConfig, SwiGLUExperts, expert_mlp
+from moe_rt.ops import activations, grouped
 
 H, F, ROWS = 16, 8, 13
 SPREADS = [[4, 0, 5], [0, 0, 0], [0, 13, 0]]
@@ -227,13 +227,13 @@ def test_traces_with_fake_cuda_tensors(config: ExpertsConfig, dtype: torch.dtype
 def test_default_experts_are_swiglu() -> None:
     assert [n for n, _ in SwiGLUExperts(2, H, F).named_parameters()] == ["gate_up_proj", "down_proj"]
     assert {c.has_kernel for c in KINDS if c.activation != "swiglu"} == {False}
-    assert [c.layout for c in KINDS if c.has_kernel] == ["hf", "hf", "transposed", "transposed"]
+    assert [c.weight_layout for c in KINDS if c.has_kernel] == ["hf", "hf", "transposed", "transposed"]
 
 
 def test_draws_follow_the_fan_in() -> None:
     """Weights are drawn from N(0, 1 / fan-in) in every layout, and biases are zero."""
     for layout, act in itertools.product(("hf", "transposed", "split"), ("swiglu", "relu2")):
-        experts = Experts(1, 64, 256, ExpertsConfig(layout=layout, activation=act, biases=True))  # type: ignore[arg-type]
+        experts = Experts(1, 64, 256, ExpertsConfig(weight_layout=layout, activation=act, biases=True))  # type: ignore[arg-type]
         experts.reset_expert(0, torch.Generator().manual_seed(0))
         for name, p in experts.named_parameters():
             fan_in = 0.0 if name.endswith("_bias") else (256 if name in ("w2", "down_proj") else 64) ** -0.5
@@ -248,15 +248,18 @@ def test_wrong_weights_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"down_proj_bias: got shape \[3, 8\], expected \[3, 16\]"):
         expert_mlp(x, offs, {**weights, "down_proj_bias": torch.randn(3, 8)}, config)
     with pytest.raises(InvalidInput, match=r"expected also \['w1', 'w3', 'w2'\]"):
-        expert_mlp(x, offs, weights, ExpertsConfig(layout="split"))
+        expert_mlp(x, offs, weights, ExpertsConfig(weight_layout="split"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"activation": "tanh"}, 'activation: got "tanh", expected one of swiglu, geglu'),
-        ({"layout": "megatron"}, 'layout: got "megatron", expected one of hf, transposed, split'),
-        ({"interleaved": True, "layout": "split"}, 'interleaved: got True, expected False with layout="split"'),
+        ({"weight_layout": "megatron"}, 'weight_layout: got "megatron", expected one of hf, transposed, split'),
+        (
+            {"interleaved": True, "weight_layout": "split"},
+            'interleaved: got True, expected False with weight_layout="split"',
+        ),
         ({"interleaved": True, "activation": "relu2"}, "interleaved: got True"),
         ({"swiglu_limit": 0.0}, "swiglu_limit: got 0.0"),
         ({"shared_intermediate": 0}, "shared_intermediate: got 0, expected a positive integer"),

@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_rt import MoELayer
 from moe_rt.errors import InvalidInput
-from moe_rt.nn.router import Router
+from moe_rt.nn.router import Router, choose_by_experts
 from moe_rt.nn.router_losses import RouterAux, count_tokens
-from moe_rt.nn.selection import choose_by_experts
 
 MakeRanks = Callable[[str, int], Ranks]
 # Sequences of 2, 0, 5 and 7 real tokens of 7.

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.nn.router import RouterConfig
-from moe_rt.nn.selection import choose_by_experts
+from moe_rt.nn.router import RouterConfig, choose_by_experts
 
 family = pytest.mark.parametrize("options", FAMILY.values(), ids=FAMILY.keys())
 # Compiling one takes five seconds; layers that compile (test_models_as_layers.py) have routers of the other kinds.

@@ -15,7 +15,7 @@ from conftest import CPU_HEAPS, HEAPS
 from harness import Ranks
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
-from moe_rt.comm.growing import GrowingBuffer, GrowingOptions
+from moe_rt.buffer.pool import GrowingBuffer, GrowingOptions
 from moe_rt.config.options import BufferOptions
 
 MakeRanks = Callable[[str, int], Ranks]

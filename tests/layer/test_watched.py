@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_rt import MoEConfig, MoELayer
-from moe_rt.heap.groups import ThreadGroup
+from moe_rt.group.groups import ThreadGroup
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 2
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared expert": {"shared_intermediate": 16, "shared_gate": True},
-    "biases": {"layout": "transposed", "biases": True, "activation": "clamped_swiglu", "interleaved": True},
-    "split": {"layout": "split", "activation": "geglu"},
+    "biases": {"weight_layout": "transposed", "biases": True, "activation": "clamped_swiglu", "interleaved": True},
+    "split": {"weight_layout": "split", "activation": "geglu"},
     "no gate": {"activation": "relu2", "score_func": "sigmoid", "biases": True},
 }
 
@@ -94,7 +94,7 @@ def dense(layer: MoELayer, x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for e in range(c.num_experts):
         token, k = (idx == e).nonzero(as_tuple=True)
-        if c.layout == "split":
+        if c.weight_layout == "split":
             h = F.gelu(F.linear(x[token], parts["w1"][e])) * F.linear(x[token], parts["w3"][e])
             y = F.linear(h, parts["w2"][e])
         else:

@@ -153,7 +153,7 @@ class Adaptable(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         sizes: Any = dict(hidden=H, intermediate=8, num_experts=E, num_topk=2, num_max_tokens_per_rank=TOKENS)
-        self.before, self.moe = nn.Linear(H, H), MoELayer(MoEConfig(layout=layout, **sizes), group)
+        self.before, self.moe = nn.Linear(H, H), MoELayer(MoEConfig(weight_layout=layout, **sizes), group)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.moe(self.before(x))[0]

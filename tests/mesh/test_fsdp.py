@@ -21,7 +21,7 @@ MakeRanks = Callable[[str, int], Ranks]
         (4, 1, {}),
         (2, 2, {"num_experts": 6}),  # three experts do not divide by two ranks
         (4, 1, {"num_experts": 2}),  # fewer experts than ranks
-        (2, 2, {"layout": "transposed", "interleaved": True, "biases": True}),
+        (2, 2, {"weight_layout": "transposed", "interleaved": True, "biases": True}),
     ],
     ids=str,
 )

@@ -46,7 +46,7 @@ def test_goes_on_with_any_number_of_ranks(make_ranks: MakeRanks, saved: Saved, s
     [
         ({"num_experts": 4}, "num_experts: got 4, expected 8 as in model.layers.0.moe.router.weight"),
         ({"intermediate": 16}, r"experts.gate_up_proj: got \[8, 32, 32\], expected \[8, 48, 32\]"),
-        ({"layout": "split"}, "experts.w1: got no such tensor"),
+        ({"weight_layout": "split"}, "experts.w1: got no such tensor"),
     ],
     ids=str,
 )

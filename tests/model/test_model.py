@@ -89,7 +89,7 @@ REFUTED_WITH_THREE = [
     ("N=3 RUN=1 OPS=4 DIE NO_WATCH", DEADLOCK),
 ]
 
-# The same mistakes in settings that hide them: tests of the real engine must not stop at these settings. When dispatch
+# Mistakes in settings that hide them: tests of the real engine must not stop at these settings. When dispatch
 # and combine alternate, each acknowledges the other, so a skipped peer goes unnoticed until three dispatches run
 # without a combine. When one of two ranks fails fast on the other's refusal, no rank is left to wait. Every rank
 # notices a death without a message, unlike a rank that raises and lives on.

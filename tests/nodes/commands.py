@@ -7,10 +7,10 @@ import sys
 
 from forked_python import run_python
 
-from moe_rt.nodes.cluster import Cluster
+from moe_rt.lab.cluster.cluster import Cluster
 
 RUN = """
-import signal, sys; from moe_rt.nodes.cluster import Cluster; from moe_rt.nodes.run import run
+import signal, sys; from moe_rt.lab.cluster.cluster import Cluster; from moe_rt.lab.cluster.run import run
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
 sys.exit(run(Cluster(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
 """

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from moe_rt.errors import InvalidConfig, MissingPackage
-from moe_rt.nodes.cluster import Cluster
+from moe_rt.lab.cluster.cluster import Cluster
 
 
 def new_cluster(number: int, rate: str | None = None, name: str = "test") -> Cluster:

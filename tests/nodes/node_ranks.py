@@ -12,11 +12,11 @@ import torch.distributed as dist
 from harness import TELL_STACKS, ProcessRanks, _serve
 from nodes.needs_nodes import new_cluster
 
-from moe_rt.heap.ucx import await_peers
-from moe_rt.nodes.cluster import Cluster
-from moe_rt.nodes.run import fork_into
-from moe_rt.testing import process_ranks
-from moe_rt.testing.channel import Channel
+from moe_rt.lab.cluster.cluster import Cluster
+from moe_rt.lab.cluster.run import fork_into
+from moe_rt.lab.testing import process_ranks
+from moe_rt.lab.testing.channel import Channel
+from moe_rt.memory.ucx import await_peers
 
 _START_S = 600.0
 

@@ -23,8 +23,8 @@ from nodes.needs_nodes import new_cluster
 from tool_environments import ROOT, python_of
 
 from moe_rt.cli import main
-from moe_rt.nodes import cluster as module
-from moe_rt.nodes.cluster import NETNS
+from moe_rt.lab.cluster import cluster as module
+from moe_rt.lab.cluster.cluster import NETNS
 
 SIZES = ("--tokens", "64", "--experts", "16", "--topk", "4", "--hidden", "2048", "--iters", "2", "--warmup", "1")
 ROW_BYTES, HEADERS_OF_A_ROW, FEW_PACKETS = 4096, 600, 1 << 16
@@ -120,7 +120,9 @@ def ranks_of(cluster: module.Cluster, node: int) -> list[int]:
     """Return the process ids of the ranks that have started."""
     try:
         return [
-            pid for pid in cluster.processes(node) if b"moe_rt.bench.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid
+            for pid in cluster.processes(node)
+            if b"moe_rt.lab.bench.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
     except (module.InvalidConfig, FileNotFoundError):
         return []

@@ -18,9 +18,9 @@ from nodes.needs_nodes import new_cluster
 
 from moe_rt.cli import main
 from moe_rt.errors import InvalidConfig, MissingPackage
-from moe_rt.nodes import cluster as module
-from moe_rt.nodes.cluster import NETNS, Cluster, rate_in_bits
-from moe_rt.nodes.run import run
+from moe_rt.lab.cluster import cluster as module
+from moe_rt.lab.cluster.cluster import NETNS, Cluster, rate_in_bits
+from moe_rt.lab.cluster.run import run
 
 BYTES = 1 << 20
 HANG_S = 600.0
@@ -213,7 +213,7 @@ def test_after_a_crash_down_clears_all() -> None:
     """`down` removes all that a killed `up` and a killed `run` leave."""
     cluster = new_cluster(1, name="crash")
     cluster.down()
-    code = "import os, signal, sys; from moe_rt.nodes.cluster import Cluster\nadd = Cluster._add_node\n"
+    code = "import os, signal, sys; from moe_rt.lab.cluster.cluster import Cluster\nadd = Cluster._add_node\n"
     code += "Cluster._add_node = lambda self, n, *o: os.kill(0, signal.SIGKILL) if n else add(self, n, *o)\n"
     code += "Cluster(sys.argv[1]).up(2)"
     words = [sys.executable, "-c", code, cluster.name]
@@ -257,7 +257,7 @@ def test_commands() -> None:
 def test_without_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     new_cluster(1, name="rights").down()
     drop = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", "--ambient-caps", "-all"]
-    code = "from moe_rt.nodes.cluster import Cluster; Cluster('norights').up(1)"
+    code = "from moe_rt.lab.cluster.cluster import Cluster; Cluster('norights').up(1)"
     done = subprocess.run([*drop, sys.executable, "-c", code], capture_output=True, text=True)
     assert "expected rights to make namespaces (CAP_SYS_ADMIN, CAP_NET_ADMIN)" in done.stderr
     assert traces("norights") == []

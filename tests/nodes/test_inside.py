@@ -9,16 +9,15 @@ from collections.abc import Iterator
 import pytest
 from nodes.needs_nodes import new_cluster
 
-from moe_rt.nodes.cluster import Cluster, Traffic
-from moe_rt.nodes.inside import own_traffic
-from moe_rt.nodes.run import in_node
-from moe_rt.testing.programs import STARTER
+from moe_rt.lab.cluster.cluster import Cluster, Traffic, own_traffic
+from moe_rt.lab.cluster.run import in_node
+from moe_rt.lab.testing.programs import STARTER
 
 BYTES = 1 << 20
 HANG_S = 600.0
 RECEIVE = """
 import socket
-from moe_rt.nodes.inside import own_traffic
+from moe_rt.lab.cluster.cluster import own_traffic
 with socket.create_server(("", 7000)) as server:
     print("listens", flush=True)
     connection, _ = server.accept()
@@ -48,7 +47,7 @@ def test_a_node_counts_its_own_bytes(cluster: Cluster) -> None:
 
 
 def test_outside_of_nodes_there_is_nothing_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_rt.nodes.inside.INTERFACE", "eth77")
+    monkeypatch.setattr("moe_rt.lab.cluster.cluster.INTERFACE", "eth77")
     with pytest.raises(RuntimeError, match="got no interface eth77 here, expected a process in a node"):
         own_traffic()
 

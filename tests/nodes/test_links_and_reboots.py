@@ -12,8 +12,8 @@ import pytest
 from nodes.needs_nodes import new_cluster
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.nodes.cluster import Cluster
-from moe_rt.nodes.run import run
+from moe_rt.lab.cluster.cluster import Cluster
+from moe_rt.lab.cluster.run import run
 
 
 @pytest.fixture(scope="module")

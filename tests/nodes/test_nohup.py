@@ -13,7 +13,8 @@ HANG_S = 600.0
 
 def test_a_terminal_that_is_closed() -> None:
     with new_cluster(1, name="nohup") as cluster:
-        code = "import signal, sys; from moe_rt.nodes.cluster import Cluster; from moe_rt.nodes.run import run\n"
+        code = "import signal, sys\n"
+        code += "from moe_rt.lab.cluster.cluster import Cluster\nfrom moe_rt.lab.cluster.run import run\n"
         code += "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         code += "sys.exit(run(Cluster(sys.argv[1]), 0, ['sh', '-c', 'echo started; read word; echo $word']))"
         words = [sys.executable, "-c", code, cluster.name]

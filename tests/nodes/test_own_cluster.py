@@ -14,15 +14,15 @@ import pytest
 from nodes.needs_nodes import new_cluster
 
 from moe_rt.errors import InvalidConfig
-from moe_rt.nodes.cluster import NETNS
-from moe_rt.nodes.own_cluster import OwnCluster
+from moe_rt.lab.cluster.cluster import NETNS
+from moe_rt.lab.cluster.own_cluster import OwnCluster
 
 HANG_S = 800.0
 # Make a cluster, start a process in a node, print the name of the cluster, and wait.
 STARTS = """
 import os, signal, subprocess, sys
-from moe_rt.nodes.own_cluster import OwnCluster
-from moe_rt.nodes.run import in_node
+from moe_rt.lab.cluster.own_cluster import OwnCluster
+from moe_rt.lab.cluster.run import in_node
 with_nodes = OwnCluster("own")
 with_nodes.up(2)
 started = subprocess.Popen(["setsid", "--fork", *in_node(with_nodes, 0, ["setsid", "sleep", "10000"])])
@@ -52,7 +52,7 @@ def keepers(name: str) -> list[str]:
             words = path.read_text().split("\0")
         except OSError:
             continue
-        if "moe_rt.nodes.own_cluster" in words and name in words:
+        if "moe_rt.lab.cluster.own_cluster" in words and name in words:
             found.append(path.parts[2])
     return found
 

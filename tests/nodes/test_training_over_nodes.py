@@ -18,10 +18,9 @@ from forked_python import commands, run_python
 from nodes.needs_nodes import new_cluster
 from train.cases_train import TINY
 
-from moe_rt.nodes.cluster import Cluster
-from moe_rt.nodes.inside import INTERFACE
-from moe_rt.nodes.run import in_node
-from moe_rt.testing.programs import Program, running
+from moe_rt.lab.cluster.cluster import INTERFACE, Cluster
+from moe_rt.lab.cluster.run import in_node
+from moe_rt.lab.testing.programs import Program, running
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "cluster.md"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29500"

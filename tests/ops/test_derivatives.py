@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.errors import InvalidInput
-from moe_rt.kernels.activations import activate, swiglu
-from moe_rt.kernels.grouped import grouped_linear
+from moe_rt.ops.activations import activate, swiglu
+from moe_rt.ops.grouped import grouped_linear
 
 MakeRanks = Callable[[str, int], Ranks]
 SIZE = 2

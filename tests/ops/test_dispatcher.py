@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
-from moe_rt.comm import gradients
 from moe_rt.errors import InvalidInput
+from moe_rt.ops import autograd as gradients
 
 T, H, K, E = 3, 4, 2, 4
 OPS = ["dispatch", "combine", "combine_backward", "dispatch_backward"]

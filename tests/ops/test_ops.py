@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
-from moe_rt.kernels import grouped
-from moe_rt.native import engine
+from moe_rt.engine import engine
 from moe_rt.nn.experts import grouped_linear, swiglu
+from moe_rt.ops import grouped
 
 T, H, K, E = 5, 6, 2, 4
 

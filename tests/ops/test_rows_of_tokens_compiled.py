@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_rt import Buffer
-from moe_rt.comm.handle import Handle
+from moe_rt.buffer.handle import Handle
 
 T, MOST, H, K, E = 5, 9, 6, 2, 4
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.native.cpu import cache_bytes
-from moe_rt.native.storage import Recycler
+from moe_rt.engine.cpu import cache_bytes
+from moe_rt.engine.storage import Recycler
 
 SHAPE = (300, 2048)  # over 1 MiB in bf16
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_rt import Buffer, _engine
-from moe_rt.comm.handle import Handle
+from moe_rt.buffer.handle import Handle
 from moe_rt.config.spec import ELEMENTS
 
 T, H, K, E, PLAN = 3, 8, 2, 4, 50

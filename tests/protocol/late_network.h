@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "../../cuda/host/network.h"
+#include "../../cuda/net/network.h"
 #include "../../cuda/protocol/core/atomics.h"
 
 namespace moe_rt {

@@ -197,79 +197,105 @@ void weaken(std::string_view what) {
   if (what == "wrap") compares_plainly = true;
 }
 
+// Arguments of the program.
+struct Run {
+  int num_ranks = 3, lanes = 3, rounds = 200;
+  uint64_t first_seq = 1;
+  bool by_token = false, with_scales = false;
+  int num_nodes = 1;             // rank r is on node r % num_nodes, and maps no other node
+  std::vector<int32_t> node_of;  // two levels only
+
+  Run(int argc, char** argv) {
+    const auto is = [&](int i, std::string_view word) { return argc > i && argv[i] == word; };
+    if (argc > 1) num_ranks = std::atoi(argv[1]);
+    if (argc > 2) lanes = std::atoi(argv[2]);
+    if (argc > 3) rounds = std::atoi(argv[3]);
+    if (argc > 4) first_seq = std::strtoull(argv[4], nullptr, 10);
+    by_token = is(5, "tokens");
+    with_scales = is(6, "scales");
+    if (argc > 7) num_nodes = std::atoi(argv[7]);
+    if (argc > 8) most_tokens = std::atoi(argv[8]);
+    for (int r = 0; r < num_ranks && is(9, "two_level"); ++r) node_of.push_back(r % num_nodes);
+  }
+
+  Shape shape() const {
+    Shape shape{num_ranks, kExperts, most_tokens, kHidden,
+                kTopk,     4,        4,           by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
+    shape = NodeTables::sized(shape, node_of);
+#if defined(MOE_RT_EMULATED_GPU)
+    // Two ranks read lists from their peers; with four the lists are pushed, and with three also the rows.
+    if (num_ranks > 2) shape.num_pushed_tokens = most_tokens;
+    if (num_ranks == 3) shape.num_pushed_rows = most_tokens;
+#endif
+    return shape;
+  }
+  std::vector<int32_t> expert_rank() const {
+    std::vector<int32_t> ranks;
+    for (int e = 0; e < kExperts; ++e) ranks.push_back(e % num_ranks);
+    return ranks;
+  }
+  int num_local(int rank) const { return (kExperts - rank + num_ranks - 1) / num_ranks; }
+  int64_t capacity(int rank) const {
+    return int64_t{num_ranks} * most_tokens * (by_token ? 1 : std::min(kTopk, num_local(rank)));
+  }
+};
+
+// Segments of all ranks, whose mailboxes hold the sequence number before the first.
+std::vector<uint64_t> make_segments(const Shape& shape, uint64_t first_seq) {
+  const Layout layout = Layout::make(shape);
+  std::vector<uint64_t> segments;
+  for (int r = 0; r < shape.num_ranks; ++r) {
+    auto* const segment = static_cast<char*>(std::aligned_alloc(kPage, static_cast<size_t>(layout.bytes)));
+    std::fill_n(segment, layout.bytes, 0);
+    auto* const mailboxes = reinterpret_cast<Mailbox*>(segment + layout.mailboxes);
+    for (int i = 0; i < kNumKinds * shape.num_ranks; ++i) mailboxes[i].signal = first_seq - 1;
+    segments.push_back(reinterpret_cast<uint64_t>(segment));
+  }
+  return segments;
+}
+
+std::unique_ptr<Rank> make_engine(const Run& run, const Shape& shape, const std::vector<uint64_t>& segments, int rank) {
+  std::vector<uint64_t> mapped = segments;
+#if !defined(MOE_RT_EMULATED_GPU)  // its launches know what a rank maps
+  for (int peer = 0; peer < run.num_ranks; ++peer) {
+    if ((peer - rank) % run.num_nodes != 0) mapped[peer] = 0;
+  }
+#endif
+  return std::make_unique<Rank>(EngineConfig{.shape = shape,
+                                             .elem = rows::Elem::kFloat32,
+                                             .rank = rank,
+                                             .config_hash = 7,
+                                             .expert_rank = run.expert_rank(),
+                                             .node_of = run.node_of,
+                                             .segments = mapped,
+                                             .watches = {},
+                                             .timeout_s = 60.0,
+                                             .dispatch_codec = Codec::kRaw,
+                                             .combine_codec = Codec::kRaw,
+                                             .drop_overflow = false,
+                                             .num_lanes = run.lanes,
+                                             .isa = "portable",
+                                             .first_seq = run.first_seq,
+                                             .network = std::make_shared<LateNetwork>(segments, rank)});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (const char* const what = std::getenv("WEAKENED")) weaken(what);
-  const int num_ranks = argc > 1 ? std::atoi(argv[1]) : 3, lanes = argc > 2 ? std::atoi(argv[2]) : 3;
-  const int rounds = argc > 3 ? std::atoi(argv[3]) : 200;
-  const uint64_t first_seq = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
-  const bool by_token = argc > 5 && std::string_view(argv[5]) == "tokens";
-  const bool with_scales = argc > 6 && std::string_view(argv[6]) == "scales";
-  const int num_nodes = argc > 7 ? std::atoi(argv[7]) : 1;  // rank r is on node r % num_nodes, and maps no other node
-  if (argc > 8) most_tokens = std::atoi(argv[8]);
-  std::vector<int32_t> node_of;  // two levels only
-  for (int r = 0; r < num_ranks && argc > 9 && std::string_view(argv[9]) == "two_level"; ++r) {
-    node_of.push_back(r % num_nodes);
-  }
-  Shape shape{num_ranks, kExperts, most_tokens, kHidden,
-              kTopk,     4,        4,           by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
-  shape = NodeTables::sized(shape, node_of);
-#if defined(MOE_RT_EMULATED_GPU)
-  // Two ranks read lists from their peers; with four the lists are pushed, and with three also the rows.
-  if (num_ranks > 2) shape.num_pushed_tokens = most_tokens;
-  if (num_ranks == 3) shape.num_pushed_rows = most_tokens;
-#endif
-  const Layout layout = Layout::make(shape);
-  const int64_t bytes = layout.bytes;
-  std::vector<uint64_t> segments;
-  for (int r = 0; r < num_ranks; ++r) {
-    void* segment = std::aligned_alloc(kPage, static_cast<size_t>(bytes));
-    std::fill_n(static_cast<char*>(segment), bytes, 0);
-    auto* const mailboxes = reinterpret_cast<Mailbox*>(static_cast<char*>(segment) + layout.mailboxes);
-    for (int i = 0; i < kNumKinds * num_ranks; ++i) mailboxes[i].signal = first_seq - 1;
-    segments.push_back(reinterpret_cast<uint64_t>(segment));
-  }
-  std::vector<int32_t> expert_rank;
-  for (int e = 0; e < kExperts; ++e) expert_rank.push_back(e % num_ranks);
-  std::vector<int64_t> capacity;
-  std::vector<int> num_local(num_ranks, 0);
-  for (const int32_t r : expert_rank) ++num_local[r];
-  for (int r = 0; r < num_ranks; ++r) {
-    capacity.push_back(int64_t{num_ranks} * most_tokens * (by_token ? 1 : std::min(kTopk, num_local[r])));
-  }
-
+  const Run run(argc, argv);
+  const Shape shape = run.shape();
+  const std::vector<uint64_t> segments = make_segments(shape, run.first_seq);
   std::vector<std::unique_ptr<Rank>> engines;
-  for (int r = 0; r < num_ranks; ++r) {
-    std::vector<uint64_t> mapped = segments;
-#if !defined(MOE_RT_EMULATED_GPU)  // its launches know what a rank maps
-    for (int peer = 0; peer < num_ranks; ++peer) mapped[peer] = (peer - r) % num_nodes == 0 ? mapped[peer] : 0;
-#endif
-    engines.push_back(std::make_unique<Rank>(EngineConfig{.shape = shape,
-                                                          .elem = rows::Elem::kFloat32,
-                                                          .rank = r,
-                                                          .config_hash = 7,
-                                                          .expert_rank = expert_rank,
-                                                          .node_of = node_of,
-                                                          .segments = mapped,
-                                                          .watches = {},
-                                                          .timeout_s = 60.0,
-                                                          .dispatch_codec = Codec::kRaw,
-                                                          .combine_codec = Codec::kRaw,
-                                                          .drop_overflow = false,
-                                                          .num_lanes = lanes,
-                                                          .isa = "portable",
-                                                          .first_seq = first_seq,
-                                                          .network = std::make_shared<LateNetwork>(segments, r)}));
-  }
+  for (int r = 0; r < run.num_ranks; ++r) engines.push_back(make_engine(run, shape, segments, r));
   std::vector<std::thread> ranks;
-  for (int r = 0; r < num_ranks; ++r) {
-    Tensors tensors = make_tensors(shape, num_local[r], capacity[r], with_scales);
-    ranks.emplace_back([&, r, tensors] { run_rank(*engines[r], shape, r, rounds, tensors, num_local[r]); });
+  for (int r = 0; r < run.num_ranks; ++r) {
+    Tensors tensors = make_tensors(shape, run.num_local(r), run.capacity(r), run.with_scales);
+    ranks.emplace_back([&, r, tensors] { run_rank(*engines[r], shape, r, run.rounds, tensors, run.num_local(r)); });
   }
   for (std::thread& t : ranks) t.join();
   engines.clear();
   for (const uint64_t s : segments) std::free(reinterpret_cast<void*>(s));
-  std::printf("%d ranks of %d lanes, %d rounds: every output as expected\n", num_ranks, lanes, rounds);
+  std::printf("%d ranks of %d lanes, %d rounds: every output as expected\n", run.num_ranks, run.lanes, run.rounds);
   return 0;
 }

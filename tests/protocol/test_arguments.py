@@ -20,7 +20,7 @@ STRUCTS = {
     "EndArgs": "protocol/core/args.h",
     "SwigluArgs": "protocol/core/args.h",
     "SwigluBackwardArgs": "protocol/core/args.h",
-    "Control": "device/exchange.h",
+    "Control": "gpu/exchange.h",
 }
 SIZES = {"Op": 4, "uint32_t": 4}  # other types have eight bytes
 

@@ -22,12 +22,12 @@ from moe_rt import _engine
 def test_every_source_is_listed_once() -> None:
     text = (ROOT / "CMakeLists.txt").read_text()
     built = "".join(re.findall(r"(?:set|APPEND)(?:\(| )(?:ENGINE|BINDINGS|ROWS) [^)]*\)", text))
-    assert sorted(re.findall(r"\w+\.cpp", built)) == sorted(path.name for path in (ROOT / "cuda/host").glob("*.cpp"))
+    assert sorted(re.findall(r"\w+\.cpp", built)) == sorted(path.name for path in (ROOT / "cuda").rglob("*.cpp"))
 
 
 def test_only_bindings_know_python() -> None:
     """Only the bindings include Python's headers, as test programs link without Python."""
-    assert {*ENGINE, *ROWS} >= {"cuda/host/engine.cpp", "cuda/host/rows_portable.cpp"}
+    assert {*ENGINE, *ROWS} >= {"cuda/cpu/engine.cpp", "cuda/cpu/rows_portable.cpp"}
     assert [source for source in (*ENGINE, *ROWS) if "nanobind" in (ROOT / source).read_text()] == []
 
 
@@ -53,7 +53,7 @@ def test_every_clang_here_takes_the_engine(compiler: str) -> None:
     builds."""
     text = (ROOT / "CMakeLists.txt").read_text()
     always = re.findall(r"target_compile_options\(_engine PRIVATE (.*)\)", text)[0].split()
-    for source in (*ENGINE, *ROWS, *(f"cuda/host/rows_{isa}.cpp" for isa in ("avx2", "avx512") if X86)):
+    for source in (*ENGINE, *ROWS, *(f"cuda/cpu/rows_{isa}.cpp" for isa in ("avx2", "avx512") if X86)):
         name = re.escape(Path(source).name)
         own = re.findall(rf'set_source_files_properties\(\S*/{name} PROPERTIES\s+COMPILE_OPTIONS "(.*)"\)', text)
         defined = re.findall(rf"set_source_files_properties\(\S*/{name} PROPERTIES COMPILE_DEFINITIONS (\w+)\)", text)
@@ -73,7 +73,7 @@ def test_row_primitives_are_those_that_the_processor_has() -> None:
 
 
 def test_a_list_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "CMakeLists.txt").write_text("set(ROWS ${HOST}/a.cpp\n  ${HOST}/b.cpp)\n")
-    assert listed("ROWS", tmp_path) == ("cuda/host/a.cpp", "cuda/host/b.cpp")
+    (tmp_path / "CMakeLists.txt").write_text("set(ROWS cuda/cpu/a.cpp\n  cuda/cpu/b.cpp)\n")
+    assert listed("ROWS", tmp_path) == ("cuda/cpu/a.cpp", "cuda/cpu/b.cpp")
     with pytest.raises(ValueError, match=r"0 lists set\(ENGINE"):
         listed("ENGINE", tmp_path)

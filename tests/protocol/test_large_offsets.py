@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from routing import make_spec
 
 from moe_rt.config.spec import BufferSpec
+from moe_rt.engine.cpu import CpuEngine
 from moe_rt.errors import InvalidConfig, SizeOverflow
 from moe_rt.faults import planned
-from moe_rt.heap.segments import Segments, address_of
-from moe_rt.native.cpu import CpuEngine
+from moe_rt.memory.segments import Segments, address_of
 
 MAP_NORESERVE = 0x4000
 

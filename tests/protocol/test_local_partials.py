@@ -11,9 +11,9 @@ import pytest
 import torch
 from routing import make_spec
 
+from moe_rt.engine.cpu import CpuEngine
 from moe_rt.faults import planned
-from moe_rt.heap.segments import Segments, address_of
-from moe_rt.native.cpu import CpuEngine
+from moe_rt.memory.segments import Segments, address_of
 
 TOKENS, HIDDEN = 6, 48
 

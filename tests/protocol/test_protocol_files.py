@@ -16,9 +16,9 @@ from moe_rt import _engine
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import ELEMENTS
 from moe_rt.config.topology import Topology
+from moe_rt.engine.statuses import CLASSES
 from moe_rt.errors import Code, Op, Phase
 from moe_rt.faults import Action, Point
-from moe_rt.native.statuses import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,7 @@ def test_enumerators_agree(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", [Point, Action])
 def test_enumerators_of_faults_agree(kind: type) -> None:
-    assert {e.name: e.value for e in kind} == enumerators("cuda/host/fault.h", kind.__name__)
+    assert {e.name: e.value for e in kind} == enumerators("cuda/cpu/fault.h", kind.__name__)
 
 
 def test_codecs_agree() -> None:
@@ -52,7 +52,7 @@ def test_every_code_has_an_error() -> None:
 
 def test_elements_agree() -> None:
     names = {"FLOAT32": torch.float32, "BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16, "FLOAT64": torch.float64}
-    header = enumerators("cuda/host/rows.h", "Elem")
+    header = enumerators("cuda/cpu/rows.h", "Elem")
     assert {names[n]: v for n, v in header.items()} == ELEMENTS
 
 

@@ -12,7 +12,7 @@ from routing import buffer_kwargs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.comm.handle import Handle
+from moe_rt.buffer.handle import Handle
 from moe_rt.config.spec import PUSHED_ROWS
 
 MakeRanks = Callable[[str, int], Ranks]

@@ -22,9 +22,9 @@
 #include <utility>
 #include <vector>
 
-#include "../../cuda/device/exchange.h"
-#include "../../cuda/host/engine.h"
-#include "../../cuda/host/mapped_network.h"
+#include "../../cuda/cpu/engine.h"
+#include "../../cuda/gpu/exchange.h"
+#include "../../cuda/net/mapped_network.h"
 
 using namespace moe_rt;
 
@@ -115,10 +115,10 @@ class SilentNetwork final : public MappedNetwork {
 };
 
 Status wait_for_rows(const World& world, bool loses, double timeout_s) {
-  std::vector<char*> far(world.shape.num_ranks, nullptr);
-  far[0] = world.base[0];
-  SilentNetwork network(std::vector<uint64_t>(far.size(), uint64_t(far[0])), world.shape, loses);
-  FarNetwork peers(far, network);
+  std::vector<char*> remote(world.shape.num_ranks, nullptr);
+  remote[0] = world.base[0];
+  SilentNetwork network(std::vector<uint64_t>(remote.size(), uint64_t(remote[0])), world.shape, loses);
+  RemoteNetwork peers(remote, network);
   const uint64_t seq[kNumKinds] = {1, 0};
   bool (*const interrupted)() = [] { return true; };
   HostIdle idle(world, Op::kDispatch, seq, timeout_s, true, loses ? nullptr : interrupted, &network);

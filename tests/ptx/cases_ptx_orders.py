@@ -26,11 +26,10 @@ from rounds import CPU, full_round, one_round, rounds_in_a_row
 from routing import make_inputs, make_spec
 
 from moe_rt.config.spec import BufferSpec
+from moe_rt.engine import cuda
+from moe_rt.engine.gpu.launcher import NETWORK_THREADS, RING_SOURCE, THREADS, kernel_defines
 from moe_rt.errors import MoeRtError
-from moe_rt.native import cuda
-from moe_rt.native.launcher import NETWORK_THREADS, THREADS, kernel_defines
-from moe_rt.native.ring import RING_SOURCE
-from moe_rt.testing.rounds import check_bits
+from moe_rt.lab.testing.rounds import check_bits
 
 NODES_APART = ("a round", "a silent neighbour", "a silent rank that is served")
 # One failing wait for each op.

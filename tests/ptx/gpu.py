@@ -18,8 +18,9 @@ from compiled import compile_object, compile_program, link
 from ptx.modules import ARCH, image_of, ptx_of
 from torch import Tensor
 
-from moe_rt.heap import loopback
-from moe_rt.native import gpu, jit
+from moe_rt.engine.gpu import driver as gpu
+from moe_rt.engine.gpu import jit
+from moe_rt.memory import loopback
 
 _HERE = Path(__file__).parent
 _PARTS = ("device", "host", "lane", "places", "bulk", "network", "driver")

@@ -13,8 +13,8 @@ from device.jit_tools import require_compiler
 from harness import CASE_TIMEOUT_S, TELL_STACKS, ThreadRanks
 from ptx.gpu import PtxFault, PtxGpu
 
-from moe_rt.testing.channel import Channel
-from moe_rt.testing.process_ranks import ProcessRanks
+from moe_rt.lab.testing.channel import Channel
+from moe_rt.lab.testing.process_ranks import ProcessRanks
 
 
 def isolated(case: Callable[..., Any], *args: Any) -> Any:

@@ -29,8 +29,8 @@ from compiled import KEPT, kept
 from ptx.parse import Entry, parse
 from ptx.translate import translate
 
-from moe_rt.native import jit
-from moe_rt.native.libraries import NVSHMEM
+from moe_rt.engine.gpu import jit
+from moe_rt.engine.gpu.libraries import NVSHMEM
 
 ARCH = "sm_90a"
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ _COMPILER = ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 
 
 def ptx_of(source: str, defines: Mapping[str, str | int], *, nvshmem: bool = False) -> str:
-    """Return the PTX that the just-in-time compiler produces from a source of cuda/device for sm_90a."""
+    """Return the PTX that the just-in-time compiler produces from a source of cuda/gpu for sm_90a."""
     named = json.dumps(dict(sorted(defines.items())))
     path = KEPT / f"{Path(source).stem}-{_digest(_sources(), named, *map(metadata.version, _COMPILER))}.ptx"
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def sources_with(files: Mapping[str, str]) -> Iterator[Path]:
         for part in ("protocol", "device"):
             shutil.copytree(jit.source_dir() / part, root / part)
         for name, text in files.items():
-            (root / "device" / name).write_text(text)
+            (root / "gpu" / name).write_text(text)
         yield root
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ptx.gpu import PtxGpu
 
-from moe_rt.heap import nvshmem
+from moe_rt.memory import nvshmem
 
 UNREACHABLE = {
     "all": lambda rank, peer: peer != rank,

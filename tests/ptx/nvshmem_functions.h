@@ -1,4 +1,4 @@
-// NVSHMEM's device functions that cuda/device calls, one a line: return type, name, parameter types.
+// NVSHMEM's device functions that cuda/gpu calls, one a line: return type, name, parameter types.
 //
 // Included with NVSHMEM_FUNCTION defined, to declare them for a stand-in or to compare them with NVSHMEM's headers.
 NVSHMEM_FUNCTION(void, nvshmemx_getmem_warp, void*, const void*, size_t, int)

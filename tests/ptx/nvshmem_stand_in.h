@@ -1,4 +1,4 @@
-// Replaces cuda/device/nvshmem_prelude.h: NVSHMEM's functions without bodies; network.h implements them.
+// Replaces cuda/gpu/nvshmem_prelude.h: NVSHMEM's functions without bodies; network.h implements them.
 #pragma once
 
 #include <cuda/std/cstddef>

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moe_rt.native import jit
+from moe_rt.engine.gpu import jit
 
 _FILE = re.compile(r"\.file\s+(\d+) \"(.*)\"")
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?")
@@ -18,7 +18,7 @@ _ORDER = re.compile(
 )
 _CALL = re.compile(r"(nvshmem_quiet|nvshmem_fence)\b")  # the call ends some lines later
 # Wrappers, whose lines do not show what is ordered.
-_BETWEEN = ("device/machine.h", "device/bulk.h", "protocol/core/atomics.h")
+_BETWEEN = ("gpu/machine.h", "gpu/bulk.h", "protocol/core/atomics.h")
 _DEEPEST = 40
 _BARE = re.compile(r"\s*(coop|block|group_)\.sync\(\);")  # ambiguous by itself, so the line above is added
 

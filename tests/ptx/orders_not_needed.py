@@ -29,7 +29,7 @@ _WAITS = (*(f"{kernels} {op}_wait" for kernels in ("mapped", "network") for op i
 NOT_NEEDED = (
     NotNeeded(
         "bar.sync",
-        "device/exchange.h: if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine)); block.sync();",
+        "gpu/exchange.h: if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine)); block.sync();",
         "a launch that only waits then reads only the worst of several failures, and no case has more than one",
         _WAITS,
     ),
@@ -40,7 +40,7 @@ NOT_NEEDED = (
     ),
     NotNeeded(
         "bar.sync",
-        "device/exchange.h: m.block().sync();  // the flag is reused after this sync",
+        "gpu/exchange.h: m.block().sync();  // the flag is reused after this sync",
         "another barrier precedes the flag's next value",
         but=("network dispatch_fetch",),
     ),
@@ -52,29 +52,29 @@ NOT_NEEDED = (
     ),
     NotNeeded(
         "bar.sync",
-        "device/exchange.h: if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine)); block.sync();",
+        "gpu/exchange.h: if (!mine.ok()) fetch_min_relaxed(m.shared().worst, severity(mine)); block.sync();",
         "as above; the previous launch finds the errors",
         ("nodes dispatch_forward",),
     ),
     NotNeeded(
         "nvshmem_fence",
-        "device/nvshmem_net.h: __device__ void fence() const { nvshmem_fence(); }",
+        "gpu/nvshmem_net.h: __device__ void fence() const { nvshmem_fence(); }",
         "every warp has called quiet in this launch, which completes the previous combine's signal",
         ("network combine_send",),
     ),
     NotNeeded(
         "st.release",
-        "device/exchange.h: store_release(c.record->reported, 1u);",
+        "gpu/exchange.h: store_release(c.record->reported, 1u);",
         "it orders the host's reads, which the tool does not track",
     ),
     NotNeeded(
         "atom.cas",
-        "device/exchange.h: if (!replace_acq_rel(c.state->failed, 0u, 1u)) return;",
+        "gpu/exchange.h: if (!replace_acq_rel(c.state->failed, 0u, 1u)) return;",
         "only the value of the word decides which failure is first",
     ),
     NotNeeded(
         "atom.cas",
-        "device/ops.h: if (m.block_index() != 0 || m.block().rank() != 0 || "
+        "gpu/ops.h: if (m.block_index() != 0 || m.block().rank() != 0 || "
         "!replace_acq_rel(c.state->failed, 0u, 1u)) return;",
         "as in fail()",
     ),

@@ -42,7 +42,7 @@ def half_a_vector_off(buffer: Buffer) -> None:
     _rewrite(buffer, shift)
 
 
-def a_row_too_far(buffer: Buffer) -> None:
+def a_row_too_remote(buffer: Buffer) -> None:
     def shift(words: Any) -> None:
         words[0] += buffer.spec.hidden * buffer.spec.dtype.itemsize
 

@@ -8,7 +8,7 @@ import torch
 from ptx.gpu import PtxGpu
 from ptx.modules import image_of
 
-from moe_rt.native.gpu import CudaModule
+from moe_rt.engine.gpu.driver import CudaModule
 
 _HEAD = ".version 9.5\n.target sm_90a\n.address_size 64\n"
 

@@ -18,8 +18,8 @@ from ptx.gpu import PtxGpu
 from ptx.modules import ARCH
 
 from moe_rt.config.codec import Codec
-from moe_rt.gpucheck import bandwidth, chains, compiling, graphs, latency, layers, load, overlap, syncfree, timing
-from moe_rt.gpucheck.compiling import Variant
+from moe_rt.lab.check import compiling, correctness, graphs, layers, measuring, timing
+from moe_rt.lab.check.compiling import Variant
 
 # Steps that measure waits: their waits expire in the host's time.
 IN_REAL_TIME = ("errors",)
@@ -29,21 +29,26 @@ ONLY_COMPILES, PROCESSES = "compile", "processes"
 SMALL_LAYER = layers.LayerSizes(64, 32, 8, 2, 16)
 
 
-def small_load(ranks: int, tokens: int = 16, **how: Any) -> load.Load:
-    return load.Load(min(ranks, 2), min(tokens, 16), hidden=64, topk=2, experts=8, **how)
+def small_load(ranks: int, tokens: int = 16, **how: Any) -> measuring.Load:
+    return measuring.Load(min(ranks, 2), min(tokens, 16), hidden=64, topk=2, experts=8, **how)
 
 
 # Module -> reduced sizes, so that a step takes seconds although a lane is a few hundred thousand times slower.
 SMALLER: dict[Any, dict[str, Any]] = {
     compiling: {"VARIANTS": (), "NEEDED": (Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),)},
-    chains: {"QUICK_PAIRS": 20, "CHECK_EVERY": 5},
+    correctness: {"QUICK_PAIRS": 20, "CHECK_EVERY": 5},
     graphs: {"QUICK_REPLAYS": 3},
-    layers: {"check": functools.partial(layers.check, sizes=SMALL_LAYER)},
-    syncfree: {"LayerSizes": lambda: SMALL_LAYER, "WARM_UP": 1},
-    bandwidth: {"_COPIED_BYTES": 1 << 16},
-    latency: {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "TOKENS": (1, 8), "REPLAYS": 2, "OPS_IN_A_ROW": 3, "LOOPS": 1},
-    timing: {"Load": small_load, "QUICK_RUNS": 2, "WARM_UP": 1},
-    overlap: {"Load": small_load, "BLOCKS": (8,), "SIDE": 32, "WARM_UP": 1},
+    layers: {
+        "check": functools.partial(layers.check, sizes=SMALL_LAYER),
+        "LayerSizes": lambda: SMALL_LAYER,
+        "WARM_UP": 1,
+    },
+    measuring: {"_COPIED_BYTES": 1 << 16},
+    timing: {
+        **{"Load": small_load, "QUICK_RUNS": 2, "WARM_UP": 1},
+        **{"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "PAIR_TOKENS": (1, 8), "REPLAYS": 2, "OPS_IN_A_ROW": 3, "LOOPS": 1},
+        **{"BLOCKS": (8,), "SIDE": 32, "OVERLAP_WARM_UP": 1},
+    },
 }
 
 
@@ -82,7 +87,7 @@ def prepare(step: str) -> Any:
     if step in COMPILES:
         return gpu
     stand_in(_ForGood, gpu)
-    for module in (bandwidth, latency, timing):
+    for module in (measuring, timing):
         module.Flush = SmallFlush
     torch.cuda.CUDAGraph = functools.partial(captured.Graph, gpu)  # type: ignore[assignment,misc]
     torch.cuda.graph = _graph  # type: ignore[assignment,misc]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ptx.gpu import PtxGpu
 
-from moe_rt.native import ring
+from moe_rt.engine.gpu import launcher
 
 
 class RingGpu(PtxGpu):
@@ -16,4 +16,4 @@ class RingGpu(PtxGpu):
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
-        ring.RING_LANES_BYTES = 0
+        launcher.RING_LANES_BYTES = 0

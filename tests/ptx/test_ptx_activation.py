@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ptx.gpu import PtxGpu
 from ptx.isolated import isolated
 
-from moe_rt.kernels import cuda_activation
+from moe_rt.ops import cuda_activation
 
 DTYPES = [torch.float32, torch.bfloat16]
 SWEPT = [torch.float16, torch.float64]

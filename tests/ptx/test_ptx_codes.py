@@ -15,8 +15,8 @@ from ptx.isolated import isolated
 from ptx.modules import ARCH, image_of
 from torch import Tensor
 
-from moe_rt.native.gpu import CudaModule
-from moe_rt.native.jit import compile_ptx, source_dir
+from moe_rt.engine.gpu.driver import CudaModule
+from moe_rt.engine.gpu.jit import compile_ptx, source_dir
 
 HERE = Path(__file__).parent
 LANES = 256
@@ -27,7 +27,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> str:
     require_compiler()
     root = tmp_path_factory.mktemp("sources") / "cuda"
     shutil.copytree(source_dir(), root)
-    shutil.copy(HERE / "codes.cu", root / "device")
+    shutil.copy(HERE / "codes.cu", root / "gpu")
     return compile_ptx("codes.cu", ARCH, {}, root=root)
 
 

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from device.jit_tools import require_compiler
 
 from moe_rt.cli import main
-from moe_rt.gpucheck import emulated
-from moe_rt.gpucheck.report import EMULATED
-from moe_rt.gpucheck.steps import STEPS
+from moe_rt.lab.check import emulated
+from moe_rt.lab.check.report import EMULATED
+from moe_rt.lab.check.steps import STEPS
 
 QUICK = ("errors",)  # runs one kernel, which other tests also run
 WHOLE_S = 3600.0  # limit for a hang

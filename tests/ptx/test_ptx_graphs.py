@@ -16,9 +16,9 @@ from ptx.isolated import isolated
 from routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
-from moe_rt.comm import reference
 from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput
-from moe_rt.testing.rounds import check_bits
+from moe_rt.lab.testing.rounds import check_bits
+from moe_rt.ops import reference
 
 REPLAYS = 6
 

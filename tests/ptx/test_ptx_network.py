@@ -18,8 +18,8 @@ from ptx.planted import in_entry, without
 from rounds import full_round
 from routing import make_spec
 
-from moe_rt.native import jit
-from moe_rt.native.libraries import NVSHMEM
+from moe_rt.engine.gpu import jit
+from moe_rt.engine.gpu.libraries import NVSHMEM
 
 TOKENS = [12, 7, 0]
 KERNELS: dict[str, dict[str, Any]] = {

@@ -40,7 +40,7 @@ def test_nothing_is_reported_of_what_is_right() -> None:
     [
         (planted.words_swapped, "out of bounds: "),
         (planted.half_a_vector_off, "misaligned: 16 bytes at "),
-        (planted.a_row_too_far, "out of bounds: 16 bytes of global memory"),
+        (planted.a_row_too_remote, "out of bounds: 16 bytes of global memory"),
         (planted.tables_given_back, "out of bounds: "),
     ],
 )

@@ -14,7 +14,7 @@ from rounds import full_round
 from routing import make_spec
 
 from moe_rt.config.row_format import RowFormat
-from moe_rt.native import cuda
+from moe_rt.engine import cuda
 
 SIZES = (1, 2, 3, 4)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

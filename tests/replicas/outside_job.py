@@ -12,7 +12,7 @@ import cases_outside as cases
 import harness
 from harness import ProcessRanks
 
-from moe_rt.testing import forking
+from moe_rt.lab.testing import forking
 
 harness.CASE_TIMEOUT_S = 900  # every rank imports all of a package, which takes minutes on a loaded machine
 

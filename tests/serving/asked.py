@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from moe_rt.testing.serving.models import VOCABULARY
+from moe_rt.lab.testing.serving.models import VOCABULARY
 
 LENGTHS = [16, 52, 24, 40, 33, 47, 26]  # ranks finish at different steps
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_rt.testing.serving import import_vllm
-from moe_rt.testing.serving.engines import EngineRanks
-from moe_rt.testing.serving.models import save_apart
+from moe_rt.lab.testing.serving import import_vllm
+from moe_rt.lab.testing.serving.engines import EngineRanks
+from moe_rt.lab.testing.serving.models import save_apart
 
 import_vllm()  # once, in the process that all engines and servers are forked from
 

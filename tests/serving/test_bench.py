@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_rt.bench.serving.kills import kills
+from moe_rt.lab.bench.serving.conduct import kills
 
 
 def bench(*arguments: str) -> dict[str, Any]:

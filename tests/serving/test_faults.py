@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from asked import LENGTHS, PROMPTS, dealt
 
-from moe_rt.testing.serving.engines import EngineRanks, Failed
+from moe_rt.lab.testing.serving.engines import EngineRanks, Failed
 
 BEYOND_THE_START = 200  # sequence number of an op; making an engine takes fewer ops
 

@@ -10,9 +10,9 @@ from device.emulated import EmulatedGpu
 from torch import Tensor
 from vllm.model_executor.layers import fused_moe
 
-from moe_rt.gpucheck import serving
-from moe_rt.gpucheck.steps import STEPS, Check, perform
-from moe_rt.testing.rounds import WrongOutput
+from moe_rt.lab.check import serving
+from moe_rt.lab.check.steps import STEPS, Check, perform
+from moe_rt.lab.testing.rounds import WrongOutput
 
 
 def plain_experts(

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from asked import LENGTHS, PROMPTS, dealt, gathered, prompts
 
-from moe_rt.testing.serving.answers import Parting, parting
-from moe_rt.testing.serving.engines import EngineRanks
+from moe_rt.lab.testing.serving.engines import EngineRanks, Parting, parting
 
 Tell = Callable[[str], None]
 BF16 = dict(dtype="bfloat16")

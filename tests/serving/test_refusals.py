@@ -16,9 +16,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.vllm import refusals
-from moe_rt.testing.channel import Channel
-from moe_rt.testing.process_ranks import ProcessRanks
-from moe_rt.testing.serving.server import Server
+from moe_rt.lab.testing.channel import Channel
+from moe_rt.lab.testing.process_ranks import ProcessRanks
+from moe_rt.lab.testing.serving.server import Server
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "serving.md"
 HANG_S = 600.0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from asked import LENGTHS, PROMPTS, gathered, tokens
 
-from moe_rt.testing.serving.server import Server
+from moe_rt.lab.testing.serving.server import Server
 
 
 @pytest.fixture(scope="module")

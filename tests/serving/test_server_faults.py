@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from asked import LENGTHS, PROMPTS, gathered, tokens
 
-from moe_rt.testing.serving.server import END_S, Server
+from moe_rt.lab.testing.serving.server import END_S, Server
 
 Start = Callable[..., Server]
 LONG = 900  # tokens per answer

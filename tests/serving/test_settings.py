@@ -18,8 +18,8 @@ from vllm.model_executor.layers.fused_moe import all2all_utils
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.vllm import factory, settings
-from moe_rt.testing.channel import Channel
-from moe_rt.testing.process_ranks import ProcessRanks
+from moe_rt.lab.testing.channel import Channel
+from moe_rt.lab.testing.process_ranks import ProcessRanks
 
 HANG_S = 600.0
 PLACES = ("all2all_utils", "eep_reconfigure", "oracle.unquantized", "oracle.fp8")
@@ -40,11 +40,11 @@ def test_each_device_has_its_group_and_its_rows(
     monkeypatch.setattr(factory, "get_ep_group", lambda: SimpleNamespace(device_group="cuda", cpu_group="wrong"))
     made: list[Any] = []
 
-    def shared_buffer(group: Any, **sizes: Any) -> Buffer:
-        made.append((group, sizes["layout"]))
+    def fixed(pool: Any, **sizes: Any) -> Buffer:
+        made.append((pool.group, sizes["layout"]))
         return Buffer(ThreadGroup.make(1)[0], **{**sizes, "placement": None})
 
-    monkeypatch.setattr(settings, "shared_buffer", shared_buffer)
+    monkeypatch.setattr(settings.BufferPool, "fixed", fixed)
     monkeypatch.setattr(settings, "get_current_vllm_config", lambda: SimpleNamespace(additional_config={}))
     layer = SimpleNamespace(
         moe_parallel_config=SimpleNamespace(ep_size=2, use_ep=True), num_experts=8, max_num_tokens=5, hidden_dim=16,
@@ -91,7 +91,7 @@ def test_options_that_are_refused(given: Any, names: str) -> None:
 
 def test_experts_lie_where_vllm_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
-    monkeypatch.setattr(settings, "shared_buffer", lambda group, **sizes: made.update(sizes))
+    monkeypatch.setattr(settings.BufferPool, "fixed", lambda pool, **sizes: made.update(sizes))
     monkeypatch.setattr(settings, "get_current_vllm_config", lambda: SimpleNamespace(additional_config={}))
     layer = SimpleNamespace(
         moe_parallel_config=SimpleNamespace(ep_size=3), num_experts=8, max_num_tokens=5, hidden_dim=16,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from asked import gathered, prompts, tokens
 
-from moe_rt.testing.serving.server import Server
+from moe_rt.lab.testing.serving.server import Server
 
 MINUTES = float(os.environ.get("MOE_RT_SOAK_MINUTES", "0"))
 SEED = int(os.environ.get("MOE_RT_SOAK_SEED", "0"))

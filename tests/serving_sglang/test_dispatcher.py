@@ -92,7 +92,7 @@ def buffers_of_two_layers(group: Any) -> int:
     used = set()
     for layer in layers:
         layer.forward(*routing(group.rank(), 4, "any"))
-        used.add(layer.dispatcher._exchange._place)
+        used.add(layer.dispatcher._exchange._buffer)
     return len(used)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_rt import Buffer
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import CapacityOverflow, GroupClosed, GroupPoisoned, InvalidInput
-from moe_rt.testing.rounds import check_bits, expect, expect_forward, padded, play
+from moe_rt.lab.testing.rounds import check_bits, expect, expect_forward, padded, play
 
 CPU = torch.device("cpu")
 EVALUATION = {

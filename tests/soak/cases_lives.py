@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.errors import GroupClosed
-from moe_rt.testing.rounds import buffer_kwargs
+from moe_rt.lab.testing.rounds import buffer_kwargs
 
 MOST_GROUPS, MOST_OWNED, MOST_KEPT = 4, 7, 6
 TIMEOUT_S = 60.0

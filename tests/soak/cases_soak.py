@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_rt import Buffer
 from moe_rt.config.spec import BufferSpec
-from moe_rt.testing.rounds import expect_forward
+from moe_rt.lab.testing.rounds import expect_forward
 
 POOL = 48
 LONGEST_RUN = 3  # dispatches without a combine between them: fewer would hide mistakes (docs/protocol.md)

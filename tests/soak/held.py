@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from moe_rt.testing.held import held as held_by_process
+from moe_rt.lab.testing.resources import held as held_by_process
 
 # Caches of torch grow for a while, and do not shrink.
 MARGINS = {"descriptors": 0, "threads": 0, "segments": 0, "store keys": 0, "resident MiB": 150}

@@ -33,7 +33,7 @@ def draw_config(draw: random.Random, num_ranks: int) -> MoEConfig:
         norm_topk=draw.random() < 0.7,
         router_bias=draw.random() < 0.3,
         activation=activation,
-        layout=draw.choice(["hf", "transposed", "split"]),
+        weight_layout=draw.choice(["hf", "transposed", "split"]),
         biases=draw.random() < 0.5,
         shared_intermediate=draw.choice([None, None, 8]),
         aux_loss_coef=draw.choice([0.0, 0.1]),

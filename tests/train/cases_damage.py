@@ -15,7 +15,7 @@ from torch import nn
 
 from moe_rt.errors import WriteFailed
 from moe_rt.train import checkpoint, digests
-from moe_rt.train.optim import make_optimizer
+from moe_rt.train.loop import make_optimizer
 from moe_rt.train.parallel import process_group
 
 CONFIG = cases.tiny()

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from moe_rt import MoEConfig, MoELayer
 from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import TrainConfig, checkpoint, train
-from moe_rt.train.loop import moe_factory
+from moe_rt.train.loop import make_optimizer, moe_factory
 from moe_rt.train.model import Decoder
-from moe_rt.train.optim import make_optimizer
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
 
 TINY: dict[str, Any] = dict(

@@ -19,11 +19,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moe_rt.errors import MoeRtError
+from moe_rt.lab.testing.ports import free_ports
 from moe_rt.parallel.clip import clip_grad_norm_
-from moe_rt.testing.ports import free_ports
 from moe_rt.train import cli, loop, train
+from moe_rt.train.loop import learning_rate
 from moe_rt.train.metrics import Reporter
-from moe_rt.train.optim import learning_rate
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

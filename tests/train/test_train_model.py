@@ -8,9 +8,8 @@ from dense_moe import DenseMoE
 from torch import Tensor
 
 from moe_rt.train.config import TrainConfig
+from moe_rt.train.loop import generate, make_optimizer
 from moe_rt.train.model import Attention, Decoder, DecoderOutput
-from moe_rt.train.optim import make_optimizer
-from moe_rt.train.sample import generate
 
 
 def decoder(config: TrainConfig) -> Decoder:

@@ -8,7 +8,7 @@ from typing import Any
 import harness
 import pytest
 
-from moe_rt.testing.held import left_of
+from moe_rt.lab.testing.resources import left_of
 
 
 def answer_after(group: Any, seconds: float, answer: str) -> str:

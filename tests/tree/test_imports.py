@@ -12,10 +12,10 @@ from click.testing import CliRunner
 import moe_rt
 from moe_rt.cli import main
 
-LOOK = "import sys; import moe_rt, moe_rt.cli, moe_rt.nodes.cli; sys.exit('torch' in sys.modules)"
+LOOK = "import sys; import moe_rt, moe_rt.cli, moe_rt.lab.cluster.cli; sys.exit('torch' in sys.modules)"
 PARTS = {
     part: f"import moe_rt; moe_rt.{part}"
-    for part in ("nn.router.RouterConfig", "comm.buffer.Buffer", "heap.shm", "parallel.prepare", "errors.PeerDead")
+    for part in ("nn.router.RouterConfig", "buffer.buffer.Buffer", "memory.shm", "parallel.prepare", "errors.PeerDead")
 }
 NAMES = "import moe_rt; missing = {*moe_rt.__all__} - {*dir(moe_rt)}; assert not missing, missing"
 

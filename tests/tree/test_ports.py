@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_rt.errors import LimitReached
-from moe_rt.testing import ports
+from moe_rt.lab.testing import ports
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,8 +6,8 @@
 
 namespace moe_rt {
 
-// Pointers are to contiguous tensors of the shapes in moe_rt/comm/ops.py. Rows have the payload's type, weights the
-// accumulator's. Python fills the fields by name: host/launch_bindings.cpp.
+// Pointers are to contiguous tensors of the shapes in moe_rt/ops/table.py. Rows have the payload's type, weights the
+// accumulator's. Python fills the fields by name: bindings/launch_bindings.cpp.
 
 // Additional arguments of a dispatch whose rows arrive, or are delivered, as codes with scales.
 struct ScaledArgs {
@@ -62,7 +62,7 @@ struct EndArgs {
   int64_t code;
 };
 
-// Arguments of the launches in device/activation.h.
+// Arguments of the launches in gpu/activation.h.
 struct SwigluArgs {
   const void* gate_up;                        // [num_rows][2 * intermediate]
   const int32_t* offs;                        // [num_local] end row of each expert

@@ -3,15 +3,15 @@
 // The scope is the whole system, since a peer may be another process or another GPU. Names with `device` have the scope
 // of one rank. The pairs are
 //   publish a window  store_release(signal)      with  load_acquire(signal) in wait_signal          (signal.h)
-//   record an op                                 store_release with load_acquire, word by word      (host/recording.h)
-//   leave a segment header                       store_release with load_acquire of its magic       (host/recording.h)
-//   leave last words                             store_release with load_acquire of their length    (host/recording.h)
+//   record an op                                 store_release with load_acquire, word by word      (cpu/recording.h)
+//   leave a segment header                       store_release with load_acquire of its magic       (cpu/recording.h)
+//   leave last words                             store_release with load_acquire of their length    (cpu/recording.h)
 //   the barrier of a host team                   fetch_add_acq_rel; store_release and wake_sleepers
-//                                                with load_acquire and sleep_while                  (host/team.h)
-//   exclusive use of an engine                   exchange_acquire with store_release                (host/exchange.h)
-//   hand a launch's writes to its last block     fetch_add_device with itself                       (device/exchange.h)
-//   report a failure to the host                 store_release with the host's read of the record   (device/exchange.h)
-//   let bulk copies read what lanes wrote        bulk_copies_fence following an acquire             (device/ring.h)
+//                                                with load_acquire and sleep_while                  (cpu/team.h)
+//   exclusive use of an engine                   exchange_acquire with store_release                (cpu/exchange.h)
+//   hand a launch's writes to its last block     fetch_add_device with itself                       (gpu/exchange.h)
+//   report a failure to the host                 store_release with the host's read of the record   (gpu/exchange.h)
+//   let bulk copies read what lanes wrote        bulk_copies_fence following an acquire             (gpu/ring.h)
 // Relaxed read-modify-writes collect bits and minima in scratch memory that a barrier publishes.
 #pragma once
 

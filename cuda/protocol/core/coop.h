@@ -1,7 +1,7 @@
 // Cooperation of the lanes that run a role together: the interface that role functions use, and a group of one lane.
 //
 // A coop has rank(), size(), sync() and the two ways of sharing work below. Role functions use nothing else, so the
-// same text runs on one thread (Solo), on a team of host threads (host/team.h) and on a CUDA block (device/machine.h).
+// same text runs on one thread (Solo), on a team of host threads (cpu/team.h) and on a CUDA block (gpu/machine.h).
 //   chunk(n)  contiguous, in lane order: for work whose result depends on order (stable lists)
 //   share(n)  any partition that suits the hardware: for independent rows
 // If several lanes work on one share together (a CUDA warp), leader() is true for the lane that writes scalars.
@@ -18,7 +18,7 @@ struct Range {
 // Contiguous and balanced: the first n % size lanes get one item more.
 MOE_RT_FN Range contiguous_chunk(int64_t n, int64_t rank, int64_t size) {
   const int64_t each = n / size, extra = n % size;
-  const int64_t begin = rank * each + smaller(rank, extra);
+  const int64_t begin = rank * each + min_of(rank, extra);
   return {begin, begin + each + (rank < extra ? 1 : 0), 1};
 }
 

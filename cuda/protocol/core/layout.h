@@ -48,12 +48,12 @@ struct Shape {
   int32_t num_pushed_rows = 0;    // largest batch whose rows are, too; <= num_pushed_tokens
   int32_t num_nodes = 1;          // nodes between which rows go in two levels; 1 means flat
   int32_t most_node_ranks = 0;    // ranks of the largest node, if there are several nodes
-  int32_t num_served = 0;         // maximum number of clients of a rank
+  int32_t num_clients = 0;        // maximum number of clients of a rank
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN bool two_level() const { return num_nodes > 1; }
   // Maximum number of ranks that a token visits: of all ranks, and of one node.
-  MOE_RT_FN int32_t num_visits() const { return smaller(num_topk, num_ranks); }
-  MOE_RT_FN int32_t num_node_slots() const { return two_level() ? smaller(num_topk, most_node_ranks) : num_visits(); }
+  MOE_RT_FN int32_t num_visits() const { return min_of(num_topk, num_ranks); }
+  MOE_RT_FN int32_t num_node_slots() const { return two_level() ? min_of(num_topk, most_node_ranks) : num_visits(); }
   // Maximum number of rows that return to the source for one token.
   MOE_RT_FN int32_t num_slots() const { return num_node_slots() + num_nodes - 1; }
   // Rounds up to the next multiple of alignment. Alignment is nearly always 1, and the test is cheaper than a division.
@@ -113,13 +113,13 @@ struct Layout {
       w.scalars = take(s.num_nodes * tokens * s.num_topk * s.acc_bytes, kLinePair);
       w.pushed = take(s.num_ranks * l.pushed.bytes, kLinePair);
       w.pushed_rows = take(int64_t{s.num_ranks} * s.num_pushed_rows * s.row_bytes(), s.num_pushed_rows ? kPage : 1);
-      w.forwarded = take(s.num_served * forwarded_bytes(s), s.num_served ? kPage : 1);
-      w.forwarded_scalars = take(s.num_served * tokens * s.num_topk * s.acc_bytes, s.num_served ? kLinePair : 1);
+      w.forwarded = take(s.num_clients * forwarded_bytes(s), s.num_clients ? kPage : 1);
+      w.forwarded_scalars = take(s.num_clients * tokens * s.num_topk * s.acc_bytes, s.num_clients ? kLinePair : 1);
     }
-    if (s.num_served > 0) {
+    if (s.num_clients > 0) {
       l.staged.rows = round_up(l.window[0].tokens - l.window[0].counts, kPage);
       l.staged.bytes = round_up(l.staged.rows + tokens * s.row_bytes(), kPage);
-      l.staged.lists = take(s.num_served * l.staged.bytes, kPage);
+      l.staged.lists = take(s.num_clients * l.staged.bytes, kPage);
     }
     l.bytes = round_up(cursor, kPage);
     return l;
@@ -139,19 +139,19 @@ struct Placement {
 };
 
 // Nodes of the group as one rank sees them, if rows go in two levels. A rank has a proxy on each other node
-// (`forwarder`): what it sends to that node arrives through the proxy, which also adds up what returns. Its clients are
-// the remote ranks whose proxy it is (`served`).
+// (`proxy_of`): what it sends to that node arrives through the proxy, which also adds up what returns. Its clients are
+// the remote ranks whose proxy it is (`clients`).
 struct Nodes {
-  int32_t own = 0;                     // this rank's node
-  int32_t num_served = 0;              // number of this rank's clients
-  const int32_t* node_of = nullptr;    // [R]
-  const int32_t* forwarder = nullptr;  // [R] a remote rank's proxy on this node; a rank of this node itself
-  const int32_t* served_at = nullptr;  // [R] a remote rank's index among its proxy's clients
-  const int32_t* served = nullptr;     // [num_served] this rank's clients, in rank order
-  const int32_t* serving = nullptr;    // [R] this rank's proxy on a remote rank's node; a rank of this node itself
+  int32_t own = 0;                        // this rank's node
+  int32_t num_clients = 0;                // number of this rank's clients
+  const int32_t* node_of = nullptr;       // [R]
+  const int32_t* proxy_of = nullptr;      // [R] a remote rank's proxy on this node; a rank of this node itself
+  const int32_t* client_index = nullptr;  // [R] a remote rank's index among its proxy's clients
+  const int32_t* clients = nullptr;       // [num_clients] this rank's clients, in rank order
+  const int32_t* proxy_on = nullptr;      // [R] this rank's proxy on a remote rank's node; a rank of this node itself
 
   // Index of another node among all nodes but `from`.
-  MOE_RT_FN static int32_t far_index(int32_t node, int32_t from) { return node < from ? node : node - 1; }
+  MOE_RT_FN static int32_t remote_index(int32_t node, int32_t from) { return node < from ? node : node - 1; }
 };
 
 // One rank's view of its group: all inputs of a role function other than its tensors.
@@ -160,7 +160,7 @@ struct World {
   Layout layout;
   Placement placement;
   char* const* base;    // [R] address of each rank's segment in this process; nullptr if not mapped
-  char* const* mirror;  // nullptr, or [R] copies of unmapped ranks' route lists (device/rdma.h)
+  char* const* mirror;  // nullptr, or [R] copies of unmapped ranks' route lists (gpu/rdma.h)
   int32_t rank;
   uint64_t config;     // hash of shape, dtype and placement; equal on all ranks
   uint64_t plan_mark;  // identifies this rank's engine: it follows only its own plans (plan.h)
@@ -218,8 +218,8 @@ struct World {
     return layout.window[window].scalars + (token * shape.num_topk + k) * shape.acc_bytes;
   }
   // Scalars from other nodes follow those from the own node.
-  MOE_RT_FN int64_t far_scalar(int window, int64_t token, int64_t k, int64_t far_index) const {
-    return scalar(window, (far_index + 1) * shape.num_max_tokens + token, k);
+  MOE_RT_FN int64_t remote_scalar(int window, int64_t token, int64_t k, int64_t remote_index) const {
+    return scalar(window, (remote_index + 1) * shape.num_max_tokens + token, k);
   }
 };
 // The host fills these bytes and kernels read them, so two compilers must agree on their layout.

@@ -1,5 +1,5 @@
 // Access of gather and push roles to a peer's segment: through its mapped address here, through device gets and puts in
-// device/rdma.h.
+// gpu/rdma.h.
 #pragma once
 
 #include "layout.h"

@@ -1,6 +1,6 @@
 // Diagnostic records that a rank keeps in its own segment, for finding out why a group hangs: a segment header that
 // identifies the memory, the ranks' processes, a ring of the rank's last ops, and why it left. The engine updates the
-// ring at each step of an op (host/recording.h).
+// ring at each step of an op (cpu/recording.h).
 //
 // Only the owner writes. Any process that maps the segment may read, also when the owner hangs, is stopped or is dead.
 // The ring of a CUDA rank stays empty: its host does not see when its ops run.

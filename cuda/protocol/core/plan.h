@@ -48,7 +48,7 @@ struct RecvPlan {
   MOE_RT_FN static int64_t max_pulled(const Shape& s) { return int64_t{s.num_ranks} * s.num_max_tokens; }
   // Below 2^31, which the host has checked, so that a GPU can hold it in one register.
   MOE_RT_FN static int64_t max_copies(const Shape& s, int32_t num_local_experts) {
-    return s.num_ranks * s.num_max_tokens * smaller(s.num_topk, num_local_experts);
+    return s.num_ranks * s.num_max_tokens * min_of(s.num_topk, num_local_experts);
   }
   MOE_RT_FN static int64_t ids_at(const Shape& s, int32_t num_local_experts) {
     return int64_t(sizeof(Head) + max_pulled(s) * sizeof(Pulled)) / 4 + 2 * max_copies(s, num_local_experts);
@@ -58,7 +58,7 @@ struct RecvPlan {
     return ids_at(s, num_local_experts) + (s.by_token() ? max_pulled(s) * s.num_topk : ends);
   }
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
-    return forwards_at(s, num_local_experts) + int64_t{s.num_served} * s.num_max_tokens;
+    return forwards_at(s, num_local_experts) + int64_t{s.num_clients} * s.num_max_tokens;
   }
   MOE_RT_FN static RecvPlan view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     RecvPlan p;
@@ -113,7 +113,7 @@ struct RecvPlan {
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(rows[c]) - uint32_t(kDropped) >= end_row);
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(ks[c]) >= end_k);
     const auto end_slot = uint32_t(s.num_node_slots()) + 1;
-    const int64_t num_forwards = int64_t{w.nodes.num_served} * s.num_max_tokens;
+    const int64_t num_forwards = int64_t{w.nodes.num_clients} * s.num_max_tokens;
     for (int64_t i = 0; i < num_forwards; ++i) bad |= uint32_t(uint32_t(forwards[i]) >= end_slot);
     return !bad;
   }

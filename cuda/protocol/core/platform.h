@@ -59,11 +59,11 @@ MOE_RT_FN int popcount(uint32_t bits) {
 MOE_RT_FN constexpr bool below(int64_t x, int64_t end) { return x >= 0 && x < end; }
 
 template <class T>
-MOE_RT_FN constexpr T smaller(T a, T b) {
+MOE_RT_FN constexpr T min_of(T a, T b) {
   return b < a ? b : a;
 }
 template <class T>
-MOE_RT_FN constexpr T larger(T a, T b) {
+MOE_RT_FN constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
 

@@ -22,7 +22,7 @@ enum class Code : int32_t {
   kPeerDead = 20,
   kPeerClosed = 21,
   kPoisoned = 22,
-  kFaultInjected = 23,      // deliberately: host/fault.h
+  kFaultInjected = 23,      // deliberately: cpu/fault.h
   kInterrupted = 24,        // an exception of a signal handler in this rank's own process
   kBoundMismatch = 25,      // ranks gave a dispatch different max_tokens
   kRowFormatMismatch = 26,  // ranks gave a dispatch rows of different dtypes or scale counts

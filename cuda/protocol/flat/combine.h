@@ -68,7 +68,7 @@ struct LocalPushed {
 };
 
 // out[t] = sum of the token's partials in rank order; grad_topk_weights [T][K] is filled when not nullptr. `own` is
-// LocalPushed, or computes each local partial when its token is summed (host/local_partials.h).
+// LocalPushed, or computes each local partial when its token is summed (cpu/local_partials.h).
 template <class Coop, class Dims, class Weight, class Rows, class Own>
 MOE_RT_FN void reduce(const Coop& coop, const Dims& dims, const World& w, int window, const int32_t* send_plan,
                       int64_t num_tokens, char* out, Weight* grad_topk_weights, const Rows& rows, Own own) {

@@ -110,8 +110,8 @@ template <class Coop, class Weight, class Rows>
 MOE_RT_FN void clear_padding(const Coop& coop, const World& w, const int32_t* ends, int64_t num_rows, char* to,
                              Weight* weights, const Rows& rows) {
   for (int32_t e = 0; w.shape.alignment > 1 && e < w.num_local_experts(); ++e) {
-    const int64_t first = smaller<int64_t>(ends[e], num_rows);
-    const int64_t end = smaller(w.shape.aligned(first), num_rows);
+    const int64_t first = min_of<int64_t>(ends[e], num_rows);
+    const int64_t end = min_of(w.shape.aligned(first), num_rows);
     const Range share = coop.share(end - first);
     for (int64_t i = share.begin; i < share.end; i += share.step) {
       rows.clear(to, first + i);

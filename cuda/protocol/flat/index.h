@@ -168,11 +168,11 @@ MOE_RT_FN int overflowing_rank(const Coop& coop, const World& w, uint64_t seq, i
 MOE_RT_FN int64_t num_dropped(const World& w, const Blocks& b, int64_t capacity) {
   if (w.shape.alignment == 1) {
     const int64_t rows = b.part_end(w, w.num_parts() - 1);
-    return rows - smaller(rows, capacity);
+    return rows - min_of(rows, capacity);
   }
   int64_t dropped = 0;
   for (int32_t e = 0; e < w.num_local_experts(); ++e) {
-    const int64_t first = b.start[int64_t{e} * w.shape.num_ranks], kept_end = smaller<int64_t>(b.ends[e], capacity);
+    const int64_t first = b.start[int64_t{e} * w.shape.num_ranks], kept_end = min_of<int64_t>(b.ends[e], capacity);
     dropped += b.ends[e] - (kept_end > first ? kept_end : first);
   }
   return dropped;
@@ -184,11 +184,11 @@ MOE_RT_FN void write_index(const Coop& coop, const World& w, uint64_t seq, int64
                            const Blocks& b, int32_t* offs, const RecvPlan& plan) {
   const Range parts = strided(coop, w.num_parts());
   for (int64_t i = parts.begin; i < parts.end; i += parts.step) {
-    offs[i] = int32_t(smaller(b.part_end(w, i), capacity));
-    if (w.shape.alignment > 1) plan.ends[i] = int32_t(smaller<int64_t>(b.ends[i], capacity));
+    offs[i] = int32_t(min_of(b.part_end(w, i), capacity));
+    if (w.shape.alignment > 1) plan.ends[i] = int32_t(min_of<int64_t>(b.ends[i], capacity));
   }
   if (coop.rank() == 0) {
-    const int64_t num_ranks = w.shape.num_ranks, kept = smaller(b.part_end(w, w.num_parts() - 1), capacity);
+    const int64_t num_ranks = w.shape.num_ranks, kept = min_of(b.part_end(w, w.num_parts() - 1), capacity);
     const int32_t first_own = b.pull_start[w.rank];
     *plan.head = {w.plan_mark,
                   seq,

@@ -16,7 +16,7 @@
 namespace moe_rt {
 
 // True if every rank sends at most num_pushed_tokens (or num_pushed_rows) tokens in this dispatch, so that lists (or
-// rows) are pushed. Ranks with unmapped peers fetch lists instead (device/rdma.h).
+// rows) are pushed. Ranks with unmapped peers fetch lists instead (gpu/rdma.h).
 MOE_RT_FN bool pushes_lists(const World& w, int64_t max_tokens) {
   return w.mirror == nullptr && max_tokens <= w.shape.num_pushed_tokens;
 }
@@ -37,7 +37,7 @@ struct ListsFor {
                   : RouteLists<Weight>::view(w, w.rank, window);
   }
   // Number of separate places that hold the lists.
-  MOE_RT_FN int32_t number() const { return pushed ? w.shape.num_ranks : 1; }
+  MOE_RT_FN int32_t count() const { return pushed ? w.shape.num_ranks : 1; }
 };
 
 // Writes each token's row once to every rank that it visits; rows.publish_to encodes rows that travel coded. Rows that

@@ -11,7 +11,7 @@
 #include "../core/dims.h"
 #include "../core/plan.h"
 #include "../two_level/node_slots.h"
-#include "pushing.h"
+#include "entries.h"
 
 namespace moe_rt {
 
@@ -32,9 +32,9 @@ struct Tiles {
   int32_t *all_pulls, *all_copies;  // [R] of the tokens after the tile; then of all tokens
 
   MOE_RT_FN static int32_t words_of(int32_t tokens) { return (tokens + 31) / 32; }
-  MOE_RT_FN static int32_t digits_of(int32_t number) {
+  MOE_RT_FN static int32_t digits_of(int32_t value) {
     int32_t digits = 0;
-    for (; number > 0; number /= 2) ++digits;
+    for (; value > 0; value /= 2) ++digits;
     return digits;
   }
   // Number of ints that route() zeroes; they come first.
@@ -46,7 +46,7 @@ struct Tiles {
     return num_cleared(s, tokens) + int64_t{2} * tokens * s.num_topk;
   }
   // Number of tiles: at least 1, also without tokens.
-  MOE_RT_FN static int64_t number(int64_t num_tokens, int32_t tokens) {
+  MOE_RT_FN static int64_t count(int64_t num_tokens, int32_t tokens) {
     return num_tokens > tokens ? (num_tokens + tokens - 1) / tokens : 1;
   }
   MOE_RT_FN static Tiles view(int32_t* ints, const Shape& s, int32_t tokens) {
@@ -107,11 +107,11 @@ struct TileRouter {
   // Builds the index-th of `count` shares of the lists, which are built at the same time. Lanes do not sync at the end:
   // callers sync before they announce.
   MOE_RT_FN void route(int index, int count) const {
-    const Range mine = contiguous_chunk(Tiles::number(num_tokens, tiles.tokens), index, count);
+    const Range mine = contiguous_chunk(Tiles::count(num_tokens, tiles.tokens), index, count);
     const Range cleared = strided(coop, Tiles::num_cleared(w.shape, tiles.tokens));
     for (int64_t i = cleared.begin; i < cleared.end; i += cleared.step) tiles.visits[i] = 0;
     for (int64_t tile = mine.begin; tile < mine.end; ++tile) {
-      const int64_t start = tile * tiles.tokens, end = smaller(start + tiles.tokens, num_tokens);
+      const int64_t start = tile * tiles.tokens, end = min_of(start + tiles.tokens, num_tokens);
       const auto in_tile = int32_t(end - start);
       mark(start, in_tile);
       if (tile == mine.begin) {
@@ -142,61 +142,60 @@ struct TileRouter {
     return tables.entry(expert);
   }
 
-  // Flags each entry and sets the bits of its token, one entry per lane. Lanes sync neither before nor after.
+  // Calls fn(i, token, k) for each of this lane's entries of the tile: entry i is the k-th of `token`.
+  template <class Fn>
+  MOE_RT_FN void each_entry(int32_t in_tile, Fn&& fn) const {
+    const int num_topk = dims.num_topk();
+    for (int32_t i = coop.rank(); i < in_tile * num_topk; i += coop.size()) fn(i, i / num_topk, i % num_topk);
+  }
+
+  // Flags each entry of the tile and sets the bits of its token. Lanes sync neither before nor after.
   MOE_RT_FN void mark(int64_t start, int32_t in_tile) const {
     const int num_topk = dims.num_topk();
-    const int32_t num_entries = in_tile * num_topk;
-    for (int32_t i = coop.rank(); i < num_entries; i += coop.size()) tiles.decoded[i] = decode(start * num_topk + i);
+    each_entry(in_tile, [&](int32_t i, int32_t, int32_t) { tiles.decoded[i] = decode(start * num_topk + i); });
     coop.sync();
-    for (int32_t i = coop.rank(); i < num_entries; i += coop.size()) {
-      const int32_t token = i / num_topk, k = i % num_topk, entry = tiles.decoded[i];
-      bool repeats = false, leads = true;
-      for_topk<Dims>(num_topk, [&](int j) {
-        const int32_t other = tiles.decoded[token * num_topk + j];
-        const bool same = other == entry && j < k;
-        repeats |= same;
-        leads &= !(same || (owner_of(other) == owner_of(entry) && other < entry));
-      });
-      tiles.entries[i] = entry < 0 ? kNoEntry : entry | (repeats ? kRepeats : 0) | (leads ? kLeads : 0);
-      if (entry < 0 || repeats) continue;
+    each_entry(in_tile, [&](int32_t i, int32_t token, int32_t k) {
+      const int32_t entry = flagged<Dims>(tiles.decoded + token * num_topk, k, num_topk);
+      tiles.entries[i] = entry;
+      if (entry < 0 || has(entry, kRepeats)) return;
       fetch_or_relaxed(tiles.visits[place_of(entry) * tiles.words + token / 32], 1u << token % 32);
-    }
+    });
     coop.sync();
-    for (int32_t i = coop.rank(); i < num_entries; i += coop.size()) {
-      const int32_t token = i / num_topk, entry = tiles.entries[i];
-      if (!has(entry, kLeads)) continue;
-      int32_t num_copies = 0;
-      for_topk<Dims>(num_topk, [&](int j) {
-        const int32_t other = tiles.entries[token * num_topk + j];
-        num_copies += owner_of(other) == owner_of(entry) && !has(other, kRepeats);
-      });
-      for (int32_t digit = 0; digit < tiles.digits; ++digit) {
-        if ((num_copies >> digit & 1) == 0) continue;
-        const int32_t word = owner_of(entry) * tiles.words + token / 32;
-        fetch_or_relaxed(tiles.copies_to[word * tiles.digits + digit], 1u << token % 32);
-      }
+    each_entry(in_tile, [&](int32_t i, int32_t token, int32_t) {
+      const int32_t entry = tiles.entries[i];
+      if (has(entry, kLeads)) mark_copies(owner_of(entry), token);
+    });
+  }
+
+  // Sets the digits of the number of copies of a token for a rank that it visits.
+  MOE_RT_FN void mark_copies(int32_t rank, int32_t token) const {
+    int32_t num_copies = 0;
+    for_topk<Dims>(dims.num_topk(), [&](int j) {
+      const int32_t entry = tiles.entries[token * dims.num_topk() + j];
+      num_copies += owner_of(entry) == rank && !has(entry, kRepeats);
+    });
+    for (int32_t digit = 0; digit < tiles.digits; ++digit) {
+      if ((num_copies >> digit & 1) == 0) continue;
+      const int32_t word = rank * tiles.words + token / 32;
+      fetch_or_relaxed(tiles.copies_to[word * tiles.digits + digit], 1u << token % 32);
     }
   }
 
   // Counts the tokens outside [begin, end), one token per lane: rows of each expert for tokens before; for tokens after
   // only copies of each rank, since their rows are not needed.
   MOE_RT_FN void count_others(int64_t begin, int64_t end) const {
+    const int num_topk = dims.num_topk();
     const Range others = strided(coop, num_tokens - (end - begin));
     for (int64_t i = others.begin; i < others.end; i += others.step) {
       const bool before = i < begin;
-      const int64_t first = (before ? i : i + (end - begin)) * dims.num_topk();
+      const int64_t first = (before ? i : i + (end - begin)) * num_topk;
       int32_t token[Dims::kTopkBound];
-      for_topk<Dims>(dims.num_topk(), [&](int k) { token[k] = decode(first + k); });
-      for_topk<Dims>(dims.num_topk(), [&](int k) {
-        bool repeats = token[k] < 0, visited = repeats;
-        for_topk<Dims>(dims.num_topk(), [&](int j) {
-          repeats |= j < k && token[j] == token[k];
-          visited |= j < k && owner_of(token[j]) == owner_of(token[k]);
-        });
-        if (repeats) return;
-        const int32_t rank = owner_of(token[k]);
-        fetch_add_relaxed(before ? tiles.rows[place_of(token[k])] : tiles.all_copies[rank], 1);
-        if (!visited) fetch_add_relaxed(before ? tiles.pulls[rank] : tiles.all_pulls[rank], 1);
+      for_topk<Dims>(num_topk, [&](int k) { token[k] = decode(first + k); });
+      for_topk<Dims>(num_topk, [&](int k) {
+        const int32_t entry = flagged<Dims>(token, k, num_topk), rank = owner_of(entry);
+        if (entry < 0 || has(entry, kRepeats)) return;
+        fetch_add_relaxed(before ? tiles.rows[place_of(entry)] : tiles.all_copies[rank], 1);
+        if (has(entry, kLeads)) fetch_add_relaxed(before ? tiles.pulls[rank] : tiles.all_pulls[rank], 1);
       });
     }
   }
@@ -221,7 +220,7 @@ struct TileRouter {
     for (int64_t r = ends.begin; r < ends.end; r += ends.step) {
       int32_t pulls = 0, copies = 0;
       for (int32_t s = 0; s < r; ++s) pulls += tiles.all_pulls[s], copies += tiles.all_copies[s];
-      for (int32_t reader = 0; tell_receivers && reader < lists_for.number(); ++reader) {
+      for (int32_t reader = 0; tell_receivers && reader < lists_for.count(); ++reader) {
         const auto lists = lists_for(reader);
         lists.pull_offs.put(r, pulls), lists.copy_offs.put(r, copies);
       }
@@ -229,41 +228,52 @@ struct TileRouter {
     }
   }
 
-  // Writes each entry's copy, weight and send_plan entry, and its token's pull, one entry per lane.
+  // Writes the tile: send_plan of each entry, a copy and its weight for each expert of a token, a pull for each rank.
   MOE_RT_FN void write(int64_t start, int32_t in_tile) const {
     const int num_topk = dims.num_topk();
-    for (int32_t i = coop.rank(); i < in_tile * num_topk; i += coop.size()) {
-      const int32_t token = i / num_topk, k = i % num_topk, entry = tiles.entries[i];
+    each_entry(in_tile, [&](int32_t i, int32_t token, int32_t k) {
+      const int32_t entry = tiles.entries[i], rank = owner_of(entry), place = place_of(entry);
       const int64_t first = (start + token) * num_topk;
       if (entry < 0) {
         send_plan[first + k] = kNowhere;
-        continue;
+        return;
       }
-      const int32_t rank = owner_of(entry);
-      int32_t slot = 0, before = 0, num_copies = 0, first_k = k;
-      Weight weight = topk_weights[first + k];
-      for_topk<Dims>(num_topk, [&](int j) {
-        const int32_t other = tiles.entries[token * num_topk + j];
-        slot += has(other, kLeads) && owner_of(other) < rank && slots.together(owner_of(other), rank);
-        if (owner_of(other) != rank) return;
-        num_copies += !has(other, kRepeats);
-        before += !has(other, kRepeats) && place_of(other) < place_of(entry);
-        if (place_of(other) != place_of(entry)) return;
-        if (j < first_k) first_k = j;
-        if (j > k) weight += topk_weights[first + j];  // duplicates become one row, weights added
-      });
-      send_plan[first + k] = send_entry(slots.at_home(rank, slot), first_k);
-      if (has(entry, kRepeats)) continue;
-      const int32_t place = place_of(entry);
+      const Siblings siblings = siblings_of(entry, k, tiles.entries + token * num_topk, topk_weights + first);
+      send_plan[first + k] = send_entry(slots.at_home(rank, siblings.slot), siblings.first_k);
+      if (has(entry, kRepeats)) return;
       const auto lists = lists_for(rank);
       const Tiles::Sent sent = tiles.sent_before(rank, token);
-      const int32_t first_copy = tiles.copies[rank] + sent.copies, at = first_copy + before;
+      const int32_t first_copy = tiles.copies[rank] + sent.copies, at = first_copy + siblings.copies_before;
       const int32_t index = tiles.rows[place] + tiles.visits_before(place, token);
       lists.copies.put(at, {place - w.placement.rank_first[rank], index, k, 0});
-      lists.weights.put(at, weight);
-      if (!has(entry, kLeads)) continue;
-      lists.pulls.put(tiles.pulls[rank] + sent.pulls, {int32_t(start) + token, slot, first_copy, num_copies});
-    }
+      lists.weights.put(at, siblings.weight);
+      if (!has(entry, kLeads)) return;
+      lists.pulls.put(tiles.pulls[rank] + sent.pulls,
+                      {int32_t(start) + token, siblings.slot, first_copy, siblings.copies});
+    });
+  }
+
+  // Properties of an entry that depend on the other entries of its token.
+  struct Siblings {
+    int32_t slot;                   // slot of the entry's rank among the ranks that the token visits
+    int32_t copies, copies_before;  // copies of the token for that rank; copies with a lower place
+    int32_t first_k;                // first entry that names the same expert
+    Weight weight;                  // sum of the weights of this entry and its repetitions, which become one row
+  };
+  MOE_RT_FN Siblings siblings_of(int32_t entry, int32_t k, const int32_t* entries, const Weight* weights) const {
+    const int32_t rank = owner_of(entry);
+    Siblings s{0, 0, 0, k, weights[k]};
+    for_topk<Dims>(dims.num_topk(), [&](int j) {
+      const int32_t other = entries[j];
+      s.slot += has(other, kLeads) && owner_of(other) < rank && slots.together(owner_of(other), rank);
+      if (owner_of(other) != rank) return;
+      s.copies += !has(other, kRepeats);
+      s.copies_before += !has(other, kRepeats) && place_of(other) < place_of(entry);
+      if (place_of(other) != place_of(entry)) return;
+      if (j < s.first_k) s.first_k = j;
+      if (j > k) s.weight += weights[j];
+    });
+    return s;
   }
 
   // Advances the running totals past this tile and clears its bit sets.

@@ -1,4 +1,4 @@
-// Roles of a proxy (`forwarder`): it acts on its node for its clients, ranks of other nodes, in either direction.
+// Roles of a proxy: it acts on its node for its clients, ranks of other nodes, in either direction.
 //
 //   dispatch-type ops   mark_tokens: which tokens of a client this node needs, and for how many ranks
 //                       for_wanted: iterates over these tokens, to stage each once for all ranks of the node
@@ -60,9 +60,9 @@ MOE_RT_FN bool lists_in_one_trip(const World& w) {
 template <class Coop, class Fn>
 MOE_RT_FN void for_wanted(const Coop& coop, const World& w, const int32_t* forwards, Fn&& fn) {
   const int32_t tokens = w.shape.num_max_tokens;
-  const Range share = coop.share(int64_t{w.nodes.num_served} * tokens);
+  const Range share = coop.share(int64_t{w.nodes.num_clients} * tokens);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
-    if (forwards[i] > 0) fn(i, w.nodes.served[int32_t(i) / tokens], int32_t(i) % tokens);
+    if (forwards[i] > 0) fn(i, w.nodes.clients[int32_t(i) / tokens], int32_t(i) % tokens);
   }
 }
 
@@ -94,12 +94,12 @@ MOE_RT_FN void send_sums(const Coop& coop, const World& w, int window, const int
     const char* partials[Dims::kTopkBound];
     for_topk<Dims>(forwards[i],
                    [&](int slot) { partials[slot] = link.target_row(w, to, w.partial_row(window, token, slot)); });
-    const int64_t far = Nodes::far_index(w.nodes.own, w.nodes.node_of[to]);
+    const int64_t remote = Nodes::remote_index(w.nodes.own, w.nodes.node_of[to]);
     const char* const row = sum_node(partials, forwards[i], rows, sum, coded(i));
-    put(to, w.partial_row(window, token, s.num_node_slots() + far), row, rows.encoded_row_bytes());
+    put(to, w.partial_row(window, token, s.num_node_slots() + remote), row, rows.encoded_row_bytes());
     if (!scalars) return;
     const int64_t bytes = int64_t{s.num_topk} * s.acc_bytes;
-    put(to, w.far_scalar(window, token, 0, far),
+    put(to, w.remote_scalar(window, token, 0, remote),
         w.at<const char>(w.rank, w.layout.window[window].forwarded_scalars + i * bytes), bytes);
   });
 }

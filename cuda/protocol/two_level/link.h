@@ -35,8 +35,8 @@ struct NodeLink {
   // Returns the address at offset `inside` of a client's part, which has `bytes` bytes, in the region of its proxy's
   // segment that starts at `first`.
   template <class T>
-  MOE_RT_FN static T* at(const World& w, int far, int64_t first, int64_t bytes, int64_t inside) {
-    return w.at<T>(w.nodes.forwarder[far], first + w.nodes.served_at[far] * bytes + inside);
+  MOE_RT_FN static T* at(const World& w, int remote, int64_t first, int64_t bytes, int64_t inside) {
+    return w.at<T>(w.nodes.proxy_of[remote], first + w.nodes.client_index[remote] * bytes + inside);
   }
 };
 

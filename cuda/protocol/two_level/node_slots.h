@@ -9,7 +9,7 @@ namespace moe_rt {
 // Slot in which the source finds the result: a partial of its own node in its slot, else the sum of the owner's node.
 MOE_RT_FN int32_t home_slot(const World& w, int32_t owner, int32_t slot) {
   const int32_t node = w.nodes.node_of[owner];
-  return node == w.nodes.own ? slot : w.shape.num_node_slots() + Nodes::far_index(node, w.nodes.own);
+  return node == w.nodes.own ? slot : w.shape.num_node_slots() + Nodes::remote_index(node, w.nodes.own);
 }
 
 // Slots for lanes that read all entries of a token together: whether the slots of two ranks are counted together, and

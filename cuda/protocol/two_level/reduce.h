@@ -73,8 +73,8 @@ MOE_RT_FN void reduce_nodes(const Coop& coop, const Dims& dims, const World& w, 
         grad_topk_weights[entry] = Weight(0);
         continue;
       }
-      const int far = send_slot(sent[k]) - w.shape.num_node_slots(), first_k = send_first_k(sent[k]);
-      const int64_t offset = far < 0 ? w.scalar(window, t, first_k) : w.far_scalar(window, t, first_k, far);
+      const int remote = send_slot(sent[k]) - w.shape.num_node_slots(), first_k = send_first_k(sent[k]);
+      const int64_t offset = remote < 0 ? w.scalar(window, t, first_k) : w.remote_scalar(window, t, first_k, remote);
       grad_topk_weights[entry] = *w.at<Weight>(w.rank, offset);
     }
   }

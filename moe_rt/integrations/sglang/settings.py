@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_parallel, get_server_args, process_model_config
 
-from moe_rt.comm.growing import GrowingOptions
+from moe_rt.buffer.pool import GrowingOptions
 from moe_rt.integrations.exchange import LayerExchange
 from moe_rt.integrations.sglang import PLUGIN
 

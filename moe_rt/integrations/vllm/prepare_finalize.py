@@ -15,8 +15,8 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import (
     TopKWeightAndReduce,
 )
 
-from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.handle import Handle
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.handle import Handle
 from moe_rt.integrations.vllm import PLUGIN
 
 

@@ -12,8 +12,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.platforms import current_platform
 
-from moe_rt.comm.buffer import Buffer
-from moe_rt.comm.shared_buffers import shared_buffer
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.pool import BufferPool
 from moe_rt.config.codec import Codec
 from moe_rt.config.options import BufferOptions
 from moe_rt.errors import InvalidConfig
@@ -36,8 +36,7 @@ def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
         expert_map = determine_expert_map(num_ranks, rank, moe.num_experts)[1]
         assert expert_map is not None
         ranks[expert_map >= 0] = rank
-    return shared_buffer(
-        group,
+    return BufferPool(group).fixed(
         num_max_tokens_per_rank=moe.max_num_tokens,
         hidden=moe.hidden_dim,
         num_topk=moe.experts_per_token,

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
-from moe_rt.comm.buffer import Buffer
+from moe_rt.buffer.buffer import Buffer
 from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
 
 

@@ -1,0 +1,264 @@
+// Steps shared by every op of the engine: exclusive use, announcement, waits, header checks, and permanent failure.
+#include "engine.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "../protocol/two_level/announcers.h"
+#include "exchange.h"
+#include "recording.h"
+#include "world_tables.h"
+
+namespace moe_rt {
+
+namespace {
+
+int num_remote(const EngineConfig& c) { return static_cast<int>(std::count(c.segments.begin(), c.segments.end(), 0u)); }
+
+}  // namespace
+
+Engine::Engine(EngineConfig config)
+    : config_(std::move(config)),
+      dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_codec, config_.combine_codec},
+      table_(rows::find_table(config_.isa.c_str())),
+      nodes_(config_.node_of, config_.rank),
+      num_mapped_(config_.shape.num_ranks - num_remote(config_)),
+      cache_locality_(config_.shape.num_ranks, num_remote(config_), config_.rank, config_.near_ns) {
+  if (!table_) throw std::invalid_argument("this machine or build has no row primitives for isa=" + config_.isa);
+  const Shape& shape = config_.shape;
+  if (shape.num_topk < 1 || shape.num_topk > kMaxTopk) {
+    throw std::invalid_argument("num_topk outside [1, " + std::to_string(kMaxTopk) + "]");
+  }
+  const int num_ranks = shape.num_ranks;
+  placement_ = PlacementTables::make(config_.expert_rank, num_ranks);
+  for (const uint64_t segment : config_.segments) base_.push_back(reinterpret_cast<char*>(segment));
+
+  world_ = {.shape = shape,
+            .layout = Layout::make(shape),
+            .placement = placement_.view(),
+            .base = base_.data(),
+            .mirror = nullptr,
+            .rank = config_.rank,
+            .config = config_.config_hash,
+            .plan_mark = new_plan_mark()};
+  if (num_mapped_ < num_ranks) reach_remote();
+  const int lanes = config_.num_lanes;
+  lane_counters_.resize(LaneCounters::num_ints(shape, lanes));
+  blocks_.resize(Blocks::num_ints(shape, world_.num_local_experts()));
+  lane_fault_.resize(lanes);
+  scratch_rows_.resize(lanes * kScratchRows * shape.row_bytes() / kRowAlign);
+  arrival_ns_.resize(num_ranks);
+  waited_ns_.resize(num_ranks);
+  seq_[0] = seq_[1] = config_.first_seq - 1;
+  if (lanes > 1) team_ = std::make_unique<Team>(lanes);
+  pid_ = getpid();
+  set_stream_from();
+  oversubscribed_ = num_mapped_ * lanes > config_.num_cores;
+}
+
+Engine::~Engine() {
+  close();
+  if (pid_ != getpid()) static_cast<void>(team_.release());  // its threads exist in the parent only
+}
+
+void Engine::reach_remote() {
+  if (!config_.network) throw std::invalid_argument("unmapped segments require a network");
+  if (config_.node_of.empty()) {
+    auto remote = std::make_shared<RemotePeers>(config_.shape, world_.layout, base_, *config_.network);
+    remote_peers_ = remote.get(), remote_ = std::move(remote);
+    world_.mirror = remote_peers_->mirrors();
+  } else {
+    world_.nodes = nodes_.view();
+    auto remote = std::make_shared<Proxy>(world_, nodes_, *config_.network);
+    proxy_of_ = remote.get(), remote_ = std::move(remote);
+    world_.mirror = proxy_of_->lists();
+  }
+  config_.network->keep(remote_, world_.base[world_.rank]);
+}
+
+// Announces the op to all peers. Fails if a fault is injected, or if the wait for the network fails.
+Status Engine::post_all(Pending& op) {
+  const Header& header = op.header;
+  const int num_ranks = world_.shape.num_ranks;
+  const Status injected{.code = Code::kFaultInjected};
+  for (int i = 0; i < num_ranks; ++i) {
+    const int peer = (world_.rank + i) % num_ranks;
+    if (i == num_ranks - 1 && fault_point_ == Point::kAfterSomeFlags && !config_.fault.strike()) return injected;
+    if (world_.base[peer]) post(world_.mailbox(peer, kind_of(op_of(header)), world_.rank), header);
+  }
+  if (remote_) {
+    config_.network->begin_driving();
+    std::vector<RemoteNetwork::Posting> postings;
+    if (proxy_of_) {
+      postings = proxy_of_->own_postings(header, world_.rank);
+    } else {
+      for (const int peer : remote_->ranks()) postings.push_back({peer, world_.rank, header});
+    }
+    op.idle.resume();
+    if (const Status s = remote_->announce(world_, postings, op.idle); !s.ok()) return s;
+  }
+  return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
+}
+
+// Waits for all peers, or only for the peers that announce before proxies pass anything on.
+Status Engine::wait_for(Pending& op, bool direct_only) {
+  const Header& ours = op.header;
+  const Kind kind = kind_of(op.call.op);
+  const auto start = Clock::now();
+  op.idle.resume(start);
+  int64_t before = 0;
+  for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    if (direct_only && !announces_directly(world_, kind, peer)) continue;
+    const Mailbox& mailbox = world_.mailbox(world_.rank, kind, peer);
+    const int announcer = announcer_of(world_, kind, peer);
+    op.idle.watch({.peer = peer,
+                   .announcer = announcer,
+                   .process = config_.watches.empty() ? -1 : config_.watches[announcer],
+                   .passed_on = !announces_directly(world_, kind, peer),
+                   .in_order = announces_itself(world_, peer)});
+    const Code code = wait_signal(mailbox, ours.seq, op.idle);
+    const int64_t arrival = nanoseconds(start, Clock::now()), waited = arrival - before;
+    before = arrival;
+    store_relaxed(waited_ns_[peer], waited_ns_[peer] + waited);
+    if (waited > op_record_.longest_ns) op_record_.longest_ns = waited, op_record_.longest_peer = peer;
+    if (code == Code::kInterrupted) return {.code = code, .phase = Phase::kWait};  // no peer is to blame
+    const uint64_t announced = load_acquire(mailbox.signal);
+    // An error that idle found is void if the peer has announced meanwhile, unless this rank is poisoned.
+    if (code != Code::kOk && (code == Code::kPoisoned || !reached(announced, ours.seq))) {
+      // The announcer is late: it has neither passed the announcement on nor reported that it waits for the peer
+      // itself.
+      return {.code = code,
+              .phase = Phase::kWait,
+              .peer = announcer,
+              .got = int64_t(announced),
+              .expected = int64_t(ours.seq)};
+    }
+    arrival_ns_[peer] = arrival;
+  }
+  return {};
+}
+
+// Waits for every peer, including peers that send nothing, before it checks any header: the order of peers must not
+// decide which of two refusals is raised, and buffer reuse needs all signals.
+Status Engine::wait_all(Pending& op) {
+  const Status waited = wait_for(op, false);
+  return waited.ok() ? judge_headers(op.header, false) : waited;
+}
+
+// Returns the worst status of all peers, or only of the peers that announce first.
+Status Engine::judge_headers(const Header& ours, bool direct_only) const {
+  const Kind kind = kind_of(op_of(ours));
+  Status worst;
+  for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    if (direct_only && !announces_directly(world_, kind, peer)) continue;
+    const Status s = check_header(world_.mailbox(world_.rank, kind, peer).header[ours.seq & 1], ours, peer);
+    if (s.code > worst.code) worst = s;
+  }
+  return worst;
+}
+
+HostIdle Engine::idle(Op op) const {
+  return {world_,
+          op,
+          seq_,
+          config_.timeout_s,
+          oversubscribed_,
+          config_.interrupted,
+          remote_ ? config_.network.get() : nullptr};
+}
+
+// Ranks that share a cache have equal parts of it. Rows for a rank with another cache are always streamed: that rank
+// reads them faster from memory than from this cache.
+void Engine::set_stream_from() {
+  const auto part = static_cast<double>(config_.cache_bytes) / cache_locality_.num_near();
+  const auto from = [&](double share) { return static_cast<int64_t>(part * share); };
+  const rows::StreamShares& shares = table_->stream;
+  stream_from_ = {from(shares.published), from(shares.received), from(shares.pushed), from(shares.combined)};
+  if (cache_locality_.num_near() < num_mapped_) stream_from_.published = stream_from_.pushed = 0;
+}
+
+Status Engine::fail(Status status) {
+  if (status.ok() || is_refusal(status.code)) return status;
+  // A rank that aborted may look dead if its exit is seen before its poison word. Prefer the poison word: it names the
+  // cause.
+  if (status.code == Code::kPoisoned || status.code == Code::kPeerDead) {
+    const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
+    if (word != 0) status = poisoned(word, status);
+  }
+  // Failures that other ranks found are passed on as well: their authors may have died before they reached every rank.
+  poison(status.code, status.peer);
+  return failure_ = status;
+}
+
+// Writes the running op's record to this rank's own segment, where peers and other processes read it (op_record.h).
+void Engine::record(int64_t OpRecord::* step, Clock::time_point when) {
+  op_record_.*step = nanoseconds({}, when);
+  write_op_record(world_.op_record(op_record_.number), op_record_);
+}
+
+std::vector<int64_t> Engine::waited_ns() const {
+  std::vector<int64_t> waited;
+  for (const int64_t& ns : waited_ns_) waited.push_back(load_relaxed(ns));
+  return waited;
+}
+
+void Engine::leave_words(std::string_view text) {
+  if (pid_ == getpid()) write_last_words(*world_.at<LastWords>(world_.rank, world_.layout.last_words), text);
+}
+
+// Writes the own segment's word first: if a peer's failure is already there, that word is passed on. Otherwise: 1. a
+// peer fails and poisons this rank, 2. this rank fails because of it and poisons a third rank, 3. the third rank takes
+// this rank for the cause. Acquire and release: a rank that sees a word, passed on or not, also sees the last words of
+// the rank that it names.
+void Engine::poison(Code code, int peer) {
+  if (pid_ != getpid()) return;
+  uint64_t& own = world_.poison(world_.rank);
+  replace_acq_rel(own, uint64_t{0}, poison_word(code, world_.rank, peer));
+  const uint64_t first = load_acquire(own);
+  for (int r = 0; r < world_.shape.num_ranks; ++r) {
+    if (world_.base[r]) replace_acq_rel(world_.poison(r), uint64_t{0}, first);
+  }
+  if (remote_) remote_->poison(world_, first);
+}
+
+Status Engine::health() const {
+  if (pid_ != getpid()) return {.code = Code::kForked};
+  if (load_acquire(closed_)) return {.code = Code::kClosed};
+  if (!failure_.ok()) return failure_;
+  const uint64_t word = load_acquire(world_.poison(world_.rank));  // see fail
+  return word == 0 ? Status{} : poisoned(word);
+}
+
+bool Engine::close() {
+  if (pid_ != getpid() || exchange_acquire(closed_, 1u)) return false;
+  for (int peer = 0; peer < world_.shape.num_ranks; ++peer) {
+    if (!world_.base[peer]) continue;
+    for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+      post_closed(world_.mailbox(peer, kind, world_.rank));
+    }
+  }
+  if (remote_) config_.network->leave(seq_);
+  // Takes the engine permanently: a later op finds it busy and closed, and touches no segment.
+  return exchange_acquire(busy_, 1u) == 0;
+}
+
+Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {
+  const auto nothing = [](const auto&, auto&&...) {};
+  const Status refusal{.code = code, .phase = Phase::kPublish, .peer = world_.rank, .got = got, .expected = expected};
+  return run({.op = op, .tag = tag}, nothing, nothing, refusal);
+}
+
+Status Engine::dispatch(const DispatchArgs& args, uint32_t tag) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_dispatch<double>(args, tag) : typed_dispatch<float>(args, tag);
+}
+
+Status Engine::combine(const CombineArgs& args, uint32_t tag) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_combine<double>(args, tag) : typed_combine<float>(args, tag);
+}
+
+Status Engine::combine_backward(const CombineBackwardArgs& args, uint32_t tag) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_combine_backward<double>(args, tag)
+                                              : typed_combine_backward<float>(args, tag);
+}
+
+}  // namespace moe_rt

@@ -1,0 +1,184 @@
+// Frame of every op, in two halves as on a GPU (gpu/exchange.h): `begin` runs what the op sends and announces it,
+// `finish` waits for every peer and runs what the op receives.
+//
+// A lane may run both halves in one pass, as `run` does, or with other work in between: Pending holds everything that
+// the second half needs from the first.
+#pragma once
+
+#include "engine.h"
+#include "waiting.h"
+
+namespace moe_rt {
+
+using Clock = std::chrono::steady_clock;
+
+inline int64_t nanoseconds(Clock::time_point from, Clock::time_point to) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(to - from).count();
+}
+
+// State of an op of this rank between its first step and its last.
+struct Engine::Pending {
+  Call call;
+  Status refusal;  // ok, or why this rank refuses its own input
+  int window;
+  Header header;
+  Status status;
+  HostIdle idle;       // for all its waits
+  bool moves = false;  // no rank that announces first has refused
+};
+
+template <class Fn>
+void Engine::run_lanes(Fn&& fn) {
+  if (team_) {
+    team_->run(fn);
+  } else {
+    fn(Solo{});
+  }
+}
+
+// Injects an armed engine's fault at its point; every lane calls it. False if the op ends here.
+template <class Coop>
+bool Engine::fault_continues(const Coop& coop, Point point, Pending& op) {
+  if (fault_point_ != point) return true;
+  coop.sync();
+  if (coop.rank() == 0) {
+    if (config_.fault.action == Action::kCorrupt) corrupt(world_, op.call.op, op.window, op.header);
+    if (!config_.fault.strike()) op.status.code = Code::kFaultInjected;
+  }
+  coop.sync();
+  return op.status.ok();
+}
+
+// `send(coop, window, header)` writes the window and may turn the header into a refusal. False, on every lane, if the
+// op ends without an announcement. After the sync no lane touches the window.
+template <class Coop, class Send>
+bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
+  if (!fault_continues(coop, Point::kBetweenDispatchAndCombine, op) || !fault_continues(coop, Point::kInBackward, op))
+    return false;
+  const bool refused = !op.refusal.ok();
+  if (fault_point_ == Point::kMidPayload && !refused) send(HalfWay(coop), op.window, op.header);
+  if (!fault_continues(coop, Point::kMidPayload, op)) return false;
+  if (!refused) send(coop, op.window, op.header);
+  streaming_store_fence();
+  coop.sync();
+  if (!fault_continues(coop, Point::kAfterPayload, op)) return false;
+  if (coop.rank() == 0) {
+    op.status = post_all(op);
+    record(&OpRecord::announced_ns, Clock::now());
+  }
+  return true;
+}
+
+// Serves this rank's clients as soon as the ranks that take part have announced: the ranks of its node, and the
+// clients. Their announcements are passed on whatever they contain, refusals included, since no other rank sends them.
+template <class Coop, class Forward>
+void Engine::forward(const Coop& coop, Pending& op, const Forward& forward) {
+  if (coop.rank() == 0 && op.status.ok()) {
+    op.status = wait_for(op, true);
+    op.moves = op.status.ok() && op.header.status == Code::kOk && judge_headers(op.header, true).ok();
+  }
+  coop.sync();
+  const Status s = op.moves ? forward(coop, op.window, op.idle) : Status{};
+  if (!fault_continues(coop, Point::kBeforePassingOn, op)) return;
+  coop.sync();
+  if (coop.rank() != 0 || !op.status.ok()) return;
+  op.status = s;
+  op.idle.resume();
+  if (s.ok()) op.status = proxy_of_->pass_on(world_, op.header, op.idle);
+}
+
+// `receive(coop, seq, window, status)` reads peers' windows and may report a failure; it does not run if the wait
+// failed.
+template <class Coop, class Receive, class Middle>
+void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Middle& middle) {
+  if (proxy_of_) forward(coop, op, middle.forward);
+  if (coop.rank() == 0) {
+    if (op.status.ok()) op.status = wait_all(op);
+    if (remote_peers_ && op.status.ok()) {
+      op.idle.resume();
+      op.status = middle.fetch(op.window, op.idle);
+    }
+    if (remote_) config_.network->end_driving();  // lanes may compute for a long time now
+    record(&OpRecord::heard_ns, Clock::now());
+    if (op.status.ok() && op.call.op == Op::kDispatch && cache_locality_.look(world_, op.window)) set_stream_from();
+  }
+  coop.sync();
+  if (!op.status.ok()) return;
+  const uint64_t seq = op.header.seq;
+  if (fault_point_ == Point::kMidRead) {
+    Status half;  // errors found in half of the rows do not count
+    receive(HalfWay(coop), seq, op.window, half);
+  }
+  if (!fault_continues(coop, Point::kMidRead, op)) return;
+  receive(coop, seq, op.window, op.status);
+  streaming_store_fence();
+}
+
+// Assigns the op's sequence number and window, and records its start.
+inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
+  const Kind kind = kind_of(call.op);
+  const uint64_t seq = ++seq_[static_cast<int>(kind)];
+  Header header = world_.header(seq, call);
+  if (!refusal.ok()) header.refuse(refusal.code, refusal.got, refusal.expected);
+  op_record_ = {.number = op_record_.number + 1,
+                .seq = seq,
+                .op = call.op,
+                .tag = call.tag,
+                .num_tokens = call.num_tokens,
+                .handle_seq = call.handle_seq};
+  record(&OpRecord::start_ns, Clock::now());
+  fault_point_ = config_.fault.take(call.op, seq_[0] + seq_[1]);
+  return {call, refusal, windows_.take(kind), header, {}, idle(call.op)};
+}
+
+// Afterwards send buffers may be reused, and the op's signals have arrived before those of the next op. A peer that is
+// lost by now has announced this op, so the next op reports it.
+inline void Engine::settle(Pending& op) {
+  if (op.status.ok() || is_refusal(op.status.code)) {
+    config_.network->begin_driving();
+    op.idle.resume();
+    const Status s = remote_->settle(remote_->ranks(), Phase::kReduce, op.idle);
+    if (!s.ok() && s.code != Code::kPeerDead) op.status = s;
+  }
+  config_.network->end_driving();
+}
+
+// Calls fn with the link by which roles reach their peers in an op that uses this window.
+template <class Fn>
+void Engine::with_link(int window, Fn&& fn) const {
+  if (proxy_of_) {
+    fn(NodeLink{window});
+  } else if (remote_peers_) {
+    fn(RemoteLink{*remote_peers_, window});
+  } else {
+    fn(MappedLink{});
+  }
+}
+
+// Takes the engine for a whole op and runs both halves in one pass of the lanes.
+template <class Send, class Receive, class Middle>
+Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal, const Middle& middle) {
+  if (exchange_acquire(busy_, 1u)) {
+    if (load_acquire(closed_)) return health();
+    return {.code = Code::kConcurrentUse, .op = call.op};
+  }
+  Status status = health();
+  if (status.code == Code::kPoisoned) status = fail(status);  // peers may wait for this rank and not know of the
+                                                              // failure
+  if (status.ok()) {
+    Pending op = open(call, refusal);
+    run_lanes([&](const auto& coop) {
+      if (begin(coop, op, send)) finish(coop, op, receive, middle);
+    });
+    if (remote_) settle(op);
+    op.status.op = call.op;
+    op.status.seq = op.header.seq;
+    status = fail(op.status);
+    op_record_.code = status.code;
+    record(&OpRecord::end_ns, Clock::now());
+  }
+  store_release(busy_, 0u);
+  return status;
+}
+
+}  // namespace moe_rt

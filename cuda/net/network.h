@@ -1,0 +1,51 @@
+// Network interface of the CPU engine for peers whose segments are not mapped: asynchronous gets and puts.
+//
+// remote_peers.h and proxy.h use it for memory and protocol; ucx_network.h implements it over UCX, mapped_network.h
+// over mapped memory, and tests/protocol has another. Offsets are in the peer's segment.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "../protocol/core/signal.h"
+
+namespace moe_rt {
+
+// Any thread may call it. Memory passed to `get` and `put` must stay unchanged until a flush of that peer has ended. No
+// call waits: callers poll for completion between calls of `drive` (HostIdle in waiting.h).
+class Network {
+ public:
+  virtual ~Network() = default;
+
+  virtual void get(int peer, int64_t offset, void* to, int64_t bytes) = 0;
+  virtual void put(int peer, int64_t offset, const void* from, int64_t bytes) = 0;
+  // Puts a word that is stored here; a second word for the same peer is ignored.
+  virtual void put_last(int peer, int64_t offset, uint64_t word) = 0;
+
+  // Announces an op in the peer's mailbox at this offset, like `post` in protocol/core/signal.h for a mapped peer. Puts
+  // that belong to it must have been flushed before. The header is copied.
+  virtual void post(int peer, int64_t mailbox, const Header& header) = 0;
+
+  // Starts to wait for the completion of all earlier requests to the peer: then puts and posts are in its memory, and
+  // gets are here. Only flushes order requests.
+  virtual void flush(int peer) = 0;
+  // True once all flushes of the peer have ended, which they also do if it is lost.
+  virtual bool flushed(int peer) const = 0;
+  // True if the peer's process has ended, or the link to it is down, as far as the network reports. Permanent.
+  virtual bool lost(int peer) const = 0;
+
+  // Makes progress on pending requests, for this rank and for peers that read its segment.
+  virtual void drive() = 0;
+  // The caller drives between the two calls; at any other time the network does so by itself, and sleeps in between.
+  virtual void begin_driving() = 0;
+  virtual void end_driving() = 0;
+
+  // Memory that `get` writes and `put` reads is part of `memory`, or of this rank's segment, which the caller has
+  // mapped at `segment`. The network keeps either alive while requests may be pending, whatever the caller unmaps.
+  virtual void keep(std::shared_ptr<const void> memory, const char* segment) = 0;
+  // This rank makes no more requests. Peers that have not received `last_seq` from every rank may still read its
+  // segment.
+  virtual void leave(const uint64_t (&last_seq)[2]) = 0;
+};
+
+}  // namespace moe_rt

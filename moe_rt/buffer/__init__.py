@@ -1,0 +1,1 @@
+"""Buffer, its handles, and how layers share buffers."""

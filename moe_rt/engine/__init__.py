@@ -1,0 +1,1 @@
+"""Engines that run ops: CPU ranks and GPUs."""

@@ -1,0 +1,1 @@
+"""CUDA toolchain of the GPU engine: driver, just-in-time compiler, cubins, launches."""

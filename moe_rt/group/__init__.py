@@ -1,0 +1,1 @@
+"""Groups of ranks: their members, their rendezvous, and which members have exited."""

@@ -1,1 +1,0 @@
-"""Computations of the experts, over real rows only, for each kind of device."""

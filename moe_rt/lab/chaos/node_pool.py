@@ -1,0 +1,116 @@
+"""Ranks of trials on emulated nodes. Faults of a node or of its link affect its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moe_rt.lab.chaos.rank_pool import STORE, RankPool
+from moe_rt.lab.cluster.cluster import Cluster
+from moe_rt.lab.cluster.own_cluster import OwnCluster
+from moe_rt.lab.cluster.run import fork_into
+from moe_rt.lab.testing.channel import Channel
+from moe_rt.lab.testing.forking import Work
+from moe_rt.memory import ucx
+
+_LOOK_S = 0.001
+# Store keys of a rank in a session: its presence, its address for gloo, its place, and its count of rendezvous.
+_KEYS = 4
+
+
+class NodePool(RankPool):
+    """Node n of a cluster holds as many ranks as the n-th number says. One further node holds the store for the
+    rendezvous.
+
+    Raises:
+        InvalidConfig, MissingPackage: as in `Cluster.up`; or UCX is missing, which every rank would report.
+    """
+
+    remote = True
+
+    def __init__(self, nodes: Sequence[int]) -> None:
+        ucx.library()
+        self._num_meetings = 0  # summed over ranks
+        self.nodes = tuple(nodes)
+        self.node_of = [node for node, number in enumerate(nodes) for _ in range(number)]
+        self.cluster = OwnCluster("chaos")
+        self.cluster.up(len(nodes) + 1)
+        try:
+            super().__init__(len(self.node_of), self.cluster.address(len(nodes)))
+        except BaseException:
+            self.cluster.down()
+            raise
+
+    def ranks_of(self, node: int) -> list[int]:
+        return [rank for rank, at in enumerate(self.node_of) if at == node]
+
+    def start(self, rank: int, work: Work, *arguments: Any) -> None:
+        """Start a process here that starts the rank in its node, and ends with it."""
+        node = len(self.nodes) if rank == STORE else self.node_of[rank]
+        super().start(rank, _in_node, self.cluster.name, node, work, *arguments)
+
+    def pid(self, rank: int) -> int:
+        """Id, on this host, of the rank itself.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        starter = super().pid(rank)
+        while not self.await_end(rank, 0.0):
+            with suppress(FileNotFoundError):
+                children = Path(f"/proc/{starter}/task/{starter}/children").read_text().split()
+                if children:
+                    return int(children[0])
+            time.sleep(_LOOK_S)
+        raise ProcessLookupError
+
+    def send_signal(self, rank: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid(rank), number)
+
+    def stopped(self, rank: int) -> bool:
+        with suppress(ProcessLookupError, FileNotFoundError):
+            return super().stopped(rank)
+        return False
+
+    def session(self, ranks: Sequence[int], *arguments: Any, **orders: Any) -> None:
+        self._num_meetings += len(ranks)
+        super().session(ranks, *arguments, **orders)
+
+    def kept(self) -> dict[str, int]:
+        """Count the store keys left over, beyond the permanent keys of a session's name."""
+        self.tell(STORE, b"")
+        return {"store keys": int(self.hear(STORE)) - _KEYS * self._num_meetings}
+
+    def kill_node(self, node: int) -> None:
+        """Kill the node's init process, and with it all processes of the node."""
+        os.kill(self.cluster.init_process(node), signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all ranks, and take the cluster down."""
+        try:
+            super().close()
+        finally:
+            self.cluster.down()
+
+
+def _in_node(channel: Channel, cluster: str, node: int, work: Work, *arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = fork_into(Cluster(cluster), node)
+    if child == 0:
+        status = 1
+        try:
+            work(channel, *arguments)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    channel.close()
+    os.waitpid(child, 0)

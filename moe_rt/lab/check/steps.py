@@ -1,0 +1,137 @@
+"""Steps of gpucheck. A step is a function that takes a Check, runs its parts and records findings in it."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """A named step: "module:function", called with a Check. The module is imported only where the step runs."""
+
+    name: str
+    function: str
+    seconds: float  # maximum
+    title: str
+    virtual: bool = False  # runs several ranks on one GPU, with thread_ranks.ENVIRONMENT
+
+
+STEPS = {
+    step.name: step
+    for step in (
+        Step("compile", "moe_rt.lab.check.compiling:check", 90, "compile every kernel for this GPU"),
+        Step(
+            "correctness",
+            "moe_rt.lab.check.correctness:check",
+            120,
+            "rounds of 1 to 8 virtual ranks equal the reference",
+            True,
+        ),
+        Step(
+            "nodes",
+            "moe_rt.lab.check.correctness:check_nodes",
+            60,
+            "the two-level route of virtual ranks on 2 or 3 nodes",
+            True,
+        ),
+        Step("chains", "moe_rt.lab.check.correctness:check_chains", 60, "free-running pairs on 3 virtual ranks", True),
+        Step("errors", "moe_rt.lab.check.failures:check", 60, "errors are raised, and in time", True),
+        Step("syncfree", "moe_rt.lab.check.layers:check_syncfree", 60, "a layer's step never makes the host wait"),
+        Step("graphs", "moe_rt.lab.check.graphs:check", 60, "captured rounds, replayed on changed inputs", True),
+        Step("layer", "moe_rt.lab.check.layers:check", 120, "the layer equals a dense loop, eager and compiled"),
+        Step("timing", "moe_rt.lab.check.timing:check", 150, "speed, next to a plain copy", True),
+        Step("processes", "moe_rt.lab.check.processes:check", 180, "one process per GPU, with --nproc"),
+        Step("nvshmem", "moe_rt.lab.check.network:check", 90, "a round over NVSHMEM"),
+        Step("serving", "moe_rt.lab.check.serving:check", 240, "vLLM over moe_rt, if it is installed", True),
+        Step("sanitizer", "moe_rt.lab.check.sanitizing:check", 310, "compute-sanitizer on a round"),
+    )
+}
+
+
+class Skipped(Exception):
+    """Raised by a step that cannot run here and may be skipped; the message says why."""
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[list[Any]]
+    note: str = ""
+
+
+@dataclass
+class Check:
+    """One run of one step.
+
+    Attributes:
+        device: a CUDA device's name, or an object that emulates a GPU.
+        quick: do less of everything.
+        seconds: the step's share of time.
+        sizes: numbers of ranks to try, or None for all.
+        nproc: processes, and so GPUs, that a multi-GPU step may use.
+        save: called whenever there is a new finding, so that it survives the process.
+    """
+
+    device: Any
+    quick: bool = False
+    seconds: float = 60.0
+    sizes: tuple[int, ...] | None = None
+    nproc: int = 1
+    save: Callable[[Check], None] = lambda check: None
+    details: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+
+    def say(self, detail: str) -> None:
+        """Add to the step's one-line summary."""
+        self.details.append(detail)
+        self.save(self)
+
+    def add(self, table: Table) -> None:
+        self.tables.append(table)
+        self.save(self)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Record an exception raised in this block, so that the next part runs."""
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception:
+            self.failures.append(f"{name}: {traceback.format_exc()}")
+            self.save(self)
+
+    def record(self, step: str, result: str, seconds: float) -> dict[str, Any]:
+        return {
+            "step": step,
+            "result": result,
+            "seconds": round(seconds, 3),
+            "detail": "; ".join(self.details),
+            "error": "\n".join(self.failures),
+            "tables": [asdict(table) for table in self.tables],
+        }
+
+
+def perform(step: Step, check: Check) -> dict[str, Any]:
+    """Run a step in this process and return its record. Exceptions in it become part of the record."""
+    begin, result = time.monotonic(), "ok"
+    try:
+        module, _, function = step.function.partition(":")
+        getattr(importlib.import_module(module), function)(check)
+        if check.failures:
+            result = "failed"
+    except Skipped as why:
+        result = "skipped"
+        check.details.append(str(why))
+    except Exception:
+        result = "failed"
+        check.failures.append(traceback.format_exc())
+    return check.record(step.name, result, time.monotonic() - begin)

@@ -1,0 +1,1 @@
+"""Symmetric memory: one module for each heap."""
