@@ -92,7 +92,7 @@ def _library(entry: Entry) -> Path:
 
 def _sources() -> str:
     root = jit.source_dir()
-    paths = sorted(path for part in ("device", "protocol") for path in (root / part).rglob("*") if path.is_file())
+    paths = sorted(path for part in ("gpu", "protocol") for path in (root / part).rglob("*") if path.is_file())
     options = Path(jit.__file__).read_text()
     options += "".join((HERE / name).read_text() for name in _DECLARED)
     return "\0".join([options, *(f"{path.relative_to(root)}\0{path.read_text()}" for path in paths)])
@@ -109,10 +109,10 @@ def _digest(*texts: str) -> str:
 
 @contextlib.contextmanager
 def sources_with(files: Mapping[str, str]) -> Iterator[Path]:
-    """Yield a copy of the CUDA sources whose device/ also has these files: a root, in the terms of jit."""
+    """Yield a copy of the CUDA sources whose gpu/ also has these files: a root, in the terms of jit."""
     with tempfile.TemporaryDirectory() as made:
         root = Path(made) / "cuda"
-        for part in ("protocol", "device"):
+        for part in ("protocol", "gpu"):
             shutil.copytree(jit.source_dir() / part, root / part)
         for name, text in files.items():
             (root / "gpu" / name).write_text(text)

@@ -60,7 +60,7 @@ def orders_of(ptx: str) -> Iterator[Order]:
 def _asked_by(place: Place, callers: dict[Place, Place], files: dict[str, str]) -> str:
     for _ in range(_DEEPEST):
         path = posixpath.normpath(files.get(place[0], ""))
-        for part in ("device", "protocol"):
+        for part in ("gpu", "protocol"):
             name = f"{part}/{path.rpartition(f'/{part}/')[2]}"
             source = jit.source_dir() / name
             if f"/{part}/" in path and name not in _BETWEEN and source.is_file():
