@@ -1,7 +1,7 @@
 # make demo trains on two ranks.  make quick checks a change before a commit, in two minutes.  make test runs the tests
 # of what users rely on.  make long-test runs those that compile, search or start whole programs; make ptx-test the
-# compiled kernels; make serve-test servers over moe_rt.  make sweep adds every combination.  make mutants finds changes that no test notices.  make docs and make wheel build the site and
-# the packages.  Each target sets up the environment .venv first.
+# compiled kernels; make serve-test servers over moe_rt.  make sweep adds every combination.  make mutants finds changes
+# that no test notices.  make docs and make wheel build the site and the packages.  Each target sets up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -101,7 +101,7 @@ serve-anew:
 sweep: install tools
 	$(PYTEST) --sweep
 
-# Small wrong changes, one at a time. Some test must notice each of them; this takes half an hour.
+# Small wrong changes, one at a time. Some test must notice each of them; this takes over an hour.
 mutants: install
 	$(BIN)/python tools/mutants.py
 

@@ -40,7 +40,7 @@ def process_group(device: str, timeout_s: float) -> Iterator[None]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()  # torch exports it undeclared
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it undeclared
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         yield

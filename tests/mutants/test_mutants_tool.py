@@ -117,7 +117,7 @@ def test_switches_of_the_engine_fit_together() -> None:
     """Switches of all mutants compile into one build of the engine."""
     switched = [m for m in MUTANTS if m.kind]
     for file in {m.file for m in switched}:
-        assert file.startswith(("cuda/cpu/", "cuda/net/", "cuda/bindings/", "cuda/protocol/")), file
+        assert file.startswith(("cuda/cpu/", "cuda/net/", "cuda/python/", "cuda/protocol/")), file
         here = [m for m in switched if m.file == file]
         text = tool.with_replaced((ROOT / file).read_text(), here)
         assert all(f'moe_rt_mutant("{m.name}")' in text for m in here)

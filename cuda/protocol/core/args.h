@@ -7,7 +7,7 @@
 namespace moe_rt {
 
 // Pointers are to contiguous tensors of the shapes in moe_rt/ops/table.py. Rows have the payload's type, weights the
-// accumulator's. Python fills the fields by name: bindings/launch_bindings.cpp.
+// accumulator's. Python fills the fields by name: python/launch_bindings.cpp.
 
 // Additional arguments of a dispatch whose rows arrive, or are delivered, as codes with scales.
 struct ScaledArgs {

@@ -1,7 +1,7 @@
 """Launches the kernels of a CUDA rank. The arguments that all of them share are packed once.
 
 They describe the group, this rank's state, and its links to peers. The structs are those of the C++ that reads them
-(cuda/bindings/launch_bindings.cpp), and are filled by name.
+(cuda/python/launch_bindings.cpp), and are filled by name.
 """
 
 from __future__ import annotations
