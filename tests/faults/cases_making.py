@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from routing import buffer_kwargs, make_spec
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt import Buffer, MoEConfig, MoELayer
-from moe_rt.errors import MoeRtError
+from moe_rt.errors import InvalidConfig, MoeRtError
 from moe_rt.group.groups import rendezvous_of
 from moe_rt.memory import shm
 
@@ -81,6 +82,18 @@ def wrong_isa(group: Any) -> Seen:
     os.environ.pop("MOE_RT_ISA", None)
     use(group)
     return seen
+
+
+def mapped_after_wrong_isa(group: Any) -> int:
+    """Return the number of mapped segments while the error of a failed attempt is still referenced."""
+    if rank_of(group) == FAULTY_RANK:
+        os.environ["MOE_RT_ISA"] = "pdp11"
+    with pytest.raises(InvalidConfig) as kept:
+        open_buffer(group)
+    os.environ.pop("MOE_RT_ISA", None)
+    mapped = sum("/memfd:moe_rt" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    assert kept.value.__traceback__ is not None
+    return mapped
 
 
 def come_late_to_map(patch: pytest.MonkeyPatch) -> None:

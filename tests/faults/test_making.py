@@ -62,6 +62,11 @@ def test_an_engine_that_one_rank_cannot_make(make_ranks: MakeRanks) -> None:
     told(make_ranks("shm", SIZE).run(cases.wrong_isa), "InvalidConfig", "rank 1 could not make its engine")
 
 
+def test_an_error_that_is_kept_keeps_no_memory(make_ranks: MakeRanks) -> None:
+    """The rank without an engine releases its segments, and the ranks with one close it."""
+    assert make_ranks("shm", SIZE).run(cases.mapped_after_wrong_isa) == [0] * SIZE
+
+
 def test_address_space_ends_while_peers_are_mapped(make_ranks: MakeRanks) -> None:
     told(make_ranks("shm", SIZE).run(cases.no_room_for_peers), "OutOfSharedMemory", "rank 1 could not reserve")
 
