@@ -71,19 +71,12 @@ def dispatch(
     spec: BufferSpec,
     max_tokens: int | None = None,
 ) -> list[Received]:
-    """Return each rank's rows in the layout of the spec, cut at the capacity for max_tokens."""
-    by_layout = _dispatch_tokens if spec.by_token else _dispatch_experts
-    return by_layout(xs, topk_idx, topk_weights, spec, max_tokens)
+    """Return each rank's rows, cut at the capacity for max_tokens.
 
-
-def _dispatch_experts(
-    xs: list[Tensor],
-    topk_idx: list[Tensor],
-    topk_weights: list[Tensor],
-    spec: BufferSpec,
-    max_tokens: int | None = None,
-) -> list[Received]:
-    """Return each rank's rows in the order local expert, source rank, token."""
+    Rows are in the order local expert, source rank, token; with layout "tokens" in the order source rank, token.
+    """
+    if spec.by_token:
+        return _dispatch_tokens(xs, topk_idx, topk_weights, spec, max_tokens)
     received = []
     for rank in range(spec.num_ranks):
         rows: list[Row] = []
@@ -273,19 +266,9 @@ def dispatch_backward(
     topk_idx: list[Tensor],
     spec: BufferSpec,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return grad_x and grad_topk_weights of every rank, in the layout of the spec."""
-    by_layout = _dispatch_tokens_backward if spec.by_token else _dispatch_experts_backward
-    return by_layout(grad_recv_x, grad_recv_weights, received, topk_idx, spec)
-
-
-def _dispatch_experts_backward(
-    grad_recv_x: list[Tensor],
-    grad_recv_weights: list[Tensor],
-    received: list[Received],
-    topk_idx: list[Tensor],
-    spec: BufferSpec,
-) -> list[tuple[Tensor, Tensor]]:
     """Return grad_x, by combine with unit weights, and grad_topk_weights[t, k], the gradient of that entry's row."""
+    if spec.by_token:
+        return _dispatch_tokens_backward(grad_recv_x, grad_recv_weights, received, topk_idx, spec)
     ones = [torch.ones_like(w) for w in grad_recv_weights]
     grad_x = combine(grad_recv_x, ones, received, [len(i) for i in topk_idx], spec)
     grads = []
