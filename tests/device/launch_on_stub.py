@@ -7,8 +7,8 @@ import ctypes
 import threading
 
 import torch
-
 from cuda.bindings import driver
+
 from moe_rt.engine.gpu.driver import CudaModule
 from moe_rt.errors import LaunchFailed
 

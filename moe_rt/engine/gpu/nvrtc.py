@@ -61,9 +61,8 @@ def find_toolkit(library: Library | None = None) -> Toolkit:
         CompileError: something is missing; the message says what, and what to install.
     """
     try:
-        from cuda.pathfinder import find_nvidia_header_directory
-
         from cuda.bindings import nvjitlink, nvrtc
+        from cuda.pathfinder import find_nvidia_header_directory
 
         # Libraries are loaded by the first call, and a missing one is noticed only then.
         identity = [f"nvrtc {nvrtc.nvrtcVersion()[1:]}"]
