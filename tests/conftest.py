@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
-from harness import ProcessRanks, Ranks, ThreadRanks
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ProcessRanks, Ranks, ThreadRanks
 
 # `make serve-test` runs these directories, each in an environment with that server.
 SERVERS = {"vllm": "serving", "sglang": "serving_sglang"}

@@ -51,7 +51,7 @@ LIMIT_S = 300.0  # for the tests of one mutant; pytest fails a test that hangs b
 TEST_LIMIT = "--timeout=120"
 AT_ONCE = 10  # mutants whose tests are first run together without any
 
-NOT_COMPILED = "NotCompiled"  # what tests/compiled.py raises
+NOT_COMPILED = "NotCompiled"  # what tests/support/cpp_programs.py raises
 
 KILLED, SURVIVED = "killed", "SURVIVED"
 

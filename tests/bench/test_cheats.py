@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from bench.wrong_outputs import ROTATIONS, Spoil, case_of, nan, one_bit, one_token, one_zero
 from torch import Tensor, nn
-from wrong_outputs import ROTATIONS, Spoil, case_of, nan, one_bit, one_token, one_zero
 
 from moe_rt.lab.bench.contestants.base import Delivery
 from moe_rt.lab.bench.contestants.permuted import Permuted

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench.wrong_outputs import ROTATIONS, case_of, nan, one_bit, one_tenth_more, one_token, one_zero, short
 from torch import Tensor
-from wrong_outputs import ROTATIONS, case_of, nan, one_bit, one_tenth_more, one_token, one_zero, short
 
 from moe_rt.lab.bench.cases import DTYPES, Case
 from moe_rt.lab.bench.expect import Expectation, dense, make_grad_out

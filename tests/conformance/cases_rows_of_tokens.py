@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import meet
-from rounds import CPU
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.ranks import meet
+from support.rounds import CPU
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer, MoEConfig, MoELayer

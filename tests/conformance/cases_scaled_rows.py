@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rounds import CPU, one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.rounds import CPU, one_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from conformance.cases_calls import mine, open_buffer, size_of
-from harness import meet
-from routing import make_inputs, make_spec
+from conformance.cases_call_options import mine, open_buffer, size_of
+from support.ranks import meet
+from support.routing import make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
-from rounds import full_round, rounds_in_a_row
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.ranks import Ranks
+from support.rounds import full_round, rounds_in_a_row
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from test_conformance import tokens_for
 from torch import Tensor
 

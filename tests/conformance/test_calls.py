@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_calls as cases
 import pytest
 import torch
+from conformance import cases_call_options as cases
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
-from routing import make_spec
+from support.ranks import Ranks
+from support.routing import make_spec
 
 MakeRanks = Callable[[str, int], Ranks]
 UNEVEN = [0, 0, 0, 0, 0, 0, 1, 1, 2]

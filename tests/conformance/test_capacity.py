@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import CPU_HEAPS
-from device.emulated import EmulatedGpu
-from harness import Ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import Ranks
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig

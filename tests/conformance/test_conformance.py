@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import HEAPS
-from harness import Ranks
-from rounds import full_round, rounds_in_a_row
-from routing import make_spec
+from support.ranks import Ranks
+from support.rounds import full_round, rounds_in_a_row
+from support.routing import make_spec
 
 SIZES = (1, 2, 3, 4, 7)
 MakeRanks = Callable[[str, int], Ranks]

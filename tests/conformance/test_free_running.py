@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
-from rounds import chain
+from support.ranks import Ranks
+from support.rounds import chain
 
 
 @pytest.mark.parametrize("heap", HEAPS)

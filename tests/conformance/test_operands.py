@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from conformance import cases_operands as cases
 from conftest import HEAPS
-from harness import Ranks
 from nodes.node_ranks import NodeRanks
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 LAYOUTS = ("experts", "tokens")

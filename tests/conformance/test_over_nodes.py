@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
-import cases_scaled_rows
 import pytest
 import torch
+from conformance import cases_scaled_rows
 from nodes.node_ranks import NodeRanks
-from rounds import chain, full_round, rounds_in_a_row
-from routing import make_spec
+from support.rounds import chain, full_round, rounds_in_a_row
+from support.routing import make_spec
 from test_conformance import tokens_for
 from torch.distributed.device_mesh import init_device_mesh
 

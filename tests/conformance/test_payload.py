@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import HEAPS
-from harness import Ranks, ThreadRanks
-from rounds import full_round
-from routing import buffer_kwargs, make_spec
+from support.ranks import Ranks, ThreadRanks
+from support.rounds import full_round
+from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from routing import make_spec
+from support.routing import make_spec
 
 from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rounds import full_round
-from routing import make_spec
+from support.ranks import Ranks
+from support.rounds import full_round
+from support.routing import make_spec
 
 from moe_rt.config.spec import BufferSpec
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_rows_of_tokens as cases
 import pytest
 import torch
+from conformance import cases_rows_of_tokens as cases
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
-from rounds import full_round, rounds_in_a_row
-from routing import make_spec
+from support.ranks import Ranks
+from support.rounds import full_round, rounds_in_a_row
+from support.routing import make_spec
 from test_conformance import tokens_for
 
 from moe_rt.config.spec import BufferSpec

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_scaled_rows as cases
 import pytest
 import torch
+from conformance import cases_scaled_rows as cases
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
-from routing import make_spec
+from support.ranks import Ranks
+from support.routing import make_spec
 from test_conformance import tokens_for
 
 from moe_rt.config.row_format import CODES, MOST_SCALES, SCALES, RowFormat, spelled

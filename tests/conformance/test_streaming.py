@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ThreadRanks
-from instruction_sets import INSTRUCTION_SETS
-from routing import buffer_kwargs, make_spec
+from support.instruction_sets import INSTRUCTION_SETS
+from support.ranks import ThreadRanks
+from support.routing import buffer_kwargs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conformance import cases_token_window as cases
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
-from routing import make_spec
+from support.ranks import Ranks
+from support.routing import make_spec
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_rt import Buffer, ThreadGroup

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cases_scaled_rows
 import pytest
 import torch
-from harness import Ranks, ThreadRanks
-from rounds import full_round, one_round, rounds_in_a_row
-from routing import buffer_kwargs, make_inputs, make_spec
+from conformance import cases_scaled_rows
+from support.ranks import Ranks, ThreadRanks
+from support.rounds import full_round, one_round, rounds_in_a_row
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from test_conformance import tokens_for
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -1,4 +1,4 @@
-// The emulated GPU for Python: functions that launch a kernel by name; tests/device/emulated.py loads them.
+// The emulated GPU for Python: functions that launch a kernel by name; tests/support/emulated_gpu.py loads them.
 #include "emulation.h"
 
 #include "../../cuda/gpu/activation.h"

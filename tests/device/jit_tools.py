@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from forked_python import commands
+from support.forked_python import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("jit_programs")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from device.emulated import EmulatedGpu, library
-from jit_tools import require_compiler
+from device.jit_tools import require_compiler
+from support.emulated_gpu import EmulatedGpu, library
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
-from device.emulated import EmulatedGpu
-from device.pretend_cuda import DEVICE, PretendCuda, build_guard
-from harness import ProcessRanks
+from device.fake_cuda_tensors import DEVICE, PretendCuda, build_guard
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ProcessRanks
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.cli import main

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput, LaunchFailed

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import HEAPS
-from harness import Ranks
-from rounds import one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.ranks import Ranks
+from support.rounds import one_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.engine.gpu.driver import Gpu

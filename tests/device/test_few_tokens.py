@@ -9,10 +9,10 @@ import pytest
 import torch
 from conformance.cases_scaled_rows import scaled_round
 from conformance.cases_token_window import check_round, written
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from rounds import full_round, rounds_in_a_row
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.rounds import full_round, rounds_in_a_row
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.config.row_format import RowFormat

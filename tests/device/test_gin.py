@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from device.emulated import GIN, EmulatedGpu, library
 from device.test_gpu_nodes import NODES, spec_of
 from device.test_network import UNREACHABLE, closes_after_its_last_op, dispatches_in_a_row, late
-from harness import ThreadRanks
-from heap.nccl_standin import Cluster, NcclGinConnectionType
-from rounds import chain, full_round
-from routing import make_spec
+from heap.fake_nccl import Cluster, NcclGinConnectionType
+from support.emulated_gpu import GIN, EmulatedGpu, library
+from support.ranks import ThreadRanks
+from support.rounds import chain, full_round
+from support.routing import make_spec
 
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.memory import gin, loopback

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import pytest
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import GroupClosed, MoeRtError, Op

@@ -13,10 +13,10 @@ import pytest
 import torch
 from conformance.cases_scaled_rows import PLAIN, scaled_round
 from conformance.test_conformance import tokens_for
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from rounds import chain, full_round, rounds_in_a_row
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.rounds import chain, full_round, rounds_in_a_row
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.spec import BufferSpec

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jit_tools import compile_at_once, copy_sources, require_compiler, write_small_source
+from device.jit_tools import compile_at_once, copy_sources, require_compiler, write_small_source
 
 from moe_rt.engine.gpu import jit
 from moe_rt.engine.gpu.jit import Binary, compile_kernels, compile_ptx, source_dir

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jit_tools import require_compiler, write_small_source
+from device.jit_tools import require_compiler, write_small_source
 
 SCRIPT = """
 import sys

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from conformance.cases_scaled_rows import as_they_lie, scaled_round
-from device.emulated import EmulatedGpu, EmulatedKernels
-from harness import ThreadRanks
-from rounds import full_round, one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu, EmulatedKernels
+from support.ranks import ThreadRanks
+from support.rounds import full_round, one_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.row_format import RowFormat

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conformance.cases_scaled_rows import PLAIN, scaled_round
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from rounds import CPU, chain, full_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.rounds import CPU, chain, full_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.errors import MoeRtError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled import compile_program
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from rounds import one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.cpp_programs import compile_program
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.rounds import one_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, _engine
 from moe_rt.engine.gpu.driver import Launches

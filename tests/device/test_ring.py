@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compile_program
 from conformance.cases_scaled_rows import PLAIN, make_scaled, open_buffer, play_scaled
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from rounds import CPU, one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.cpp_programs import compile_program
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.rounds import CPU, one_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, _engine
 from moe_rt.engine.gpu import launcher

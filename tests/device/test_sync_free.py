@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
-from device.pretend_cuda import SYNCS, build_guard
-from forked_python import run_python
-from routing import buffer_kwargs, make_inputs, make_spec
+from device.fake_cuda_tensors import SYNCS, build_guard
+from support.emulated_gpu import EmulatedGpu
+from support.forked_python import run_python
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_rt.nn.layer  # noqa: F401  registers the ops of experts
@@ -26,7 +26,7 @@ def guard() -> Path:
 
 
 def trace(guard: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run_python(HERE / "trace_cuda.py", guard, *options)
+    return run_python(HERE / "trace_cuda_job.py", guard, *options)
 
 
 def test_layer_traces_without_a_sync(guard: Path) -> None:

@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 import pytest
-from device.emulated import EmulatedGpu, EmulatedKernels
-from harness import ThreadRanks
-from rounds import full_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.emulated_gpu import EmulatedGpu, EmulatedKernels
+from support.ranks import ThreadRanks
+from support.rounds import full_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.engine import cuda

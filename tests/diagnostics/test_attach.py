@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import cases_diagnostics as cases
 import pytest
-from forked_python import run_python
-from harness import ProcessRanks
+from diagnostics import cases_diagnostics as cases
+from support.forked_python import run_python
+from support.ranks import ProcessRanks
 
 from moe_rt.diagnostics import attach
 from moe_rt.errors import InvalidConfig, MoeRtError

@@ -10,7 +10,7 @@ import struct
 from typing import Any
 
 import pytest
-from cases_diagnostics import healthy_segment
+from diagnostics.cases_diagnostics import healthy_segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console

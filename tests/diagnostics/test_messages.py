@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import cases_diagnostics as cases
 import pytest
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
+from diagnostics import cases_diagnostics as cases
+from support.ranks import Ranks
 
 from moe_rt import ThreadGroup, errors
 from moe_rt.errors import MoeRtError, Op, Phase

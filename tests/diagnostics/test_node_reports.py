@@ -8,11 +8,11 @@ import os
 import struct
 from dataclasses import replace
 
-import cases_diagnostics as cases
 import pytest
+from diagnostics import cases_diagnostics as cases
 from faults.cases_faults import good_round, open_buffer
-from harness import ThreadRanks
 from rich.console import Console
+from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.diagnostics.collect import _conclude, report_on

@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import cases_diagnostics as cases
 import pytest
 import torch
-from compiled import compile_program
 from conftest import CPU_HEAPS
-from device.emulated import EmulatedGpu
+from diagnostics import cases_diagnostics as cases
 from faults.cases_faults import open_buffer
-from harness import ProcessRanks, Ranks
+from support.cpp_programs import compile_program
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ProcessRanks, Ranks
 
 from moe_rt import ThreadGroup
 from moe_rt.diagnostics.collect import stragglers

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import forked_python
+from support import forked_python
 
 RUN = ("python", "bash")
 QUOTED = ("cpp",)

@@ -6,9 +6,10 @@ import os
 import time
 from pathlib import Path
 
-import fenced
 import pytest
-from fenced import Block, BlockError
+from docs.fenced import Block, BlockError
+
+from docs import fenced
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from harness import CASE_TIMEOUT_S
-from rounds import one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.ranks import CASE_TIMEOUT_S
+from support.rounds import one_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from train.cases_train import tiny
 
 from moe_rt import Buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forked_python import run_python
+from support.forked_python import run_python
 
 PROGRAM = Path(__file__).resolve().parents[2] / "examples/elastic.py"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cases_elastic as cases
 import pytest
 import torch.distributed as dist
-from harness import ProcessRanks
+from elastic import cases_elastic as cases
+from support.ranks import ProcessRanks
 
 from moe_rt.elastic import ElasticGroup
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded

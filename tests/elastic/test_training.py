@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases_elastic as cases
-from harness import ProcessRanks, Ranks
+from elastic import cases_elastic as cases
+from support.ranks import ProcessRanks, Ranks
 
 from moe_rt.train import metrics
 

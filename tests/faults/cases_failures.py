@@ -10,9 +10,9 @@ import weakref
 from typing import Any
 
 import torch
-from cases_faults import good_round, open_buffer
-from harness import meet
-from routing import make_spec
+from faults.cases_faults import good_round, open_buffer
+from support.ranks import meet
+from support.routing import make_spec
 
 from moe_rt import Buffer
 from moe_rt.lab.testing.resources import held, left_of

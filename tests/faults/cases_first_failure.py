@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from cases_faults import good_round, open_buffer
+from faults.cases_faults import good_round, open_buffer
 
 from moe_rt.errors import MoeRtError
 

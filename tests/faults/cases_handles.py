@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from cases_faults import good_round, open_buffer
-from harness import meet
-from routing import make_inputs, make_spec
+from faults.cases_faults import good_round, open_buffer
+from support.ranks import meet
+from support.routing import make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from cases_faults import good_round, open_buffer
+from faults.cases_faults import good_round, open_buffer
 
 from moe_rt import Buffer
 from moe_rt.errors import MoeRtError

@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from cases_faults import good_round, open_buffer
+from faults.cases_faults import good_round, open_buffer
 
 from moe_rt import Buffer
 from moe_rt.lab.testing.resources import limited

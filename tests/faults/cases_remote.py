@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases_faults import good_round, open_buffer
-from routing import make_spec
+from faults.cases_faults import good_round, open_buffer
+from support.routing import make_spec
 
 from moe_rt import Buffer
 from moe_rt.config.options import Route

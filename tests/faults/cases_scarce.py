@@ -7,8 +7,8 @@ import os
 import resource
 from typing import Any
 
-from cases_faults import good_round, open_buffer
-from routing import make_spec
+from faults.cases_faults import good_round, open_buffer
+from support.routing import make_spec
 
 NOBODY = 65534
 LARGE = {"num_max_tokens_per_rank": 2**12, "hidden": 2**12}  # segments of about 1 GiB

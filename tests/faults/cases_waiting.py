@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases_faults import good_round, open_buffer
-from routing import buffer_kwargs, make_spec
+from faults.cases_faults import good_round, open_buffer
+from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer
 

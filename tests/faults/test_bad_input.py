@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_faults as cases
 import pytest
 import torch
 from conftest import CPU_HEAPS
-from harness import Ranks
+from faults import cases_faults as cases
+from support.ranks import Ranks
 
 from moe_rt import Buffer, MoEConfig
 from moe_rt.errors import ConcurrentUse, GroupClosed, InvalidConfig

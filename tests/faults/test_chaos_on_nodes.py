@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
-from forked_python import run_python
-from nodes.needs_nodes import new_cluster
+from support.forked_python import run_python
+from support.needs_nodes import new_cluster
 
 from moe_rt.cli import main
 from moe_rt.errors import CapacityOverflow, InvalidRouting, MoeRtError

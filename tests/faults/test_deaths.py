@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forked_python import run_python
+from support.forked_python import run_python
 
 from moe_rt.diagnostics.collect import _process_state
 from moe_rt.group.processes import Watch, watch

@@ -150,6 +150,6 @@ def test_hanging_up_reaches_a_rank_although_later_ones_hold_copies() -> None:
 def test_a_closed_terminal(ignored: bool) -> None:
     """Ranks end with the terminal, unless the program was started with nohup: then they and the program continue."""
     how = "--ignore-signal=HUP" if ignored else "--default-signal=HUP"
-    words = ["env", how, sys.executable, Path(__file__).with_name("hung_up.py")]
+    words = ["env", how, sys.executable, Path(__file__).with_name("hangup_job.py")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == ((0, "goes on\n") if ignored else (128 + signal.SIGHUP, ""))

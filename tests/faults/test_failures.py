@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-import cases_failures as cases
 import pytest
 from conftest import CPU_HEAPS, HEAPS
-from harness import ProcessRanks, Ranks
+from faults import cases_failures as cases
+from support.ranks import ProcessRanks, Ranks
 
 from moe_rt.lab.testing.resources import held, left_of
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases_first_failure as cases
 import pytest
 import torch
 from conftest import CPU_HEAPS
-from forked_python import commands, run_python
-from harness import Ranks
-from routing import buffer_kwargs, make_spec
+from faults import cases_first_failure as cases
+from support.forked_python import commands, run_python
+from support.ranks import Ranks
+from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup, _engine
 from moe_rt.diagnostics.last_words import readable
@@ -67,7 +67,7 @@ def test_an_error_of_its_own_stays_what_it_is(make_ranks: MakeRanks) -> None:
 
 SCRIPT = """
 import sys, torch.distributed as dist
-from cases_first_failure import end_program
+from faults.cases_first_failure import end_program
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 end_program(dist.group.WORLD, 1, sys.argv[3])
 """
@@ -113,7 +113,7 @@ def test_a_program_that_ends(tmp_path: Path, started: str, how: str) -> None:
 JOB = """
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from cases_faults import good_round, open_buffer
+from faults.cases_faults import good_round, open_buffer
 
 
 @record

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_handles as cases
 import pytest
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
+from faults import cases_handles as cases
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 3

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz.rewriter import lists_of
-from routing import buffer_kwargs, make_spec
+from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import CorruptPeer

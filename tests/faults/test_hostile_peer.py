@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routing import buffer_kwargs, make_spec
+from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import Code, MoeRtError

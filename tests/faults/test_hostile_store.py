@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases_faults import good_round, open_buffer
 from conftest import CPU_HEAPS
-from routing import make_spec
+from faults.cases_faults import good_round, open_buffer
+from support.routing import make_spec
 
 from moe_rt.buffer.buffer import agree
 from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, InvalidConfig, PeerTimeout, SegmentPermission

@@ -9,10 +9,10 @@ import signal
 import threading
 from collections.abc import Callable
 
-import cases_failures
-import cases_injected as cases
 import pytest
-from harness import ProcessRanks, Ranks
+from faults import cases_failures
+from faults import cases_injected as cases
+from support.ranks import ProcessRanks, Ranks
 
 from moe_rt.diagnostics.collect import _process_state
 from moe_rt.errors import InvalidConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_limits as cases
-from harness import ProcessRanks, Ranks
+from faults import cases_limits as cases
+from support.ranks import ProcessRanks, Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 SIZE = 3

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import cases_making as cases
 import pytest
 from conftest import CPU_HEAPS
-from harness import ProcessRanks, Ranks
+from faults import cases_construction as cases
+from support.ranks import ProcessRanks, Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = cases.FAULTY_RANK, 3

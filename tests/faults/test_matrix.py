@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from forked_python import run_python
+from support.forked_python import run_python
 
 from moe_rt.lab.chaos.injected_fault import POINTS_OF_ONE_HOST, InjectedFault
 from moe_rt.lab.chaos.matrix import committed, injected_faults

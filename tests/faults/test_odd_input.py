@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_faults
-import cases_odd as cases
 import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
-from rounds import full_round
-from routing import make_spec
+from faults import cases_faults
+from faults import cases_unusual_input as cases
+from support.ranks import Ranks
+from support.rounds import full_round
+from support.routing import make_spec
 
 MakeRanks = Callable[[str, int], Ranks]
 SIZE = 3

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import cases_injected as cases
 import pytest
 from conftest import CPU_HEAPS
-from harness import Ranks
+from faults import cases_injected as cases
+from support.ranks import Ranks
 
 from moe_rt import ThreadGroup
 
@@ -21,7 +21,7 @@ MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 3
 SCRIPT = """
 import sys, torch.distributed as dist
-from cases_injected import raise_without_with
+from faults.cases_injected import raise_without_with
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 raise_without_with(dist.group.WORLD, faulty_rank=1)
 """

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import cases_failures
-import cases_remote as cases
 import pytest
+from faults import cases_failures
+from faults import cases_remote as cases
 from nodes.node_ranks import NodeRanks
 
 NODES = (1, 2)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import cases_remote as cases
 import pytest
+from faults import cases_remote as cases
 from nodes.node_ranks import NodeRanks
 
 from moe_rt.config.options import Route

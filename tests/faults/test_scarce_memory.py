@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import cases_scarce as cases
 import pytest
-from harness import ProcessRanks, Ranks
+from faults import cases_scarce as cases
+from support.ranks import ProcessRanks, Ranks
 
 from moe_rt.errors import OutOfSharedMemory
 from moe_rt.group.processes import why_closed

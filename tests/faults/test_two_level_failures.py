@@ -12,9 +12,9 @@ import pytest
 import torch
 from faults.cases_faults import good_round, open_buffer
 from faults.cases_waiting import PATIENCE_S
-from harness import ThreadRanks
-from rounds import one_round
-from routing import make_inputs, make_spec
+from support.ranks import ThreadRanks
+from support.rounds import one_round
+from support.routing import make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import Code

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import cases_waiting as cases
 import pytest
 import torch
-from cases_faults import good_round, open_buffer
 from conftest import CPU_HEAPS, HEAPS
-from harness import ProcessRanks, Ranks
+from faults import cases_waiting as cases
+from faults.cases_faults import good_round, open_buffer
+from support.ranks import ProcessRanks, Ranks
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import InvalidConfig

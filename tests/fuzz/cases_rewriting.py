@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fuzz.rewriter import Rewriter
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.errors import MoeRtError

@@ -7,7 +7,7 @@ import functools
 import threading
 from pathlib import Path
 
-from compiled import compile_program
+from support.cpp_programs import compile_program
 
 from moe_rt import Buffer
 

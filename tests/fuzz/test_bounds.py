@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from compiled import ROOT, compile_program
+from support.cpp_programs import ROOT, compile_program
 
 HERE = Path(__file__).parent
 CHECKED = (

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from conftest import HEAPS
 from fuzz import cases_rewriting as cases
-from harness import Ranks, ThreadRanks
 from nodes.node_ranks import NodeRanks
+from support.ranks import Ranks, ThreadRanks
 
 MakeRanks = Callable[[str, int], Ranks]
 MINUTES = float(os.environ.get("MOE_RT_REWRITING_MINUTES", "0"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from estimates_tool import ROOT, estimates_tool
+from gpucheck.estimates_tool import ROOT, estimates_tool
 
 from moe_rt.config.codec import Codec
 from moe_rt.engine.gpu.launcher import RING_BLOCKS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
+from support.emulated_gpu import EmulatedGpu
 
 from moe_rt import Buffer
 from moe_rt.group.thread_ranks import ThreadRanks

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from standin_cuda import SmallFlush, TimedGpu, device_event, stand_in
+from gpucheck.fake_cuda_timing import SmallFlush, TimedGpu, device_event, stand_in
 
 from moe_rt.engine.gpu.launcher import RING_VARIABLE
 from moe_rt.lab.check import graphs, layers, measuring, timing

@@ -12,7 +12,7 @@ import pytest
 import torch
 from device.jit_tools import require_compiler
 from packaging.requirements import Requirement
-from tool_environments import ROOT, python_of
+from support.tool_environments import ROOT, python_of
 
 from moe_rt.engine.gpu.launcher import RING_SOURCE
 from moe_rt.extras import cuda_extra

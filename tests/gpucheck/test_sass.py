@@ -6,7 +6,7 @@ import os
 
 import pytest
 from device.jit_tools import require_compiler
-from estimates_tool import estimates_tool
+from gpucheck.estimates_tool import estimates_tool
 
 from moe_rt.config.codec import Codec
 from moe_rt.engine.gpu.launcher import RING_KERNELS, RING_SOURCE

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import nvshmem_job
-from harness import ThreadRanks
-from nccl_standin import Cluster
-from nvshmem_job import TIMEOUT_S, release
-from nvshmem_standin import HostGpu
+from heap import nvshmem_job
+from heap.fake_nccl import Cluster
+from heap.fake_nvshmem import HostGpu
+from heap.nvshmem_job import TIMEOUT_S, release
+from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.memory import gin

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness import ThreadRanks
-from nvshmem_standin import Cluster, HostGpu
+from heap.fake_nvshmem import Cluster, HostGpu
+from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import MoeRtError

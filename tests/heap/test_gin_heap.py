@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from harness import ThreadRanks
-from nccl_job import TIMEOUT_S, Job, release
-from nccl_standin import DEV_COMM_BYTES, NcclGinConnectionType, plain_dev_comm
-from nvshmem_standin import PAGE, HostGpu
+from heap.fake_nccl import DEV_COMM_BYTES, NcclGinConnectionType, plain_dev_comm
+from heap.fake_nvshmem import PAGE, HostGpu
+from heap.nccl_job import TIMEOUT_S, Job, release
+from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ThreadRanks
-from nvshmem_standin import HEAP_BYTES, PAGE, HostGpu
+from heap.fake_nvshmem import HEAP_BYTES, PAGE, HostGpu
+from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from routing import buffer_kwargs, make_spec
+from support.routing import buffer_kwargs, make_spec
 from torch._C._distributed_c10d import Store
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup

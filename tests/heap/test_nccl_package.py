@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import nccl_standin
 import pytest
 import torch
 import torch.utils.dlpack
-from nccl_standin import Cluster, Core
-from nvshmem_standin import Fabric, HostGpu
+from heap import fake_nccl
+from heap.fake_nccl import Cluster, Core
+from heap.fake_nvshmem import Fabric, HostGpu
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig
@@ -54,8 +54,8 @@ def test_the_stand_in_has_the_signatures_of_the_real_one(core: Any) -> None:
         if inspect.isfunction(real):
             assert parameters(ours) == parameters(real), name
     for real, ours in [
-        (core.WindowFlag, nccl_standin.WindowFlag),
-        (core.NcclGinConnectionType, nccl_standin.NcclGinConnectionType),
+        (core.WindowFlag, fake_nccl.WindowFlag),
+        (core.NcclGinConnectionType, fake_nccl.NcclGinConnectionType),
     ]:
         assert {member.name: int(member.value) for member in ours}.items() <= {
             member.name: int(member.value) for member in real
@@ -67,13 +67,13 @@ def test_the_stand_in_has_the_signatures_of_the_real_one(core: Any) -> None:
 
 def test_communicators_and_windows_have_what_is_used(core: Any) -> None:
     cluster = Cluster(1)
-    ours = nccl_standin.Communicator(Core(cluster, 0), Fabric(1, cluster), 0)  # type: ignore[arg-type]
+    ours = fake_nccl.Communicator(Core(cluster, 0), Fabric(1, cluster), 0)  # type: ignore[arg-type]
     for name in used({"group.comm"}) - {"properties"}:
         assert parameters(getattr(ours, name)) == parameters(getattr(core.Communicator, name)), name
     flags = core.WindowFlag.COLL_SYMMETRIC | core.WindowFlag.STRICT_ORDERING
     assert flags.value == 3, "one value for both"
-    buffer = nccl_standin.Buffer(64)
-    window = ours.register_window(buffer, nccl_standin.WindowFlag(3))
+    buffer = fake_nccl.Buffer(64)
+    window = ours.register_window(buffer, fake_nccl.WindowFlag(3))
     assert used({"window"}) == {"handle", "get_peer_device_pointer"}
     real = core.RegisteredWindowHandle
     assert isinstance(real.handle, property)
@@ -92,10 +92,10 @@ def test_buffers_are_seen_as_tensors() -> None:
     buffer = importlib.import_module("cuda.core").Buffer
     assert hasattr(buffer, "__dlpack__")
     assert hasattr(buffer, "__dlpack_device__")
-    ours = nccl_standin.Buffer(64)
+    ours = fake_nccl.Buffer(64)
     seen = torch.utils.dlpack.from_dlpack(ours)
     assert (seen.data_ptr(), seen.dtype, seen.shape) == (ours.handle, torch.int8, (64,))
-    assert ctypes.string_at(ours.handle, 1) == bytes([nccl_standin.GARBAGE])
+    assert ctypes.string_at(ours.handle, 1) == bytes([fake_nccl.GARBAGE])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from harness import ThreadRanks
-from nvshmem_job import TIMEOUT_S, Job, release
-from nvshmem_standin import HEAP_BYTES, PAGE, HostGpu
+from heap.fake_nvshmem import HEAP_BYTES, PAGE, HostGpu
+from heap.nvshmem_job import TIMEOUT_S, Job, release
+from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout

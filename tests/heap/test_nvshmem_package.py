@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nvshmem_standin
 import pytest
-from nvshmem_standin import Cluster, Core
+from heap import fake_nvshmem
+from heap.fake_nvshmem import Cluster, Core
 
 from moe_rt.extras import how_to_install
 from moe_rt.memory import nvshmem
@@ -53,7 +53,7 @@ def test_the_stand_in_has_the_signatures_of_the_real_one(core: Any) -> None:
     assert parameters(ours) == parameters(real)
     for real, ours in [
         (core.InitStatus, standin.InitStatus),
-        (core._internal_tracking.InternalInitStatus, nvshmem_standin.InternalInitStatus),
+        (core._internal_tracking.InternalInitStatus, fake_nvshmem.InternalInitStatus),
     ]:
         assert {s.name: int(s) for s in real} == {s.name: int(s) for s in ours}
     assert issubclass(core.NvshmemError, Exception)
@@ -79,7 +79,7 @@ def test_cuda_core_has_what_is_used(core: Any) -> None:
 
 WITHOUT_A_GPU = """
 import torch
-from nvshmem_standin import HostGpu
+from heap.fake_nvshmem import HostGpu
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig
 from moe_rt.extras import how_to_install

@@ -6,8 +6,8 @@ import ctypes
 import gc
 
 import pytest
-from nvshmem_job import Job, release
-from nvshmem_standin import PAGE
+from heap.fake_nvshmem import PAGE
+from heap.nvshmem_job import Job, release
 
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
 

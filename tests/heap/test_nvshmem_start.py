@@ -6,7 +6,7 @@ import os
 import subprocess
 
 import pytest
-from nvshmem_job import Job
+from heap.nvshmem_job import Job
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.memory import nvshmem_start

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from device.emulated import EmulatedGpu
-from harness import ThreadRanks
-from nvshmem_job import TIMEOUT_S, Job
-from routing import buffer_kwargs, make_spec
+from heap.nvshmem_job import TIMEOUT_S, Job
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
+from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.topology import Topology

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
+from support.emulated_gpu import EmulatedGpu
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.errors import GroupPoisoned, InvalidConfig

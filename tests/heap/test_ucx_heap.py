@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from compiled import compile_object
-from routing import make_spec
+from support.cpp_programs import compile_object
+from support.routing import make_spec
 
 from moe_rt import Buffer, _engine
 from moe_rt.cli import main
@@ -150,14 +150,14 @@ def test_signals_and_limits_of_the_program_stay(asked: str | None, changes: set[
     """Signals and limits are as before UCX was loaded and opened a network, except for a signal that the user
     requests."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)} | ({"UCX_DEBUG_SIGNO": asked} if asked else {})
-    words = [sys.executable, HERE / "signals_of_ucx.py"]
+    words = [sys.executable, HERE / "ucx_signals_job.py"]
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
     assert set(json.loads(done.stdout)) == changes, done.stdout
 
 
 def test_a_rank_ends_when_its_terminal_is_closed(tmp_path: Path) -> None:
     """A rank whose terminal closes ends, and its peer raises PeerDead."""
-    words = ["env", "--default-signal=HUP", sys.executable, HERE / "closed_terminal.py", tmp_path / "store"]
+    words = ["env", "--default-signal=HUP", sys.executable, HERE / "closed_terminal_job.py", tmp_path / "store"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout == f"PeerDead, {-signal.SIGHUP}\n", done.stdout + done.stderr
 

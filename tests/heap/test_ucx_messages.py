@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from compiled import compile_program
+from support.cpp_programs import compile_program
 
 SOURCE = Path(__file__).parent / "ucx_messages.cpp"
 

@@ -6,8 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
-import environments
 import pytest
+from install import environments
 
 import moe_rt
 from moe_rt import _engine

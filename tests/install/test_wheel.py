@@ -14,8 +14,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import environments
 import pytest
+from install import environments
 from test_extras import WORKS, where_an_error_leads
 
 import moe_rt

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases_adapters import (
+from integrations.cases_adapters import (
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,

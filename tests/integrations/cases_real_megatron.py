@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import cases_megatron
 import torch
-import triton_stand_in  # noqa: F401
-from cases_adapters import EXPERTS, HIDDEN, TOPK, rank_and_size
+from integrations import (
+    cases_megatron,
+    fake_triton,  # noqa: F401
+)
+from integrations.cases_adapters import EXPERTS, HIDDEN, TOPK, rank_and_size
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton_stand_in  # noqa: F401
-from cases_adapters import EXPERTS, HIDDEN, INTERMEDIATE, TOPK, differences, inputs_of, weighted_sum
-from cases_torchtitan import make_weights, route
+from integrations import fake_triton  # noqa: F401
+from integrations.cases_adapters import EXPERTS, HIDDEN, INTERMEDIATE, TOPK, differences, inputs_of, weighted_sum
+from integrations.cases_torchtitan import make_weights, route
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
 from torchtitan.distributed.utils import set_spmd_backend

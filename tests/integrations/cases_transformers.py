@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_transformers_experts import relative
+from integrations.cases_transformers_experts import relative
+from integrations.transformers_models import VOCABULARY
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from transformers_models import VOCABULARY
 
 import moe_rt.integrations.transformers as integration
 from moe_rt.buffer import pool

@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from integrations.transformers_models import tiny_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
-from transformers_models import tiny_config
 
 import moe_rt.integrations.transformers  # noqa: F401  registers "moe_rt"
 from moe_rt.integrations import packed_experts

@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases_transformers import configured, load, objective, tokens_of, whole
-from cases_transformers_experts import relative
+from integrations.cases_transformers import configured, load, objective, tokens_of, whole
+from integrations.cases_transformers_experts import relative
 from torch import Tensor
 
 from moe_rt import Buffer

@@ -8,13 +8,13 @@ import traceback
 import warnings
 from typing import Any
 
-import harness
-import triton_stand_in  # noqa: F401
-from harness import ProcessRanks, Ranks, ThreadRanks, named_case
+import integrations.fake_triton  # noqa: F401
+import support.ranks
+from support.ranks import ProcessRanks, Ranks, ThreadRanks, named_case
 
 from moe_rt.lab.testing import forking
 
-harness.CASE_TIMEOUT_S = 2800  # every rank imports all of a package, which takes minutes on a loaded machine
+support.ranks.CASE_TIMEOUT_S = 2800  # every rank imports all of a package, which takes minutes on a loaded machine
 
 
 def ranks_of(size: int) -> Ranks:
@@ -22,19 +22,19 @@ def ranks_of(size: int) -> Ranks:
 
 
 def torchtitan_experts(arguments: list[str]) -> Any:
-    import cases_real_torchtitan as cases
+    from integrations import cases_real_torchtitan as cases
 
     return ranks_of(1).run(cases.equal_local_dispatch, arguments)
 
 
 def torchtitan_parallelized(tokens: list[int]) -> Any:
-    import cases_real_torchtitan as cases
+    from integrations import cases_real_torchtitan as cases
 
     return ranks_of(len(tokens)).run(cases.equal_dense_layer, tokens)
 
 
 def torchtitan_signatures(parameters: dict[str, list[str]]) -> None:
-    import cases_real_torchtitan as cases
+    from integrations import cases_real_torchtitan as cases
 
     cases.check_signatures(parameters)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import cases_megatron as cases
 import pytest
 import torch
-from harness import Ranks
+from integrations import cases_megatron as cases
+from support.ranks import Ranks
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from integrations.third_party import TIMEOUT_S, run_real
 from test_megatron import DISPATCHER_ATTRIBUTES, PARAMETERS
-from third_party import TIMEOUT_S, run_real
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S + 50), pytest.mark.sweep]
 

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from third_party import third_party_python
+from integrations.third_party import third_party_python
 
 
 @pytest.mark.sweep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 import pytest
-from forked_python import run_python
+from support.forked_python import run_python
 
 from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.integrations import sglang, vllm

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases_torchtitan as cases
 import pytest
 from conftest import HEAPS
-from forked_python import run_python
-from harness import Ranks, ThreadRanks
+from integrations import cases_torchtitan as cases
+from support.forked_python import run_python
+from support.ranks import Ranks, ThreadRanks
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.integrations.torchtitan import MoeRtTokenDispatcher, token_dispatcher

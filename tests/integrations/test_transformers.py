@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from needs_transformers import require_transformers
+from support.needs_transformers import require_transformers
+from support.ranks import Ranks
 
 require_transformers()
 
 import cases_transformers as cases  # noqa: E402
+from integrations.transformers_models import FAMILIES, tiny_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from transformers_models import FAMILIES, tiny_config  # noqa: E402
 
 from moe_rt.errors import InvalidConfig  # noqa: E402
 from moe_rt.integrations.transformers import configure  # noqa: E402

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from forked_python import run_python
-from harness import Ranks
-from needs_transformers import require_transformers
+from support.forked_python import run_python
+from support.needs_transformers import require_transformers
+from support.ranks import Ranks
 
 require_transformers()
 
 import cases_transformers_experts as cases  # noqa: E402
-from transformers_models import EXPERTS, WITH_NORM  # noqa: E402
+from integrations.transformers_models import EXPERTS, WITH_NORM  # noqa: E402
 
 MakeRanks = Callable[[str, int], Ranks]
 GROUPED = [family for family in EXPERTS if family != WITH_NORM]

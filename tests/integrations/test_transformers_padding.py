@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from needs_transformers import require_transformers
+from support.needs_transformers import require_transformers
+from support.ranks import Ranks
 
 require_transformers()
 
 import cases_transformers_padding as cases  # noqa: E402
+from integrations.transformers_models import tiny_config  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from transformers_models import tiny_config  # noqa: E402
 
 from moe_rt.integrations.unattended import Attended, watch_attention  # noqa: E402
 

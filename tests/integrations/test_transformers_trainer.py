@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_python import commands, run_python
-from needs_transformers import require_transformers
+from support.forked_python import commands, run_python
+from support.needs_transformers import require_transformers
 
 require_transformers()
 
+from integrations.transformers_models import tiny_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from transformers_models import tiny_config  # noqa: E402
 
 JOB = str(Path(__file__).with_name("transformers_trainer_job.py"))
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -23,7 +23,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 def train(num_ranks: int, model: Path, out: Path) -> list[tuple[float, float]]:
     """Return loss and gradient norm of every step."""
     launcher = [*TORCHRUN, str(num_ranks)] if num_ranks > 1 else []
-    environment = {**os.environ, "PYTHON_EXEC": str(commands() / "python"), "PYTHONPATH": str(Path(JOB).parent)}
+    environment = {**os.environ, "PYTHON_EXEC": str(commands() / "python"), "PYTHONPATH": str(Path(JOB).parents[1])}
     done = run_python(*launcher, JOB, model, out, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     [result] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

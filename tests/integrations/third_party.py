@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tool_environments import ROOT, python_of
+from support.tool_environments import ROOT, python_of
 
 TIMEOUT_S = 3000
 REAL_JOB = Path(__file__).with_name("real_job.py")

@@ -11,9 +11,9 @@ import sys
 
 import torch
 import torch.distributed as dist
+from integrations.transformers_models import VOCABULARY
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
-from transformers_models import VOCABULARY
 
 import moe_rt.integrations.transformers  # noqa: F401  registers "moe_rt"
 

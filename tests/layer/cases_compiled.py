@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from cases_layer import HIDDEN, config, inputs_for
+from layer.cases_layer import HIDDEN, config, inputs_for
 from torch import Tensor, nn
 from torch._inductor.config import patch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import torch
-from cases_layer import HIDDEN, config, inputs_for, seeded_layer
+from layer.cases_layer import HIDDEN, config, inputs_for, seeded_layer
 from torch import Tensor
 
 from moe_rt import MoELayer

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from cases_layer import TOKENS, TOPK, config, inputs_for
+from layer.cases_layer import TOKENS, TOPK, config, inputs_for
 
 from moe_rt import MoELayer
 from moe_rt.nn.metrics import MetricsSnapshot

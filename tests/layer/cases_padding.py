@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cases_kinds import filled_layer, layer_config, rows_of
+from layer.cases_kinds import filled_layer, layer_config, rows_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_layer import config, inputs_for
+from layer.cases_layer import config, inputs_for
 from torch import Tensor, nn
 
 from moe_rt import MoELayer

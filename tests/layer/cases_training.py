@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from cases_layer import config, inputs_for
+from layer.cases_layer import config, inputs_for
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_router import E, K, T, make_router, tokens
+from layer.cases_router import E, K, T, make_router, tokens
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-import cases_compiled as cases
 import pytest
-from cases_kinds import layer_config
-from harness import Ranks
+from layer import cases_compiled as cases
+from layer.cases_kinds import layer_config
+from support.ranks import Ranks
 from torch import Tensor
 
 from moe_rt import MoELayer

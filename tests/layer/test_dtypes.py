@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_dtypes as cases
 import pytest
 import torch
 import torch.distributed as dist
-from cases_layer import config, inputs_for
 from conftest import HEAPS
-from harness import Ranks
+from layer import cases_dtypes as cases
+from layer.cases_layer import config, inputs_for
+from support.ranks import Ranks
 
 from moe_rt import Buffer, MoELayer
 from moe_rt.errors import InvalidConfig, InvalidInput

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases_kinds import KINDS, dense_expert, name_of
+from layer.cases_kinds import KINDS, dense_expert, name_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

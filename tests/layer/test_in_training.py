@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_training as cases
 import pytest
 import torch
-from harness import Ranks
+from layer import cases_training as cases
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 BITWISE = {"rtol": 0, "atol": 0}

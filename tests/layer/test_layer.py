@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_layer as cases
 import pytest
 import torch
 from conftest import HEAPS
-from harness import Ranks
+from layer import cases_layer as cases
+from support.ranks import Ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_rt import Buffer, MoELayer

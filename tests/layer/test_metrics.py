@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_metrics as cases
 import pytest
 import torch
-from cases_layer import config, inputs_for
-from harness import Ranks
+from layer import cases_metrics as cases
+from layer.cases_layer import config, inputs_for
+from support.ranks import Ranks
 
 from moe_rt import MoELayer
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_kinds as cases
 import pytest
 import torch
-from cases_kinds import MODELS, dense_expert
-from harness import Ranks
+from layer import cases_kinds as cases
+from layer.cases_kinds import MODELS, dense_expert
+from support.ranks import Ranks
 from torch import Tensor
 
 from moe_rt import MoELayer

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_padding as cases
 import pytest
 import torch
-from cases_kinds import DEEPSEEK, EXPERT_CHOICE, QWEN2, filled_layer, layer_config
-from cases_router import FAMILY, E, K, NoRead, make_router, tokens
 from conftest import HEAPS
-from harness import Ranks
+from layer import cases_padding as cases
+from layer.cases_kinds import DEEPSEEK, EXPERT_CHOICE, QWEN2, filled_layer, layer_config
+from layer.cases_router import FAMILY, E, K, NoRead, make_router, tokens
+from support.ranks import Ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -8,11 +8,11 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import cases_pickling as cases
 import pytest
 import torch
-from cases_layer import inputs_for
-from harness import Ranks
+from layer import cases_pickling as cases
+from layer.cases_layer import inputs_for
+from support.ranks import Ranks
 
 from moe_rt.errors import InvalidConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases_router import FAMILY, E, H, K, NoRead, T, make_router, tokens
+from layer.cases_router import FAMILY, E, H, K, NoRead, T, make_router, tokens
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases_layer import config
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
+from layer.cases_layer import config
+from support.ranks import Ranks
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
 from moe_rt.buffer.pool import GrowingBuffer, GrowingOptions

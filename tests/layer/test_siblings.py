@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_siblings as cases
 import pytest
 import torch
-from cases_layer import EXPERTS, HIDDEN, config
 from conftest import HEAPS
-from harness import Ranks
+from layer import cases_own_modules as cases
+from layer.cases_layer import EXPERTS, HIDDEN, config
+from support.ranks import Ranks
 from torch import nn
 
 from moe_rt import MoELayer

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cases_watched as cases
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CPU_HEAPS
-from harness import Ranks
+from layer import cases_modes as cases
+from support.ranks import Ranks
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

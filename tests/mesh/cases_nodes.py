@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from cases_mesh import close, decoder, loss_of, moe_config
+from mesh.cases_mesh import close, decoder, loss_of, moe_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases_mesh import LENGTH, SEQUENCES, close, decoder, ep_mesh, full
+from mesh.cases_mesh import LENGTH, SEQUENCES, close, decoder, ep_mesh, full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_mesh import close, decoder, ep_mesh, moe_config
-from cases_parallel import backward, ddp, parts, place, whole
+from mesh.cases_mesh import close, decoder, ep_mesh, moe_config
+from mesh.cases_parallel import backward, ddp, parts, place, whole
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer

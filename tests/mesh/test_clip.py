@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_mesh as cases
 import pytest
-from harness import Ranks, ThreadRanks
+from mesh import cases_mesh as cases
+from support.ranks import Ranks, ThreadRanks
 
 from moe_rt.errors import InvalidConfig
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import cases_parallel as cases
-import cases_refused_wrappers as refusals
 import pytest
 import torch
-from harness import Ranks, ThreadRanks
+from mesh import cases_parallel as cases
+from mesh import cases_refused_wrappers as refusals
+from support.ranks import Ranks, ThreadRanks
 
 from moe_rt.errors import InvalidConfig
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_mesh as cases
 import pytest
 import torch
-from harness import Ranks
+from mesh import cases_mesh as cases
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 

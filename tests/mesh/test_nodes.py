@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_nodes as cases
 import pytest
 import torch
-from harness import Ranks
+from mesh import cases_nodes as cases
+from support.ranks import Ranks
 
 from moe_rt import Buffer, ThreadGroup
 from moe_rt.config.topology import Topology

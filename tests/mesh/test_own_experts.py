@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_own_experts as cases
 import pytest
-from harness import Ranks, ThreadRanks
+from mesh import cases_own_experts as cases
+from support.ranks import Ranks, ThreadRanks
 
 from moe_rt.errors import InvalidConfig
 

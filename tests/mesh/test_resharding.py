@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases_mesh as cases
 import pytest
 import torch
-from harness import Ranks
+from mesh import cases_mesh as cases
+from support.ranks import Ranks
 from torch import Tensor
 
 from moe_rt.errors import InvalidConfig

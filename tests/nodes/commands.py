@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from forked_python import run_python
+from support.forked_python import run_python
 
 from moe_rt.lab.cluster.cluster import Cluster
 

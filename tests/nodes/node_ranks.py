@@ -1,4 +1,4 @@
-"""Ranks in emulated nodes, for cases as in harness.py: nodes[n] ranks in node n."""
+"""Ranks in emulated nodes, for cases as in support/ranks.py: nodes[n] ranks in node n."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from harness import TELL_STACKS, ProcessRanks, _serve
-from nodes.needs_nodes import new_cluster
+from support.needs_nodes import new_cluster
+from support.ranks import TELL_STACKS, ProcessRanks, _serve
 
 from moe_rt.lab.cluster.cluster import Cluster
 from moe_rt.lab.cluster.run import fork_into

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from nodes.needs_nodes import new_cluster
-from tool_environments import ROOT, python_of
+from support.needs_nodes import new_cluster
+from support.tool_environments import ROOT, python_of
 
 from moe_rt.cli import main
 from moe_rt.lab.cluster import cluster as module

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from nodes.commands import said, start
-from nodes.needs_nodes import new_cluster
+from support.needs_nodes import new_cluster
 
 from moe_rt.cli import main
 from moe_rt.errors import InvalidConfig, MissingPackage

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from nodes.needs_nodes import new_cluster
+from support.needs_nodes import new_cluster
 
 from moe_rt.lab.cluster.cluster import Cluster, Traffic, own_traffic
 from moe_rt.lab.cluster.run import in_node

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes.needs_nodes import new_cluster
+from support.needs_nodes import new_cluster
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.cluster.cluster import Cluster

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from nodes.needs_nodes import new_cluster
+from support.needs_nodes import new_cluster
 
 HANG_S = 600.0
 

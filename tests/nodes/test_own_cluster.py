@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nodes.needs_nodes import new_cluster
+from support.needs_nodes import new_cluster
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.cluster.cluster import NETNS

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forked_python import commands, run_python
-from nodes.needs_nodes import new_cluster
+from support.forked_python import commands, run_python
+from support.needs_nodes import new_cluster
 from train.cases_train import TINY
 
 from moe_rt.lab.cluster.cluster import INTERFACE, Cluster

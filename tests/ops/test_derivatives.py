@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_derivatives as cases
 import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
+from ops import cases_derivatives as cases
+from support.ranks import Ranks
 from torch import Tensor
 
 from moe_rt import Buffer

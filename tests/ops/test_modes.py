@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_modes as cases
 import pytest
 from conftest import HEAPS
-from harness import Ranks
+from ops import cases_modes as cases
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cases_tensors as cases
 import numpy
 import pytest
 from conftest import CPU_HEAPS, HEAPS
-from harness import Ranks
+from ops import cases_tensors as cases
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = 1, 2

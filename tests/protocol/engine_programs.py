@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from compiled import ROOT, compile_object, link
+from support.cpp_programs import ROOT, compile_object, link
 
 sys.path.append(str(ROOT / "tools"))
 from engine_sources import ENGINE, ROWS

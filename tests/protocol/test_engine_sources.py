@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compiled import ROOT
+from support.cpp_programs import ROOT
 
 sys.path.append(str(ROOT / "tools"))
 import protocol_coverage

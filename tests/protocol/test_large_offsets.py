@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compile_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routing import make_spec
+from support.cpp_programs import compile_program
+from support.routing import make_spec
 
 from moe_rt.config.spec import BufferSpec
 from moe_rt.engine.cpu import CpuEngine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from routing import make_spec
+from support.routing import make_spec
 
 from moe_rt.engine.cpu import CpuEngine
 from moe_rt.faults import planned

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from instruction_sets import INSTRUCTION_SETS
-from routing import make_spec
+from support.instruction_sets import INSTRUCTION_SETS
+from support.routing import make_spec
 
 from moe_rt import _engine
 from moe_rt.config.codec import Codec

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine_programs import compile_program
+from protocol.engine_programs import compile_program
 
 RANKS, LANES = "3", "3"
 # A round is one to three dispatches, as many combines, and backwards. Few rounds suffice to detect a weakened order.

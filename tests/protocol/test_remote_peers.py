@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from engine_programs import compile_program
+from protocol.engine_programs import compile_program
 
 ROUNDS, FEW_ROUNDS = "20", "4"
 

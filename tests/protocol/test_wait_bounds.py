@@ -7,7 +7,7 @@ import subprocess
 from typing import NamedTuple
 
 import pytest
-from engine_programs import compile_program
+from protocol.engine_programs import compile_program
 
 from moe_rt.errors import Code
 

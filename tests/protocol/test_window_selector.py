@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Ranks
-from routing import buffer_kwargs, make_spec
+from support.ranks import Ranks
+from support.routing import buffer_kwargs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer, ThreadGroup

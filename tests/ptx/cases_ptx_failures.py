@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import ThreadRanks
 from ptx.gpu import PtxGpu
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.ranks import ThreadRanks
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.errors import MoeRtError

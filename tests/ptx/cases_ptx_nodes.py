@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from conformance.cases_scaled_rows import open_buffer
-from harness import ThreadRanks
 from ptx.gpu import PtxGpu
-from rounds import full_round, one_round, rounds_in_a_row
-from routing import make_inputs, make_spec
+from support.ranks import ThreadRanks
+from support.rounds import full_round, one_round, rounds_in_a_row
+from support.routing import make_inputs, make_spec
 
 from moe_rt.errors import MoeRtError
 

@@ -11,19 +11,19 @@ import torch
 from conformance.cases_scaled_rows import PLAIN, make_scaled, open_buffer, play_scaled
 from device.test_network import closes_after_its_last_op, dispatches_in_a_row
 from device.test_ring import ring_rounds
-from harness import ThreadRanks
 from ptx import cases_ptx_nodes
 from ptx.cases_ptx_failures import ACTS, outcomes_on
 from ptx.cases_ptx_nodes import NODES
 from ptx.gpu import PtxGpu
-from ptx.isolated import run_on
 from ptx.modules import ptx_of
 from ptx.network import NetworkGpu
 from ptx.orders import Order, orders_of
-from ptx.ringed import RingGpu
+from ptx.own_process import run_on
+from ptx.ring_kernels import RingGpu
 from ptx.test_ptx_failures import judge
-from rounds import CPU, full_round, one_round, rounds_in_a_row
-from routing import make_inputs, make_spec
+from support.ranks import ThreadRanks
+from support.rounds import CPU, full_round, one_round, rounds_in_a_row
+from support.routing import make_inputs, make_spec
 
 from moe_rt.config.spec import BufferSpec
 from moe_rt.engine import cuda

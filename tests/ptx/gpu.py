@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import compile_object, compile_program, link
 from ptx.modules import ARCH, image_of, ptx_of
+from support.cpp_programs import compile_object, compile_program, link
 from torch import Tensor
 
 from moe_rt.engine.gpu import driver as gpu

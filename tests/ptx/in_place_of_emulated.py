@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import device.emulated
-import harness
 import pytest
+import support.emulated_gpu
+import support.ranks
 from ptx.gpu import PtxGpu, load
 
 _OUTPUT = "ptx"
@@ -66,5 +66,5 @@ def _executed_here() -> tuple[int, int]:
 
 
 load()  # before tests make tensors
-harness.CASE_TIMEOUT_S = 3600.0  # chains of many launches, on a busy machine
-device.emulated.EmulatedGpu = InPlaceOfEmulated  # type: ignore[assignment,misc]
+support.ranks.CASE_TIMEOUT_S = 3600.0  # chains of many launches, on a busy machine
+support.emulated_gpu.EmulatedGpu = InPlaceOfEmulated  # type: ignore[assignment,misc]

@@ -25,9 +25,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compiled import KEPT, kept
 from ptx.parse import Entry, parse
 from ptx.translate import translate
+from support.cpp_programs import KEPT, kept
 
 from moe_rt.engine.gpu import jit
 from moe_rt.engine.gpu.libraries import NVSHMEM

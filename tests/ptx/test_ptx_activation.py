@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ptx.gpu import PtxGpu
-from ptx.isolated import isolated
+from ptx.own_process import isolated
 
 from moe_rt.ops import cuda_activation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from ptx.gpu import PtxFault
-from ptx.isolated import isolated
+from ptx.own_process import isolated
 from ptx.programs import run
 
 BYTES = 512

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled import compile_program
 from device.jit_tools import require_compiler
 from ptx.gpu import PtxGpu
-from ptx.isolated import isolated
 from ptx.modules import ARCH, image_of
+from ptx.own_process import isolated
+from support.cpp_programs import compile_program
 from torch import Tensor
 
 from moe_rt.engine.gpu.driver import CudaModule

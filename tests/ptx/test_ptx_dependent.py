@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from ptx import programs
 from ptx.cases_ptx_orders import NETWORK_SPEC, waits_apart
+from ptx.faulty_kernels import without
 from ptx.gpu import Edit, PtxFault, PtxGpu
-from ptx.isolated import isolated, run_on
 from ptx.network import NetworkGpu
-from ptx.planted import without
-from rounds import full_round, rounds_in_a_row
-from routing import make_spec
+from ptx.own_process import isolated, run_on
+from support.rounds import full_round, rounds_in_a_row
+from support.routing import make_spec
 
 NOT_AWAITED = "a lane ends that has not awaited the launch before"
 LET, WAIT = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from ptx.cases_ptx_failures import ACTS, outcomes_of_all
-from ptx.isolated import isolated
+from ptx.own_process import isolated
 
 # name -> a message of some rank, and the errors that ranks may raise. A rank that receives the poison word before it
 # sees the failure raises GroupPoisoned.

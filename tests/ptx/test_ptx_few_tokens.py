@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ThreadRanks
+from ptx.faulty_kernels import in_entry
 from ptx.gpu import PtxFault, PtxGpu
-from ptx.isolated import isolated, run_on
-from ptx.planted import in_entry
-from rounds import rounds_in_a_row
-from routing import make_spec
+from ptx.own_process import isolated, run_on
+from support.ranks import ThreadRanks
+from support.rounds import rounds_in_a_row
+from support.routing import make_spec
 
 ROUNDS = ([1, 2, 3], "random")
 CODED = dict(dtype=torch.bfloat16, hidden=144, dispatch_dtype=torch.float8_e4m3fn, combine_dtype=torch.int8)

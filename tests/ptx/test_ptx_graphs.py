@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from conformance.cases_token_window import check_round, written
-from harness import ThreadRanks
 from ptx.gpu import PtxGpu
-from ptx.isolated import isolated
-from routing import buffer_kwargs, make_inputs, make_spec
+from ptx.own_process import isolated
+from support.ranks import ThreadRanks
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.errors import GroupPoisoned, InvalidConfig, InvalidInput

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from harness import ThreadRanks
 from ptx.gpu import PtxGpu
-from ptx.isolated import isolated
+from ptx.own_process import isolated
+from support.ranks import ThreadRanks
 from torch import Tensor
 
 from moe_rt import MoEConfig, MoELayer

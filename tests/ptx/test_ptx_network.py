@@ -10,13 +10,13 @@ import torch
 from device.jit_tools import require_compiler
 from device.test_network import closes_after_its_last_op, dispatches_in_a_row
 from ptx import cases_ptx_orders as cases
+from ptx.faulty_kernels import in_entry, without
 from ptx.gpu import PtxFault
-from ptx.isolated import isolated, run_on
 from ptx.modules import ARCH, HERE, sources_with
 from ptx.network import UNREACHABLE, NetworkGpu
-from ptx.planted import in_entry, without
-from rounds import full_round
-from routing import make_spec
+from ptx.own_process import isolated, run_on
+from support.rounds import full_round
+from support.routing import make_spec
 
 from moe_rt.engine.gpu import jit
 from moe_rt.engine.gpu.libraries import NVSHMEM

@@ -9,14 +9,14 @@ import pytest
 import torch
 from ptx import cases_ptx_orders as cases
 from ptx.cases_ptx_nodes import NODES as NODES_OF_THREE
+from ptx.faulty_kernels import without
 from ptx.gpu import PtxFault, PtxGpu
-from ptx.isolated import isolated, run_on
 from ptx.network import NetworkGpu
-from ptx.planted import without
+from ptx.own_process import isolated, run_on
 from ptx.test_ptx_graphs import capture_and_replay
 from ptx.test_ptx_network import FENCE, MEETING, call
-from rounds import full_round
-from routing import make_spec
+from support.rounds import full_round
+from support.routing import make_spec
 
 NODES = {"2+2": (0, 0, 1, 1), "1+1+1": (0, 1, 2)}
 CODED: dict[str, Any] = dict(

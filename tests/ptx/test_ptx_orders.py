@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 from ptx import cases_ptx_orders as cases
-from ptx.isolated import isolated
 from ptx.orders import Order
-from ptx.orders_not_needed import NOT_NEEDED
+from ptx.own_process import isolated
+from ptx.unneeded_orders import NOT_NEEDED
 
 OPS = ("dispatch", "combine", "combine_backward")
 LAUNCHES = (*(f"{op}_{half}" for op in OPS for half in ("send", "wait", "receive")), "abort_group", "leave")

@@ -7,7 +7,7 @@ import struct
 import pytest
 from ptx import programs
 from ptx.gpu import PtxFault
-from ptx.isolated import isolated
+from ptx.own_process import isolated
 from ptx.parse import TranslationError, parse
 from ptx.programs import program, run
 from ptx.translate import translate

@@ -9,12 +9,12 @@ import pytest
 import torch
 from device.test_ring import ring_rounds
 from ptx import cases_ptx_orders as cases
+from ptx.faulty_kernels import in_entry
 from ptx.gpu import PtxFault
-from ptx.isolated import isolated, run_on
-from ptx.planted import in_entry
-from ptx.ringed import RingGpu
+from ptx.own_process import isolated, run_on
+from ptx.ring_kernels import RingGpu
 from ptx.test_ptx_graphs import capture_and_replay
-from routing import make_spec
+from support.routing import make_spec
 
 FP8 = torch.float8_e4m3fn
 LONG = dict(hidden=272)  # fp32: rows of five pieces

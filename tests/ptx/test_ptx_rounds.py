@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conformance.cases_scaled_rows import scaled_round
-from harness import ThreadRanks
 from ptx.gpu import PtxGpu
-from ptx.isolated import isolated
-from rounds import full_round
-from routing import make_spec
+from ptx.own_process import isolated
+from support.ranks import ThreadRanks
+from support.rounds import full_round
+from support.routing import make_spec
 
 from moe_rt.config.row_format import RowFormat
 from moe_rt.engine import cuda

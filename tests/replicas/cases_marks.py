@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_replicas import Net, backward, batch, net
+from replicas.cases_replicas import Net, backward, batch, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize, prune

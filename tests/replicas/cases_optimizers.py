@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases_replicas import backward, local, loss_of, net, same_on_all, train, trained, whole
+from replicas.cases_replicas import backward, local, loss_of, net, same_on_all, train, trained, whole
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm

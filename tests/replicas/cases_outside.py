@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_replicas import Net, batch, local, loss_of, net, same_on_all, trained
+from replicas.cases_replicas import Net, batch, local, loss_of, net, same_on_all, trained
 
 from moe_rt.parallel import prepare, whole_state_dict
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases_replicas import backward, local, loss_of, mesh_of, net, whole
+from replicas.cases_replicas import backward, local, loss_of, mesh_of, net, whole
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict

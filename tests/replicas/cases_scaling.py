@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_replicas import Net, batch, local, net, same_on_all
+from replicas.cases_replicas import Net, batch, local, net, same_on_all
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh

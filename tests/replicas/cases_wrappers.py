@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases_replicas import Net, backward, local, mesh_of, net
+from replicas.cases_replicas import Net, backward, local, mesh_of, net
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed._composable import replicate_with_fsdp as fsdp_replicate

@@ -8,13 +8,13 @@ import traceback
 import warnings
 from typing import Any
 
-import cases_outside as cases
-import harness
-from harness import ProcessRanks
+import support.ranks
+from replicas import cases_outside as cases
+from support.ranks import ProcessRanks
 
 from moe_rt.lab.testing import forking
 
-harness.CASE_TIMEOUT_S = 900  # every rank imports all of a package, which takes minutes on a loaded machine
+support.ranks.CASE_TIMEOUT_S = 900  # every rank imports all of a package, which takes minutes on a loaded machine
 
 
 def told(outcome: Any) -> Any:

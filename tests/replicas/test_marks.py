@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_marks as cases
 import pytest
-from harness import Ranks
+from replicas import cases_marks as cases
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 

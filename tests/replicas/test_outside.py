@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
-from third_party import TIMEOUT_S, run_real
+from integrations.third_party import TIMEOUT_S, run_real
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S + 50), pytest.mark.sweep]
 

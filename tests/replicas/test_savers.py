@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases_savers as cases
 import pytest
 import torch
-from cases_replicas import net, whole
-from forked_python import run_python
-from harness import Ranks
+from replicas import cases_savers as cases
+from replicas.cases_replicas import net, whole
+from support.forked_python import run_python
+from support.ranks import Ranks
 
 from moe_rt.config.placement import Placement
 from moe_rt.errors import InvalidConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_scaling as cases
 import pytest
-from harness import Ranks
+from replicas import cases_scaling as cases
+from support.ranks import Ranks
 
 MakeRanks = Callable[[str, int], Ranks]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_wrappers as cases
 import pytest
 import torch
-from harness import Ranks
+from replicas import cases_wrappers as cases
+from support.ranks import Ranks
 
 from moe_rt.errors import InvalidConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import LENGTHS, PROMPTS, dealt
+from serving.prompts import LENGTHS, PROMPTS, dealt
 
 from moe_rt.lab.testing.serving.engines import EngineRanks, Failed
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
+from support.emulated_gpu import EmulatedGpu
 from torch import Tensor
 from vllm.model_executor.layers import fused_moe
 

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 import pytest
-from asked import LENGTHS, PROMPTS, dealt, gathered, prompts
+from serving.prompts import LENGTHS, PROMPTS, dealt, gathered, prompts
 
 from moe_rt.lab.testing.serving.engines import EngineRanks, Parting, parting
 

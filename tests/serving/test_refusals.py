@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from platforms import Platform
+from serving.fake_platform import Platform
 from vllm.config import parallel
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 

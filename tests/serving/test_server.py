@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import LENGTHS, PROMPTS, gathered, tokens
+from serving.prompts import LENGTHS, PROMPTS, gathered, tokens
 
 from moe_rt.lab.testing.serving.server import Server
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from platforms import Platform
+from serving.fake_platform import Platform
 from vllm import plugins
 from vllm.model_executor.layers.fused_moe import all2all_utils
 

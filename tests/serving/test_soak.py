@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asked import gathered, prompts, tokens
+from serving.prompts import gathered, prompts, tokens
 
 from moe_rt.lab.testing.serving.server import Server
 

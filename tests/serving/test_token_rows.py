@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from device.emulated import EmulatedGpu
-from device.pretend_cuda import SYNCS
-from harness import ThreadRanks
+from device.fake_cuda_tensors import SYNCS
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ThreadRanks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig

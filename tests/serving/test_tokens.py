@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asked import LENGTHS, PROMPTS, dealt, gathered, prompts, tokens
+from serving.prompts import LENGTHS, PROMPTS, dealt, gathered, prompts, tokens
 
 FP32 = dict(dtype="float32")
 LATENT = dict(attention_backend="CPU_MLA", **FP32)  # vLLM selects kernels without fp32 on processors with AMX

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
+from support.ranks import Ranks
 from torch import Tensor
 
 H, F, E, K = 32, 24, 6, 3

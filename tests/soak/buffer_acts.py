@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from routing import Inputs, make_inputs, make_spec
+from support.routing import Inputs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

@@ -12,12 +12,11 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import buffer_acts
-import layer_acts
 import torch
 import torch.distributed as dist
-from cases_soak import dawdle
-from held import held, left_behind
+from soak import buffer_acts, layer_acts
+from soak.cases_soak import dawdle
+from support.held_resources import held, left_behind
 from torch import Tensor
 
 from moe_rt import Buffer

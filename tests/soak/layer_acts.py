@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from buffer_acts import EVALUATION
+from soak.buffer_acts import EVALUATION
 from torch import Tensor
 
 from moe_rt import MoEConfig, MoELayer, ThreadGroup

@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import cases_train as cases
 import torch
 import torch.distributed as dist
 from torch import nn
+from train import cases_train as cases
 
 from moe_rt.errors import WriteFailed
 from moe_rt.train import checkpoint, digests

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases_train as cases
 import numpy as np
 import pytest
-from harness import Ranks
+from support.ranks import Ranks
+from train import cases_train as cases
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.train import metrics, train

@@ -10,10 +10,10 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cases_damage as cases
-import cases_train
 import pytest
-from harness import ProcessRanks, Ranks
+from support.ranks import ProcessRanks, Ranks
+from train import cases_damage as cases
+from train import cases_train
 
 from moe_rt.errors import CorruptCheckpoint, InvalidConfig, PeerDead
 from moe_rt.train import train

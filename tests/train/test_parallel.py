@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import cases_train as cases
 import pytest
 import torch
-from harness import Ranks
+from support.ranks import Ranks
+from train import cases_train as cases
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.train import parallel

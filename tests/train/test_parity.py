@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cases_train as cases
 import numpy as np
 import pytest
-from dense_moe import DenseMoE
-from harness import Ranks
+from support.ranks import Ranks
+from train import cases_train as cases
+from train.dense_moe import DenseMoE
 
 from moe_rt.train import metrics, train
 

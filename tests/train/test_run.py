@@ -10,13 +10,13 @@ import re
 import subprocess
 from pathlib import Path
 
-import cases_train as cases
 import matplotlib.image
 import pytest
 from click.testing import CliRunner
-from forked_python import commands, run_python
 from rich.console import Console
+from support.forked_python import commands, run_python
 from torch import Tensor, nn
+from train import cases_train as cases
 
 from moe_rt.errors import MoeRtError
 from moe_rt.lab.testing.ports import free_ports
@@ -165,12 +165,13 @@ def test_learning_rate_warms_up_and_decays() -> None:
 )
 def test_no_rank_waits_for_a_failed_one(tmp_path: Path, how: str, cause: str) -> None:
     port = free_ports()
-    script = Path(__file__).with_name("failing_rank.py")
+    script = Path(__file__).with_name("failing_rank_job.py")
     ranks = [
         subprocess.Popen(
             [commands() / "python", script, tmp_path / "run", how],
             env={
                 **ENVIRONMENT,
+                "PYTHONPATH": str(script.parents[1]),
                 "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(port),
                 "WORLD_SIZE": "3",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import cases_train as cases
 import torch
-from dense_moe import DenseMoE
 from torch import Tensor
+from train import cases_train as cases
+from train.dense_moe import DenseMoE
 
 from moe_rt.train.config import TrainConfig
 from moe_rt.train.loop import generate, make_optimizer

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_python import LIMIT_S, run_python
+from support.forked_python import LIMIT_S, run_python
 
 TELLS = """
 import json, os, sys, tempfile

@@ -35,7 +35,7 @@ def tests_directory() -> Path:
         find_toolkit()
     except CompileError as error:
         raise InvalidConfig(f"--emulated: {error}") from error
-    if not (tests / "ptx" / "rehearsal.py").is_file():
+    if not (tests / "ptx" / "fake_torch_cuda.py").is_file():
         raise InvalidConfig(
             f"--emulated: got an installed moe_rt, expected a checkout with its tests, since {tests} has no tool that "
             "executes kernels; git clone the repository and run the command there"
@@ -49,6 +49,6 @@ def tests_directory() -> Path:
 def prepare(step: str) -> Any:
     """Return the emulated GPU for one step. It replaces this process's driver and CPU tensors permanently."""
     sys.path.insert(0, str(tests_directory()))
-    from ptx import rehearsal  # in the checkout's tests
+    from ptx import fake_torch_cuda  # in the checkout's tests
 
-    return rehearsal.prepare(step)
+    return fake_torch_cuda.prepare(step)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from ptx.gpu import PtxGpu
-from rounds import one_round
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.rounds import one_round
+from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases_faults import good_round, open_buffer
-from routing import buffer_kwargs, make_spec
+from faults.cases_faults import good_round, open_buffer
+from support.routing import buffer_kwargs, make_spec
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt import Buffer, MoEConfig, MoELayer

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import compile_program
+from support.cpp_programs import compile_program
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map

@@ -1,4 +1,4 @@
-"""Train under torchrun's variables; rank 1 fails in its third step: `failing_rank.py OUT HOW`."""
+"""Train under torchrun's variables; rank 1 fails in its third step: `failing_rank_job.py OUT HOW`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from cases_train import tiny
+from train.cases_train import tiny
 
 from moe_rt.train import train
 from moe_rt.train.data import Corpus

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from device.emulated import EmulatedGpu
+from support.emulated_gpu import EmulatedGpu
 
 from moe_rt.engine.gpu.driver import Launches
 

@@ -2,7 +2,7 @@
 
 It runs in a dedicated process, since the guard it loads stays.
 
-    python trace_cuda.py GUARD_LIBRARY [syncing]
+    python trace_cuda_job.py GUARD_LIBRARY [syncing]
 
 With `syncing` the layer's router reads a count on the host, as a layer that synchronises would.
 """
@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from device.emulated import EmulatedGpu
+from support.emulated_gpu import EmulatedGpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases_layer import EXPERTS, HIDDEN, TOPK, config, inputs_for
+from layer.cases_layer import EXPERTS, HIDDEN, TOPK, config, inputs_for
 from torch import Tensor, nn
 
 from moe_rt import MoELayer

@@ -8,7 +8,7 @@ import resource
 import signal
 from pathlib import Path
 
-from routing import make_spec
+from support.routing import make_spec
 
 from moe_rt import _engine
 from moe_rt.memory import ucx

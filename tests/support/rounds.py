@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from routing import Inputs, buffer_kwargs, make_inputs, make_spec
+from support.routing import Inputs, buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.config.spec import BufferSpec

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ptx import planted
+from ptx import faulty_kernels
+from ptx.faulty_kernels import in_entry
 from ptx.gpu import PtxFault, PtxGpu
-from ptx.isolated import isolated, run_on
-from ptx.planted import in_entry
-from rounds import full_round
-from routing import make_spec
+from ptx.own_process import isolated, run_on
+from support.rounds import full_round
+from support.routing import make_spec
 
 BARRIER, ADD = "bar.sync \t0;", "atom.add.acq_rel.gpu"
 ACQUIRE, RELEASE = "ld.acquire.sys.b64", "st.release.sys.b64"
@@ -32,29 +32,29 @@ def nothing(buffer: Any) -> None:
 
 
 def test_nothing_is_reported_of_what_is_right() -> None:
-    isolated(on_two_ranks, PtxGpu, {}, planted.round_with, nothing)
+    isolated(on_two_ranks, PtxGpu, {}, faulty_kernels.round_with, nothing)
 
 
 @pytest.mark.parametrize(
     ("plant", "says"),
     [
-        (planted.words_swapped, "out of bounds: "),
-        (planted.half_a_vector_off, "misaligned: 16 bytes at "),
-        (planted.a_row_too_remote, "out of bounds: 16 bytes of global memory"),
-        (planted.tables_given_back, "out of bounds: "),
+        (faulty_kernels.words_swapped, "out of bounds: "),
+        (faulty_kernels.half_a_vector_off, "misaligned: 16 bytes at "),
+        (faulty_kernels.a_row_too_remote, "out of bounds: 16 bytes of global memory"),
+        (faulty_kernels.tables_given_back, "out of bounds: "),
     ],
 )
 def test_arguments(plant: Callable[[Any], None], says: str) -> None:
-    report = report_of(planted.round_with, plant)
+    report = report_of(faulty_kernels.round_with, plant)
     assert report.startswith(says), report
     assert "at dispatch_send, block " in report
     assert "lane " in report
     assert "from cuda/" in report
 
 
-@pytest.mark.parametrize("make", [planted.HostTables, planted.SmallSegments])
+@pytest.mark.parametrize("make", [faulty_kernels.HostTables, faulty_kernels.SmallSegments])
 def test_memory(make: type[PtxGpu]) -> None:
-    report = report_of(planted.round_with, nothing, make=make)
+    report = report_of(faulty_kernels.round_with, nothing, make=make)
     assert report.startswith("out of bounds: "), report
 
 

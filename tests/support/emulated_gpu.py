@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import compile_program
+from support.cpp_programs import compile_program
 from torch import Tensor
 
 from moe_rt.config.codec import Codec
@@ -19,6 +19,7 @@ from moe_rt.engine.gpu.driver import Launches
 from moe_rt.engine.gpu.launcher import RING_SOURCE
 from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
 
+EMULATION = Path(__file__).resolve().parents[1] / "device"  # its C++ sources
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-fno-sanitize-recover=alignment"]
 GIN = "-DMOE_RT_EMULATED_GIN"  # selects the library; the C++ code ignores it
 _SEGMENT, _SEGMENTS = 0, 4  # words of a launch's Links: the rank's segment, and the table of all segments
@@ -31,7 +32,7 @@ def library(*defines: str) -> ctypes.CDLL:
     # Not optimised: most libraries run only a few rounds, and compilation takes half as long.
     constants = any("MOE_RT_HIDDEN" in define for define in defines)
     name = "emulation_gin.cpp" if GIN in defines else "emulation_constants.cpp" if constants else "emulation.cpp"
-    loaded = ctypes.CDLL(str(compile_program(Path(__file__).with_name(name), "-O0", "-shared", "-fPIC", *defines)))
+    loaded = ctypes.CDLL(str(compile_program(EMULATION / name, "-O0", "-shared", "-fPIC", *defines)))
     loaded.emulated_room.restype = ctypes.c_void_p
     return loaded
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_faults import open_buffer
-from rounds import one_round
-from routing import make_inputs, make_spec
+from faults.cases_faults import open_buffer
+from support.rounds import one_round
+from support.routing import make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

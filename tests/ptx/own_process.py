@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from device.jit_tools import require_compiler
-from harness import CASE_TIMEOUT_S, TELL_STACKS, ThreadRanks
 from ptx.gpu import PtxFault, PtxGpu
+from support.ranks import CASE_TIMEOUT_S, TELL_STACKS, ThreadRanks
 
 from moe_rt.lab.testing.channel import Channel
 from moe_rt.lab.testing.process_ranks import ProcessRanks

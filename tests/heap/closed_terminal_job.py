@@ -1,6 +1,6 @@
 """Two ranks over heap "ucx", one of which gets SIGHUP between two ops: prints the other's error, and the exit status.
 
-python closed_terminal.py STORE
+python closed_terminal_job.py STORE
 """
 
 from __future__ import annotations

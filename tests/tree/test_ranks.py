@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import harness
 import pytest
+import support.ranks
 
 from moe_rt.lab.testing.resources import left_of
 
@@ -17,11 +17,11 @@ def answer_after(group: Any, seconds: float, answer: str) -> str:
 
 
 def test_a_case_that_hangs_answers_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = harness.ProcessRanks(2)
+    ranks = support.ranks.ProcessRanks(2)
     try:
         assert ranks.run(answer_after, 0.0, "first") == ["first"] * 2
         with monkeypatch.context() as patch:
-            patch.setattr(harness, "CASE_TIMEOUT_S", 0.1)
+            patch.setattr(support.ranks, "CASE_TIMEOUT_S", 0.1)
             with pytest.raises(TimeoutError, match="rank 0 did not finish"):
                 ranks.run(answer_after, 1.0, "late")
         assert ranks.run(answer_after, 0.0, "next") == ["next"] * 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from harness import meet
-from rounds import CPU
-from routing import buffer_kwargs, make_inputs, make_spec
+from support.ranks import meet
+from support.rounds import CPU
+from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer

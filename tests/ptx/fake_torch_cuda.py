@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpucheck.standin_cuda import SmallFlush, TimedKernels, stand_in
-from ptx import captured
+from gpucheck.fake_cuda_timing import SmallFlush, TimedKernels, stand_in
+from ptx import captured_graphs
 from ptx.gpu import PtxGpu
 from ptx.modules import ARCH
 
@@ -58,13 +58,13 @@ class Rehearsal(PtxGpu):
     def __init__(self, *, real_time: bool) -> None:
         super().__init__(real_time=real_time)
         self.events: list[Any] = []
-        self.recording: captured.Graph | None = None  # of the thread that holds the capture lock
+        self.recording: captured_graphs.Graph | None = None  # of the thread that holds the capture lock
 
     def is_capturing(self) -> bool:
         return (self.recording is not None and self.recording.is_of_this_thread()) or super().is_capturing()
 
     def kernels(self, *what: Any, **how: Any) -> Any:
-        return captured.RecordedKernels(self, TimedKernels(super().kernels(*what, **how), self.events))
+        return captured_graphs.RecordedKernels(self, TimedKernels(super().kernels(*what, **how), self.events))
 
 
 class _ForGood:
@@ -89,7 +89,7 @@ def prepare(step: str) -> Any:
     stand_in(_ForGood, gpu)
     for module in (measuring, timing):
         module.Flush = SmallFlush
-    torch.cuda.CUDAGraph = functools.partial(captured.Graph, gpu)  # type: ignore[assignment,misc]
+    torch.cuda.CUDAGraph = functools.partial(captured_graphs.Graph, gpu)  # type: ignore[assignment,misc]
     torch.cuda.graph = _graph  # type: ignore[assignment,misc]
     torch.cuda.set_sync_debug_mode = lambda mode: None  # guards calls of CUDA's runtime, and none is made here
     torch.cuda.empty_cache = lambda: None
@@ -97,6 +97,6 @@ def prepare(step: str) -> Any:
 
 
 @contextlib.contextmanager
-def _graph(graph: captured.Graph, **how: Any) -> Iterator[None]:
+def _graph(graph: captured_graphs.Graph, **how: Any) -> Iterator[None]:
     with graph.capture():
         yield
