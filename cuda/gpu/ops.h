@@ -53,7 +53,7 @@ struct Launch {
   const Control& c;
 
   template <class Group, class Moving = ByLanes>
-  MOE_RT_FN DeviceRows<Elem, Dims, Group, Moving> rows(const Group& group, Codec codec = Codec::kRaw,
+  MOE_RT_FN DeviceRows<Elem, Dims, Group, Moving> rows(const Group& group, Codec codec,
                                                        const Moving& moving = {}) const {
     return {dims, group, codec, moving};
   }
@@ -78,8 +78,6 @@ struct Launch {
       return m.link(group);
     }
   }
-  // Gradients travel raw.
-  MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
   // False if the handle is not from a dispatch of this engine with this many tokens, or rows are missing.
@@ -139,7 +137,7 @@ struct Launch {
       const int routers = num_routers(tiles, a.num_tokens);
       if (m.block_index() >= routers) {
         if (a.scaled.row_format) return send_tokens(routers, window, ids, a, a.scaled);
-        return send_tokens(routers, window, ids, a, dims.dispatch_codec());
+        return send_tokens(routers, window, ids, a, dims.codec(Op::kDispatch));
       }
       const RoutingTables tables = RoutingTables::of(w);
       const ListsFor<Acc> lists{w, w.base, window, pushes_lists(w, a.max_tokens)};
@@ -212,7 +210,7 @@ struct Launch {
       write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, plan(a.recv_plan));
     }
     if (a.scaled.code_bytes) return take(a, seq, window, blocks, a.scaled);
-    take(a, seq, window, blocks, dims.dispatch_codec());
+    take(a, seq, window, blocks, dims.codec(Op::kDispatch));
   }
 
   // Gathers all rows sent to this rank, as rows(group, kind) deliver them.
@@ -242,7 +240,7 @@ struct Launch {
                            static_cast<const Acc*>(a.grad_recv_weights)};
     with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
       const auto peers = link(group, window);
-      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), peers);
+      push<LocalPushed>(group, dims, w, window, in, rows(group, dims.codec(a.op)), peers);
       peers.flush();
     });
   }
@@ -256,12 +254,12 @@ struct Launch {
     auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
     if constexpr (Machine::kTwoLevel) {
       const auto group = m.warps(0);
-      const auto own_rows = rows(group, combine_codec(a.op));
+      const auto own_rows = rows(group, dims.codec(a.op));
       reduce_nodes(group, dims, w, window, send_plan, a.num_tokens, out, grads, own_rows, own_rows,
                    m.links.memory.scratch_of(group.index), LocalPushed{});
     } else {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
-        reduce(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, combine_codec(a.op)),
+        reduce(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, dims.codec(a.op)),
                LocalPushed{});
       });
     }
@@ -270,7 +268,7 @@ struct Launch {
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
     const auto send = [&](int window) {
-      if (followed(p, a)) publish(0, window, a.grad_out, a.num_tokens, Codec::kRaw);
+      if (followed(p, a)) publish(0, window, a.grad_out, a.num_tokens, dims.codec(Op::kCombineBackward));
     };
     begin(m, w, c, call_of(a, c.tag, p), send, [&](Header& header, int64_t) { refuse(header, p, a); });
   }
@@ -279,11 +277,12 @@ struct Launch {
     const RecvPlan p = plan(a.recv_plan);
     const auto receive = [&](uint64_t, int window) {
       const auto group = m.warps(0);
+      const auto grads = rows(group, dims.codec(Op::kCombineBackward));
       gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-                        static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
+                        static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), grads,
                         link(group, window));
       clear_padding(group, w, p.ends, p.head->num_rows, static_cast<char*>(a.grad_y),
-                    static_cast<Acc*>(a.grad_recv_weights), rows(group));
+                    static_cast<Acc*>(a.grad_recv_weights), grads);
     };
     finish(m, w, c, call_of(a, c.tag, p), receive, [] {});
   }

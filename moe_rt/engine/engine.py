@@ -119,6 +119,13 @@ class Engine(ABC):
         x = x.contiguous()  # a token window is now an earlier op's, and its rows may be padded
         return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
 
+    def dispatch_scaled(
+        self, x: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor, tag: int,
+        max_tokens: int | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Run a dispatch with `scaled`."""
+        return self.dispatch(x, topk_idx, topk_weights, tag, max_tokens, True, scales)
+
     def _check_dispatch(
         self, tag: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, scaled: bool, scales: Tensor | None,
         limit: str, most: int,
