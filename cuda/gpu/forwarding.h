@@ -216,7 +216,7 @@ struct Forwarding {
       group.sync();  // the scratch row is reused for another sum
     };
     send_sums<Dims>(
-        group, w, window, p.forwards, launch.rows(group, launch.dims.codec(a.op)), a.grad_recv_weights != nullptr,
+        group, w, window, p.forwards, launch.rows(group, launch.combine_codec(a.op)), a.grad_recv_weights != nullptr,
         coded + w.shape.row_bytes(), [&](int64_t) { return coded; }, put);
     group.sync();
     if (group.leader()) m.links.net.before_signals();  // like RdmaLink::flush

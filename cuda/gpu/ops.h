@@ -78,6 +78,10 @@ struct Launch {
       return m.link(group);
     }
   }
+  // Codec of a combine or a dispatch backward: a test fewer than for any op.
+  MOE_RT_FN Codec combine_codec(Op op) const {
+    return dims.codec(op == Op::kCombine ? Op::kCombine : Op::kDispatchBackward);
+  }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
   // False if the handle is not from a dispatch of this engine with this many tokens, or rows are missing.
@@ -240,7 +244,7 @@ struct Launch {
                            static_cast<const Acc*>(a.grad_recv_weights)};
     with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
       const auto peers = link(group, window);
-      push<LocalPushed>(group, dims, w, window, in, rows(group, dims.codec(a.op)), peers);
+      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), peers);
       peers.flush();
     });
   }
@@ -254,12 +258,12 @@ struct Launch {
     auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
     if constexpr (Machine::kTwoLevel) {
       const auto group = m.warps(0);
-      const auto own_rows = rows(group, dims.codec(a.op));
+      const auto own_rows = rows(group, combine_codec(a.op));
       reduce_nodes(group, dims, w, window, send_plan, a.num_tokens, out, grads, own_rows, own_rows,
                    m.links.memory.scratch_of(group.index), LocalPushed{});
     } else {
       with_groups(m, 0, a.num_tokens, [&](const auto& group) {
-        reduce(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, dims.codec(a.op)),
+        reduce(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, combine_codec(a.op)),
                LocalPushed{});
       });
     }

@@ -22,7 +22,7 @@ Call: TypeAlias = Callable[..., Any]  # an op, as declared in table.py
 
 
 class Gradient(NamedTuple):
-    """How autograd differentiates an op.
+    """Formulas by which autograd differentiates an op.
 
     save(ctx, engine, tag, output, inputs) keeps what differentiate(ctx, *grads) needs, which returns the gradients of
     the differentiable inputs; `tangents` is the rule of forward mode.

@@ -45,7 +45,7 @@ def combine_tokens_backward(
     Op.DISPATCH,
     differentiable=("x", "topk_weights"),
     gradient=gradient_of_dispatch(dispatch_backward),
-    require_no_loss="require_no_grad_into_window",
+    require_no_loss="refuse_recorded_window",
     require_traceable="require_window_as_handed_out",
 )
 def dispatch(

@@ -10,8 +10,8 @@ namespace moe_rt {
 // Pointers are to contiguous tensors of the shapes in moe_rt/ops/table.py. Rows have the payload's type, weights the
 // accumulator's.
 
-// Additional arguments of a dispatch whose rows arrive, or are delivered, as codes with scales. `row_format` stands for
-// the dtypes and sizes of x and scales, identical on every rank.
+// Additional arguments of a dispatch whose rows arrive, or are delivered, as codes with scales. `row_format` encodes the
+// dtypes and sizes of x and scales, identical on every rank.
 #define MOE_RT_SCALED_ARGS(FIELD)                              \
   FIELD(int64_t, row_format)  /* 0 if x is plain rows */       \
   FIELD(const void*, scales)  /* scales of x, if x is codes */ \

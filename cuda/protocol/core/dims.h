@@ -9,7 +9,7 @@ namespace moe_rt {
 
 inline constexpr int kMaxTopk = 128;
 
-// Codec of each op's rows, from those that users choose for dispatch and combine. Gradients travel raw.
+// Codec of each op's rows, from the two that users choose for dispatch and combine. Gradients travel raw.
 MOE_RT_FN constexpr Codec codec_of(Op op, Codec dispatch, Codec combine) {
   switch (op) {
     case Op::kDispatch:
