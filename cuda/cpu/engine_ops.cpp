@@ -72,7 +72,7 @@ struct Engine::DispatchSteps {
     if (a.scaled.row_format) {
       publish(coop, window, engine.scaled_rows(a.scaled, a.num_tokens, stream_from));
     } else {
-      publish(coop, window, engine.row_ops<Acc>(a.num_tokens, stream_from, engine.dims_.dispatch_codec()));
+      publish(coop, window, engine.row_ops<Acc>(a.num_tokens, stream_from, engine.dims_.codec(Op::kDispatch)));
     }
   }
 
@@ -116,7 +116,7 @@ struct Engine::DispatchSteps {
   }
   int64_t encoded_row_bytes() const {
     if (a.scaled.code_bytes) return RowParts{a.scaled.code_bytes, a.scaled.scale_bytes}.bytes();
-    return engine.row_ops<Acc>(0, 0, engine.dims_.dispatch_codec()).encoded_row_bytes();
+    return engine.row_ops<Acc>(0, 0, engine.dims_.codec(Op::kDispatch)).encoded_row_bytes();
   }
 
   // Second half: indexes the lists of all peers and gathers their rows.
@@ -129,7 +129,7 @@ struct Engine::DispatchSteps {
     if (a.scaled.code_bytes) {
       take(coop, window, blocks, engine.scaled_rows(a.scaled, num_rows, stream_from));
     } else {
-      take(coop, window, blocks, engine.row_ops<Acc>(num_rows, stream_from, engine.dims_.dispatch_codec()));
+      take(coop, window, blocks, engine.row_ops<Acc>(num_rows, stream_from, engine.dims_.codec(Op::kDispatch)));
     }
     coop.sync();
     if (coop.rank() == 0) judge_gathered(blocks, status);
@@ -215,7 +215,7 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const Status judged = judge(a.op, plan, a.send_plan, a);
   if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   plan.judged = true;
-  const Codec codec = a.op == Op::kCombine ? dims_.combine_codec() : Codec::kRaw;
+  const Codec codec = dims_.codec(a.op);
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = LocalPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
@@ -263,12 +263,13 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
   const Status judged = judge(Op::kCombineBackward, plan, nullptr, a);
   if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   plan.judged = true;
+  const Codec codec = dims_.codec(Op::kCombineBackward);
   const auto send = [&](const auto& coop, int window, Header&) {
     publish_rows(coop, world_, window, static_cast<const char*>(a.grad_out), a.num_tokens,
-                 row_ops<Acc>(a.num_tokens, stream_from_.published, Codec::kRaw));
+                 row_ops<Acc>(a.num_tokens, stream_from_.published, codec));
   };
   const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
-    const auto rows = row_ops<Acc>(plan.head->num_rows, stream_from_.received, Codec::kRaw);
+    const auto rows = row_ops<Acc>(plan.head->num_rows, stream_from_.received, codec);
     auto* const grad_y = static_cast<char*>(a.grad_y);
     auto* const grad_recv_weights = static_cast<Acc*>(a.grad_recv_weights);
     with_link(window, [&](const auto& link) {
@@ -277,7 +278,7 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
     });
     clear_padding(coop, world_, plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
   };
-  const int64_t row_bytes = row_ops<Acc>(0, 0, Codec::kRaw).encoded_row_bytes();
+  const int64_t row_bytes = row_ops<Acc>(0, 0, codec).encoded_row_bytes();
   const auto middle =
       between([&](int window, HostIdle& idle) { return remote_peers_->fetch(world_, window, plan, row_bytes, idle); },
               by_one_lane([&](int window, HostIdle& idle) {

@@ -35,12 +35,14 @@ struct HostRecord {
 };
 
 // Arguments of every launch, in addition to the World and the tensors.
+#define MOE_RT_CONTROL(FIELD) \
+  FIELD(DeviceState*, state)  \
+  FIELD(HostRecord*, record)  \
+  FIELD(int64_t, timeout_ns)  \
+  FIELD(uint32_t, tag)        \
+  FIELD(uint32_t, may_overflow) /* capacity is below the worst case, and overflow ends the group */
 struct Control {
-  DeviceState* state;
-  HostRecord* record;
-  int64_t timeout_ns;
-  uint32_t tag;
-  uint32_t may_overflow;  // capacity is below the worst case, and overflow ends the group
+  MOE_RT_CONTROL(MOE_RT_MEMBER)
 };
 
 static_assert(sizeof(Control) == 32 && sizeof(HostRecord) == 48 && sizeof(DeviceState) == 48, "the host's layout");

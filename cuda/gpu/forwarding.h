@@ -88,13 +88,14 @@ struct Forwarding {
   MOE_RT_FN void dispatch_forward(const DispatchArgs& a) const {
     const ScaledArgs& s = a.scaled;
     const int64_t row_bytes =
-        s.code_bytes ? RowParts{s.code_bytes, s.scale_bytes}.bytes() : bytes_of(launch.dims.dispatch_codec());
+        s.code_bytes ? RowParts{s.code_bytes, s.scale_bytes}.bytes() : bytes_of(launch.dims.codec(Op::kDispatch));
     forward<Kind::kDispatch>(call_of(a, c.tag),
                              [&](int window) { stage(launch.plan(a.recv_plan), window, row_bytes); });
   }
   MOE_RT_FN void combine_backward_forward(const CombineBackwardArgs& a) const {
     const RecvPlan p = launch.plan(a.recv_plan);
-    forward<Kind::kDispatch>(call_of(a, c.tag, p), [&](int window) { stage(p, window, bytes_of(Codec::kRaw)); });
+    forward<Kind::kDispatch>(call_of(a, c.tag, p),
+                             [&](int window) { stage(p, window, bytes_of(launch.dims.codec(Op::kCombineBackward))); });
   }
   MOE_RT_FN void combine_forward(const CombineArgs& a) const {
     const RecvPlan p = launch.plan(a.recv_plan);

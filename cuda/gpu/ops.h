@@ -53,7 +53,7 @@ struct Launch {
   const Control& c;
 
   template <class Group, class Moving = ByLanes>
-  MOE_RT_FN DeviceRows<Elem, Dims, Group, Moving> rows(const Group& group, Codec codec = Codec::kRaw,
+  MOE_RT_FN DeviceRows<Elem, Dims, Group, Moving> rows(const Group& group, Codec codec,
                                                        const Moving& moving = {}) const {
     return {dims, group, codec, moving};
   }
@@ -78,8 +78,10 @@ struct Launch {
       return m.link(group);
     }
   }
-  // Gradients travel raw.
-  MOE_RT_FN Codec combine_codec(Op op) const { return op == Op::kCombine ? dims.combine_codec() : Codec::kRaw; }
+  // Codec of a combine or a dispatch backward: a test fewer than for any op.
+  MOE_RT_FN Codec combine_codec(Op op) const {
+    return dims.codec(op == Op::kCombine ? Op::kCombine : Op::kDispatchBackward);
+  }
   MOE_RT_FN RecvPlan plan(int32_t* ints) const { return RecvPlan::view(ints, w.shape, w.num_local_experts()); }
 
   // False if the handle is not from a dispatch of this engine with this many tokens, or rows are missing.
@@ -139,7 +141,7 @@ struct Launch {
       const int routers = num_routers(tiles, a.num_tokens);
       if (m.block_index() >= routers) {
         if (a.scaled.row_format) return send_tokens(routers, window, ids, a, a.scaled);
-        return send_tokens(routers, window, ids, a, dims.dispatch_codec());
+        return send_tokens(routers, window, ids, a, dims.codec(Op::kDispatch));
       }
       const RoutingTables tables = RoutingTables::of(w);
       const ListsFor<Acc> lists{w, w.base, window, pushes_lists(w, a.max_tokens)};
@@ -212,7 +214,7 @@ struct Launch {
       write_index(block, w, seq, a.num_tokens, a.capacity, blocks, a.offs, plan(a.recv_plan));
     }
     if (a.scaled.code_bytes) return take(a, seq, window, blocks, a.scaled);
-    take(a, seq, window, blocks, dims.dispatch_codec());
+    take(a, seq, window, blocks, dims.codec(Op::kDispatch));
   }
 
   // Gathers all rows sent to this rank, as rows(group, kind) deliver them.
@@ -270,7 +272,7 @@ struct Launch {
   MOE_RT_FN void combine_backward_send(const CombineBackwardArgs& a) const {
     const RecvPlan p = plan(a.recv_plan);
     const auto send = [&](int window) {
-      if (followed(p, a)) publish(0, window, a.grad_out, a.num_tokens, Codec::kRaw);
+      if (followed(p, a)) publish(0, window, a.grad_out, a.num_tokens, dims.codec(Op::kCombineBackward));
     };
     begin(m, w, c, call_of(a, c.tag, p), send, [&](Header& header, int64_t) { refuse(header, p, a); });
   }
@@ -279,11 +281,12 @@ struct Launch {
     const RecvPlan p = plan(a.recv_plan);
     const auto receive = [&](uint64_t, int window) {
       const auto group = m.warps(0);
+      const auto grads = rows(group, dims.codec(Op::kCombineBackward));
       gather_grad<Dims>(group, w, window, p, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
-                        static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), rows(group),
+                        static_cast<char*>(a.grad_y), static_cast<Acc*>(a.grad_recv_weights), grads,
                         link(group, window));
       clear_padding(group, w, p.ends, p.head->num_rows, static_cast<char*>(a.grad_y),
-                    static_cast<Acc*>(a.grad_recv_weights), rows(group));
+                    static_cast<Acc*>(a.grad_recv_weights), grads);
     };
     finish(m, w, c, call_of(a, c.tag, p), receive, [] {});
   }

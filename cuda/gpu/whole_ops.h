@@ -48,7 +48,7 @@ MOE_RT_FN void dispatch_whole(const Launch<Dims, Elem, Machine>& launch, const D
   if (a.scaled.row_format) {
     launch.push_tokens(0, slot.window, tables, ids, a, a.scaled);
   } else {
-    launch.push_tokens(0, slot.window, tables, ids, a, launch.dims.dispatch_codec());
+    launch.push_tokens(0, slot.window, tables, ids, a, launch.dims.codec(Op::kDispatch));
   }
   const ListsFor<Acc> lists{w, copied.base, slot.window, true};
   const TileRouter router{m.block(),

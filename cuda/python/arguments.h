@@ -1,7 +1,7 @@
 // Python bindings of argument structs: each class has a constructor that takes every field by name, and only by name.
 //
-// The CPU engine reads such an object, and a CUDA launch copies the struct from its address. A field without a name
-// here does not compile; one that a caller omits, or that does not exist, raises TypeError.
+// The CPU engine reads such an object, and a CUDA launch copies the struct from its address. A field that a caller
+// omits, or that does not exist, raises TypeError.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,28 +39,9 @@ struct Field {
 template <class Args, class T>
 Field(const char*, T Args::*) -> Field<Args, T>;
 
-struct Anything {
-  template <class T>
-  operator T() const;
-};
-
-template <class Args, class... Found>
-constexpr int num_fields() {
-  if constexpr (requires { Args{Found{}..., Anything{}}; }) {
-    return num_fields<Args, Found..., Anything>();
-  } else {
-    return sizeof...(Found);
-  }
-}
-
-// Number of fields that are zero until a property sets them.
-template <class Args>
-constexpr int kSetLater = 0;
-
 // `address` is the struct's address, valid for the object's lifetime.
 template <class Args, class... Ts>
 nanobind::class_<Args> bind_arguments(nanobind::module_& m, const char* name, Field<Args, Ts>... fields) {
-  static_assert(num_fields<Args>() == sizeof...(Ts) + kSetLater<Args>, "every field has a name");
   return nanobind::class_<Args>(m, name)
       .def(
           "__init__",
@@ -71,5 +52,14 @@ nanobind::class_<Args> bind_arguments(nanobind::module_& m, const char* name, Fi
           nanobind::kw_only(), nanobind::arg(fields.name)...)
       .def_prop_ro("address", [](const Args& args) { return reinterpret_cast<Address>(&args); });
 }
+
+// Binds a struct from the list that makes its fields.
+#define MOE_RT_NAMED(type, name) \
+  , Field { #name, &Self::name }
+#define MOE_RT_BIND(module, Args, FIELDS)                            \
+  [&] {                                                              \
+    using Self = Args;                                               \
+    return bind_arguments<Self>(module, #Args FIELDS(MOE_RT_NAMED)); \
+  }()
 
 }  // namespace moe_rt

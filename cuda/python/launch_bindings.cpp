@@ -21,52 +21,20 @@
 namespace nb = nanobind;
 using namespace moe_rt;
 
-// `scaled` is set later, so that only rows with scales pay for their description.
-template <>
-constexpr int moe_rt::kSetLater<DispatchArgs> = 1;
-
 namespace {
 
 void bind_ops(nb::module_& m) {
   m.attr("ANY_CAPACITY") = kAnyCapacity;
-  bind_arguments<ScaledArgs>(m, "ScaledArgs", Field{"row_format", &ScaledArgs::row_format},
-                             Field{"scales", &ScaledArgs::scales}, Field{"recv_scales", &ScaledArgs::recv_scales},
-                             Field{"code_bytes", &ScaledArgs::code_bytes},
-                             Field{"scale_bytes", &ScaledArgs::scale_bytes});
-  bind_arguments<DispatchArgs>(
-      m, "DispatchArgs", Field{"x", &DispatchArgs::x}, Field{"topk_idx", &DispatchArgs::topk_idx},
-      Field{"idx_bytes", &DispatchArgs::idx_bytes}, Field{"topk_weights", &DispatchArgs::topk_weights},
-      Field{"num_tokens", &DispatchArgs::num_tokens}, Field{"max_tokens", &DispatchArgs::max_tokens},
-      Field{"capacity", &DispatchArgs::capacity}, Field{"recv_x", &DispatchArgs::recv_x},
-      Field{"recv_weights", &DispatchArgs::recv_weights}, Field{"offs", &DispatchArgs::offs},
-      Field{"recv_plan", &DispatchArgs::recv_plan}, Field{"send_plan", &DispatchArgs::send_plan})
+  MOE_RT_BIND(m, ScaledArgs, MOE_RT_SCALED_ARGS);
+  MOE_RT_BIND(m, DispatchArgs, MOE_RT_DISPATCH_ARGS)
       .def_ro("num_tokens", &DispatchArgs::num_tokens)
       .def_rw("scaled", &DispatchArgs::scaled);
-  bind_arguments<CombineArgs>(m, "CombineArgs", Field{"op", &CombineArgs::op}, Field{"y", &CombineArgs::y},
-                              Field{"recv_weights", &CombineArgs::recv_weights},
-                              Field{"grad_recv_weights", &CombineArgs::grad_recv_weights},
-                              Field{"num_rows", &CombineArgs::num_rows}, Field{"capacity", &CombineArgs::capacity},
-                              Field{"recv_plan", &CombineArgs::recv_plan}, Field{"send_plan", &CombineArgs::send_plan},
-                              Field{"num_tokens", &CombineArgs::num_tokens}, Field{"out", &CombineArgs::out},
-                              Field{"grad_topk_weights", &CombineArgs::grad_topk_weights})
-      .def_ro("num_tokens", &CombineArgs::num_tokens);
-  bind_arguments<CombineBackwardArgs>(
-      m, "CombineBackwardArgs", Field{"grad_out", &CombineBackwardArgs::grad_out},
-      Field{"num_tokens", &CombineBackwardArgs::num_tokens}, Field{"y", &CombineBackwardArgs::y},
-      Field{"recv_weights", &CombineBackwardArgs::recv_weights}, Field{"num_rows", &CombineBackwardArgs::num_rows},
-      Field{"capacity", &CombineBackwardArgs::capacity}, Field{"recv_plan", &CombineBackwardArgs::recv_plan},
-      Field{"grad_y", &CombineBackwardArgs::grad_y},
-      Field{"grad_recv_weights", &CombineBackwardArgs::grad_recv_weights})
+  MOE_RT_BIND(m, CombineArgs, MOE_RT_COMBINE_ARGS).def_ro("num_tokens", &CombineArgs::num_tokens);
+  MOE_RT_BIND(m, CombineBackwardArgs, MOE_RT_COMBINE_BACKWARD_ARGS)
       .def_ro("num_tokens", &CombineBackwardArgs::num_tokens);
-  bind_arguments<EndArgs>(m, "EndArgs", Field{"code", &EndArgs::code});
-  bind_arguments<SwigluArgs>(m, "SwigluArgs", Field{"gate_up", &SwigluArgs::gate_up}, Field{"offs", &SwigluArgs::offs},
-                             Field{"num_local", &SwigluArgs::num_local}, Field{"num_rows", &SwigluArgs::num_rows},
-                             Field{"intermediate", &SwigluArgs::intermediate}, Field{"out", &SwigluArgs::out});
-  bind_arguments<SwigluBackwardArgs>(
-      m, "SwigluBackwardArgs", Field{"grad", &SwigluBackwardArgs::grad}, Field{"gate_up", &SwigluBackwardArgs::gate_up},
-      Field{"offs", &SwigluBackwardArgs::offs}, Field{"num_local", &SwigluBackwardArgs::num_local},
-      Field{"num_rows", &SwigluBackwardArgs::num_rows}, Field{"intermediate", &SwigluBackwardArgs::intermediate},
-      Field{"grad_gate_up", &SwigluBackwardArgs::grad_gate_up});
+  MOE_RT_BIND(m, EndArgs, MOE_RT_END_ARGS);
+  MOE_RT_BIND(m, SwigluArgs, MOE_RT_SWIGLU_ARGS);
+  MOE_RT_BIND(m, SwigluBackwardArgs, MOE_RT_SWIGLU_BACKWARD_ARGS);
 }
 
 // Fields of a handle's receive plan that Python may read.
@@ -116,10 +84,7 @@ void bind_group(nb::module_& m) {
           nb::arg("owner"), nb::arg("rank_first"), nb::arg("entries"), nb::arg("base"), nb::arg("mirror"),
           nb::arg("nodes"))
       .def_prop_ro("address", [](const World& w) { return reinterpret_cast<Address>(&w); });
-  bind_arguments<Control>(m, "Control", Field{"state", &Control::state}, Field{"record", &Control::record},
-                          Field{"timeout_ns", &Control::timeout_ns}, Field{"tag", &Control::tag},
-                          Field{"may_overflow", &Control::may_overflow})
-      .def_rw("tag", &Control::tag);
+  MOE_RT_BIND(m, Control, MOE_RT_CONTROL).def_rw("tag", &Control::tag);
 }
 
 // The device keeps its selector in its memory; a host that queues all ops itself predicts it with this copy.

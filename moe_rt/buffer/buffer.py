@@ -320,7 +320,8 @@ class Buffer:
             self._engine.refuse_handle(handle)
         refuse_replicated_experts(self, y)
         if out is not None:
-            return ops.combine_out(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag, out)
+            ops.combine_out(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag, out=out)
+            return out
         return ops.combine(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag)
 
     def refuse(self, error: InvalidInput, *, tag: int = 0) -> NoReturn:

@@ -89,7 +89,7 @@ class Engine(ABC):
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None = None,
-        scaled: bool = False, scales: Tensor | None = None,
+        *, scaled: bool = False, scales: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """x [T, H], topk_idx [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan.
 
@@ -118,6 +118,10 @@ class Engine(ABC):
                 raise
         x = x.contiguous()  # a token window is now an earlier op's, and its rows may be padded
         return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+
+    def dispatch_scaled(self, x: Tensor, scales: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+        """Run a dispatch with `scaled`; `others` are its arguments from topk_idx to max_tokens."""
+        return self.dispatch(x, *others, scaled=True, scales=scales)
 
     def _check_dispatch(
         self, tag: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, scaled: bool, scales: Tensor | None,
@@ -357,13 +361,9 @@ class Engine(ABC):
             message = f"x: got {got}, expected torch.no_grad(), as codes have none"
             self._refuse_input(Op.DISPATCH, tag, message)
 
-    def require_no_grad_into_window(self, tag: int, x: Any, topk_weights: Any) -> None:
-        """Refuse a dispatch from a token window if autograd would save rows that later ops overwrite."""
-        if self._windows is not None and checks.is_recorded(x, topk_weights) and isinstance(x, Tensor):
-            self.refuse_recorded_window(tag, x)
-
-    def refuse_recorded_window(self, tag: int, x: Tensor) -> None:
-        """Refuse x if it is in a token window. The caller has found that gradients or tangents are wanted."""
+    def refuse_recorded_window(self, tag: int, x: Tensor, *_: Tensor) -> None:
+        """Refuse x if it is in a token window, whose rows later ops overwrite. The caller has found that gradients or
+        tangents are wanted."""
         if self._windows is not None and self._windows.hold(x):
             got = "a token window in a dispatch that gradients are recorded of"
             message = f"x: got {got}, expected torch.no_grad(), or rows in memory of their own: windows are overwritten"

@@ -14,7 +14,8 @@ class HeapTraits:
     """Traits of a heap.
 
     Attributes:
-        module: has `allocate`, and `mapped` if the heap has GPUs and a network.
+        module: has `allocate`; with GPUs and a network also `mapped`; with CPU ranks and a network `library`, which
+            raises if it is not installed.
         gpu: ranks are on GPUs: one each if they are processes, one for all if they are threads.
         processes: ranks are processes; otherwise they are threads of one.
         network: a network reaches peers whose memory is not mapped. CPU heaps with one allocate by a Shape instead of a
@@ -25,6 +26,11 @@ class HeapTraits:
     gpu: bool
     processes: bool
     network: bool = False
+
+    @property
+    def over_hosts(self) -> bool:
+        """True if CPU ranks may be on several hosts."""
+        return self.network and not self.gpu
 
 
 HEAPS: dict[HeapKind, HeapTraits] = {

@@ -1,4 +1,4 @@
-"""Gradients of dispatch and combine, for calls through torch's dispatcher and for calls that bypass it.
+"""Gradients of dispatch and combine, and how each op's gradient or its refusal is registered with torch's dispatcher.
 
 dispatch           saves its plans;            backward: dispatch_backward (a combine-type op)
 combine            saves y, weights, plans;    backward: combine_backward  (a dispatch-type op)
@@ -8,149 +8,72 @@ combine            saves y, weights, plans;    backward: combine_backward  (a di
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
-from torch._C._autograd import _profiler_enabled
-from torch._ops import OpOverload
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 from torch.library import Library
 
 from moe_rt.engine.differentiation import SECOND_DERIVATIVE, Args, TangentRule, differentiate, has_tangent, refuse_vmap
 from moe_rt.engine.engine import Engine, engine_by_id
 from moe_rt.errors import InvalidInput, Op
 
-
-def unwatched(*tensors: Tensor) -> bool:
-    """True if torch's dispatcher would only call the engine: eager mode, plain tensors, no modes, no profiler."""
-    if (
-        is_dynamo_compiling()
-        or _len_torch_dispatch_stack()
-        or _are_functorch_transforms_active()
-        or _is_tracing()
-        or _profiler_enabled()
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    for t in tensors:  # noqa: SIM110, as a generator would take longer than all the checks above
-        if type(t) is not Tensor:
-            return False
-    return True
+Call: TypeAlias = Callable[..., Any]  # an op, as declared in table.py
 
 
-def recorded(*tensors: Tensor | None) -> bool:
-    """True if autograd would record a Function of these tensors."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False
+class Gradient(NamedTuple):
+    """Formulas by which autograd differentiates an op.
+
+    save(ctx, engine, tag, output, inputs) keeps what differentiate(ctx, *grads) needs, which returns the gradients of
+    the differentiable inputs; `tangents` is the rule of forward mode.
+    """
+
+    save: Callable[[Any, Engine, int, Any, Args], None]
+    differentiate: Callable[..., tuple[Tensor | None, ...]]
+    tangents: TangentRule
 
 
-def _backward(kind: Op, op: OpOverload, engine_op: Callable[..., Any], tensors: tuple[Tensor, ...], ctx: Any) -> Any:
-    """Run a backward op; through the dispatcher if it is watched, or must refuse to record a second derivative."""
-    if not torch.is_grad_enabled() and unwatched(*tensors):
-        return engine_op(*tensors, ctx.tag)
-    ctx.engine.require_call(kind, ctx.tag, grad=tensors[0])
-    return op(*tensors, ctx.engine.id, ctx.tag)
+def gradient_of_dispatch(backward: Call) -> Gradient:
+    """Return the gradient of dispatch, whose backward op is `backward`."""
+
+    def save(ctx: Any, engine: Engine, tag: int, output: tuple[Tensor, ...], inputs: Args) -> None:
+        recv_x, recv_weights, _, recv_plan, send_plan = output
+        ctx.engine, ctx.tag = engine, tag
+        ctx.shapes, ctx.dtypes = (recv_x.shape, recv_weights.shape), (recv_x.dtype, recv_weights.dtype)
+        ctx.set_materialize_grads(False)  # only two of the five outputs have gradients
+        ctx.save_for_backward(recv_plan, send_plan)
+
+    def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_recv_x, grad_recv_weights = grads[:2]
+        recv_plan, send_plan = ctx.saved_tensors
+        if grad_recv_x is None:
+            grad_recv_x = recv_plan.new_zeros(ctx.shapes[0], dtype=ctx.dtypes[0])
+        if grad_recv_weights is None:
+            grad_recv_weights = recv_plan.new_zeros(ctx.shapes[1], dtype=ctx.dtypes[1])
+        return backward(grad_recv_x, grad_recv_weights, recv_plan, send_plan, ctx.engine, ctx.tag)
+
+    return Gradient(save, differentiate, _tangents_of_dispatch)
 
 
-def save_for_dispatch_backward(ctx: Any, engine: Engine, tag: int, output: tuple[Tensor, ...]) -> None:
-    recv_x, recv_weights, _, recv_plan, send_plan = output
-    ctx.engine, ctx.tag = engine, tag
-    ctx.shapes, ctx.dtypes = (recv_x.shape, recv_weights.shape), (recv_x.dtype, recv_weights.dtype)
-    ctx.set_materialize_grads(False)  # only two of the five outputs have gradients
-    ctx.save_for_backward(recv_plan, send_plan)
+def gradient_of_combine(backward: Call, tokens_backward: Call) -> Gradient:
+    """Return the gradient of combine; `tokens_backward` is its backward op for rows of tokens."""
 
+    def save(ctx: Any, engine: Engine, tag: int, output: Tensor, inputs: Args) -> None:
+        y, recv_weights, recv_plan, _ = inputs
+        ctx.engine, ctx.tag = engine, tag
+        if recv_weights is None:
+            ctx.num_rows = y.shape[0]
+            ctx.save_for_backward(recv_plan)
+        else:
+            ctx.save_for_backward(y, recv_weights, recv_plan)
 
-def differentiate_dispatch(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_recv_x, grad_recv_weights = grads[:2]
-    recv_plan, send_plan = ctx.saved_tensors
-    if grad_recv_x is None:
-        grad_recv_x = recv_plan.new_zeros(ctx.shapes[0], dtype=ctx.dtypes[0])
-    if grad_recv_weights is None:
-        grad_recv_weights = recv_plan.new_zeros(ctx.shapes[1], dtype=ctx.dtypes[1])
-    tensors = (grad_recv_x, grad_recv_weights, recv_plan, send_plan)
-    op = torch.ops.moe_rt.dispatch_backward.default
-    grad_x, grad_topk_weights = _backward(Op.DISPATCH_BACKWARD, op, ctx.engine.dispatch_backward, tensors, ctx)
-    return grad_x, None, grad_topk_weights, None, None, None
+    def differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *rows, recv_plan = ctx.saved_tensors
+        if not rows:
+            return tokens_backward(grad_out, recv_plan, ctx.num_rows, ctx.engine, ctx.tag), None
+        return backward(grad_out, *rows, recv_plan, ctx.engine, ctx.tag)
 
-
-def save_for_combine_backward(
-    ctx: Any, engine: Engine, tag: int, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor
-) -> None:
-    ctx.engine, ctx.tag = engine, tag
-    if recv_weights is None:
-        ctx.num_rows = y.shape[0]
-        ctx.save_for_backward(recv_plan)
-    else:
-        ctx.save_for_backward(y, recv_weights, recv_plan)
-
-
-def differentiate_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = (grad_out, *ctx.saved_tensors)
-    if len(tensors) == 2:
-        return _differentiate_combine_of_tokens(ctx, *tensors), None, None, None, None, None
-    op = torch.ops.moe_rt.combine_backward.default
-    grad_y, grad_recv_weights = _backward(Op.COMBINE_BACKWARD, op, ctx.engine.combine_backward, tensors, ctx)
-    return grad_y, grad_recv_weights, None, None, None, None
-
-
-def _differentiate_combine_of_tokens(ctx: Any, grad_out: Tensor, recv_plan: Tensor) -> Tensor:
-    if not torch.is_grad_enabled() and unwatched(grad_out, recv_plan):
-        return ctx.engine.combine_tokens_backward(grad_out, recv_plan, ctx.num_rows, ctx.tag)
-    ctx.engine.require_call(Op.COMBINE_BACKWARD, ctx.tag, grad=grad_out)
-    op = torch.ops.moe_rt.combine_tokens_backward.default
-    return op(grad_out, recv_plan, ctx.num_rows, ctx.engine.id, ctx.tag)
-
-
-# Both Functions save tensors in forward: if they had a setup_context, torch would bind the arguments by name, which
-# takes longer than the op.
-class DispatchFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        engine: Engine,
-        tag: int,
-        max_tokens: int | None,
-    ) -> tuple[Tensor, ...]:
-        output = engine.dispatch(x, topk_idx, topk_weights, tag, max_tokens)
-        save_for_dispatch_backward(ctx, engine, tag, output)
-        return output
-
-    backward = staticmethod(differentiate_dispatch)
-
-
-class CombineFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int
-    ) -> Tensor:
-        output = engine.combine(y, recv_weights, recv_plan, send_plan, tag)
-        save_for_combine_backward(ctx, engine, tag, y, recv_weights, recv_plan)
-        return output
-
-    backward = staticmethod(differentiate_combine)
-
-
-def _set_up_dispatch(ctx: Any, inputs: Args, output: tuple[Tensor, ...]) -> None:
-    _, _, _, engine, tag, _ = inputs
-    save_for_dispatch_backward(ctx, engine_by_id(engine), tag, output)
-
-
-def _set_up_combine(ctx: Any, inputs: Args, output: Tensor) -> None:
-    y, recv_weights, recv_plan, _, engine, tag = inputs
-    save_for_combine_backward(ctx, engine_by_id(engine), tag, y, recv_weights, recv_plan)
-
-
-def _set_up_refusal(ctx: Any, inputs: Args, output: Any) -> None:
-    ctx.inputs = tuple(None if isinstance(t, Tensor) else t for t in inputs)
+    return Gradient(save, differentiate, _tangents_of_combine)
 
 
 def _tangents_of_dispatch(args: Args, tangents: Args) -> tuple[Tensor | None, ...]:
@@ -175,19 +98,20 @@ def _tangents_of_combine(args: Args, tangents: Args) -> Tensor:
     return out
 
 
-class _Calls:
-    """Refusals of one op's calls; finds the engine and tag among the op's arguments."""
+class Refusals:
+    """Refusals of one op's calls: it raises on every rank, in place of the op."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._kind = Op[name.removesuffix("_scaled").removesuffix("_out").replace("_tokens", "").upper()]
-        arguments = [argument.name for argument in getattr(torch.ops.moe_rt, name).default._schema.arguments]
-        self._engine, self._tag = arguments.index("engine"), arguments.index("tag")
+    def __init__(self, name: str, kind: Op, engine_at: int) -> None:
+        self.name, self.kind, self.engine_at = name, kind, engine_at
+
+    def engine_and_tag(self, args: Args) -> tuple[Engine, int]:
+        """Return the engine and the tag of the op's arguments in the dispatcher."""
+        return engine_by_id(args[self.engine_at]), args[self.engine_at + 1]
 
     def refuse(self, message: str, args: Args) -> NoReturn:
         """Raise InvalidInput on every rank, in place of the op."""
-        engine = engine_by_id(args[self._engine])
-        engine._refuse(self._kind, args[self._tag], InvalidInput(message, rank=engine.rank, op=self._kind), 0, 0)
+        engine, tag = self.engine_and_tag(args)
+        engine._refuse(self.kind, tag, InvalidInput(message, rank=engine.rank, op=self.kind), 0, 0)
 
     def refuse_tangents(self, args: Args, _: Args) -> NoReturn:
         self.refuse(f"{self.name}: {SECOND_DERIVATIVE}", args)
@@ -199,8 +123,8 @@ class _Calls:
         """Return `rule`, guarded: it refuses buffers that code rows, because codes have no derivatives."""
 
         def rule_or_refusal(args: Args, tangents: Args) -> Any:
-            engine = engine_by_id(args[self._engine])
-            engine.refuse_recorded_window(args[self._tag], args[0])
+            engine, tag = self.engine_and_tag(args)
+            engine.refuse_recorded_window(tag, args[0])
             if engine.spec.dispatch_dtype is not None or engine.spec.combine_dtype is not None:
                 got = "tangents in a buffer with a dispatch_dtype or combine_dtype"
                 self.refuse(f"{self.name}: got {got}, expected none, as codes have no derivatives", args)
@@ -209,45 +133,36 @@ class _Calls:
         return rule_or_refusal
 
 
-def _below_autograd(calls: _Calls, require: Callable[..., None]) -> Callable[..., Any]:
-    """Return an op without gradients; `require` first refuses a call that would lose some."""
-    op = getattr(torch.ops.moe_rt, calls.name).default
+def register_gradient(lib: Library, refusals: Refusals, gradient: Gradient, backward: Callable[..., Any]) -> None:
+    """Register an op's gradient with torch's dispatcher; `backward` returns those of all arguments."""
+
+    def set_up(ctx: Any, inputs: Args, output: Any) -> None:
+        gradient.save(ctx, *refusals.engine_and_tag(inputs), output, inputs[: refusals.engine_at])
+
+    rule = refusals.plain_rows(gradient.tangents)
+    differentiate(lib, refusals.name, backward, set_up, tangents=rule, refuse=refusals.refuse)
+
+
+def register_once(lib: Library, refusals: Refusals) -> None:
+    """Register an op that is a derivative: a second one is refused."""
+
+    def set_up(ctx: Any, inputs: Args, output: Any) -> None:
+        ctx.inputs = tuple(None if isinstance(t, Tensor) else t for t in inputs)
+
+    twice, tangents = refusals.refuse_twice, refusals.refuse_tangents
+    differentiate(lib, refusals.name, twice, set_up, tangents=tangents, refuse=refusals.refuse)
+
+
+def register_lossy(lib: Library, refusals: Refusals, require_no_loss: Callable[..., None]) -> None:
+    """Register an op without gradients; `require_no_loss` first refuses a call that would lose some."""
+    op = getattr(torch.ops.moe_rt, refusals.name).default
 
     def run(*args: Any, **out: Any) -> Any:
-        require(*args, **out)
+        require_no_loss(*args, **out)
         if any(has_tangent(t) for t in (*args, *out.values())):
-            calls.refuse(f"{calls.name}: got tangents, expected none", args)
+            refusals.refuse(f"{refusals.name}: got tangents, expected none", args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **out)
 
-    return run
-
-
-def _require_no_grad(
-    y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: int, tag: int, *, out: Tensor
-) -> None:
-    engine_by_id(engine).require_no_grad(tag, y, recv_weights, out)
-
-
-def _require_no_grad_through_codes(
-    x: Tensor, scales: Tensor | None, topk_idx: Tensor, topk_weights: Tensor, engine: int, tag: int, *_: int | None
-) -> None:
-    engine_by_id(engine).require_no_grad_through_codes(tag, x, scales, topk_weights)
-
-
-def register_gradients(lib: Library) -> None:
-    """Register these gradients with torch's dispatcher, and refusals for the ops of `lib` that have none."""
-    for name, backward, set_up, rule in (
-        ("dispatch", differentiate_dispatch, _set_up_dispatch, _tangents_of_dispatch),
-        ("combine", differentiate_combine, _set_up_combine, _tangents_of_combine),
-    ):
-        calls = _Calls(name)
-        differentiate(lib, name, backward, set_up, tangents=calls.plain_rows(rule), refuse=calls.refuse)
-    for name in ("dispatch_backward", "combine_backward", "combine_tokens_backward"):
-        calls = _Calls(name)
-        twice = calls.refuse_twice
-        differentiate(lib, name, twice, _set_up_refusal, tangents=calls.refuse_tangents, refuse=calls.refuse)
-    for name, require in (("combine_out", _require_no_grad), ("dispatch_scaled", _require_no_grad_through_codes)):
-        calls = _Calls(name)
-        lib.impl(name, _below_autograd(calls, require), "Autograd")
-        refuse_vmap(lib, name, calls.refuse)
+    lib.impl(refusals.name, run, "Autograd")
+    refuse_vmap(lib, refusals.name, refusals.refuse)

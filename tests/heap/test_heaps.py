@@ -20,6 +20,11 @@ def test_heaps_over_a_network_of_gpus_can_ask_what_is_mapped() -> None:
     assert [name for name, heap in HEAPS.items() if heap.network] == ["ucx", "nvshmem", "gin"]
 
 
+def test_heaps_over_hosts_can_look_for_their_library() -> None:
+    assert [name for name, heap in HEAPS.items() if heap.over_hosts] == ["ucx"]
+    assert all(callable(heap.module.library) for heap in HEAPS.values() if heap.over_hosts)
+
+
 @pytest.mark.parametrize(
     ("processes", "gpu", "names"),
     [

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_rt import Buffer
 from moe_rt.errors import InvalidInput
-from moe_rt.ops import autograd as gradients
+from moe_rt.ops import declare
 
 T, H, K, E = 3, 4, 2, 4
 OPS = ["dispatch", "combine", "combine_backward", "dispatch_backward"]
@@ -143,7 +143,7 @@ def test_a_call_whose_gradients_nobody_wants_makes_no_node(
 ) -> None:
     """A call without inputs that require gradients makes no autograd node, although gradients are recorded."""
     x, idx, w = tokens()
-    for function in (gradients.DispatchFunction, gradients.CombineFunction):
+    for function in (declare.OPS["dispatch"].function, declare.OPS["combine"].function):
         monkeypatch.setattr(function, "apply", lambda *args: pytest.fail("a Function was called"))
     recv_x, recv_weights, handle = buffer.dispatch(x.detach(), idx, w.detach())
     assert buffer.combine(recv_x, recv_weights, handle).grad_fn is None
@@ -178,8 +178,8 @@ def test_second_derivatives_are_refused(buffer: Buffer, op: int) -> None:
 
 
 def test_unwatched_is_asked_of_every_argument() -> None:
-    assert gradients.unwatched(torch.ones(1), torch.ones(1))
-    assert not gradients.unwatched(torch.ones(1), torch.nn.Parameter(torch.ones(1)))
+    assert declare.unwatched(torch.ones(1), torch.ones(1))
+    assert not declare.unwatched(torch.ones(1), torch.nn.Parameter(torch.ones(1)))
 
 
 @pytest.mark.parametrize("watch", [nullcontext, Seen], ids=["past", "through"])

@@ -13,29 +13,23 @@ from moe_rt import _engine
 
 ROOT = Path(__file__).resolve().parents[2]
 STRUCTS = {
-    "DispatchArgs": "protocol/core/args.h",
-    "ScaledArgs": "protocol/core/args.h",
-    "CombineArgs": "protocol/core/args.h",
-    "CombineBackwardArgs": "protocol/core/args.h",
-    "EndArgs": "protocol/core/args.h",
-    "SwigluArgs": "protocol/core/args.h",
-    "SwigluBackwardArgs": "protocol/core/args.h",
-    "Control": "gpu/exchange.h",
+    "DispatchArgs": "DISPATCH_ARGS",
+    "ScaledArgs": "SCALED_ARGS",
+    "CombineArgs": "COMBINE_ARGS",
+    "CombineBackwardArgs": "COMBINE_BACKWARD_ARGS",
+    "EndArgs": "END_ARGS",
+    "SwigluArgs": "SWIGLU_ARGS",
+    "SwigluBackwardArgs": "SWIGLU_BACKWARD_ARGS",
+    "Control": "CONTROL",
 }
 SIZES = {"Op": 4, "uint32_t": 4}  # other types have eight bytes
 
 
 def fields_of(name: str) -> dict[str, int]:
-    """Return field -> size, in the order of the header."""
-    body = re.search(rf"struct {name} {{(.*?)\n}};", (ROOT / "cuda" / STRUCTS[name]).read_text(), re.S)
-    assert body is not None
-    fields = {}
-    for line in re.sub(r"//[^\n]*", "", body[1]).split(";")[:-1]:
-        kind, *names = re.findall(r"[\w:*]+", line.replace("const ", ""))
-        if kind in STRUCTS:  # set later, by a property
-            continue
-        fields.update({field.strip("*"): SIZES.get(kind, 8) for field in names if field.strip("*")})
-    return fields
+    """Return field -> size, in the order of the header's list."""
+    text = "".join((ROOT / "cuda" / path).read_text() for path in ("protocol/core/args.h", "gpu/exchange.h"))
+    (body,) = re.findall(rf"#define MOE_RT_{STRUCTS[name]}\(FIELD\)((?:.*\\\n)*.*)", text)
+    return {field: SIZES.get(kind, 8) for kind, field in re.findall(r"FIELD\(([^,]+), (\w+)\)", body)}
 
 
 @pytest.mark.parametrize("name", STRUCTS)

@@ -3,10 +3,23 @@
 #pragma once
 
 #include "codec.h"
+#include "status.h"
 
 namespace moe_rt {
 
 inline constexpr int kMaxTopk = 128;
+
+// Codec of each op's rows, from the two that users choose for dispatch and combine. Gradients travel raw.
+MOE_RT_FN constexpr Codec codec_of(Op op, Codec dispatch, Codec combine) {
+  switch (op) {
+    case Op::kDispatch:
+      return dispatch;
+    case Op::kCombine:
+      return combine;
+    default:
+      return Codec::kRaw;
+  }
+}
 
 struct RuntimeDims {
   static constexpr int kTopkBound = kMaxTopk;
@@ -15,8 +28,7 @@ struct RuntimeDims {
   Codec dispatch_codec_ = Codec::kRaw, combine_codec_ = Codec::kRaw;
   MOE_RT_FN int hidden() const { return hidden_; }
   MOE_RT_FN int num_topk() const { return num_topk_; }
-  MOE_RT_FN Codec dispatch_codec() const { return dispatch_codec_; }
-  MOE_RT_FN Codec combine_codec() const { return combine_codec_; }
+  MOE_RT_FN Codec codec(Op op) const { return codec_of(op, dispatch_codec_, combine_codec_); }
 };
 
 template <int kHidden, int kTopk, Codec kDispatch = Codec::kRaw, Codec kCombine = Codec::kRaw>
@@ -26,8 +38,7 @@ struct FixedDims {
   static constexpr bool kUnrolled = kTopk <= 16;
   MOE_RT_FN static constexpr int hidden() { return kHidden; }
   MOE_RT_FN static constexpr int num_topk() { return kTopk; }
-  MOE_RT_FN static constexpr Codec dispatch_codec() { return kDispatch; }
-  MOE_RT_FN static constexpr Codec combine_codec() { return kCombine; }
+  MOE_RT_FN static constexpr Codec codec(Op op) { return codec_of(op, kDispatch, kCombine); }
 };
 
 // Calls fn(i) for i in [0, kCount), unrolled: arrays indexed by i then stay in registers; a GPU keeps them in memory

@@ -67,4 +67,7 @@ MOE_RT_FN constexpr T max_of(T a, T b) {
   return a < b ? b : a;
 }
 
+// Makes a member of a struct from its list of fields.
+#define MOE_RT_MEMBER(type, name) type name;
+
 }  // namespace moe_rt

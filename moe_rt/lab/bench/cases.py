@@ -51,8 +51,9 @@ class Case:
             raise InvalidConfig(f"topk and ranks: got {sizes}, expected at most experts = {self.experts} of each")
         if self.nodes and self.ranks % self.nodes:
             raise InvalidConfig(f"ranks: got {self.ranks}, expected a multiple of {self.nodes} nodes")
-        if self.nodes and self.heap != "ucx":
-            raise InvalidConfig(f"heap: got {self.heap!r} for ranks on several nodes, expected 'ucx'")
+        if self.nodes and not HEAPS[self.heap].over_hosts:
+            expected = " or ".join(repr(name) for name, heap in HEAPS.items() if heap.over_hosts)
+            raise InvalidConfig(f"heap: got {self.heap!r} for ranks on several nodes, expected {expected}")
         if self.rate:
             rate_in_bits(self.rate)
 

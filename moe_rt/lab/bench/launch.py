@@ -24,7 +24,7 @@ from moe_rt.lab.cluster.own_cluster import OwnCluster
 from moe_rt.lab.cluster.run import in_node
 from moe_rt.lab.testing.endings import Signals
 from moe_rt.lab.testing.programs import ONE_HOST, Program, running, wait
-from moe_rt.memory import ucx
+from moe_rt.memory.heaps import HEAPS
 
 # Interface for all traffic. UCX and Open MPI would also try the loopback interface, which reaches no other node.
 _ON_NODES = {"GLOO_SOCKET_IFNAME": INTERFACE, "UCX_NET_DEVICES": INTERFACE}
@@ -120,8 +120,9 @@ def launch(job: Job, mpirun: str | None, recycle: bool, progress: Callable[[floa
         MissingPackage: the same, and a system tool is missing; or UCX is, which every rank would report.
     """
     case = job.cases[0]
-    if case.heap == "ucx" and any(name.startswith("moe_rt") for name in job.contestants):
-        ucx.library()
+    heap = HEAPS[case.heap]
+    if heap.over_hosts and any(name.startswith("moe_rt") for name in job.contestants):
+        heap.module.library()
     with (
         Signals(),
         _nodes(case) as cluster,

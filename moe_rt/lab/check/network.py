@@ -28,6 +28,7 @@ from moe_rt.lab.check.steps import Check, Skipped
 from moe_rt.lab.testing.programs import ONE_HOST, Program, end_with_starter, running, wait
 from moe_rt.lab.testing.rounds import buffer_kwargs, expect, make_inputs, make_spec, play
 from moe_rt.memory import nvshmem
+from moe_rt.memory.heaps import HEAPS
 from moe_rt.memory.nvshmem_start import mps_is_running
 
 ROUNDS, PROCESS_S = 3, 60.0
@@ -119,7 +120,7 @@ def run_rank(device: str, rank: int, size: int, store: str, heap: Any, seconds: 
             play(buffer, inputs, expect(spec, inputs, turn), where, tag=turn)
         buffer.check()
         dist.barrier()
-    if heap == "nvshmem":
+    if HEAPS[heap].module is nvshmem:
         nvshmem.shutdown(StoreRendezvous(group), seconds)
     dist.destroy_process_group()
 
