@@ -20,8 +20,7 @@
 
 namespace moe_rt {
 
-inline constexpr int kRingSlots = 8;
-inline constexpr int kRingStores = 2;                        // groups of stores that may still read their slots
+inline constexpr int kRingSlots = tuning::kRingSlots, kRingStores = tuning::kRingStores;
 inline constexpr int kRingLoads = kRingSlots - kRingStores;  // pieces of a warp in flight into slots
 inline constexpr int64_t kRingAlign = 128, kRingFrame = 64;  // bytes: alignment; shared memory of a block's frame
 

@@ -29,9 +29,6 @@ from moe_rt.faults import Point, reach
 from moe_rt.group.processes import num_cores
 from moe_rt.memory.segments import Segments
 
-# Reading a line that a peer has just written takes less than this if both share a cache (cuda/cpu/cache_locality.h).
-NEAR_NS = _engine.NEAR_NS
-
 
 class CpuEngine(Engine):
     """A rank that is a process over shared memory, or a thread.
@@ -56,7 +53,7 @@ class CpuEngine(Engine):
     ) -> None:
         super().__init__(spec, rank, torch.device("cpu"), timeout_s)
         self._segments = segments
-        self._memory = Recycler()
+        self._memory = Recycler(spec.tuning.recycled_bytes)
         self._report: Report | None = None  # made when the group failed
         _engine.write_segment_header(
             segment=segments.addresses[rank],
@@ -88,7 +85,8 @@ class CpuEngine(Engine):
             isa=isa,
             fault=fault,
             cache_bytes=cache_bytes(),
-            near_ns=NEAR_NS,
+            near_ns=spec.tuning.near_ns,
+            stream_shares=spec.tuning.stream_shares,
             num_cores=num_cores([pid for pid, _ in segments.members if pid]),
             network=network,
         )
