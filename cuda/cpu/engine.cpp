@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../protocol/two_level/announcers.h"
+#include "../protocol/two_level/link.h"
 #include "exchange.h"
 #include "recording.h"
 #include "world_tables.h"

@@ -14,7 +14,7 @@
 #include "../protocol/core/link.h"
 #include "../protocol/core/tuning.h"
 #include "../protocol/core/window_selector.h"
-#include "../protocol/two_level/announcers.h"
+#include "../protocol/two_level/link.h"
 
 namespace moe_rt {
 

@@ -18,7 +18,7 @@
 #include "../protocol/flat/pushing.h"
 #include "../protocol/two_level/reduce.h"
 #include "exchange.h"
-#include "ring.h"
+#include "moving.h"
 #include "rows.h"
 #include "scaled_rows.h"
 #include "sizes.h"

@@ -21,9 +21,8 @@ from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.config.tuning import Tuning
 from moe_rt.diagnostics.report import Report
-from moe_rt.engine.backend import open_engine
+from moe_rt.engine.backend import first_failure, leave, open_engine
 from moe_rt.engine.engine import Engine
-from moe_rt.engine.leaving import first_failure, leave
 from moe_rt.errors import InvalidConfig, InvalidInput, Op
 from moe_rt.group.groups import Group, rendezvous_of
 from moe_rt.group.rendezvous import StoreRendezvous

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from moe_rt.config.codec import Codec
-from moe_rt.config.expect import expect
 from moe_rt.config.placement import Placement
 from moe_rt.config.tuning import Tuning
+from moe_rt.errors import expect
 
 # Providers of symmetric memory; see docs/heap.md. moe_rt/memory/heaps.py has a row for each.
 HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem", "gin"]

@@ -11,11 +11,10 @@ from typing import Any, get_args
 import torch
 
 from moe_rt import _engine
-from moe_rt.config.expect import expect
 from moe_rt.config.options import ALIGNMENTS, BufferOptions, RecvLayout, SharedOptions
 from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
-from moe_rt.errors import SizeOverflow
+from moe_rt.errors import SizeOverflow, expect
 
 PROTOCOL_VERSION = 7
 

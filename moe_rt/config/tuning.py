@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moe_rt import _engine
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 
 # SwiGLU on a GPU belongs to no buffer: lanes of a block, and blocks per multiprocessor. All blocks of a launch fit on
 # the GPU together, so that no second, emptier wave runs.

@@ -1,16 +1,18 @@
-"""Opens the engine of a buffer: chooses the backend and heap of a group, and makes what all ranks agreed on."""
+"""Opens the engine of a buffer, on the backend and heap that fit its group, and ends it when its rank leaves."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from moe_rt import _engine
-from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions, HeapKind
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
@@ -19,13 +21,14 @@ from moe_rt.engine.cuda import CudaEngine, blocks_of_a_wait
 from moe_rt.engine.engine import Engine
 from moe_rt.engine.gpu.driver import Gpu
 from moe_rt.engine.gpu.launcher import network_bytes
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import GroupPoisoned, InvalidConfig, MoeRtError, PeerDead, expect
 from moe_rt.faults import Point, planned, reach
 from moe_rt.group.all_or_none import agree, own_part
 from moe_rt.group.processes import UNKNOWN, place
 from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup, all_gather_records
 from moe_rt.memory.heaps import HEAPS, heaps_for
 from moe_rt.memory.segments import Segments
+from moe_rt.memory.ucx import await_peers
 
 _FOREVER_S = 1e9  # 31 years; a 64-bit clock of nanoseconds ends at 292
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
@@ -241,3 +244,31 @@ def _has_nccl(rendezvous: StoreRendezvous) -> bool:
         return str(rendezvous.group._get_backend(torch.device("cuda")).name()) == "nccl"
     except RuntimeError:  # no backend for CUDA
         return False
+
+
+def leave(engine: Engine) -> None:
+    """Close a buffer that is garbage, or still open when the program ends. An exception that ends it ends the group."""
+    here = threading.current_thread()
+    ends = here is threading.main_thread() and not here.is_alive()  # true while exit handlers run
+    error = getattr(sys, "last_value", None) if ends and not hasattr(sys, "ps1") else None
+    if error is not None:  # not one shown at a prompt, where the program continued
+        engine.poison(error)
+    engine.close("its program ended" if ends else "its buffer became garbage")
+    if ends:
+        await_peers()
+
+
+def first_failure(engine: Engine, error: BaseException) -> MoeRtError | None:
+    """Return the error with which a peer ended the group, if `error` may only be its consequence.
+
+    torch's collectives fail with such an error when a peer is dead, and cannot say what happened to it.
+    """
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return None
+    try:
+        engine.health()
+    except (GroupPoisoned, PeerDead) as first:
+        return first
+    except MoeRtError:
+        pass
+    return None

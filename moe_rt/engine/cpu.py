@@ -19,8 +19,7 @@ from moe_rt.config.codec import Codec
 from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
-from moe_rt.diagnostics.last_words import cut, last_words, readable
-from moe_rt.diagnostics.report import Report, keep
+from moe_rt.diagnostics.report import Report, cut, keep, last_words, readable
 from moe_rt.engine.engine import Args, Engine
 from moe_rt.engine.statuses import error_from_status, refusal_code
 from moe_rt.engine.storage import Recycler

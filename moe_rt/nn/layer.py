@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.pool import LayerBuffers
-from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.placement import Placement
 from moe_rt.config.spec import BufferSpec
 from moe_rt.engine.checks import require_plain
-from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.errors import InvalidConfig, InvalidInput, expect
 from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.groups import Group, rendezvous_of
 from moe_rt.group.rendezvous import Rendezvous

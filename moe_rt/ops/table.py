@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.engine.engine import Engine, engine_by_id
 from moe_rt.errors import Op
 from moe_rt.ops.autograd import CombineFunction, DispatchFunction, recorded, register_gradients, unwatched

@@ -123,7 +123,8 @@ void keep_promises(unsigned seed) {
       const bool moved =
           random() % 2 ? arrives(a, random) || arrives(b, random) : arrives(b, random) || arrives(a, random);
       expect(moved, "a flush does not end");
-      expect(bytes_coming(b, Ask::kGet) + bytes_coming(a, Ask::kGot) <= tuning::kBytesInFlight, "too much is got at once");
+      expect(bytes_coming(b, Ask::kGet) + bytes_coming(a, Ask::kGot) <= tuning::kBytesInFlight,
+             "too much is got at once");
     }
     const Mailbox& mailbox = b.mailbox(Kind::kCombine, 0);
     expect(mailbox.signal == round && mailbox.header[round & 1].config == config, "a post was not there when flushed");
@@ -165,7 +166,8 @@ void send_many_rows() {
   expect(peer.flushed(), "rows are left");
   expect(most > tuning::kBytesInFlight - tuning::kMessageBytes, "little is put at once");
   expect(most <= tuning::kBytesInFlight, "too much is put at once");
-  expect(answers <= num_rows * int64_t(row.size()) / tuning::kReportAfter + 1, "it is told again and again how much has come");
+  expect(answers <= num_rows * int64_t(row.size()) / tuning::kReportAfter + 1,
+         "it is told again and again how much has come");
 
   for (int64_t i = 0; i < num_rows; ++i) peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
   peer.put_last(kLayout.poison, kCause);

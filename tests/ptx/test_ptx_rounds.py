@@ -13,7 +13,7 @@ from ptx.isolated import isolated
 from rounds import full_round
 from routing import make_spec
 
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.config.tuning import Tuning
 
 SIZES = (1, 2, 3, 4)

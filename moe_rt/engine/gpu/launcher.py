@@ -23,7 +23,7 @@ from moe_rt.memory.segments import GinWindow, Segments
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
 _WARP = 32
 
-# Rings in shared memory, which rows pass through if an op is given few multiprocessors (cuda/gpu/ring.h).
+# Rings in shared memory, which rows pass through if an op is given few multiprocessors (cuda/gpu/moving.h).
 RING_SOURCE = "kernels_ring.cu"
 # Kernels that move rows as they are.
 RING_KERNELS = ("dispatch_send", "dispatch_receive", "combine_backward_send")
