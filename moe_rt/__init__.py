@@ -18,10 +18,11 @@ if find_spec("moe_rt._engine") is None:
 if TYPE_CHECKING:
     from moe_rt.buffer.buffer import Buffer
     from moe_rt.buffer.handle import Handle
+    from moe_rt.config.tuning import Tuning
     from moe_rt.group.rendezvous import ThreadGroup
     from moe_rt.nn.layer import MoEConfig, MoELayer
 
-__all__ = ["Buffer", "Handle", "MoEConfig", "MoELayer", "ThreadGroup"]
+__all__ = ["Buffer", "Handle", "MoEConfig", "MoELayer", "ThreadGroup", "Tuning"]
 __version__ = "0.1.0"
 # These names are imported on first use: importing torch takes a second, and a process that starts ranks can do without.
 _HOMES = {
@@ -30,6 +31,7 @@ _HOMES = {
     "MoEConfig": "nn.layer",
     "MoELayer": "nn.layer",
     "ThreadGroup": "group.rendezvous",
+    "Tuning": "config.tuning",
 }
 
 

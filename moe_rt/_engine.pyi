@@ -8,6 +8,12 @@ ROW_ALIGN: int = 64
 
 NEAR_NS: float = 60.0
 
+VECTORS_AT_ONCE: int = 4
+
+ENTRIES_PER_LANE: int = 2
+
+BLOCKS_PER_ROUTER: int = 8
+
 TAG_BITS: int = 28
 
 def elements() -> list[tuple[str, str]]: ...
@@ -422,7 +428,7 @@ class StreamFrom:
     def combined(self) -> int: ...
 
 class Engine:
-    def __init__(self, *, shape: Shape, elem: int, rank: int, config_hash: int, expert_rank: Sequence[int], node_of: Sequence[int], segments: Sequence[int], watches: Sequence[int], timeout_s: float, dispatch_codec: int, combine_codec: int, drop_overflow: bool, num_lanes: int, isa: str, fault: Fault, cache_bytes: int, near_ns: float, num_cores: int, network: Network | None) -> None: ...
+    def __init__(self, *, shape: Shape, elem: int, rank: int, config_hash: int, expert_rank: Sequence[int], node_of: Sequence[int], segments: Sequence[int], watches: Sequence[int], timeout_s: float, dispatch_codec: int, combine_codec: int, drop_overflow: bool, num_lanes: int, isa: str, fault: Fault, cache_bytes: int, near_ns: float, stream_shares: tuple[float, float, float, float] | None, num_cores: int, network: Network | None) -> None: ...
 
     def dispatch(self, args: DispatchArgs, tag: int, /) -> Status | None: ...
 

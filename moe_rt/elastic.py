@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 
 from moe_rt.errors import InvalidConfig, PeerTimeout, RankExcluded
+from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.board import reaching_store
 from moe_rt.group.processes import Watch, place, watch
 from moe_rt.group.rendezvous import StoreRendezvous, all_gather_records
-from moe_rt.memory.segments import all_or_none
 
 _LOOK_EVERY_S = 0.001
 

@@ -191,3 +191,9 @@ class WriteFailed(MoeRtError, OSError):
 
 class SizeOverflow(InvalidConfig):
     """A size does not fit the types of the protocol."""
+
+
+def expect(condition: bool, field: str, got: object, expected: str) -> None:
+    """Raise InvalidConfig, which names the field, what was got and what was expected, unless `condition` holds."""
+    if not condition:
+        raise InvalidConfig(f"{field}: got {got}, expected {expected}")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_rt.config.codec import Codec
-from moe_rt.config.spec import PUSHED_TOKENS
+from moe_rt.config.tuning import Tuning
 from moe_rt.engine.gpu.jit import compile_kernels
 from moe_rt.engine.gpu.launcher import RING_KERNELS
 from moe_rt.lab.check.compiling import LARGEST, WHOLE
@@ -74,9 +74,9 @@ def launches_table() -> str:
             times = " | ".join(" / ".join(us(each.seconds) for each in of if each) or "-" for of in every)
             name = f"`{kernel}`, rows as fp8" if coded else f"`{kernel}`"
             moved = " | ".join(mb(n) for n in (most.memory_bytes, most.link_bytes))
-            few, many = (steps_of(kernel, Load(t)) for t in (PUSHED_TOKENS, TOKENS[-1]))
+            few, many = (steps_of(kernel, Load(t)) for t in (Tuning.pushed_tokens, TOKENS[-1]))
             steps = counted(many)
-            steps = steps if few == many else f"{counted(few)} up to {PUSHED_TOKENS} tokens; {steps}"
+            steps = steps if few == many else f"{counted(few)} up to {Tuning.pushed_tokens} tokens; {steps}"
             lines.append(f"| {name} | {moved} | {steps} | {times} |")
     return "\n".join(lines)
 

@@ -8,10 +8,9 @@
 #include <vector>
 
 #include "../protocol/core/plan.h"
+#include "../protocol/core/tuning.h"
 
 namespace moe_rt {
-
-constexpr double kNearNs = 60;  // between the two measured ranges
 
 class CacheLocality {
  public:
@@ -35,7 +34,7 @@ class CacheLocality {
     if (first < 0 || end <= first || end > int64_t{w.shape.num_max_tokens} * w.shape.num_visits()) return false;
     const double ns = time_line(lists.pulls.start + first, end - first);
     double& known = line_latency_ns_[peer_];
-    known = known > 0 ? std::min(ns, kRise * known) : ns;
+    known = known > 0 ? std::min(ns, tuning::kLatencyRise * known) : ns;
     return true;
   }
 
@@ -50,9 +49,7 @@ class CacheLocality {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr int64_t kPullsOfLine = 64 / sizeof(Pull);
-  // A line that its writer's cache has evicted to memory is slow as well, so a peer's known latency rises by at most
-  // this factor.
-  static constexpr double kRise = 1.5, kShortest = 10;
+  static constexpr double kShortest = 10;
 
   static double since(Clock::time_point start) {
     return std::chrono::duration<double, std::nano>(Clock::now() - start).count();

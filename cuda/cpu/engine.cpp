@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../protocol/two_level/announcers.h"
+#include "../protocol/two_level/link.h"
 #include "exchange.h"
 #include "recording.h"
 #include "world_tables.h"
@@ -172,7 +172,7 @@ HostIdle Engine::idle(Op op) const {
 void Engine::set_stream_from() {
   const auto part = static_cast<double>(config_.cache_bytes) / cache_locality_.num_near();
   const auto from = [&](double share) { return static_cast<int64_t>(part * share); };
-  const rows::StreamShares& shares = table_->stream;
+  const tuning::StreamShares& shares = config_.stream_shares ? *config_.stream_shares : table_->stream;
   stream_from_ = {from(shares.published), from(shares.received), from(shares.pushed), from(shares.combined)};
   if (cache_locality_.num_near() < num_mapped_) stream_from_.published = stream_from_.pushed = 0;
 }

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -43,8 +44,9 @@ struct EngineConfig {
   uint64_t first_seq = 1;  // first sequence number of both kinds; mailboxes hold the one before: tests start close to a
                            // wrap
   Fault fault{};           // set by tests only
-  int64_t cache_bytes = int64_t{32} << 20;  // bytes of the last-level cache
-  double near_ns = kNearNs;                 // maximum latency of a line from a shared cache, in ns
+  int64_t cache_bytes = int64_t{32} << 20;              // bytes of the last-level cache
+  double near_ns = tuning::kNearNs;                     // maximum latency of a line from a shared cache, in ns
+  std::optional<tuning::StreamShares> stream_shares{};  // nullopt: those of the instruction set
   int num_cores = static_cast<int>(std::thread::hardware_concurrency());  // cores shared by all ranks
   bool (*interrupted)() = nullptr;     // called a few times a second in long waits; true ends the op, and the group
   std::shared_ptr<Network> network{};  // network to unmapped peers

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../protocol/two_level/announcers.h"
+#include "../protocol/two_level/link.h"
 #include "recording.h"
 #include "world_tables.h"
 

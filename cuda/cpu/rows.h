@@ -10,6 +10,7 @@
 
 #include "../protocol/core/dims.h"
 #include "../protocol/core/layout.h"
+#include "../protocol/core/tuning.h"
 
 namespace moe_rt::rows {
 
@@ -34,17 +35,9 @@ struct Functions {
   void (*decode_sum)(Codec codec, char* dst, const char* const* srcs, int n, int64_t hidden);
 };
 
-// Rows are streamed past the caches when the rows that a rank writes in an op reach this share of its part of the
-// last-level cache. They are published in a rank's own window, received from others' windows, pushed as partials into
-// those, or combined from partials. The values were measured (docs/log.md); other tenants of a machine use the cache as
-// well.
-struct StreamShares {
-  double published, received, pushed, combined;
-};
-
 struct Table {
   const char* name;
-  StreamShares stream;
+  tuning::StreamShares stream;
   int64_t prefetch_distance;  // bytes between a load and the line prefetched with it
   // Copies to each of n destinations, skipping nullptr; n <= kMaxTopk.
   void (*copy)(char* const* dsts, int n, const char* src, int64_t bytes, bool stream);

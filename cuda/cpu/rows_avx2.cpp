@@ -3,5 +3,5 @@
 
 namespace moe_rt::rows {
 extern const Table kTable_avx2;
-const Table kTable_avx2 = make_table("avx2", {0.8, 0.125, 0.1, 0.125});
+const Table kTable_avx2 = make_table("avx2");
 }  // namespace moe_rt::rows

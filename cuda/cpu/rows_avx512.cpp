@@ -3,5 +3,5 @@
 
 namespace moe_rt::rows {
 extern const Table kTable_avx512;
-const Table kTable_avx512 = make_table("avx512", {0.8, 0.8, 0.1, 0.05});
+const Table kTable_avx512 = make_table("avx512");
 }  // namespace moe_rt::rows

@@ -13,9 +13,11 @@ constexpr int kCacheLine = 64;
 // Prefetch distance in bytes. A token's rows are in as many places as it has experts, and hardware prefetchers restart
 // at each. Past a row's end is the same expert's next row, which is needed soon.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int64_t kPrefetchDistance = 1024;
+constexpr int64_t kPrefetchDistance = tuning::kPrefetchBytesAvx2;
+constexpr tuning::StreamShares kStreamShares = tuning::kStreamSharesAvx2;
 #else
-constexpr int64_t kPrefetchDistance = 2048;
+constexpr int64_t kPrefetchDistance = tuning::kPrefetchBytes;
+constexpr tuning::StreamShares kStreamShares = tuning::kStreamShares;
 #endif
 
 inline void prefetch(const char* p, int64_t bytes) {
@@ -59,7 +61,7 @@ inline void stream_part(char* dst, const char* src, int64_t bytes) {
 // a peer's cache holds the lines. Streams rows past the caches in parts, each to every destination, so that each part
 // is read once and no destination waits for a whole row of another.
 void copy(char* const* dsts, int n, const char* src, int64_t bytes, bool stream) {
-  constexpr int64_t kPart = 16 * kCacheLine;
+  constexpr int64_t kPart = tuning::kStreamedBytes;
   if (!stream) {
     prefetch(src, bytes);
     for (int c = 0; c < n; ++c) {
@@ -103,7 +105,7 @@ template <class E, int kBlocks, int kRows>
 template <class E, int kRows>
 int64_t sum_whole_blocks(char* dst, const char* const* given_srcs, const typename E::Acc* given_weights, int n,
                          int64_t bytes, bool stream) {
-  constexpr int64_t kStep = E::AnyOrder::kLanes * E::kBytes, kMany = 4;
+  constexpr int64_t kStep = E::AnyOrder::kLanes * E::kBytes, kMany = tuning::kBlocksTogether;
   const char* srcs[kMaxTopk];
   typename E::Acc weights[kMaxTopk];
   for (int j = 0; j < (kRows ? kRows : n); ++j) srcs[j] = given_srcs[j], weights[j] = given_weights[j];
@@ -242,14 +244,12 @@ constexpr Functions<Acc> functions() {
 
 // The element types in the order of Elem.
 template <class... Es>
-constexpr Table table_of(const char* name, StreamShares stream) {
+constexpr Table table_of(const char* name) {
   static_assert(sizeof...(Es) == kNumElems, "one for each Elem");
-  return {name, stream, kPrefetchDistance, copy, {functions<float, Es>()...}, {functions<double, Es>()...}};
+  return {name, kStreamShares, kPrefetchDistance, copy, {functions<float, Es>()...}, {functions<double, Es>()...}};
 }
 
-constexpr Table make_table(const char* name, StreamShares stream) {
-  return table_of<F32, Bf16, F16, F64>(name, stream);
-}
+constexpr Table make_table(const char* name) { return table_of<F32, Bf16, F16, F64>(name); }
 
 }  // namespace
 }  // namespace moe_rt::rows

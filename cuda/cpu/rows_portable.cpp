@@ -3,5 +3,5 @@
 
 namespace moe_rt::rows {
 extern const Table kTable_portable;
-const Table kTable_portable = make_table("portable", {0.8, 0.8, 0.1, 0.05});
+const Table kTable_portable = make_table("portable");
 }  // namespace moe_rt::rows

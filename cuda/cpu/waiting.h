@@ -12,6 +12,7 @@
 
 #include "../net/network.h"
 #include "../protocol/core/layout.h"
+#include "../protocol/core/tuning.h"
 #include "process.h"
 
 #if defined(__x86_64__)
@@ -38,7 +39,7 @@ class HostIdle {
         looked_(Clock::now()),
         look_at_process_(looked_ + kLookAtProcessEvery),
         look_for_signals_(looked_ + kLookForSignalsEvery),
-        spins_(oversubscribed ? kSpinsOversubscribed : kSpins) {}
+        spins_(oversubscribed ? tuning::kSpinsOversubscribed : tuning::kSpins) {}
 
   // Peer that is waited for.
   struct Watched {
@@ -72,25 +73,23 @@ class HostIdle {
       relax();
       return Code::kOk;
     }
-    if (!dozing_ && pauses_ % kLookEvery != 0) {
+    if (!dozing_ && pauses_ % tuning::kLookEvery != 0) {
       sched_yield();
       return Code::kOk;
     }
     const Code code = look_around(mailbox);
     if (dozing_ && code == Code::kOk) {
-      const timespec nap{0, kNapNs};
+      const timespec nap{0, tuning::kNapNs};
       nanosleep(&nap, nullptr);
     }
     return code;
   }
 
-  // About 5 us of spinning covers a peer that is already in the op; yielding covers a peer that shares this core;
-  // dozing leaves the core to a peer that computes for long, at a cost that is small against such a wait.
-  static constexpr int kSpins = 256, kSpinsOversubscribed = 8, kLookEvery = 64;
-  static constexpr std::chrono::milliseconds kDozeAfter{5};
-  static constexpr long kNapNs = 50'000;
-  static constexpr std::chrono::microseconds kLookAtProcessEvery{500};
-  static constexpr std::chrono::milliseconds kLookForSignalsEvery{100};
+  // Spinning covers a peer that is already in the op, yielding a peer that shares this core. Dozing leaves the core to a
+  // peer that computes for long.
+  static constexpr std::chrono::milliseconds kDozeAfter{tuning::kDozeAfterMs};
+  static constexpr std::chrono::microseconds kLookAtProcessEvery{tuning::kLookAtProcessUs};
+  static constexpr std::chrono::milliseconds kLookForSignalsEvery{tuning::kLookForSignalsMs};
   // Checks are further apart than this only if this process did not run: stopped, frozen or suspended. That time is not
   // waiting: when a whole job is thawed, its ranks must not blame each other for it.
   static constexpr Clock::duration kLongestGap = std::chrono::milliseconds(100);

@@ -1,9 +1,9 @@
-// Bulk copies of GPUs with compute capability 9.0 or more, as rings use them (ring.h).
+// Bulk copies of GPUs with compute capability 9.0 or more, as rings use them (moving.h).
 #pragma once
 
 #include "../protocol/core/atomics.h"
 #include "machine.h"
-#include "ring.h"
+#include "moving.h"
 
 namespace moe_rt {
 

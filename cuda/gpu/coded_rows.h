@@ -5,6 +5,7 @@
 // Rows of other lengths, and groups without eight neighbouring lanes, go element by element: encode_row and decode_row.
 #pragma once
 
+#include "../protocol/core/tuning.h"
 #include "codes.h"
 #include "sums.h"
 
@@ -27,7 +28,7 @@ template <class AccType>
 struct CodesFormat {
   using Acc = AccType;
   using Piece = CodesWithScale;
-  static constexpr int kSize = kCodesAtOnce, kAtOnce = 8, kTogether = 4;
+  static constexpr int kSize = kCodesAtOnce, kAtOnce = tuning::kPiecesAtOnce, kTogether = tuning::kCodedRowsTogether;
   Codec codec;
   int64_t scales_at;
   MOE_RT_FN Piece load(const char* row, int at) const {
@@ -48,7 +49,8 @@ template <class Elem, class Vector, int kElems>
 struct ElementsFormat {
   using Acc = typename Elem::Acc;
   static constexpr int kVectors = kCodesAtOnce / kElems, kSize = kCodesAtOnce;
-  static constexpr int kAtOnce = kVectors < 8 ? 8 / kVectors : 1, kTogether = kAtOnce;
+  static constexpr int kAtOnce = kVectors < tuning::kPiecesAtOnce ? tuning::kPiecesAtOnce / kVectors : 1,
+                       kTogether = kAtOnce;
   struct Piece {
     Loaded<Vector> vectors[kVectors];
   };

@@ -1,5 +1,6 @@
 // The __global__ functions, each of which calls its body. The including file has chosen Links, the access to peers, and
-// defines MOE_RT_WHOLE_OPS if dispatch and combine take one launch each (whole_ops.h).
+// defines MOE_RT_WHOLE_OPS if dispatch and combine take one launch each (whole_ops.h), or MOE_RT_TWO_LEVEL if proxies
+// forward rows between sending and receiving (forwarding.h).
 //
 // The just-in-time compiler defines MOE_RT_ELEM (F32, Bf16, F16 or F64), MOE_RT_HIDDEN, MOE_RT_TOPK, MOE_RT_THREADS,
 // and MOE_RT_DISPATCH_CODEC, MOE_RT_COMBINE_CODEC (kRaw, kFp8 or kInt8).
@@ -49,3 +50,14 @@ MOE_RT_KERNEL(combine_backward_wait, moe_rt::CombineBackwardArgs)
 MOE_RT_KERNEL(combine_backward_receive, moe_rt::CombineBackwardArgs)
 MOE_RT_KERNEL(abort_group, moe_rt::EndArgs)
 MOE_RT_KERNEL(leave, moe_rt::EndArgs)
+
+#if defined(MOE_RT_TWO_LEVEL)
+#define MOE_RT_FORWARD_KERNEL(name, Args) MOE_RT_KERNEL_CALLING(name, Args, false, moe_rt::Forwarding{launch}.name(a))
+
+MOE_RT_FORWARD_KERNEL(dispatch_lists, moe_rt::DispatchArgs)
+MOE_RT_FORWARD_KERNEL(dispatch_forward, moe_rt::DispatchArgs)
+MOE_RT_FORWARD_KERNEL(combine_first_wait, moe_rt::CombineArgs)
+MOE_RT_FORWARD_KERNEL(combine_forward, moe_rt::CombineArgs)
+MOE_RT_FORWARD_KERNEL(combine_backward_first_wait, moe_rt::CombineBackwardArgs)
+MOE_RT_FORWARD_KERNEL(combine_backward_forward, moe_rt::CombineBackwardArgs)
+#endif

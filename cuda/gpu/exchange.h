@@ -12,8 +12,9 @@
 
 #include "../protocol/core/coop.h"
 #include "../protocol/core/link.h"
+#include "../protocol/core/tuning.h"
 #include "../protocol/core/window_selector.h"
-#include "../protocol/two_level/announcers.h"
+#include "../protocol/two_level/link.h"
 
 namespace moe_rt {
 
@@ -83,7 +84,7 @@ class DeviceIdle {
       const int64_t waited = machine_.clock_ns() - deadline_ + control_.timeout_ns;
       return blames_who_waits(word, world_.rank, waited, control_.timeout_ns) ? Code::kPeerTimeout : Code::kPoisoned;
     }
-    if (++looks_ % kLookEvery == 0) {
+    if (++looks_ % tuning::kDeviceLookEvery == 0) {
       const Kind other = kind_ == Kind::kDispatch ? Kind::kCombine : Kind::kDispatch;
       const Mailbox& others = world_.mailbox(world_.rank, other, peer_);
       const Mailbox& announcers = world_.mailbox(world_.rank, kind_, announcer());
@@ -99,7 +100,6 @@ class DeviceIdle {
   }
 
  private:
-  static constexpr uint32_t kLookEvery = 16;
   // Passed-on announcements of the two kinds may arrive out of order.
   MOE_RT_FN bool in_order() const { return !Machine::kTwoLevel || announces_itself(world_, peer_); }
   // If the network does not order signals (gin_net.h), a later signal of a sender may be seen before an earlier one.

@@ -8,4 +8,5 @@ namespace moe_rt {
 using Links = NodeLinks<Nvshmem>;
 }
 
-#include "forward_entry_points.h"
+#define MOE_RT_TWO_LEVEL
+#include "entry_points.h"

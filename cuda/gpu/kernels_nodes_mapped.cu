@@ -6,4 +6,5 @@ namespace moe_rt {
 using Links = NodeLinks<MappedNet>;
 }
 
-#include "forward_entry_points.h"
+#define MOE_RT_TWO_LEVEL
+#include "entry_points.h"

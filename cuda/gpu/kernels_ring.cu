@@ -1,5 +1,5 @@
 // CUDA kernels of a rank whose launches have few blocks and whose peers are all mapped: raw rows go through shared
-// memory (ring.h).
+// memory (moving.h).
 #include "bulk.h"
 
 namespace moe_rt {

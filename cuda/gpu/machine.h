@@ -75,7 +75,6 @@ template <class Links, bool kOneBlock = false>
 struct CudaMachine {
   static constexpr bool kWarpsOnly = Links::kWarpsOnly, kTwoLevel = Links::kTwoLevel,
                         kOrderedSignals = Links::kOrderedSignals;
-  static constexpr unsigned kNapNs = 32;
   const Links& links;
   BlockShared& shared_;
   int32_t* scratch_;
@@ -90,7 +89,7 @@ struct CudaMachine {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     return now;
   }
-  __device__ void nap() const { __nanosleep(kNapNs); }
+  __device__ void nap() const { __nanosleep(tuning::kDeviceNapNs); }
   // Lets the next launch begin once all blocks have called this or ended: programmatic dependent launch, from compute
   // capability 9.0 on.
   __device__ void let_next_begin() const {

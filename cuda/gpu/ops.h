@@ -18,7 +18,7 @@
 #include "../protocol/flat/pushing.h"
 #include "../protocol/two_level/reduce.h"
 #include "exchange.h"
-#include "ring.h"
+#include "moving.h"
 #include "rows.h"
 #include "scaled_rows.h"
 #include "sizes.h"
@@ -127,10 +127,10 @@ struct Launch {
     publish(first_block, window, a.x, a.num_tokens, kind);
   }
 
-  // Number of a launch's first blocks that route: one for each tile of tokens, but at most an eighth of all blocks,
-  // since routing a token takes far less time than moving its row. A launch has at least two blocks.
+  // Number of a launch's first blocks that route: one for each tile of tokens, but at most one block in
+  // kBlocksPerRouter. A launch has at least two blocks.
   MOE_RT_FN int num_routers(const Tiles& tiles, int64_t num_tokens) const {
-    const int64_t most = m.num_blocks() < 16 ? 1 : m.num_blocks() / 8;
+    const int64_t most = m.num_blocks() < 2 * tuning::kBlocksPerRouter ? 1 : m.num_blocks() / tuning::kBlocksPerRouter;
     return int(min_of(Tiles::count(num_tokens, tiles.tokens), most));
   }
 

@@ -38,7 +38,7 @@ struct VectorFormat {
   using Acc = typename Elem::Acc;
   using Vector = RowVector<Elem, kElems>;
   using Piece = Loaded<Vector>;
-  static constexpr int kSize = kElems, kAtOnce = 8, kTogether = 8;
+  static constexpr int kSize = kElems, kAtOnce = tuning::kPiecesAtOnce, kTogether = tuning::kRowsTogether;
   MOE_RT_FN Piece load(const char* row, int at) const { return load_vector<Vector>(row, at); }
   MOE_RT_FN void widen(const Piece& piece, Acc* x) const {
     const Vector vector = unpacked<Vector>(piece);
@@ -129,16 +129,15 @@ struct DeviceRows {
   // is read once. Two tensors and row indices take fewer registers than the same number of addresses.
   MOE_RT_FN void scale_dots(char* dst, const char* y, const int32_t* rows, const Acc* weights, const char* g, Acc* dots,
                             int n) const {
-    with_count<min_of(kRowsOfDots, Dims::kTopkBound)>(n, [&](auto count) {
+    with_count<min_of(tuning::kVectorsOfDots, Dims::kTopkBound)>(n, [&](auto count) {
       constexpr int kRows = decltype(count)::value;
-      using Bound = conditional_t<(kRows < kRowsOfDots), AtMost<kRows>, Dims>;
+      using Bound = conditional_t<(kRows < tuning::kVectorsOfDots), AtMost<kRows>, Dims>;
       scale_together<kRows, Bound>({dst, y, rows, weights, n}, g, dots);
     });
     for_topk<Dims>(n, [&](int i) { dots[i] = group.sum(dots[i]); });
   }
 
  private:
-  static constexpr int kRowsOfDots = 4;
   MOE_RT_FN static Acc one(int, bool) { return 1; }
 
   // Operands of scale_dots, without g.
@@ -154,7 +153,7 @@ struct DeviceRows {
   // and the same vectors of every row, kRows rows at a time: several if rows are few.
   template <int kRows, class Bound>
   MOE_RT_FN void scale_together(const Scaled& to, const char* g, Acc* dots) const {
-    constexpr int kEach = kRowsOfDots / (kRows + 1) > 0 ? kRowsOfDots / (kRows + 1) : 1;
+    constexpr int kEach = tuning::kVectorsOfDots / (kRows + 1) > 0 ? tuning::kVectorsOfDots / (kRows + 1) : 1;
     Acc sums[round_up(Bound::kTopkBound, kRows)] = {};
     for (int first = group.lane(); first < num_vectors(); first += group.lanes() * kEach) {
       Loaded<Vector> grads[kEach];

@@ -1,6 +1,7 @@
 // Memory that launches need in addition to their tensors, and tokens of a routing tile, identical on host and device.
 #pragma once
 
+#include "../protocol/core/tuning.h"
 #include "../protocol/flat/index.h"
 #include "../protocol/flat/routing_tiles.h"
 
@@ -10,18 +11,16 @@ namespace moe_rt {
 inline constexpr int64_t kScratchBytes = 48 * 1024 - 64;
 static_assert(kScratchBytes / 8 <= kMaxPlaces, "an expert takes a set of bits and a count, and fits an entry");
 
-// Tokens of a tile: two entries per lane, or fewer if experts and ranks leave too little space, so that steps are few
+// Tokens of a tile: kEntriesPerLane for each lane, or fewer if experts and ranks leave too little space, so that steps are few
 // and small batches are one tile. A tile of more than 32 tokens fills whole words of bits.
 MOE_RT_FN int32_t tile_for(int32_t lanes, const Shape& s) {
-  int32_t tokens = 2 * lanes / s.num_topk;
+  int32_t tokens = tuning::kEntriesPerLane * lanes / s.num_topk;
   if (tokens > 32) tokens -= tokens % 32;
   while (tokens > 1 && Tiles::num_ints(s, tokens) * 4 > kScratchBytes) tokens = tokens > 32 ? tokens - 32 : tokens / 2;
   return tokens > 1 ? tokens : 1;
 }
 
-// Maximum tokens of a rank in a buffer whose ops are whole: one launch of one block (whole_ops.h). By estimate one
-// block is faster than two launches of many for that few tokens (docs/cuda.md).
-inline constexpr int32_t kWholeTokens = 2;
+inline constexpr int32_t kWholeTokens = tuning::kWholeTokens;
 
 // Copies that the block of a whole op makes: the tables that routing reads and the op's short inputs, loaded in one
 // round trip to memory. They follow the block's routing tile.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../protocol/core/layout.h"
+#include "../protocol/core/tuning.h"
 
 namespace moe_rt {
 
@@ -25,15 +26,6 @@ struct Message {
 };
 static_assert(sizeof(Message) == 40 && sizeof(Message) + sizeof(Header) < 128, "UCX takes it all as one short message");
 
-// Maximum bytes of one message; more data takes several. A message of this size takes one step of UCX over TCP: neither
-// side has to assemble it.
-inline constexpr int64_t kMostBytes = 60 << 10;
-
-// Maximum bytes in flight of a rank's gets from a peer, and of its puts there; and the bytes of puts after which the
-// receiver reports progress. A link that carries more than this in a round trip is not saturated by one pair of ranks.
-inline constexpr int64_t kMostUnderWay = 192 << 10, kTellAfter = kMostBytes;
-static_assert(kTellAfter + kMostBytes <= kMostUnderWay, "or the next put may wait for a word that is not due yet");
-
 constexpr bool lies_within(int64_t offset, int64_t bytes, int64_t size) {
   return offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes;
 }
@@ -48,7 +40,7 @@ constexpr bool is_mailbox(int64_t offset, const Layout& layout, int num_ranks) {
 constexpr bool can_be_meant(const Message& m, uint64_t data_bytes, const Layout& layout, int num_ranks) {
   switch (m.ask) {
     case Ask::kGet:
-      return data_bytes == 0 && m.bytes <= kMostBytes && lies_within(m.offset, m.bytes, layout.bytes);
+      return data_bytes == 0 && m.bytes <= tuning::kMessageBytes && lies_within(m.offset, m.bytes, layout.bytes);
     case Ask::kPut:
       return uint64_t(m.bytes) == data_bytes && lies_within(m.offset, m.bytes, layout.bytes);
     case Ask::kPost:

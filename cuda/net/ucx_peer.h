@@ -37,16 +37,16 @@ class UcxPeer {
   void get(int64_t offset, void* to, int64_t bytes) {
     int64_t i = 0;
     do {  // also for 0 bytes: the reply shows that the peer is alive
-      const int64_t part = std::min(kMostBytes, bytes - i);
+      const int64_t part = std::min(tuning::kMessageBytes, bytes - i);
       getting_.emplace_hint(getting_.end(), ++gets_, Getting{offset + i, static_cast<char*>(to) + i, part});
-      i += kMostBytes;
+      i += tuning::kMessageBytes;
     } while (i < bytes);
     go_on();
   }
   void put(int64_t offset, const void* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += kMostBytes) {
+    for (int64_t i = 0; i < bytes; i += tuning::kMessageBytes) {
       ++puts_;
-      putting_.push_back({offset + i, static_cast<const char*>(from) + i, std::min(kMostBytes, bytes - i)});
+      putting_.push_back({offset + i, static_cast<const char*>(from) + i, std::min(tuning::kMessageBytes, bytes - i)});
     }
     go_on();
   }
@@ -98,7 +98,7 @@ class UcxPeer {
   }
   void count_taken(int64_t bytes) {
     ++taken_, untold_bytes_ += bytes;
-    if (taken_ == flush_of_ || untold_bytes_ >= kTellAfter) tell_taken();
+    if (taken_ == flush_of_ || untold_bytes_ >= tuning::kReportAfter) tell_taken();
   }
 
   // Marks the peer as lost: no more requests are sent, its messages are ignored, and pending requests end.
@@ -142,13 +142,13 @@ class UcxPeer {
   void go_on() {
     while (gets_asked_ < gets_ && can_be_asked()) {
       const Getting get = getting_.at(gets_asked_ + 1);
-      if (coming_bytes_ + get.bytes > kMostUnderWay) break;
+      if (coming_bytes_ + get.bytes > tuning::kBytesInFlight) break;
       coming_bytes_ += get.bytes, ++gets_asked_;
       send({.ask = Ask::kGet, .offset = get.offset, .bytes = get.bytes, .number = gets_asked_});
     }
     while (!putting_.empty() && can_be_asked()) {
       const Putting put = putting_.front();
-      if (going_bytes_ + put.bytes > kMostUnderWay) break;
+      if (going_bytes_ + put.bytes > tuning::kBytesInFlight) break;
       putting_.pop_front();
       send_put({.ask = Ask::kPut, .offset = put.offset, .bytes = put.bytes}, put.from);
     }

@@ -56,6 +56,12 @@ std::optional<Status> failure_of(Fn&& op) {
   return status.ok() ? std::nullopt : std::optional(status);
 }
 
+std::optional<tuning::StreamShares> shares_of(const std::optional<std::tuple<double, double, double, double>>& given) {
+  if (!given) return std::nullopt;
+  const auto [published, received, pushed, combined] = *given;
+  return tuning::StreamShares{published, received, pushed, combined};
+}
+
 // Raises OSError if the system refuses the engine's threads.
 void make_engine(Engine* self, EngineConfig config) {
   try {
@@ -70,7 +76,10 @@ void make_engine(Engine* self, EngineConfig config) {
 void bind_constants(nb::module_& m) {
   m.attr("MAX_TOPK") = kMaxTopk;
   m.attr("ROW_ALIGN") = kRowAlign;
-  m.attr("NEAR_NS") = kNearNs;
+  m.attr("NEAR_NS") = tuning::kNearNs;
+  m.attr("VECTORS_AT_ONCE") = tuning::kVectorsAtOnce;
+  m.attr("ENTRIES_PER_LANE") = tuning::kEntriesPerLane;
+  m.attr("BLOCKS_PER_ROUTER") = tuning::kBlocksPerRouter;
   m.attr("TAG_BITS") = kTagBits;
   m.def("elements", [] {
     std::vector<std::tuple<std::string, std::string>> names;
@@ -173,7 +182,8 @@ void bind_engine_config(nb::class_<Engine>& engine) {
       [](Engine* self, const Shape& shape, int elem, int rank, uint64_t config_hash, std::vector<int32_t> expert_rank,
          std::vector<int32_t> node_of, std::vector<uint64_t> segments, std::vector<int> watches, double timeout_s,
          int dispatch_codec, int combine_codec, bool drop_overflow, int num_lanes, std::string isa, const Fault& fault,
-         int64_t cache_bytes, double near_ns, int num_cores, std::shared_ptr<Network> network) {
+         int64_t cache_bytes, double near_ns, std::optional<std::tuple<double, double, double, double>> stream_shares,
+         int num_cores, std::shared_ptr<Network> network) {
         make_engine(self, EngineConfig{.shape = shape,
                                        .elem = static_cast<rows::Elem>(elem),
                                        .rank = rank,
@@ -191,6 +201,7 @@ void bind_engine_config(nb::class_<Engine>& engine) {
                                        .fault = fault,
                                        .cache_bytes = cache_bytes,
                                        .near_ns = near_ns,
+                                       .stream_shares = shares_of(stream_shares),
                                        .num_cores = num_cores,
                                        .interrupted = interrupted,
                                        .network = std::move(network)});
@@ -198,7 +209,8 @@ void bind_engine_config(nb::class_<Engine>& engine) {
       nb::kw_only(), nb::arg("shape"), nb::arg("elem"), nb::arg("rank"), nb::arg("config_hash"), nb::arg("expert_rank"),
       nb::arg("node_of"), nb::arg("segments"), nb::arg("watches"), nb::arg("timeout_s"), nb::arg("dispatch_codec"),
       nb::arg("combine_codec"), nb::arg("drop_overflow"), nb::arg("num_lanes"), nb::arg("isa"), nb::arg("fault"),
-      nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("num_cores"), nb::arg("network").none());
+      nb::arg("cache_bytes"), nb::arg("near_ns"), nb::arg("stream_shares").none(), nb::arg("num_cores"),
+      nb::arg("network").none());
 }
 
 // Arguments are positional, which nanobind parses fastest; calls with many fields pass them in the args objects.

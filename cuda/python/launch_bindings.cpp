@@ -13,7 +13,7 @@
 
 #include "../cpu/world_tables.h"
 #include "../gpu/exchange.h"
-#include "../gpu/ring.h"
+#include "../gpu/moving.h"
 #include "../gpu/sizes.h"
 #include "../protocol/core/args.h"
 #include "arguments.h"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn, overload
 
@@ -14,22 +14,18 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
-from moe_rt import _engine
 from moe_rt.buffer.handle import Handle
 from moe_rt.buffer.replicas import refuse_replicated_experts
 from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout, Route
 from moe_rt.config.placement import Placement
-from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
+from moe_rt.config.tuning import Tuning
 from moe_rt.diagnostics.report import Report
-from moe_rt.engine.backend import Backend, choose_backend, choose_route, find_hosts, make_engine
+from moe_rt.engine.backend import first_failure, leave, open_engine
 from moe_rt.engine.engine import Engine
-from moe_rt.engine.leaving import first_failure, leave
-from moe_rt.errors import ConfigMismatch, InvalidConfig, InvalidInput, Op
-from moe_rt.faults import Point, planned, reach
+from moe_rt.errors import InvalidConfig, InvalidInput, Op
 from moe_rt.group.groups import Group, rendezvous_of
-from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup
-from moe_rt.memory.segments import all_or_none
+from moe_rt.group.rendezvous import StoreRendezvous
 from moe_rt.ops import table as ops
 
 
@@ -69,6 +65,7 @@ class Buffer:
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
         num_threads: host threads that run this rank's ops on the CPU.
         num_sms: multiprocessors that an op's launches may fill on a GPU (docs/cuda.md); None: the heap's limit.
+        tuning: numbers that decide speed and no result, a `moe_rt.Tuning`.
 
     Raises:
         InvalidConfig, ConfigMismatch: on every rank, if a value is invalid on some rank or differs between ranks.
@@ -102,6 +99,7 @@ class Buffer:
         placement: Placement | Sequence[int] | None = None,
         num_threads: int = 1,
         num_sms: int | None = None,
+        tuning: Tuning = BufferOptions.tuning,
     ) -> None:
         options = BufferOptions(
             heap=heap,
@@ -115,6 +113,7 @@ class Buffer:
             placement=placement,
             num_threads=num_threads,
             num_sms=num_sms,
+            tuning=tuning,
         )
         sizes: dict[str, Any] = {
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
@@ -129,7 +128,7 @@ class Buffer:
         self.rank, self.num_ranks = rendezvous.rank, rendezvous.size
         self.process_group = rendezvous.group if isinstance(rendezvous, StoreRendezvous) else None  # None: threads
         with rendezvous:  # an exception in this block is reported to the peers
-            self.spec, self.heap, self._engine = _open(rendezvous, options, sizes)
+            self.spec, self.heap, self._engine = open_engine(rendezvous, options, sizes)
         self._acc_dtype = self.spec.acc_dtype
         # True if a handle has recv_topk_idx or real_ends, which `dispatch` then sets.
         self._extended_handle = self.spec.by_token or self.spec.expert_alignment > 1
@@ -414,65 +413,6 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank} of {self.num_ranks}, heap={self.heap}, {self.num_bytes} bytes, {self.spec})"
-
-
-def _open(
-    rendezvous: StoreRendezvous | ThreadGroup, options: BufferOptions, sizes: dict[str, Any]
-) -> tuple[BufferSpec, HeapKind, Engine]:
-    """Agree on the spec, choose the heap and the route, and make this rank's engine. Collective.
-
-    Args:
-        sizes: the arguments of BufferSpec.make other than the topology and the options.
-    """
-    backends: list[Backend] = []
-    faults: list[_engine.Fault] = []
-
-    def make_spec() -> BufferSpec:
-        backends.append(choose_backend(rendezvous, options.heap))
-        faults.append(planned(rendezvous.rank, rendezvous.size, backends[0].gpu is None))
-        reach(faults[0], Point.PRE_RENDEZVOUS)
-        options.check_own()
-        return BufferSpec.make(rendezvous.topology, options, **sizes)
-
-    spec = agree(rendezvous, make_spec, options.init_timeout_s)
-    backend = find_hosts(backends[0], rendezvous, spec, options.init_timeout_s)
-    spec = choose_route(spec, backend)
-    return spec, backend.heap, make_engine(backend, rendezvous, spec, options, faults[0])
-
-
-def agree(rendezvous: Rendezvous, make_spec: Callable[[], BufferSpec], timeout_s: float) -> BufferSpec:
-    """Make this rank's spec and compare it with the specs of all ranks, before memory is shared. Collective.
-
-    A rank whose own values are invalid reports that, so that its peers raise also instead of waiting for it.
-
-    Raises:
-        InvalidConfig: `make_spec` raised some exception, here or on a peer.
-        ConfigMismatch: the specs differ; names the first such field, the ranks and both values.
-        CorruptPeer: the record received from a rank is malformed.
-        PeerTimeout, PeerDead, StoreLost: a rank did not join, or can no longer join.
-    """
-    specs: list[BufferSpec] = []
-
-    def make() -> dict[str, Any]:
-        specs.append(make_spec())
-        return specs[0].record()
-
-    me = rendezvous.rank
-    try:
-        records = all_or_none(rendezvous, make, "make its configuration", timeout_s)
-    except InvalidConfig as error:
-        if error.peer < 0:  # raised by make_spec
-            raise
-        message = f"rank {error.peer} refused its own configuration: {error}"
-        raise InvalidConfig(message, rank=me, peer=error.peer) from None
-    # Every rank is compared with rank 0, so that all name the same faulty rank.
-    for peer, record in enumerate(records):
-        for field in records[me]:
-            expected = records[0].get(field)
-            if record.get(field) != expected:
-                message = f"{field}: got {record.get(field)} on rank {peer}, expected {expected} as on rank 0"
-                raise ConfigMismatch(message, rank=me, peer=peer)
-    return specs[0]
 
 
 @_disable_dynamo  # an explicit graph break: dynamo warns of the breaks that it finds itself

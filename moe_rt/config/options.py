@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from moe_rt.config.codec import Codec
-from moe_rt.config.expect import expect
 from moe_rt.config.placement import Placement
+from moe_rt.config.tuning import Tuning
+from moe_rt.errors import expect
 
 # Providers of symmetric memory; see docs/heap.md. moe_rt/memory/heaps.py has a row for each.
 HeapKind = Literal["shm", "ucx", "threads", "loopback", "nvshmem", "gin"]
@@ -25,13 +26,14 @@ ALIGNMENTS = (1, 8, 16, 32, 128)  # allowed values of expert_alignment, in rows
 
 @dataclass(frozen=True, kw_only=True)
 class SharedOptions:
-    """The options that must be identical on all ranks; `moe_rt.Buffer` explains each."""
+    """The options that must be identical on all ranks, of `tuning` only some; `moe_rt.Buffer` explains each."""
 
     capacity_factor: float | None = None
     overflow: Overflow = "raise"
     dispatch_dtype: torch.dtype | None = None
     combine_dtype: torch.dtype | None = None
     route: Route | Literal["auto"] = "auto"
+    tuning: Tuning = field(default=Tuning(), repr=False)
 
     def check_shared(self, dtype: torch.dtype) -> None:
         """Check these options for rows of `dtype`.
@@ -50,6 +52,8 @@ class SharedOptions:
         factor = self.capacity_factor
         positive = factor is None or (math.isfinite(factor) and factor > 0)
         expect(positive, "capacity_factor", factor, "None or a finite number > 0")
+        expect(isinstance(self.tuning, Tuning), "tuning", self.tuning, "a moe_rt.Tuning")
+        self.tuning.check()
 
 
 @dataclass(frozen=True, kw_only=True)

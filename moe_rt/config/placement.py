@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 
 
 @dataclass(frozen=True, repr=False)

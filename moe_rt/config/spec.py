@@ -11,16 +11,12 @@ from typing import Any, get_args
 import torch
 
 from moe_rt import _engine
-from moe_rt.config.expect import expect
 from moe_rt.config.options import ALIGNMENTS, BufferOptions, RecvLayout, SharedOptions
 from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
-from moe_rt.errors import SizeOverflow
+from moe_rt.errors import SizeOverflow, expect
 
 PROTOCOL_VERSION = 7
-# Limits for small batches, as in decoding: GPUs push their lists to each other up to PUSHED_TOKENS tokens, and their
-# rows up to PUSHED_ROWS. This memory grows with the number of ranks; rows take at most PUSHED_ROWS_BYTES of a window.
-PUSHED_TOKENS, PUSHED_ROWS, PUSHED_ROWS_BYTES = 128, 64, 1 << 24
 
 # Dtypes of rows in the order of rows::Elem, and the accumulator each sums in (also the dtype of routing weights).
 ELEMENTS: dict[torch.dtype, int] = {getattr(torch, name): i for i, (name, _) in enumerate(_engine.elements())}
@@ -129,7 +125,8 @@ class BufferSpec(SharedOptions):
         """Return the sizes as the engine's type. `pushes` includes the memory for lists and rows that GPUs push."""
         tokens, align = self.num_max_tokens_per_rank, _engine.ROW_ALIGN
         row_bytes = -(-self.hidden * self.dtype.itemsize // align) * align
-        rows = min(tokens, PUSHED_ROWS, PUSHED_ROWS_BYTES // (self.num_ranks * row_bytes))
+        tuning = self.tuning
+        rows = min(tokens, tuning.pushed_rows, tuning.pushed_bytes // (self.num_ranks * row_bytes))
         return _engine.Shape(
             num_ranks=self.num_ranks,
             num_experts=self.num_experts,
@@ -139,7 +136,7 @@ class BufferSpec(SharedOptions):
             elem_bytes=self.dtype.itemsize,
             by_token=self.by_token,
             alignment=self.expert_alignment,
-            num_pushed_tokens=min(tokens, PUSHED_TOKENS) if pushes else 0,
+            num_pushed_tokens=min(tokens, tuning.pushed_tokens) if pushes else 0,
             num_pushed_rows=rows if pushes else 0,
             node_of=self.node_of,
         )
@@ -159,8 +156,11 @@ class BufferSpec(SharedOptions):
 
     def record(self) -> dict[str, Any]:
         """Return the spec as plain values, for comparison between ranks."""
+        arguments = self.arguments()
+        del arguments["tuning"]
         return {
-            **{name: str(v) if name.endswith("dtype") else v for name, v in self.arguments().items()},
+            **{name: str(v) if name.endswith("dtype") else v for name, v in arguments.items()},
+            **self.tuning.shared(),
             "topology": list(self.topology.nodes),
             "placement": list(self.placement.ranks),
             "version": PROTOCOL_VERSION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_rt import _engine
-from moe_rt.diagnostics.last_words import readable
-from moe_rt.diagnostics.report import KINDS, SIZES, Disagreement, OpRecord, RankReport, Report, name_ranks
+from moe_rt.diagnostics.report import KINDS, SIZES, Disagreement, OpRecord, RankReport, Report, name_ranks, readable
 from moe_rt.errors import Code, Op
 from moe_rt.group.processes import Watch, state_letter
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+
+from moe_rt import _engine
+from moe_rt.errors import MoeRtError
 
 REPORT_DIR = "MOE_RT_REPORT_DIR"
 KINDS = ("dispatch", "combine")
@@ -146,3 +150,23 @@ def keep(report: Report, rank: int) -> Report:
         warnings.warn(f"{REPORT_DIR}: could not write the report: {error}", stacklevel=2)
         return report
     return replace(report, path=path)
+
+
+def last_words(error: BaseException) -> bytes:
+    """Return an exception's class and the first line of its message, in UTF-8, cut to the space in a segment."""
+    said = ""
+    with suppress(Exception):  # a __str__ that raises must not hide the error that it belongs to
+        said = str(error.args[0] if isinstance(error, MoeRtError) else error)
+    first_line = next(iter(said.strip().splitlines()), "")
+    name = type(error).__name__
+    return cut(f"{name}: {first_line}" if first_line else name)
+
+
+def cut(text: str) -> bytes:
+    """Encode the text in UTF-8, cut between characters to the space in a segment."""
+    return text.encode(errors="replace")[: _engine.MOST_LAST_WORDS].decode(errors="ignore").encode()
+
+
+def readable(words: bytes) -> str:
+    """Return a peer's last words on one line, with blanks for characters that do not print or move the cursor."""
+    return "".join(c if c.isprintable() else " " for c in words.decode(errors="replace")).strip()

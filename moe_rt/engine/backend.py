@@ -1,16 +1,18 @@
-"""Chooses the backend and heap of a group, and makes the engine for it."""
+"""Opens the engine of a buffer, on the backend and heap that fit its group, and ends it when its rank leaves."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from moe_rt import _engine
-from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions, HeapKind
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
@@ -19,12 +21,14 @@ from moe_rt.engine.cuda import CudaEngine, blocks_of_a_wait
 from moe_rt.engine.engine import Engine
 from moe_rt.engine.gpu.driver import Gpu
 from moe_rt.engine.gpu.launcher import network_bytes
-from moe_rt.errors import InvalidConfig
-from moe_rt.faults import Point
+from moe_rt.errors import GroupPoisoned, InvalidConfig, MoeRtError, PeerDead, expect
+from moe_rt.faults import Point, planned, reach
+from moe_rt.group.all_or_none import agree, own_part
 from moe_rt.group.processes import UNKNOWN, place
 from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup, all_gather_records
 from moe_rt.memory.heaps import HEAPS, heaps_for
-from moe_rt.memory.segments import Segments, all_or_none
+from moe_rt.memory.segments import Segments
+from moe_rt.memory.ucx import await_peers
 
 _FOREVER_S = 1e9  # 31 years; a 64-bit clock of nanoseconds ends at 292
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
@@ -43,6 +47,34 @@ class Backend:
     gpu: Gpu | None
     anywhere: bool = False
     hosts: Topology | None = None
+
+
+def open_engine(
+    rendezvous: StoreRendezvous | ThreadGroup, options: BufferOptions, sizes: dict[str, Any]
+) -> tuple[BufferSpec, HeapKind, Engine]:
+    """Check the options, agree on the spec with all ranks before memory is shared, allocate it, and make an engine.
+
+    Collective, in one meeting: every rank succeeds or every rank raises.
+
+    Args:
+        sizes: the arguments of BufferSpec.make other than the topology and the options.
+
+    Raises:
+        InvalidConfig: a value was invalid, here or on a peer.
+        ConfigMismatch, CorruptPeer, PeerTimeout, PeerDead, StoreLost: as `agree`. Also what a heap's allocate raises.
+    """
+    with own_part(rendezvous, "make its configuration"):
+        backend = choose_backend(rendezvous, options.heap)
+        fault = planned(rendezvous.rank, rendezvous.size, backend.gpu is None)
+        reach(fault, Point.PRE_RENDEZVOUS)
+        options.check_own()
+        spec = BufferSpec.make(rendezvous.topology, options, **sizes)
+    agree(rendezvous, spec.record(), options.init_timeout_s, "make its configuration")
+    backend = find_hosts(backend, rendezvous, spec, options.init_timeout_s)
+    spec = choose_route(spec, backend)
+    if backend.gpu is None:
+        return spec, backend.heap, _make_cpu_engine(backend, rendezvous, spec, options, fault)
+    return spec, backend.heap, _make_cuda_engine(backend, backend.gpu, rendezvous, spec, options)
 
 
 def choose_backend(rendezvous: StoreRendezvous | ThreadGroup, heap: HeapKind | Literal["auto"]) -> Backend:
@@ -127,29 +159,12 @@ def choose_route(spec: BufferSpec, backend: Backend) -> BufferSpec:
     return replace(spec, route="two_level" if two_level else "flat", topology=topology)
 
 
-def make_engine(
-    backend: Backend,
-    rendezvous: Rendezvous,
-    spec: BufferSpec,
-    options: BufferOptions,
-    fault: _engine.Fault,
-) -> Engine:
-    """Allocate the segments and make this rank's engine. Collective: every rank succeeds or every rank raises.
-
-    `fault` is for CPU ranks.
-    """
-    if backend.gpu is None:
-        return _make_cpu_engine(backend.heap, rendezvous, spec, options, fault)
-    return _make_cuda_engine(backend.heap, backend.gpu, rendezvous, spec, options)
-
-
 def _make_cpu_engine(
-    heap: HeapKind, rendezvous: Rendezvous, spec: BufferSpec, options: BufferOptions, fault: _engine.Fault
+    backend: Backend, rendezvous: Rendezvous, spec: BufferSpec, options: BufferOptions, fault: _engine.Fault
 ) -> CpuEngine:
-    traits, shape, init_timeout_s = HEAPS[heap], spec.shape(), options.init_timeout_s
+    traits, shape, init_timeout_s = HEAPS[backend.heap], spec.shape(), options.init_timeout_s
     size = shape if traits.network else shape.segment_bytes()
     segments = traits.module.allocate(rendezvous, size, init_timeout_s)
-    isa = os.environ.get("MOE_RT_ISA", "auto")
 
     def make() -> CpuEngine:
         return CpuEngine(
@@ -158,7 +173,7 @@ def _make_cpu_engine(
             segments,
             timeout_s=min(options.timeout_s, _FOREVER_S),
             num_threads=options.num_threads,
-            isa=isa,
+            isa=os.environ.get("MOE_RT_ISA", "auto"),
             fault=fault,
         )
 
@@ -168,22 +183,20 @@ def _make_cpu_engine(
 
 
 def _make_cuda_engine(
-    heap: HeapKind, gpu: Gpu, rendezvous: Rendezvous, spec: BufferSpec, options: BufferOptions
+    backend: Backend, gpu: Gpu, rendezvous: Rendezvous, spec: BufferSpec, options: BufferOptions
 ) -> CudaEngine:
-    allocate, shape, init_timeout_s = HEAPS[heap].module.allocate, spec.gpu_shape(), options.init_timeout_s
+    allocate, shape, init_timeout_s = HEAPS[backend.heap].module.allocate, spec.gpu_shape(), options.init_timeout_s
     segments = allocate(rendezvous, shape.segment_bytes(), init_timeout_s, gpu)
     segments.marks.extend(_engine.closed_marks(shape, rendezvous.rank))
-
-    def look() -> dict[str, Any]:
+    with own_part(rendezvous, "use its GPU"):
         if spec.overflow == "retry":
             raise InvalidConfig(
                 'overflow: got "retry" on CUDA, where the host sees no overflow; expected "raise" or "drop"'
             )
-        shared = segments.streams is not None
-        blocks = blocks_of_a_wait(spec.num_ranks, gpu, options.num_sms, shared=shared)
-        return {"blocks": blocks, "unmapped": 0 in segments.addresses}
-
-    seen = all_or_none(rendezvous, look, "use its GPU", init_timeout_s)
+        shared, sending_part = segments.streams is not None, spec.tuning.sending_part
+        blocks = blocks_of_a_wait(spec.num_ranks, gpu, options.num_sms, shared=shared, sending_part=sending_part)
+    own = {"blocks": blocks, "unmapped": 0 in segments.addresses}
+    seen = all_gather_records(rendezvous, own, init_timeout_s, "use its GPU")
     network = None
     if spec.node_of or any(r["unmapped"] for r in seen):
         most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
@@ -197,7 +210,7 @@ def _make_cuda_engine(
             gpu,
             network=network,
             timeout_s=min(options.timeout_s, _FOREVER_S),
-            max_blocks=seen[rendezvous.rank]["blocks"],
+            max_blocks=blocks,
             num_sms=options.num_sms,
         )
 
@@ -208,18 +221,15 @@ def _make_all_or_none(
     rendezvous: Rendezvous, make: Callable[[], AnyEngine], segments: Segments, timeout_s: float
 ) -> AnyEngine:
     """Return the engine from `make` once every rank has one, so that no rank has a buffer that a peer never joins."""
-    engines: list[AnyEngine] = []
-
-    def work() -> dict[str, Any]:
-        engines.append(make())
-        return {}
-
+    engine: AnyEngine | None = None
     try:
-        all_or_none(rendezvous, work, "make its engine", timeout_s)
+        with own_part(rendezvous, "make its engine"):
+            engine = make()
+        all_gather_records(rendezvous, {}, timeout_s, "make its engine")
     except BaseException:  # the error keeps this frame and its objects alive
-        engines[0].close() if engines else segments.release()
+        segments.release() if engine is None else engine.close()
         raise
-    return engines[0]
+    return engine
 
 
 def _domains(mapped: list[list[bool]]) -> Topology | None:
@@ -234,3 +244,31 @@ def _has_nccl(rendezvous: StoreRendezvous) -> bool:
         return str(rendezvous.group._get_backend(torch.device("cuda")).name()) == "nccl"
     except RuntimeError:  # no backend for CUDA
         return False
+
+
+def leave(engine: Engine) -> None:
+    """Close a buffer that is garbage, or still open when the program ends. An exception that ends it ends the group."""
+    here = threading.current_thread()
+    ends = here is threading.main_thread() and not here.is_alive()  # true while exit handlers run
+    error = getattr(sys, "last_value", None) if ends and not hasattr(sys, "ps1") else None
+    if error is not None:  # not one shown at a prompt, where the program continued
+        engine.poison(error)
+    engine.close("its program ended" if ends else "its buffer became garbage")
+    if ends:
+        await_peers()
+
+
+def first_failure(engine: Engine, error: BaseException) -> MoeRtError | None:
+    """Return the error with which a peer ended the group, if `error` may only be its consequence.
+
+    torch's collectives fail with such an error when a peer is dead, and cannot say what happened to it.
+    """
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return None
+    try:
+        engine.health()
+    except (GroupPoisoned, PeerDead) as first:
+        return first
+    except MoeRtError:
+        pass
+    return None

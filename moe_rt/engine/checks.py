@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_rt import _engine
-from moe_rt.config.row_format import CODES, MOST_SCALES, SCALES
+from moe_rt.config.codec import CODES, MOST_SCALES, SCALES
 from moe_rt.engine.differentiation import ONE_BY_ONE, has_tangent
 from moe_rt.errors import InvalidInput
 

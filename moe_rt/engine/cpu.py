@@ -19,8 +19,7 @@ from moe_rt.config.codec import Codec
 from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
-from moe_rt.diagnostics.last_words import cut, last_words, readable
-from moe_rt.diagnostics.report import Report, keep
+from moe_rt.diagnostics.report import Report, cut, keep, last_words, readable
 from moe_rt.engine.engine import Args, Engine
 from moe_rt.engine.statuses import error_from_status, refusal_code
 from moe_rt.engine.storage import Recycler
@@ -28,9 +27,6 @@ from moe_rt.errors import Code, FaultInjected, GroupClosed, MoeRtError, Op
 from moe_rt.faults import Point, reach
 from moe_rt.group.processes import num_cores
 from moe_rt.memory.segments import Segments
-
-# Reading a line that a peer has just written takes less than this if both share a cache (cuda/cpu/cache_locality.h).
-NEAR_NS = _engine.NEAR_NS
 
 
 class CpuEngine(Engine):
@@ -56,7 +52,7 @@ class CpuEngine(Engine):
     ) -> None:
         super().__init__(spec, rank, torch.device("cpu"), timeout_s)
         self._segments = segments
-        self._memory = Recycler()
+        self._memory = Recycler(spec.tuning.recycled_bytes)
         self._report: Report | None = None  # made when the group failed
         _engine.write_segment_header(
             segment=segments.addresses[rank],
@@ -88,7 +84,8 @@ class CpuEngine(Engine):
             isa=isa,
             fault=fault,
             cache_bytes=cache_bytes(),
-            near_ns=NEAR_NS,
+            near_ns=spec.tuning.near_ns,
+            stream_shares=spec.tuning.stream_shares,
             num_cores=num_cores([pid for pid, _ in segments.members if pid]),
             network=network,
         )

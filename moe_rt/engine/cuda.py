@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
+from moe_rt.config.tuning import Tuning
 from moe_rt.diagnostics.report import Report
 from moe_rt.engine.engine import Args, Engine
 from moe_rt.engine.gpu.driver import Gpu
@@ -47,9 +48,6 @@ class _Launches(NamedTuple):
     whole: str | None  # the whole op, in a buffer for very few tokens
 
 
-# If this rank has this many tokens, one block waits for the peers before all move rows, so that a late rank does not
-# occupy this GPU. The extra launch takes a few microseconds, more than a few tokens are worth.
-WAIT_APART_FROM = 1024
 _COMBINE = _Launches(
     "combine_send",
     "combine_wait",
@@ -165,10 +163,10 @@ class CudaEngine(Engine):
         tokens, received = args.num_tokens, self.spec.num_ranks * self.spec.num_max_tokens_per_rank
         before, after = (received, tokens) if launches.sends_received else (tokens, received)
         sending = self._blocks(before)
-        if op is Op.DISPATCH:  # an eighth may route; more than `most` would start only after the routing blocks
-            sending = max(2, min(1 + tokens + tokens // 7, most))
+        if op is Op.DISPATCH:  # one in so many may route; more than `most` would start only after the routing blocks
+            sending = max(2, min(1 + tokens + tokens // (_engine.BLOCKS_PER_ROUTER - 1), most))
         queue = [(launches.send, sending), *self._forwarding(op, launches, tokens)]
-        if tokens >= WAIT_APART_FROM:
+        if tokens >= self.spec.tuning.wait_apart_tokens:
             queue.append((launches.wait, 1))
         if self._network is not None and not self.spec.node_of and op is Op.DISPATCH:
             queue.append(("dispatch_fetch", min(self.spec.num_ranks, most)))
@@ -182,7 +180,7 @@ class CudaEngine(Engine):
         forward = (launches.forward, self._blocks(clients * self.spec.num_max_tokens_per_rank))
         if op is Op.DISPATCH:  # one block per source's lists
             return [(launches.first_wait, min(clients, self._launcher.max_blocks)), forward]
-        return [(launches.first_wait, 1), forward] if tokens >= WAIT_APART_FROM else [forward]
+        return [(launches.first_wait, 1), forward] if tokens >= self.spec.tuning.wait_apart_tokens else [forward]
 
     def _blocks(self, num_rows: int) -> int:
         return max(1, min(self._launcher.max_blocks, num_rows))
@@ -273,17 +271,20 @@ class CudaEngine(Engine):
             self._launcher.launch([(kernel, 1)], self._gpu.stream())
 
 
-def blocks_of_a_wait(num_ranks: int, gpu: Gpu, num_sms: int | None, *, shared: bool) -> int:
+def blocks_of_a_wait(
+    num_ranks: int, gpu: Gpu, num_sms: int | None, *, shared: bool, sending_part: int = Tuning.sending_part
+) -> int:
     """Return how many blocks of one rank may wait simultaneously: `num_sms`, or all that fit on the GPU.
 
-    Virtual ranks share a GPU: all their waits must be resident together with a launch that sends.
+    Virtual ranks share a GPU: all their waits must be resident together with a launch that sends, for which one
+    multiprocessor in `sending_part` stays free.
 
     Raises:
         InvalidConfig: they do not fit.
     """
     share = gpu.num_sms
     if shared and num_ranks > 1:
-        share = (gpu.num_sms - max(1, gpu.num_sms // 8)) // num_ranks
+        share = (gpu.num_sms - max(1, gpu.num_sms // sending_part)) // num_ranks
     if share < 1:
         raise InvalidConfig(
             f"group: got {num_ranks} virtual ranks on a GPU of {gpu.num_sms} multiprocessors, expected fewer: the "

@@ -18,7 +18,7 @@ from torch import Tensor, is_anomaly_enabled
 from torch.autograd.graph import increment_version
 
 from moe_rt import _engine
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.engine import checks

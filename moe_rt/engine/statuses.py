@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_rt.config.row_format import spelled
+from moe_rt.config.codec import spelled
 from moe_rt.errors import (
     CallOrderMismatch,
     CapacityOverflow,

@@ -13,11 +13,10 @@ from torch import Tensor, is_anomaly_enabled
 from torch._C import _storage_Use_Count
 from torch.utils import deterministic
 
+from moe_rt.config.tuning import Tuning
 from moe_rt.memory.segments import ask_for_huge_pages_at
 
-# Smaller blocks are recycled by the allocator's own free lists.
-_SMALLEST_BLOCK = 1 << 20
-_GRANULE = 1 << 21
+_GRANULE = 1 << 21  # a huge page
 
 
 class _Block:
@@ -70,21 +69,26 @@ class _Block:
 
 
 class Recycler:
-    """Blocks of one engine, freed with it. Not thread-safe: an engine runs one op at a time."""
+    """Blocks of one engine, freed with it. Not thread-safe: an engine runs one op at a time.
 
-    def __init__(self) -> None:
+    Args:
+        smallest: size of the smallest block, in bytes; the allocator's own free lists recycle smaller ones.
+    """
+
+    def __init__(self, smallest: int = Tuning.recycled_bytes) -> None:
+        self._smallest = smallest
         self._blocks: dict[int, list[_Block]] = {}
 
     def empty_like(self, t: Tensor, num_rows: int, hidden: int) -> Tensor:
         """Return `empty` of a CPU tensor's dtype; small outputs take a third less time."""
-        if num_rows * hidden * t.itemsize < _SMALLEST_BLOCK:
+        if num_rows * hidden * t.itemsize < self._smallest:
             return t.new_empty(num_rows, hidden)
         return self.empty(num_rows, hidden, t.dtype)
 
     def empty(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Return a contiguous uninitialised CPU tensor [num_rows, hidden], like torch.empty in the current mode."""
         num_bytes = num_rows * hidden * dtype.itemsize
-        if num_bytes < _SMALLEST_BLOCK:
+        if num_bytes < self._smallest:
             return torch.empty(num_rows, hidden, dtype=dtype, device="cpu")  # whatever the default device is
         num_bytes = -(-num_bytes // _GRANULE) * _GRANULE
         blocks = self._blocks.setdefault(num_bytes, [])

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from moe_rt.config.expect import expect
 from moe_rt.config.topology import Topology
-from moe_rt.errors import CallOrderMismatch, ConcurrentUse, CorruptPeer, InvalidConfig
+from moe_rt.errors import CallOrderMismatch, ConcurrentUse, CorruptPeer, InvalidConfig, expect
 from moe_rt.group.attendance import Attendance
 from moe_rt.group.meeting import Meeting
 

@@ -28,9 +28,10 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
+from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.memory.nvshmem_start import host, require_own_gpus
-from moe_rt.memory.segments import PAGE, DeviceMemory, GinWindow, Segments, all_or_none, free_bytes, round_up
+from moe_rt.memory.segments import PAGE, DeviceMemory, GinWindow, Segments, free_bytes, round_up
 
 SINCE = (2, 32)  # oldest NCCL whose functions for strong signals can be linked
 _WORD = 8  # bytes of a mark

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
+from moe_rt.group.all_or_none import all_or_none, take_all_or_none
 from moe_rt.group.rendezvous import Rendezvous
-from moe_rt.memory.segments import PAGE, DeviceMemory, Segments, all_or_none, round_up, take_all_or_none
+from moe_rt.memory.segments import PAGE, DeviceMemory, Segments, round_up
 
 # Regions and tables of streams on their way from rank 0 to its peers. Their names are random: an address of another
 # process could equal one of this process.

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory
+from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.memory import nvshmem_start
-from moe_rt.memory.segments import PAGE, DeviceMemory, Segments, all_or_none, free_bytes, round_up
+from moe_rt.memory.segments import PAGE, DeviceMemory, Segments, free_bytes, round_up
 
 UNIQUE_ID_BYTES = 128  # sizeof(nvshmemx_uniqueid_v1)
 HEAP_STEP = 512 * 2**20  # default of NVSHMEM_CUMEM_GRANULARITY, the step in which the symmetric heap grows

@@ -13,8 +13,8 @@ import torch
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.extras import cuda_extra, how_to_install
+from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.rendezvous import Rendezvous
-from moe_rt.memory.segments import all_or_none
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MPS = "nvidia-cuda-mps-control"

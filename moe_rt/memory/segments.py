@@ -1,4 +1,4 @@
-"""Memory that heaps make: each rank's segment as mapped here, made on all ranks or on none."""
+"""Memory that heaps make: each rank's segment as mapped here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import mmap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,16 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_rt.errors import InvalidConfig, LimitReached, MoeRtError, SegmentPermission
 from moe_rt.group.processes import Watch
-from moe_rt.group.rendezvous import Rendezvous, all_gather_records
 
-_LIMITS = {
-    errno.EMFILE: "descriptors (ulimit -n)",
-    errno.ENFILE: "descriptors on this host (fs.file-max)",
-    errno.EAGAIN: "threads (ulimit -u, ulimit -v, pids.max of the control group)",
-}
-_LAST_THREAD_S = 0.5
 PAGE = 4096  # segments start on it: the layout aligns its regions relative to the start
 
 
@@ -64,57 +55,9 @@ def ask_for_huge_pages_at(address: int, num_bytes: int) -> None:
     ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
 
 
-def all_or_none(
-    rendezvous: Rendezvous, work: Callable[[], dict[str, Any]], what: str, timeout_s: float
-) -> list[dict[str, Any]]:
-    """Run `work` on every rank and return every rank's record. If it raises on any rank, every rank raises.
-
-    Errors not from moe_rt become InvalidConfig, which says that `what` could not be done. KeyboardInterrupt and the
-    like keep their type here and are GroupPoisoned on other ranks.
-    """
-    with rendezvous:
-        try:
-            record = work()
-        except Exception as error:
-            ours = _as_ours(error, rendezvous.rank, what)
-            if ours is error:
-                raise
-            raise ours from error
-        return all_gather_records(rendezvous, record, timeout_s, what)
-
-
-def take_all_or_none(rendezvous: Rendezvous, work: Callable[[], None], what: str, timeout_s: float) -> None:
-    """Run `all_or_none` with `work` that uses what peers have made. If it fails because a peer did, name that peer."""
-
-    def take() -> dict[str, Any]:
-        try:
-            work()
-        except Exception as error:
-            rendezvous.raise_first_failure()
-            # A killed process loses its descriptors before its last thread is known to have ended.
-            deadline = time.monotonic() + (_LAST_THREAD_S if isinstance(error, SegmentPermission) else 0.0)
-            while time.monotonic() < deadline:
-                time.sleep(_LAST_THREAD_S / 100)
-                rendezvous.raise_first_failure()
-            raise
-        return {}
-
-    all_or_none(rendezvous, take, what, timeout_s)
-
-
 def no_memory(error: OSError | ValueError | OverflowError) -> bool:
     """True if the error means that this much memory is not available, or that the size overflows."""
     return not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFAULT, errno.EFBIG)
-
-
-def _as_ours(error: Exception, rank: int, what: str) -> MoeRtError:
-    system_error = error.__cause__ if isinstance(error, MoeRtError) else error
-    if isinstance(system_error, OSError) and system_error.errno in _LIMITS:
-        got, limit = system_error.strerror, _LIMITS[system_error.errno]
-        return LimitReached(f"rank {rank} could not {what}: got {got}, expected room for more {limit}", rank=rank)
-    if isinstance(error, MoeRtError):
-        return error
-    return InvalidConfig(f"rank {rank} could not {what}: got {type(error).__name__}: {error}", rank=rank)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -14,10 +14,11 @@ import os
 from typing import Any
 
 from moe_rt.errors import CorruptPeer, InvalidConfig, OutOfSharedMemory, SegmentPermission
+from moe_rt.group.all_or_none import all_or_none, take_all_or_none
 from moe_rt.group.processes import watch, why_closed
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.memory.memory_limits import available_bytes
-from moe_rt.memory.segments import Segments, address_of, all_or_none, ask_for_huge_pages, no_memory, take_all_or_none
+from moe_rt.memory.segments import Segments, address_of, ask_for_huge_pages, no_memory
 
 MEMFD_NAME = "moe_rt"
 # A peer must not be able to shrink the segment: this rank's next access would raise SIGBUS.

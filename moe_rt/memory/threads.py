@@ -13,8 +13,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from moe_rt.errors import OutOfSharedMemory
+from moe_rt.group.all_or_none import all_or_none, take_all_or_none
 from moe_rt.group.rendezvous import Rendezvous
-from moe_rt.memory.segments import Segments, address_of, all_or_none, ask_for_huge_pages, no_memory, take_all_or_none
+from moe_rt.memory.segments import Segments, address_of, ask_for_huge_pages, no_memory
 
 # Mappings on their way from their owner to its peers, by a random name. Emptied before `allocate` returns.
 _in_transit: dict[str, mmap.mmap] = {}

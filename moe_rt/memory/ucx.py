@@ -21,11 +21,12 @@ from typing import Any
 from moe_rt import _engine
 from moe_rt.errors import CorruptPeer, InvalidConfig, MissingPackage, PeerTimeout
 from moe_rt.extras import how_to_install
+from moe_rt.group.all_or_none import all_or_none, take_all_or_none
 from moe_rt.group.meeting import warn
 from moe_rt.group.processes import place
 from moe_rt.group.rendezvous import Rendezvous
 from moe_rt.memory import shm
-from moe_rt.memory.segments import Segments, all_or_none, take_all_or_none
+from moe_rt.memory.segments import Segments
 
 OLDEST = (1, 13)
 AT_EXIT_S = 10.0  # time for peers to read what this rank announced last

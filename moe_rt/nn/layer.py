@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.pool import LayerBuffers
-from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.placement import Placement
 from moe_rt.config.spec import BufferSpec
 from moe_rt.engine.checks import require_plain
-from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.errors import InvalidConfig, InvalidInput, expect
+from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.groups import Group, rendezvous_of
 from moe_rt.group.rendezvous import Rendezvous
-from moe_rt.memory.segments import all_or_none
 from moe_rt.nn.experts import Experts, ExpertsConfig, SharedExpert
 from moe_rt.nn.metrics import LayerMetrics
 from moe_rt.nn.padding import real_tokens, route, without_padding
@@ -50,7 +49,7 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
             for no shared expert. See `moe_rt.nn.experts.SharedExpert`.
         shared_gate: scale the shared expert's output by a sigmoid gate (Qwen2-MoE).
         heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, placement, timeout_s, init_timeout_s,
-            num_threads, num_sms: see `moe_rt.Buffer`.
+            num_threads, num_sms, tuning: see `moe_rt.Buffer`.
 
     Raises:
         InvalidConfig: a value is invalid; names the field, what was got and what was expected.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 from moe_rt.nn.router_losses import RouterAux
 from moe_rt.nn.spread import SpreadModule
 

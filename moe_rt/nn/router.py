@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.errors import InvalidConfig, InvalidInput, expect
 from moe_rt.nn.padding import UNTAKEN, real_tokens, without_padding
 from moe_rt.nn.router_losses import (
     BalanceScope,

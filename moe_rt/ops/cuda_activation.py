@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_rt import _engine
+from moe_rt.config.tuning import ACTIVATION_BLOCKS_PER_SM, ACTIVATION_THREADS
 from moe_rt.engine.gpu.driver import Gpu, Kernels
 from moe_rt.engine.gpu.launcher import ELEMENT_NAMES
 from moe_rt.engine.storage import blank
 from moe_rt.errors import InvalidInput
 
-# All blocks of a launch fit on the GPU together, so that no second, emptier wave runs.
-_THREADS, _BLOCKS_PER_SM = 256, 4
 _VECTOR_BYTES = 16
 
 _lock = threading.Lock()
@@ -34,7 +33,7 @@ def prepare(device: torch.device, dtype: torch.dtype) -> Kernels:
         if device not in _gpus:
             _gpus[device] = Gpu(device)
         if (device, dtype) not in _kernels:
-            defines: dict[str, str | int] = {"MOE_RT_ELEM": ELEMENT_NAMES[dtype], "MOE_RT_THREADS": _THREADS}
+            defines: dict[str, str | int] = {"MOE_RT_ELEM": ELEMENT_NAMES[dtype], "MOE_RT_THREADS": ACTIVATION_THREADS}
             _kernels[device, dtype] = _gpus[device].kernels("activation.cu", defines)
         return _kernels[device, dtype]
 
@@ -103,6 +102,6 @@ def _launch(name: str, out: Tensor, args: _engine.SwigluArgs | _engine.SwigluBac
         return
     kernels = _kernels.get((out.device, out.dtype)) or prepare(out.device, out.dtype)
     gpu = _gpus[out.device]
-    blocks = min(-(-num_vectors // _THREADS), gpu.num_sms * _BLOCKS_PER_SM)
+    blocks = min(-(-num_vectors // ACTIVATION_THREADS), gpu.num_sms * ACTIVATION_BLOCKS_PER_SM)
     params = (ctypes.c_void_p * 1)(args.address)
-    kernels.launch([(name, blocks)], threads=_THREADS, shared_bytes=0, stream=gpu.stream(), params=params)
+    kernels.launch([(name, blocks)], threads=ACTIVATION_THREADS, shared_bytes=0, stream=gpu.stream(), params=params)

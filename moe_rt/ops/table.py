@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.engine.engine import Engine
 from moe_rt.errors import Op
 from moe_rt.ops.autograd import gradient_of_combine, gradient_of_dispatch

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_rt.errors import MoeRtError
+from moe_rt.group import all_or_none as ranks
 from moe_rt.group.rendezvous import StoreRendezvous
-from moe_rt.memory import segments
 
 
 def all_or_none(work: Callable[[], Any], refusal: type[MoeRtError], what: str) -> list[Any]:
@@ -30,7 +30,7 @@ def all_or_none(work: Callable[[], Any], refusal: type[MoeRtError], what: str) -
         except OSError as error:
             raise refusal(f"rank {rendezvous.rank} got {in_words(error)}", rank=rendezvous.rank) from None
 
-    return [record["result"] for record in segments.all_or_none(rendezvous, attempt, what, math.inf)]
+    return [record["result"] for record in ranks.all_or_none(rendezvous, attempt, what, math.inf)]
 
 
 def in_words(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from support.routing import buffer_kwargs, make_inputs, make_spec
 from torch import Tensor
 
 from moe_rt import Buffer
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.config.spec import BufferSpec
 from moe_rt.errors import MoeRtError
 from moe_rt.lab.testing.rounds import Inputs, check_bits, make_scaled, play_scaled

@@ -13,7 +13,7 @@ from support.ranks import Ranks
 from support.routing import make_spec
 from test_conformance import tokens_for
 
-from moe_rt.config.row_format import CODES, MOST_SCALES, SCALES, RowFormat, spelled
+from moe_rt.config.codec import CODES, MOST_SCALES, SCALES, RowFormat, spelled
 from moe_rt.lab.testing.rounds import check_bits
 from moe_rt.ops.reference import through_codec
 

@@ -4,7 +4,7 @@
 #include <deque>
 #include <map>
 
-#include "../../cuda/gpu/ring.h"
+#include "../../cuda/gpu/moving.h"
 #include "emulation.h"
 
 namespace moe_rt::emulation {

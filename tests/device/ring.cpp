@@ -1,5 +1,5 @@
 // A ring moves rows with counted copies: how many are in flight, how often rows are read, and which slots are free.
-#include "../../cuda/gpu/ring.h"
+#include "../../cuda/gpu/moving.h"
 
 #include <cstdio>
 #include <cstdlib>

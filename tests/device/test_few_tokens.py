@@ -15,7 +15,7 @@ from support.rounds import full_round, rounds_in_a_row
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.errors import CapacityOverflow, GroupPoisoned, InvalidInput, InvalidRouting, MoeRtError, PeerTimeout
 
 HANG_S = 600.0

@@ -18,9 +18,8 @@ from support.ranks import ThreadRanks
 from support.rounds import chain, full_round, rounds_in_a_row
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer, ThreadGroup
+from moe_rt import Buffer, ThreadGroup, Tuning
 from moe_rt.config.spec import BufferSpec
-from moe_rt.engine import cuda
 from moe_rt.errors import (
     CallOrderMismatch,
     CorruptPeer,
@@ -101,12 +100,12 @@ def test_one_rank_on_each_node_gives_the_flat_bits() -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches() -> None:
     """Rank 2 has no clients, the others are proxies; above the bound for separate waits, a small launch waits first."""
-    monkeypatch.setattr(cuda, "WAIT_APART_FROM", 12)
     gpu = EmulatedGpu()
     nodes = (0, 0, 0, 1, 1)
-    ThreadRanks(5, gpu, nodes=nodes).run(full_round, spec_of(nodes), [12, 12, 12, 12, 0], 1, "random")
+    spec = spec_of(nodes, tuning=Tuning(wait_apart_tokens=12))
+    ThreadRanks(5, gpu, nodes=nodes).run(full_round, spec, [12, 12, 12, 12, 0], 1, "random")
     forward = ("dispatch_lists", "dispatch_forward", "combine_backward_forward", "combine_forward")
     assert [gpu.launched.count(name) for name in forward] == [4, 4, 4, 3 * 4], "a combine is played twice"
     waits = ("dispatch_wait", "combine_backward_first_wait", "combine_first_wait", "dispatch_fetch")

@@ -13,7 +13,7 @@ from support.rounds import full_round, one_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.engine.cuda import blocks_of_a_wait
 from moe_rt.engine.gpu.driver import Launches
 

@@ -15,7 +15,7 @@ from support.ranks import ThreadRanks
 from support.rounds import CPU, one_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer, _engine
+from moe_rt import Buffer, Tuning, _engine
 from moe_rt.engine.gpu import launcher
 
 FP8 = torch.float8_e4m3fn
@@ -29,10 +29,8 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots have 256 bytes, and fewer of them exist than it takes to have more in flight than lanes have."""
-    monkeypatch.setattr(launcher, "RING_LANES_BYTES", 0)
+# Slots have 256 bytes, and fewer of them exist than it takes to have more in flight than lanes have.
+SMALL = Tuning(ring_bytes=0)
 
 
 def ringed(num_ranks: int, threads: int = 3) -> ThreadRanks:
@@ -50,24 +48,25 @@ def ring_rounds(group: Any, spec: Any, num_tokens: list[int], num_sms: int, kind
 @pytest.mark.parametrize("changes", SPECS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_equal_to_the_oracle(num_ranks: int, changes: str) -> None:
-    spec = make_spec(num_ranks, **SPECS[changes])
+    spec = make_spec(num_ranks, tuning=SMALL, **SPECS[changes])
     ringed(num_ranks).run(ring_rounds, spec, [12, 0, 7][:num_ranks], 1)
 
 
 @pytest.mark.parametrize("kind", ["topk", "one_expert"])
 def test_few_blocks_and_many_rows(kind: str) -> None:
     """Rings wrap around several times; lists are pulled from 129 tokens upwards, and rows from 65."""
-    spec = make_spec(2, hidden=272, num_max_tokens_per_rank=150)
+    spec = make_spec(2, hidden=272, num_max_tokens_per_rank=150, tuning=SMALL)
     ringed(2).run(ring_rounds, spec, [150, 131], 2, kind)
 
 
 def test_warps_of_many_lanes_share_rows() -> None:
     """One lane of each of two warps copies, and both warps share a row if rows are few."""
-    ringed(2, threads=64).run(ring_rounds, make_spec(2, hidden=272), [12, 1], 2)
+    ringed(2, threads=64).run(ring_rounds, make_spec(2, hidden=272, tuning=SMALL), [12, 1], 2)
 
 
 def test_rows_with_scales_go_through_registers() -> None:
-    ringed(2).run(scaled_on_one_block, make_spec(2, hidden=PLAIN.num_codes, dtype=torch.bfloat16), [12, 7])
+    spec = make_spec(2, hidden=PLAIN.num_codes, dtype=torch.bfloat16, tuning=SMALL)
+    ringed(2).run(scaled_on_one_block, spec, [12, 7])
 
 
 def scaled_on_one_block(group: Any, spec: Any, num_tokens: list[int]) -> None:
@@ -91,17 +90,15 @@ def chosen(num_sms: int | None, bulk_bytes: int = 227 << 10, **changes: Any) -> 
     return launcher.ring_for(make_spec(8, **changes), num_sms, scratch_bytes=9000, bulk_bytes=bulk_bytes, warps=16)
 
 
-def test_when_there_are_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_when_there_are_rings() -> None:
     large = dict(hidden=7168, dtype=torch.bfloat16, num_topk=8, num_experts=256)
     assert chosen(8, **large).piece == 1536
     assert launcher.under_way(chosen(8, **large), 16) == 144 << 10
-    assert chosen(launcher.RING_BLOCKS, **large) is not None
-    assert chosen(launcher.RING_BLOCKS + 1, **large) is None
+    assert chosen(Tuning.ring_blocks, **large) is not None
+    assert chosen(Tuning.ring_blocks + 1, **large) is None
     assert chosen(None, **large) is None, "nobody has asked for few blocks"
     assert chosen(8, 99 << 10, **large) is not None, "compute capability 12.0 has less shared memory"
     assert chosen(8, 48 << 10, **large) is None, "lanes have more under way than so small a ring"
     assert chosen(8, 0, **large) is None, "compute capability 8.0 has no bulk copies"
     assert chosen(8, **large | dict(hidden=7172)) is None, "16 bytes do not divide the row"
-    monkeypatch.setenv("MOE_RT_RING", "0")
-    assert chosen(8, **large) is None
+    assert chosen(8, **large, tuning=Tuning(ring_blocks=7)) is None

@@ -11,18 +11,17 @@ from support.ranks import ThreadRanks
 from support.rounds import full_round
 from support.routing import buffer_kwargs, make_inputs, make_spec
 
-from moe_rt import Buffer, ThreadGroup
-from moe_rt.engine import cuda
+from moe_rt import Buffer, ThreadGroup, Tuning
 from moe_rt.errors import MoeRtError, Op, PeerTimeout, Phase
 
-SPEC = make_spec(2)
+APART = Tuning(wait_apart_tokens=8)
+SPEC = make_spec(2, tuning=APART)
 INPUTS = make_inputs(SPEC, [8, 7], seed=1)
 
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Record the launches of all ranks and their block counts, with eight tokens as the bound for a separate wait."""
-    monkeypatch.setattr(cuda, "WAIT_APART_FROM", 8)
+    """Record the launches of all ranks and their block counts."""
     launched: list[tuple[str, int]] = []
     launch = EmulatedKernels._launch
 
@@ -59,7 +58,7 @@ def test_a_late_peer_holds_one_block(launches: list[tuple[str, int]]) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_equal_to_the_oracle(launches: list[tuple[str, int]], size: int) -> None:
-    ThreadRanks(size, EmulatedGpu()).run(full_round, make_spec(size), [12, 9, 8][:size], 1, "random")
+    ThreadRanks(size, EmulatedGpu()).run(full_round, make_spec(size, tuning=APART), [12, 9, 8][:size], 1, "random")
     assert {"dispatch_wait", "combine_wait", "combine_backward_wait"} <= {name for name, _ in launches}
 
 

@@ -21,7 +21,7 @@ from support.ranks import Ranks
 from support.routing import buffer_kwargs, make_spec
 
 from moe_rt import Buffer, ThreadGroup, _engine
-from moe_rt.diagnostics.last_words import readable
+from moe_rt.diagnostics.report import readable
 from moe_rt.errors import Code, GroupPoisoned, MoeRtError
 
 MakeRanks = Callable[[str, int], Ranks]

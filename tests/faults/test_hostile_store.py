@@ -16,8 +16,8 @@ from conftest import CPU_HEAPS
 from faults.cases_faults import good_round, open_buffer
 from support.routing import make_spec
 
-from moe_rt.buffer.buffer import agree
 from moe_rt.errors import ConfigMismatch, CorruptPeer, GroupPoisoned, InvalidConfig, PeerTimeout, SegmentPermission
+from moe_rt.group.all_or_none import agree
 from moe_rt.group.meeting import Meeting
 from moe_rt.group.processes import place
 from moe_rt.group.rendezvous import Rendezvous, all_gather_records
@@ -92,13 +92,14 @@ def test_the_process_of_a_place_is_a_number(pid: Any) -> None:
 FIELDS = (
     *("topology", "placement", "num_max_tokens_per_rank", "hidden", "num_topk", "num_experts", "dtype", "version"),
     *("capacity_factor", "overflow", "dispatch_dtype", "combine_dtype", "layout", "expert_alignment", "route"),
+    *("tuning.pushed_tokens", "tuning.pushed_rows", "tuning.pushed_bytes", "tuning.network_threads"),
 )
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_of_the_configuration_is_compared(field: str) -> None:
     with pytest.raises(ConfigMismatch, match=f"^{field}: got other on rank 1"):
-        agree(Scripted(changed(**{field: "other"})), lambda: make_spec(2), 1.0)
+        agree(Scripted(changed(**{field: "other"})), make_spec(2).record(), 1.0, "agree")
 
 
 def test_no_field_of_the_configuration_is_new() -> None:
@@ -112,7 +113,7 @@ def test_ranks_on_another_host_are_told_apart() -> None:
 
 def test_a_configuration_without_fields_is_a_mismatch() -> None:
     with pytest.raises(ConfigMismatch, match="on rank 1"):
-        agree(Scripted(lambda own: "{}"), lambda: make_spec(2), 1.0)
+        agree(Scripted(lambda own: "{}"), make_spec(2).record(), 1.0, "agree")
 
 
 def test_an_honest_segment_is_mapped() -> None:
@@ -181,7 +182,7 @@ def test_a_failure_at_a_place_that_is_none_concerns_nobody(failure: Any) -> None
 
 def test_payloads_are_json() -> None:
     rendezvous = Scripted(honest, honest, honest, honest)
-    agree(rendezvous, lambda: make_spec(2), 1.0)
+    agree(rendezvous, make_spec(2).record(), 1.0, "agree")
     shm.allocate(rendezvous, NUM_BYTES, 1.0).release()
     assert [type(json.loads(payload)) for payload in rendezvous.sent] == [dict] * 4
 

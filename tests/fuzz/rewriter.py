@@ -27,13 +27,10 @@ def shape_of(buffer: Buffer) -> ctypes.c_void_p:
     spec, engine = buffer.spec, buffer._engine
     pushed, rows = 0, 0
     if engine.pushes and not spec.node_of:
-        from moe_rt.config import spec as sizes
-
-        row_bytes = spec.shape().row_bytes()
-        pushed = min(spec.num_max_tokens_per_rank, sizes.PUSHED_TOKENS)
-        rows = min(
-            spec.num_max_tokens_per_rank, sizes.PUSHED_ROWS, sizes.PUSHED_ROWS_BYTES // (spec.num_ranks * row_bytes)
-        )
+        tuning, row_bytes = spec.tuning, spec.shape().row_bytes()
+        pushed = min(spec.num_max_tokens_per_rank, tuning.pushed_tokens)
+        most = tuning.pushed_bytes // (spec.num_ranks * row_bytes)
+        rows = min(spec.num_max_tokens_per_rank, tuning.pushed_rows, most)
     fields = (
         *(spec.num_ranks, spec.num_experts, spec.num_max_tokens_per_rank, spec.hidden, spec.num_topk),
         *(spec.dtype.itemsize, spec.by_token, spec.expert_alignment, pushed, rows),

@@ -8,7 +8,7 @@ import pytest
 from gpucheck.estimates_tool import ROOT, estimates_tool
 
 from moe_rt.config.codec import Codec
-from moe_rt.engine.gpu.launcher import RING_BLOCKS
+from moe_rt.config.tuning import Tuning
 from moe_rt.lab.check import estimate
 from moe_rt.lab.check.code_limits import LIMITS, Limits
 from moe_rt.lab.check.estimate import MACHINES, STEPS, TARGETS_US, Load, op_us, rows_of
@@ -108,7 +108,7 @@ def test_rings_have_more_under_way_on_few_blocks() -> None:
 
 def test_rings_are_for_as_many_blocks_as_leave_links_idle() -> None:
     assert [most_blocks(machine) for machine in MACHINES] == [18, 18, 39]
-    assert max(map(most_blocks, MACHINES)) == RING_BLOCKS
+    assert max(map(most_blocks, MACHINES)) == Tuning.ring_blocks
 
 
 def test_routing_counts_all_tokens_and_writes_its_own() -> None:

@@ -4,14 +4,12 @@ events."""
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import pytest
 import torch
 from gpucheck.fake_cuda_timing import SmallFlush, TimedGpu, device_event, stand_in
 
-from moe_rt.engine.gpu.launcher import RING_VARIABLE
 from moe_rt.lab.check import graphs, layers, measuring, timing
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.measuring import RANGE, Load, host_waits, kernels
@@ -92,7 +90,7 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     run_pairs, switches = timing.run_pairs, set()
 
     def recorded(device: Any, load: Load, *rest: Any) -> Any:
-        switches.add((load.rings, os.environ.get(RING_VARIABLE)))
+        switches.add((load.rings, load.buffer_kwargs()["tuning"].ring_blocks > 0))
         return run_pairs(device, load, *rest)
 
     monkeypatch.setattr(timing, "run_pairs", recorded)
@@ -101,8 +99,7 @@ def test_other_loads(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check.failures
     (table,) = check.tables
     assert [row[0] for row in table.rows] == list(small)
-    assert switches == {(True, None), (False, "0")}
-    assert RING_VARIABLE not in os.environ
+    assert switches == {(True, True), (False, False)}
     assert all(figure > 0 for row in table.rows for figure in row[4:])
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from test_meeting import SIZE, clients, on_threads
 
 from moe_rt.errors import CallOrderMismatch, GroupPoisoned, InvalidConfig, MoeRtError, PeerTimeout
+from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.attendance import Attendance
 from moe_rt.group.meeting import Meeting
 from moe_rt.group.rendezvous import Rendezvous, all_gather_records
-from moe_rt.memory.segments import all_or_none
 
 LONG_S = 60.0
 

@@ -123,7 +123,8 @@ void keep_promises(unsigned seed) {
       const bool moved =
           random() % 2 ? arrives(a, random) || arrives(b, random) : arrives(b, random) || arrives(a, random);
       expect(moved, "a flush does not end");
-      expect(bytes_coming(b, Ask::kGet) + bytes_coming(a, Ask::kGot) <= kMostUnderWay, "too much is got at once");
+      expect(bytes_coming(b, Ask::kGet) + bytes_coming(a, Ask::kGot) <= tuning::kBytesInFlight,
+             "too much is got at once");
     }
     const Mailbox& mailbox = b.mailbox(Kind::kCombine, 0);
     expect(mailbox.signal == round && mailbox.header[round & 1].config == config, "a post was not there when flushed");
@@ -163,9 +164,10 @@ void send_many_rows() {
     }
   }
   expect(peer.flushed(), "rows are left");
-  expect(most > kMostUnderWay - kMostBytes, "little is put at once");
-  expect(most <= kMostUnderWay, "too much is put at once");
-  expect(answers <= num_rows * int64_t(row.size()) / kTellAfter + 1, "it is told again and again how much has come");
+  expect(most > tuning::kBytesInFlight - tuning::kMessageBytes, "little is put at once");
+  expect(most <= tuning::kBytesInFlight, "too much is put at once");
+  expect(answers <= num_rows * int64_t(row.size()) / tuning::kReportAfter + 1,
+         "it is told again and again how much has come");
 
   for (int64_t i = 0; i < num_rows; ++i) peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
   peer.put_last(kLayout.poison, kCause);
@@ -182,8 +184,8 @@ void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = tru
   a.peers[1].connect(kApi, &b, 0, 7);
   static char asked[8];
   a.peers[1].get(0, asked, sizeof(asked));
-  static char more[kMostUnderWay];
-  a.peers[1].get(0, more, kMostUnderWay);  // its last part is not requested yet
+  static char more[tuning::kBytesInFlight];
+  a.peers[1].get(0, more, tuning::kBytesInFlight);  // its last part is not requested yet
   a.peers[1].put(0, asked, sizeof(asked));
   a.peers[1].flush();
   const std::vector<char> before(a.segment, a.segment + kLayout.bytes);
@@ -205,7 +207,7 @@ void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = tru
 int main() {
   for (unsigned seed = 0; seed < 20; ++seed) keep_promises(seed);
   send_many_rows();
-  const int64_t end = kLayout.bytes, most = kMostBytes, boxes = kLayout.mailboxes;
+  const int64_t end = kLayout.bytes, most = tuning::kMessageBytes, boxes = kLayout.mailboxes;
   const auto from1 = [](Ask ask, int64_t offset, int64_t bytes, uint64_t number = 0) {
     return Message{.source = 1, .ask = ask, .offset = offset, .bytes = bytes, .number = number};
   };
@@ -228,7 +230,7 @@ int main() {
   refuse("post between mailboxes", from1(Ask::kPost, boxes + 64, sizeof(Header)), sizeof(Header));
   refuse("post of half a header", from1(Ask::kPost, boxes, 8), 8);
   refuse("answer to no get", from1(Ask::kGot, 0, 8, 9), 8);
-  const int64_t parts = (kMostUnderWay + most - 1) / most, last = kMostUnderWay - (parts - 1) * most;
+  const int64_t parts = (tuning::kBytesInFlight + most - 1) / most, last = tuning::kBytesInFlight - (parts - 1) * most;
   refuse("answer to a get that is still to be asked", from1(Ask::kGot, 0, last, uint64_t(1 + parts)), uint64_t(last));
   refuse("answer of another length", from1(Ask::kGot, 0, 16, 1), 16);
   refuse("answer without its data", from1(Ask::kGot, 0, 8, 1), 0);

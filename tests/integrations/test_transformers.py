@@ -14,7 +14,7 @@ from support.ranks import Ranks
 
 require_transformers()
 
-import cases_transformers as cases  # noqa: E402
+from integrations import cases_transformers as cases  # noqa: E402
 from integrations.transformers_models import FAMILIES, tiny_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 

@@ -11,7 +11,7 @@ from support.ranks import Ranks
 
 require_transformers()
 
-import cases_transformers_experts as cases  # noqa: E402
+from integrations import cases_transformers_experts as cases  # noqa: E402
 from integrations.transformers_models import EXPERTS, WITH_NORM  # noqa: E402
 
 MakeRanks = Callable[[str, int], Ranks]

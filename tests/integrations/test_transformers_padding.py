@@ -13,7 +13,7 @@ from support.ranks import Ranks
 
 require_transformers()
 
-import cases_transformers_padding as cases  # noqa: E402
+from integrations import cases_transformers_padding as cases  # noqa: E402
 from integrations.transformers_models import tiny_config  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402

@@ -11,13 +11,12 @@ from support.ranks import Ranks
 from support.routing import buffer_kwargs, make_spec
 from torch import Tensor
 
-from moe_rt import Buffer, ThreadGroup
+from moe_rt import Buffer, ThreadGroup, Tuning
 from moe_rt.buffer.handle import Handle
-from moe_rt.config.spec import PUSHED_ROWS
 
 MakeRanks = Callable[[str, int], Ranks]
 TOKENS, HIDDEN = 3, 48  # rows of whole cache lines, without gaps between them
-BOUND = PUSHED_ROWS + 1  # from here on GPUs also write rows into their own windows
+BOUND = Tuning.pushed_rows + 1  # from here on GPUs also write rows into their own windows
 # Dispatches and combines, with the window that each must use.
 CHAIN = "D0 C0 D0 C0 D0 D1 C0 C1 D1 D0 D1 C1 C0 C1 D1 C1"
 

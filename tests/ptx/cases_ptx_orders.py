@@ -14,7 +14,7 @@ from device.test_ring import ring_rounds
 from ptx import cases_ptx_nodes
 from ptx.cases_ptx_failures import ACTS, outcomes_on
 from ptx.cases_ptx_nodes import NODES
-from ptx.gpu import PtxGpu
+from ptx.gpu import PtxGpu, set_default_tuning
 from ptx.modules import ptx_of
 from ptx.network import NetworkGpu
 from ptx.orders import Order, orders_of
@@ -26,8 +26,8 @@ from support.rounds import CPU, full_round, one_round, rounds_in_a_row
 from support.routing import make_inputs, make_spec
 
 from moe_rt.config.spec import BufferSpec
-from moe_rt.engine import cuda
-from moe_rt.engine.gpu.launcher import NETWORK_THREADS, RING_SOURCE, THREADS, kernel_defines
+from moe_rt.config.tuning import Tuning
+from moe_rt.engine.gpu.launcher import RING_SOURCE, kernel_defines
 from moe_rt.errors import MoeRtError
 from moe_rt.lab.testing.rounds import check_bits
 
@@ -66,11 +66,11 @@ def _aligned(gpu: PtxGpu) -> None:
 
 def waits_apart(case: Callable[[PtxGpu], None]) -> Callable[[PtxGpu], None]:
     def run(gpu: PtxGpu) -> None:
-        apart_from, cuda.WAIT_APART_FROM = cuda.WAIT_APART_FROM, 8
+        before = set_default_tuning(wait_apart_tokens=8)
         try:
             case(gpu)
         finally:
-            cuda.WAIT_APART_FROM = apart_from
+            set_default_tuning(**before)
 
     return run
 
@@ -177,7 +177,7 @@ class Kernels:
 
     @property
     def threads(self) -> int:
-        return NETWORK_THREADS if self.is_network else THREADS
+        return Tuning.network_threads if self.is_network else Tuning.threads
 
 
 NETWORK_SPEC = make_spec(2, placement=[e % 2 for e in range(9)])

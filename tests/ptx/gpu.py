@@ -18,6 +18,7 @@ from ptx.modules import ARCH, image_of, ptx_of
 from support.cpp_programs import compile_object, compile_program, link
 from torch import Tensor
 
+from moe_rt.config.options import BufferOptions
 from moe_rt.engine.gpu import driver as gpu
 from moe_rt.engine.gpu import jit
 from moe_rt.memory import loopback
@@ -28,6 +29,15 @@ _FLAGS = ("-O2", "-shared", "-fPIC")
 
 # PTX in, PTX out: a change that a test makes to the kernels before they run.
 Edit = Callable[[str], str]
+
+
+def set_default_tuning(**fields: Any) -> dict[str, Any]:
+    """Change what buffers without a tuning have in this process, and return the fields as they were."""
+    default = BufferOptions.tuning
+    before = {name: getattr(default, name) for name in fields}
+    for name, value in fields.items():
+        object.__setattr__(default, name, value)
+    return before
 
 
 class PtxFault(RuntimeError):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptx.gpu import PtxGpu
-
-from moe_rt.engine.gpu import launcher
+from ptx.gpu import PtxGpu, set_default_tuning
 
 
 class RingGpu(PtxGpu):
@@ -16,4 +14,4 @@ class RingGpu(PtxGpu):
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
-        launcher.RING_LANES_BYTES = 0
+        set_default_tuning(ring_bytes=0)

@@ -13,8 +13,8 @@ from support.ranks import ThreadRanks
 from support.rounds import full_round
 from support.routing import make_spec
 
-from moe_rt.config.row_format import RowFormat
-from moe_rt.engine import cuda
+from moe_rt.config.codec import RowFormat
+from moe_rt.config.tuning import Tuning
 
 SIZES = (1, 2, 3, 4)
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
@@ -123,9 +123,9 @@ def test_one_block_that_waits() -> None:
 
 
 def rounds_that_wait_apart() -> None:
-    cuda.WAIT_APART_FROM = 8  # changes this process only
     gpu = PtxGpu()
-    ThreadRanks(2, gpu).run(full_round, make_spec(2), [12, 7], 5, "random")
+    spec = make_spec(2, tuning=Tuning(wait_apart_tokens=8))
+    ThreadRanks(2, gpu).run(full_round, spec, [12, 7], 5, "random")
     assert {"dispatch_wait", "combine_wait", "combine_backward_wait"} <= set(gpu.launched)
 
 

@@ -11,7 +11,7 @@
 //   exclusive use of an engine                   exchange_acquire with store_release                (cpu/exchange.h)
 //   hand a launch's writes to its last block     fetch_add_device with itself                       (gpu/exchange.h)
 //   report a failure to the host                 store_release with the host's read of the record   (gpu/exchange.h)
-//   let bulk copies read what lanes wrote        bulk_copies_fence following an acquire             (gpu/ring.h)
+//   let bulk copies read what lanes wrote        bulk_copies_fence following an acquire             (gpu/moving.h)
 // Relaxed read-modify-writes collect bits and minima in scratch memory that a barrier publishes.
 #pragma once
 

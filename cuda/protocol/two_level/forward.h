@@ -8,6 +8,7 @@
 #include "../core/coop.h"
 #include "../core/dims.h"
 #include "../core/plan.h"
+#include "../core/tuning.h"
 #include "link.h"
 
 namespace moe_rt {
@@ -49,11 +50,10 @@ MOE_RT_FN bool mark_tokens(const Coop& coop, const World& w, int source, int win
   return credible;
 }
 
-// True if all lists of a source are fetched in one round trip: transferring that few bytes takes less than a second
-// one.
+// True if all lists of a source are fetched in one round trip.
 MOE_RT_FN bool lists_in_one_trip(const World& w) {
   const Layout::Window& o = w.layout.window[0];
-  return o.tokens - o.counts <= 16 << 10;
+  return o.tokens - o.counts <= tuning::kListsInOneTrip;
 }
 
 // Calls fn(i, source, token) for each of the clients' tokens that this node needs: forwards[i] is its mark.

@@ -1,4 +1,5 @@
-// Access to ranks of other nodes: through the segment of their proxy on this node.
+// Access to ranks of other nodes, through the segment of their proxy on this node, and the ranks that announce their ops
+// here.
 //
 // A client's rows are staged there, and partials for it are left there, to be added up and sent home. The roles of
 // flat/ are unchanged: they name a place in the source's segment, and this link maps it to a place in the proxy's
@@ -39,5 +40,25 @@ struct NodeLink {
     return w.at<T>(w.nodes.proxy_of[remote], first + w.nodes.client_index[remote] * bytes + inside);
   }
 };
+
+// Waits watch the rank that writes a source's announcements into this rank's mailbox: the source itself or a proxy.
+
+// True if `source` announces to this rank itself, before any proxy takes part in the op.
+MOE_RT_FN bool announces_directly(const World& w, Kind kind, int source) {
+  const Nodes& n = w.nodes;
+  return !n.node_of || n.node_of[source] == n.own || (kind == Kind::kDispatch && n.proxy_of[source] == w.rank);
+}
+
+// Rank that announces `source` here. Dispatch-type ops: the source's proxy on this node, once it has staged the rows,
+// or the source itself if this rank is the proxy. Combine-type ops: this rank's proxy on the source's node, once it has
+// sent the sums home.
+MOE_RT_FN int announcer_of(const World& w, Kind kind, int source) {
+  if (announces_directly(w, kind, source)) return source;
+  return kind == Kind::kDispatch ? w.nodes.proxy_of[source] : w.nodes.proxy_on[source];
+}
+
+MOE_RT_FN bool announces_itself(const World& w, int source) {
+  return announcer_of(w, Kind::kDispatch, source) == source && announcer_of(w, Kind::kCombine, source) == source;
+}
 
 }  // namespace moe_rt

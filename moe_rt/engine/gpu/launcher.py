@@ -7,7 +7,6 @@ They describe the group, this rank's state, and its links to peers. The structs 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 
 import torch
@@ -22,22 +21,16 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.memory.segments import GinWindow, Segments
 
 ELEMENT_NAMES: dict[torch.dtype, str] = {getattr(torch, name): device for name, device in _engine.elements()}
-THREADS = 512
-NETWORK_THREADS = 256  # the network library's functions also take registers
 _WARP = 32
 
-# Rings in shared memory, which rows pass through if an op is given few multiprocessors (cuda/gpu/ring.h).
-# Up to this many blocks, loads into registers leave some GPU's links idle (moe_rt/lab/check/estimate.py).
-RING_BLOCKS = 39
+# Rings in shared memory, which rows pass through if an op is given few multiprocessors (cuda/gpu/moving.h).
 RING_SOURCE = "kernels_ring.cu"
 # Kernels that move rows as they are.
 RING_KERNELS = ("dispatch_send", "dispatch_receive", "combine_backward_send")
 _UNIT = 16  # a bulk copy moves a multiple of this, in bytes
-RING_LANES_BYTES = 32 << 10  # bytes that a block has in flight in registers
-RING_VARIABLE, _OFF = "MOE_RT_RING", "0"
 
 
-def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | int]:
+def kernel_defines(spec: BufferSpec, threads: int) -> dict[str, str | int]:
     """Macros that the kernels are compiled with."""
     return {
         "MOE_RT_ELEM": ELEMENT_NAMES[spec.dtype],
@@ -51,7 +44,7 @@ def kernel_defines(spec: BufferSpec, threads: int = THREADS) -> dict[str, str | 
 
 def network_bytes(spec: BufferSpec, max_blocks: int) -> int:
     """Symmetric memory that a rank with unmapped peers needs in addition to its segment, in bytes."""
-    return _engine.NetworkLayout(spec.shape(), max_blocks * NETWORK_THREADS // _WARP).bytes
+    return _engine.NetworkLayout(spec.shape(), max_blocks * spec.tuning.network_threads // _WARP).bytes
 
 
 class Launcher:
@@ -85,7 +78,8 @@ class Launcher:
         max_blocks: int,
         num_sms: int | None,
     ) -> None:
-        self.max_blocks, self._threads = max_blocks, THREADS if network is None else NETWORK_THREADS
+        self.max_blocks = max_blocks
+        self._threads = spec.tuning.threads if network is None else spec.tuning.network_threads
         self.whole = network is None and spec.num_max_tokens_per_rank <= _engine.whole_tokens(spec.gpu_shape())
         self._shared_bytes = _shared_bytes(spec, rank, self._threads)
         self._gpu, self.memory, self.num_clients = gpu, list[torch.Tensor](), 0
@@ -256,12 +250,12 @@ def ring_for(
         scratch_bytes: shared memory of a block that is in use.
         bulk_bytes: shared memory that a block may have; 0 without bulk copies.
     """
-    if num_sms is None or num_sms > RING_BLOCKS or os.environ.get(RING_VARIABLE) == _OFF:
+    if num_sms is None or num_sms > spec.tuning.ring_blocks:
         return None
     if bulk_bytes == 0 or spec.hidden * spec.dtype.itemsize % _UNIT:
         return None
     ring = _engine.RingMemory(scratch_bytes=scratch_bytes, block_bytes=bulk_bytes, warps=warps, num_topk=spec.num_topk)
-    return ring if under_way(ring, warps) > RING_LANES_BYTES else None
+    return ring if under_way(ring, warps) > spec.tuning.ring_bytes else None
 
 
 def under_way(ring: _engine.RingMemory, warps: int) -> int:

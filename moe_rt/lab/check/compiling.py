@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
+from moe_rt.config.tuning import ACTIVATION_THREADS, Tuning
 from moe_rt.engine.gpu.driver import Gpu, has_bulk_copies
 from moe_rt.engine.gpu.jit import Binary, compile_kernels, compile_ptx, source_dir
-from moe_rt.engine.gpu.launcher import NETWORK_THREADS, RING_SOURCE, THREADS
+from moe_rt.engine.gpu.launcher import RING_SOURCE
 from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
 from moe_rt.engine.gpu.nvrtc import find_toolkit
 from moe_rt.errors import CompileError
@@ -35,8 +36,8 @@ NETWORK, WHOLE = "kernels_rdma.cu", "kernels_whole.cu"
 NODES, REHEARSED = "kernels_nodes.cu", "kernels_nodes_mapped.cu"
 OVER_NETWORK, OVER_GIN = (NETWORK, NODES), ("kernels_gin.cu", "kernels_nodes_gin.cu")
 LIBRARIES: dict[str, Library] = {**dict.fromkeys(OVER_NETWORK, NVSHMEM), **dict.fromkeys(OVER_GIN, NCCL)}
-_THREADS = {"kernels.cu": THREADS, WHOLE: THREADS, RING_SOURCE: THREADS, "activation.cu": 256}
-_THREADS |= dict.fromkeys((*LIBRARIES, REHEARSED), NETWORK_THREADS)
+_THREADS = {**dict.fromkeys(("kernels.cu", WHOLE, RING_SOURCE), Tuning.threads), "activation.cu": ACTIVATION_THREADS}
+_THREADS |= dict.fromkeys((*LIBRARIES, REHEARSED), Tuning.network_threads)
 
 
 @dataclass(frozen=True)

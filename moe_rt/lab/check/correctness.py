@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from moe_rt.buffer.buffer import Buffer
-from moe_rt.config.row_format import RowFormat
+from moe_rt.config.codec import RowFormat
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
 from moe_rt.group.rendezvous import ThreadGroup

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 from moe_rt import _engine
 from moe_rt.config.codec import Codec
-from moe_rt.config.spec import PUSHED_ROWS, PUSHED_TOKENS
-from moe_rt.engine.cuda import WAIT_APART_FROM
-from moe_rt.engine.gpu.launcher import THREADS
+from moe_rt.config.tuning import Tuning
 from moe_rt.lab.check.code_limits import LIMITS
 
-WARP, INDEX_BYTES = 32, 8
+WARP, INDEX_BYTES, THREADS = 32, 8, Tuning.threads
 LAUNCH_S = 2e-6  # from the end of one kernel of a stream to the first load of the next
-# Routing (cuda/protocol/flat/routing_tiles.h): entries of topk_idx per lane in a tile; blocks per routing block;
-# instructions of a warp per 32 entries that it writes; instructions of an SM per cycle.
-TILE_ENTRIES, ROUTERS, WRITING, PER_CYCLE = 2, 8, 300, 2
+# Routing (cuda/protocol/flat/routing_tiles.h): instructions of a warp per 32 entries that it writes; instructions of an
+# SM per cycle.
+WRITING, PER_CYCLE = 300, 2
 SM_BYTES = 64  # that a multiprocessor reads and writes per cycle
 
 
@@ -179,7 +177,7 @@ def rows_of(kernel: str, load: Load) -> Rows:
     """Rows of one launch of the mapped kernels. Gradients are not encoded."""
     tokens, pulled, copies, away = load.tokens, load.pulled, load.copies, load.away
     backward = kernel.startswith("combine_backward")
-    pushed = not backward and tokens <= PUSHED_ROWS
+    pushed = not backward and tokens <= Tuning.pushed_rows
     wire = load.row if backward else load.wire
     lists = 16 * pulled + 20 * copies
     taken = pulled * wire
@@ -234,7 +232,7 @@ def launches_of(op: str, load: Load) -> tuple[str, ...]:
 
 def steps_of(kernel: str, load: Load) -> Steps:
     """Steps that a launch waits for, in a buffer whose maximum is the load's token count."""
-    pushed = PUSHED_STEPS if load.tokens <= PUSHED_TOKENS else {}
+    pushed = PUSHED_STEPS if load.tokens <= Tuning.pushed_tokens else {}
     return pushed.get(kernel, STEPS[kernel])
 
 
@@ -273,16 +271,16 @@ def estimate(kernel: str, load: Load, machine: Machine, num_sms: int | None = No
     if steps.routing is not None:
         making_s = routing_s(load, machine, blocks, steps.routing)
         flow_s = flow_s + making_s if kernel in WHOLE_OPS else max(flow_s, making_s)  # by one block, or by others
-    if kernel.endswith("_receive") and load.tokens >= WAIT_APART_FROM:
+    if kernel.endswith("_receive") and load.tokens >= Tuning.wait_apart_tokens:
         steps_s += LAUNCH_S + machine.from_memory_s  # the separate launch that waits
     return Estimate(LAUNCH_S + steps_s + flow_s, steps_s, flow_s, THREADS * width * ahead, halves)
 
 
 def routing_s(load: Load, machine: Machine, blocks: int, waits: int) -> float:
     """Time of the block that routes most. It counts all tokens except one tile's, and writes its own tiles."""
-    tile = TILE_ENTRIES * THREADS // load.topk
+    tile = _engine.ENTRIES_PER_LANE * THREADS // load.topk
     tiles = math.ceil(load.tokens / tile)
-    own = math.ceil(tiles / min(tiles, max(1, blocks // ROUTERS)))
+    own = math.ceil(tiles / min(tiles, max(1, blocks // _engine.BLOCKS_PER_ROUTER)))
     counting = 12 * load.topk + 2 * load.topk * (load.topk - 1) + 2 * load.topk  # instructions per token
     counted = max(0, load.tokens - tile) / WARP * counting
     written = min(load.tokens, own * tile) * load.topk / WARP * WRITING

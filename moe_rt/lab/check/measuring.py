@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rt.config.tuning import Tuning
 from moe_rt.lab.testing.rounds import WrongOutput
 
 TIMEOUT_S = 20.0
@@ -44,6 +45,7 @@ class Load:
             "capacity_factor": None if self.ranks == 1 else 1.5,
             "overflow": "raise" if self.ranks == 1 or self.raises else "drop",
             "num_sms": self.num_sms,
+            "tuning": Tuning() if self.rings else Tuning(ring_blocks=0),
             "timeout_s": TIMEOUT_S,
         }
 

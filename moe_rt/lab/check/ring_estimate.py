@@ -16,9 +16,11 @@ from moe_rt import _engine
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
-from moe_rt.engine.gpu.launcher import RING_KERNELS, RING_LANES_BYTES, THREADS, ring_for, under_way
+from moe_rt.config.tuning import Tuning
+from moe_rt.engine.gpu.launcher import RING_KERNELS, ring_for, under_way
 from moe_rt.lab.check.estimate import (
     SM_BYTES,
+    THREADS,
     WARP,
     Estimate,
     Load,
@@ -83,4 +85,4 @@ def estimate_ring(kernel: str, load: Load, machine: Machine, num_sms: int) -> Es
 
 def most_blocks(machine: Machine) -> int:
     """Maximum number of blocks for which lanes have less of peers' rows in flight than the links could deliver."""
-    return int(machine.link * machine.from_peer_s / RING_LANES_BYTES)
+    return int(machine.link * machine.from_peer_s / Tuning.ring_bytes)

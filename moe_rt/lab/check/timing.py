@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_rt.buffer.buffer import Buffer
-from moe_rt.engine.gpu.launcher import RING_VARIABLE
 from moe_rt.group.rendezvous import ThreadGroup
 from moe_rt.group.thread_ranks import ThreadRanks, num_sms, torch_device
 from moe_rt.lab.check.measuring import (
@@ -32,22 +29,6 @@ from moe_rt.lab.check.measuring import (
 )
 from moe_rt.lab.check.steps import Check, Table
 from moe_rt.lab.testing.rounds import WrongOutput
-
-
-@contextmanager
-def rings(*, on: bool) -> Iterator[None]:
-    """Keep rows out of shared memory if not `on`. If `on`, the environment's own setting applies."""
-    before = os.environ.get(RING_VARIABLE)
-    if not on:
-        os.environ[RING_VARIABLE] = "0"
-    try:
-        yield
-    finally:
-        if not on and before is None:
-            del os.environ[RING_VARIABLE]
-        elif before is not None:
-            os.environ[RING_VARIABLE] = before
-
 
 PAIR_TOKENS = (1, 8, 64, 512, 1024, 4096, 8192)
 HIDDEN, TOPK, EXPERTS = 7168, 8, 64
@@ -271,7 +252,7 @@ def add_loads(check: Check, runs: int) -> None:
     """Time ops by events only: slightly fewer and more tokens than blocks, few blocks, and capacity that raises."""
     rows: list[list[Any]] = []
     for name, load in loads(check.device).items():
-        with check.part(name), rings(on=load.rings):
+        with check.part(name):
             spans, num_bytes = run_pairs(check.device, load, runs, check.seconds / 3)
             rates = [sum(num_bytes[part] for part in OPS[op]) / spans[op] / 1e9 for op in OPS]
             figures = [*(spans[op] * 1e6 for op in OPS), *rates]

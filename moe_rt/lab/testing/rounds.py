@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
+from moe_rt.config.codec import RowFormat
 from moe_rt.config.options import BufferOptions
-from moe_rt.config.row_format import RowFormat
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
 from moe_rt.ops import reference
