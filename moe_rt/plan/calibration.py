@@ -49,7 +49,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was fitted to the measurements of one system and op.
+    """Parameters fitted to the measurements of one system and op, with the residuals.
 
     Attributes:
         link, network: classes of its links within and between domains.
@@ -95,7 +95,8 @@ class Calibration:
             link_scale: rate of another GPU's links relative to this one's; other than 1 drops the correction.
         """
         values = dict(self.parameters)
-        values["B_link"] *= link_scale
+        if "B_link" in values:
+            values["B_link"] *= link_scale
         formula = FAMILIES[self.family].seconds(values, x)
         mean, spread = self.correction.at(x.features())
         near = np.clip(1 - (spread / max(self.correction.spread, 1e-6)) ** 2, 0, 1)
@@ -118,7 +119,7 @@ def calibrate(rows: Sequence[Row], *, source: str, device: str, date: str) -> li
     """Fit one calibration for each system and op among measurements.
 
     Raises:
-        InvalidConfig: there are no measurements.
+        InvalidConfig: `rows` is empty.
     """
     expect(bool(rows), "measurements", "none", "at least one")
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -148,7 +149,7 @@ def calibrate(rows: Sequence[Row], *, source: str, device: str, date: str) -> li
 def usual_of(system: System, op: str) -> dict[str, float]:
     """Return centres of the priors that the data sheet or the op decide."""
     share = 0.8 if system.family == "channels" else 0.7
-    usual = {"B_link": share * system.gpu.link_gbs}
+    usual = {} if system.family == "copies" else {"B_link": share * system.gpu.link_gbs}
     if op == "combine" and system.family == "channels":
         usual |= {"c_token": 50.0, "sharp_work": 7.0, "c_first": 0.25, "fill": 100.0, "knee": 200.0, "sharp": 0.1}
     return usual
@@ -200,7 +201,8 @@ class Library:
             one
             for one in self.calibrations
             if one.op == op and one.family == system.family and one.link == system.gpu.link
-        ]
+            and (system.family != "copies" or one.hardware == system.hardware)
+        ]  # fmt: skip
         known = sorted({f"{one.family} over {one.link}" for one in self.calibrations})
         text = f"{op} of {system.family} over {system.gpu.link} ({system.hardware})"
         expect(bool(fitting), "link class", text, f"a calibrated one: {', '.join(known)}")

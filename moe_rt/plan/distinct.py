@@ -56,8 +56,13 @@ def distinct_limited(units: int, experts: int, topk: int, groups: int, kept: int
     expect(kept * (experts // groups) >= topk, "topk", topk, f"at most {kept * (experts // groups)}, kept experts")
     if kept == groups:
         return distinct(units, experts, topk)
-    chosen = limited_topk(np.random.default_rng(GROUP_SEED), GROUP_TRIALS, experts, topk, groups, kept, best)
+    chosen = _limited_sample(experts, topk, groups, kept, best)
     return float(count_distinct(owners(experts, units)[chosen], units).mean())
+
+
+@lru_cache(8)
+def _limited_sample(experts: int, topk: int, groups: int, kept: int, best: int) -> npt.NDArray[np.int64]:
+    return limited_topk(np.random.default_rng(GROUP_SEED), GROUP_TRIALS, experts, topk, groups, kept, best)
 
 
 def limited_topk(

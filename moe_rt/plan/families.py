@@ -1,7 +1,8 @@
 """Formulas of the time of dispatch and combine, one per family of algorithms, with parameters that have units.
 
-All families share one form: t = join(latency, work + fill), where join(a, b) = (a^q + b^q)^(1/q) lies between sum and
-maximum, and fill = fill_us * work / (work + knee_us) is the time in which a pipeline reaches its full rate.
+The busiest rank decides: its rows, relative to the mean, multiply the work. All families share one form,
+t = join(latency, work + fill), where join(a, b) = (a^q + b^q)^(1/q) is between sum and maximum, and
+fill = fill_us * work / (work + knee_us) is the time in which a pipeline reaches its full rate.
 docs/planning.md derives each latency and each work.
 """
 
@@ -64,7 +65,7 @@ def blocks_of(x: Points) -> Array:
 
 def _direct(p: Values, x: Points) -> Array:
     """One message for each (token, expert), straight into the receiver's slots."""
-    messages = x.tokens * x.topk * x.row_bytes
+    messages = x.tokens * x.topk * x.row_bytes * x.busiest
     domain = np.minimum(x.domain, x.ranks)
     near = messages * np.where(x.nodes > 1, (domain - 1) / x.ranks, 1 - 1 / x.ranks) / p["B_link"] / 1e3
     far = messages * (1 - domain / x.ranks) / p["B_net"] / 1e3
@@ -79,7 +80,7 @@ def _channels(p: Values, x: Points) -> Array:
     """One row for each (token, distinct rank), copied by pairs of SMs; between nodes one for each distinct node."""
     share = x.sms / SMS_OF_CHANNELS
     one_node = x.nodes <= 1
-    moved = x.tokens * x.to_ranks * x.row_bytes
+    moved = x.tokens * x.to_ranks * x.row_bytes * x.busiest
     rate = (p["B_link"] ** -SHARPNESS + (x.sms * p["b_sm"]) ** -SHARPNESS) ** (-1 / SHARPNESS)
     near = moved * np.where(one_node, 1 - 1 / x.ranks, 1.0) / rate / 1e3
     each = x.tokens * (p["c_token"] + p["c_row"] * x.to_ranks) / 1e3 / share
@@ -92,12 +93,12 @@ def _channels(p: Values, x: Points) -> Array:
 
 def _far(p: Values, x: Points) -> Array:
     """Return the time of one row for each (token, distinct other node) over the network; 0 on one node."""
-    return x.tokens * x.to_nodes * (1 - 1 / np.maximum(x.nodes, 1)) * x.row_bytes / p["B_net"] / 1e3
+    return x.busiest * x.tokens * x.to_nodes * (1 - 1 / np.maximum(x.nodes, 1)) * x.row_bytes / p["B_net"] / 1e3
 
 
 def _one_sided(p: Values, x: Points) -> Array:
     """One row for each (token, distinct rank), written by all SMs over one switched fabric."""
-    rows = x.tokens * x.to_ranks
+    rows = x.tokens * x.to_ranks * x.busiest
     near = (x.tokens * p["c_token"] + rows * p["c_row"] + rows * (1 - 1 / x.ranks) * x.row_bytes / p["B_link"]) / 1e3
     latency = p["t0"] + p["t_doubling"] * np.log2(x.ranks / 8 + 1) + np.where(x.nodes > 1, p["t_net"], 0.0)
     return _whole(p, latency, join(near, _far(p, x), NET_SHARPNESS))
@@ -107,6 +108,17 @@ def _pairs(p: Values, x: Points) -> Array:
     """One block of equal size for each pair of ranks: a plain all-to-all, the floor of every exchange."""
     work = (x.ranks - 1) * (p["c_peer"] + x.row_bytes / p["B_link"] / 1e3)
     return _whole(p, np.full_like(work, p["t0"]), work)
+
+
+def _copies(p: Values, x: Points) -> Array:
+    """Copy rows between processes of one machine, whose cores and caches all ranks share."""
+    turns = np.maximum(1.0, x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
+    rows, visits = x.tokens * x.topk * x.busiest, x.tokens * x.to_ranks * x.busiest
+    work = rows * p["c_entry"] / 1e3 + x.row_bytes * (rows / p["B_rows"] + visits / p["B_visits"]) / 1e3
+    held = x.ranks * (rows + visits) * x.row_bytes / 1e6
+    uncached = 1 + p["slower"] * held**2 / (held**2 + p["cache"] ** 2)
+    latency = p["t0"] + p["t_peer"] * (x.ranks - 1) * turns
+    return _whole(p, latency, turns * work * uncached)
 
 
 _COMMON = (
@@ -171,6 +183,21 @@ FAMILIES = {
                 *_COMMON,
             ),
             _one_sided,
+        ),
+        Family(
+            "copies",
+            "rows copied through memory that processes of one machine share",
+            (
+                Parameter("t0", "us", 10.0, 0.7),
+                Parameter("t_peer", "us", 3.0, 0.7),
+                Parameter("c_entry", "ns", 20.0, 0.7),
+                Parameter("B_rows", "GB/s", 8.0, 0.7),
+                Parameter("B_visits", "GB/s", 10.0, 0.7),
+                Parameter("slower", "1", 0.5, 0.7),
+                Parameter("cache", "MB", 32.0, 0.5),
+                *_COMMON,
+            ),
+            _copies,
         ),
         Family(
             "pairs",

@@ -20,7 +20,8 @@ COLUMNS = (
     *("source", "library", "hardware", "nvlink_domain", "mode", "op", "ep_size", "tokens_per_rank", "hidden", "topk"),
     *("experts", "dtype", "latency_us", "bandwidth_gbs", "notes"),
 )
-MODES = ("low_latency", "normal", "raw_alltoall")
+MODES = ("low_latency", "normal", "raw_alltoall", "copies")
+OPS = ("dispatch", "combine", "pair", "layer")  # pair is dispatch and combine; +backward may follow
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Shape:
         sms: SMs that the op may use; 0 if the algorithm chooses.
         sms_of_gpu: all SMs of the GPU.
         to_ranks, to_nodes: mean distinct ranks and domains that a token visits, its own included.
+        busiest: rows of the busiest rank relative to the mean.
     """
 
     tokens: float
@@ -47,6 +49,7 @@ class Shape:
     sms_of_gpu: float
     to_ranks: float
     to_nodes: float
+    busiest: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Points:
     sms_of_gpu: Array
     to_ranks: Array
     to_nodes: Array
+    busiest: Array
 
     @classmethod
     def of(cls, shapes: Iterable[Shape]) -> Points:
@@ -131,7 +135,9 @@ def parse(fields_of: Mapping[str, str | None]) -> Row:
         size = float(found[1]) if found else 0.0
         shape = Shape(1, size, 1, ranks, ranks, 1, ranks, size, 0, system.sms, ranks, 1)
         return Row(text["source"], system, text["op"], shape, _number(text, "latency_us"))
-    op = next((op for op in ("dispatch", "combine") if text["op"].startswith(op)), "")
+    op = next((op for op in OPS[:2] if text["op"].startswith(op)), "")
+    if text["mode"] == "copies" and text["op"].removesuffix("+backward") in OPS:
+        op = text["op"]
     expect(bool(op), "op", text["op"] or "nothing", "dispatch or combine")
     shape = _shape(text | {"op": op}, system, ranks)
     return Row(text["source"], system, op, shape, _latency(text, shape))
@@ -164,6 +170,7 @@ def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
         sms_of_gpu=system.sms,
         to_ranks=to_ranks,
         to_nodes=to_nodes,
+        busiest=_note(text["notes"], "busiest", 1.0),
     )
 
 
@@ -177,7 +184,7 @@ def _latency(text: Mapping[str, str], shape: Shape) -> float:
 
 
 def _note(notes: str, name: str, otherwise: float) -> float:
-    found = re.search(rf"\b{name}=(\d+)", notes)
+    found = re.search(rf"\b{name}=(\d+(?:\.\d+)?)", notes)
     return float(found[1]) if found else otherwise
 
 

@@ -64,7 +64,7 @@ def unevenness(loads: Sequence[float] | Array) -> Unevenness:
     """Return the unevenness of loads of experts or ranks.
 
     Raises:
-        InvalidConfig: there are none, one is negative, or all are zero.
+        InvalidConfig: the list is empty, a load is negative, or all are zero.
     """
     values = np.asarray(loads, float)
     fits = values.size > 0 and bool((values >= 0).all()) and values.sum() > 0

@@ -10,31 +10,43 @@ from moe_rt.config.expect import expect
 
 @dataclass(frozen=True)
 class Gpu:
-    """Data-sheet values: SMs or compute units, one direction of all links to peers in GB/s, and the links' class."""
+    """Data-sheet values.
+
+    Attributes:
+        sms: SMs or compute units.
+        link_gbs: one direction of all links to peers together, GB/s.
+        link: class of these links.
+        tflops: dense bf16 products, TFLOP/s.
+        memory_gbs, memory_gb: rate and size of memory.
+    """
 
     name: str
     sms: int
     link_gbs: float
     link: str
+    tflops: float
+    memory_gbs: float
+    memory_gb: float
 
 
 # NVIDIA's and AMD's data sheets: NVLink 4 900, NVLink 5 1800 GB/s in both directions; H800 400; Infinity Fabric 7 x 128
-# (MI300X) and 7 x 153.6 (MI355X). The order decides between names that contain each other.
+# (MI300X) and 7 x 153.6 (MI355X).
 GPUS = (
-    Gpu("GB300", 148, 900.0, "nvlink"),
-    Gpu("GB200", 148, 900.0, "nvlink"),
-    Gpu("B300", 148, 900.0, "nvlink"),
-    Gpu("B200", 148, 900.0, "nvlink"),
-    Gpu("H100", 132, 450.0, "nvlink"),
-    Gpu("H200", 132, 450.0, "nvlink"),
-    Gpu("H800", 132, 200.0, "nvlink"),
-    Gpu("H20", 78, 450.0, "nvlink"),
-    Gpu("A100", 108, 300.0, "nvlink"),
-    Gpu("MI355X", 256, 537.6, "xgmi"),
-    Gpu("MI350X", 256, 537.6, "xgmi"),
-    Gpu("MI325X", 304, 448.0, "xgmi"),
-    Gpu("MI300X", 304, 448.0, "xgmi"),
+    Gpu("GB300", 148, 900.0, "nvlink", 2500.0, 8000.0, 288.0),
+    Gpu("GB200", 148, 900.0, "nvlink", 2500.0, 8000.0, 186.0),
+    Gpu("B300", 148, 900.0, "nvlink", 2250.0, 8000.0, 288.0),
+    Gpu("B200", 148, 900.0, "nvlink", 2250.0, 8000.0, 180.0),
+    Gpu("H100", 132, 450.0, "nvlink", 989.0, 3350.0, 80.0),
+    Gpu("H200", 132, 450.0, "nvlink", 989.0, 4800.0, 141.0),
+    Gpu("H800", 132, 200.0, "nvlink", 989.0, 3350.0, 80.0),
+    Gpu("H20", 78, 450.0, "nvlink", 148.0, 4000.0, 96.0),
+    Gpu("A100", 108, 300.0, "nvlink", 312.0, 2039.0, 80.0),
+    Gpu("MI355X", 256, 537.6, "xgmi", 2500.0, 8000.0, 288.0),
+    Gpu("MI350X", 256, 537.6, "xgmi", 2300.0, 8000.0, 288.0),
+    Gpu("MI325X", 304, 448.0, "xgmi", 1307.0, 6000.0, 256.0),
+    Gpu("MI300X", 304, 448.0, "xgmi", 1307.0, 5300.0, 192.0),
 )
+CPU = "cpu: "  # starts the name of a machine without GPUs, whose ranks share memory
 # Networks by the words that name them; a GPU of NVIDIA's on several nodes without such a word is taken to use IB.
 NETWORKS = (("efa", "efa"), ("roce", "roce"), ("ainic", "roce"), ("thor", "roce"), ("pollara", "roce"))
 # Payload bytes per element, and the elements that share a scale with the scale's bytes.
@@ -88,6 +100,11 @@ def gpu_of(hardware: str) -> Gpu:
     Raises:
         InvalidConfig: it contains no known one.
     """
+    if hardware.startswith(CPU):
+        cores = re.search(r"(\d+) cores", hardware)
+        expect(cores is not None, "hardware", hardware, f"{CPU}MODEL, N cores")
+        assert cores is not None
+        return Gpu(hardware, int(cores[1]), 1.0, "shared memory", 0.1 * int(cores[1]), 10.0, 16.0)
     found = next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}(?![0-9])", hardware, re.IGNORECASE)), None)
     expect(found is not None, "hardware", hardware or "nothing", f"a name with {', '.join(gpu.name for gpu in GPUS)}")
     assert found is not None
@@ -102,8 +119,9 @@ def system_of(library: str, hardware: str, mode: str, domain: float) -> System:
     """
     gpu, words = gpu_of(hardware), f"{hardware} {library}".lower()
     network = next((kind for word, kind in NETWORKS if word in words), "ib" if gpu.link == "nvlink" else "roce")
-    deduplicates = any(word in library.lower() for word in ONE_SIDED)
-    family = {"raw_alltoall": "pairs", "low_latency": "direct", "normal": "channels"}[mode]
+    network = "tcp" if gpu.link == "shared memory" else network
+    deduplicates = mode != "copies" and any(word in library.lower() for word in ONE_SIDED)
+    family = {"raw_alltoall": "pairs", "low_latency": "direct", "normal": "channels", "copies": "copies"}[mode]
     return System(library, hardware, gpu, mode, network, "one_sided" if deduplicates else family, domain, 24.0)
 
 
