@@ -48,7 +48,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in one sentence, and the figures behind it."""
+    """An answer in one sentence, and its figures."""
 
     text: str
     columns: tuple[str, ...]
@@ -56,7 +56,7 @@ class Answer:
 
 
 def balance(asked: Setting) -> Answer:
-    """From which batch does balancing experts pay?"""
+    """Find the batch from which balancing experts pays."""
     rows: list[tuple[float | str, ...]] = []
     for tokens in BATCHES:
         skewed, even = (asked.layer(_ep(asked), tokens=tokens, even=even).step_us for even in (False, True))
@@ -68,7 +68,7 @@ def balance(asked: Setting) -> Answer:
 
 
 def chunks(asked: Setting) -> Answer:
-    """When do two batches or chunks pay?"""
+    """Find the batch from which two batches or chunks pay."""
     rows: list[tuple[float | str, ...]] = []
     for tokens in BATCHES[1:]:
         whole, halves = (asked.layer(_ep(asked), tokens=tokens, chunks=n).step_us for n in (1, 2))
@@ -79,7 +79,7 @@ def chunks(asked: Setting) -> Answer:
 
 
 def bound(asked: Setting) -> Answer:
-    """How much memory does a bound on imbalance cost?"""
+    """Compute the memory that a bound on imbalance costs."""
     model, ep_size = asked.model, _ep(asked)
     loads = rank_loads(asked.tokens, model.topk, ep_size, asked.shares)
     even, row = float(loads.mean.mean()), 2 * model.hidden
@@ -94,18 +94,18 @@ def bound(asked: Setting) -> Answer:
 
 
 def ep(asked: Setting) -> Answer:
-    """EP 8 or 16?"""
+    """Compare EP 8 and 16."""
     return _between(asked, "EP", {str(size): asked.layer(size) for size in _sizes(asked, 8, 16)})
 
 
 def payload(asked: Setting) -> Answer:
-    """Is fp8 or bf16 the better payload?"""
+    """Compare fp8 and bf16 as the payload."""
     made = {name: asked.layer(_ep(asked), payload=name) for name in ("fp8", "bf16")}
     return _between(asked, "payload", made)
 
 
 def nodes(asked: Setting) -> Answer:
-    """One node or two?"""
+    """Compare one node and two."""
     domain = asked.cluster.domain
     made = {str(size // domain): asked.layer(size) for size in _sizes(asked, domain, 2 * domain)}
     return _between(asked, "nodes", made)

@@ -20,7 +20,7 @@ class Model:
         hidden, intermediate: elements of a token, and inner size of a routed expert.
         experts, topk: routed experts of a layer, and those of a token.
         layers: layers with experts.
-        groups, topk_groups: groups of experts, and those that a token may choose from; 1 and 1 without a limit.
+        groups, topk_groups: groups of experts, and the number that a token may choose from; 1 and 1 without a limit.
         shared: inner size of the shared experts together; 0 without.
     """
 
@@ -47,7 +47,7 @@ class Model:
         return 3 * self.hidden * self.intermediate * 2
 
 
-# From the models' published config.json.
+# Sizes of the models' published config.json.
 MODELS = {
     model.name: model
     for model in (

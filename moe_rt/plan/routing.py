@@ -6,6 +6,7 @@ import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
@@ -80,6 +81,12 @@ def inclusion(shares: Array, topk: int) -> Array:
     than topk other clocks rang before its own. The integral over its own time is exact up to rounding.
     """
     expect(0 < topk <= len(shares), "topk", topk, f"1 to experts = {len(shares)}")
+    return _inclusion(np.asarray(shares, float).tobytes(), topk).copy()
+
+
+@lru_cache(64)
+def _inclusion(shares_bytes: bytes, topk: int) -> Array:
+    shares = np.frombuffer(shares_bytes)
     if topk == len(shares):
         return np.ones(len(shares))
     rate = np.maximum(shares, 1e-12)

@@ -1,20 +1,22 @@
 """Simulation of one expert-parallel group, event by event, and its composition to very many ranks.
 
-Each rank publishes its rows, its port sends them to each peer in turn, each receiver's port takes them, and a signal
-follows. An op of a rank ends when all signals it waits for have come, and its port and copies are done. Vectors over all
-pairs replace an event queue, because the order of events on each port is known beforehand: by rotation, as kernels do.
+Each rank's port sends its rows to each peer in turn, each receiver's port takes them, and a signal follows. An op of a
+rank ends when all signals that it waits for have come and its own port is done. Vectors over ranks replace an event
+queue, because each port's order is known beforehand: a rotation, as kernels use.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moe_rt.config.expect import expect
 from moe_rt.plan.distinct import Array
@@ -81,7 +83,7 @@ def exchange(
         traffic: bytes from each rank to each rank, [R, R].
         domain: ranks that fast links join; all, unless given.
         arrives: when each rank begins, [R]; together, unless given.
-        rng: draws noise and stragglers; without it there are none.
+        rng: draws noise and stragglers, which are left out without it.
 
     Raises:
         InvalidConfig: traffic is not square or negative, or ranks use a network whose rate is 0.
@@ -104,18 +106,17 @@ def exchange(
 
 
 def _events(lasts: Array, near: Array, began: Array, ports: Ports) -> Step:
-    """Play the transfers round by round: in round k rank r sends to rank r + k, so ports seldom meet."""
+    """Play the transfers round by round; in each, every rank sends to another rank and receives from another."""
     ranks = len(lasts)
     sender = np.stack([began + ports.start_us] * 2)  # when each rank's port to its domain and to the network is free
     receiver = np.zeros((2, ranks))
     begins, ends = np.zeros((ranks, ranks)), np.zeros((ranks, ranks))
     source = np.arange(ranks)
-    for k in range(1, ranks):
-        to = (source + k) % ranks
+    for to in _rotation(near):
         port = np.where(near[source, to], 0, 1)
         start = sender[port, source]
         last = lasts[source, to]
-        # A receiver's port takes bytes at its own rate: a transfer ends no sooner than what came before it plus its own.
+        # A receiver's port takes bytes at its own rate, after what came to it before.
         end = np.maximum(start + last, np.maximum(receiver[port, to], start) + last)
         end = np.where(last > 0, end, start)
         begins[source, to], ends[source, to] = start, end
@@ -124,6 +125,19 @@ def _events(lasts: Array, near: Array, began: Array, ports: Ports) -> Step:
     own = began + ports.start_us
     heard = np.where(np.eye(ranks, dtype=bool), own[:, None], ends + ports.signal_us)
     return Step(began, begins, ends, np.maximum(heard.max(0), sender.max(0)))
+
+
+def _rotation(near: Array) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield each round's destinations: rank l of a domain goes round the ranks of each domain from l on."""
+    ranks, size = len(near), int(near[0].sum())
+    source = np.arange(ranks)
+    if ranks % size:
+        yield from ((source + k) % ranks for k in range(1, ranks))
+        return
+    domain, local = source // size, source % size
+    for away in range(ranks // size):
+        for turn in range(0 if away else 1, size):
+            yield (domain + away) % (ranks // size) * size + (local + turn) % size
 
 
 def closed_form_us(traffic: Array, ports: Ports, domain: int | None = None) -> float:
