@@ -25,7 +25,7 @@ from moe_rt.plan.distinct import Array
 from moe_rt.plan.models import Model
 
 Judge = Callable[[int], float]  # number of a configuration -> its cost; infinite if it cannot run
-MEMBERS, FEATURES, RIDGE = 12, 96, 0.05
+MEMBERS, FEATURES, RIDGE = 12, 32, 0.01
 
 
 @dataclass(frozen=True)
