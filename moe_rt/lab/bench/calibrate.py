@@ -1,0 +1,130 @@
+"""The command `moe-rt calibrate`: fit the planner's formulas to a benchmark of this machine, or to a CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from moe_rt.config.placement import Placement
+from moe_rt.errors import MoeRtError
+from moe_rt.info import machine_card
+from moe_rt.lab.bench.cases import Case
+from moe_rt.lab.bench.inputs import route
+from moe_rt.lab.bench.launch import RankFailed
+from moe_rt.lab.bench.run import Settings, run
+from moe_rt.plan.calibration import Calibration, save
+from moe_rt.plan.calibration import calibrate as fit_all
+from moe_rt.plan.points import COLUMNS, Row, parse, read_rows
+from moe_rt.plan.systems import CPU
+
+# Ranks, tokens, hidden, topk, experts, routing: few shapes that separate latency, entries, bytes, ranks and skew.
+SHAPES = (
+    (2, 1, 7168, 8, 64, "uniform"),
+    (2, 64, 2048, 4, 16, "uniform"),
+    (2, 512, 2048, 4, 16, "uniform"),
+    (2, 2048, 256, 8, 64, "uniform"),
+    (2, 512, 7168, 8, 64, "uniform"),
+    (2, 4096, 1024, 1, 8, "uniform"),
+    (2, 1024, 2048, 4, 16, "lognormal:1.5"),
+    (1, 512, 2048, 4, 16, "uniform"),
+    (4, 16, 2048, 4, 16, "uniform"),
+    (4, 512, 2048, 4, 16, "uniform"),
+    (4, 256, 7168, 8, 64, "uniform"),
+    (3, 1024, 1024, 2, 12, "uniform"),
+)
+OPS = ("dispatch", "combine", "pair")
+
+
+def cases_of(shapes: Sequence[tuple[int, int, int, int, int, str]], ops: Sequence[str] = OPS) -> list[Case]:
+    """Return a case for each shape and op."""
+    names = ("ranks", "tokens", "hidden", "topk", "experts", "routing")
+    return [Case(name="plan", op=op, **dict(zip(names, shape, strict=True))) for op in ops for shape in shapes]  # type: ignore[arg-type]
+
+
+def machine_name(card: dict[str, Any]) -> str:
+    """Return the name under which calibrations of a machine are kept and found."""
+    return f"{CPU}{card['cpu']}, {card['cores']} cores"
+
+
+def measure(cases: list[Case], iters: int | None, progress: Any, seed: int = 0) -> list[dict[str, str]]:
+    """Benchmark moe_rt on cases, and return a line of measurements for each, in the columns of COLUMNS."""
+    settings = Settings(contestants=("moe_rt",), iters=iters, warmup=3, seed=seed, malloc="recycle", cold=False)
+    document = run(cases, settings, False, progress)
+    card = document["machine"]
+    lines = []
+    for case, measured in zip(cases, document["runs"], strict=True):
+        owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
+        ids = np.concatenate([route(replace(case), seed, rank, 0).numpy() for rank in range(case.ranks)])
+        loads = np.bincount(owner[ids].reshape(-1), minlength=case.ranks)
+        values = dict(
+            source=f"moe-rt bench, commit {card['commit']}", library="moe_rt", hardware=machine_name(card),
+            nvlink_domain=case.ranks, mode="copies", op=case.op, ep_size=case.ranks, tokens_per_rank=case.tokens,
+            hidden=case.hidden, topk=case.topk, experts=case.experts, dtype=case.dtype,
+            latency_us=measured["results"][0]["isolated_us"]["p50"], bandwidth_gbs="",
+            notes=f"busiest={loads.max() / loads.mean():.3f}; {card['date'][:10]}; load {card['load_average']}",
+        )  # fmt: skip
+        lines.append({name: str(value) for name, value in values.items()})
+    return lines
+
+
+def measure_with_progress(cases: list[Case], iters: int | None) -> list[dict[str, str]]:
+    """Measure while a bar shows how far it is."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=len(cases))
+        return measure(cases, iters, lambda part: bar.advance(task, part))
+
+
+def write_lines(path: Path, lines: list[dict[str, str]]) -> None:
+    """Write measurements as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def _fitted(csv_file: Path | None, iters: int | None, keep: Path | None) -> tuple[list[Calibration], int]:
+    """Return the calibrations of a table or of this machine, and how many lines were refused."""
+    card = machine_card()
+    if csv_file is not None:
+        read, refused = read_rows(csv_file)
+        rows: list[Row] = [row for _, row in read]
+        for line, reason in refused:
+            click.echo(f"line {line} refused: {reason}", err=True)
+        source, device = csv_file.name, ", ".join(sorted({row.system.hardware for row in rows}))
+        return fit_all(rows, source=source, device=device, date=card["date"][:10]), len(refused)
+    lines = measure_with_progress(cases_of(SHAPES), iters)
+    if keep is not None:
+        write_lines(keep, lines)
+    rows = [parse(line) for line in lines]
+    source = f"moe-rt calibrate, moe_rt {card['moe_rt']}, commit {card['commit']}"
+    return fit_all(rows, source=source, device=machine_name(card), date=card["date"][:10]), 0
+
+
+@click.command()
+@click.option("--csv", "csv_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Fit this table.")
+@click.option("--iters", type=click.IntRange(min=1), help="Iterations of each op; default: as moe-rt bench.")
+@click.option("--keep", type=click.Path(dir_okay=False, path_type=Path), help="Write the measurements there, as CSV.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("calibration.json"), show_default=True
+)
+def calibrate(csv_file: Path | None, iters: int | None, keep: Path | None, out: Path) -> None:
+    """Fit the planner's formulas to twelve shapes of this machine, or to a table of measurements.
+
+    The file is read by `moe-rt plan --calibration FILE`. Residuals, device and date stand in it.
+    """
+    try:
+        fitted, refused = _fitted(csv_file, iters, keep)
+    except (MoeRtError, RankFailed) as error:
+        raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    save(fitted, out)
+    for one in fitted:
+        click.echo(f"{one.median_error:7.1%} median, {one.p95_error:7.1%} p95 of the fit: {one.name}")
+    click.echo(f"{out}: {len(fitted)} calibrations, {refused} lines refused")

@@ -1,0 +1,225 @@
+"""The command `moe-rt plan`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from moe_rt.errors import MoeRtError
+from moe_rt.plan.answers import EFFICIENCY, Cluster, Layer, Plan, capacity_advice, make_plan
+from moe_rt.plan.ask import QUESTIONS, Answer, Setting
+from moe_rt.plan.calibration import Library, load, published
+from moe_rt.plan.models import MODELS, find_model
+from moe_rt.plan.routing import load_trace, popularity, shares_of
+
+ABOUT = """Predict the time, memory and overflow risk of expert parallelism, and choose a configuration.
+
+\b
+  moe-rt plan --model deepseek-v3 --gpus 64 --tokens 4096           one plan
+  moe-rt plan --model config.json --gpus 16 --tokens 128 --json     of a Hugging Face model, for scripts
+  moe-rt plan --model qwen3-30b-a3b --gpus 8 --tokens 4096 --tune   search with a learned predictor
+  moe-rt plan --model deepseek-v3 --gpus 64 --tokens 64 --measured dispatch=350   why is it slower?
+  moe-rt plan ask ep --model deepseek-v3 --gpus 16 --tokens 128     a question, by name
+  moe-rt plan systems                                               what is calibrated, from which source
+  moe-rt calibrate                                                  calibrate this machine
+"""
+
+
+def _reporting(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn the package's errors into messages of the command line."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except MoeRtError as error:
+            raise click.ClickException(str(error)) from error
+
+    return run
+
+
+def _subject(command: Callable[..., None]) -> Callable[..., None]:
+    options = (
+        click.option("--model", help=f"A config.json, or one of {', '.join(MODELS)}."),
+        click.option("--gpus", type=int, help="GPUs of the cluster."),
+        click.option("--tokens", type=int, help="Tokens of each GPU in one step."),
+        click.option("--hardware", default="H100 SXM + 400G IB", show_default=True, help="GPU and network, in words."),
+        click.option("--domain", default=8, show_default=True, help="GPUs that fast links join."),
+        click.option("--library", default="", help="Library whose calibration is meant; default: by the GPU."),
+        click.option("--sigma", default=0.0, show_default=True, help="Unevenness of experts: log-normal popularity."),
+        click.option(
+            "--efficiency", default=EFFICIENCY, show_default=True, help="Share of the peak that grouped products reach."
+        ),
+        click.option("--json", "as_json", is_flag=True, help="One JSON document."),
+    )
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+@click.group(invoke_without_command=True, help=ABOUT)
+@_subject
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Recorded topk_idx.")
+@click.option("--capacity-factor", type=float, help="State the risk of this capacity factor.")
+@click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="More calibrations.")
+@click.option("--measured", multiple=True, metavar="OP=US", help="Say what can explain a measured time.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw times and memory: .svg or .png.")
+@click.option("--tune", is_flag=True, help="Search the knobs with a learned predictor, on the simulator.")
+@click.option("--trials", default=40, show_default=True, help="With --tune: trials.")
+@click.pass_context
+@_reporting
+def plan(
+    context: click.Context,
+    model: str | None,
+    gpus: int | None,
+    tokens: int | None,
+    hardware: str,
+    domain: int,
+    library: str,
+    sigma: float,
+    efficiency: float,
+    as_json: bool,
+    trace: Path | None,
+    capacity_factor: float | None,
+    calibration: Path | None,
+    measured: tuple[str, ...],
+    plot: Path | None,
+    tune: bool,
+    trials: int,
+) -> None:
+    """Predict one plan; see ABOUT."""
+    if context.invoked_subcommand is not None:
+        return
+    if model is None:
+        click.echo(context.get_help())
+        return
+    if gpus is None or tokens is None:
+        raise click.UsageError("--model needs --gpus and --tokens")
+    sizes, cluster = find_model(model), Cluster(gpus, hardware, domain, library, efficiency)
+    shares = popularity(sizes.experts, sigma)
+    if trace is not None:
+        shares = shares_of(load_trace(trace, sizes.experts), sizes.experts)
+    if tune:
+        from moe_rt.plan.tune import tune_plan  # loads the learned predictor
+
+        return tune_plan(sizes, cluster, tokens, shares, trials=trials, as_json=as_json)
+    known = published() if calibration is None else Library([*load(calibration), *published().calibrations])
+    made = make_plan(sizes, cluster, tokens, shares=shares, capacity_factor=capacity_factor, library=known)
+    if plot is not None:
+        from moe_rt.plan.plots import draw_plan  # matplotlib takes a second
+
+        draw_plan(made, shares, plot, known)
+    if as_json:
+        click.echo(json.dumps(made.document()))
+        return
+    _show(made)
+    if capacity_factor is not None:
+        ep_size = made.layers[0].configuration.ep_size
+        click.echo(capacity_advice(capacity_factor, tokens, sizes.topk, ep_size, shares))
+    for text in measured:
+        click.echo(explain(made.layers[0], text))
+
+
+def _show(made: Plan) -> None:
+    console = Console(width=120)
+    table = Table(title=f"{made.model.name} on {made.cluster.gpus} x {made.cluster.hardware}: one layer, us")
+    for name in (
+        "EP",
+        "mode",
+        "payload",
+        "chunks",
+        "dispatch",
+        "experts",
+        "combine",
+        "step (p5 to p95)",
+        "GB",
+        "limit",
+    ):
+        table.add_column(name)
+    for layer in made.best:
+        one = layer.configuration
+        interval = f"{layer.step_us:.0f} ({layer.p5_us:.0f} to {layer.p95_us:.0f})"
+        parts = (f"{us:.1f}" for us in (layer.dispatch.us, layer.experts_us, layer.combine.us))
+        memory = f"{layer.memory_bytes / 1e9:.1f}"
+        table.add_row(
+            str(one.ep_size), one.mode, one.payload, str(one.chunks), *parts, interval, memory, layer.limits
+        )  # fmt: skip
+    console.print(table)
+    for layer in made.best:
+        console.print(
+            f"EP {layer.configuration.ep_size}, {layer.configuration.mode}: {made.why(layer)}", soft_wrap=True
+        )
+    best = made.layers[0]
+    total = best.step_us * made.model.layers / 1e3
+    console.print(f"{made.model.layers} layers: {total:.1f} ms; calibrated by {best.dispatch.basis}", soft_wrap=True)
+    for name, reason in list(made.refused.items())[:3]:
+        console.print(f"left out {name}: {reason}", soft_wrap=True)
+
+
+def explain(layer: Layer, text: str) -> str:
+    """Say what can explain a measured time such as dispatch=350, beyond the predicted interval."""
+    op, _, given = text.partition("=")
+    known = {"dispatch": layer.dispatch, "combine": layer.combine}
+    if op not in known or not given.replace(".", "", 1).isdigit():
+        raise click.UsageError(f"--measured: got {text!r}, expected dispatch=MICROSECONDS or combine=MICROSECONDS")
+    us, estimate = float(given), known[op]
+    ratio = us / estimate.us
+    if us <= estimate.p95_us:
+        return f"{op}: measured {us:g} us is within the interval up to {estimate.p95_us:.0f} us"
+    return (
+        f"{op}: measured {us:g} us is {ratio:.1f} times the prediction. Skew explains it if the busiest rank receives "
+        f"{ratio * layer.busiest:.1f} times an even share (see max/mean of your counts); fewer SMs if the op has about "
+        f"{24 / ratio:.0f} of 24; allocation if the first calls are slowest; a slower link class if small batches are "
+        f"within the interval and large ones are not."
+    )
+
+
+@plan.command(help="Answer a question by name: " + "; ".join(f"{n}: {q.__doc__}" for n, q in QUESTIONS.items()))
+@click.argument("question", type=click.Choice(list(QUESTIONS)))
+@_subject
+@_reporting
+def ask(
+    question: str, model: str | None, gpus: int | None, tokens: int | None, hardware: str, domain: int, library: str,
+    sigma: float, efficiency: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Answer a question by name."""
+    if model is None or gpus is None or tokens is None:
+        raise click.UsageError("ask needs --model, --gpus and --tokens")
+    cluster = Cluster(gpus, hardware, domain, library, efficiency)
+    answer = QUESTIONS[question](Setting(find_model(model), cluster, tokens, sigma or 1.0))
+    if as_json:
+        click.echo(
+            json.dumps({"question": question, "answer": answer.text, "columns": answer.columns, "rows": answer.rows})
+        )
+        return
+    _show_answer(question, answer)
+
+
+def _show_answer(question: str, answer: Answer) -> None:
+    table = Table(title=QUESTIONS[question].__doc__)
+    for name in answer.columns:
+        table.add_column(name)
+    for row in answer.rows:
+        table.add_row(*map(str, row))
+    Console(width=120).print(table)
+    click.echo(answer.text)
+
+
+@plan.command()
+@_reporting
+def systems() -> None:
+    """List the calibrated systems with their sources and errors."""
+    table = Table()
+    for name in ("system", "op", "rows", "nodes", "median error", "p95", "source"):
+        table.add_column(name, overflow="fold")
+    for one in published().calibrations:
+        nodes = f"{one.least_nodes} to {one.most_nodes}" if one.most_nodes > 1 else "1"
+        name = f"{one.library}, {one.hardware}, {one.mode}"
+        errors = (f"{one.median_error:.1%}", f"{one.p95_error:.1%}")
+        table.add_row(name, one.op, str(len(one.residuals)), nodes, *errors, one.source)
+    Console(width=140).print(table)

@@ -1,0 +1,214 @@
+"""Formulas of the time of dispatch and combine, one per family of algorithms, with parameters that have units.
+
+The busiest rank decides: its rows, relative to the mean, multiply the work. All families share one form,
+t = join(latency, work + fill), where join(a, b) = (a^q + b^q)^(1/q) is between sum and maximum, and
+fill = fill_us * work / (work + knee_us) is the time in which a pipeline reaches its full rate.
+docs/planning.md derives each latency and each work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_rt.plan.distinct import Array
+from moe_rt.plan.points import Points
+
+Values = Mapping[str, float]
+SMS_OF_CHANNELS = 24.0  # SM count at which per-token costs of channels are stated
+NET_SHARPNESS = 12.0  # the same for SMs and networks, which overlap almost fully
+SHARPNESS = 4.0  # exponent by which the limits of SMs and of links meet
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One constant of a family: its unit, a usual value, and the factor exp(spread) by which systems differ."""
+
+    name: str
+    unit: str
+    usual: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Family:
+    """One algorithm family: its parameters, and the formula in microseconds."""
+
+    name: str
+    about: str
+    parameters: tuple[Parameter, ...]
+    seconds: Callable[[Values, Points], Array]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, in order."""
+        return tuple(p.name for p in self.parameters)
+
+
+def join(first: Array, second: Array, q: float) -> Array:
+    """Return (a^q + b^q)^(1/q) elementwise, computed relative to the larger value."""
+    most = np.maximum(np.maximum(first, second), 1e-12)
+    return most * ((first / most) ** q + (second / most) ** q) ** (1 / q)
+
+
+def _whole(p: Values, latency: Array, work: Array) -> Array:
+    filled = work + p["fill"] * work / (work + p["knee"])
+    return join(latency, filled, 1 + p["sharp"])
+
+
+def blocks_of(x: Points) -> Array:
+    """Return the thread blocks that DeepEP's low-latency kernels start: one for each group of whole experts."""
+    return np.ceil(x.experts / np.ceil(x.experts / x.sms_of_gpu))
+
+
+def _direct(p: Values, x: Points) -> Array:
+    """One message for each (token, expert), straight into the receiver's slots."""
+    messages = x.tokens * x.topk * x.row_bytes * x.busiest
+    domain = np.minimum(x.domain, x.ranks)
+    near = messages * np.where(x.nodes > 1, (domain - 1) / x.ranks, 1 - 1 / x.ranks) / p["B_link"] / 1e3
+    far = messages * (1 - domain / x.ranks) / p["B_net"] / 1e3
+    rounds = x.tokens / blocks_of(x) * (p["c_round"] + p["c_byte"] * x.row_bytes / 1e3)
+    latency = p["t0"] + p["c_expert"] * x.experts
+    beyond = np.log2(np.maximum(x.nodes, 2) / 2)
+    latency = latency + np.where(x.nodes > 1, p["t_net"] + p["t_doubling"] * beyond, 0.0)
+    return _whole(p, latency, join(rounds, join(near, far, SHARPNESS), 1 + p["sharp_work"]))
+
+
+def _channels(p: Values, x: Points) -> Array:
+    """One row for each (token, distinct rank), copied by pairs of SMs; between nodes one for each distinct node."""
+    share = x.sms / SMS_OF_CHANNELS
+    one_node = x.nodes <= 1
+    moved = x.tokens * x.to_ranks * x.row_bytes * x.busiest
+    rate = (p["B_link"] ** -SHARPNESS + (x.sms * p["b_sm"]) ** -SHARPNESS) ** (-1 / SHARPNESS)
+    near = moved * np.where(one_node, 1 - 1 / x.ranks, 1.0) / rate / 1e3
+    each = x.tokens * (p["c_token"] + p["c_row"] * x.to_ranks) / 1e3 / share
+    beyond = np.log2(np.maximum(x.nodes, 2) / 2)
+    latency = p["t0"] + p["c_first"] * x.to_ranks * x.row_bytes / 1e3
+    latency = latency + np.where(one_node, 0.0, p["t_net"] + p["t_doubling"] * beyond)
+    work = join(join(each, near, 1 + p["sharp_work"]), _far(p, x), NET_SHARPNESS)
+    return _whole(p, latency, work + np.where(one_node, 0.0, x.tokens * p["c_notify"] / 1e3 / share))
+
+
+def _far(p: Values, x: Points) -> Array:
+    """Return the time of one row for each (token, distinct other node) over the network; 0 on one node."""
+    return x.busiest * x.tokens * x.to_nodes * (1 - 1 / np.maximum(x.nodes, 1)) * x.row_bytes / p["B_net"] / 1e3
+
+
+def _one_sided(p: Values, x: Points) -> Array:
+    """One row for each (token, distinct rank), written by all SMs over one switched fabric."""
+    rows = x.tokens * x.to_ranks * x.busiest
+    near = (x.tokens * p["c_token"] + rows * p["c_row"] + rows * (1 - 1 / x.ranks) * x.row_bytes / p["B_link"]) / 1e3
+    latency = p["t0"] + p["t_doubling"] * np.log2(x.ranks / 8 + 1) + np.where(x.nodes > 1, p["t_net"], 0.0)
+    return _whole(p, latency, join(near, _far(p, x), NET_SHARPNESS))
+
+
+def _pairs(p: Values, x: Points) -> Array:
+    """One block of equal size for each pair of ranks: a plain all-to-all, the floor of every exchange."""
+    work = (x.ranks - 1) * (p["c_peer"] + x.row_bytes / p["B_link"] / 1e3)
+    return _whole(p, np.full_like(work, p["t0"]), work)
+
+
+def _copies(p: Values, x: Points) -> Array:
+    """Copy rows between processes of one machine, whose cores and caches all ranks share."""
+    turns = np.maximum(1.0, x.ranks / x.sms_of_gpu)  # ranks that take turns on one core
+    rows, visits = x.tokens * x.topk * x.busiest, x.tokens * x.to_ranks * x.busiest
+    work = rows * p["c_entry"] / 1e3 + x.row_bytes * (rows / p["B_rows"] + visits / p["B_visits"]) / 1e3
+    held = x.ranks * (rows + visits) * x.row_bytes / 1e6
+    uncached = 1 + p["slower"] * held**2 / (held**2 + p["cache"] ** 2)
+    latency = p["t0"] + p["t_peer"] * (x.ranks - 1) * turns
+    return _whole(p, latency, turns * work * uncached)
+
+
+_COMMON = (
+    Parameter("fill", "us", 5.0, 1.0),
+    Parameter("knee", "us", 40.0, 1.0),
+    Parameter("sharp", "1", 0.25, 0.8),
+)
+_DOUBLING = Parameter("t_doubling", "us", 3.0, 0.8)
+_LINK = Parameter("B_link", "GB/s", 330.0, 0.5)
+_NET = Parameter("B_net", "GB/s", 45.0, 0.15)
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            "direct",
+            "one message per token and expert (low latency)",
+            (
+                Parameter("t0", "us", 9.0, 0.6),
+                Parameter("c_expert", "us", 0.013, 0.5),
+                Parameter("c_round", "us", 1.5, 0.5),
+                Parameter("c_byte", "ns/B", 0.06, 1.0),
+                Parameter("sharp_work", "1", 1.0, 0.8),
+                _LINK,
+                _NET,
+                Parameter("t_net", "us", 8.0, 0.6),
+                _DOUBLING,
+                *_COMMON,
+            ),
+            _direct,
+        ),
+        Family(
+            "channels",
+            "one row per token and distinct rank, by pairs of SMs (normal mode)",
+            (
+                Parameter("t0", "us", 35.0, 0.6),
+                Parameter("c_token", "ns", 20.0, 1.0),
+                Parameter("c_row", "ns", 2.0, 1.0),
+                Parameter("c_first", "ns/B", 0.1, 1.0),
+                Parameter("b_sm", "GB/s", 15.0, 0.25),
+                Parameter("sharp_work", "1", 0.5, 1.5),
+                Parameter("B_link", "GB/s", 330.0, 0.15),
+                _NET,
+                Parameter("t_net", "us", 30.0, 0.6),
+                Parameter("c_notify", "ns", 5.0, 1.0),
+                _DOUBLING,
+                *_COMMON,
+            ),
+            _channels,
+        ),
+        Family(
+            "one_sided",
+            "one row per token and distinct rank, by all SMs (one-sided puts)",
+            (
+                Parameter("t0", "us", 20.0, 0.6),
+                Parameter("c_token", "ns", 2.0, 1.0),
+                Parameter("c_row", "ns", 1.5, 1.0),
+                Parameter("B_link", "GB/s", 400.0, 0.5),
+                Parameter("t_doubling", "us", 1.0, 0.8),
+                _NET,
+                Parameter("t_net", "us", 30.0, 0.6),
+                *_COMMON,
+            ),
+            _one_sided,
+        ),
+        Family(
+            "copies",
+            "rows copied through memory that processes of one machine share",
+            (
+                Parameter("t0", "us", 10.0, 0.7),
+                Parameter("t_peer", "us", 3.0, 0.7),
+                Parameter("c_entry", "ns", 20.0, 0.7),
+                Parameter("B_rows", "GB/s", 8.0, 0.7),
+                Parameter("B_visits", "GB/s", 10.0, 0.7),
+                Parameter("slower", "1", 0.5, 0.7),
+                Parameter("cache", "MB", 32.0, 0.5),
+                *_COMMON,
+            ),
+            _copies,
+        ),
+        Family(
+            "pairs",
+            "one block per pair of ranks (raw all-to-all)",
+            (
+                Parameter("t0", "us", 5.0, 0.8),
+                Parameter("c_peer", "us", 0.1, 1.0),
+                Parameter("B_link", "GB/s", 300.0, 1.0),
+                *_COMMON,
+            ),
+            _pairs,
+        ),
+    )
+}

@@ -1,0 +1,200 @@
+"""Shapes of many ops as arrays, and the reading of measurements from CSV."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from moe_rt.config.expect import expect
+from moe_rt.errors import InvalidConfig
+from moe_rt.plan.distinct import Array, distinct, distinct_balanced, distinct_limited
+from moe_rt.plan.systems import System, row_bytes, system_of
+
+COLUMNS = (
+    *("source", "library", "hardware", "nvlink_domain", "mode", "op", "ep_size", "tokens_per_rank", "hidden", "topk"),
+    *("experts", "dtype", "latency_us", "bandwidth_gbs", "notes"),
+)
+MODES = ("low_latency", "normal", "raw_alltoall", "copies")
+OPS = ("dispatch", "combine", "pair", "layer")  # pair is dispatch and combine; +backward may follow
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one op.
+
+    Attributes:
+        ranks, nodes, domain: ranks of the group, domains of fast links that it spans, and ranks in a domain.
+        row_bytes: bytes of a row as it crosses a link, scales included.
+        sms: SMs that the op may use; 0 if the algorithm chooses.
+        sms_of_gpu: all SMs of the GPU.
+        to_ranks, to_nodes: mean distinct ranks and domains that a token visits, its own included.
+        busiest: rows of the busiest rank relative to the mean.
+    """
+
+    tokens: float
+    hidden: float
+    topk: float
+    experts: float
+    ranks: float
+    nodes: float
+    domain: float
+    row_bytes: float
+    sms: float
+    sms_of_gpu: float
+    to_ranks: float
+    to_nodes: float
+    busiest: float = 1.0
+
+
+@dataclass(frozen=True)
+class Points:
+    """The fields of many shapes, each as an array of one length."""
+
+    tokens: Array
+    hidden: Array
+    topk: Array
+    experts: Array
+    ranks: Array
+    nodes: Array
+    domain: Array
+    row_bytes: Array
+    sms: Array
+    sms_of_gpu: Array
+    to_ranks: Array
+    to_nodes: Array
+    busiest: Array
+
+    @classmethod
+    def of(cls, shapes: Iterable[Shape]) -> Points:
+        """Gather shapes into arrays."""
+        rows = list(shapes)
+        return cls(**{f.name: np.array([getattr(row, f.name) for row in rows], float) for f in fields(cls)})
+
+    def at(self, chosen: Array | Sequence[int]) -> Points:
+        """Return the chosen points, by mask or by numbers."""
+        return Points(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+
+    def features(self) -> Array:
+        """Return what makes shapes similar, [points, features], in powers of two."""
+        columns = (self.tokens, self.row_bytes, self.topk, self.experts, self.ranks, self.sms)
+        return np.log2(np.maximum(np.stack(columns, axis=1), 0.5))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement of a published or own table, with the system that it belongs to."""
+
+    source: str
+    system: System
+    op: str
+    shape: Shape
+    latency_us: float
+
+
+def read_rows(path: Path) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]:
+    """Read a table of measurements.
+
+    Returns:
+        (line, row) for each row that can be understood, and (line, reason) for each other one.
+
+    Raises:
+        InvalidConfig: the file lacks a column.
+    """
+    rows: list[tuple[int, Row]] = []
+    refused: list[tuple[int, str]] = []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        expect(not missing, str(path), f"no column {', '.join(missing)}", f"the columns {', '.join(COLUMNS)}")
+        for number, fields_of in enumerate(reader, 2):
+            try:
+                rows.append((number, parse(fields_of)))
+            except InvalidConfig as error:
+                refused.append((number, error.args[0]))
+    return rows, refused
+
+
+def parse(fields_of: Mapping[str, str | None]) -> Row:
+    """Return one measurement from the fields of a line.
+
+    Raises:
+        InvalidConfig: a field is missing, negative or senseless; names the field, what was got and what is expected.
+    """
+    text = {name: (fields_of.get(name) or "").strip() for name in COLUMNS}
+    expect(text["mode"] in MODES, "mode", text["mode"] or "nothing", f"one of {MODES}")
+    system = system_of(text["library"], text["hardware"], text["mode"], _number(text, "nvlink_domain", 8.0))
+    ranks = _number(text, "ep_size")
+    if text["mode"] == "raw_alltoall":
+        found = re.search(r"(\d+) bytes per pair", text["notes"])
+        size = float(found[1]) if found else 0.0
+        shape = Shape(1, size, 1, ranks, ranks, 1, ranks, size, 0, system.sms, ranks, 1)
+        return Row(text["source"], system, text["op"], shape, _number(text, "latency_us"))
+    op = next((op for op in OPS[:2] if text["op"].startswith(op)), "")
+    if text["mode"] == "copies" and text["op"].removesuffix("+backward") in OPS:
+        op = text["op"]
+    expect(bool(op), "op", text["op"] or "nothing", "dispatch or combine")
+    shape = _shape(text | {"op": op}, system, ranks)
+    return Row(text["source"], system, op, shape, _latency(text, shape))
+
+
+def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
+    tokens, hidden = _number(text, "tokens_per_rank"), _number(text, "hidden")
+    topk, experts = _number(text, "topk", 8.0), _number(text, "experts", 256.0)
+    nodes = _note(text["notes"], "nodes", max(1.0, math.ceil(ranks / system.domain)))
+    domain = max(1.0, ranks / nodes)
+    units, whole = (int(experts), int(topk)), int(ranks)
+    to_nodes, to_ranks = distinct(int(nodes), *units), distinct(whole, *units)
+    if "round-robin" in text["notes"]:
+        to_ranks = float(distinct_balanced(whole, int(topk)))
+    groups = re.search(r"group-limited top-min\(nodes,(\d+)\)", text["notes"])
+    if groups and nodes > 1:
+        kept = min(int(nodes), int(groups[1]))
+        to_nodes = distinct_limited(int(nodes), *units, int(nodes), kept)
+        to_ranks = distinct_limited(whole, *units, int(nodes), kept)
+    return Shape(
+        tokens=tokens,
+        hidden=hidden,
+        topk=topk,
+        experts=experts,
+        ranks=ranks,
+        nodes=nodes,
+        domain=domain,
+        row_bytes=row_bytes(system, text["op"], text["dtype"], hidden),
+        sms=_note(text["notes"], "sms", system.usual_sms),
+        sms_of_gpu=system.sms,
+        to_ranks=to_ranks,
+        to_nodes=to_nodes,
+        busiest=_note(text["notes"], "busiest", 1.0),
+    )
+
+
+def _latency(text: Mapping[str, str], shape: Shape) -> float:
+    """Return the time; where a table has only a bandwidth, from the logical bytes that such tables count."""
+    if text["latency_us"] or not text["bandwidth_gbs"]:
+        return _number(text, "latency_us")
+    visits = shape.to_nodes if shape.nodes > 1 else shape.to_ranks
+    rows = shape.topk if text["mode"] == "low_latency" else visits
+    return shape.tokens * rows * shape.row_bytes / _number(text, "bandwidth_gbs") / 1e3
+
+
+def _note(notes: str, name: str, otherwise: float) -> float:
+    found = re.search(rf"\b{name}=(\d+(?:\.\d+)?)", notes)
+    return float(found[1]) if found else otherwise
+
+
+def _number(text: Mapping[str, str], name: str, otherwise: float | None = None) -> float:
+    given = text[name]
+    if not given and otherwise is not None:
+        return otherwise
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    expect(math.isfinite(value) and value > 0, name, given or "nothing", "a positive number")
+    return value

@@ -1,0 +1,307 @@
+"""Statistics of routing: how uneven experts and ranks are, and how likely a capacity overflows."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_rt.config.expect import expect
+from moe_rt.errors import InvalidConfig
+from moe_rt.plan.distinct import Array, owners
+
+Ids = npt.NDArray[np.int64]
+_NORMAL = NormalDist()
+LARGE = 4000.0  # mean rows above which the normal law replaces the binomial one
+RARE = 0.02  # risks below it are sums of tails: two ranks hardly overflow together
+
+
+def popularity(experts: int, sigma: float = 0.0, seed: int = 0) -> Array:
+    """Return the share of each expert, [experts], log-normal with the given sigma; 0 is uniform.
+
+    The shares are the quantiles of the distribution in a random order, so the unevenness does not depend on the seed.
+
+    Raises:
+        InvalidConfig: experts is not positive, or sigma is negative or not finite.
+    """
+    expect(experts > 0, "experts", experts, "a positive number")
+    expect(math.isfinite(sigma) and sigma >= 0, "sigma", sigma, "a finite number >= 0")
+    quantiles = [_NORMAL.inv_cdf((i + 0.5) / experts) for i in range(experts)]
+    weights = np.random.default_rng(seed).permutation(np.exp(sigma * np.array(quantiles)))
+    return np.asarray(weights / weights.sum(), float)
+
+
+def draw(rng: np.random.Generator, tokens: int, topk: int, shares: Array) -> Ids:
+    """Draw distinct experts for each token with chances by `shares`, int64 [tokens, topk]."""
+    popular = int(np.count_nonzero(shares))
+    expect(0 < topk <= popular, "topk", topk, f"1 to {popular}, the experts with a share")
+    with np.errstate(divide="ignore"):
+        clocks = rng.standard_exponential((tokens, len(shares)), dtype=np.float32) / shares.astype(np.float32)
+    return np.argpartition(clocks, topk - 1, axis=1)[:, :topk].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Unevenness:
+    """Unevenness of loads as people quote it.
+
+    Attributes:
+        max_over_mean: the busiest load relative to the mean.
+        max_vio: the same minus 1, as in the literature on balancing without a loss.
+    """
+
+    max_over_mean: float
+    max_vio: float
+    cv: float
+
+
+def unevenness(loads: Sequence[float] | Array) -> Unevenness:
+    """Return the unevenness of loads of experts or ranks.
+
+    Raises:
+        InvalidConfig: the list is empty, a load is negative, or all are zero.
+    """
+    values = np.asarray(loads, float)
+    fits = values.size > 0 and bool((values >= 0).all()) and values.sum() > 0
+    expect(fits, "loads", values.tolist()[:4], "numbers >= 0 with a positive sum")
+    ratio = float(values.max() / values.mean())
+    return Unevenness(ratio, ratio - 1, float(values.std() / values.mean()))
+
+
+def inclusion(shares: Array, topk: int) -> Array:
+    """Return the chance that each expert is among a token's topk distinct ones, [experts].
+
+    Drawing without replacement by share is a race of exponential clocks with rates shares[e]: expert e is in if fewer
+    than topk other clocks rang before its own. The integral over its own time is exact up to rounding.
+    """
+    expect(0 < topk <= len(shares), "topk", topk, f"1 to experts = {len(shares)}")
+    return _inclusion(np.asarray(shares, float).tobytes(), topk).copy()
+
+
+@lru_cache(64)
+def _inclusion(shares_bytes: bytes, topk: int) -> Array:
+    shares = np.frombuffer(shares_bytes)
+    if topk == len(shares):
+        return np.ones(len(shares))
+    rate = np.maximum(shares, 1e-12)
+    log_t = np.linspace(math.log(1e-5 / rate.max()), math.log(60 / rate.min()), 400)
+    rung = -np.expm1(-rate[:, None] * np.exp(log_t))  # [experts, times]
+    before, after = _counts_before(rung, topk), _counts_before(rung[::-1], topk)[::-1]
+    fewer = np.zeros_like(rung)
+    for i in range(topk):  # the others: i among those before e, and at most topk - 1 - i among those after
+        fewer += before[:, i] * after[:, : topk - i].sum(1)
+    density = rate[:, None] * np.exp(log_t) * (1 - rung) * fewer
+    chance = density.sum(1) * (log_t[1] - log_t[0])
+    return np.asarray(chance * topk / chance.sum(), float)
+
+
+def _counts_before(rung: Array, most: int) -> Array:
+    """Return the chance that exactly i of the experts listed before e have rung, [experts, most, times], i < most."""
+    counts = np.zeros((len(rung), most, rung.shape[1]))
+    counts[0, 0] = 1
+    for e in range(1, len(rung)):
+        counts[e] = counts[e - 1] * (1 - rung[e - 1])
+        counts[e, 1:] += counts[e - 1, :-1] * rung[e - 1]
+    return counts
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Risk of a capacity in one dispatch.
+
+    Attributes:
+        probability: chance that at least one rank receives more rows than its capacity.
+        low, high: the interval that holds it with 95 % (simulation), or the formula's bounds.
+        rows: capacity of a rank.
+    """
+
+    probability: float
+    low: float
+    high: float
+    rows: int
+
+
+def capacity_rows(factor: float, tokens: int, topk: int, experts: int, ranks: int, rank: int = 0) -> int:
+    """Return the rows that a capacity factor gives a rank, as `moe_rt.Buffer` computes them without alignment."""
+    expect(math.isfinite(factor) and factor > 0, "capacity_factor", factor, "a finite number > 0")
+    local = int((owners(experts, ranks) == rank).sum())
+    worst = ranks * tokens * min(topk, local)
+    return min(worst, max(1, math.ceil(factor * (ranks * tokens * topk * local / experts))))
+
+
+def overflow(factor: float, tokens: int, topk: int, ranks: int, shares: Array) -> Overflow:
+    """Return the probability that a capacity factor overflows, from the moments of the ranks' loads.
+
+    The rows of a rank are a sum over R*T independent tokens. Ranks share exactly K choices a token, so their loads are
+    negatively correlated. Small risks are the sum of the ranks' tails; others come from 100,000 draws of correlated
+    normals whose marginal risks are those of the ranks, and the interval states the draws' uncertainty.
+
+    Raises:
+        InvalidConfig: a number makes no sense.
+    """
+    loads = rank_loads(tokens, topk, ranks, shares)
+    rows = np.array([capacity_rows(factor, tokens, topk, len(shares), ranks, r) for r in range(ranks)])
+    worst = np.array([ranks * tokens * min(topk, int(n)) for n in np.bincount(owners(len(shares), ranks))])
+    tails = np.where(rows >= worst, 0.0, loads.tails(rows))
+    if (total := float(tails.sum())) < RARE:
+        return Overflow(total, float(tails.max()), total, int(rows.min()))
+    most = np.array([_NORMAL.inv_cdf(min(max(1 - tail, 1e-12), 1 - 1e-12)) for tail in tails])
+    draws = min(100_000, 8_000_000 // ranks)
+    normal = np.random.default_rng(0).standard_normal((draws, ranks)) @ loads.mixing
+    low, high = wilson(hits := int((normal > most).any(axis=1).sum()), draws)
+    return Overflow(hits / draws, low, high, int(rows.min()))
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Moments of the rows that each rank receives in one dispatch: mean, deviation and skewness, each [ranks].
+
+    Attributes:
+        mixing: turns independent standard normals [n, ranks] into correlated ones.
+    """
+
+    mean: Array
+    deviation: Array
+    skewness: Array
+    mixing: Array
+
+    def tails(self, rows: Array) -> Array:
+        """Return the chance that each rank receives more than `rows`, [ranks].
+
+        Loads are binomial with the same mean and variance (exact for K = 1), or normal with the same skewness if large.
+        """
+        x = (rows + 0.5 - self.mean) / self.deviation
+        z = x - self.skewness / 6 * (x * x - 1)
+        normal = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in z])
+        for r in np.flatnonzero(self.mean < LARGE):
+            normal[r] = _binomial_tail(int(rows[r]), float(self.mean[r]), float(self.deviation[r] ** 2))
+        return normal
+
+    def quantile(self, probability: float) -> Array:
+        """Return a quantile of each rank's rows."""
+        z = _NORMAL.inv_cdf(probability)
+        return np.asarray(self.mean + self.deviation * (z + self.skewness / 6 * (z * z - 1)), float)
+
+
+def _binomial_tail(rows: int, mean: float, variance: float) -> float:
+    """Return P(X > rows) of a binomial X with this mean and variance; its number of trials need not be whole."""
+    chance = min(max(1 - variance / mean, 1e-9), 1 - 1e-9)
+    trials = mean / chance
+    last = min(math.floor(trials), math.ceil(mean + 12 * math.sqrt(variance) + 12))
+    k = np.arange(last)
+    logs = np.concatenate([[0.0], np.cumsum(np.log((trials - k) / (k + 1)) + math.log(chance / (1 - chance)))])
+    terms = np.exp(logs - logs.max())
+    return float(terms[rows + 1 :].sum() / terms.sum())
+
+
+def rank_loads(tokens: int, topk: int, ranks: int, shares: Array) -> Loads:
+    """Return the moments of the rows that each rank receives in one dispatch of T tokens on each of R ranks.
+
+    Chances of inclusion are exact; covariances are those of nearly independent choices held to K per token (Hajek).
+    """
+    for name, value in (("tokens", tokens), ("ranks", ranks)):
+        expect(value > 0, name, value, "a positive number")
+    experts = len(shares)
+    expect(experts >= ranks, "experts", experts, f"at least one for each of {ranks} ranks")
+    chance, owner = inclusion(shares, topk), owners(experts, ranks)
+    spread = chance * (1 - chance)
+    own, all_tokens = np.bincount(owner, spread, ranks), ranks * tokens
+    scale = experts / max(experts - 1, 1)
+    covariance = scale * (np.diag(own) - np.outer(own, own) / max(float(own.sum()), 1e-12))
+    variance = np.maximum(np.diag(covariance), 1e-15)
+    third = np.bincount(owner, spread * (1 - 2 * chance), ranks) * (variance / np.maximum(own, 1e-15)) ** 1.5
+    correlation = covariance / np.sqrt(np.outer(variance, variance))
+    values, vectors = np.linalg.eigh(correlation)
+    return Loads(
+        mean=np.asarray(all_tokens * np.bincount(owner, chance, ranks), float),
+        deviation=np.sqrt(all_tokens * variance),
+        skewness=np.asarray(third / variance**1.5 / math.sqrt(all_tokens), float),
+        mixing=(vectors * np.sqrt(np.maximum(values, 0))).T,
+    )
+
+
+def simulate_overflow(
+    factor: float, tokens: int, topk: int, ranks: int, shares: Array, batches: int = 10_000, seed: int = 0
+) -> Overflow:
+    """Return the share of simulated dispatches in which a rank overflows, with Wilson's 95 % interval."""
+    rng, owner = np.random.default_rng(seed), owners(len(shares), ranks)
+    rows = np.array([capacity_rows(factor, tokens, topk, len(shares), ranks, r) for r in range(ranks)])
+    over = sum(bool((loads > rows).any()) for loads in simulate_loads(rng, tokens, topk, ranks, shares, owner, batches))
+    low, high = wilson(over, batches)
+    return Overflow(over / batches, low, high, int(rows.min()))
+
+
+def simulate_loads(
+    rng: np.random.Generator, tokens: int, topk: int, ranks: int, shares: Array, owner: Ids, batches: int
+) -> Array:
+    """Draw the rows that ranks receive in many dispatches, [batches, ranks]."""
+    all_tokens, step = ranks * tokens, max(1, 2_000_000 // (ranks * tokens * len(shares)))
+    parts = []
+    for first in range(0, batches, step):
+        now = min(step, batches - first)
+        chosen = owner[draw(rng, now * all_tokens, topk, shares)].reshape(now, -1)
+        offset = chosen + ranks * np.arange(now)[:, None]
+        parts.append(np.bincount(offset.reshape(-1), minlength=now * ranks).reshape(now, ranks))
+    return np.concatenate(parts).astype(float)
+
+
+def wilson(hits: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Return Wilson's interval for a probability of which `hits` of `trials` were seen."""
+    share, extra = hits / trials, z * z / trials
+    middle = (share + extra / 2) / (1 + extra)
+    half = z / (1 + extra) * math.sqrt(share * (1 - share) / trials + extra / (4 * trials))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def factor_for(probability: float, tokens: int, topk: int, ranks: int, shares: Array) -> float:
+    """Return the smallest capacity factor, to 0.001, that overflows with at most this probability per dispatch.
+
+    Raises:
+        InvalidConfig: the probability is not between 0 and 1.
+    """
+    expect(0 < probability < 1, "probability", probability, "a number between 0 and 1")
+    low, high = 0.0, 1.0
+    while overflow(high, tokens, topk, ranks, shares).probability > probability and high < len(shares):
+        high *= 2
+    while high - low > 0.0005:
+        middle = (low + high) / 2
+        fits = overflow(middle, tokens, topk, ranks, shares).probability <= probability
+        low, high = (low, middle) if fits else (middle, high)
+    return math.ceil(high * 1000) / 1000
+
+
+def load_trace(path: Path, experts: int | None = None) -> Ids:
+    """Read recorded routing, integers [tokens, layers, K] in a .npy or .npz file (its only array, or topk_idx).
+
+    Raises:
+        InvalidConfig: the file is not such an array, or holds an expert outside [-1, experts).
+    """
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.lib.npyio.NpzFile):
+            names = loaded.files
+            name = "topk_idx" if "topk_idx" in names else names[0] if len(names) == 1 else ""
+            expect(bool(name), f"trace {path}", f"arrays {names}", "one array, or one named topk_idx")
+            loaded = loaded[name]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InvalidConfig(f"trace {path}: got {error}, expected a .npy or .npz file of integers") from error
+    whole = np.issubdtype(loaded.dtype, np.integer) and loaded.ndim == 3 and loaded.size > 0
+    expect(whole, f"trace {path}", f"{loaded.dtype} {list(loaded.shape)}", "integers [tokens, layers, K], not empty")
+    most = int(loaded.max())
+    bound = experts if experts is not None else most + 1
+    fits = int(loaded.min()) >= -1 and most < bound
+    expect(fits, f"trace {path}: experts", f"ids {int(loaded.min())} to {most}", f"-1 to {bound - 1}")
+    return np.asarray(loaded, np.int64)
+
+
+def shares_of(topk_idx: Ids, experts: int) -> Array:
+    """Return the share of each expert in routing of any shape, [experts]."""
+    counts = np.bincount(topk_idx[topk_idx >= 0].reshape(-1), minlength=experts).astype(float)
+    expect(counts.sum() > 0, "topk_idx", "no expert", "at least one choice")
+    return np.asarray(counts / counts.sum(), float)

@@ -1,0 +1,198 @@
+"""Plans, questions, simulation and search answer as their formulas say, and refuse what makes no sense."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from moe_rt.cli import main
+from moe_rt.errors import InvalidConfig
+from moe_rt.plan import simulate, tune
+from moe_rt.plan.answers import Cluster, Configuration, capacity_advice, layer_of, make_plan, overlapped
+from moe_rt.plan.ask import QUESTIONS, Setting
+from moe_rt.plan.models import MODELS, find_model, read_config
+from moe_rt.plan.routing import popularity
+
+QWEN = MODELS["qwen3-30b-a3b"]
+UNIFORM = popularity(QWEN.experts)
+
+
+def invoke(*words: str):
+    return CliRunner().invoke(main, ["plan", *words])
+
+
+def test_a_plan_is_sorted_and_says_why() -> None:
+    made = make_plan(QWEN, Cluster(8), 4096, capacity_factor=1.25)
+    best = made.best
+    assert best[0].step_us == min(layer.step_us for layer in made.layers)
+    assert len({(one.configuration.ep_size, one.configuration.mode) for one in best}) == len(best)
+    for layer in made.layers:
+        assert layer.p5_us < layer.step_us < layer.p95_us
+        assert layer.fits
+        assert layer.overflow is not None
+    assert "limited by" in made.why(best[0])
+
+
+def test_skew_never_makes_a_layer_faster() -> None:
+    one = Configuration(8, "normal", "fp8", 2048)
+    even = layer_of(QWEN, Cluster(8), one, UNIFORM)
+    skewed = layer_of(QWEN, Cluster(8), one, popularity(QWEN.experts, 1.5))
+    assert skewed.busiest > even.busiest >= 1
+    assert skewed.step_us > even.step_us
+
+
+def test_chunks_hide_the_shorter_part() -> None:
+    assert overlapped(10, 100, 10, 1) == 120
+    assert overlapped(5, 50, 5, 2) == 110  # products hide one exchange
+    assert overlapped(50, 5, 50, 2) == 105 + 150  # links decide, slowed by the products
+
+
+def test_two_nodes_cost_more_than_one() -> None:
+    one = layer_of(QWEN, Cluster(16), Configuration(8, "normal", "fp8", 4096), UNIFORM)
+    two = layer_of(QWEN, Cluster(16), Configuration(16, "normal", "fp8", 4096), UNIFORM)
+    assert two.dispatch.us > one.dispatch.us
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_question_has_an_answer(question: str) -> None:
+    answer = QUESTIONS[question](Setting(QWEN, Cluster(8), 256))
+    assert answer.text
+    assert all(len(row) == len(answer.columns) for row in answer.rows)
+
+
+def test_the_command_line_answers_in_json_and_tables() -> None:
+    plain = invoke()
+    assert plain.exit_code == 0
+    assert "moe-rt plan ask" in plain.output
+    words = ("--model", "qwen3-30b-a3b", "--gpus", "4", "--tokens", "64")
+    document = json.loads(invoke(*words, "--json").output)
+    assert document["layers"][0]["configuration"]["ep_size"] in (2, 4)
+    shown = invoke(*words, "--capacity-factor", "1.5", "--measured", "dispatch=1000")
+    assert "overflows with probability" in shown.output
+    assert "Skew explains it if the busiest rank receives" in shown.output
+    assert "DeepEP-V1" in invoke("systems").output
+    asked = invoke("ask", "payload", *words, "--json")
+    assert json.loads(asked.output)["question"] == "payload"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--model", "deepseek-v4", "--gpus", "8", "--tokens", "1"),
+            "model: got deepseek-v4.*did you mean deepseek-v3",
+        ),
+        (("--model", "gpt-oss-120b", "--gpus", "12", "--tokens", "1"), "gpus: got 12 for 128 experts, expected"),
+        (("--model", "mixtral-8x7b", "--gpus", "8", "--tokens", "-1"), "tokens: got -1, expected a positive number"),
+        (("--model", "mixtral-8x7b", "--gpus", "8", "--tokens", "1", "--hardware", "laptop"), "hardware: got laptop"),
+        (("--model", "mixtral-8x7b", "--gpus", "1", "--tokens", "1"), "gpus: got 1, expected at least 2"),
+        (("--model", "mixtral-8x7b", "--gpus", "8"), "needs --gpus and --tokens"),
+    ],
+)
+def test_bad_input_names_the_field(words: tuple[str, ...], message: str) -> None:
+    done = invoke(*words)
+    assert done.exit_code != 0
+    assert re.search(message, done.output), done.output
+
+
+def test_a_network_that_nobody_calibrated_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="link class: got efa between nodes"):
+        layer_of(QWEN, Cluster(16, "H200 + EFA"), Configuration(16, "normal", "fp8", 128), UNIFORM)
+
+
+def test_a_trace_of_other_experts_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.full((4, 1, 2), 200, np.int16))
+    words = ("--model", "qwen3-30b-a3b", "--gpus", "4", "--tokens", "64", "--trace", str(tmp_path / "a.npy"))
+    assert "experts: got ids 200 to 200, expected -1 to 127" in invoke(*words).output
+
+
+def test_configs_of_hugging_face_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    config = dict(hidden_size=64, moe_intermediate_size=32, n_routed_experts=16, num_experts_per_tok=2)
+    path.write_text(json.dumps(config | dict(num_hidden_layers=5, first_k_dense_replace=1, model_type="tiny")))
+    model = find_model(str(tmp_path))
+    assert (model.name, model.hidden, model.experts, model.topk, model.layers) == ("tiny", 64, 16, 2, 4)
+    path.write_text(json.dumps(dict(hidden_size=64, intermediate_size=1, num_hidden_layers=2)))
+    with pytest.raises(InvalidConfig, match="experts: got a dense model"):
+        read_config(path)
+    path.write_text(json.dumps(config))
+    with pytest.raises(InvalidConfig, match="layers: got nothing"):
+        read_config(path)
+
+
+def test_capacity_advice_names_both_factors() -> None:
+    text = capacity_advice(1.02, 64, 8, 8, popularity(64, 0.3))
+    assert text.startswith("factor 1.02 overflows with probability ")
+    assert text.endswith("for one in 10,000")
+
+
+@pytest.mark.parametrize(("ranks", "domain"), [(2, None), (8, None), (16, 8), (12, 4)])
+def test_the_simulation_agrees_with_the_closed_form(ranks: int, domain: int | None) -> None:
+    ports = simulate.Ports(link_gbs=300, net_gbs=45)
+    traffic = np.full((ranks, ranks), 1e6)
+    step = simulate.exchange(traffic, ports, domain=domain)
+    assert step.us == pytest.approx(simulate.closed_form_us(traffic, ports, domain), rel=0.02)
+
+
+def test_the_busiest_port_and_stragglers_decide(tmp_path: Path) -> None:
+    ports = simulate.Ports(link_gbs=300, straggler=1.0, slower=2.0)
+    traffic = np.full((4, 4), 1e6)
+    traffic[:, 2] = 9e6
+    even = simulate.exchange(traffic, ports)
+    assert even.us == pytest.approx(simulate.closed_form_us(traffic, ports), rel=0.02)
+    assert simulate.exchange(traffic, ports, rng=np.random.default_rng(0)).us > 1.8 * even.us
+    late = simulate.exchange(traffic, ports, arrives=np.array([0.0, 0.0, 50.0, 0.0]))
+    assert late.ends[0] > even.ends[0] + 20  # waits for rank 2's rows
+    simulate.write_trace(even, tmp_path / "t.json")
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 12 + 2 * 4
+
+
+@pytest.mark.parametrize("groups", [2, 8, 64, 1000])
+def test_the_slowest_of_many_groups_follows_extreme_values(groups: int) -> None:
+    drawn = (100 + 5 * np.random.default_rng(1).standard_normal((2000, groups))).max(1).mean()
+    assert simulate.slowest_of(100, 5, groups) == pytest.approx(drawn, rel=0.005)
+    assert simulate.slowest_of(100, 5, 100_000 // 8) < 125
+
+
+SPACE = tune.Space({"a": (1, 2, 4, 8, 16, 32), "b": ("x", "y", "z"), "c": (1, 2, 3, 4), "d": (0.1, 1.0, 10.0)})
+
+
+def bowl(number: int) -> float:
+    knobs = SPACE.at(number)
+    if knobs["c"] == 4:
+        return math.inf
+    off = {"x": 0.8, "y": 0.0, "z": 0.4}[str(knobs["b"])]
+    return math.exp(
+        (math.log2(float(knobs["a"])) - 3) ** 2 / 4 + off + 0.2 * float(knobs["c"]) + abs(float(knobs["d"]) - 1)
+    )
+
+
+def test_the_learned_search_needs_a_third_of_the_trials_of_a_random_one() -> None:
+    costs = np.array([bowl(number) for number in range(SPACE.size)])
+    needed = {
+        name: float(np.median([tune.trials_to_best(search, SPACE, costs, seed) for seed in range(10)]))
+        for name, search in tune.SEARCHES.items()
+    }
+    assert needed["cubic"] <= needed["random"] / 3, needed
+    assert needed["best_predicted"] < needed["random"], needed
+
+
+def test_searches_never_repeat_a_trial() -> None:
+    for search in tune.SEARCHES.values():
+        numbers = [trial.number for trial in search(SPACE, bowl, 30, seed=3)]
+        assert len(set(numbers)) == len(numbers) == 30
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_plots_are_drawn(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan.{suffix}"
+    done = invoke("--model", "qwen3-30b-a3b", "--gpus", "4", "--tokens", "64", "--plot", str(path))
+    assert done.exit_code == 0, done.output
+    assert path.stat().st_size > 5000

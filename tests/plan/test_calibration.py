@@ -1,0 +1,175 @@
+"""Formulas recover the parameters that made their data, predictions state their range, and scoring counts refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.plan.calibration import Library, calibrate, load, published, save
+from moe_rt.plan.families import FAMILIES
+from moe_rt.plan.fit import Correction, fit
+from moe_rt.plan.points import COLUMNS, Points, parse
+from moe_rt.plan.score import main
+
+VALUES = "here|DeepEP-V1|H100 + IB|8|low_latency|dispatch|8|64|7168|8|256|fp8|25.0||"
+LINE = dict(zip(COLUMNS, VALUES.split("|"), strict=True))
+
+
+def lines(mode: str, op: str = "dispatch", **changes: str) -> list[dict[str, str]]:
+    dtype = "fp8" if op == "dispatch" else "bf16"
+    shapes = [(h, k, e) for h, k, e in ((7168, 8, 256), (2048, 4, 64), (4096, 2, 16))]
+    return [
+        LINE | dict(mode=mode, op=op, dtype=dtype, hidden=str(h), topk=str(k), experts=str(e), tokens_per_rank=str(t))
+        | changes
+        for h, k, e in shapes
+        for t in (1, 8, 64, 256, 1024, 4096)
+    ]  # fmt: skip
+
+
+def measured(mode: str, op: str = "dispatch", noise: float = 0.01, **changes: str) -> list[dict[str, str]]:
+    """Lines whose times come from the family's usual parameters, with noise."""
+    made, rng = lines(mode, op, **changes), np.random.default_rng(0)
+    family = FAMILIES[parse(made[0]).system.family]
+    x = Points.of(parse(line).shape for line in made)
+    times = family.seconds({p.name: p.usual * 1.2 for p in family.parameters}, x) * np.exp(
+        noise * rng.standard_normal(len(made))
+    )
+    return [line | {"latency_us": str(time)} for line, time in zip(made, times, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "library"), [("low_latency", "DeepEP-V1"), ("normal", "DeepEP-V1"), ("normal", "MORI-EP")]
+)
+def test_a_fit_predicts_times_that_it_did_not_see(mode: str, library: str) -> None:
+    rows = [parse(line) for line in measured(mode, library=library)]
+    seen, unseen = [row for i, row in enumerate(rows) if i % 3], rows[::3]
+    family = FAMILIES[rows[0].system.family]
+    values = fit(family, Points.of(r.shape for r in seen), np.array([r.latency_us for r in seen]))
+    predicted = family.seconds(values, Points.of(r.shape for r in unseen))
+    error = np.abs(predicted / [r.latency_us for r in unseen] - 1)
+    assert np.median(error) < 0.03
+    assert all(value > 0 for value in values.values())
+
+
+def test_outliers_do_not_move_the_fit() -> None:
+    rows = [parse(line) for line in measured("normal", noise=0.0)]
+    family, x = FAMILIES["channels"], Points.of(row.shape for row in rows)
+    times = np.array([row.latency_us for row in rows])
+    spoilt = times.copy()
+    spoilt[4] *= 10
+    assert np.median(np.abs(family.seconds(fit(family, x, spoilt), x) / times - 1)) < 0.03
+
+
+def test_corrections_reach_measured_shapes_and_fade_elsewhere() -> None:
+    features = np.zeros((3, 6)) + np.array([[0.0], [1.0], [2.0]])
+    correction = Correction.of(features, np.array([0.2, 0.2, 0.2]))
+    near, certain = correction.at(features)
+    far, uncertain = correction.at(features + 40)
+    assert near == pytest.approx(0.2, abs=0.03)
+    assert np.abs(far).max() < 0.001
+    assert uncertain.min() > certain.max()
+
+
+def test_predictions_hold_their_interval_and_name_their_basis() -> None:
+    library = Library(
+        calibrate([parse(line) for line in measured("low_latency")], source="s", device="d", date="2026-01-01")
+    )
+    row = parse(measured("low_latency")[7])
+    own = library.predict(row.system, row.op, row.shape)
+    assert own.p5_us < row.latency_us < own.p95_us
+    assert "DeepEP-V1, H100 + IB, low_latency, dispatch" in own.basis
+    other = parse(LINE | {"hardware": "H800", "tokens_per_rank": "512"})
+    moved = library.predict(other.system, other.op, other.shape)
+    assert "links scaled by 0.44" in moved.basis
+    assert moved.p95_us / moved.us > own.p95_us / own.us
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"hardware": "MI300X"}, "link class: got dispatch of direct over xgmi"),
+        ({"ep_size": "16"}, "link class: got ib between nodes"),
+        ({"op": "combine"}, "link class: got combine"),
+        ({"tokens_per_rank": "9999999"}, "tokens: got 1e[+]07, expected 0.0625 to"),
+    ],
+)
+def test_what_was_not_calibrated_is_refused(changes: dict[str, str], field: str) -> None:
+    library = Library(calibrate([parse(line) for line in measured("low_latency")], source="s", device="d", date="x"))
+    row = parse(LINE | changes)
+    with pytest.raises(InvalidConfig, match=field):
+        library.predict(row.system, row.op, row.shape)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens_per_rank", "-4"), ("hidden", ""), ("mode", "fast"), ("op", "prepare"), ("dtype", "q3"),
+        ("hardware", "abacus"), ("latency_us", "nan"), ("ep_size", "zero"), ("topk", "999"),
+    ],
+)  # fmt: skip
+def test_senseless_measurements_are_refused_by_name(field: str, value: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"^{field}: got .*expected"):
+        parse(LINE | {field: value})
+
+
+def test_a_bandwidth_stands_for_a_missing_time() -> None:
+    row = parse(LINE | {"latency_us": "", "bandwidth_gbs": "100"})
+    assert row.latency_us == pytest.approx(64 * 8 * (7168 + 224 + 16) / 100e3)
+
+
+def test_calibrations_are_kept_and_checked(tmp_path: Path) -> None:
+    made = calibrate([parse(line) for line in measured("normal")], source="s", device="d", date="2026-01-01")
+    save(made, tmp_path / "a.json")
+    assert load(tmp_path / "a.json") == made
+    document = json.loads((tmp_path / "a.json").read_text())
+    for spoil, message in (
+        ({"version": 99}, r"version: got \['99'\], expected 1"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour'"),
+    ):
+        (tmp_path / "b.json").write_text(json.dumps([document[0] | spoil]))
+        with pytest.raises(InvalidConfig, match=message):
+            load(tmp_path / "b.json")
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(InvalidConfig, match="expected a JSON list of calibrations"):
+        load(tmp_path / "c.json")
+
+
+def test_published_calibrations_name_their_source() -> None:
+    for one in published().calibrations:
+        assert all((one.source, one.device, one.date))
+        assert set(one.parameters) == set(FAMILIES[one.family].names)
+        assert 0 <= one.median_error < 0.1
+        assert len(one.features) == len(one.residuals) > 0
+
+
+def write(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...] = COLUMNS) -> str:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def test_scoring_prints_one_json_line_and_fails_if_it_refuses_too_much(tmp_path: Path) -> None:
+    known = [LINE | {"tokens_per_rank": str(t), "latency_us": str(15 + t / 3)} for t in (8, 16, 64, 128)] * 5
+    scored = CliRunner().invoke(main, [write(tmp_path / "a.csv", [*known, LINE | {"op": "prepare"}])])
+    figures = json.loads(scored.output.splitlines()[-1])
+    assert scored.exit_code == 0, scored.output
+    assert (figures["rows"], figures["refused"], figures["failed"]) == (21, 1, False)
+    assert figures["median_absolute_error"] < 0.5
+    assert "refused 1: op: got prepare, expected dispatch or combine (lines 22)" in scored.output
+    scored = CliRunner().invoke(main, [write(tmp_path / "b.csv", [*known[:4], LINE | {"op": "prepare"}])])
+    assert scored.exit_code == 1
+    assert json.loads(scored.output.splitlines()[-1])["failed"]
+
+
+def test_scoring_names_missing_columns(tmp_path: Path) -> None:
+    scored = CliRunner().invoke(main, [write(tmp_path / "a.csv", [LINE], COLUMNS[:-1])])
+    assert scored.exit_code == 1
+    assert "no column notes" in scored.output
