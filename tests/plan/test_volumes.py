@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ThreadRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ranks import ThreadRanks
 
 from moe_rt import Buffer
 from moe_rt.config.options import BufferOptions
