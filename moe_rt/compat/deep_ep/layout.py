@@ -61,6 +61,6 @@ class KnownLayouts:
     def knows(self, topk_idx: Tensor, layout: Layout) -> bool:
         """True if the layout is the remembered one of this routing, and nothing was written to either since."""
         given = (topk_idx, *layout)
-        if not self._tensors or any([a is not b for a, b in zip(given, self._tensors, strict=True)]):
+        if not self._tensors or any(a is not b for a, b in zip(given, self._tensors, strict=True)):
             return False
         return tuple([t._version for t in given]) == self._versions
