@@ -115,9 +115,15 @@ def _stream(device: Any = None) -> Stream:
     return _default_stream[0]
 
 
-@contextlib.contextmanager
-def _on_stream(stream: Any) -> Iterator[None]:
-    yield
+class StreamContext:
+    """torch.cuda.StreamContext: a block whose work goes to a stream."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: Any) -> None: ...
 
 
 def _memory() -> tuple[int, int]:
@@ -197,7 +203,7 @@ def change() -> None:
         "cudart": lambda: _NoStream("cudart"), "ipc_collect": _nothing,
         # Streams and events.
         "Stream": Stream, "ExternalStream": Stream, "Event": Event, "current_stream": _stream,
-        "default_stream": _stream, "set_stream": _nothing, "stream": _on_stream, "StreamContext": _on_stream,
+        "default_stream": _stream, "set_stream": _nothing, "stream": StreamContext, "StreamContext": StreamContext,
         "is_current_stream_capturing": lambda: False,
         # Memory: that of this process and host.
         "mem_get_info": lambda device=None: _memory(), "memory_allocated": _resident, "memory_reserved": _resident,

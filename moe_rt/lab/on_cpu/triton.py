@@ -66,6 +66,25 @@ class Name:
         return self._name
 
 
+class Constexpr:
+    """triton.language.constexpr, which modules also call outside of kernels."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = getattr(value, "value", value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == getattr(other, "value", other))
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
 def fill(module: ModuleType) -> None:
     """Give a stand-in module of triton all names."""
     name = module.__name__
@@ -76,7 +95,9 @@ def fill(module: ModuleType) -> None:
         return Name(f"{name}.{attribute}")
 
     module.__dict__["__getattr__"] = find
-    module.__dict__["__version__"] = "0.0+moe_rt"
+    module.__dict__["__version__"] = "0.0+moe_rt"  # programs that ask choose their path without kernels
+    if name == "triton.language":
+        module.__dict__["constexpr"] = Constexpr
     if name == "triton":
         module.__dict__.update(
             jit=_decorator(Kernel),
