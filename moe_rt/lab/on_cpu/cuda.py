@@ -139,7 +139,7 @@ def _resident(device: Any = None) -> int:
 
 
 def _peak(device: Any = None) -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident())
 
 
 def _properties(device: Any = None) -> SimpleNamespace:

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+# Bounds of calls: a time on the host needs few, and no kernel has to warm up.
+MOST_WARMUPS, MOST_TESTS, MOST_PROFILED = 3, 10, 3
+
 
 def bench(
     fn: Callable[[], Any],
@@ -16,11 +19,11 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Return the mean, least and largest seconds of a call, without the first. No cache is flushed."""
-    for _ in range(num_warmups):
+    """Return the mean, least and largest seconds of at most MOST_TESTS calls, without the first."""
+    for _ in range(min(num_warmups, MOST_WARMUPS)):
         fn()
     times = []
-    for _ in range(num_tests):
+    for _ in range(min(num_tests, MOST_TESTS)):
         start = time.perf_counter()
         fn()
         times.append(time.perf_counter() - start)
@@ -43,6 +46,6 @@ def bench_kineto(
 ) -> Any:
     """Return mean seconds of the whole function in place of each kernel's: a number, or a list for each period."""
     wait = (barrier or dist.barrier) if barrier_comm_profiling else None
-    mean = bench(fn, 1, num_tests, wait)[0]
+    mean = bench(fn, 1, min(num_tests, MOST_PROFILED), wait)[0]
     each: Any = mean if num_kernels_per_period == 1 else [mean] * num_kernels_per_period
     return each if isinstance(kernel_names, str) else [each] * len(kernel_names)
