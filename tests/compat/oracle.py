@@ -1,4 +1,4 @@
-"""What DeepEP's contract returns to each rank, computed in plain torch from the inputs of all ranks."""
+"""Results that DeepEP's contract gives each rank, computed in plain torch from the inputs of all ranks."""
 
 from __future__ import annotations
 

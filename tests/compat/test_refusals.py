@@ -1,4 +1,4 @@
-"""What DeepEP traps on, hangs on or corrupts raises a typed error here, on every rank, which names the rank."""
+"""Input on which DeepEP traps, hangs or corrupts raises a typed error on every rank, which names the rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Dispatch and combine of DeepEP's low-latency mode: rows padded by expert, weights applied where the token is.
 
-Each pair of a token and an expert travels as a token of its own, since combine has to bring the rows of a token home
+Each pair of a token and an expert travels as a separate token, since combine has to bring the rows of a token home
 one by one. A pair's weight carries the index of its token to the expert's rank.
 """
 
@@ -44,7 +44,7 @@ class LowLatencyHandle(Sequence[Any]):
 
 @dataclass
 class _Packed:
-    """What a low-latency dispatch returns, written when the rows have arrived."""
+    """Results of a low-latency dispatch, written when the rows have arrived."""
 
     x: Tensor
     scales: Tensor | None

@@ -47,15 +47,15 @@ def on_cpu(ranks: int | None, command: tuple[str, ...]) -> None:
 
 def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int:
     """Return the status of the first rank that fails, 0 if all succeed."""
-    while True:
-        statuses = [rank.poll() for rank in ranks]
-        for number, status in enumerate(statuses):
-            if status:
-                click.echo(f"moe-rt on-cpu: rank {number} ended with status {status}", err=True)
-                return status if status > 0 else 128 - status
-        if None not in statuses:
-            return 0
+    statuses: list[int | None] = [None]
+    while None in statuses and not any(statuses):
         time.sleep(_POLL_S)
+        statuses = [rank.poll() for rank in ranks]
+    for number, status in enumerate(statuses):
+        if status:
+            click.echo(f"moe-rt on-cpu: rank {number} ended with status {status}", err=True)
+            return status if status > 0 else 128 - status
+    return 0
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:

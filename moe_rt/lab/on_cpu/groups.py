@@ -96,9 +96,12 @@ def _mesh(fn: Any, place: int) -> Any:
     return make
 
 
-def _options(*arguments: Any, **keywords: Any) -> Any:
-    """Return what programs set as nccl's options; groups of gloo take none."""
-    return SimpleNamespace(config=SimpleNamespace())
+class ProcessGroupNCCL:
+    """nccl's group, of which there is none; programs set its options, which groups of gloo do not take."""
+
+    @staticmethod
+    def Options(*arguments: Any, **keywords: Any) -> Any:
+        return SimpleNamespace(config=SimpleNamespace())
 
 
 def change() -> None:
@@ -109,13 +112,14 @@ def change() -> None:
     replaced |= {name: _averaged(getattr(dist, name)) for name in ("all_reduce", "reduce_scatter_tensor")}
     replaced["all_gather_into_tensor"] = _gathered(dist.all_gather_into_tensor)
     replaced["barrier"] = _barrier(dist.barrier)
-    replaced["is_nccl_available"] = lambda: True
     for name, value in replaced.items():
         setattr(dist, name, value)
         setattr(distributed_c10d, name, value)
+    dist.is_nccl_available = lambda: True  # torch itself asks distributed_c10d
     for home in (dist, distributed_c10d):
         if not hasattr(home, "ProcessGroupNCCL"):
-            home.ProcessGroupNCCL = SimpleNamespace(Options=_options)  # type: ignore[attr-defined]
+            home.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     mesh: Any = device_mesh.DeviceMesh
     mesh.__init__ = _mesh(mesh.__init__, 1)
-    device_mesh.init_device_mesh = dist.init_device_mesh = _mesh(device_mesh.init_device_mesh, 0)
+    device_mesh.init_device_mesh = _mesh(device_mesh.init_device_mesh, 0)
+    dist.__dict__["init_device_mesh"] = device_mesh.init_device_mesh

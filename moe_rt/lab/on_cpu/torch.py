@@ -24,7 +24,7 @@ def cpu_of(device: Any) -> Any:
 
 
 class _Real(type):
-    """Makes a class stand for another in isinstance and issubclass."""
+    """Makes isinstance and issubclass ask another class."""
 
     real: type
 
@@ -61,7 +61,7 @@ def change() -> None:
         fn = getattr(torch, name)
         if callable(fn) and _hashable(fn) and fn in constructors:
             setattr(torch, name, mapped(fn))
-    torch.device, torch.Generator = device, Generator  # type: ignore[assignment,misc]
+    torch.device, torch.Generator = device, Generator  # type: ignore[misc]
     torch.load = mapped(torch.load, "map_location")
     torch.set_default_device = first_mapped(torch.set_default_device)
     torch.version.cuda = torch.version.cuda or "12.8"
