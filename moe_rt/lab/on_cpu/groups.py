@@ -97,7 +97,7 @@ def _mesh(fn: Any, place: int) -> Any:
 
 
 class ProcessGroupNCCL:
-    """nccl's group, of which there is none; programs set its options, which groups of gloo do not take."""
+    """nccl's group. Programs set its options, which groups of gloo do not take."""
 
     @staticmethod
     def Options(*arguments: Any, **keywords: Any) -> Any:
