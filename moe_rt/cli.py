@@ -8,8 +8,13 @@ import click
 
 _ROOMS = {"bench": "bench", "chaos": "chaos", "gpucheck": "check", "nodes": "cluster"}
 _HOMES = {name: f"moe_rt.lab.{room}.cli" for name, room in _ROOMS.items()}
+<<<<<<< HEAD
 _HOMES |= {"calibrate": "moe_rt.lab.bench.calibrate", "docs": "moe_rt.pages", "info": "moe_rt.info"}
 _HOMES |= {"plan": "moe_rt.plan.cli"}
+=======
+_HOMES["on-cpu"] = "moe_rt.lab.on_cpu.cli"
+_HOMES |= {"docs": "moe_rt.pages", "info": "moe_rt.info"}
+>>>>>>> deepep
 
 
 class _Commands(click.Group):
@@ -19,7 +24,7 @@ class _Commands(click.Group):
         return sorted(_HOMES)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return getattr(import_module(_HOMES[name]), name) if name in _HOMES else None
+        return getattr(import_module(_HOMES[name]), name.replace("-", "_")) if name in _HOMES else None
 
 
 @click.group(cls=_Commands)

@@ -1,0 +1,1 @@
+"""Interfaces of other libraries over moe_rt, for programs that are written against them."""

@@ -1,0 +1,167 @@
+"""The buffers of moe_rt under one deep_ep.Buffer: one for each row size and routing, which grow with the tokens.
+
+DeepEP's buffer takes rows of any size and any number of tokens; moe_rt's are made for one size and a bound of tokens.
+All ranks agree on a size before they make a buffer for it, and on a larger bound when a rank has more tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.handle import Handle
+from moe_rt.config.options import RecvLayout
+from moe_rt.errors import ConfigMismatch, InvalidInput, MoeRtError, Op, TooManyTokens
+from moe_rt.group.groups import Group, rendezvous_of
+from moe_rt.group.rendezvous import all_gather_records
+
+_NEW_SIZE_TAG = 1  # announces that this rank goes on to make a buffer; rows travel with tag 0
+_FEWEST_TOKENS = 32
+
+
+class Rows(NamedTuple):
+    """Size and routing of the rows that a buffer exchanges."""
+
+    layout: RecvLayout
+    hidden: int
+    num_topk: int
+    num_experts: int
+    dtype: torch.dtype
+
+
+class Received(NamedTuple):
+    """Result of a dispatch: rows as moe_rt.Buffer.dispatch returns them, and the buffer that combines them."""
+
+    x: Any
+    weights: Tensor
+    handle: Handle
+    buffer: Buffer
+
+
+class Exchange:
+    """One rank's buffers. All methods but `refuse_alone` are collective.
+
+    Args:
+        group: the group of all buffers.
+        timeout_s: seconds that an op, or the making of a buffer, waits for a peer.
+    """
+
+    def __init__(self, group: Group, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._rendezvous = rendezvous_of(group)
+        self.rank, self.num_ranks = self._rendezvous.rank, self._rendezvous.size
+        self._buffers: dict[Rows, Buffer] = {}
+        self._outgrown: list[Buffer] = []  # handles of their dispatches are still combined
+        self._latest: Buffer | None = None
+
+    def dispatch(
+        self, rows: Rows, x: Any, topk_idx: Tensor, weights: Tensor, max_tokens: int | None = None
+    ) -> Received:
+        """Dispatch x as moe_rt.Buffer.dispatch, through a buffer that is made or enlarged if necessary.
+
+        Args:
+            x: the rows, their (codes, scales), or a function that writes rows to the tensor [T, hidden] that it gets.
+            max_tokens: bound that all ranks gave; None if each rank may have any number of tokens.
+        """
+        buffer = self._buffers.get(rows)
+        if buffer is None or (max_tokens or 0) > buffer.spec.num_max_tokens_per_rank:
+            buffer = self._make(rows, len(topk_idx), max_tokens)
+        try:
+            return self._dispatch(buffer, x, topk_idx, weights, max_tokens)
+        except TooManyTokens:  # all ranks raise it in this op
+            if max_tokens is not None:
+                raise
+        buffer = self._make(rows, len(topk_idx), None)
+        return self._dispatch(buffer, x, topk_idx, weights, None)
+
+    def _dispatch(self, buffer: Buffer, x: Any, topk_idx: Tensor, weights: Tensor, most: int | None) -> Received:
+        self._latest = buffer
+        if callable(x):
+            write, num_tokens, spec = x, len(topk_idx), buffer.spec
+            if num_tokens <= spec.num_max_tokens_per_rank:
+                x = buffer.token_window(num_tokens)
+                write(x)
+            else:  # dispatch refuses it, on every rank
+                x = weights.new_empty(num_tokens, spec.hidden, dtype=spec.dtype)
+        recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, weights, max_tokens=most)
+        return Received(recv_x, recv_weights, handle, buffer)
+
+    def refuse(self, rows: Rows | None, error: MoeRtError, got: int = 0, expected: int = 0) -> NoReturn:
+        """Raise `error` here, and the same kind of error on every peer, in place of a dispatch of such rows."""
+        buffer = self._buffers.get(rows, self._latest) if rows is not None else self._latest
+        if buffer is None:  # peers come to make one
+            self._gather({"refused": str(error)})
+            raise error
+        buffer._engine._refuse(Op.DISPATCH, 0, error, got, expected)
+
+    @staticmethod
+    def refuse_combine(buffer: Buffer, error: MoeRtError) -> NoReturn:
+        """Raise `error` here, and InvalidInput on every peer, in place of a combine."""
+        buffer._engine._refuse(Op.COMBINE, 0, error, 0, 0)
+
+    def _make(self, rows: Rows, num_tokens: int, bound: int | None) -> Buffer:
+        """Agree on the rows and on a bound of tokens, and make a buffer for them.
+
+        Raises:
+            ConfigMismatch: ranks gave rows of different sizes; on every rank.
+            CallOrderMismatch: a rank dispatches rows of an earlier size meanwhile; on every rank.
+        """
+        if self._latest is not None:
+            spec = self._latest.spec
+            none = torch.empty(0, spec.num_topk, device=self._latest.device)
+            x = torch.empty(0, spec.hidden, dtype=spec.dtype, device=self._latest.device)
+            self._latest.dispatch(x, none.long(), none, tag=_NEW_SIZE_TAG)
+        mine = {**{name: str(value) for name, value in rows._asdict().items()}, "bound": bound}
+        records = self._gather({**mine, "tokens": num_tokens})
+        for peer, record in enumerate(records):
+            if "refused" in record:
+                message = f"rank {self.rank}: rank {peer} refused its input: {record['refused']}"
+                raise InvalidInput(message, rank=self.rank, peer=peer)
+        for peer, record in enumerate(records):
+            for field in mine:
+                if record.get(field) != records[0].get(field):
+                    name = "num_max_dispatch_tokens_per_rank * num_topk" if field == "bound" else field
+                    expected = f"{records[0].get(field)} as on rank 0"
+                    message = f"{name}: got {record.get(field)} on rank {peer}, expected {expected}"
+                    raise ConfigMismatch(message, rank=self.rank, peer=peer)
+        most = max(_FEWEST_TOKENS, *(record["tokens"] for record in records)) if bound is None else bound
+        if rows in self._buffers:
+            self._outgrown.append(self._buffers[rows])
+        self._buffers[rows] = Buffer(
+            self._group,
+            num_max_tokens_per_rank=1 << (most - 1).bit_length() if bound is None else most,
+            timeout_s=self._timeout_s,
+            init_timeout_s=self._timeout_s,
+            **rows._asdict(),
+        )
+        return self._buffers[rows]
+
+    def _gather(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        return all_gather_records(self._rendezvous, record, self._timeout_s, "make a buffer of deep_ep")
+
+    @property
+    def buffers(self) -> Sequence[Buffer]:
+        """All buffers that were made and are still open."""
+        return [*self._buffers.values(), *self._outgrown]
+
+    def close(self) -> None:
+        """Close all buffers. Local and idempotent."""
+        for buffer in self.buffers:
+            buffer.close()
+        self._buffers, self._outgrown, self._latest = {}, [], None
+
+
+def invalid(rank: int, name: str, got: object, expected: str) -> InvalidInput:
+    """Return the error for an argument of an op."""
+    return InvalidInput(f"rank {rank}: {name}: got {got}, expected {expected}", rank=rank)
+
+
+def spelled(value: object) -> str:
+    """Describe a tensor by its dtype and shape, anything else by its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)}" + ("" if value.is_contiguous() else ", not contiguous")

@@ -1,0 +1,299 @@
+"""Dispatch and combine of DeepEP's normal mode: each token visits a rank once, and the host learns how many came."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.handle import Handle
+from moe_rt.compat.deep_ep.config import Config
+from moe_rt.compat.deep_ep.exchange import Exchange, Rows, invalid, spelled
+from moe_rt.compat.deep_ep.layout import KnownLayouts, Layout, layout_of, repeats
+from moe_rt.errors import InvalidInput, InvalidRouting, MoeRtError
+
+_PLAN_HEAD, _PLAN_PULLED = 12, 4  # 32-bit words of RecvPlan::Head and of Pulled, whose first word is the source token
+
+
+class DispatchHandle(Sequence[Any]):
+    """Routing of one dispatch. Its six items are those of DeepEP's handle, computed when they are read.
+
+    Items: rank_prefix_matrix int32 [R, R], of which only this rank's column is known and the others are -1; two empty
+    tensors for DeepEP's channels; recv_src_idx int32 [N], the source's token of each row; is_token_in_rank bool [T, R];
+    and an empty tensor for DeepEP's queues.
+    """
+
+    def __init__(self, owner: Normal, routing: tuple[Tensor, Tensor], in_rank: Tensor, num_rows: int) -> None:
+        self.owner, self.routing, self.in_rank, self.num_rows = owner, routing, in_rank, num_rows
+        self.plans: dict[Rows, tuple[Buffer, Handle]] = {}
+
+    def _items(self) -> Iterator[Tensor]:
+        _, plan = next(iter(self.plans.values()))
+        rank, num_ranks = self.owner.rank, self.owner.num_ranks
+        prefix = plan.offs.new_full((num_ranks, num_ranks), -1)
+        prefix[:, rank] = plan.offs
+        none, delivered = plan.offs.new_empty(0), int(plan.offs[-1])
+        source = plan.offs.new_full((self.num_rows,), -1)
+        pulled = plan.recv_plan[_PLAN_HEAD : _PLAN_HEAD + _PLAN_PULLED * delivered]
+        source[:delivered] = pulled.view(-1, _PLAN_PULLED)[:, 0]
+        yield from (prefix, none, none, source, self.in_rank, none)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self._items())[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items()
+
+
+class Normal:
+    """Normal mode of one deep_ep.Buffer."""
+
+    def __init__(self, exchange: Exchange, num_nvl_bytes: int) -> None:
+        self._exchange, self._num_nvl_bytes = exchange, num_nvl_bytes
+        self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
+        self.known = KnownLayouts()
+
+    def dispatch(
+        self, x: Any, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: Layout, alignment: int,
+        num_worst: int, config: Config,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[int], DispatchHandle]:  # fmt: skip
+        """Return received rows, their expert ids and weights, the number of rows of each expert, and the handle."""
+        error = self._problem(x, topk_idx, topk_weights, layout, num_worst, config)
+        rows = None if error is not None else self._rows(x, topk_idx, layout)
+        if error is not None:
+            self._exchange.refuse(rows, error)
+        assert rows is not None
+        if topk_idx is None:
+            routing = self._routing_by_rank(layout.in_rank)
+        else:
+            assert topk_weights is not None
+            routing = topk_idx.clone(), topk_weights
+        received = self._exchange.dispatch(rows, x, *routing)
+        handle = DispatchHandle(self, (routing[0], routing[1].detach()), layout.in_rank, num_worst)
+        handle.plans[rows] = received.buffer, received.handle
+        if num_worst:
+            return (*self._worst_case(received, num_worst), [], handle)
+        num_rows = handle.num_rows = int(received.handle.offs[-1])
+        recv_x = tuple(part[:num_rows] for part in received.x) if type(x) is tuple else received.x[:num_rows]
+        if topk_idx is None:
+            return recv_x, None, None, self._counts(layout.per_expert, alignment), handle
+        assert received.handle.recv_topk_idx is not None
+        ids = received.handle.recv_topk_idx[:num_rows]
+        counts = torch.bincount((ids + 1).flatten(), minlength=received.buffer.num_local_experts + 1).tolist()[1:]
+        if alignment > 1:
+            counts = [-(-count // alignment) * alignment for count in counts]
+        return recv_x, ids.long(), received.weights[:num_rows], counts, handle
+
+    def again(self, x: Any, handle: DispatchHandle, config: Config) -> Any:
+        """Return the rows of x, routed as in the dispatch of the handle."""
+        error = self._wrong_rows(x, len(handle.in_rank), config, 0) if handle.owner is self else self._foreign()
+        rows = next(iter(handle.plans)) if error is not None else self._like(handle, x)
+        if error is not None:
+            self._exchange.refuse(rows if handle.owner is self else None, error)
+        received = self._exchange.dispatch(rows, x, *handle.routing)
+        handle.plans[rows] = received.buffer, received.handle
+        num_rows = handle.num_rows
+        return (
+            tuple(_first(part, num_rows) for part in received.x) if type(x) is tuple else _first(received.x, num_rows)
+        )
+
+    def combine(
+        self, x: Tensor, handle: DispatchHandle, topk_weights: Tensor | None, bias: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum of x over the ranks of each token, plus the biases, and the same sum of topk_weights."""
+        error = self._unfit(x, handle, topk_weights, bias)
+        if error is not None:
+            owner = handle.owner if isinstance(handle, DispatchHandle) else None
+            buffer = next(iter(handle.plans.values()))[0] if owner is self else self._exchange.buffers[-1]
+            self._exchange.refuse_combine(buffer, error)
+        like = self._like(handle, x)
+        buffer, plan = self._plan(handle, like._replace(dtype=torch.float32) if bias else like)
+        capacity = len(plan.recv_topk_idx) if plan.recv_topk_idx is not None else 0
+        if bias:  # DeepEP rounds once, after all sums
+            sums = buffer.combine(x[:capacity].float(), None, plan)
+            out = sum((part.float() for part in bias), sums).to(x.dtype)
+        else:
+            out = buffer.combine(x if len(x) <= capacity else x[:capacity], None, plan)
+        if topk_weights is None:
+            return out, None
+        wide = -(-topk_weights.shape[1] // 4) * 4  # rows of a multiple of 16 bytes
+        buffer, plan = self._plan(handle, like._replace(hidden=wide, dtype=torch.float32))
+        padded = torch.nn.functional.pad(topk_weights[:capacity], (0, wide - topk_weights.shape[1]))
+        return out, buffer.combine(padded, None, plan)[:, : topk_weights.shape[1]].contiguous()
+
+    def _plan(self, handle: DispatchHandle, rows: Rows) -> tuple[Buffer, Handle]:
+        """Return a buffer for such rows, and the handle of a dispatch with the same routing through it. Collective."""
+        if rows not in handle.plans:
+            blank = torch.zeros(len(handle.in_rank), rows.hidden, dtype=rows.dtype, device=handle.in_rank.device)
+            received = self._exchange.dispatch(rows, blank, *handle.routing)
+            handle.plans[rows] = received.buffer, received.handle
+        return handle.plans[rows]
+
+    def _rows(self, x: Any, topk_idx: Tensor | None, layout: Layout) -> Rows:
+        hidden = (x[0] if type(x) is tuple else x).shape[1]
+        if topk_idx is None:
+            return Rows("tokens", hidden, self.num_ranks, self.num_ranks, torch.bfloat16)
+        return Rows("tokens", hidden, topk_idx.shape[1], len(layout.per_expert), torch.bfloat16)
+
+    def _like(self, handle: DispatchHandle, x: Any) -> Rows:
+        first = next(iter(handle.plans))
+        return first._replace(hidden=(x[0] if type(x) is tuple else x).shape[1], dtype=torch.bfloat16)
+
+    def _routing_by_rank(self, in_rank: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a routing over one expert per rank that visits the same ranks, and its weights."""
+        ranks = torch.arange(self.num_ranks, device=in_rank.device)
+        return torch.where(in_rank, ranks, -1), torch.ones(in_rank.shape, device=in_rank.device)
+
+    def _counts(self, per_expert: Tensor, alignment: int) -> list[int]:
+        """Return the sum of all ranks' counts for each local expert, rounded up to the alignment. Collective."""
+        num_local = len(per_expert) // self.num_ranks
+        wide = -(-num_local // 4) * 4
+        parts = torch.nn.functional.pad(per_expert.view(self.num_ranks, num_local), (0, wide - num_local))
+        ranks = torch.arange(self.num_ranks, device=per_expert.device).unsqueeze(1)
+        rows = Rows("experts", wide, 1, self.num_ranks, torch.float32)
+        received = self._exchange.dispatch(rows, parts.view(torch.float32), ranks, torch.ones_like(ranks).float())
+        counts: list[int] = received.x[: self.num_ranks].view(torch.int32).sum(0)[:num_local].tolist()
+        return [-(-count // alignment) * alignment for count in counts]
+
+    @staticmethod
+    def _worst_case(received: Any, num_worst: int) -> tuple[Any, Tensor, Tensor]:
+        """Return num_worst rows, ids and weights; ids of rows that were not received are -1. Reads no count."""
+        ids = received.handle.recv_topk_idx
+        there = torch.arange(min(len(ids), num_worst), device=ids.device) < received.handle.offs[-1]
+        recv_ids = ids.new_full((num_worst, ids.shape[1]), -1, dtype=torch.int64)
+        recv_ids[: len(there)] = ids[: len(there)].where(there.unsqueeze(1), -1)
+        parts = received.x if isinstance(received.x, tuple) else (received.x,)
+        recv = tuple(_first(part, num_worst) for part in parts)
+        return recv if len(recv) > 1 else recv[0], recv_ids, _first(received.weights, num_worst)
+
+    def _foreign(self) -> InvalidInput:
+        return invalid(
+            self.rank, "handle", "another buffer's, or a copy of its items", "one that this buffer's dispatch returned"
+        )
+
+    def _problem(
+        self, x: Any, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: Layout, num_worst: int,
+        config: Config,
+    ) -> MoeRtError | None:  # fmt: skip
+        """Return the error of a dispatch's arguments, None if DeepEP's contract holds."""
+        num_tokens = len(x[0]) if type(x) is tuple and len(x) == 2 else len(x) if isinstance(x, Tensor) else -1
+        num_topk = topk_idx.shape[1] if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2 else 0
+        if error := self._wrong_rows(x, num_tokens, config, num_topk):
+            return error
+        if error := self._wrong_counts(layout, num_tokens):
+            return error
+        if (topk_idx is None) is not (topk_weights is None):
+            return invalid(
+                self.rank, "topk_weights", spelled(topk_weights), "both topk_idx and topk_weights, or neither"
+            )
+        if topk_idx is None:
+            if num_worst:
+                return invalid(self.rank, "num_worst_tokens", num_worst, "topk_idx and topk_weights with it")
+            return self._wrong_layout(None, layout)
+        for name, t, dtype in (("topk_idx", topk_idx, torch.int64), ("topk_weights", topk_weights, torch.float32)):
+            shape = [num_tokens, num_topk]
+            if not isinstance(t, Tensor) or t.dtype is not dtype or list(t.shape) != shape or not t.is_contiguous():
+                return invalid(self.rank, name, spelled(t), f"{dtype} {shape}, contiguous")
+        if (
+            num_worst
+            and num_worst < self.num_ranks * num_tokens
+            and num_worst < int(layout.in_rank[:, self.rank].sum())
+        ):
+            return invalid(self.rank, "num_worst_tokens", num_worst, "at least the number of received tokens")
+        return None if self.known.knows(topk_idx, layout) else self._wrong_layout(topk_idx, layout)
+
+    def _wrong_rows(self, x: Any, num_tokens: int, config: Config, num_topk: int) -> InvalidInput | None:
+        codes, scales = x if type(x) is tuple and len(x) == 2 else (x, None)
+        size = 2 if scales is None else 1
+        expected = f"contiguous bfloat16 [{num_tokens}, H], or a tuple of fp8 [{num_tokens}, H] and its scales"
+        if not isinstance(codes, Tensor) or codes.dim() != 2 or not codes.is_contiguous() or len(codes) != num_tokens:
+            return invalid(self.rank, "x", spelled(codes), expected)
+        if (
+            codes.itemsize != size
+            or (scales is None and codes.dtype is not torch.bfloat16)
+            or codes.shape[1] * size % 16
+        ):
+            return invalid(self.rank, "x", spelled(codes), f"{expected}, rows of a multiple of 16 bytes")
+        if scales is not None and (
+            not isinstance(scales, Tensor) or scales.dim() != 2 or len(scales) != num_tokens
+            or scales.dtype not in (torch.float32, torch.int32)
+        ):  # fmt: skip
+            return invalid(self.rank, "x", spelled(scales), f"scales of float32 or int32 [{num_tokens}, S]")
+        num_scales = 0 if scales is None else scales.shape[1]
+        needed = config.nvl_bytes(self.num_ranks, codes.shape[1] * size, num_topk, num_scales)
+        if needed > self._num_nvl_bytes:
+            return invalid(
+                self.rank, "num_nvl_bytes", self._num_nvl_bytes, f"{needed}, as DeepEP needs for this config"
+            )
+        return None
+
+    def _wrong_counts(self, layout: Layout, num_tokens: int) -> InvalidInput | None:
+        num_experts = len(layout.per_expert) if isinstance(layout.per_expert, Tensor) else 0
+        given = {
+            "num_tokens_per_rank": (layout.per_rank, torch.int32, [self.num_ranks]),
+            "num_tokens_per_expert": (layout.per_expert, torch.int32, [num_experts]),
+            "is_token_in_rank": (layout.in_rank, torch.bool, [num_tokens, self.num_ranks]),
+        }
+        for name, (t, dtype, shape) in given.items():
+            if not isinstance(t, Tensor) or t.dtype is not dtype or list(t.shape) != shape or not t.is_contiguous():
+                return invalid(self.rank, name, spelled(t), f"contiguous {dtype} {shape}")
+        if not num_experts or num_experts % self.num_ranks:
+            expected = f"a multiple of {self.num_ranks} ranks"
+            return invalid(self.rank, "num_tokens_per_expert", f"{num_experts} experts", expected)
+        return None
+
+    def _wrong_layout(self, topk_idx: Tensor | None, layout: Layout) -> MoeRtError | None:
+        """Return the error of counts that do not belong to the routing. It reads them on the host."""
+        num_experts = len(layout.per_expert)
+        per_rank = layout.in_rank.sum(0, dtype=torch.int32)
+        if not torch.equal(per_rank, layout.per_rank):
+            expected = f"{per_rank.tolist()}, the columns' sums of is_token_in_rank"
+            return invalid(self.rank, "num_tokens_per_rank", layout.per_rank.tolist(), expected)
+        if topk_idx is None:
+            return None
+        own = layout_of(topk_idx, num_experts, self.num_ranks)
+        if not torch.equal(own.in_rank, layout.in_rank):
+            return invalid(self.rank, "is_token_in_rank", "another routing's", "that of topk_idx (get_dispatch_layout)")
+        if not torch.equal(own.per_expert, layout.per_expert):
+            return invalid(self.rank, "num_tokens_per_expert", "another routing's", "that of topk_idx")
+        if repeats(topk_idx):
+            message = "topk_idx: got an expert twice for a token, expected different experts; sum their weights first"
+            return InvalidRouting(f"rank {self.rank}: {message}", rank=self.rank)
+        return None
+
+    def _unfit(self, x: Any, handle: Any, topk_weights: Tensor | None, bias: Sequence[Tensor]) -> InvalidInput | None:
+        if not isinstance(handle, DispatchHandle) or handle.owner is not self:
+            return self._foreign()
+        shape, num_tokens = [handle.num_rows], len(handle.in_rank)
+        if not isinstance(x, Tensor) or x.dtype is not torch.bfloat16 or x.dim() != 2 or not x.is_contiguous():
+            return invalid(self.rank, "x", spelled(x), f"contiguous bfloat16 {[*shape, 'H']}")
+        if len(x) != handle.num_rows or x.shape[1] % 8:
+            return invalid(self.rank, "x", spelled(x), f"bfloat16 {[*shape, 'H']}, H a multiple of 8")
+        if topk_weights is not None and (
+            not isinstance(topk_weights, Tensor) or topk_weights.dtype is not torch.float32
+            or topk_weights.dim() != 2 or len(topk_weights) != handle.num_rows or not topk_weights.is_contiguous()
+        ):  # fmt: skip
+            return invalid(self.rank, "topk_weights", spelled(topk_weights), f"contiguous float32 {[*shape, 'K']}")
+        for part in bias:
+            if not isinstance(part, Tensor) or part.dtype is not x.dtype or part.shape != (num_tokens, x.shape[1]):
+                return invalid(self.rank, "bias", spelled(part), f"{x.dtype} {[num_tokens, x.shape[1]]}")
+        return None
+
+
+def _first(t: Tensor, num_rows: int) -> Tensor:
+    """Return the first rows; if there are fewer, they are followed by unspecified ones."""
+    if len(t) >= num_rows:
+        return t[:num_rows]
+    return torch.cat([t, t.new_empty(num_rows - len(t), *t.shape[1:])])
+
+
+def biases(bias: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """Return zero, one or two biases, as DeepEP takes them, as a tuple."""
+    return () if bias is None else tuple(itertools.chain(bias)) if isinstance(bias, (tuple, list)) else (bias,)

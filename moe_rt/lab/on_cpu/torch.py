@@ -1,0 +1,172 @@
+"""Changes torch so that CUDA devices are the CPU: factories, moves between devices, autocast, loading, DDP."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from moe_rt.lab.on_cpu import cuda, groups
+
+_Device, _Generator = torch.device, torch.Generator
+
+
+def cpu_of(device: Any) -> Any:
+    """Return the CPU for a CUDA device, however it is named, and anything else unchanged."""
+    if type(device) is int:
+        return "cpu"
+    if isinstance(device, str):
+        return "cpu" if device.partition(":")[0] == "cuda" else device
+    return _Device("cpu") if isinstance(device, _Device) and device.type == "cuda" else device
+
+
+class _Real(type):
+    """Makes isinstance and issubclass ask another class."""
+
+    real: type
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.real)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, cls.real)
+
+
+class device(metaclass=_Real):
+    """torch.device, whose CUDA devices are the CPU."""
+
+    real = _Device
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+        made = _Device(*arguments, **keywords) if arguments or keywords else _Device("cpu")
+        return cpu_of(made)
+
+
+class Generator(metaclass=_Real):
+    """torch.Generator, of which those of CUDA devices are the CPU's."""
+
+    real = _Generator
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator(cpu_of(device))
+
+
+def change() -> None:
+    """Change torch in this process."""
+    constructors = _device_constructors()  # a cached set, which torch.set_default_device needs with the real functions
+    for name in dir(torch):
+        fn = getattr(torch, name)
+        if callable(fn) and _hashable(fn) and fn in constructors:
+            setattr(torch, name, mapped(fn))
+    torch.device, torch.Generator = device, Generator  # type: ignore[misc]
+    torch.load = mapped(torch.load, "map_location")
+    torch.set_default_device = first_mapped(torch.set_default_device)
+    torch.version.cuda = torch.version.cuda or "12.8"
+    _change_tensors()
+    _change_autocast()
+    _hide_triton()
+    cuda.change()
+    groups.change()
+
+
+def mapped(fn: Callable[..., Any], keyword: str = "device") -> Callable[..., Any]:
+    """Return a function whose keyword argument is mapped to the CPU, and which pins no memory."""
+
+    @functools.wraps(fn)
+    def on_cpu(*arguments: Any, **keywords: Any) -> Any:
+        if keywords.get(keyword) is not None:
+            keywords[keyword] = cpu_of(keywords[keyword])
+        keywords.pop("pin_memory", None)
+        return fn(*arguments, **keywords)
+
+    return on_cpu
+
+
+def first_mapped(fn: Callable[..., Any], keyword: str = "device", place: int = 0) -> Callable[..., Any]:
+    """Return a function whose argument at a place, or keyword, is mapped to the CPU."""
+
+    @functools.wraps(fn)
+    def on_cpu(*arguments: Any, **keywords: Any) -> Any:
+        if len(arguments) > place:
+            arguments = (*arguments[:place], cpu_of(arguments[place]), *arguments[place + 1 :])
+        elif keyword in keywords:
+            keywords[keyword] = cpu_of(keywords[keyword])
+        return fn(*arguments, **keywords)
+
+    return on_cpu
+
+
+def _change_tensors() -> None:
+    tensor: Any = torch.Tensor
+    to = tensor.to
+
+    @functools.wraps(to)
+    def moved(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        given = keywords.get("device", arguments[0] if arguments else None)
+        if type(given) is not int and not isinstance(given, str | _Device):
+            return to(self, *arguments, **keywords)
+        if "device" in keywords:
+            keywords["device"] = cpu_of(given)
+        else:
+            arguments = (cpu_of(given), *arguments[1:])
+        there = to(self, *arguments, **keywords)
+        return _copy(self) if there is self else there
+
+    tensor.to = moved
+    tensor.cuda = lambda self, *arguments, **keywords: _copy(self)
+    tensor.cpu = lambda self, *arguments, **keywords: _copy(self)
+    tensor.pin_memory = lambda self, *arguments, **keywords: _copy(self)
+    tensor.is_pinned = lambda self, *arguments, **keywords: True
+    tensor.record_stream = lambda self, stream: None
+    tensor.get_device = lambda self: torch.cuda.current_device()
+    tensor.is_cuda = property(lambda self: self.device.type != "meta")
+    for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"):
+        setattr(tensor, name, mapped(getattr(tensor, name)))
+
+
+def _copy(t: Any) -> Any:
+    """Return a copy, as a move between devices does. A leaf with gradients stays itself, so that it remains a leaf."""
+    return t if t.requires_grad and t.is_leaf else t.clone()
+
+
+def _change_autocast() -> None:
+    autocast: Any = torch.amp.autocast_mode.autocast
+    start = autocast.__init__
+
+    @functools.wraps(start)
+    def begin(self: Any, device_type: str, dtype: Any = None, *arguments: Any, **keywords: Any) -> None:
+        if device_type == "cuda" and dtype is None:
+            dtype = torch.float16  # CUDA's default
+        start(self, cpu_of(device_type), dtype, *arguments, **keywords)
+
+    autocast.__init__ = begin
+    for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+        setattr(torch, name, first_mapped(getattr(torch, name), "device_type"))
+    scaler: Any = torch.amp.GradScaler
+    scaler.__init__ = first_mapped(scaler.__init__, "device", 1)
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    make = ddp.__init__
+
+    @functools.wraps(make)
+    def make_on_cpu(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *arguments: Any, **keywords: Any
+    ) -> None:
+        make(self, module, None, None, *arguments, **keywords)
+
+    ddp.__init__ = make_on_cpu
+
+
+def _hide_triton() -> None:
+    """Keep torch's compiler from the stand-in for triton."""
+    from torch.utils import _triton
+
+    for name in ("has_triton_package", "has_triton"):
+        if hasattr(_triton, name):
+            setattr(_triton, name, functools.cache(lambda: False))
+
+
+def _hashable(value: object) -> bool:
+    return getattr(type(value), "__hash__", None) is not None

@@ -1,0 +1,302 @@
+"""Input on which DeepEP traps, hangs or corrupts raises a typed error on every rank, which names the rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compat.oracle import Job, make_job
+from compat.test_normal import BYTES, dispatch, layout_arguments, on_ranks
+
+from moe_rt import ThreadGroup
+from moe_rt.compat import deep_ep
+from moe_rt.errors import (
+    CallOrderMismatch,
+    ConfigMismatch,
+    GroupClosed,
+    InvalidConfig,
+    InvalidInput,
+    InvalidRouting,
+    MoeRtError,
+    PeerDead,
+    TooManyTokens,
+)
+
+JOB = make_job(2, [20, 20], 128, 3, 4)
+WRONG = 1  # the rank that calls wrongly
+
+Work = Callable[[deep_ep.Buffer, int], Any]
+
+
+def raised(work: Work, job: Job = JOB, usable: bool = True) -> list[MoeRtError]:
+    """Run work, which must raise on every rank, and return the errors. The buffer must work afterwards if usable."""
+
+    def rank(buffer: deep_ep.Buffer, number: int) -> MoeRtError:
+        with pytest.raises(MoeRtError) as caught:
+            work(buffer, number)
+        if usable:
+            recv_x, _, _, _, handle, _ = dispatch(buffer, job, number)
+            buffer.combine(recv_x, handle)
+        return caught.value
+
+    return on_ranks(job, rank)
+
+
+def ordinary(buffer: deep_ep.Buffer, rank: int, **changed: Any) -> Any:
+    """Dispatch in normal mode, with other arguments on the wrong rank."""
+    arguments = layout_arguments(buffer, JOB, rank)
+    arguments |= {"topk_idx": JOB.topk_idx[rank], "topk_weights": JOB.topk_weights[rank], "x": JOB.x[rank]}
+    return buffer.dispatch(**(arguments | (changed if rank == WRONG else {})))
+
+
+def low(buffer: deep_ep.Buffer, rank: int, most: int = 20, **options: Any) -> Any:
+    return buffer.low_latency_dispatch(JOB.x[rank], JOB.topk_idx[rank], most, 4, use_fp8=False, **options)
+
+
+def assert_named(errors: list[MoeRtError], text: str, kind: type[MoeRtError] = InvalidInput) -> None:
+    """Check that the wrong rank's error has the text, and that each peer's error is as typed and names that rank."""
+    for rank, error in enumerate(errors):
+        assert isinstance(error, kind), (rank, error)
+        assert (text if rank == WRONG else f"rank {WRONG}") in str(error)
+
+
+NORMAL: dict[str, tuple[dict[str, Any], str, type[MoeRtError]]] = {
+    "counts of ranks": ({"num_tokens_per_rank": torch.ones(2, dtype=torch.int32)}, "num_tokens_per_rank", InvalidInput),
+    "counts of experts": (
+        {"num_tokens_per_expert": torch.ones(4, dtype=torch.int32)}, "num_tokens_per_expert", InvalidInput,
+    ),
+    "visits": ({"is_token_in_rank": torch.zeros(20, 2, dtype=torch.bool)}, "num_tokens_per_rank", InvalidInput),
+    "dtype of counts": ({"num_tokens_per_rank": torch.ones(2)}, "num_tokens_per_rank", InvalidInput),
+    "no layout": ({"is_token_in_rank": None}, "is_token_in_rank", InvalidInput),
+    "float32 rows": ({"x": torch.zeros(20, 128)}, "x: got", InvalidInput),
+    "transposed rows": ({"x": torch.zeros(128, 20).bfloat16().T}, "not contiguous", InvalidInput),
+    "fewer rows": ({"x": torch.zeros(19, 128).bfloat16()}, "is_token_in_rank", InvalidInput),
+    "int32 ids": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int32)}, "topk_idx", InvalidInput),
+    "no weights": ({"topk_weights": None}, "topk_weights", InvalidInput),
+    "few worst tokens": ({"num_worst_tokens": 1}, "num_worst_tokens", InvalidInput),
+    "large queues": ({"config": deep_ep.Config(2000, 6, 300_000)}, "num_nvl_bytes", InvalidInput),
+    "scales of float64": (
+        {"x": (torch.zeros(20, 128, dtype=torch.float8_e4m3fn), torch.zeros(20, 1).double())}, "scales", InvalidInput,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NORMAL)
+def test_wrong_operands_of_dispatch(case: str) -> None:
+    changed, text, kind = NORMAL[case]
+    assert_named(raised(lambda buffer, rank: ordinary(buffer, rank, **changed)), text, kind)
+
+
+def test_an_expert_named_twice() -> None:
+    ids = JOB.topk_idx[WRONG].clone()
+    ids[3] = torch.tensor([2, 2, -1])
+    job = dataclasses.replace(JOB, topk_idx=[JOB.topk_idx[0], ids])
+    errors = raised(lambda buffer, rank: dispatch(buffer, job, rank))
+    assert isinstance(errors[WRONG], InvalidRouting)
+    assert isinstance(errors[0], InvalidInput)
+    assert f"rank {WRONG}" in str(errors[0])
+
+
+def test_an_expert_that_does_not_exist() -> None:
+    ids = JOB.topk_idx[WRONG].clone()
+    ids[3, 0] = 4
+    job = dataclasses.replace(JOB, topk_idx=[JOB.topk_idx[0], ids])
+    assert_named(raised(lambda buffer, rank: dispatch(buffer, job, rank)), "expert id 4", InvalidRouting)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
+def test_another_number_of_experts_on_a_rank(first: bool) -> None:
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        if not first:
+            dispatch(buffer, JOB, rank)
+        dispatch(buffer, dataclasses.replace(JOB, num_experts=8) if rank == WRONG else JOB, rank)
+
+    kind = ConfigMismatch if first else CallOrderMismatch
+    for error in raised(work, usable=False):
+        assert isinstance(error, kind)
+        assert f"rank {WRONG}" in str(error)
+
+
+@pytest.mark.parametrize("what", ["handle", "rows", "weights", "dtype", "bias"])
+def test_wrong_operands_of_combine(what: str) -> None:
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, weights, _, handle, _ = dispatch(buffer, JOB, rank)
+        arguments: dict[str, Any] = {"x": recv_x, "handle": handle, "topk_weights": weights}
+        changes: dict[str, dict[str, Any]] = {
+            "handle": {"handle": tuple(handle)},
+            "rows": {"x": recv_x[1:]},
+            "weights": {"topk_weights": weights[1:]},
+            "dtype": {"x": recv_x.float()},
+            "bias": {"bias": torch.zeros(1, 128).bfloat16()},
+        }
+        buffer.combine(**(arguments | (changes[what] if rank == WRONG else {})))
+
+    name = {"rows": "x", "weights": "topk_weights", "dtype": "x"}.get(what, what)
+    assert_named(raised(work), f"{name}: got")
+
+
+@pytest.mark.parametrize("op", ["cached dispatch", "combine", "low-latency combine"])
+def test_handles_of_another_buffer(op: str) -> None:
+    def rank(group: ThreadGroup) -> str:
+        one, other = (deep_ep.Buffer(group, BYTES, BYTES, True, timeout_s=60) for _ in range(2))
+        recv_x, _, _, _, handle, _ = dispatch(one, JOB, group.rank)
+        dispatch(other, JOB, group.rank)
+        packed, _, low_handle, _, _ = low(one, group.rank)
+        low(other, group.rank)
+        routing = JOB.topk_idx[group.rank], JOB.topk_weights[group.rank]
+        calls = {
+            "cached dispatch": lambda: other.dispatch(JOB.x[group.rank], handle=handle),
+            "combine": lambda: other.combine(recv_x, handle),
+            "low-latency combine": lambda: other.low_latency_combine(packed, *routing, low_handle),
+        }
+        with pytest.raises(InvalidInput) as caught:
+            calls[op]()
+        return str(caught.value)
+
+    for text in ThreadGroup.run(rank, 2, timeout_s=120):
+        assert "handle" in text
+
+
+def test_low_latency_with_more_tokens_than_agreed() -> None:
+    errors = raised(lambda buffer, rank: low(buffer, rank, 10))
+    assert all(isinstance(error, TooManyTokens) for error in errors)
+    assert "20 tokens, expected at most num_max_dispatch_tokens_per_rank = 10" in str(errors[WRONG])
+
+
+@pytest.mark.parametrize("most", [10, 24], ids=["fewer", "more"])
+def test_other_bounds_of_low_latency_tokens(most: int) -> None:
+    short = dataclasses.replace(JOB, x=[x[:8] for x in JOB.x], topk_idx=[ids[:8] for ids in JOB.topk_idx])
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        for bound in (20, most if rank == WRONG else 20):
+            buffer.low_latency_dispatch(short.x[rank], short.topk_idx[rank], bound, 4, use_fp8=False)
+
+    for error in raised(work, usable=False):
+        assert isinstance(error, ConfigMismatch | CallOrderMismatch)
+        assert f"rank {WRONG}" in str(error) or "rank 0" in str(error)
+
+
+def test_a_third_outstanding_call() -> None:
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        hooks = [low(buffer, rank, return_recv_hook=rank == WRONG)[-1] for _ in range(2)]
+        try:
+            low(buffer, rank)
+        finally:
+            for hook in hooks:
+                if hook is not None:
+                    hook()
+
+    assert_named(raised(work), "hooks of 2 others were not called")
+
+
+def test_a_hook_that_was_never_called() -> None:
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, handle, _, hook = low(buffer, rank, return_recv_hook=rank == WRONG)
+        try:
+            buffer.low_latency_combine(recv_x, JOB.topk_idx[rank], JOB.topk_weights[rank], handle)
+        finally:
+            if hook is not None:
+                hook()
+
+    assert_named(raised(work), "hook was never called")
+
+
+def test_a_hook_called_twice_and_one_left_at_the_end() -> None:
+    def rank(group: ThreadGroup) -> None:
+        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
+        hooks = [low(buffer, group.rank, return_recv_hook=True)[-1] for _ in range(2)]
+        hooks[0]()
+        with pytest.raises(InvalidInput, match=rf"rank {group.rank}: hook: got a second call"):
+            hooks[0]()
+        with pytest.raises(InvalidInput, match=rf"rank {group.rank}: destroy: got 1 hooks"):
+            buffer.destroy()
+        with pytest.raises(GroupClosed):
+            low(buffer, group.rank)
+
+    ThreadGroup.run(rank, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("what", ["topk_idx", "topk_weights", "x", "zero_copy"])
+def test_wrong_operands_of_low_latency_combine(what: str) -> None:
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, handle, _, _ = low(buffer, rank)
+        arguments: dict[str, Any] = {
+            "x": recv_x, "topk_idx": JOB.topk_idx[rank], "topk_weights": JOB.topk_weights[rank], "handle": handle,
+        }  # fmt: skip
+        changes: dict[str, Any] = {
+            "topk_idx": 3 - JOB.topk_idx[rank],
+            "topk_weights": JOB.topk_weights[rank].double(),
+            "x": recv_x[:, 1:],
+            "zero_copy": True,
+        }
+        buffer.low_latency_combine(**(arguments | ({what: changes[what]} if rank == WRONG else {})))
+
+    assert_named(raised(work), f"{what}: got")
+
+
+def test_low_latency_memory_and_mode() -> None:
+    def rank(group: ThreadGroup) -> None:
+        for size, mode, name in ((1000, True, "num_rdma_bytes"), (BYTES, False, "low_latency_mode")):
+            buffer = deep_ep.Buffer(group, BYTES, size, mode, timeout_s=60)
+            with pytest.raises(InvalidInput, match=name):
+                low(buffer, group.rank)
+
+    ThreadGroup.run(rank, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("mode", ["cached dispatch", "low-latency"])
+def test_a_dead_rank_is_named(mode: str) -> None:
+    """Its process ends between two ops; the other rank raises in its next."""
+    read, write = os.pipe()
+    store = f"file:///dev/shm/moe_rt_deep_ep_{os.getpid()}_{mode[0]}"
+    children = [pid for rank in range(2) if (pid := _start(rank, store, mode, write))]
+    for pid in children:
+        os.waitpid(pid, 0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert said.read() == "PeerDead 1\n"
+    os.unlink(store.removeprefix("file://"))
+
+
+def _start(rank: int, store: str, mode: str, write: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        buffer = deep_ep.Buffer(torch.distributed.group.WORLD, BYTES, BYTES, True, timeout_s=60)
+        handle = dispatch(buffer, JOB, rank)[4]
+        low(buffer, rank)
+        if rank == WRONG:
+            os._exit(3)
+        deadline = time.monotonic() + 30
+        try:
+            while time.monotonic() < deadline:
+                buffer.dispatch(JOB.x[rank], handle=handle) if mode == "cached dispatch" else low(buffer, rank)
+        except PeerDead as error:
+            os.write(write, f"PeerDead {error.peer}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def test_what_is_not_implemented_says_what_to_do() -> None:
+    group = ThreadGroup.make(1)[0]
+    for make in (
+        lambda: deep_ep.ElasticBuffer(group),
+        lambda: deep_ep.ElasticBuffer.get_buffer_size_hint(),
+        lambda: deep_ep.Buffer(group, enable_shrink=True),
+        lambda: deep_ep.Buffer(group, comm=object()),
+        lambda: deep_ep.Buffer(group).get_local_buffer_tensor(torch.int8),
+        lambda: deep_ep.Buffer(group).get_comm_stream(),
+        lambda: deep_ep.Buffer(group).low_latency_query_mask_buffer(torch.zeros(1)),
+        lambda: deep_ep.Buffer.set_num_sms(3),
+        lambda: deep_ep.Config(20, 8, 8),
+    ):
+        with pytest.raises(InvalidConfig, match="expected"):
+            make()
