@@ -145,7 +145,9 @@ def test_memory_of_the_network_outlives_the_last_launch(gpu: EmulatedGpu, monkey
         engine: Any = buffer._engine
         engine._network = network
         expected = {m.data_ptr() for m in (*engine._launcher.memory, engine._launcher.record)}
-        expected |= {m.data_ptr() for m in (*engine._segments.mappings, *network.mappings) if isinstance(m, torch.Tensor)}
+        expected |= {
+            m.data_ptr() for m in (*engine._segments.mappings, *network.mappings) if isinstance(m, torch.Tensor)
+        }
         buffer.close()
         return expected
 
