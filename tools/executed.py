@@ -41,7 +41,7 @@ RECORD = "MOE_RT_RECORD"
 KEPT = "build/executed"
 LIMIT_S = 900.0  # for all tests of a file
 
-# Maps the file of marks. A process without that file marks memory of its own, and nobody reads it.
+# Maps the file of marks. A process without that file marks private memory, which is not read.
 MARKS_SOURCE = f"""import mmap, os
 try:
     with open(os.environ["{MARK_FILE}"], "r+b") as file:
@@ -165,7 +165,7 @@ def instrumented(file: str, text: str, first: int) -> tuple[str, list[tuple[Bloc
 
 
 def instrumented_cpp(file: str, text: str, first: int) -> tuple[str, list[tuple[Block, int, int]]]:
-    """The same for C++, where blocks in loops count as part of the block around the loop."""
+    """Return the same for C++, where blocks in loops count as part of the block around the loop."""
     functions = list(named_functions(file, text))
     blocks: list[tuple[Block, int, int]] = []
     counts: Counter[str] = Counter()
@@ -249,7 +249,7 @@ class MarkedTree(ScratchTree):
 
 @dataclass
 class Executed:
-    """What each test executes, from results kept in `directory`."""
+    """Blocks that each test executes, from results kept in `directory`."""
 
     root: Path
     directory: Path
@@ -315,7 +315,7 @@ def keep(path: Path, test_file: str, tests: dict[str, tuple[float, list[Block]]]
 
 
 def test_files(root: Path) -> Iterator[str]:
-    """Yield files that a mutant may run: all but those that need servers or compile kernels for minutes."""
+    """Yield files that a mutant may run: all except tests of servers and tests that compile kernels for minutes."""
     left_out = ("ptx", "serving", "serving_sglang", "docs", "install", "model", "mutants", "tree", "soak")
     for path in sorted((root / "tests").rglob("test_*.py")):
         if path.relative_to(root / "tests").parts[0] not in left_out:

@@ -106,7 +106,7 @@ def generate(file: str, text: str) -> list[Change]:
 
 
 class _Language:
-    """What both languages have in common."""
+    """The part that both languages share."""
 
     statements = ""  # type of a node that holds statements
     arguments = "argument_list"
@@ -203,7 +203,7 @@ class _Language:
     def _plain(self, left: Node) -> bool:
         return left.type in ("identifier", "pattern_list", "tuple_pattern")
 
-    # What each language adds.
+    # Each language adds to these.
     def skips(self, node: Node) -> bool:
         return False
 
@@ -319,9 +319,13 @@ class _Cpp(_Language):
             condition = node.child_by_field_name("condition")
         if condition is not None and condition.type == "condition_clause":
             condition = condition.child_by_field_name("value")
-        if condition is not None and condition.type not in ("declaration", "init_statement", "condition_declaration"):
-            if not self.said(node).startswith("if constexpr"):
-                yield "negated", condition.start_byte, condition.end_byte, f"!({self.said(condition)})"
+        declares = condition is not None and condition.type in (
+            "declaration",
+            "init_statement",
+            "condition_declaration",
+        )
+        if condition is not None and not declares and not self.said(node).startswith("if constexpr"):
+            yield "negated", condition.start_byte, condition.end_byte, f"!({self.said(condition)})"
         if node.type == "unary_expression" and self.said(node).startswith("!"):
             yield "negated", node.start_byte, node.end_byte, f"!{self.said(node)}"
         elif node.type == "call_expression":

@@ -3,7 +3,7 @@
     python tools/sampled_mutants.py --sample 20 [--seed 7] [--folder moe_rt/group] [--changed HEAD^] [--strict]
 
 A line is drawn uniformly from all lines that have mutants, then one of its mutants. `--changed` adds all mutants of
-lines that differ from a git ref, up to `--most`. The tests of a mutant are those that execute its block
+lines that differ from a git ref, up to `--most`. A mutant runs the tests that execute its block
 (tools/executed.py), from files that execute least of the tree to files that execute most, up to `--seconds`. Before
 the last line, JSON, come a table by folder with 95 % intervals and survivors as diffs. With --strict it exits with 1 if
 a mutant survives.
@@ -42,7 +42,7 @@ from switches import CHOSEN, compiling, with_switches
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "tests/mutants"
-# Only `make serve-test` runs these, in an environment of its own.
+# Only `make serve-test` runs these, in a separate environment.
 LEFT_OUT = ("moe_rt/integrations/vllm/", "moe_rt/integrations/sglang/", "moe_rt/lab/testing/serving/")
 LEFT_OUT += ("moe_rt/lab/bench/serving/", "moe_rt/_engine.pyi", "moe_rt/lab/check/serving.py")
 TEST_LIMIT = "--timeout=60"
@@ -82,7 +82,7 @@ def universe(root: Path, folder: str) -> dict[tuple[str, int], list[Change]]:
 
 
 def drawn(lines: dict[tuple[str, int], list[Change]], seed: int, root: Path) -> Iterator[Change]:
-    """Yield mutants of random lines, one of a line; in Python only those that are another program."""
+    """Yield mutants of random lines, one of a line; in Python only other programs."""
     rng = random.Random(seed)
     for place in rng.sample(sorted(lines), len(lines)):
         change = rng.choice(lines[place])
@@ -101,7 +101,7 @@ def is_program(change: Change, text: str) -> bool:
 
 
 def changed_lines(root: Path, ref: str) -> set[tuple[str, int]]:
-    """Return lines that differ from a git ref; nothing if there is no such commit."""
+    """Return lines that differ from a git ref; nothing if the commit does not exist."""
     git = ["git", "-C", str(root)]
     if subprocess.run([*git, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}"], capture_output=True).returncode:
         print(f"there is no {ref} here: nothing is taken for changed")
@@ -216,7 +216,7 @@ def interval(hits: int, of: int) -> tuple[float, float]:
 
 
 def table(results: list[tuple[Change, str]]) -> str:
-    """Return counts by folder, and the share of those killed among those that can be noticed."""
+    """Return counts by folder, and the share killed of all that can be noticed."""
     counts = Counter((folder, verdict) for change, verdict in results for folder in (folder_of(change.file), "all"))
     folders = sorted({folder for folder, _ in counts} - {"all"})
     width = max(map(len, [*folders, "folder"]))

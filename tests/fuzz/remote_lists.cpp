@@ -122,7 +122,7 @@ void far_lists() {
   }
 }
 
-// Rank 0 is alone on its node and passes on what ranks 1 and 2 send to it.
+// Rank 0 is the only rank of its node and passes on what ranks 1 and 2 send to it.
 void clients() {
   for (const int peer : {1, 2, 0}) {
     Group group{{0, 1, 1}};

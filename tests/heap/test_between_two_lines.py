@@ -115,7 +115,7 @@ def test_a_dead_peer_is_named(words: bool) -> None:
 
 
 def test_a_store_that_fails_at_any_use() -> None:
-    """StoreLost, whichever use of the store is the first that fails."""
+    """Any use of the store may be the first that fails: the rank raises StoreLost."""
 
     def lost() -> None:
         raise dist.DistNetworkError("the store is gone")

@@ -157,7 +157,7 @@ def test_update_bias_refuses() -> None:
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("options", [dict(balance_bias=True), GROUPS, dict(balance_bias=True, **GROUPS)], ids=str)
 def test_sequence_loss_is_that_of_deepseek_v3(score_func: str, options: dict[str, Any]) -> None:
-    """The loss equals equations 17 to 20, computed by loops: f counts the top-k of scores alone, whether a bias, groups
+    """The loss equals equations 17 to 20, computed by loops: f counts the top-k of the scores, whether a bias, groups
     or both made something else of them."""
     router = make_router(score_func=score_func, **options)
     if router.balance_bias is not None:

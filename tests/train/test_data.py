@@ -33,7 +33,7 @@ def test_the_first_and_the_last_window_are_drawn_and_none_after_it() -> None:
 
 
 def test_a_stream_that_is_a_multiple_of_the_length() -> None:
-    """The last target of a window is one byte behind it, so a stream of two windows' bytes has one window."""
+    """The last target of a window is one byte after it, so a stream of two windows' bytes has one window."""
     stream = torch.arange(2 * SEQ_LEN).to(torch.uint8)
     ((x, _),) = data.Corpus(train=stream, val=stream).val_batches(
         num_sequences=9, batch_size=1, rows=range(1), seq_len=SEQ_LEN
