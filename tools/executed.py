@@ -254,9 +254,8 @@ class Executed:
     root: Path
     directory: Path
     seconds: dict[str, float] = field(default_factory=dict)
-    breadth: dict[str, int] = field(default_factory=dict)  # blocks that a file of tests executes
+    _breadth: dict[str, Counter[str]] = field(default_factory=dict)  # of a file of tests: blocks of each source file
     _by_block: dict[Block, list[str]] = field(default_factory=lambda: defaultdict(list))
-    _by_function: dict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
     _by_file: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def load(self) -> Executed:
@@ -273,24 +272,24 @@ class Executed:
             self.seconds[test] = seconds
             every.update(numbers)
             for number in numbers:
-                file, function, _ = blocks[number]
                 self._by_block[blocks[number]].append(test)
-                self._by_function[file, function].add(test)
-                self._by_file[file].add(test)
-        self.breadth[result["file"]] = len(every)
+                self._by_file[blocks[number][0]].add(test)
+        self._breadth[result["file"]] = Counter(blocks[number][0] for number in every)
+
+    def nearness(self, test_file: str, file: str) -> float:
+        """Return how much of a source file a file of tests executes, less for whatever else it executes."""
+        counts = self._breadth.get(test_file, Counter())
+        return counts[file] ** 2 / max(1, counts.total())
 
     def __bool__(self) -> bool:
         return bool(self.seconds)
 
     def tests(self, file: str, function: str, place: int) -> list[str]:
-        """Return tests that execute a block; those of its function, or of its file at import, if none is known."""
+        """Return tests that execute a block; for what is executed at import, tests that execute any of the file."""
         found = self._by_block.get((file, function, place))
         if not found and not function:
             found = list(self._by_file.get(file, ()))
         return list(found or ())
-
-    def of_function(self, file: str, function: str) -> list[str]:
-        return list(self._by_function.get((file, function), ()))
 
 
 def digest(path: Path) -> str:

@@ -268,7 +268,11 @@ class _Python(_Language):
             has_value = what.child_by_field_name("right") is not None
             sets = what.type == "assignment" and has_value and left is not None and not self._plain(left)
             return what.type in ("call", "augmented_assignment", "await") or sets
-        return node.type in ("raise_statement", "delete_statement", "return_statement")
+        if node.type == "return_statement":  # at the end of a function it makes no difference
+            block, function = node.parent, node.parent.parent if node.parent else None
+            last = block is not None and block.named_children[-1] == node
+            return not (last and function is not None and function.type == "function_definition")
+        return node.type in ("raise_statement", "delete_statement")
 
 
 class _Cpp(_Language):

@@ -4,9 +4,8 @@
 
 A line is drawn uniformly from all lines that have mutants, then one of its mutants. `--changed` adds all mutants of
 lines that differ from a git ref, up to `--most`. A mutant runs the tests that execute its block
-(tools/executed.py), from files that execute least of the tree to files that execute most, up to `--seconds`. Before
-the last line, JSON, come a table by folder with 95 % intervals and survivors as diffs. With --strict it exits with 1 if
-a mutant survives.
+(tools/executed.py), for up to `--seconds`, tests of the nearest files first. Before the last line, JSON, come a table
+by folder with 95 % intervals and survivors as diffs. With --strict it exits with 1 if a mutant survives.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ HERE = "tests/mutants"
 LEFT_OUT = ("moe_rt/integrations/vllm/", "moe_rt/integrations/sglang/", "moe_rt/lab/testing/serving/")
 LEFT_OUT += ("moe_rt/lab/bench/serving/", "moe_rt/_engine.pyi", "moe_rt/lab/check/serving.py")
 TEST_LIMIT = "--timeout=60"
+AS_GIVEN = {"MOE_RT_TEST_ORDER": "as given"}  # see tests/conftest.py
 LEAST_LIMIT_S = 90.0  # a run of tests that lasts this long, and five times as long as usual, hangs
-MOST_TESTS = 40  # of one file
+MOST_TESTS, FILES_AT_LEAST = 40, 3  # tests of one file, and files that share what time is left
 KILLED, SURVIVED, EQUIVALENT, NO_VERDICT = "killed", "survived", "equivalent", "no_verdict"
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
 
@@ -127,8 +127,11 @@ class Judge:
     fails_anyway: set[str] = field(default_factory=set)
     passes_without: set[str] = field(default_factory=set)
 
-    def tests_of(self, change: Change) -> list[list[str]]:
-        """Return tests that execute a change, by file, the nearest file first."""
+    def tests_of(self, change: Change) -> list[str]:
+        """Return tests that execute a change, in the order in which they run.
+
+        Files come first that execute much of the changed source file and little else; of a file, the shortest tests.
+        """
         text = (self.root / change.file).read_text()
         around = [(last - first, block) for block, first, last in blocks_of(change.file, text)
                   if first <= change.line <= last]  # fmt: skip
@@ -139,15 +142,15 @@ class Judge:
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in sorted(found, key=self._seconds):
             by_file[test.split("::")[0]].append(test)
-        near = sorted(by_file, key=lambda file: (self.executed.breadth.get(file, 0), file))
-        chosen, total = [], 0.0
-        for file in near:
-            some = [test for test in by_file[file] if test not in self.fails_anyway][:MOST_TESTS]
-            while len(some) > 1 and sum(map(self._seconds, some)) > self.seconds:
-                some.pop()
-            total += sum(map(self._seconds, some))
-            if some and (total <= self.seconds or not chosen):
-                chosen.append(some)
+        chosen, left = [], self.seconds
+        for file in sorted(by_file, key=lambda file: (-self.executed.nearness(file, change.file), file)):
+            share = left / FILES_AT_LEAST if chosen else self.seconds / 2
+            for number, test in enumerate(by_file[file][:MOST_TESTS]):
+                share -= self._seconds(test)
+                if share < 0 and (number or left < self._seconds(test)):
+                    break
+                chosen.append(test)
+                left -= self._seconds(test)
         return chosen
 
     def _seconds(self, test: str) -> float:
@@ -158,26 +161,24 @@ class Judge:
         chosen = self.tests_of(change)
         if not chosen:
             return SURVIVED, "no test executes it"
-        said = f"{sum(map(len, chosen))} tests of {len(chosen)} files passed"
-        for tests in chosen:
-            while tests := [test for test in tests if test not in self.fails_anyway]:
-                status, output = self._run(tree, tests, change, number)
-                if status == 0:
-                    break
-                failed = next(iter(FAILED.findall(output)), "")
-                proof = [failed] if failed in tests else tests
-                if self._pass_without(tree, proof):
-                    return KILLED, failed or ("it hangs" if status is None else f"pytest ended with {status}")
-                if proof == tests and len(tests) > 1:
-                    return NO_VERDICT, f"{tests[0].split('::')[0]} also fails without it"
-        return SURVIVED, said
+        while tests := [test for test in chosen if test not in self.fails_anyway]:
+            status, output = self._run(tree, tests, change, number)
+            if status == 0:
+                return SURVIVED, f"{len(tests)} tests of {len({t.split('::')[0] for t in tests})} files passed"
+            failed = next(iter(FAILED.findall(output)), "")
+            proof = [failed] if failed in tests else tests[:1]  # without a name, what is run at all
+            if self._pass_without(tree, proof):
+                return KILLED, failed or ("it hangs" if status is None else f"pytest ended with {status}")
+            if not failed:
+                break
+        return NO_VERDICT, f"{chosen[0].split('::')[0]} also fails without it"
 
     def _run(self, tree: ScratchTree, tests: list[str], change: Change, number: int) -> tuple[int | None, str]:
         limit = max(LEAST_LIMIT_S, 5 * sum(map(self._seconds, tests)))
         if change.file.endswith(CPP):
-            return tree.run_tests([TEST_LIMIT, *tests], limit, **{CHOSEN: str(number)})
+            return tree.run_tests([TEST_LIMIT, *tests], limit, **AS_GIVEN, **{CHOSEN: str(number)})
         with tree.changed({change.file: change.apply((tree.root / change.file).read_text())}):
-            return tree.run_tests([TEST_LIMIT, *tests], limit)
+            return tree.run_tests([TEST_LIMIT, *tests], limit, **AS_GIVEN)
 
     def _pass_without(self, tree: ScratchTree, tests: list[str]) -> bool:
         """True if tests pass without a mutant: one that always fails proves nothing."""

@@ -32,7 +32,7 @@ constexpr bool moe_rt_mutant(int n) {{
 #endif
 #endif
 """
-# Units that include every source of the engine and of the emulated GPU, with the flags that matter to the compiler's front.
+# Units that include every source of the engine and of the emulated GPU.
 UNITS = ("cuda/cpu/engine.cpp", "cuda/cpu/engine_ops.cpp", "cuda/cpu/report.cpp", "cuda/cpu/rows.cpp")
 UNITS += ("cuda/cpu/rows_portable.cpp", "cuda/net/ucx_api.cpp", "cuda/net/ucx_network.cpp", "cuda/python/bindings.cpp")
 UNITS += ("cuda/python/launch_bindings.cpp", "cuda/python/network_bindings.cpp", "cuda/python/report_bindings.cpp")
