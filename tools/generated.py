@@ -182,7 +182,15 @@ class _Language:
                 yield "neighbours swapped", first.start_byte, second.end_byte, swapped
 
     def _independent(self, first: Node, second: Node) -> bool:
-        """False if swapping them is plainly an error, as one of them sets a name that the other uses."""
+        """False if swapping them changes nothing, or is plainly an error: one sets a name that the other uses."""
+        if (
+            first.parent is not None
+            and first.parent.parent is not None
+            and first.parent.parent.type == "class_definition"
+        ):
+            return False
+        if any(self._plain(left) for node in (first, second) for left in self._left_of(node)):
+            return False
         if any(child.type in ("string", "assert_statement") for node in (first, second) for child in node.children[:1]):
             return False
         return not any(
@@ -190,6 +198,13 @@ class _Language:
             for node, other in ((first, second), (second, first))
             for name in self._sets(node)
         )
+
+    def _left_of(self, statement: Node) -> list[Node]:
+        """Return the target of a statement that is an assignment."""
+        inner = statement.children[0] if statement.type == "expression_statement" and statement.children else None
+        assigns = inner is not None and inner.type in ("assignment", "assignment_expression")
+        left = inner.child_by_field_name("left") if assigns and inner is not None else None
+        return [] if left is None else [left]
 
     def _sets(self, node: Node) -> set[str]:
         left = node.child_by_field_name("left")
