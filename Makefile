@@ -102,7 +102,7 @@ sweep: install tools
 	$(PYTEST) --sweep
 
 # Small wrong changes, one at a time, each of which some test should notice: with SAMPLE=n, n generated ones, drawn by
-# SEED, of FOLDER; without it those that are written by hand, which takes over an hour.
+# SEED, of FOLDER; without it those that are written by hand.
 mutants: install
 	$(if $(SAMPLE),$(BIN)/python tools/executed.py && $(BIN)/python tools/sampled_mutants.py --sample $(SAMPLE) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(FOLDER),--folder $(FOLDER)),$(BIN)/python tools/mutants.py)

@@ -184,3 +184,15 @@ def test_a_run(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "survived: nobody, " in done.stdout
     assert "no test executes it\n--- a/moe_rt/sums.py\n+++ b/moe_rt/sums.py" in done.stdout
+
+
+def test_equivalents_fit_the_sources() -> None:
+    for listed in tool.equivalents(ROOT):
+        text = (ROOT / listed.file).read_text()
+        lines = {
+            text.splitlines()[change.line - 1].strip()
+            for change in generated.generate(listed.file, text)
+            if (change.function, change.operator) == (listed.function, listed.operator)
+        }
+        assert listed.line in lines, listed
+        assert listed.reason.endswith(".")
