@@ -37,7 +37,7 @@ else:
 from executed import KEPT, Executed, blocks_of, test_files
 from generated import CPP, Change, generate
 from scratch_tree import ScratchTree
-from switches import CHOSEN, compiling, with_switches
+from switches import CHOSEN, compiled_here, compiling, with_switches
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "tests/mutants"
@@ -74,7 +74,10 @@ def universe(root: Path, folder: str) -> dict[tuple[str, int], list[Change]]:
     command = ["git", "ls-files", "moe_rt", "cuda"]
     listed = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     found: dict[tuple[str, int], list[Change]] = defaultdict(list)
+    can_run = compiled_here(root)
     for file in listed:
+        if file.endswith(CPP) and file not in can_run:
+            continue
         if file.endswith((".py", *CPP)) and file.startswith(folder) and not file.startswith(LEFT_OUT):
             for change in generate(file, (root / file).read_text()):
                 found[file, change.line].append(change)

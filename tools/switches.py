@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 from generated import CPP, Change
+from scratch_tree import ScratchTree
 
 CHOSEN = "MOE_RT_GENERATED_MUTANT"
 # Device compilers get the unchanged program, and so does what the host's compiler evaluates.
@@ -98,11 +100,22 @@ def _apart(changes: list[Change]) -> list[Change]:
     return kept
 
 
+def _included(unit: Path, seen: set[Path]) -> set[Path]:
+    """Return a source and what it includes by relative paths."""
+    if unit not in seen and unit.is_file():
+        seen.add(unit)
+        for name in re.findall(r'^#include "([^"]+)"', unit.read_text(), re.MULTILINE):
+            _included((unit.parent / name).resolve(), seen)
+    return seen
+
+
+def compiled_here(root: Path) -> set[str]:
+    """Return C++ files that the host's compiler compiles: others are for device compilers only."""
+    found = {path for unit in UNITS for path in _included((root / unit).resolve(), set())}
+    return {path.relative_to(root.resolve()).as_posix() for path in found if path.is_relative_to(root.resolve())}
+
+
 def _refused(changes: list[Change], root: Path) -> list[Change]:
-    import tempfile
-
-    from scratch_tree import ScratchTree
-
     includes = [f"-I{sysconfig.get_paths()['include']}"]
     nanobind = find_spec("nanobind")
     if nanobind and nanobind.submodule_search_locations:
@@ -116,8 +129,10 @@ def _refused(changes: list[Change], root: Path) -> list[Change]:
             command = [os.environ.get("CXX", "g++"), *FLAGS, *includes, unit]
             return subprocess.run(command, cwd=tree.root, capture_output=True, text=True).stderr
 
+        files = {(tree.root / change.file).resolve() for change in changes}
+        units = [u for u in UNITS if files & _included((tree.root / u).resolve(), set())]
         with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-            said = "".join(pool.map(errors, UNITS))
+            said = "".join(pool.map(errors, units))
     places = {(m["file"] or m["file2"], int(m["line"] or m["line2"])) for m in FAULT.finditer(said)}
     found = [change for change in changes if any(_at(change, file, line) for file, line in places)]
     if places and not found:

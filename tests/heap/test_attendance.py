@@ -273,7 +273,7 @@ def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path)
 
 @pytest.mark.parametrize("timed_out", [1, 2])
 def test_of_failures_in_one_attempt_a_time_out_counts_last(timed_out: int) -> None:
-    """Whichever rank timed out, and whatever the order of ranks: what made it wait says more."""
+    """The failure that made a rank wait says more than its timeout, for any order of ranks."""
     store = dist.HashStore()
     ranks = [Meeting(store, rank, 3) for rank in range(3)]
     for ticket in range(3):
