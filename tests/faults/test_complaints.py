@@ -1,12 +1,14 @@
-"""Complaints of moe-rt chaos: one of each kind is enough, and none is of what is right."""
+"""Complaints of moe-rt chaos, one of each kind, and options of the buffers that its ranks make."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
+from signatures import misplaced, unlike_defaults
 
-from moe_rt.lab.chaos import outcome
+from moe_rt.lab.chaos import outcome, worker
 
 GOOD: dict[str, Any] = {
     "raised": "nothing", "then": "nothing", "made": True, "steps": 3, "descriptors": 0, "threads": 0, "segments": 0,
@@ -55,3 +57,12 @@ def test_ranks_that_raised_another_error() -> None:
 def test_the_span_of_times() -> None:
     assert outcome.span([]) == ""
     assert outcome.span([3.0, 1.0, 9.0]) == "3.0 / 9.0"
+
+
+def test_options_of_a_rank_reach_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: dict[str, Any] = {}
+    monkeypatch.setattr(worker, "Buffer", lambda group, **options: arrived.update(options))
+    given = unlike_defaults(worker.Size)
+    worker.make_buffer(None, 3, worker.Size(**given), timeout_s=1.5, init_timeout_s=2.5)
+    sizes = dict(num_max_tokens_per_rank=given.pop("tokens"), num_topk=2, num_experts=6, dtype=torch.float32)
+    assert misplaced({**given, **sizes, "timeout_s": 1.5, "init_timeout_s": 2.5}, arrived) == {}
