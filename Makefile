@@ -29,7 +29,7 @@ LONG := bench $(addprefix tests/,docs fuzz gpucheck install model mutants nodes 
   faults/test_matrix.py faults/test_chaos_on_nodes.py heap/test_ucx_messages.py layer/test_compiled.py \
   protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py train/test_parity.py)
 
-.PHONY: demo quick test long-test pytest ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
+.PHONY: demo quick test long-test pytest test-alone ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
 
 install: $(INSTALLED)
 
@@ -102,9 +102,17 @@ serve-anew:
 sweep: install tools
 	$(PYTEST) --sweep
 
-# Small wrong changes, one at a time. Some test must notice each of them; this takes over an hour.
+# Small wrong changes, one at a time, each of which some test should notice: with SAMPLE=n, n generated ones, drawn by
+# SEED, of FOLDER; without it those that are written by hand.
 mutants: install
-	$(BIN)/python tools/mutants.py
+	$(if $(SAMPLE),$(BIN)/python tools/executed.py && $(BIN)/python tools/sampled_mutants.py --sample $(SAMPLE) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(FOLDER),--folder $(FOLDER)),$(BIN)/python tools/mutants.py)
+
+# Every file of tests in a process of its own: a test must not need what another file has imported or left.
+test-alone: install
+	@failed=; for file in $$(git ls-files 'tests/*test_*.py' | grep -v -e /serving -e /ptx/); do echo $$file; \
+	  $(BIN)/python -m pytest -q -p no:cacheprovider $$file || [ $$? = 5 ] || failed="$$failed $$file"; done; \
+	  test -z "$$failed" || { echo "failed alone:$$failed"; exit 1; }
 
 # Coverage of Python by the `make quick` tests in their own process, and of cuda/protocol by C++ programs.
 coverage: install

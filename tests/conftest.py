@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 
@@ -75,12 +76,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip combinations whose parts other tests cover, unless --sweep is given; run the longest files first."""
+    """Skip combinations whose parts other tests cover, unless --sweep is given; run the longest files first.
+
+    MOE_RT_TEST_ORDER="as given" keeps the order of the arguments. Any other text shuffles the other files, the same
+    text always in the same way.
+    """
     if not config.getoption("--sweep"):
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=left_out)
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    seed = os.environ.get("MOE_RT_TEST_ORDER")
+    if seed == "as given":
+        return
+    place = {path: random.Random(f"{seed}{path.name}").random() if seed else 0.0 for path in {i.path for i in items}}
+    longest = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (longest.get(item.path.name, len(LONGEST)), place[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -88,7 +88,9 @@ def read(root: Path) -> list[Mutant]:
 
 
 def parse(group: str, text: str) -> list[Mutant]:
-    return [as_mutant(group, name, fields) for name, fields in sorted(tomllib.loads(text).items())]
+    tables = tomllib.loads(text)
+    tables.pop("equivalent", None)  # of generated mutants, see tools/sampled_mutants.py
+    return [as_mutant(group, name, fields) for name, fields in sorted(tables.items())]
 
 
 def refuse(why: str) -> NoReturn:

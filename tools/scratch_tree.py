@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,9 +38,9 @@ for line in sys.stdin:
 
 
 class ScratchTree:
-    """Copy of the current tracked files of `source` under `root`."""
+    """Copy of the current tracked files of `source` under `root`; `programs` keeps compiled test programs."""
 
-    def __init__(self, source: Path, root: Path) -> None:
+    def __init__(self, source: Path, root: Path, programs: Path | None = None) -> None:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=source, check=True, stdout=subprocess.PIPE, text=True)
         for name in filter(None, listed.stdout.split("\0")):
             if (source / name).is_file():
@@ -49,6 +50,9 @@ class ScratchTree:
         self._beside = root / "build/beside"
         self._beside.mkdir(parents=True)
         (self._beside / f"{EDITABLE_FINDER}.py").touch()
+        if programs is not None:  # of other trees, which test programs of the same text are taken from
+            programs.mkdir(parents=True, exist_ok=True)
+            (root / "build/tests").symlink_to(programs.resolve())
         self._newest = 0.0
         self._runner: subprocess.Popen[bytes] | None = None
 
@@ -57,6 +61,10 @@ class ScratchTree:
         package = find_spec("moe_rt")
         places = package.submodule_search_locations if package and package.submodule_search_locations else ()
         self._take_engine(engine for place in places for engine in Path(place).glob("_engine*.so"))
+
+    def take_engine_of(self, other: ScratchTree) -> None:
+        """Copy the engine of another tree, which has the same sources."""
+        self._take_engine([other.engine])
 
     def build_engine(self, header: str) -> None:
         """Build the engine from this tree's current sources; every source includes `header` first."""
@@ -116,7 +124,8 @@ class ScratchTree:
 
     def _take_engine(self, found: Iterable[Path]) -> None:
         """Copy the first of these, and check that this tree is imported: otherwise every mutant would survive."""
-        shutil.copy2(next(iter(found)), self.root / "moe_rt")
+        self.engine = self.root / f"moe_rt/_engine{EXTENSION_SUFFIXES[0]}"
+        shutil.copy2(next(iter(found)), self.engine)
         code = "import moe_rt, moe_rt._engine as e; print(moe_rt.__file__); print(e.__file__)"
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=self._environment(), cwd="/", check=True, stdout=subprocess.PIPE, text=True)

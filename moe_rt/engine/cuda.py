@@ -190,7 +190,7 @@ class CudaEngine(Engine):
         stream = self._gpu.stream()
         taken = self._segments.streams
         if taken is not None and taken.get(self.rank) != stream and not self._gpu.is_capturing():
-            for peer, other in taken.items():
+            for peer, other in taken.copy().items():  # peers that are threads may add theirs meanwhile
                 if other == stream and peer != self.rank:
                     raise InvalidConfig(
                         f"stream: got the one that virtual rank {peer} uses, expected one for each rank; run every "

@@ -51,6 +51,23 @@ def test_where_the_directory_is_read_only_another_takes_new_entries(read_only: P
     assert [path.name for path in (tmp_path / f"moe_rt-{os.geteuid()}").iterdir()] == ["new.cubin"]
 
 
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_lock_protects_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    """The work is done without the lock if its file cannot be made, or another process keeps it."""
+    monkeypatch.setenv("MOE_RT_CACHE", str(tmp_path))
+    done = []
+    with open_cache() as cache:
+        assert cache is not None
+        with cache.lock("key", 0.0):
+            if refused:
+                (tmp_path / "other.lock").symlink_to(tmp_path)  # nothing is opened through a link
+            with cache.lock("other" if refused else "key", 0.0):
+                done.append("work")
+            assert (tmp_path / "key.lock").exists(), "who did not get the lock leaves it to its holder"
+    assert done == ["work"]
+    assert not (tmp_path / "key.lock").exists()
+
+
 def test_who_names_a_directory_gets_no_other(read_only: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MOE_RT_CACHE", str(read_only))
     with pytest.warns(RuntimeWarning, match="kernels are not kept: .*/image/moe_rt cannot be written"):

@@ -297,3 +297,22 @@ def test_too_many_experts_for_a_block() -> None:
     spec = make_spec(1, num_experts=7000)
     with pytest.raises(InvalidConfig, match="bytes of shared memory"):
         Buffer(ThreadGroup.make(1, EmulatedGpu())[0], **buffer_kwargs(spec))
+
+
+class Growing(dict[int, int]):
+    """Gains an entry while it is iterated, as if another rank's thread ran in between."""
+
+    def items(self) -> Any:
+        for item in super().items():
+            self[100] = -1
+            yield item
+
+
+def test_ranks_that_come_while_streams_are_compared() -> None:
+    with Buffer(ThreadGroup.make(1, EmulatedGpu())[0], **buffer_kwargs(make_spec(1))) as buffer:
+        engine: Any = buffer._engine
+        engine._segments.streams = Growing({7: -1})
+        assert engine._stream() == engine._gpu.stream()
+        engine._segments.streams = {7: engine._gpu.stream()}
+        with pytest.raises(InvalidConfig, match="stream: got the one that virtual rank 7 uses"):
+            engine._stream()

@@ -16,6 +16,7 @@ from support.routing import buffer_kwargs, make_inputs, make_spec
 
 from moe_rt import Buffer
 from moe_rt.config.codec import RowFormat
+from moe_rt.engine.cuda import CudaEngine
 from moe_rt.errors import CapacityOverflow, GroupPoisoned, InvalidInput, InvalidRouting, MoeRtError, PeerTimeout
 
 HANG_S = 600.0
@@ -156,3 +157,27 @@ def test_refusals_of_whole_ops(act: Any, changes: dict[str, Any], raised: type[M
         assert raised in found
         assert set(found) <= {raised, GroupPoisoned}
     assert gpu.launched.count("dispatch_whole") >= 1
+
+
+def test_a_dispatch_after_the_failure_leaves_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatch that was queued before the host learned of the failure receives no rows, whatever its memory held."""
+    spec = make_spec(2, num_max_tokens_per_rank=2)
+    inputs = make_inputs(spec, [2, 2], seed=1, kind="topk")
+    monkeypatch.setattr(CudaEngine, "health", lambda engine: None)
+    silence = threading.Barrier(2)
+
+    def case(group: Any) -> list[int]:
+        offs = []
+        with Buffer(group, timeout_s=1.0, **buffer_kwargs(spec)) as buffer:
+            mine = [each[buffer.rank] for each in (inputs.xs, inputs.topk_idx, inputs.topk_weights)]
+            for _ in range(2 if buffer.rank == 0 else 0):
+                offs.append(buffer.dispatch(*mine)[2].offs.tolist())
+            silence.wait(HANG_S)
+        return offs
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors with the largest numbers
+    try:
+        found = ThreadRanks(2, EmulatedGpu(threads=32)).run(case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0] == [[0] * spec.placement.num_local(0)] * 2

@@ -132,3 +132,24 @@ def test_a_signal_after_the_timeout_is_no_signal(gpu: EmulatedGpu) -> None:
     """A signal after the timeout is ignored; rows by lists that were never fetched would be silently wrong."""
     outcomes = ThreadRanks(2, gpu).run(late)
     assert set(outcomes) <= {"PeerTimeout", "GroupPoisoned", "GroupClosed", "right rows"}
+
+
+def test_memory_of_the_network_outlives_the_last_launch(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the queued kernels of a closed buffer may still touch is kept until the stream is done."""
+    kept: list[Any] = []
+    monkeypatch.setattr(EmulatedGpu, "outlive_stream", lambda _, memory: kept.append(memory.data_ptr()))
+
+    def case(group: Any) -> set[int]:
+        buffer = Buffer(group, **buffer_kwargs(make_spec(2)))
+        network = Segments([], [], [torch.zeros(8), "no tensor", torch.zeros(8)])
+        engine: Any = buffer._engine
+        engine._network = network
+        expected = {m.data_ptr() for m in (*engine._launcher.memory, engine._launcher.record)}
+        expected |= {
+            m.data_ptr() for m in (*engine._segments.mappings, *network.mappings) if isinstance(m, torch.Tensor)
+        }
+        buffer.close()
+        return expected
+
+    for expected in ThreadRanks(2, gpu).run(case):
+        assert expected <= set(kept)

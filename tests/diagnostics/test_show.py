@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from moe_rt.diagnostics.report import OpRecord
 from moe_rt.diagnostics.show import lately
+from moe_rt.engine.cpu import CpuEngine
+from moe_rt.errors import Op
 
 
 def op(start: int, waits: int, end: int, peer: int = 1, longest: int = 0) -> OpRecord:
@@ -20,6 +25,11 @@ def test_shares_of_the_time_and_who_was_waited_for() -> None:
     assert lately(ops) == "3 ops in 2e-07 s: 25% in them, 10% waiting, longest for rank 1"
 
 
+def test_waits_for_a_peer_add_up() -> None:
+    ops = [op(100, 10, 120, 1, 8), op(200, 3, 210, 2, 5), op(280, 7, 300, 2, 4)]
+    assert lately(ops).endswith("longest for rank 2"), "5 and 4 ns are more than 8"
+
+
 def test_nothing_is_said_of_a_single_op_or_of_peers_that_there_are_not() -> None:
     assert lately([op(100, 10, 120), op(200, 0, 0)]) == ""
     assert lately([op(0, 1, 10, -1), op(10, 1, 20, -1)]) == "2 ops in 2e-08 s: 100% in them, 10% waiting"
@@ -28,3 +38,11 @@ def test_nothing_is_said_of_a_single_op_or_of_peers_that_there_are_not() -> None
 def test_times_that_a_peer_made_up_are_left_out() -> None:
     assert lately([op(100, 1, 50), op(100, 1, 100)]) == ""
     assert lately([op(100, 1, 120), op(20, 1, 40)]) == ""
+
+
+def test_timings_are_differences_of_the_times_recorded() -> None:
+    last = SimpleNamespace(op=Op.COMBINE, start_ns=1000, announced_ns=1020, heard_ns=1300, end_ns=5300)
+    engine: Any = SimpleNamespace(op_record=lambda: last, arrival_ns=lambda: [7, 8], line_latency_ns=lambda: 9.5)
+    assert CpuEngine.timings(SimpleNamespace(_engine=engine)) == dict(  # type: ignore[arg-type]
+        op="combine", before_ns=20, wait_ns=280, after_ns=4000, arrival_ns=[7, 8], line_latency_ns=9.5
+    )

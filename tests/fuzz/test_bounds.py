@@ -29,6 +29,14 @@ def test_every_bound() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_lists_over_a_network() -> None:
+    program = compile_program(
+        HERE / "remote_lists.cpp", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    )
+    done = subprocess.run([program], capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def clauses(text: str, function: str) -> list[str]:
     """Return the conditions under which a function refuses, one by one."""
     begin = text.index(f" {function}(")

@@ -33,6 +33,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> TimedGpu:
     return found
 
 
+def test_the_ceiling_counts_bytes_read_and_written(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of half the bytes, which takes a quarter of a second, moves four times all of them in a second."""
+    times = iter([9.0] * measuring._WARM_UP + [0.25] * measuring._RUNS)
+    monkeypatch.setattr(measuring.Timer, "seconds", lambda timer: next(times))
+    copied: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, source: copied.append(source.nbytes))
+    ceiling = measuring.CopyCeiling(gpu.device)
+    assert ceiling.of(1000) == 4 * 1000
+    assert set(copied) == {500}
+    assert ceiling.of(1000) == 4 * 1000, "it is measured once"
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bandwidth_table(gpu: TimedGpu, ranks: int) -> None:
     load = timing.Load(ranks, tokens=64, hidden=64, topk=2, experts=4)

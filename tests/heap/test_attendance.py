@@ -271,6 +271,33 @@ def test_a_job_that_starts_anew_over_the_same_store(before: str, tmp_path: Path)
         assert [ended(process) for process in second] == [0, 0]
 
 
+@pytest.mark.parametrize("timed_out", [1, 2])
+def test_of_failures_in_one_attempt_a_time_out_counts_last(timed_out: int) -> None:
+    """The failure that made a rank wait says more than its timeout, for any order of ranks."""
+    store = dist.HashStore()
+    ranks = [Meeting(store, rank, 3) for rank in range(3)]
+    for ticket in range(3):
+        assert ranks[0]._me.ticket_of(ticket)
+    ranks[timed_out].fail(PeerTimeout("rank 0 did not come"))
+    ranks[3 - timed_out].fail(InvalidConfig("hidden: got 0"))
+    with pytest.raises(InvalidConfig, match="hidden: got 0"):
+        ranks[0].raise_first_failure()
+
+
+def test_the_first_of_several_attempts_ends_first() -> None:
+    store = dist.HashStore()
+    attendances = [Attendance(store, rank, 3) for rank in range(3)]
+    for text in ("first", "second"):
+        Meeting(store, 2, 3, attendances[2]).fail(InvalidConfig(f"{text} of rank 2"))
+    Meeting(store, 1, 3, attendances[1]).fail(InvalidConfig("first of rank 1"))
+    waiting = Meeting(store, 0, 3, attendances[0])
+    with pytest.raises(InvalidConfig, match="first of rank") as raised:
+        waiting.raise_first_failure()
+    waiting.fail(raised.value)
+    with pytest.raises(InvalidConfig, match="second of rank 2"):
+        Meeting(store, 0, 3, attendances[0]).raise_first_failure()
+
+
 def test_a_failure_ends_the_attempt_to_which_its_rank_came() -> None:
     """A failure ends the attempt that its rank reached: rank 1 missed the first one, for which rank 0 waited, and fails
     in its own first, which is rank 0's second."""

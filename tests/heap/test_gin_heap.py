@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from heap.fake_nccl import DEV_COMM_BYTES, NcclGinConnectionType, plain_dev_comm
@@ -12,7 +15,7 @@ from support.ranks import ThreadRanks
 
 from moe_rt import ThreadGroup
 from moe_rt.errors import InvalidConfig, OutOfSharedMemory, PeerTimeout
-from moe_rt.memory import gin
+from moe_rt.memory import gin, nvshmem
 from moe_rt.memory.segments import Segments
 
 MARKS = [256, 512]  # offsets at which a rank of three finds its peers' marks
@@ -205,3 +208,18 @@ def test_shutdown_frees_and_lets_start_anew() -> None:
     assert job.shutdown() == [None, None], "nothing is left to do"
     job.allocate(PAGE)
     assert len(job.cluster.of("init")) == 4
+
+
+@pytest.mark.parametrize("module", [gin, nvshmem], ids=lambda module: module.__name__.split(".")[-1])
+def test_zeros_are_there_before_a_peer_may_write(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """A stream writes the zeros, and no peer's stream waits for it, so the host waits before it says so."""
+    done: list[str] = []
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cpu"), synchronize=lambda: done.append("waited"))
+    data = SimpleNamespace(zero_=lambda: done.append("zeros"))
+    allocation = SimpleNamespace(data=data, buffer=SimpleNamespace(fill=lambda value, stream: data.zero_()))
+    world = module.World()
+    if module is nvshmem:
+        monkeypatch.setattr(world, "_current", contextlib.nullcontext)
+        monkeypatch.setattr(world, "_device", SimpleNamespace(default_stream=None), raising=False)
+    assert world._zero(allocation, gpu) == {}
+    assert done == ["zeros", "waited"]

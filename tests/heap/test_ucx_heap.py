@@ -20,7 +20,7 @@ from support.routing import make_spec
 from moe_rt import Buffer, _engine
 from moe_rt.cli import main
 from moe_rt.engine.backend import Backend, find_hosts
-from moe_rt.errors import CorruptPeer, InvalidConfig, MissingPackage
+from moe_rt.errors import CorruptPeer, InvalidConfig, MissingPackage, OutOfSharedMemory
 from moe_rt.memory import ucx
 
 HERE = Path(__file__).parent
@@ -86,6 +86,23 @@ def test_an_address_is_taken() -> None:
 def test_versions_must_agree(changes: dict[str, str]) -> None:
     with pytest.raises(InvalidConfig, match="on rank 1, expected what rank 0 has"):
         ucx.allocate(Told(**changes), make_spec(2).shape(), 1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("changes", "segments"), [({}, 2), ({"where": "another host"}, 1)])
+def test_there_is_room_for_all_segments_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], segments: int
+) -> None:
+    asked: list[int] = []
+
+    def look_for_room(num_bytes: int, rank: int) -> None:
+        asked.append(num_bytes)
+        raise OutOfSharedMemory("enough", rank=rank)
+
+    monkeypatch.setattr(ucx.shm, "look_for_room", look_for_room)
+    shape = make_spec(2).shape()
+    with pytest.raises(OutOfSharedMemory):
+        ucx.allocate(Told(**changes), shape, 1.0)  # type: ignore[arg-type]
+    assert asked == [segments * shape.segment_bytes()]
 
 
 @pytest.mark.parametrize("changes", [{"version": 7}, {"ucx": None}, {"where": {}}])

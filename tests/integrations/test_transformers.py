@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.needs_transformers import require_transformers
 from support.ranks import Ranks
+from support.signatures import misplaced, unlike_defaults
 
 require_transformers()
 
@@ -18,7 +19,9 @@ from integrations import cases_transformers as cases  # noqa: E402
 from integrations.transformers_models import FAMILIES, tiny_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from moe_rt.buffer.pool import GrowingOptions  # noqa: E402
 from moe_rt.errors import InvalidConfig  # noqa: E402
+from moe_rt.integrations import transformers as adapter  # noqa: E402
 from moe_rt.integrations.transformers import configure  # noqa: E402
 
 MakeRanks = Callable[[str, int], Ranks]
@@ -124,6 +127,16 @@ def test_different_sizes_are_refused_everywhere(make_ranks: MakeRanks, saved: Ca
 def test_sizes_that_make_no_sense(size: Any) -> None:
     with pytest.raises(InvalidConfig, match=rf"num_max_tokens_per_rank: got '?{size}'?, expected a positive integer"):
         configure(num_max_tokens_per_rank=size)
+
+
+def test_every_option_of_configure_arrives() -> None:
+    given = unlike_defaults(configure)
+    try:
+        configure(**given)
+        assert misplaced(given, {**vars(adapter._options), "send_padding": adapter._send_padding}) == {}
+    finally:
+        configure()
+    assert adapter._options == GrowingOptions()
 
 
 def test_a_model_without_a_plan(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:

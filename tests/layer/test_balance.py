@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn.router import Router
 from moe_rt.nn.router_losses import load_balancing_loss
+
+GROUPS = dict(num_groups=4, topk_groups=2)
 
 
 def test_balance_bias_chooses_but_does_not_weigh() -> None:
@@ -152,17 +155,23 @@ def test_update_bias_refuses() -> None:
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-def test_sequence_loss_is_that_of_deepseek_v3(score_func: str) -> None:
-    """The loss equals equations 17 to 20, computed by loops: f counts the top-k of scores without the bias."""
-    router = make_router(score_func=score_func, balance_bias=True, num_groups=4, topk_groups=2)
+@pytest.mark.parametrize("options", [dict(balance_bias=True), GROUPS, dict(balance_bias=True, **GROUPS)], ids=str)
+def test_sequence_loss_is_that_of_deepseek_v3(score_func: str, options: dict[str, Any]) -> None:
+    """The loss equals equations 17 to 20, computed by loops: f counts the top-k of the scores, whether a bias, groups
+    or both made something else of them."""
+    router = make_router(score_func=score_func, **options)
+    if router.balance_bias is not None:
+        router.balance_bias.copy_(torch.linspace(-1, 1, E))
     x = tokens(3, 7)
-    losses = []
+    losses, differs = [], False
     for sequence in x:
         logits = F.linear(sequence, router.weight)
         s = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
         normed = s / s.sum(-1, keepdim=True)
         chosen = s.topk(K, -1).indices.flatten().tolist()
+        differs |= chosen != router(sequence)[0].flatten().tolist()
         losses.append(sum(E / (K * 7) * chosen.count(e) * normed[:, e].sum() / 7 for e in range(E)))
+    assert differs
     torch.testing.assert_close(router(x)[2].load_balancing_loss, torch.stack(losses).mean())
 
 

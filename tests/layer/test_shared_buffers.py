@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 from conftest import CPU_HEAPS, HEAPS
 from layer.cases_layer import config
-from support.ranks import Ranks
+from support.ranks import Ranks, ThreadRanks
 
 from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
 from moe_rt.buffer.pool import GrowingBuffer, GrowingOptions
 from moe_rt.config.options import BufferOptions
+from moe_rt.errors import ConfigMismatch
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -70,6 +72,43 @@ def test_a_buffer_that_is_outgrown_gets_half_as_much_room_again() -> None:
         lease = growing.dispatch(torch.ones(num_tokens, 8), idx, torch.ones(num_tokens, 1), tag=1).lease
         made.append(lease.buffer.spec.num_max_tokens_per_rank)
     assert made == [256, 384, 384]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_buffer_of_another_dtype_goes_unless_it_was_used(used: bool) -> None:
+    """layer.to(dtype) before the first forward leaves no buffer of the first dtype; after it, both remain."""
+    layer = MoELayer(config(), ThreadGroup.make(1)[0])
+    if used:
+        layer(torch.ones(4, 16))
+    first = weakref.ref(layer.buffer)
+    layer.to(torch.float64)
+    layer(torch.ones(4, 16, dtype=torch.float64))
+    gc.collect()
+    assert (first() is not None) == used
+    assert layer.buffer.spec.dtype is torch.float64
+    assert layer.buffer.spec.hidden == 16
+
+
+def test_fixed_sizes_that_differ_name_the_first_rank_that_does() -> None:
+    sizes = dict(hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
+
+    def case(group: ThreadGroup) -> None:
+        options = GrowingOptions(num_max_tokens_per_rank=(7, 7, 9)[group.rank], timeout_s=60.0)
+        GrowingBuffer(group, options, **sizes)._agree(1)
+
+    for rank, raised in enumerate(ThreadRanks(3).outcomes(case)):
+        assert isinstance(raised, ConfigMismatch)
+        assert (raised.rank, raised.peer) == (rank, 2)
+        assert "num_max_tokens_per_rank: got 9 on rank 2, expected 7 as on rank 0" in str(raised)
+
+
+def test_the_largest_batch_of_any_rank_counts() -> None:
+    sizes = dict(hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
+
+    def case(group: ThreadGroup) -> int:
+        return GrowingBuffer(group, GrowingOptions(), **sizes)._agree((3, 11, 5)[group.rank])
+
+    assert ThreadRanks(3).run(case) == [11] * 3
 
 
 def test_a_graph_keeps_its_buffer_when_a_larger_one_takes_its_place() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -217,6 +218,20 @@ def clipped_by_hand(group: Any) -> list[float]:
         model.register_parameter(name, p)
     norm = clip_grad_norm_(model, 1.0).item()
     return [norm, *sharded.grad.full_tensor().tolist(), *replicated.grad.full_tensor().tolist()]
+
+
+def clipped_without(group: Any, what: str) -> float:
+    """Return the norm if rank 1 has no gradients of its experts, or none at all."""
+    few = dist.new_group(timeout=timedelta(seconds=20))  # a rank that calls fewer collectives fails soon
+    layer = MoELayer(moe_config(), few)
+    for name, p in layer.named_parameters():
+        if group.rank() == 0 or not (what == "everything" or "experts" in name):
+            p.grad = torch.ones_like(p)
+    spread = [p.grad for name, p in layer.named_parameters() if "experts" in name and p.grad is not None]
+    assert bool(spread) == (group.rank() == 0)
+    norm = clip_grad_norm_(layer, 1e9).item()
+    close(layer)
+    return norm if what == "experts" else float(norm > 0)
 
 
 def clipped_threads(group: Any) -> None:

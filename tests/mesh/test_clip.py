@@ -25,6 +25,12 @@ def test_norm_is_that_of_one_process(make_ranks: MakeRanks, size: int, kind: str
     assert results[0] == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_rank_without_gradients(make_ranks: MakeRanks) -> None:
+    """A rank whose experts got no token, or whose backward was skipped, calls the collectives of the others."""
+    for without in ("experts", "everything"):
+        assert len(set(make_ranks("shm", 2).run(cases.clipped_without, without))) == 1
+
+
 def test_any_mixture_of_tensors(make_ranks: MakeRanks) -> None:
     expected = (2 * 4**2 + 2 * 3**2) ** 0.5
     for got in make_ranks("shm", 2).run(cases.clipped_by_hand):

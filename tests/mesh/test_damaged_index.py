@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from moe_rt import MoEConfig, MoELayer
@@ -50,6 +52,28 @@ def test_names_the_file(
     check_checkpoint(layer, path)
     damage(path)
     with pytest.raises(CorruptCheckpoint, match=message):
+        check_checkpoint(layer, path)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_file_ends_with_its_last_tensor_wherever_the_index_lists_it(
+    saved: tuple[MoELayer, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backwards: bool
+) -> None:
+    layer, path = saved[0], Path(shutil.copytree(saved[1], tmp_path / "copy"))
+    read = FileSystemReader.read_metadata
+
+    def sorted_index(self: FileSystemReader) -> Metadata:
+        index = read(self)
+        places = sorted(index.storage_data.items(), key=lambda item: item[1].offset, reverse=backwards)
+        index.storage_data = dict(places)
+        return index
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", sorted_index)
+    end = max(place.offset + place.length for place in FileSystemReader(path).read_metadata().storage_data.values())
+    os.truncate(path / DATA, end)
+    check_checkpoint(layer, path)
+    os.truncate(path / DATA, end - 1)
+    with pytest.raises(CorruptCheckpoint, match=rf"{DATA}: got {end - 1} bytes, expected at least {end}"):
         check_checkpoint(layer, path)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from replicas import cases_marks as cases
 from support.ranks import Ranks
+
+from moe_rt.buffer import replicas
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -47,3 +51,23 @@ def test_models_made_without_memory(make_ranks: MakeRanks) -> None:
 
 def test_functional_calls(make_ranks: MakeRanks) -> None:
     assert make_ranks("shm", 2).run(cases.called_with_others) == [True, True]
+
+
+class Node:
+    """A node of autograd's graph."""
+
+
+def test_leaves_of_a_graph_with_several_branches() -> None:
+    """A branch that ends at the dispatch, or was seen before, hides no weight of another branch."""
+
+    def node(name: str, *before: Any, **more: Any) -> Any:
+        made = Node()
+        vars(made).update(name=lambda: name, next_functions=[(each, 0) for each in before], **more)
+        return made
+
+    first, second = (torch.zeros(1) for _ in range(2))
+    behind = node("AccumulateGrad", variable=torch.zeros(1))
+    weight, bias = node("AccumulateGrad", variable=first), node("AccumulateGrad", variable=second)
+    product = node("Mm", weight, node("MoeRtDispatchBackward", behind))
+    graph = node("Add", product, None, bias, product, node("MoeRtDispatchBackward", behind))
+    assert {id(t) for t in replicas._leaves(graph)} == {id(first), id(second)}

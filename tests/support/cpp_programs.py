@@ -31,7 +31,7 @@ def compile_program(source: Path, *flags: str) -> Path:
 
 def compile_object(source: Path, *flags: str) -> Path:
     """Compile one source; the headers of cuda/ and tests/ count as part of it."""
-    name = f"{source.stem}-{_digest(*flags, str(source))}"
+    name = f"{source.stem}-{_digest(*flags, os.path.relpath(source, ROOT))}"
     return kept(name, _digest(_headers(), source.read_text()), *flags, "-c", str(source))
 
 

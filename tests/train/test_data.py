@@ -24,6 +24,23 @@ def test_batch_does_not_depend_on_who_asks() -> None:
         assert not torch.equal(corpus.train_batch(seed=seed, step=step, indices=range(8), seq_len=SEQ_LEN)[0], whole)
 
 
+def test_the_first_and_the_last_window_are_drawn_and_none_after_it() -> None:
+    for spare in range(3):
+        stream = torch.arange(SEQ_LEN + 1 + spare).to(torch.uint8)
+        x, y = data.Corpus(train=stream, val=stream).train_batch(seed=0, step=0, indices=range(64), seq_len=SEQ_LEN)
+        assert set(x[:, 0].tolist()) == set(range(spare + 1))
+        assert y[:, -1].max() == stream[-1]
+
+
+def test_a_stream_that_is_a_multiple_of_the_length() -> None:
+    """The last target of a window is one byte after it, so a stream of two windows' bytes has one window."""
+    stream = torch.arange(2 * SEQ_LEN).to(torch.uint8)
+    ((x, _),) = data.Corpus(train=stream, val=stream).val_batches(
+        num_sequences=9, batch_size=1, rows=range(1), seq_len=SEQ_LEN
+    )
+    assert x.tolist() == [stream[:SEQ_LEN].tolist()]
+
+
 def test_validation_sequences_are_spread_over_all_bytes() -> None:
     stream = (torch.arange(100 * SEQ_LEN + 1) // SEQ_LEN).to(torch.uint8)
     corpus = data.Corpus(train=stream, val=stream)

@@ -1,0 +1,155 @@
+// Tests what a CPU rank does with the lists of peers that it reaches over a network: what it requests of them, and whom
+// it blames if they cannot be true.
+//
+// It exits with 0 if every case is right; otherwise it names the cases that are not.
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "../../cuda/cpu/proxy.h"
+#include "../../cuda/cpu/world_tables.h"
+#include "../../cuda/net/remote_peers.h"
+#include "../../cuda/protocol/flat/routing.h"
+
+using namespace moe_rt;
+
+namespace {
+
+constexpr int kMe = 0, kRanks = 3, kTokens = 4, kTopk = 2, kWindow = 0;
+constexpr int64_t kIdx[kTokens * kTopk] = {0, 1, 1, 0, 0, 2, 2, 0};
+
+// Copies from the peers' segments immediately, and records which of them rows were requested of.
+struct Copying final : Network {
+  std::vector<std::unique_ptr<char[]>>& segments;
+  int64_t rows_from;
+  std::set<int> asked;
+  Copying(std::vector<std::unique_ptr<char[]>>& all, int64_t rows) : segments(all), rows_from(rows) {}
+  void get(int peer, int64_t offset, void* to, int64_t bytes) override {
+    if (offset >= rows_from) asked.insert(peer);
+    std::memcpy(to, segments[peer].get() + offset, bytes);
+  }
+  void put(int, int64_t, const void*, int64_t) override {}
+  void put_last(int, int64_t, uint64_t) override {}
+  void post(int, int64_t, const Header&) override {}
+  void flush(int) override {}
+  bool flushed(int) const override { return true; }
+  bool lost(int) const override { return false; }
+  void drive() override {}
+  void begin_driving() override {}
+  void end_driving() override {}
+  void keep(std::shared_ptr<const void>, const char*) override {}
+  void leave(const uint64_t (&)[2]) override {}
+};
+
+// Ranks 1 and 2, which rank 0 reaches over the network, have announced a dispatch; rank 0 has no tokens.
+struct Group {
+  Shape shape;
+  Layout layout;
+  PlacementTables tables;
+  std::vector<NodeTables> nodes;
+  std::vector<std::unique_ptr<char[]>> segments;
+  std::vector<char*> base;
+
+  explicit Group(const std::vector<int32_t>& node_of)
+      : shape(NodeTables::sized({kRanks, kRanks, kTokens, 1, kTopk, 4, 4}, node_of)),
+        layout(Layout::make(shape)),
+        tables(PlacementTables::make({0, 1, 2}, kRanks)) {
+    for (int r = 0; r < kRanks; ++r) {
+      nodes.emplace_back(node_of, r);
+      base.push_back(segments.emplace_back(new char[layout.bytes]()).get());
+    }
+    const RuntimeDims dims{shape.hidden, shape.num_topk};
+    const std::vector<float> weights(kTokens * kTopk, 1.0f);
+    for (int source = 0; source < kRanks; ++source) {
+      const int64_t num_tokens = source == kMe ? 0 : kTokens;
+      const World w = world(source);
+      std::vector<int32_t> ints(LaneCounters::num_ints(shape, 1)), plan(kTokens * kTopk);
+      const LaneCounters counters{ints.data(), shape.num_experts, shape.num_ranks};
+      int64_t bad;
+      count_visits(Solo{}, dims, w, kIdx, num_tokens, counters, plan.data(), &bad);
+      const auto lists = RouteLists<float>::view(w, source, kWindow);
+      place_lanes(w, counters, 1, lists);
+      write_lists(Solo{}, dims, w, kIdx, weights.data(), num_tokens, counters, lists, plan.data());
+    }
+  }
+  World world(int rank) {
+    const Nodes seen = shape.num_nodes > 1 ? nodes[rank].view() : Nodes{};
+    return World{shape, layout, tables.view(), base.data(), nullptr, rank, 1, 1, seen};
+  }
+  int32_t* pull_offs(int source) { return RouteLists<float>::view(world(source), source, kWindow).pull_offs.start; }
+  int64_t most_pulls() const { return int64_t{shape.num_max_tokens} * shape.num_visits(); }
+};
+
+const uint64_t kNoSeq[2] = {0, 0};
+
+// Returns the peers that rows are requested of.
+std::set<int> asked_for_rows(Group& group) {
+  Copying network{group.segments, group.layout.window[kWindow].tokens};
+  std::vector<char*> mapped = group.base;
+  mapped[1] = mapped[2] = nullptr;
+  RemotePeers peers{group.shape, group.layout, mapped, network};
+  World w = group.world(kMe);
+  w.base = mapped.data(), w.mirror = peers.mirrors();
+  HostIdle idle{w, Op::kDispatch, kNoSeq, 10.0, true, nullptr};
+  return peers.fetch<float>(w, kWindow, 4, idle).ok() ? network.asked : std::set<int>{-1};
+}
+
+int wrong = 0;
+
+void expect(bool right, const char* what, int peer) {
+  if (right) return;
+  std::printf("%s, rank %d\n", what, peer);
+  ++wrong;
+}
+
+void far_lists() {
+  for (const int peer : {1, 2}) {
+    const int other = 3 - peer;
+    Group group{{}};
+    expect(asked_for_rows(group) == std::set<int>{1, 2}, "lists as they were written: rows are missing", peer);
+    int32_t* const offs = group.pull_offs(peer);
+    const int32_t first = offs[kMe], end = offs[kMe + 1], most = int32_t(group.most_pulls());
+    offs[kMe] = most, offs[kMe + 1] = most + 1;
+    expect(asked_for_rows(group) == std::set<int>{other}, "an end after the list: rows were requested", peer);
+    offs[kMe] = -1, offs[kMe + 1] = 1;
+    expect(asked_for_rows(group) == std::set<int>{other}, "a begin before the list: rows were requested", peer);
+    offs[kMe] = end, offs[kMe + 1] = first;
+    expect(asked_for_rows(group) == std::set<int>{other}, "an end before the begin: rows were requested", peer);
+    offs[kMe] = most - 1, offs[kMe + 1] = most;
+    expect(asked_for_rows(group).count(peer) == 1, "the last entry of the list: no row was requested", peer);
+  }
+}
+
+// Rank 0 is the only rank of its node and passes on what ranks 1 and 2 send to it.
+void clients() {
+  for (const int peer : {1, 2, 0}) {
+    Group group{{0, 1, 1}};
+    if (peer != kMe) group.pull_offs(peer)[kMe + 1] = int32_t(group.most_pulls()) + 1;
+    Copying network{group.segments, group.layout.window[kWindow].tokens};
+    std::vector<char*> mapped = group.base;
+    mapped[1] = mapped[2] = nullptr;
+    World w = group.world(kMe);
+    w.base = mapped.data();
+    Proxy proxy{w, group.nodes[kMe], network};
+    w.mirror = proxy.lists();
+    HostIdle idle{w, Op::kDispatch, kNoSeq, 10.0, true, nullptr};
+    std::vector<int32_t> forwards(2 * kTokens);
+    const Status status = proxy.stage<float>(w, kWindow, forwards.data(), 4, idle);
+    if (peer == kMe) {
+      expect(status.ok(), "lists as they were written are refused", peer);
+    } else {
+      expect(status.code == Code::kCorruptPeer && status.peer == peer, "a client is not named", peer);
+      expect(network.asked.empty(), "rows of a client were requested", peer);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  far_lists();
+  clients();
+  return wrong != 0;
+}

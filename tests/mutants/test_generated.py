@@ -1,0 +1,198 @@
+"""Generated mutants: what the operators make of a text, who is drawn, which tests run, and what a run prints."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tree_sitter")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+import executed  # noqa: E402
+import generated  # noqa: E402
+import sampled_mutants as tool  # noqa: E402
+import switches  # noqa: E402
+
+PYTHON = '''
+def f(a: int, b: int = 1, *, c: bool = False) -> int:
+    """Text."""
+    if not a and b < 2:
+        g(a, b, x=a, y=b)
+    try:
+        a.b = 1
+        h()
+    except OSError:
+        raise ValueError(f"{a + 1}") from None
+    for i in a:
+        continue
+    assert a != b
+    return a
+'''
+CPP = """
+inline int f(const A& a, int b) {
+  if (!a.x() || b < 3) return -1;
+  for (int i = 0; i < b; ++i) {
+    g(a, b);
+    h(i);
+    if (b == 2) break;
+  }
+  static_assert(sizeof(int) == 4);
+  if constexpr (kTwo == 2) h(b);
+  return b ? max_of(a, b) : std::min(b, 4);
+}
+constexpr int kTwo = 2;
+"""
+
+
+def changes(file: str, text: str) -> set[tuple[str, str, str]]:
+    return {(c.operator, c.find, c.replace) for c in generated.generate(file, text)}
+
+
+def test_operators_of_python() -> None:
+    assert changes("a.py", PYTHON) == {
+        ("constant", "1", "2"),
+        ("constant", "False", "True"),
+        ("constant", "2", "3"),
+        ("negated", "not a and b < 2", "not (not a and b < 2)"),
+        ("and for or", "and", "or"),
+        ("boundary moved", "<", "<="),
+        ("left out", "g(a, b, x=a, y=b)", "pass"),
+        ("arguments swapped", "a, b", "b, a"),
+        ("arguments swapped", "a, y=b", "b, y=a"),
+        ("keyword left out", "x=a, ", ""),
+        ("keyword left out", "y=b", ""),
+        ("left out", "a.b = 1", "pass"),
+        ("left out", "h()", "pass"),
+        ("neighbours swapped", "a.b = 1\n        h()", "h()\n        a.b = 1"),
+        ("error swallowed", 'raise ValueError(f"{a + 1}") from None', "pass"),
+        ("jump", "continue", "break"),
+        ("returns nothing", "return a", "return None"),
+    }
+    for change in generated.generate("a.py", PYTHON):
+        ast.parse(change.apply(PYTHON))
+
+
+def test_operators_of_cpp_are_of_whole_expressions() -> None:
+    found = changes("a.h", CPP)
+    assert {
+        ("negated", "!a.x() || b < 3", "!(!a.x() || b < 3)"),
+        ("negated", "!a.x()", "!!a.x()"),
+        ("and for or", "!a.x() || b < 3", "!a.x() && b < 3"),
+        ("boundary moved", "i < b", "i <= b"),
+        ("arguments swapped", "g(a, b)", "g(b, a)"),
+        ("left out", "g(a, b);", ";"),
+        ("neighbours swapped", "g(a, b);\n    h(i);", "h(i);\n    g(a, b);"),
+        ("jump", "break;", "continue;"),
+        ("callee", "std::min(b, 4)", "std::max(b, 4)"),
+        ("constant", "4", "5"),
+    } <= found
+    assert not [change for change in found if "sizeof" in change[1] or "kTwo" in change[1]]
+
+
+def test_a_function_is_named() -> None:
+    text = "class A:\n    def f(self):\n        g(1)\n\n\nx = 2\n"
+    assert {(c.function, c.find) for c in generated.generate("a.py", text) if c.operator == "constant"} == {
+        ("A.f", "1"),
+        ("", "2"),
+    }
+
+
+def test_switches_keep_lines_and_may_be_nested() -> None:
+    found = generated.generate("a.h", CPP)
+    inner = next(c for c in found if c.find == "i < b" and c.operator == "boundary moved")
+    outer = next(c for c in found if c.operator == "and for or")
+    neighbours = next(c for c in found if c.operator == "neighbours swapped")
+    left_out = next(c for c in found if (c.operator, c.find) == ("left out", "h(i);"))
+    assert "(moe_rt_mutant(3) ? (i <= b) : (i < b))" in switches.switched(inner, 3, inner.find)
+    text = switches._nested(CPP, 0, len(CPP), [(outer, 0), (neighbours, 1), (left_out, 2)])
+    assert text.count("\n") == CPP.count("\n")
+    assert "if (moe_rt_mutant(1)) { h(i);     g(a, b); } else" in text
+    assert "if (moe_rt_mutant(2)) { ; } else { h(i); }" in text
+    assert "!a.x() && b < 3" in text
+
+
+def test_marks_of_blocks() -> None:
+    text, blocks = executed.instrumented("a.py", PYTHON, 5)
+    ast.parse(text)
+    assert [(block[2], first) for block, first, _ in blocks] == [(0, 2), (1, 5), (2, 7), (3, 10), (4, 12)]
+    assert "_moe_rt_marks[9] = 1" in text
+    text, blocks = executed.instrumented_cpp("a.h", CPP, 0)
+    assert [(block, first) for block, first, _ in blocks] == [(("a.h", "f", 0), 2)], (
+        "loops count as what is around them"
+    )
+    assert "inline int f(const A& a, int b) { moe_rt_mark(0);" in text
+
+
+def test_intervals_and_the_table() -> None:
+    assert tool.interval(0, 0) == (0.0, 1.0)
+    low, high = tool.interval(8, 10)
+    assert (round(low, 3), round(high, 3)) == (0.490, 0.943)
+    change = generated.generate("a.py", PYTHON)[0]
+    lines = tool.table([(change, tool.KILLED), (change, tool.KILLED), (change, tool.SURVIVED), (change, "equivalent")])
+    assert lines.splitlines()[-1].split()[:6] == ["all", "2", "1", "1", "0", "67%"]
+
+
+def test_a_draw_depends_on_its_seed_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(PYTHON)
+    lines = {}
+    for change in generated.generate("a.py", PYTHON):
+        lines.setdefault(("a.py", change.line), []).append(change)
+    draws = [list(tool.drawn(lines, seed, tmp_path)) for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    assert len({change.line for change in draws[0]}) == len(draws[0]) == len(lines)
+
+
+SOURCE = "def double(x: int) -> int:\n    unused = 1\n    return 2 * x\n\n\ndef nobody() -> int:\n    return 3\n"
+TESTS = "from moe_rt.sums import double\n\n\ndef test_double() -> None:\n    assert double(2) == 4\n"
+EQUIVALENT = """
+[[equivalent]]
+file = "moe_rt/sums.py"
+function = "double"
+operator = "constant"
+line = "unused = 1"
+reason = "No code reads it."
+"""
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """Killed, survived for want of a test, and listed as equivalent; the last line is JSON."""
+    files = {"moe_rt/__init__.py": "", "moe_rt/sums.py": SOURCE, "tests/test_sums.py": TESTS}
+    files |= {"tests/mutants/moe_rt.toml": EQUIVALENT, "cuda/a.h": ""}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "--all"], cwd=tmp_path, check=True)
+    executed.keep(
+        executed.kept_as(tmp_path, tmp_path, "tests/test_sums.py"),
+        "tests/test_sums.py",
+        {"tests/test_sums.py::test_double": (0.1, [("moe_rt/sums.py", "double", 0)])},
+    )
+    (tmp_path / executed.KEPT).mkdir(parents=True)
+    for kept in tmp_path.glob("*.z"):
+        kept.rename(tmp_path / executed.KEPT / kept.name)
+    command = [sys.executable, str(ROOT / "tools/sampled_mutants.py"), "--root", str(tmp_path), "--jobs", "1"]
+    done = subprocess.run([*command, "--sample", "3", "--seed", "4", "--strict"], capture_output=True, text=True)
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts == {"seed": 4, "sampled": 3, "killed": 1, "survived": 1, "equivalent": 1, "no_verdict": 0}, done
+    assert done.returncode == 1
+    assert "survived: nobody, " in done.stdout
+    assert "no test executes it\n--- a/moe_rt/sums.py\n+++ b/moe_rt/sums.py" in done.stdout
+
+
+def test_equivalents_fit_the_sources() -> None:
+    for listed in tool.equivalents(ROOT):
+        text = (ROOT / listed.file).read_text()
+        lines = {
+            text.splitlines()[change.line - 1].strip()
+            for change in generated.generate(listed.file, text)
+            if (change.function, change.operator) == (listed.function, listed.operator)
+        }
+        assert listed.line in lines, listed
+        assert listed.reason.endswith(".")
