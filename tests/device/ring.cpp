@@ -1,12 +1,12 @@
 // A ring moves rows with counted copies: how many are in flight, how often rows are read, and which slots are free.
-#include "../../cuda/gpu/moving.h"
-
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
 #include <vector>
+
+#include "../../cuda/gpu/moving.h"
 
 using namespace moe_rt;
 
