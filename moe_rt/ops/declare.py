@@ -129,6 +129,7 @@ class TorchOp:
         self._signature = inspect.signature(shapes)
         self.parameters = list(self._signature.parameters.values())
         self.inputs = [p.name for p in self.parameters if p.annotation.startswith("Tensor")]
+        self.optional = {p.name for p in self.parameters if "None" in p.annotation}
         self.engine_at = [p.name for p in self.parameters].index("engine")
         _lib.define(self.schema())
         for key in ("CPU", "CUDA"):  # the engine knows its device
@@ -164,7 +165,7 @@ class TorchOp:
         at = self.engine_at
         engine, tag = args[at], args[at + 1]
         given = dict(zip(self.inputs, (*args[: len(self.inputs) - len(written)], *written.values()), strict=True))
-        tensors = {name: t for name, t in given.items() if t is not None}
+        tensors = {name: t for name, t in given.items() if t is not None or name not in self.optional}
         names = _NAMES | self._names if len(tensors) == len(given) else _NAMES
         named = {names.get(name, name): t for name, t in tensors.items()}
         engine.require_call(self.kind, tag, *args[at + 2 :], **named)
@@ -181,7 +182,7 @@ class TorchOp:
 
     def texts(self, differentiable: tuple[str, ...]) -> dict[str, str]:
         """Return the parts of the generated functions' text."""
-        names, optional = [p.name for p in self.parameters], {p.name for p in self.parameters if "None" in p.annotation}
+        names = [p.name for p in self.parameters]
         passed = {p.name: f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in self.parameters}
         first = self.inputs[0]
         return {
@@ -191,7 +192,7 @@ class TorchOp:
             "arguments": ", ".join(passed.values()),
             "given": ", ".join(text for name, text in passed.items() if name != "engine"),
             "inputs": ", ".join(self.inputs),
-            "tensors": ", ".join(f"{first} if {n} is None else {n}" if n in optional else n for n in self.inputs),
+            "tensors": ", ".join(f"{first} if {n} is None else {n}" if n in self.optional else n for n in self.inputs),
             "differentiable": ", ".join(differentiable),
             "placed": ", ".join(name if name in differentiable else "None" for name in names),
         }

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.calibration import Estimate, Library, published
 from moe_rt.plan.distinct import Array, distinct, distinct_limited
 from moe_rt.plan.memory import deepep_low_latency_bytes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.answers import Cluster, Configuration, Layer, layer_of
 from moe_rt.plan.distinct import Array
 from moe_rt.plan.models import Model

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array
 from moe_rt.plan.families import FAMILIES
 from moe_rt.plan.fit import Correction, fit

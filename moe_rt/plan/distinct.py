@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 
 Array = npt.NDArray[np.float64]
 GROUP_TRIALS, GROUP_SEED = 40_000, 11

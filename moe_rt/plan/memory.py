@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_rt.config.expect import expect
 from moe_rt.config.options import BufferOptions, HeapKind
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
+from moe_rt.errors import expect
 from moe_rt.memory.heaps import HEAPS
 
 

@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.extras import require
 from moe_rt.plan.answers import Plan, layer_of, shape_of
 from moe_rt.plan.calibration import Library

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array, distinct, distinct_balanced, distinct_limited
 from moe_rt.plan.systems import System, row_bytes, system_of
 

@@ -13,8 +13,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array, owners
 
 Ids = npt.NDArray[np.int64]

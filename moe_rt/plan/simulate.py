@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 from moe_rt.plan.distinct import Array
 
 GAMMA = 0.5772156649015329  # Euler's constant, the mean of a standard Gumbel variable

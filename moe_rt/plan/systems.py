@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 
 
 @dataclass(frozen=True)

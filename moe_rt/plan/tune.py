@@ -18,8 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from moe_rt.config.expect import expect
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.answers import Cluster, Configuration, layer_of
 from moe_rt.plan.distinct import Array
 from moe_rt.plan.models import Model

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moe_rt.config.expect import expect
 from moe_rt.config.options import Route
 from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
+from moe_rt.errors import expect
 from moe_rt.plan.distinct import Array, distinct, hit
 from moe_rt.plan.routing import Ids
 

@@ -16,6 +16,7 @@ from support.emulated_gpu import EmulatedGpu, library
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moe_rt.config.tuning import ACTIVATION_BLOCKS_PER_SM, ACTIVATION_THREADS
 from moe_rt.engine.gpu.jit import compile_kernels, compile_ptx
 from moe_rt.engine.gpu.launcher import ELEMENT_NAMES
 from moe_rt.errors import InvalidInput
@@ -265,12 +266,12 @@ def test_experts_trace_forward_and_backward(dtype: torch.dtype) -> None:
 )
 def test_compiles(arch: str, dtype: torch.dtype) -> None:
     require_compiler()
-    defines: dict[str, str | int] = {"MOE_RT_ELEM": ELEMENT_NAMES[dtype], "MOE_RT_THREADS": cuda_activation._THREADS}
+    defines: dict[str, str | int] = {"MOE_RT_ELEM": ELEMENT_NAMES[dtype], "MOE_RT_THREADS": ACTIVATION_THREADS}
     needs = compile_kernels("activation.cu", arch, defines, cache=False).resources
     assert set(needs) == {"swiglu_forward", "swiglu_backward"}
     for kernel in needs.values():
         # All blocks of a launch fit on the GPU together.
-        assert kernel.registers * cuda_activation._THREADS * cuda_activation._BLOCKS_PER_SM <= 65536
+        assert kernel.registers * ACTIVATION_THREADS * ACTIVATION_BLOCKS_PER_SM <= 65536
         assert kernel.spill_bytes == 0
     if arch == "sm_90a":
         ptx = compile_ptx("activation.cu", arch, defines)

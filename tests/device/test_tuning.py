@@ -155,7 +155,7 @@ kPullsOfLine kShortest kScratchRows kNoFault kEnds kMostRanks kLooks kCacheLine 
 kPatience kCodesAtOnce kNoBadEntry kTeamLanes kRingAlign kRingFrame kScratchBytes kWordsWithin kOne kPollMs
 kPollLeavingMs kClosingSteps kLastWords kCodecBlock kInfinity kTiny kMaxTopk kLinePair kPage kRowAlign
 kSegmentHeaderMagic kSegmentHeaderVersion kNumOpRecords kDropped kAnyCapacity kNoExpert kNowhere kTagBits kNumKinds
-kRepeats kLeads kMaxPlaces kNone kSetLater kMajor _FOREVER_S _LEVEL FORMAT LOCK_SECONDS _POLL_SECONDS
+kRepeats kLeads kMaxPlaces kNone kMajor _FOREVER_S _LEVEL FORMAT LOCK_SECONDS _POLL_SECONDS
 _DRIVER_VERSION _DEPENDENT_DRIVER _DEPENDENT_ARCH _BULK_ARCH _WARP _UNIT _GRANULE ALIGNMENTS _COUNT_BITS _DTYPE_BITS
 _ALIGN PROTOCOL_VERSION _VECTOR_BYTES
 """

@@ -9,12 +9,13 @@ import pytest
 import torch
 from support.signatures import defaults_of, misplaced, unlike_defaults
 
-from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup
+from moe_rt import Buffer, MoEConfig, MoELayer, ThreadGroup, Tuning
 from moe_rt.buffer import buffer as buffer_module
 from moe_rt.buffer.pool import BufferPool, GrowingBuffer, GrowingOptions
 from moe_rt.config.options import BufferOptions
 
-OBJECTS = ("placement", "dispatch_dtype", "combine_dtype")
+OBJECTS = ("placement", "tuning", "dispatch_dtype", "combine_dtype")
+CODECS = dict(dispatch_dtype=torch.int8, combine_dtype=torch.float8_e5m2)
 SIZES = dict(hidden=8, num_topk=2, num_experts=4, dtype=torch.float32)
 
 
@@ -29,9 +30,11 @@ def test_options_of_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
         arrived.update({f.name: getattr(options, f.name) for f in fields(options)}, **sizes)
         raise Arrived
 
-    monkeypatch.setattr(buffer_module, "_open", opened)
+    monkeypatch.setattr(buffer_module, "open_engine", opened)
     given = unlike_defaults(Buffer, leave_out=(*OBJECTS, "dtype"))
-    objects = dict(placement=(1, 0), dispatch_dtype=torch.int8, combine_dtype=torch.float8_e5m2)
+    objects = dict(
+        placement=(1, 0), tuning=Tuning(threads=64), dispatch_dtype=torch.int8, combine_dtype=torch.float8_e5m2
+    )
     sizes = dict(num_max_tokens_per_rank=3, hidden=5, num_topk=6, num_experts=7, dtype=torch.float64)
     with pytest.raises(Arrived):
         Buffer(ThreadGroup.make(1)[0], **sizes, **objects, **given)
@@ -48,7 +51,13 @@ def test_options_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BufferPool, "fixed", fixed)
     shared = {f.name for f in fields(BufferOptions)} & defaults_of(MoEConfig).keys()
     valid = dict(heap="threads", num_threads=2, num_sms=9, capacity_factor=1.5, timeout_s=2.5, init_timeout_s=3.5)
-    valid |= dict(overflow="drop", route="flat", dispatch_dtype=torch.int8, combine_dtype=torch.float8_e5m2)
+    valid |= dict(
+        tuning=Tuning(threads=64),
+        overflow="drop",
+        route="flat",
+        dispatch_dtype=torch.int8,
+        combine_dtype=torch.float8_e5m2,
+    )
     given = {name: value for name, value in valid.items() if name in shared}
     assert shared - given.keys() <= {"placement"}
     config = MoEConfig(hidden=256, intermediate=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=7, **given)

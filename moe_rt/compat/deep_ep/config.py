@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_rt.config.expect import expect
+from moe_rt.errors import expect
 
 NVL_PEERS = 8  # ranks that DeepEP connects by NVLink
 _MAX_TOPK = _MAX_SCALES = 128

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import time
 import click
 
 from moe_rt.lab.on_cpu.hooks import DEFAULT_DEVICES, environment, which_deep_ep
+from moe_rt.lab.testing.ports import free_ports
 
 _POLL_S, _GRACE_S = 0.05, 10.0
 
@@ -29,10 +29,7 @@ def on_cpu(ranks: int | None, command: tuple[str, ...]) -> None:
     click.echo(f"moe-rt on-cpu: cuda is the CPU, nccl is gloo, deep_ep is {which_deep_ep()}", err=True)
     if ranks is None:
         os.execvpe(command[0], command, {**os.environ, **variables})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": str(ranks)}
     variables |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     started = []
     try:
