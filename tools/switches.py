@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine_sources import ENGINE, ROWS, listed
 from generated import CPP, Change
 from scratch_tree import ScratchTree
 
@@ -35,10 +36,7 @@ constexpr bool moe_rt_mutant(int n) {{
 #endif
 """
 # Units that include every source of the engine and of the emulated GPU.
-UNITS = ("cuda/cpu/engine.cpp", "cuda/cpu/engine_ops.cpp", "cuda/cpu/report.cpp", "cuda/cpu/rows.cpp")
-UNITS += ("cuda/cpu/rows_portable.cpp", "cuda/net/ucx_api.cpp", "cuda/net/ucx_network.cpp", "cuda/python/bindings.cpp")
-UNITS += ("cuda/python/launch_bindings.cpp", "cuda/python/network_bindings.cpp", "cuda/python/report_bindings.cpp")
-UNITS += ("tests/device/emulation.cpp", "tests/device/emulation_gin.cpp")
+UNITS = (*ENGINE, *ROWS, *listed("BINDINGS"), "tests/device/emulation.cpp", "tests/device/emulation_gin.cpp")
 FLAGS = ("-std=c++20", "-fsyntax-only", "-w", "-pthread", "-DMOE_RT_EMULATED_NETWORK", "-fmax-errors=0")
 FAULT = re.compile(
     r"^(?P<file>[^:\n]+):(?P<line>\d+):\d+: (?:fatal )?error:|^(?P<file2>[^:\n]+):(?P<line2>\d+):\d+:  ", re.M

@@ -65,10 +65,10 @@ def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:
     assert run(*ON_CPU, "--", sys.executable, "-c", code, PYTHONPATH=str(tmp_path)).stdout == "True\n"
 
 
-def test_the_plug_in_acts_only_with_its_option(tmp_path: Path) -> None:
+def test_the_plug_in_acts_only_if_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TEST)
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
-    assert "1 passed" in run(*pytest, "--moe-rt-on-cpu").stdout
+    assert "1 passed" in run(*pytest, "-p", "moe_rt.lab.on_cpu.plugin").stdout
     run(*pytest, status=2)  # deep_ep cannot be imported
 
 

@@ -194,9 +194,10 @@ def test_kills_survivors_and_what_is_no_verdict(tree: Path) -> None:
 
 
 def test_what_does_not_compile_is_no_verdict(tree: Path) -> None:
+    (tree / "tests/support").mkdir()
     (tree / "tests/support/cpp_programs.py").write_text((ROOT / "tests/support/cpp_programs.py").read_text())
     (tree / "tests/test_double.py").write_text(
-        "from pathlib import Path\n\nfrom compiled import compile_object\n\n\n"
+        "from pathlib import Path\n\nfrom support.cpp_programs import compile_object\n\n\n"
         'def test_compiles() -> None:\n    compile_object(Path(__file__).with_name("double.cpp"))\n'
     )
     (tree / "tests/double.cpp").write_text("int twice(int x) { return 2 * x; }\n")
