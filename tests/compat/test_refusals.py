@@ -300,3 +300,20 @@ def test_what_is_not_implemented_says_what_to_do() -> None:
     ):
         with pytest.raises(InvalidConfig, match="expected"):
             make()
+
+
+def test_destroy_closes_every_buffer_that_was_made() -> None:
+    """Also those that a larger batch has outgrown."""
+
+    def rank(group: ThreadGroup) -> None:
+        buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
+        for tokens in (20, 200):
+            dispatch(buffer, make_job(2, [tokens, tokens], 128, 3, 4), group.rank)
+        made = [inner for exchange in buffer._exchanges for inner in exchange.buffers]
+        assert len(made) == 2
+        buffer.destroy()
+        for inner in made:
+            with pytest.raises(GroupClosed):
+                inner.token_window(1)
+
+    ThreadGroup.run(rank, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -141,6 +142,25 @@ def test_invalid_values(name: str, value: Any) -> None:
     sizes = dict(num_max_tokens_per_rank=1, hidden=8, num_topk=1, num_experts=1, dtype=torch.float32)
     with pytest.raises(InvalidConfig, match=rf"^tuning\.{name}: got .*, expected "):
         Buffer(group, **sizes, tuning=Tuning(**{name: value}))
+
+
+EDGES = {  # the last valid value, and the first that is not
+    "pushed_rows": (0, -1),
+    "recycled_bytes": (2**31 - 1, 2**31),
+    "sending_part": (1, 0),
+    "threads": (1024, 1056),
+    "network_threads": (32, 0),
+    "near_ns": (0.0, -0.001),
+    "stream_shares": ((0.0,) * 4, (0.0, 0.0, 0.0, math.inf)),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_valid_values(name: str) -> None:
+    last, beyond = EDGES[name]
+    Tuning(**{name: last}).check()
+    with pytest.raises(InvalidConfig):
+        Tuning(**{name: beyond}).check()
 
 
 def test_a_layer_passes_it_on() -> None:
