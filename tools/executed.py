@@ -234,7 +234,8 @@ class MarkedTree(ScratchTree):
         """Return seconds and blocks of each test of a file."""
         self._marks.write_bytes(bytes(len(self.blocks)))
         self._record.write_text("")
-        arguments = ["-p", "moe_rt_recording", "--maxfail=1000", "--timeout=300", test_file]
+        # PYTEST stops at the first failure, but every test is recorded.
+        arguments = ["-p", "moe_rt_recording", "--maxfail=0", "--timeout=300", test_file]
         self.run_tests(arguments, limit_s)
         tests = {}
         for line in self._record.read_text().splitlines():

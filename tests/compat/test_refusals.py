@@ -303,7 +303,7 @@ def test_what_is_not_implemented_says_what_to_do() -> None:
 
 
 def test_destroy_closes_every_buffer_that_was_made() -> None:
-    """Also those that a larger batch has outgrown."""
+    """A buffer that a larger batch has outgrown is closed as well."""
 
     def rank(group: ThreadGroup) -> None:
         buffer = deep_ep.Buffer(group, BYTES, BYTES, True, explicitly_destroy=True, timeout_s=60)
