@@ -34,8 +34,10 @@ def make_directory(directory: Path) -> None:
 
 
 def write_document(document: dict[str, Any], path: Path) -> None:
-    """Write readable JSON. A report writes it before anything derived from it."""
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    """Write readable JSON in one atomic step. A report writes it before anything derived from it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def with_section(document: str, name: str, text: str) -> str:

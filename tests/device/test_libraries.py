@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from device.jit_tools import write_small_source
+import torch
+from device.jit_tools import require_compiler, write_small_source
 
+from moe_rt.engine.gpu import libraries
 from moe_rt.engine.gpu.jit import compile_kernels
-from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
+from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library, find_headers
 from moe_rt.errors import CompileError
 from moe_rt.lab.check import compiling
 from moe_rt.lab.check.compiling import GIN_VARIANTS
@@ -50,6 +55,45 @@ def test_missing_headers_say_what_to_install() -> None:
         NCCL.find(None, 13)
     with pytest.raises(CompileError, match=r"got no headers of NVSHMEM.*; pip install '\.\[cuda\]'"):
         NVSHMEM.find(None, 13)
+
+
+@pytest.mark.parametrize("name", ["cudart", "cccl", "nvshmem"])
+def test_headers_of_wheels_that_are_not_in_site_packages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
+    known = find_headers(name)
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_header_directory", lambda name: None)
+    assert find_headers(name) == known
+
+
+ELSEWHERE = """
+import sys, types
+moe_rt = types.ModuleType("moe_rt")  # the Python files without the engine, which needs the other environment
+moe_rt.__path__ = [sys.argv[1]]
+sys.modules["moe_rt"] = moe_rt
+from moe_rt.engine.gpu.libraries import NVSHMEM
+from moe_rt.engine.gpu.nvrtc import compile_program, find_toolkit
+toolkit = find_toolkit(NVSHMEM)
+text = "#include <cuda/atomic>\\n__global__ void f() {}"
+print(len(compile_program(toolkit, text, "f.cu", ["--gpu-architecture=sm_90a"])[0]))
+"""
+
+
+def test_compiler_and_headers_on_pythonpath() -> None:
+    """Wheels on PYTHONPATH, as of `pip install --target`, are found by a Python that has none in site-packages."""
+    require_compiler()
+    packages = Path(torch.__file__).parents[1]
+    package = Path(libraries.__file__).parents[2]
+    python = sys._base_executable  # type: ignore[attr-defined]
+    ran = subprocess.run(
+        [python, "-c", ELSEWHERE, str(package)],
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 0
 
 
 def test_older_gpus_are_refused_before_anything_is_looked_for(tmp_path: Path) -> None:

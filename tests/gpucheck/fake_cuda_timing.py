@@ -100,5 +100,6 @@ def stand_in(patch: Patch, gpu: Any) -> None:
     patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    patch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     patch.setattr(torch.profiler, "profile", Profile)
     patch.setattr(torch.profiler, "record_function", record_function)

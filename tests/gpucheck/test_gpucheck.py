@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +152,7 @@ def test_the_driver_is_asked_about_this_very_gpu(tmp_path: Path, monkeypatch: py
 
 def test_report_that_cannot_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(run, "run_steps", lambda *arguments: pytest.fail("a step was run"))
+    monkeypatch.setattr(run.Run, "run", lambda *arguments: pytest.fail("a step was run"))
     monkeypatch.setattr(run, "gpu_card", lambda device, nproc: {})
     result = call("--report", str(tmp_path / "file" / "report"))
     assert result.exit_code == 1
@@ -162,7 +163,7 @@ def test_failing_step_ends_only_itself(fake_steps: None, tmp_path: Path) -> None
     names = ("correctness", "chains", "errors", "layer")
     result = call(*(word for name in names for word in ("--only", name)), "--report", str(tmp_path / "report"))
     assert result.exit_code == 1
-    document = last_line(result)
+    document = json.loads((tmp_path / "report" / "report.json").read_text())
     assert not document["ok"]
     records = {record["step"]: record for record in document["steps"]}
     assert [records[name]["result"] for name in names] == ["failed", "skipped", "failed", "ok"]
@@ -170,7 +171,12 @@ def test_failing_step_ends_only_itself(fake_steps: None, tmp_path: Path) -> None
     assert records["correctness"]["detail"] == "second part", "the part after the failing one runs"
     assert records["chains"]["detail"] == "not here"
     assert "KeyError" in records["errors"]["error"]
-    assert json.loads((tmp_path / "report" / "report.json").read_text()) == document
+    assert last_line(result) == {
+        "ok": False,
+        "emulated": False,
+        "steps": {"correctness": "failed", "layer": "ok", "errors": "failed", "chains": "skipped"},
+        "report": str(tmp_path / "report"),
+    }
     page = (tmp_path / "report" / "report.md").read_text()
     assert "| a \\| b |" in page
     assert "ValueError: as it should" in page
@@ -178,11 +184,10 @@ def test_failing_step_ends_only_itself(fake_steps: None, tmp_path: Path) -> None
 
 
 def test_what_is_not_rehearsed_is_skipped(fake_steps: None) -> None:
-    names = ("errors", "layer")
-    records = run.run_steps(names, "cpu", True, perform, patience=2, skipped={"errors": "not here"})
+    records = run.Run(perform, "cpu", patience=2, skipped={"errors": "not here"}).run(("errors", "layer"))
     assert [(r["step"], r["result"], r["detail"]) for r in records] == [
-        ("errors", "skipped", "not here"),
         ("layer", "ok", ""),
+        ("errors", "skipped", "not here"),
     ]
 
 
@@ -192,11 +197,72 @@ def test_without_failures_the_status_is_0(fake_steps: None) -> None:
     assert last_line(result)["ok"]
 
 
-def test_no_step_gets_more_than_what_is_left(fake_steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "BUDGET_S", 5.0)
-    (record,) = last_line(call("--only", "layer"))["steps"]
-    assert record["result"] == "failed"
-    assert "no time left" in record["error"]
+def test_no_step_gets_more_than_what_is_left(fake_steps: None) -> None:
+    """A step without time is skipped, which is no failure of what it checks."""
+    result = call("--only", "layer", "--budget", "5")
+    (record,) = last_line(result)["steps"]
+    assert (result.exit_code, record["result"]) == (0, "skipped")
+    assert "no time left of the 5 s" in record["detail"]
+
+
+def test_the_report_is_written_after_every_step(fake_steps: None, tmp_path: Path) -> None:
+    """A run that is killed leaves a whole report of the steps that have ended."""
+    there: list[list[str]] = []
+
+    def look(check: Check) -> None:
+        document = json.loads((tmp_path / "report.json").read_text())
+        there.append([record["step"] for record in document["steps"]])
+
+    sys.modules["gpucheck_step_skip"].check = look  # type: ignore[attr-defined]
+    call("--only", "layer", "--only", "chains", "--only", "correctness", "--report", str(tmp_path))
+    assert [steps[0] for steps in there] == ["correctness"], "the first step had ended"
+
+
+def test_only_untimed_steps_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step and each timed one run by themselves, the others together."""
+    steps = {
+        name: Step(name, "", 60, "", timed=name.startswith("timed")) for name in ("a", "b", "timed", "c", "timed2")
+    }
+    monkeypatch.setattr(run, "STEPS", steps)
+    together, running, lock = threading.Barrier(2), set[str](), threading.Lock()
+    seen: dict[str, set[str]] = {}
+
+    def work(step: Step, check: Check) -> dict[str, Any]:
+        with lock:
+            running.add(step.name)
+        if step.name in "bc":
+            together.wait(60)
+        with lock:
+            seen[step.name] = set(running)
+        if step.name in "bc":
+            together.wait(60)
+        with lock:
+            running.remove(step.name)
+        return check.record(step.name, "ok", 0.0)
+
+    records = run.Run(work, "cpu", num_jobs=2).run(tuple(steps))
+    assert [record["step"] for record in records] == list(steps)
+    assert seen == {"a": {"a"}, "b": {"b", "c"}, "c": {"b", "c"}, "timed": {"timed"}, "timed2": {"timed2"}}
+
+
+def test_sizes_reach_the_step(fake_steps: None) -> None:
+    seen: list[Any] = []
+    sys.modules["gpucheck_step_work"].check = lambda check: seen.append(check.sizes)  # type: ignore[attr-defined]
+    assert call("--only", "layer", "--sizes", "1,8").exit_code == 0
+    assert call("--only", "layer").exit_code == 0
+    assert seen == [(1, 8), None]
+    result = call("--sizes", "1,x")
+    assert (result.exit_code, "got '1,x', expected numbers of ranks" in result.output) == (2, True)
+
+
+def test_rows_of_a_step_that_is_cut_short_are_kept() -> None:
+    saved: list[list[Any]] = []
+    check = Check("cpu")
+    check.save = lambda found: saved.append(found.record("x", "running", 0.0)["tables"][0]["rows"])
+    rows = check.begin("Cases", ["case"])
+    rows.append(["first"])
+    rows.append(["second"])
+    assert saved == [[], [["first"]], [["first"], ["second"]]]
 
 
 def test_compile_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +271,7 @@ def test_compile_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "LARGEST", SMALL[0])
     result = call("--compile-only", "--arch", "sm_90a")
     assert result.exit_code == 0, result.stdout
+    assert "1 of 2: kernels.cu" in result.stderr, "progress"
     (record,) = last_line(result)["steps"]
     kernels, code, orders = record["tables"]
     assert {row[5] for row in kernels["rows"]} >= {"dispatch_send", "dispatch_receive", "combine_send"}

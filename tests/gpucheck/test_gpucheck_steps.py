@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from support.emulated_gpu import EmulatedGpu
 
 from moe_rt import Buffer
 from moe_rt.group.thread_ranks import ThreadRanks
-from moe_rt.lab.check import correctness, failures, layers
+from moe_rt.lab.check import correctness, failures, layers, scale, training
 from moe_rt.lab.check.layers import LayerSizes
 from moe_rt.lab.check.steps import STEPS, Check, perform
 from moe_rt.lab.testing.rounds import WrongOutput, check_bits, check_close
@@ -45,6 +46,65 @@ def test_correctness(size: int) -> None:
 def test_cases_of_the_full_run(name: str) -> None:
     (case,) = [case for case in correctness.cases(2, quick=False) if case.name == name]
     correctness.run_case(EmulatedGpu(), 2, case, 1 if "large" in name else 3)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reduce the sizes of the steps that are for large ones."""
+    for name, value in {"HIDDEN": 64, "EXPERTS": 8, "TOPK": 2, "MANY": 60, "QUICK_LOADS": ((2, 8), (1, 600))}.items():
+        monkeypatch.setattr(scale, name, value)
+    monkeypatch.setattr(training, "LayerSizes", lambda: LayerSizes(64, 32, 8, 2, 16))
+
+
+@pytest.mark.parametrize("name", ["smoke", "scale", "training"])
+def test_small_steps(small: None, name: str) -> None:
+    record = perform(STEPS[name], Check(EmulatedGpu(), quick=True, seconds=600.0))
+    assert (record["result"], record["error"]) == ("ok", "")
+    rows = {"smoke": 3, "scale": 9, "training": 10}
+    assert len(record["tables"][0]["rows"]) == rows[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("smoke", "WrongOutput: out"),
+        ("scale", "WrongOutput: turn 0, rank 0: out"),
+        ("training", "under autocast, out: got a difference"),
+    ],
+)
+def test_wrong_output_of_small_steps_is_noticed(
+    small: None, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    combine = Buffer.combine
+    monkeypatch.setattr(Buffer, "combine", lambda self, *args, **how: combine(self, *args, **how) + 1)
+    record = perform(STEPS[name], Check(EmulatedGpu(), quick=True, seconds=600.0))
+    assert record["result"] == "failed"
+    assert said in record["error"]
+
+
+def test_smoke_tries_launches_that_do_not_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only that works, the step says so; the variable is afterwards what it was."""
+
+    def run_case(*arguments: Any, **how: Any) -> None:
+        if os.environ.get(scale.NOT_EARLY) != "0":
+            raise WrongOutput("out")
+
+    monkeypatch.setattr(scale, "run_case", run_case)
+    for before in (None, "1"):
+        monkeypatch.delenv(scale.NOT_EARLY, raising=False)
+        if before is not None:
+            monkeypatch.setenv(scale.NOT_EARLY, before)
+        check = Check("cpu", quick=True)
+        scale.check_smoke(check)
+        assert len(check.failures) == 3
+        assert check.details[0] == f"a round is right with {scale.NOT_EARLY}=0 only"
+        assert os.environ.get(scale.NOT_EARLY) == before
+
+
+def test_an_optimiser_that_learns_nothing_is_noticed(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "LEARNING_RATE", 0.0)
+    with pytest.raises(WrongOutput, match="AdamW: got a loss of"):
+        training.optimised("cpu", LayerSizes(64, 32, 8, 2, 16), 2)
 
 
 def test_wrong_output_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

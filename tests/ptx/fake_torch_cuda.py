@@ -18,7 +18,7 @@ from ptx.gpu import PtxGpu
 from ptx.modules import ARCH
 
 from moe_rt.config.codec import Codec
-from moe_rt.lab.check import compiling, correctness, graphs, layers, measuring, timing
+from moe_rt.lab.check import compiling, correctness, graphs, layers, measuring, scale, timing, training
 from moe_rt.lab.check.compiling import Variant
 
 # Steps that measure waits: their waits expire in the host's time.
@@ -43,6 +43,8 @@ SMALLER: dict[Any, dict[str, Any]] = {
         "LayerSizes": lambda: SMALL_LAYER,
         "WARM_UP": 1,
     },
+    training: {"LayerSizes": lambda: SMALL_LAYER},
+    scale: {"HIDDEN": 64, "TOPK": 2, "EXPERTS": 8, "MANY": 60},
     measuring: {"_COPIED_BYTES": 1 << 16},
     timing: {
         **{"Load": small_load, "QUICK_RUNS": 2, "WARM_UP": 1},

@@ -26,7 +26,7 @@ def rehearse(folder: Path, *steps: str) -> tuple[int, dict[str, Any], str]:
     result = CliRunner().invoke(main, ["gpucheck", "--emulated", *only, "--report", str(folder)])
     assert result.exit_code in (0, 1), result.output
     assert EMULATED in " ".join(result.output.split())
-    return result.exit_code, json.loads(result.output.splitlines()[-1]), (folder / "report.md").read_text()
+    return result.exit_code, json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
 
 
 def test_a_step(tmp_path: Path) -> None:

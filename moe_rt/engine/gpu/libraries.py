@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,13 @@ from pathlib import Path
 from moe_rt.errors import CompileError
 from moe_rt.extras import cuda_extra, how_to_install
 
+# Header by which a directory is recognised, and where wheels have it under the package `nvidia`.
+_IN_WHEELS = {
+    "cudart": ("cuda_runtime_api.h", ("cu13/include", "cuda_runtime/include")),
+    "cccl": ("cuda/std/__cccl/version.h", ("cu13/include/cccl", "cuda_cccl/include")),
+    "nvshmem": ("non_abi/nvshmem_version.h", ("nvshmem/include",)),
+    "nccl": ("nccl.h", ("nccl/include",)),
+}
 _VERSION_CODE = re.compile(r"#define \w+_VERSION_CODE (\d+)")
 
 
@@ -81,6 +90,36 @@ NCCL = Library(
     since=(2, 32),
     arch=90,
 )
+
+
+def find_headers(name: str) -> str | None:
+    """Return a directory of headers: of a wheel, a Conda environment, the toolkit under CUDA_HOME or the system's.
+
+    cuda-pathfinder looks for wheels in site-packages only, so wheels that are elsewhere on sys.path (`pip install
+    --target`, PEX, `uv run --with`) are found here.
+    """
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    if found := find_nvidia_header_directory(name):
+        return str(found)
+    header, folders = _IN_WHEELS[name]
+    candidates = (root / folder for root in _wheels() for folder in folders)
+    return next((str(folder) for folder in candidates if (folder / header).is_file()), None)
+
+
+def load_library(name: str) -> None:
+    """Load a library such as "nvrtc" from a wheel anywhere on sys.path, if one is there, so that cuda-pathfinder finds
+    it loaded."""
+    for root in _wheels():
+        for file in sorted(root.glob(f"*/lib/lib{name}.so.[0-9]*"), reverse=True):
+            ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+            return
+
+
+def _wheels() -> list[Path]:
+    """Return the folders of the namespace package `nvidia`, in the order of sys.path."""
+    package = importlib.util.find_spec("nvidia")
+    return [Path(folder) for folder in (package and package.submodule_search_locations) or ()]
 
 
 def _shown(version: tuple[int, int]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_rt.engine.gpu.libraries import Library
+from moe_rt.engine.gpu.libraries import Library, find_headers, load_library
 from moe_rt.errors import CompileError
 from moe_rt.extras import cuda_extra, how_to_install
 
@@ -62,23 +62,19 @@ def find_toolkit(library: Library | None = None) -> Toolkit:
     """
     try:
         from cuda.bindings import nvjitlink, nvrtc
-        from cuda.pathfinder import find_nvidia_header_directory
 
-        # Libraries are loaded by the first call, and a missing one is noticed only then.
-        identity = [f"nvrtc {nvrtc.nvrtcVersion()[1:]}"]
+        identity = [f"nvrtc {_loaded('nvrtc', nvrtc.nvrtcVersion)[1:]}"]
         if library is not None:
-            identity.append(f"nvjitlink {nvjitlink.version()}")
+            identity.append(f"nvjitlink {_loaded('nvJitLink', nvjitlink.version)}")
+        headers = {name: find_headers(name) for name in ("cudart", "cccl")}
     except (ImportError, RuntimeError, AttributeError) as error:
         raise CompileError(f"got no NVRTC or nvJitLink ({error}); {_INSTALL}") from error
-    include = []
-    for name in ("cudart", "cccl"):
-        found = find_nvidia_header_directory(name)
-        if found is None:
-            raise CompileError(f"got no headers of {name}; {_INSTALL}")
-        include.append(found)
+    if absent := [name for name, found in headers.items() if found is None]:
+        raise CompileError(f"got no headers of {' and '.join(absent)}; {_INSTALL}")
+    include = [str(found) for found in headers.values()]
     files, major = [], nvrtc_version()[0]
     if library is not None:
-        own = find_nvidia_header_directory(library.name.lower())
+        own = find_headers(library.name.lower())
         files.append(library.find(own, major))
         include.append(str(own))
     library_file = str(files[0]) if files else ""
@@ -93,6 +89,19 @@ def find_toolkit(library: Library | None = None) -> Toolkit:
         library_file,
         tuple(identity),
     )
+
+
+def _loaded(name: str, version: Callable[[], Any]) -> Any:
+    """Return the version of a library. The bindings load it at the first call, and a missing one is noticed only then.
+
+    Raises:
+        RuntimeError: the library is neither where cuda-pathfinder looks nor in a wheel.
+    """
+    try:
+        return version()
+    except RuntimeError:
+        load_library(name)
+        return version()
 
 
 def compile_program(

@@ -93,6 +93,12 @@ class Case:
         possible."""
         return self.ranks * self.tokens * min(self.topk, max(self.local_experts)) * self.row_bytes
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Device memory that a rank of a shared GPU reserves: the rows that two ops receive, the experts' outputs, and
+        as much for gradients."""
+        return 6 * self.most_received_bytes
+
     def changed(self, **sizes: Any) -> Case:
         """Return the case with these fields replaced. Its name then gets a star, since the sizes are no longer the
         named case's."""

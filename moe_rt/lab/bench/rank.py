@@ -129,9 +129,7 @@ def main() -> None:
         run_job(join_processes(directory, first.ranks, job.cores, first.on_gpu), job)
         dist.destroy_process_group()
     else:
-        # Memory reserved on a shared GPU: the rows that two ops receive, the experts' outputs, and as much for
-        # gradients.
-        reserve = max(6 * case.most_received_bytes for case in job.cases)
+        reserve = max(case.reserved_bytes for case in job.cases)
         device = "cuda" if first.on_gpu else "cpu"
         run_threads(first.ranks, job.cores, lambda world: run_job(world, job), device, reserve)
 

@@ -100,6 +100,13 @@ def _require_gpus(case: Case) -> None:
     if there < needed:
         others = "loopback (one GPU for all ranks), shm or threads" if there else "shm or threads"
         raise InvalidConfig(f"heap: got {case.heap!r} for {case.ranks} ranks and {there} GPUs, expected {others}")
+    if needed and not case.as_processes:
+        reserved, free = case.ranks * case.reserved_bytes, torch.cuda.mem_get_info()[0]
+        if reserved > free:
+            got = f"{case.ranks} ranks on one GPU that need {reserved / 2**30:.1f} GiB for rows"
+            raise InvalidConfig(
+                f"case: got {got}, expected at most the {free / 2**30:.1f} GiB that are free; use --tokens"
+            )
 
 
 def _iters(case: Case, settings: Settings) -> int:

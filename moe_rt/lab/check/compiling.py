@@ -116,6 +116,13 @@ NEEDED = (
 )
 
 
+def variants_for(elem: str, hidden: int, topk: int, rows_as: str | None) -> tuple[Variant, ...]:
+    """Return the variants that buffers of these sizes load: mapped peers, very few tokens, few blocks, NVSHMEM."""
+    codec = Codec.RAW if rows_as is None else Codec[rows_as.upper()]
+    sources = ("kernels.cu", WHOLE, RING_SOURCE, *OVER_NETWORK)
+    return (*(Variant(source, elem, hidden, topk, codec) for source in sources), Variant("activation.cu", elem))
+
+
 @dataclass(frozen=True)
 class Job:
     variant: Variant
@@ -149,7 +156,10 @@ def compile_all(archs: tuple[str, ...], variants: tuple[Variant, ...], check: Ch
     jobs = [Job(variant, arch, cache=cache) for arch in archs for variant in present if variant.is_for(arch)]
     jobs += [Job(LARGEST, arch, to_ptx=True) for arch in archs if LARGEST in present]
     begin = time.monotonic()
-    results = list(_results(jobs, check.seconds))
+    results = []
+    for job, result in _results(jobs, check.seconds):
+        results.append((job, result))
+        check.announce(f"{len(results)} of {len(jobs)}: {_name(job)}")
     cached = sum(bool(r.get("from_cache")) for _, r in results)
     check.say(f"{len(jobs)} jobs, {cached} from the cache, {time.monotonic() - begin:.1f} s")
     compiled = [(job, r) for job, r in results if "kernels" in r]

@@ -16,7 +16,7 @@ from moe_rt.config.spec import BufferSpec
 from moe_rt.config.topology import Topology
 from moe_rt.group.rendezvous import ThreadGroup
 from moe_rt.group.thread_ranks import ThreadRanks, torch_device
-from moe_rt.lab.check.steps import Check, Table
+from moe_rt.lab.check.steps import Check
 from moe_rt.lab.testing.rounds import (
     Inputs,
     buffer_kwargs,
@@ -103,7 +103,8 @@ def cases(size: int, quick: bool) -> list[Case]:
 
 
 def check(check: Check) -> None:
-    rows: list[list[Any]] = []
+    columns = ["ranks", "case", "rounds", "forward and backward"]
+    rows = check.begin("Correctness", columns, "bit for bit; weight gradients within 1e-4")
     for size in check.sizes or (QUICK_SIZES if check.quick else SIZES):
         for case in cases(size, check.quick):
             with check.part(f"{case.name}, {size} ranks"):
@@ -111,8 +112,6 @@ def check(check: Check) -> None:
                 run_case(check.device, size, case, rounds, seconds=min(CASE_S, check.seconds))
                 rows.append([size, case.name, rounds, "equal"])
     check.say(f"{len(rows)} cases equal, {len(check.failures)} not")
-    columns = ["ranks", "case", "rounds", "forward and backward"]
-    check.add(Table("Correctness", columns, rows, "bit for bit; weight gradients within 1e-4"))
 
 
 def run_case(
@@ -182,7 +181,8 @@ CASES_ON_NODES = (
 
 
 def check_nodes(check: Check) -> None:
-    rows: list[list[Any]] = []
+    columns = ["node of each rank", "case", "rounds", "forward and backward"]
+    rows = check.begin("Two levels", columns, "bit for bit; weight gradients within 1e-4")
     rounds = 1 if check.quick else ROUNDS
     for topology in NODES[:1] if check.quick else NODES:
         for case in CASES_ON_NODES[:1] if check.quick else CASES_ON_NODES:
@@ -191,8 +191,6 @@ def check_nodes(check: Check) -> None:
                 run_case(check.device, topology.num_ranks, case, rounds, seconds=seconds, topology=topology)
                 rows.append([str(topology.nodes), case.name, rounds, "equal"])
     check.say(f"{len(rows)} cases equal, {len(check.failures)} not; gets and puts were copies")
-    columns = ["node of each rank", "case", "rounds", "forward and backward"]
-    check.add(Table("Two levels", columns, rows, "bit for bit; weight gradients within 1e-4"))
 
 
 CHAIN_SIZE, PAIRS, QUICK_PAIRS = 3, 2000, 200

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_rt.group.rendezvous import ThreadGroup
 from moe_rt.group.thread_ranks import torch_device
 from moe_rt.lab.check.measuring import RANGE, host_waits, kernels
-from moe_rt.lab.check.steps import Check, Table
+from moe_rt.lab.check.steps import Check
 from moe_rt.lab.testing.rounds import WrongOutput
 from moe_rt.nn.layer import MoEConfig, MoELayer
 
@@ -32,7 +32,8 @@ class LayerSizes:
 
 
 def check(check: Check, sizes: LayerSizes = LayerSizes()) -> None:
-    rows: list[list[Any]] = []
+    columns = ["layer", "tensor", "difference", "allowed"]
+    rows = check.begin("Layer", columns, "of the largest value; eager against a dense loop, compiled against eager")
     for dtype in DTYPES:
         layer, x = make_layer(check.device, dtype, sizes)
         eager: dict[str, Tensor] = {}
@@ -50,8 +51,6 @@ def check(check: Check, sizes: LayerSizes = LayerSizes()) -> None:
     with check.part("experts without tokens"):
         with_idle_experts(check.device, sizes, rows)
     check.say(f"{len(rows)} tensors agree")
-    columns = ["layer", "tensor", "difference", "allowed"]
-    check.add(Table("Layer", columns, rows, "of the largest value; eager against a dense loop, compiled against eager"))
 
 
 def made_under(device: Any, default: str, sizes: LayerSizes, rows: list[list[Any]]) -> None:

@@ -52,6 +52,12 @@ def write_report(document: dict[str, Any], directory: Path) -> Path:
     return page
 
 
+def short(document: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the results of the steps and where the rest is, for the last line of a long output."""
+    results = {record["step"]: record["result"] for record in document["steps"]}
+    return {"ok": document["ok"], "emulated": document["emulated"], "steps": results, "report": str(directory)}
+
+
 def markdown(document: dict[str, Any]) -> str:
     summary = {
         "title": "Steps",

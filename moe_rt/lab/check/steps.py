@@ -20,36 +20,42 @@ class Step:
     seconds: float  # maximum
     title: str
     virtual: bool = False  # runs several ranks on one GPU, with thread_ranks.ENVIRONMENT
+    timed: bool = False  # measures time, so that it needs the GPU for itself
 
 
+_CHECK = "moe_rt.lab.check"
+# The most telling steps come first, so that a run which is cut short has done them.
 STEPS = {
     step.name: step
     for step in (
-        Step("compile", "moe_rt.lab.check.compiling:check", 90, "compile every kernel for this GPU"),
+        Step("smoke", f"{_CHECK}.scale:check_smoke", 80, "the smallest rounds, of 1, 2 and 8 virtual ranks", True),
         Step(
             "correctness",
-            "moe_rt.lab.check.correctness:check",
+            f"{_CHECK}.correctness:check",
             120,
             "rounds of 1 to 8 virtual ranks equal the reference",
             True,
         ),
+        Step("scale", f"{_CHECK}.scale:check", 110, "bits at the sizes of large models, and of every transport", True),
+        Step("graphs", f"{_CHECK}.graphs:check", 60, "captured rounds, replayed on changed inputs", True),
+        Step("syncfree", f"{_CHECK}.layers:check_syncfree", 60, "a layer's step never makes the host wait"),
+        Step("layer", f"{_CHECK}.layers:check", 120, "the layer equals a dense loop, eager and compiled"),
+        Step("training", f"{_CHECK}.training:check", 100, "autocast, optimiser steps, layers of virtual ranks", True),
+        Step("errors", f"{_CHECK}.failures:check", 60, "errors are raised, and in time", True, timed=True),
+        Step("timing", f"{_CHECK}.timing:check", 150, "speed, next to a plain copy", True, timed=True),
+        Step("chains", f"{_CHECK}.correctness:check_chains", 60, "free-running pairs on 3 virtual ranks", True),
         Step(
             "nodes",
-            "moe_rt.lab.check.correctness:check_nodes",
+            f"{_CHECK}.correctness:check_nodes",
             60,
             "the two-level route of virtual ranks on 2 or 3 nodes",
             True,
         ),
-        Step("chains", "moe_rt.lab.check.correctness:check_chains", 60, "free-running pairs on 3 virtual ranks", True),
-        Step("errors", "moe_rt.lab.check.failures:check", 60, "errors are raised, and in time", True),
-        Step("syncfree", "moe_rt.lab.check.layers:check_syncfree", 60, "a layer's step never makes the host wait"),
-        Step("graphs", "moe_rt.lab.check.graphs:check", 60, "captured rounds, replayed on changed inputs", True),
-        Step("layer", "moe_rt.lab.check.layers:check", 120, "the layer equals a dense loop, eager and compiled"),
-        Step("timing", "moe_rt.lab.check.timing:check", 150, "speed, next to a plain copy", True),
-        Step("processes", "moe_rt.lab.check.processes:check", 180, "one process per GPU, with --nproc"),
-        Step("nvshmem", "moe_rt.lab.check.network:check", 90, "a round over NVSHMEM"),
-        Step("serving", "moe_rt.lab.check.serving:check", 240, "vLLM over moe_rt, if it is installed", True),
-        Step("sanitizer", "moe_rt.lab.check.sanitizing:check", 310, "compute-sanitizer on a round"),
+        Step("compile", f"{_CHECK}.compiling:check", 90, "compile every kernel for this GPU"),
+        Step("processes", f"{_CHECK}.processes:check", 180, "one process per GPU, with --nproc", timed=True),
+        Step("nvshmem", f"{_CHECK}.network:check", 90, "a round over NVSHMEM"),
+        Step("serving", f"{_CHECK}.serving:check", 240, "vLLM over moe_rt, if it is installed", True),
+        Step("sanitizer", f"{_CHECK}.sanitizing:check", 310, "compute-sanitizer on a round"),
     )
 }
 
@@ -66,6 +72,16 @@ class Table:
     note: str = ""
 
 
+class _SavedRows(list[list[Any]]):
+    """Rows of a table that grows; `save` is called after each."""
+
+    save: Callable[[], None] = staticmethod(lambda: None)
+
+    def append(self, row: list[Any]) -> None:
+        super().append(row)
+        self.save()
+
+
 @dataclass
 class Check:
     """One run of one step.
@@ -77,6 +93,7 @@ class Check:
         sizes: numbers of ranks to try, or None for all.
         nproc: processes, and so GPUs, that a multi-GPU step may use.
         save: called whenever there is a new finding, so that it survives the process.
+        announce: called with what a long step has just done.
     """
 
     device: Any
@@ -85,6 +102,7 @@ class Check:
     sizes: tuple[int, ...] | None = None
     nproc: int = 1
     save: Callable[[Check], None] = lambda check: None
+    announce: Callable[[str], None] = lambda text: None
     details: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
@@ -97,6 +115,13 @@ class Check:
     def add(self, table: Table) -> None:
         self.tables.append(table)
         self.save(self)
+
+    def begin(self, title: str, columns: list[str], note: str = "") -> list[list[Any]]:
+        """Add a table and return its rows. Each appended row is saved, so a step that is cut short keeps it."""
+        rows = _SavedRows()
+        rows.save = lambda: self.save(self)
+        self.add(Table(title, columns, rows, note))
+        return rows
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

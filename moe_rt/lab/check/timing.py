@@ -25,6 +25,7 @@ from moe_rt.lab.check.measuring import (
     Timer,
     count_pulled,
     fewest_bytes,
+    hold,
     kernels,
 )
 from moe_rt.lab.check.steps import Check, Table
@@ -298,10 +299,12 @@ def run_pairs(device: Any, load: Load, runs: int, seconds: float) -> tuple[dict[
         with Buffer(group, **load.buffer_kwargs()) as buffer, torch.no_grad():
             for turn, point in enumerate(points):
                 flush.run()
+                hold()
                 meeting.wait()
                 point[0].record()
                 recv_x, recv_weights, handle = buffer.dispatch(xs[turn % 2], idx, weights)
                 point[1].record()
+                hold()
                 meeting.wait()
                 point[2].record()
                 buffer.combine(recv_x, recv_weights, handle)
