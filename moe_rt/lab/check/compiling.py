@@ -111,7 +111,7 @@ NEEDED = (
     Variant("kernels.cu", "Bf16", 20, 3, Codec.FP8),
     Variant("kernels.cu", "Bf16", 132, 3, Codec.INT8),
     *(Variant("kernels.cu", elem, 1024, 4) for elem in ("F32", "Bf16")),
-    *(Variant(source, "F32", 20, 3) for source in (*OVER_NETWORK, REHEARSED)),
+    *(Variant(source, "F32", 20, 3) for source in (WHOLE, RING_SOURCE, *OVER_NETWORK, REHEARSED)),
     Variant(REHEARSED, "Bf16", 20, 3, Codec.FP8),
 )
 

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Pack what a first run on a GPU takes along: bash tools/first_gpu/prepare.sh DIRECTORY. Needs no GPU.
+#
+# For a machine without a network that is at hand for minutes. DIRECTORY then has a wheel of this commit, packages which
+# torch's CUDA builds do not bring, and compiled kernels. Its Python there runs run.sh.
+#
+#   PYTHON    of the same version as on that machine (default python3)
+#   COMPILER  a Python whose NVRTC is that machine's (default .venv/bin/python); other versions find no kernel
+#   ARCH      of its GPU (default sm_90a)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+into=$(mkdir -p "$1" && cd "$1" && pwd)
+cp tools/first_gpu/run.sh "$into"
+git rev-parse HEAD > "$into/COMMIT"
+
+# Kernels are found under the versions of the compiler and the headers, so those packages are taken along as they are.
+compiler=$(realpath --no-symlinks "${COMPILER:-.venv/bin/python}")
+packages=$("$compiler" -c 'from importlib.metadata import version
+print(*(f"{name}=={version(name)}" for name in ("nvidia-cuda-cccl", "nvshmem4py-cu13")))')
+
+"${PYTHON:-python3}" -m venv "$into/venv"
+mkdir "$into/source"
+git archive HEAD | tar -x -C "$into/source"
+"$into/venv/bin/pip" wheel --quiet --no-deps --wheel-dir "$into" "$into/source"
+"$into/venv/bin/pip" download --quiet --no-deps --only-binary=:all: --dest "$into" $packages
+rm -rf "$into/venv" "$into/source"
+
+(cd / && "$compiler" -m moe_rt compile --into "$into/kernels" --arch "${ARCH:-sm_90a}")
+du -sh "$into"

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# First run on a GPU, with what prepare.sh has packed: bash DIRECTORY/run.sh [OPTION OF GPUCHECK ...].
+#
+# Installs the wheel if moe_rt is missing, then runs gpucheck within BUDGET seconds and the benchmark within BENCH_S.
+# $OUT has the report after every step; it is whole even if the machine is taken away. Names of failed steps come last.
+#
+#   PYTHON (default python3), OUT (default ./first_gpu), BUDGET (default 480), BENCH_S (default 60; 0 leaves it out)
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+out=${OUT:-first_gpu}
+mkdir -p "$out"
+begin=$(date +%s)
+
+"$python" -c 'import moe_rt' 2> "$out/import.log" ||
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile "$here"/*.whl
+if [ -d "$here/kernels" ]; then
+  export MOE_RT_CACHE=$out/kernels # a copy, since the cache must belong to this user
+  cp -R "$here/kernels" "$out" && chmod -R go-w "$out/kernels" && chmod 700 "$out/kernels"
+fi
+{
+  cat "$here/COMMIT" 2> /dev/null
+  nvidia-smi 2> /dev/null
+  "$python" -m moe_rt info
+} > "$out/machine.txt" 2>&1
+
+spent=$(($(date +%s) - begin))
+"$python" -m moe_rt gpucheck --report "$out/report" --budget "$((${BUDGET:-480} - spent))" "$@" > "$out/gpucheck.log" 2>&1
+code=$?
+if [ "${BENCH_S:-60}" != 0 ]; then
+  timeout "${BENCH_S:-60}" "$python" -m moe_rt bench --heap loopback --case deepseek-v3-decode --contestants moe_rt,memcpy \
+    > "$out/bench.log" 2>&1 || echo "bench: exit status $?" >> "$out/bench.log"
+fi
+tail -n 1 "$out/gpucheck.log" | cut -c 1-2000
+exit "$code"
