@@ -13,16 +13,18 @@ into=$(mkdir -p "$1" && cd "$1" && pwd)
 cp tools/first_gpu/run.sh "$into"
 git rev-parse HEAD > "$into/COMMIT"
 
-# Kernels are found under the versions of the compiler and the headers, so those packages are taken along as they are.
+# Kernels are found under the versions of the compiler and the headers, so the headers come along as they are here.
 compiler=$(realpath --no-symlinks "${COMPILER:-.venv/bin/python}")
-packages=$("$compiler" -c 'from importlib.metadata import version
-print(*(f"{name}=={version(name)}" for name in ("nvidia-cuda-cccl", "nvshmem4py-cu13")))')
+headers=nvidia-cuda-cccl
+headers+="==$("$compiler" -c "from importlib.metadata import version; print(version('$headers'))")"
 
 "${PYTHON:-python3}" -m venv "$into/venv"
 mkdir "$into/source"
 git archive HEAD | tar -x -C "$into/source"
 "$into/venv/bin/pip" wheel --quiet --no-deps --wheel-dir "$into" "$into/source"
-"$into/venv/bin/pip" download --quiet --no-deps --only-binary=:all: --dest "$into" $packages
+"$into/venv/bin/pip" download --quiet --no-deps --only-binary=:all: --dest "$into" "$headers"
+"$into/venv/bin/pip" download --quiet --no-deps --only-binary=:all: --dest "$into" --constraint constraints.txt \
+  nvshmem4py-cu13
 rm -rf "$into/venv" "$into/source"
 
 (cd / && "$compiler" -m moe_rt compile --into "$into/kernels" --arch "${ARCH:-sm_90a}")
