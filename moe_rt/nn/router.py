@@ -23,6 +23,7 @@ from moe_rt.nn.router_losses import (
     sequence_view,
     z_loss,
 )
+from moe_rt.ops.grouped import row_wise_linear
 
 __all__ = ["Router", "RouterAux", "RouterConfig", "ScoreFunc"]
 
@@ -146,6 +147,7 @@ class Router(KeepsFp32):
 
     bias: nn.Parameter | None
     balance_bias: Tensor | None
+    row_wise = False  # see `moe_rt.ops.grouped.grouped_linear`; a layer with sums="invariant" sets it
 
     def __init__(
         self,
@@ -219,7 +221,8 @@ class Router(KeepsFp32):
             rows = without_padding(x, real).to(acc)
             if self.training and c.jitter:
                 rows = rows * torch.empty_like(rows).uniform_(1 - c.jitter, 1 + c.jitter)
-            logits = F.linear(rows, self.weight.to(acc), None if self.bias is None else self.bias.to(acc))
+            linear = row_wise_linear if self.row_wise and x.device.type == "cpu" else F.linear
+            logits = linear(rows, self.weight.to(acc), None if self.bias is None else self.bias.to(acc))
             scores = logits.softmax(-1) if c.score_func == "softmax" else logits.sigmoid()
             idx = self._choose(logits, scores, real) if topk_idx is None else self._recorded(topk_idx, logits)
             idx = without_padding(idx, real, -1)
