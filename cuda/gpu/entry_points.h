@@ -11,8 +11,8 @@
 
 namespace moe_rt {
 
-using JitDims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC,
-                          Sums::MOE_RT_SUMS>;
+using JitDims =
+    FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC, Sums::MOE_RT_SUMS>;
 using JitElem = MOE_RT_ELEM;
 
 // Runs fn(body) on this block.

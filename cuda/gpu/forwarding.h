@@ -76,7 +76,8 @@ struct Forwarding {
     const OpSlot slot = last_slot(Kind::kDispatch);
     if (!healthy(m, c) || wait_for_direct(call_of(a, c.tag), slot) != WaitResult::kNoFailure) return;
     for (int i = m.block_index(); i < w.nodes.num_clients; i += m.num_blocks()) {
-      int32_t* const forwards = launch.plan(a.recv_plan).forwards + int64_t{i} * w.shape.num_max_tokens * w.shape.forward_ints();
+      int32_t* const forwards =
+          launch.plan(a.recv_plan).forwards + int64_t{i} * w.shape.num_max_tokens * w.shape.forward_ints();
       get_lists(served[i], slot.window);
       if (mark_tokens<Acc>(m.block(), w, served[i], slot.window, forwards)) continue;
       const Status corrupt{

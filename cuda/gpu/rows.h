@@ -124,7 +124,7 @@ struct DeviceRows {
       decode<Dims>(srcs, one, n, [&](auto&& put) { put(dst); });
     }
   }
-  // The same with weights; sources that are nullptr add nothing.
+  // Like decode_sum, with weights; sources that are nullptr add nothing.
   MOE_RT_FN void decode_weighted(char* dst, const char* const* srcs, const Acc* weights, int n) const {
     const auto weight = [&](int i, bool there) { return there ? weights[i] : Acc(0); };
     if (codec == Codec::kRaw) {

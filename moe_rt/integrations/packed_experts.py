@@ -81,9 +81,7 @@ class PackedExperts:
             rows = swiglu(rows, offs)
         else:
             rows = _Gate.apply(rows, offs, m._apply_gate)
-        return grouped_linear(
-            rows, m.down_proj, offs, down_bias, transposed=m.is_transposed, row_wise=self.row_wise
-        )
+        return grouped_linear(rows, m.down_proj, offs, down_bias, transposed=m.is_transposed, row_wise=self.row_wise)
 
     def _run_own_forward(self, rows: Tensor, offs: Tensor) -> Tensor:
         """Run at least one row, even an unused one: FSDP and the exchange's backward need the experts in the graph."""

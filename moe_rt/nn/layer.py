@@ -169,8 +169,8 @@ class MoELayer(nn.Module):
         if config.sums == "invariant":
             made = {"router": self.router, "experts": self.experts, "shared_expert": self.shared_expert}
             for kind, module in made.items():
-                if module is not None and kind not in self._given:
-                    setattr(module, "row_wise", True)
+                if kind not in self._given and isinstance(module, Router | Experts | SharedExpert):
+                    module.row_wise = True
         self.reset_parameters()
 
     def _require_fitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:

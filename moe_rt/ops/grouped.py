@@ -25,8 +25,9 @@ _lib.define("grouped_add(Tensor rows, Tensor bias, Tensor offs) -> Tensor")
 _lib.define("grouped_sum(Tensor rows, Tensor offs) -> Tensor")
 
 
-# Rows from which on a CPU product treats each row alike, with a margin: for one to three, MKL sums in another order.
-FEWEST_ROWS = 16
+# Rows and columns of a product are filled up to multiples of this, if a row's bits must not depend on the other rows:
+# MKL sums the rest of either in another order.
+TILE = 16
 
 
 def grouped_linear(
@@ -46,7 +47,7 @@ def grouped_linear(
         offs: int32 [L], inclusive.
         bias: [L, out]; its gradient sums an expert's rows as a matrix product does.
         row_wise: on the CPU, the bits of a row of y, and of the gradient of x, depend only on that row and its weight.
-            Products of fewer than 16 rows are padded for that.
+            Products are filled up to multiples of 16 rows and columns for that.
 
     Returns:
         [rows, out]; rows past offs[-1] are unspecified.
@@ -75,12 +76,26 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> T
         return torch.stack([product(a[:, i:j], b[i:j]) for i, j in spans])
     out = blank(a.new_empty(a.shape[0], b.shape[2]))
     for e, (i, j) in enumerate(spans):
-        if row_wise and i < j < i + FEWEST_ROWS:
-            padded = F.pad(a[i:j], (0, 0, 0, FEWEST_ROWS - (j - i)))
-            out[i:j] = product(padded, b[e])[: j - i]
+        if row_wise and i < j:
+            _multiply_rows(product, a[i:j], b[e], out[i:j])
         elif i < j:
             product(a[i:j], b[e], out=out[i:j])
     return out
+
+
+def _multiply_rows(product: Callable[..., Tensor], a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a @ b to `out`, so that each row's bits depend only on that row of a: see TILE."""
+    num_rows, num_columns = out.shape
+    if num_columns % TILE:
+        b = F.pad(b, (0, -num_columns % TILE))
+    whole = num_rows - num_rows % TILE
+    if whole and num_columns % TILE:
+        out[:whole] = product(a[:whole], b)[:, :num_columns]
+    elif whole:
+        product(a[:whole], b, out=out[:whole])
+    if whole < num_rows:
+        rest = F.pad(a[whole:], (0, 0, 0, -num_rows % TILE))
+        out[whole:] = product(rest, b)[: num_rows - whole, :num_columns]
 
 
 def _grouped_mm_of_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -113,9 +128,12 @@ def _mm_in_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _kernel_takes(t: Tensor) -> bool:
-    """True if torch's CPU kernel takes the tensor: no fp64, and strides and address in multiples of 16 bytes."""
+    """True if torch's CPU kernel takes the tensor: no fp64, and strides and address in multiples of 16 bytes.
+
+    One stride must be 1, and no other: those of a single column are too short for the kernel.
+    """
     aligned = all(s == 1 or s * t.itemsize % 16 == 0 for s in t.stride()) and t.data_ptr() % 16 == 0
-    return t.dtype is not torch.float64 and aligned
+    return t.dtype is not torch.float64 and aligned and t.stride()[-2:].count(1) == 1
 
 
 def _spans(offs: Tensor) -> list[tuple[int, int]]:
@@ -271,7 +289,9 @@ def _tangent_of_grouped_mm(args: Args, tangents: Args) -> Tensor:
     a, b, offs, row_wise = args
     parts = [(tangents[0], b), (a, tangents[1])]
     products = [
-        torch.ops.moe_rt.grouped_mm(*part, offs, row_wise) for part in parts if part[0] is not None and part[1] is not None
+        torch.ops.moe_rt.grouped_mm(*part, offs, row_wise)
+        for part in parts
+        if part[0] is not None and part[1] is not None
     ]
     return products[0] if len(products) == 1 else products[0] + products[1]
 

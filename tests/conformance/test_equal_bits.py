@@ -1,4 +1,4 @@
-"""sums="invariant": the same bits for any number of ranks, placement, heap, route and threads, and those of one process.
+"""sums="invariant": the bits of one process, for any number of ranks, placement, heap, route and threads.
 
 tests/layer/test_equal_layers.py has whole layers.
 """
@@ -117,7 +117,7 @@ def test_more_entries_than_bits_of_a_word() -> None:
 
 
 def test_ranked_sums_do_differ() -> None:
-    """What is compared above can differ: with the default sums, four ranks give other bits than one."""
+    """The default sums give other bits on four ranks than on one, so the comparisons above can fail."""
     batch = make_batch(TOKENS, 136, torch.bfloat16, "zipf")
     assert not torch.equal(ranked(ThreadRanks(1), batch), ranked(ThreadRanks(4), batch))
 
@@ -153,4 +153,5 @@ class TestRefusals:
             Buffer(group, sums=sums, **sizes)
 
         for outcome in ThreadRanks(2).outcomes(make):
-            assert isinstance(outcome, ConfigMismatch) and "sums" in str(outcome)
+            assert isinstance(outcome, ConfigMismatch)
+            assert "sums" in str(outcome)

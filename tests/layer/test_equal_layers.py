@@ -13,12 +13,12 @@ from torch import Tensor
 from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.testing.rounds import check_bits
-from moe_rt.ops.grouped import FEWEST_ROWS, grouped_linear, row_wise_linear
+from moe_rt.ops.grouped import TILE, grouped_linear, row_wise_linear
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shared expert": dict(shared_intermediate=20, shared_gate=True),
-    "biases, another activation": dict(biases=True, activation="geglu"),
+    "biases, another activation": dict(biases=True, activation="geglu", intermediate=64),
     "sigmoid router, other weights": dict(score_func="sigmoid", weight_layout="transposed", router_bias=True),
     "two nodes": dict(route="two_level"),
 }
@@ -52,7 +52,7 @@ def test_rows_stand_alone(dtype: torch.dtype, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for fan_in, fan_out in ((20, 33), (64, 64), (100, 36), (512, 256), (2048, 24)):
+        for fan_in, fan_out in ((20, 33), (16, 7), (64, 1), (64, 64), (100, 36), (512, 256), (2048, 24)):
             check_products(fan_in, fan_out, dtype)
     finally:
         torch.set_num_threads(before)
@@ -64,19 +64,21 @@ def check_products(fan_in: int, fan_out: int, dtype: torch.dtype) -> None:
     expected = row_wise_linear(x, weight)
     shuffled = torch.randperm(300, generator=g)
     check_bits("shuffled", row_wise_linear(x[shuffled], weight), expected[shuffled])
-    for count in (*range(1, FEWEST_ROWS + 2), 31, 64, 127, 200):
+    for count in (*range(1, TILE + 2), 31, 64, 127, 200):
         for start in (0, 3, 99):
             rows = slice(start, start + count)
             check_bits(f"{count} rows of {fan_in} x {fan_out}", row_wise_linear(x[rows], weight), expected[rows])
     ends = torch.tensor([1, 1, 4, 50, 300], dtype=torch.int32)
     got = grouped_linear(x, weight.expand(5, -1, -1).contiguous(), ends, row_wise=True)
     check_bits("in groups", got, expected)
+    transposed = weight.t().expand(5, -1, -1).contiguous()
+    shifted = torch.tensor([7, 7, 21, 100, 300], dtype=torch.int32)
+    one, other = (grouped_linear(x, transposed, e, transposed=True, row_wise=True) for e in (ends, shifted))
+    check_bits("in groups, transposed", one, other)
 
 
 def test_a_buffer_given_to_a_layer_must_add_alike() -> None:
-    config = MoEConfig(
-        hidden=8, intermediate=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=4, sums="invariant"
-    )
+    config = MoEConfig(hidden=8, intermediate=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=4, sums="invariant")
     ranked = config.buffer_sizes(torch.float32) | {"sums": "ranked"}
-    with Buffer(None, **ranked) as buffer, pytest.raises(InvalidConfig, match="buffer.sums: got ranked, expected inv"):
+    with Buffer(None, **ranked) as buffer, pytest.raises(InvalidConfig, match="sums: got ranked, expected inv"):
         MoELayer(config, buffer=buffer)

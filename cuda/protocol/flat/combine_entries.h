@@ -4,7 +4,7 @@
 //   combine             push_entries (rows, weights) | wait | reduce_entries   of weight * row
 //   dispatch backward   push_entries (rows, scalars) | wait | reduce_entries   and the gradient of each routing weight
 // A sum then depends on the token's own rows and weights only: not on ranks, nodes, placement or lanes. A row travels
-// with its scalar behind it, so that one put moves both. `Rows` is as in combine.h, and has publish(dst, y, row) of
+// with its scalar after it, so that one put moves both. `Rows` is as in combine.h, and has publish(dst, y, row) of
 // dispatch.h and decode_weighted(dst, srcs, weights, n), which sums in the order given and skips sources that are
 // nullptr.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace moe_rt {
 
-// Offset of the scalar behind a row of this many bytes.
+// Offset of the scalar after a row of this many bytes.
 template <class Weight>
 MOE_RT_FN constexpr int64_t scalar_at(int64_t row_bytes) {
   return round_up(row_bytes, int64_t{sizeof(Weight)});

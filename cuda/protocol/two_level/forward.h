@@ -96,7 +96,8 @@ MOE_RT_FN void for_wanted(const Coop& coop, const World& w, const int32_t* forwa
   const int32_t tokens = w.shape.num_max_tokens;
   const Range share = coop.share(int64_t{w.nodes.num_clients} * tokens);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
-    if (is_marked(w, forwards + i * w.shape.forward_ints())) fn(i, w.nodes.clients[int32_t(i) / tokens], int32_t(i) % tokens);
+    if (is_marked(w, forwards + i * w.shape.forward_ints()))
+      fn(i, w.nodes.clients[int32_t(i) / tokens], int32_t(i) % tokens);
   }
 }
 

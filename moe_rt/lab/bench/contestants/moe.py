@@ -76,7 +76,7 @@ class Flat(MoeRt):
 
 
 class Invariant(MoeRt):
-    """The same bits for any number of ranks: combine returns a row for each expert, not for each rank or node."""
+    """Sums that do not depend on the number of ranks: combine returns a row for each expert."""
 
     name = "moe_rt_invariant"
     sums = "invariant"
