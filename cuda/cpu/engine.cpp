@@ -19,7 +19,8 @@ int num_remote(const EngineConfig& c) { return static_cast<int>(std::count(c.seg
 
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
-      dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_codec, config_.combine_codec},
+      dims_{config_.shape.hidden, config_.shape.num_topk, config_.dispatch_codec, config_.combine_codec,
+            config_.shape.sums},
       table_(rows::find_table(config_.isa.c_str())),
       nodes_(config_.node_of, config_.rank),
       num_mapped_(config_.shape.num_ranks - num_remote(config_)),

@@ -156,6 +156,8 @@ class Engine {
   template <class Acc>
   Status typed_combine(const CombineArgs& args, uint32_t tag);
   template <class Acc>
+  Status combine_entries(const CombineArgs& args, const Returned<Acc>& in, uint32_t tag);
+  template <class Acc>
   Status typed_combine_backward(const CombineBackwardArgs& args, uint32_t tag);
 
   EngineConfig config_;

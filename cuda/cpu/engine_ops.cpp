@@ -219,6 +219,7 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = LocalPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
+  if (dims_.sums() == Sums::kInvariant) return combine_entries(a, in, tag);
   const bool all_pushed = out_overlaps_rows(a);
   const auto send = [&](const auto& coop, int window, Header&) {
     const auto rows = row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec);
@@ -255,6 +256,46 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
     return Status{};
   };
   return run(call_of(a, tag, plan), send, receive, {}, between(kNothing, send_sums));
+}
+
+// The op with Sums::kInvariant, after its plans were judged.
+template <class Acc>
+Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, uint32_t tag) {
+  const RecvPlan& plan = in.plan;
+  const RecvPlan::Head& head = *plan.head;
+  const Codec codec = dims_.codec(a.op);
+  using Own = LocalEntries<Acc>;
+  const bool all_pushed = codec != Codec::kRaw || out_overlaps_rows(a);
+  const int64_t others = head.num_pulled - head.num_own;
+  const auto send = [&](const auto& coop, int window, Header&) {
+    const int64_t num_rows = head.num_pulled ? head.num_copies * others / head.num_pulled : 0;  // about
+    const auto rows = row_ops<Acc>(num_rows, stream_from_.pushed, codec);
+    with_link(window, [&](const auto& link) {
+      if (all_pushed) {
+        push_entries<LocalPushed>(coop, world_, window, in, rows, link);
+      } else {
+        push_entries<Own>(coop, world_, window, in, rows, link);
+      }
+    });
+  };
+  const auto receive = [&](const auto& coop, uint64_t, int window, Status&) {
+    const auto rows = row_ops<Acc>(a.num_tokens, stream_from_.combined, codec);
+    const auto reduce_with = [&](auto own) {
+      reduce_entries(coop, dims_, world_, window, a.send_plan, a.num_tokens, static_cast<char*>(a.out),
+                     static_cast<Acc*>(a.grad_topk_weights), rows, own);
+    };
+    if (all_pushed) {
+      reduce_with(LocalPushed{});
+    } else {
+      reduce_with(Own{world_, window, in, rows.tensor_row_bytes()});
+    }
+  };
+  const int64_t bytes = entry_bytes<Acc>(row_ops<Acc>(0, 0, codec).encoded_row_bytes());
+  const auto send_home = [&](const auto& coop, int window, HostIdle&) {
+    proxy_of_->send_entries(coop, world_, window, plan.forwards, bytes);
+    return Status{};
+  };
+  return run(call_of(a, tag, plan), send, receive, {}, between(kNothing, send_home));
 }
 
 template <class Acc>

@@ -81,7 +81,7 @@ class Proxy : public RemoteNetwork {
     }
     if (const Status status = few ? Status{} : settle(clients, Phase::kGather, idle); !status.ok()) return status;
     for (size_t i = 0; i < clients.size(); ++i) {
-      int32_t* const marks = forwards + int64_t(i) * w.shape.num_max_tokens;
+      int32_t* const marks = forwards + int64_t(i) * w.shape.num_max_tokens * w.shape.forward_ints();
       if (!mark_tokens<Weight>(Solo{}, w, clients[i], window, marks))
         return failed(Code::kCorruptPeer, Phase::kGather, clients[i]);
     }
@@ -106,6 +106,13 @@ class Proxy : public RemoteNetwork {
     moe_rt::send_sums<RuntimeDims>(
         coop, w, window, forwards, rows, scalars, sum, coded,
         [&](int to, int64_t offset, const char* row, int64_t bytes) { network().put(to, offset, row, bytes); });
+  }
+  // Sends home each of this node's rows for clients' tokens, if rows return by entry. Every lane calls it.
+  template <class Coop>
+  void send_entries(const Coop& coop, const World& w, int window, const int32_t* forwards, int64_t bytes) {
+    moe_rt::send_entries(coop, w, window, forwards, bytes, [&](int to, int64_t offset, const char* row, int64_t size) {
+      network().put(to, offset, row, size);
+    });
   }
 
  private:

@@ -30,9 +30,9 @@ struct Functions {
   void (*weighted_sum)(char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden, bool stream);
   Acc (*scale_dot)(char* dst, Acc weight, const char* g, const char* y, int64_t hidden, bool stream);
   // Coded rows (protocol/core/codec.h); nullptr for fp64, which is never coded. encode_sum encodes the weighted sum of
-  // rows, decode_sum rounds the sum of coded rows.
+  // rows, decode_sum rounds the weighted sum of coded rows.
   void (*encode_sum)(Codec codec, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
-  void (*decode_sum)(Codec codec, char* dst, const char* const* srcs, int n, int64_t hidden);
+  void (*decode_sum)(Codec codec, char* dst, const char* const* srcs, const Acc* weights, int n, int64_t hidden);
 };
 
 struct Table {
@@ -94,17 +94,12 @@ struct HostRows {
     const Places places(to, tensor_row_bytes(), rows, n);
     if (codec == Codec::kRaw) return table->copy(places.dsts, n, src, tensor_row_bytes(), stream);
     for (int i = 0; i < n; ++i) {
-      if (places.dsts[i]) fn->decode_sum(codec, places.dsts[i], &src, 1, hidden);
+      if (places.dsts[i]) fn->decode_sum(codec, places.dsts[i], &src, ones(), 1, hidden);
     }
   }
   // The arrays are the caller's scratch: this function removes sources that are nullptr from them.
   void encode_sum(char* dst, const char** srcs, Acc* weights, int n) const {
-    int kept = 0;
-    for (int i = 0; i < n; ++i) {
-      if (!srcs[i]) continue;
-      srcs[kept] = srcs[i];
-      weights[kept++] = weights[i];
-    }
+    const int kept = without_missing(srcs, weights, n);
     if (codec == Codec::kRaw) {
       fn->weighted_sum(dst, srcs, weights, kept, hidden, stream);
     } else {
@@ -115,7 +110,16 @@ struct HostRows {
     if (codec == Codec::kRaw) {
       fn->weighted_sum(dst, srcs, ones(), n, hidden, stream);
     } else {
-      fn->decode_sum(codec, dst, srcs, n, hidden);
+      fn->decode_sum(codec, dst, srcs, ones(), n, hidden);
+    }
+  }
+  // The arrays are scratch, as in encode_sum.
+  void decode_weighted(char* dst, const char** srcs, Acc* weights, int n) const {
+    const int kept = without_missing(srcs, weights, n);
+    if (codec == Codec::kRaw) {
+      fn->weighted_sum(dst, srcs, weights, kept, hidden, stream);
+    } else {
+      fn->decode_sum(codec, dst, srcs, weights, kept, hidden);
     }
   }
   // Prefetches the lines of a row that no sum prefetches in time.
@@ -134,6 +138,16 @@ struct HostRows {
   }
 
  private:
+  // Removes sources that are nullptr, and their weights; returns the number of the others.
+  static int without_missing(const char** srcs, Acc* weights, int n) {
+    int kept = 0;
+    for (int i = 0; i < n; ++i) {
+      if (!srcs[i]) continue;
+      srcs[kept] = srcs[i];
+      weights[kept++] = weights[i];
+    }
+    return kept;
+  }
   static const Acc* ones() {
     static const std::vector<Acc> all(kMaxTopk, Acc(1));
     return all.data();

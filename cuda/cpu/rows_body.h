@@ -212,7 +212,7 @@ void encode_sum(Codec codec, char* dst, const char* const* srcs, const float* we
 }
 
 template <class E>
-void decode_sum(Codec codec, char* dst, const char* const* srcs, int n, int64_t hidden) {
+void decode_sum(Codec codec, char* dst, const char* const* srcs, const float* weights, int n, int64_t hidden) {
   using L = typename E::InOrder;
   alignas(kCacheLine) float sums[kCodecBlock];
   for (int64_t first = 0; first < hidden; first += kCodecBlock) {
@@ -222,7 +222,8 @@ void decode_sum(Codec codec, char* dst, const char* const* srcs, int n, int64_t 
       const auto* codes = reinterpret_cast<const uint8_t*>(srcs[j]) + first;
       const float scale =
           reinterpret_cast<const float*>(srcs[j] + codec_parts(hidden).scales_at())[first / kCodecBlock];
-      for (int64_t i = 0; i < count; ++i) sums[i] += decode(codec, codes[i], scale);
+      const float weight = weights[j];
+      for (int64_t i = 0; i < count; ++i) sums[i] += weight * decode(codec, codes[i], scale);
     }
     for (int64_t i = 0; i < count; i += L::kLanes) {
       const auto sum = F32::InOrder::load(reinterpret_cast<const char*>(sums + i));

@@ -3,7 +3,7 @@
 // forward rows between sending and receiving (forwarding.h).
 //
 // The just-in-time compiler defines MOE_RT_ELEM (F32, Bf16, F16 or F64), MOE_RT_HIDDEN, MOE_RT_TOPK, MOE_RT_THREADS,
-// and MOE_RT_DISPATCH_CODEC, MOE_RT_COMBINE_CODEC (kRaw, kFp8 or kInt8).
+// MOE_RT_DISPATCH_CODEC, MOE_RT_COMBINE_CODEC (kRaw, kFp8 or kInt8) and MOE_RT_SUMS (kRanked or kInvariant).
 #pragma once
 
 #include "machine.h"
@@ -11,7 +11,8 @@
 
 namespace moe_rt {
 
-using JitDims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC>;
+using JitDims =
+    FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC, Sums::MOE_RT_SUMS>;
 using JitElem = MOE_RT_ELEM;
 
 // Runs fn(body) on this block.

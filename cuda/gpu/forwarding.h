@@ -76,7 +76,8 @@ struct Forwarding {
     const OpSlot slot = last_slot(Kind::kDispatch);
     if (!healthy(m, c) || wait_for_direct(call_of(a, c.tag), slot) != WaitResult::kNoFailure) return;
     for (int i = m.block_index(); i < w.nodes.num_clients; i += m.num_blocks()) {
-      int32_t* const forwards = launch.plan(a.recv_plan).forwards + int64_t{i} * w.shape.num_max_tokens;
+      int32_t* const forwards =
+          launch.plan(a.recv_plan).forwards + int64_t{i} * w.shape.num_max_tokens * w.shape.forward_ints();
       get_lists(served[i], slot.window);
       if (mark_tokens<Acc>(m.block(), w, served[i], slot.window, forwards)) continue;
       const Status corrupt{
@@ -215,9 +216,14 @@ struct Forwarding {
       m.links.net.put(group, memory.segment + offset, row, bytes, to);
       group.sync();  // the scratch row is reused for another sum
     };
-    send_sums<Dims>(
-        group, w, window, p.forwards, launch.rows(group, launch.combine_codec(a.op)), a.grad_recv_weights != nullptr,
-        coded + w.shape.row_bytes(), [&](int64_t) { return coded; }, put);
+    const auto rows = launch.rows(group, launch.combine_codec(a.op));
+    if (launch.dims.sums() == Sums::kInvariant) {
+      send_entries(group, w, window, p.forwards, entry_bytes<Acc>(rows.encoded_row_bytes()), put);
+    } else {
+      send_sums<Dims>(
+          group, w, window, p.forwards, rows, a.grad_recv_weights != nullptr, coded + w.shape.row_bytes(),
+          [&](int64_t) { return coded; }, put);
+    }
     group.sync();
     if (group.leader()) m.links.net.before_signals();  // like RdmaLink::flush
   }

@@ -13,7 +13,7 @@
 #pragma once
 
 #include "../protocol/core/calls.h"
-#include "../protocol/flat/combine.h"
+#include "../protocol/flat/combine_entries.h"
 #include "../protocol/flat/dispatch.h"
 #include "../protocol/flat/pushing.h"
 #include "../protocol/two_level/reduce.h"
@@ -244,7 +244,12 @@ struct Launch {
                            static_cast<const Acc*>(a.grad_recv_weights)};
     with_groups(m, 0, p.head->num_pulled, [&](const auto& group) {
       const auto peers = link(group, window);
-      push<LocalPushed>(group, dims, w, window, in, rows(group, combine_codec(a.op)), peers);
+      const auto moved = rows(group, combine_codec(a.op));
+      if (dims.sums() == Sums::kInvariant) {
+        push_entries<LocalPushed>(group, w, window, in, moved, peers);
+      } else {
+        push<LocalPushed>(group, dims, w, window, in, moved, peers);
+      }
       peers.flush();
     });
   }
@@ -256,6 +261,13 @@ struct Launch {
   MOE_RT_FN void add_partials(const CombineArgs& a, const int32_t* send_plan, int window) const {
     auto* const out = static_cast<char*>(a.out);
     auto* const grads = static_cast<Acc*>(a.grad_topk_weights);
+    if (dims.sums() == Sums::kInvariant) {
+      with_groups(m, 0, a.num_tokens, [&](const auto& group) {
+        reduce_entries(group, dims, w, window, send_plan, a.num_tokens, out, grads, rows(group, combine_codec(a.op)),
+                       LocalPushed{});
+      });
+      return;
+    }
     if constexpr (Machine::kTwoLevel) {
       const auto group = m.warps(0);
       const auto own_rows = rows(group, combine_codec(a.op));

@@ -18,8 +18,8 @@ template <class Dims>
 struct VectorBytes {
   MOE_RT_FN static constexpr int of(int elem_bytes) { return elem_bytes; }
 };
-template <int kHidden, int kTopk, Codec kDispatch, Codec kCombine>
-struct VectorBytes<FixedDims<kHidden, kTopk, kDispatch, kCombine>> {
+template <int kHidden, int kTopk, Codec kDispatch, Codec kCombine, Sums kSums>
+struct VectorBytes<FixedDims<kHidden, kTopk, kDispatch, kCombine, kSums>> {
   MOE_RT_FN static constexpr int of(int elem_bytes) {
     int bytes = 16;
     while (int64_t{kHidden} * elem_bytes % bytes != 0) bytes /= 2;
@@ -101,7 +101,7 @@ struct DeviceRows {
       });
     };
     if (codec != Codec::kRaw) {
-      decode<AtMost<1>>(&src, 1, each_row);
+      decode<AtMost<1>>(&src, one, 1, each_row);
       return;
     }
     moving.template move<Vector>(group, num_vectors(), src, each_row);
@@ -121,7 +121,16 @@ struct DeviceRows {
     if (codec == Codec::kRaw) {
       weighted_sum(dst, srcs, one, n);
     } else {
-      decode<Dims>(srcs, n, [&](auto&& put) { put(dst); });
+      decode<Dims>(srcs, one, n, [&](auto&& put) { put(dst); });
+    }
+  }
+  // Like decode_sum, with weights; sources that are nullptr add nothing.
+  MOE_RT_FN void decode_weighted(char* dst, const char* const* srcs, const Acc* weights, int n) const {
+    const auto weight = [&](int i, bool there) { return there ? weights[i] : Acc(0); };
+    if (codec == Codec::kRaw) {
+      weighted_sum(dst, srcs, weight, n);
+    } else {
+      decode<Dims>(srcs, weight, n, [&](auto&& put) { put(dst); });
     }
   }
 
@@ -238,12 +247,13 @@ struct DeviceRows {
     });
   }
 
-  // Writes the sum of at most Bound::kTopkBound coded rows to each row that each_row passes to its argument.
-  template <class Bound, class EachRow>
-  MOE_RT_FN void decode(const char* const* srcs, int n, EachRow&& each_row) const {
+  // Writes the sum of weight(i) times at most Bound::kTopkBound coded rows to each row that each_row passes to its
+  // argument.
+  template <class Bound, class WeightOf, class EachRow>
+  MOE_RT_FN void decode(const char* const* srcs, WeightOf&& weight, int n, EachRow&& each_row) const {
     if (dims.hidden() % kCodesAtOnce == 0) {
       sum_rows<Bound>(
-          group, CodesFormat<Acc>{codec, scales_at()}, num_pieces(), srcs, one, n, [&](int at, const Acc* sum) {
+          group, CodesFormat<Acc>{codec, scales_at()}, num_pieces(), srcs, weight, n, [&](int at, const Acc* sum) {
             if (at >= num_pieces()) return;
             Vector out[kCodesAtOnce / kElems];
             unrolled<kCodesAtOnce / kElems>([&](int i) { out[i] = rounded(sum + i * kElems); });
@@ -255,7 +265,9 @@ struct DeviceRows {
     }
     decode_row(group, codec, dims.hidden(), [&](int at, auto&& decoded) {
       Acc sum = 0;
-      for_topk<Bound>(n, [&](int i) { sum += Acc(decoded(srcs[i])); });
+      for_topk<Bound>(n, [&](int i) {
+        if (srcs[i]) sum += weight(i, true) * Acc(decoded(srcs[i]));
+      });
       const Elem x = Elem::round(sum);
       each_row([&](char* dst) { reinterpret_cast<Elem*>(dst)[at] = x; });
     });

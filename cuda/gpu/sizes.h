@@ -88,7 +88,7 @@ struct NetworkLayout {
     const Layout::Window window = Layout::make(s).window[0];
     NetworkLayout n{};
     n.staging = round_up(int64_t{kNumKinds} * s.num_ranks * 2 * int64_t{sizeof(Header)}, kPage);
-    n.warp_bytes = s.two_level() ? 2 * s.row_bytes() : s.row_bytes();
+    n.warp_bytes = s.two_level() ? 2 * s.row_bytes() : max_of(s.row_bytes(), s.returned_row_bytes());
     n.mirrors = round_up(n.staging + num_warps * n.warp_bytes, kPage);
     n.mirror_bytes = s.two_level() ? 0 : window.tokens - window.counts;
     n.bytes = n.mirrors + s.num_ranks * n.mirror_bytes;

@@ -35,9 +35,9 @@ class RemotePeers : public RemoteNetwork {
   char* const* mirrors() const { return mirrors_.data(); }  // World::mirror
 
   // Local copy of the row, or scalar, at `offset` of the peer's window. Rows are stored by token, since each token has
-  // one row here at a time, in whatever slot.
-  char* row(const World& w, int peer, int64_t offset, int64_t region) const {
-    return rows_[peer] + (offset - region) % (w.shape.num_max_tokens * w.shape.row_bytes());
+  // one row here at a time, in whatever slot; or by token and entry, if rows return by entry.
+  char* row(int peer, int64_t offset, int64_t region) const {
+    return rows_[peer] + (offset - region) % parts_.row_bytes;
   }
   char* scalar(int peer, int64_t offset, int64_t region) const { return scalars_[peer] + (offset - region); }
 
@@ -72,14 +72,16 @@ class RemotePeers : public RemoteNetwork {
   }
 
  private:
-  // Offsets of a peer's rows and scalars after its lists, and the size of all.
+  // Offsets of a peer's rows and scalars after its lists, the size of the rows, and of all.
   struct Parts {
-    int64_t rows, scalars, bytes;
+    int64_t rows, row_bytes, scalars, bytes;
     Parts(const Shape& s, const Layout& layout) {
       const Layout::Window& o = layout.window[0];  // both windows have lists of one size
       rows = round_up(o.tokens - o.counts, kPage);
-      scalars = rows + round_up(s.num_max_tokens * s.row_bytes(), kPage);
-      bytes = scalars + round_up(int64_t{s.num_max_tokens} * s.num_topk * s.acc_bytes, kPage);
+      const int32_t each = s.returns_entries() ? s.num_topk : 1;
+      row_bytes = int64_t{s.num_max_tokens} * each * s.returned_row_bytes();
+      scalars = rows + round_up(row_bytes, kPage);
+      bytes = scalars + round_up(s.scalar_bytes(), kPage);
     }
   } parts_;
   LazyMemory memory_;
@@ -92,10 +94,10 @@ struct RemoteLink {
   int window;
 
   const char* source_row(const World& w, int peer, int64_t offset, int64_t) const {
-    return w.base[peer] ? w.at<const char>(peer, offset) : remote.row(w, peer, offset, w.layout.window[window].tokens);
+    return w.base[peer] ? w.at<const char>(peer, offset) : remote.row(peer, offset, w.layout.window[window].tokens);
   }
   char* target_row(const World& w, int peer, int64_t offset) const {
-    return w.base[peer] ? w.at<char>(peer, offset) : remote.row(w, peer, offset, w.layout.window[window].partials);
+    return w.base[peer] ? w.at<char>(peer, offset) : remote.row(peer, offset, w.layout.window[window].partials);
   }
   void deliver(const World& w, int peer, int64_t offset, int64_t bytes) const {
     if (w.base[peer]) return;

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from moe_rt.buffer.handle import Handle
 from moe_rt.buffer.replicas import refuse_replicated_experts
-from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout, Route
+from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout, Route, Sums
 from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.config.tuning import Tuning
@@ -60,6 +60,10 @@ class Buffer:
             per 128 elements; None sends them unchanged. Gradients are never coded. docs/payload.md has the errors.
         combine_dtype: same as dispatch_dtype, for the sums that combine sends.
         route: path of rows between nodes: "flat", "two_level" or "auto"; see docs/two_level.md.
+        sums: order of combine's and dispatch's backward's sums. "ranked": each rank sums a token's rows and rounds;
+            these sums are added in rank order. "invariant": a token's rows return one by one and are added in the order
+            of its topk_idx, so results have the same bits for any number of ranks, placement, heap and route
+            (docs/howto/equal_bits.md). Not with layout="tokens".
         timeout_s: seconds an op waits for a peer before PeerTimeout ends the group; math.inf disables the timeout.
         init_timeout_s: seconds that all waits of the constructor may take together.
         placement: rank of each expert, length E, or a Placement; None places contiguous blocks.
@@ -94,6 +98,7 @@ class Buffer:
         dispatch_dtype: torch.dtype | None = None,
         combine_dtype: torch.dtype | None = None,
         route: Route | Literal["auto"] = "auto",
+        sums: Sums = "ranked",
         timeout_s: float = 120.0,
         init_timeout_s: float = 300.0,
         placement: Placement | Sequence[int] | None = None,
@@ -108,6 +113,7 @@ class Buffer:
             dispatch_dtype=dispatch_dtype,
             combine_dtype=combine_dtype,
             route=route,
+            sums=sums,
             timeout_s=timeout_s,
             init_timeout_s=init_timeout_s,
             placement=placement,

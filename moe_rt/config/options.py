@@ -21,6 +21,8 @@ Overflow = Literal["raise", "drop", "retry"]
 Route = Literal["flat", "two_level"]
 # Meanings of a row of recv_x; moe_rt.Buffer explains both.
 RecvLayout = Literal["experts", "tokens"]
+# Orders in which a token's rows are added up, in the order of the engine's Sums; moe_rt.Buffer explains both.
+Sums = Literal["ranked", "invariant"]
 ALIGNMENTS = (1, 8, 16, 32, 128)  # allowed values of expert_alignment, in rows
 
 
@@ -33,6 +35,7 @@ class SharedOptions:
     dispatch_dtype: torch.dtype | None = None
     combine_dtype: torch.dtype | None = None
     route: Route | Literal["auto"] = "auto"
+    sums: Sums = "ranked"
     tuning: Tuning = field(default=Tuning(), repr=False)
 
     def check_shared(self, dtype: torch.dtype) -> None:
@@ -49,6 +52,7 @@ class SharedOptions:
         expect(self.overflow in get_args(Overflow), "overflow", self.overflow, f"one of {get_args(Overflow)}")
         routes = ("auto", *get_args(Route))
         expect(self.route in routes, "route", self.route, f"one of {routes}")
+        expect(self.sums in get_args(Sums), "sums", self.sums, f"one of {get_args(Sums)}")
         factor = self.capacity_factor
         positive = factor is None or (math.isfinite(factor) and factor > 0)
         expect(positive, "capacity_factor", factor, "None or a finite number > 0")

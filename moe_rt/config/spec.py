@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from moe_rt import _engine
-from moe_rt.config.options import ALIGNMENTS, BufferOptions, RecvLayout, SharedOptions
+from moe_rt.config.options import ALIGNMENTS, BufferOptions, RecvLayout, SharedOptions, Sums
 from moe_rt.config.placement import Placement
 from moe_rt.config.topology import Topology
 from moe_rt.errors import SizeOverflow, expect
@@ -76,6 +76,8 @@ class BufferSpec(SharedOptions):
         expect(fits, "expert_alignment", expert_alignment, '1 with layout="tokens"')
         sizes["expert_alignment"] = int(expert_alignment)  # True is 1, but has another hash
         options.check_shared(dtype)
+        expected = '"ranked" with layout="tokens", whose rows are sums over the experts of one rank'
+        expect(options.sums == "ranked" or layout == "experts", "sums", options.sums, expected)
         shared = {f.name: getattr(options, f.name) for f in fields(SharedOptions)}
         if options.capacity_factor is not None:
             shared["capacity_factor"] = float(options.capacity_factor)
@@ -138,6 +140,7 @@ class BufferSpec(SharedOptions):
             alignment=self.expert_alignment,
             num_pushed_tokens=min(tokens, tuning.pushed_tokens) if pushes else 0,
             num_pushed_rows=rows if pushes else 0,
+            sums=get_args(Sums).index(self.sums),
             node_of=self.node_of,
         )
 

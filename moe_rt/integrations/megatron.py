@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.buffer.pool import GrowingOptions
+from moe_rt.config.options import Sums
 from moe_rt.engine.storage import blank
 from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage
 from moe_rt.group.groups import Group
@@ -57,6 +58,7 @@ class MoeRtManager:
             their number; Megatron's own experts need that. True passes all rows of recv_x without waiting; experts must
             then use the counts, which stay on the device, and ignore the other rows.
         timeout_s: seconds to wait for a peer.
+        sums: see `moe_rt.Buffer`.
 
     Two fields of `config` are used. moe_flex_dispatcher_num_sms limits the multiprocessors that an op may fill.
     moe_expert_rank_capacity_factor is Megatron's budget: rows beyond it are dropped, and `over_budget` is set. Then
@@ -88,6 +90,7 @@ class MoeRtManager:
         capacity_factor: float | None = None,
         static_shapes: bool = False,
         timeout_s: float = 120.0,
+        sums: Sums = "ranked",
     ) -> None:
         for name in _WANT_ALIGNED_ROWS:
             if getattr(config, name, None):
@@ -107,6 +110,7 @@ class MoeRtManager:
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             capacity_factor=capacity_factor,
             timeout_s=timeout_s,
+            sums=sums,
             num_sms=getattr(config, "moe_flex_dispatcher_num_sms", None),
         )
         sizes: dict[str, Any] = dict(num_experts=num_experts, num_topk=router_topk)
@@ -212,7 +216,7 @@ def replace_deepep(**options: Any) -> None:
     Call it on every rank with the same options, before the model is built. A later call changes the options.
 
     Args:
-        options: num_max_tokens_per_rank, capacity_factor, static_shapes and timeout_s of MoeRtManager.
+        options: num_max_tokens_per_rank, capacity_factor, static_shapes, timeout_s and sums of MoeRtManager.
 
     Raises:
         MissingPackage: Megatron-Core is missing, or has no flexible dispatcher for DeepEP.

@@ -33,7 +33,12 @@ class PackedExperts:
         module: the experts; during a call its parameters are those of this rank's experts.
         forward: the module's own forward.
         num_local: experts of this rank (L).
+
+    Attributes:
+        row_wise: see `moe_rt.ops.grouped.grouped_linear`.
     """
+
+    row_wise = False
 
     def __init__(self, module: nn.Module, forward: ExpertsForward, num_local: int) -> None:
         self._module: Any = module
@@ -69,14 +74,14 @@ class PackedExperts:
         up_bias, down_bias = None, None
         if m.has_bias:
             up_bias, down_bias = m.gate_up_proj_bias if m.has_gate else m.up_proj_bias, m.down_proj_bias
-        rows = grouped_linear(rows, up, offs, up_bias, transposed=m.is_transposed)
+        rows = grouped_linear(rows, up, offs, up_bias, transposed=m.is_transposed, row_wise=self.row_wise)
         if not m.has_gate:
             rows = _Gate.apply(rows, offs, m.act_fn)
         elif type(m)._apply_gate is _default_apply_gate and isinstance(m.act_fn, (nn.SiLU, SiLUActivation)):
             rows = swiglu(rows, offs)
         else:
             rows = _Gate.apply(rows, offs, m._apply_gate)
-        return grouped_linear(rows, m.down_proj, offs, down_bias, transposed=m.is_transposed)
+        return grouped_linear(rows, m.down_proj, offs, down_bias, transposed=m.is_transposed, row_wise=self.row_wise)
 
     def _run_own_forward(self, rows: Tensor, offs: Tensor) -> Tensor:
         """Run at least one row, even an unused one: FSDP and the exchange's backward need the experts in the graph."""

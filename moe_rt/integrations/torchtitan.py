@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_rt.buffer.pool import GrowingOptions
+from moe_rt.config.options import Sums
 from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.group.groups import Group
 from moe_rt.integrations.exchange import Exchanged, LayerExchange
@@ -74,6 +75,7 @@ class MoeRtTokenDispatcher(_Base):
         dtype: str | torch.dtype | None = None
         capacity_factor: float | None = None
         timeout_s: float = 120.0
+        sums: Sums = "ranked"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -91,7 +93,10 @@ class MoeRtTokenDispatcher(_Base):
         if self.ep_mesh is None:
             raise InvalidConfig("ep_mesh: got None, expected a mesh: expert_parallel_degree must be above 1")
         options = GrowingOptions(
-            num_max_tokens_per_rank=c.num_max_tokens_per_rank, capacity_factor=c.capacity_factor, timeout_s=c.timeout_s
+            num_max_tokens_per_rank=c.num_max_tokens_per_rank,
+            capacity_factor=c.capacity_factor,
+            timeout_s=c.timeout_s,
+            sums=c.sums,
         )
         exchange = LayerExchange(self.ep_mesh, num_experts=self.num_experts, num_topk=self.top_k, options=options)
         if self.num_experts % exchange.num_ranks:  # DTensor would not place the rest as the buffer does
@@ -153,6 +158,7 @@ def token_dispatcher(
     dtype: str | torch.dtype | None = None,
     capacity_factor: float | None = None,
     timeout_s: float = 120.0,
+    sums: Sums = "ranked",
 ) -> MoeRtTokenDispatcher.Config:
     """Return moe_rt's Config in place of an all-to-all dispatcher's; torchtitan calls it if the command line names it.
 
@@ -168,6 +174,7 @@ def token_dispatcher(
         capacity_factor: None sizes what a rank receives for the worst case; else for this multiple of a balanced load,
             beyond which every rank raises CapacityOverflow: no token is ever dropped.
         timeout_s: seconds to wait for a peer.
+        sums: see `moe_rt.Buffer`.
 
     Raises:
         InvalidConfig: dtype is not the name of a torch dtype.
@@ -181,6 +188,7 @@ def token_dispatcher(
         dtype=dtype,
         capacity_factor=capacity_factor,
         timeout_s=timeout_s,
+        sums=sums,
     )
 
 

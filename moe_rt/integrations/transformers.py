@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_rt.buffer.pool import BufferPool, GrowingBuffer, GrowingOptions
-from moe_rt.config.options import Overflow
+from moe_rt.config.options import Overflow, Sums
 from moe_rt.errors import InvalidConfig, MissingPackage
 from moe_rt.extras import how_to_install
 
@@ -47,6 +47,7 @@ def configure(
     timeout_s: float = 120.0,
     init_timeout_s: float = 300.0,
     num_threads: int = 1,
+    sums: Sums = "ranked",
     send_padding: bool = False,
 ) -> None:
     """Set the options of buffers from the next forward on. Call it on every rank with the same arguments.
@@ -56,7 +57,7 @@ def configure(
             then exchange nothing through the host; more tokens raise TooManyTokens on every rank. None: buffers grow.
         capacity_factor: None sizes what a rank receives for the worst case; else for this multiple of a balanced load,
             beyond which `overflow` applies.
-        overflow, timeout_s, init_timeout_s, num_threads: see `moe_rt.Buffer`.
+        overflow, timeout_s, init_timeout_s, num_threads, sums: see `moe_rt.Buffer`.
         send_padding: send padding to experts also, as Transformers does. If False, tokens to which no token attends
             visit no expert; outputs of real tokens are the same.
 
@@ -73,6 +74,7 @@ def configure(
         timeout_s=timeout_s,
         init_timeout_s=init_timeout_s,
         num_threads=num_threads,
+        sums=sums,
     )
 
 
@@ -116,6 +118,7 @@ class MoeRtEP(EPImplementation):
             )
         x = hidden_states.to(self._experts.dtype_of_rows(hidden_states))
         received = self._buffer_for(x, top_k_index).dispatch(x, top_k_index, top_k_weights, self._tag)
+        self._experts.row_wise = _options.sums == "invariant"
         out = received.combine(self._experts(received.rows, received.handle.offs))
         return _whole_batch(out, self.tp_mesh, num_tokens) if shares_batch else out
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.ops.activations import Activation, activate, apply, swiglu
-from moe_rt.ops.grouped import grouped_linear
+from moe_rt.ops.grouped import grouped_linear, row_wise_linear
 
 __all__ = ["Experts", "ExpertsConfig", "SharedExpert", "SwiGLUExperts", "expert_mlp", "grouped_linear", "swiglu"]
 
@@ -88,13 +88,16 @@ class ExpertsConfig:
         return shapes
 
 
-def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: ExpertsConfig) -> Tensor:
+def expert_mlp(
+    x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: ExpertsConfig, *, row_wise: bool = False
+) -> Tensor:
     """Run every expert on its rows. Weights of another dtype are cast to x's dtype; other weights are not copied.
 
     Args:
         x: [rows, H] packed by expert.
         offs: int32 [L], inclusive ends of each expert's rows.
         weights: tensors by the names and with the shapes of config.shapes().
+        row_wise: see `moe_rt.ops.grouped.grouped_linear`.
 
     Returns:
         [rows, H] in x's dtype; rows past offs[-1] are unspecified and do not affect any gradient.
@@ -106,9 +109,8 @@ def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: E
 
     def linear(rows: Tensor, name: str) -> Tensor:
         bias = weights[f"{name}_bias"].to(x.dtype) if config.biases else None
-        return grouped_linear(
-            rows, weights[name].to(x.dtype), offs, bias, transposed=config.weight_layout == "transposed"
-        )
+        transposed = config.weight_layout == "transposed"
+        return grouped_linear(rows, weights[name].to(x.dtype), offs, bias, transposed=transposed, row_wise=row_wise)
 
     inputs, down = config.weight_names
     h = activate(
@@ -137,6 +139,7 @@ class Experts(SpreadModule):
     # Parameters of the default weight layout; other layouts may lack these names.
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
+    row_wise = False  # see `moe_rt.ops.grouped.grouped_linear`; a layer with sums="invariant" sets it
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class Experts(SpreadModule):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         """Run the experts: x [rows, H] packed by expert, offs int32 [L] -> [rows, H] in x's dtype; see `expert_mlp`."""
-        return expert_mlp(x, offs, self.parts(*self._shapes), self.config)
+        return expert_mlp(x, offs, self.parts(*self._shapes), self.config, row_wise=self.row_wise)
 
 
 class SwiGLUExperts(Experts):
@@ -217,6 +220,8 @@ class SharedExpert(nn.Module):
         device: device of the parameters.
     """
 
+    row_wise = False  # as in Experts
+
     def __init__(
         self, hidden: int, intermediate: int, config: ExpertsConfig, *, gated_output: bool = False, device: Any = None
     ) -> None:
@@ -237,12 +242,13 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [T, H] -> [T, H] in x's dtype, like the other experts, even under autocast; parameters are cast."""
         c = self.config
+        linear = row_wise_linear if self.row_wise and x.device.type == "cpu" else F.linear
         with torch.autocast(x.device.type, enabled=False):
-            up = F.linear(x, self.up_proj.weight.to(x.dtype))
-            gate = None if self.gate_proj is None else F.linear(x, self.gate_proj.weight.to(x.dtype))
+            up = linear(x, self.up_proj.weight.to(x.dtype))
+            gate = None if self.gate_proj is None else linear(x, self.gate_proj.weight.to(x.dtype))
             first, second = (up, None) if gate is None else (gate, up)
             h = apply(c.activation, first, second, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
-            out = F.linear(h, self.down_proj.weight.to(x.dtype))
+            out = linear(h, self.down_proj.weight.to(x.dtype))
             if self.output_gate is not None:
-                out = out * F.linear(x, self.output_gate.weight.to(x.dtype)).sigmoid()
+                out = out * linear(x, self.output_gate.weight.to(x.dtype)).sigmoid()
             return out

@@ -48,8 +48,9 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
         shared_intermediate: width of a shared expert, which every token visits on its own rank, without biases; None
             for no shared expert. See `moe_rt.nn.experts.SharedExpert`.
         shared_gate: scale the shared expert's output by a sigmoid gate (Qwen2-MoE).
-        heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, placement, timeout_s, init_timeout_s,
-            num_threads, num_sms, tuning: see `moe_rt.Buffer`.
+        heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, sums, placement, timeout_s,
+            init_timeout_s, num_threads, num_sms, tuning: see `moe_rt.Buffer`. With sums="invariant" the modules that
+            the layer makes also compute each row by itself on the CPU (docs/howto/equal_bits.md).
 
     Raises:
         InvalidConfig: a value is invalid; names the field, what was got and what was expected.
@@ -165,6 +166,11 @@ class MoELayer(nn.Module):
                 self.shared_expert = SharedExpert(
                     config.hidden, config.shared_intermediate, config, gated_output=config.shared_gate
                 )
+        if config.sums == "invariant":
+            made = {"router": self.router, "experts": self.experts, "shared_expert": self.shared_expert}
+            for kind, module in made.items():
+                if kind not in self._given and isinstance(module, Router | Experts | SharedExpert):
+                    module.row_wise = True
         self.reset_parameters()
 
     def _require_fitting(self, modules: dict[str, Any], rendezvous: Rendezvous | None) -> None:
@@ -308,11 +314,14 @@ def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:
 
 
 def _fitting(buffer: Any, config: Any, dtype: torch.dtype | None, placement: Placement | None = None) -> Buffer:
-    """Return `buffer`. Raise InvalidConfig if a size, dtype or placement differs; a dtype or placement of None fits."""
+    """Return `buffer`. Raise InvalidConfig if a size, dtype, placement or sum differs; a dtype or placement of None
+    fits."""
     if not isinstance(buffer, Buffer):
         raise InvalidConfig(f"buffer: got {type(buffer).__name__}, expected a moe_rt.Buffer")
     fields = {f: getattr(config, f) for f in ("num_max_tokens_per_rank", "hidden", "num_topk", "num_experts")}
-    for name, expected in {**fields, "dtype": dtype, "placement": placement, "layout": "experts"}.items():
+    sums = "invariant" if config.sums == "invariant" else None
+    fields |= {"dtype": dtype, "placement": placement, "layout": "experts", "sums": sums}
+    for name, expected in fields.items():
         got = getattr(buffer.spec, name)
         if expected is not None and got != expected:
             raise InvalidConfig(f"buffer.{name}: got {got}, expected {expected} as in the layer")

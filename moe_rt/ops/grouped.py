@@ -20,13 +20,24 @@ from moe_rt.engine.differentiation import SECOND_DERIVATIVE, Args, differentiate
 from moe_rt.engine.storage import blank
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
-_lib.define("grouped_mm(Tensor a, Tensor b, Tensor offs) -> Tensor")
+_lib.define("grouped_mm(Tensor a, Tensor b, Tensor offs, bool row_wise=False) -> Tensor")
 _lib.define("grouped_add(Tensor rows, Tensor bias, Tensor offs) -> Tensor")
 _lib.define("grouped_sum(Tensor rows, Tensor offs) -> Tensor")
 
 
+# Rows and columns of a product are filled up to multiples of this, if a row's bits must not depend on the other rows:
+# MKL sums the rest of either in another order.
+TILE = 16
+
+
 def grouped_linear(
-    x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    row_wise: bool = False,
 ) -> Tensor:
     """Each expert's rows times its own weight: y[rows of e] = x[rows of e] @ weight[e].T + bias[e].
 
@@ -35,18 +46,29 @@ def grouped_linear(
         weight: [L, out, in], or [L, in, out] if transposed. Neither is copied.
         offs: int32 [L], inclusive.
         bias: [L, out]; its gradient sums an expert's rows as a matrix product does.
+        row_wise: on the CPU, the bits of a row of y, and of the gradient of x, depend only on that row and its weight.
+            Products are filled up to multiples of 16 rows and columns for that.
 
     Returns:
         [rows, out]; rows past offs[-1] are unspecified.
     """
-    y: Tensor = torch.ops.moe_rt.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs)
+    y: Tensor = torch.ops.moe_rt.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs, row_wise)
     return y if bias is None else torch.ops.moe_rt.grouped_add(y, bias, offs)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def row_wise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias like F.linear; each row's bits depend only on that row. x: [..., in] on the CPU."""
+    rows = x.flatten(0, -2)
+    end = torch.tensor([len(rows)], dtype=torch.int32)
+    y = grouped_linear(rows, weight[None], end, None if bias is None else bias[None], row_wise=True)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> Tensor:
     """[rows, K] x [L, K, N] -> [rows, N], or [M, rows] x [rows, N] -> [L, M, N], like torch's grouped_mm."""
     widen = not _cpu_multiplies(a.dtype)
-    if not widen and _kernel_takes(a) and _kernel_takes(b):
+    row_wise = row_wise and b.dim() == 3
+    if not widen and not row_wise and _kernel_takes(a) and _kernel_takes(b):
         return _grouped_mm_of_torch(a, b, offs)
     spans = _spans(offs)
     product = _mm_in_fp32 if widen else torch.mm
@@ -54,9 +76,26 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         return torch.stack([product(a[:, i:j], b[i:j]) for i, j in spans])
     out = blank(a.new_empty(a.shape[0], b.shape[2]))
     for e, (i, j) in enumerate(spans):
-        if i < j:
+        if row_wise and i < j:
+            _multiply_rows(product, a[i:j], b[e], out[i:j])
+        elif i < j:
             product(a[i:j], b[e], out=out[i:j])
     return out
+
+
+def _multiply_rows(product: Callable[..., Tensor], a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a @ b to `out`, so that each row's bits depend only on that row of a: see TILE."""
+    num_rows, num_columns = out.shape
+    if num_columns % TILE:
+        b = F.pad(b, (0, -num_columns % TILE))
+    whole = num_rows - num_rows % TILE
+    if whole and num_columns % TILE:
+        out[:whole] = product(a[:whole], b)[:, :num_columns]
+    elif whole:
+        product(a[:whole], b, out=out[:whole])
+    if whole < num_rows:
+        rest = F.pad(a[whole:], (0, 0, 0, -num_rows % TILE))
+        out[whole:] = product(rest, b)[: num_rows - whole, :num_columns]
 
 
 def _grouped_mm_of_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -89,9 +128,12 @@ def _mm_in_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _kernel_takes(t: Tensor) -> bool:
-    """True if torch's CPU kernel takes the tensor: no fp64, and strides and address in multiples of 16 bytes."""
+    """True if torch's CPU kernel takes the tensor: no fp64, and strides and address in multiples of 16 bytes.
+
+    One stride must be 1, and no other: those of a single column are too short for the kernel.
+    """
     aligned = all(s == 1 or s * t.itemsize % 16 == 0 for s in t.stride()) and t.data_ptr() % 16 == 0
-    return t.dtype is not torch.float64 and aligned
+    return t.dtype is not torch.float64 and aligned and t.stride()[-2:].count(1) == 1
 
 
 def _spans(offs: Tensor) -> list[tuple[int, int]]:
@@ -100,8 +142,8 @@ def _spans(offs: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Compute _grouped_mm without waiting for offs on the host."""
+def _grouped_mm_on_gpu(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> Tensor:
+    """Compute _grouped_mm without waiting for offs on the host. `row_wise` changes nothing here."""
     if not (_gpu_kernel_takes(a) and _gpu_kernel_takes(b) and b.shape[-1] * b.itemsize % 16 == 0):
         return _tiled_mm(a, b, offs)
     out = _grouped_mm_of_torch(a, b, offs)
@@ -197,7 +239,7 @@ for _name, _on_cpu, _on_gpu in (
 
 
 @torch.library.register_fake("moe_rt::grouped_mm", lib=_lib)
-def _(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+def _(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> Tensor:
     if b.dim() == 2:
         return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
     return a.new_empty(a.shape[0], b.shape[2])
@@ -214,15 +256,16 @@ def _(rows: Tensor, offs: Tensor) -> Tensor:
 
 
 @register_flop_formula(torch.ops.moe_rt.grouped_mm, get_raw=True)
-def _count_flops(a: Tensor, b: Tensor, offs: Tensor, *, out_val: Tensor) -> int:
+def _count_flops(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False, *, out_val: Tensor) -> int:
     """Count the operations of real rows, or of all rows if offs has no data."""
     among_all = a.shape[1] if b.dim() == 2 else a.shape[0]
     rows = among_all if is_fake(offs) or offs.is_meta else int(offs[-1])
     return 2 * rows * b.shape[-1] * (a.shape[0] if b.dim() == 2 else a.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    *tensors, ctx.row_wise = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,21 +275,23 @@ def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     grad = grad.contiguous()  # the gradient of a bare sum() is an expanded scalar, whose strides no kernel takes
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
-        grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs)
+        grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs, ctx.row_wise)
     if ctx.needs_input_grad[1]:
         # Use the product whose gradient has the parameter's memory layout: otherwise autograd would copy it.
         if b.is_contiguous():
             grad_b = torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)
         else:
             grad_b = torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)
-    return grad_a, grad_b, None
+    return grad_a, grad_b, None, None
 
 
 def _tangent_of_grouped_mm(args: Args, tangents: Args) -> Tensor:
-    a, b, offs = args
+    a, b, offs, row_wise = args
     parts = [(tangents[0], b), (a, tangents[1])]
     products = [
-        torch.ops.moe_rt.grouped_mm(*part, offs) for part in parts if part[0] is not None and part[1] is not None
+        torch.ops.moe_rt.grouped_mm(*part, offs, row_wise)
+        for part in parts
+        if part[0] is not None and part[1] is not None
     ]
     return products[0] if len(products) == 1 else products[0] + products[1]
 

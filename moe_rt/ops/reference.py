@@ -28,6 +28,7 @@ class Row:
     source: int
     token: int
     weight: Tensor  # sum over the token's top-k entries that name the expert
+    entry: int = 0  # the first of these entries
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def dispatch(
                     hits = [k for k in range(spec.num_topk) if int(idx[token, k]) == expert]
                     if hits:
                         weight = sum((weights[token, k] for k in hits[1:]), start=weights[token, hits[0]])
-                        rows.append(Row(local, source, token, weight.to(spec.acc_dtype)))
+                        rows.append(Row(local, source, token, weight.to(spec.acc_dtype), hits[0]))
             real_ends.append(len(rows))
             rows += [Row(-1, -1, -1, torch.zeros((), dtype=spec.acc_dtype))] * (-len(rows) % spec.expert_alignment)
             ends.append(len(rows))
@@ -225,6 +226,8 @@ def combine(
     `codec`. A node's sum of several partials is rounded to the dtype of rows and then coded. With route="flat" each
     rank counts as a node.
     """
+    if spec.sums == "invariant":
+        return combine_entries(ys, recv_weights, received, num_tokens, spec, codec)
     outs = []
     topology = spec.topology if spec.route == "two_level" else Topology(tuple(range(spec.num_ranks)))
     for source in range(spec.num_ranks):
@@ -240,6 +243,35 @@ def combine(
                 num_partials[list({row.token for row in received[rank].rows if row.source == source})] += 1
             rounded = through_codec(of_node.to(spec.dtype).to(spec.acc_dtype), codec)
             out += torch.where(num_partials > 1, rounded, of_node)
+        outs.append(out.to(spec.dtype))
+    return outs
+
+
+def combine_entries(
+    ys: list[Tensor],
+    recv_weights: list[Tensor],
+    received: list[Received],
+    num_tokens: list[int],
+    spec: BufferSpec,
+    codec: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Return out[t] on each rank: the sum of weight * row in the order of t's top-k entries, as one process adds them.
+
+    A row is rounded only by `codec`. The row of a repeated expert is added at the first entry that names it.
+    """
+    returned: dict[tuple[int, int, int], Tensor] = {}  # by source, token, and first top-k entry
+    for r, weights, y in zip(received, recv_weights, ys, strict=True):
+        rows = y.to(spec.acc_dtype) if codec is None else through_codec(y.to(spec.acc_dtype), codec)
+        for i, row in enumerate(r.kept):
+            if row.source >= 0:
+                returned[row.source, row.token, row.entry] = weights[i] * rows[i]
+    outs = []
+    for source in range(spec.num_ranks):
+        out = torch.zeros(num_tokens[source], spec.hidden, dtype=spec.acc_dtype)
+        for t in range(len(out)):
+            for k in range(spec.num_topk):
+                if (source, t, k) in returned:
+                    out[t] += returned[source, t, k]
         outs.append(out.to(spec.dtype))
     return outs
 

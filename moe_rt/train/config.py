@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
+from moe_rt.config.options import Sums
 from moe_rt.errors import InvalidConfig
 
 VOCAB_SIZE = 256
@@ -38,6 +39,7 @@ class TrainConfig:
     dtype: Annotated[Literal["fp32", "bf16"], "Type of computation; parameters are always fp32."] = "fp32"
 
     codec: Annotated[Literal["raw", "fp8", "int8"], "Encoding of rows in transit; gradients are not encoded."] = "raw"
+    sums: Annotated[Sums, "Order of combine's sums; invariant: the same bits for any number of ranks."] = "ranked"
     device: Annotated[Literal["cpu", "cuda"], "Device of the ranks; with cuda each rank has its own GPU."] = "cpu"
     ep: Annotated[int | None, "Ranks that share one set of experts, a divisor of the world size; default: all."] = None
     timeout_s: Annotated[float, "Seconds that a rank waits for a peer before it gives up."] = 120.0
@@ -75,6 +77,7 @@ class TrainConfig:
         self._expect(self.dtype in ("fp32", "bf16"), "dtype", '"fp32" or "bf16"')
         self._expect(self.device in ("cpu", "cuda"), "device", '"cpu" or "cuda"')
         self._expect(self.codec in ("raw", "fp8", "int8"), "codec", '"raw", "fp8" or "int8"')
+        self._expect(self.sums in get_args(Sums), "sums", f"one of {get_args(Sums)}")
         self._expect(bool(self.prompt), "prompt", "at least one character")
 
     def check_world(self, world_size: int) -> int:

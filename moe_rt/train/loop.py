@@ -63,6 +63,7 @@ def moe_factory(config: TrainConfig, ranks: Ranks) -> MakeMoE:
         timeout_s=config.timeout_s,
         dispatch_dtype=codec.dtype,
         combine_dtype=codec.dtype,
+        sums=config.sums,
     )
     return lambda layer: MoELayer(moe, ranks.ep_group)
 

@@ -9,7 +9,9 @@ from contextlib import closing
 import pytest
 import torch
 from conformance import cases_scaled_rows
+from conformance.cases_equal_bits import make_batch, one_rank, splits
 from nodes.node_ranks import NodeRanks
+from support.ranks import ThreadRanks
 from support.rounds import chain, full_round, rounds_in_a_row
 from support.routing import make_spec
 from test_conformance import tokens_for
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt import Buffer
 from moe_rt.errors import InvalidConfig
+from moe_rt.lab.testing.rounds import check_bits
 
 LAYOUTS = {"2x2": (2, 2), "3x1": (1, 1, 1), "1+2": (1, 2)}
 # tests/faults/test_remote_failures.py also uses these nodes.
@@ -39,6 +42,18 @@ def route(request: pytest.FixtureRequest) -> str:
 def test_matches_reference(ranks: NodeRanks, route: str, dtype: torch.dtype) -> None:
     spec = make_spec(ranks.size, route=route, dtype=dtype)
     assert ranks.run(full_round, spec, tokens_for(ranks.size), 1, "random")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_bits(ranks: NodeRanks, route: str, dtype: torch.dtype) -> None:
+    """Rows that return one by one have the bits of a single rank, coded ones those of the oracle."""
+    batch = make_batch(23, 136, dtype, "random")
+    alone = ThreadRanks(1).run(one_rank, batch, {}, [23])[0]
+    parts = ranks.run(one_rank, batch, {"route": route}, splits(23, ranks.size))
+    for name, got, expected in zip(("out", "grad_x", "grad_weights"), zip(*parts, strict=True), alone, strict=True):
+        check_bits(name, torch.cat(got), expected)
+    spec = make_spec(ranks.size, route=route, dtype=dtype, sums="invariant", num_topk=9, combine_dtype=torch.int8)
+    ranks.run(rounds_in_a_row, spec, tokens_for(ranks.size), [1, 2, 3], "random")
 
 
 @pytest.mark.parametrize("kind", ["topk", "one_expert"])

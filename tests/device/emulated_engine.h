@@ -15,7 +15,8 @@ namespace moe_rt::emulation {
 template <int kHidden, int kTopk>
 class Engine {
  public:
-  using Dims = FixedDims<kHidden, kTopk>;
+  template <Sums kSums>
+  using Dims = FixedDims<kHidden, kTopk, Codec::kRaw, Codec::kRaw, kSums>;
 #if defined(MOE_RT_EMULATED_NETWORK)
   // No peer's segment is mapped.
   static constexpr bool kNetwork = true;
@@ -89,7 +90,10 @@ class Engine {
     const auto launch_over = [&](const auto& links) {
       const int64_t bytes = scratch_bytes(world_, config_.num_lanes);
       launch(links, blocks, config_.num_lanes, bytes, static_cast<uint32_t>(noise_()), nullptr, [&](const auto& m) {
-        if (!run_body<Dims, F32>(kernel, m, Dims{}, world_, control_, args)) throw std::logic_error(kernel);
+        const auto run = [&](auto dims) {
+          if (!run_body<decltype(dims), F32>(kernel, m, dims, world_, control_, args)) throw std::logic_error(kernel);
+        };
+        world_.shape.returns_entries() ? run(Dims<Sums::kInvariant>{}) : run(Dims<Sums::kRanked>{});
       });
     };
 #if defined(MOE_RT_EMULATED_NETWORK)

@@ -51,7 +51,8 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
                                void** params, [[maybe_unused]] char* const* segments, uint32_t seed) {
   uint32_t known = 1;
   const auto body = [&](const auto& m) {
-    const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec)};
+    const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec),
+                           static_cast<const World*>(params[0])->shape.sums};
     bool found = false;
     with_element(elem, [&](auto e) { found = run_kernel<decltype(e)>(kernel, m, dims, params); });
     if (!found) store_relaxed(known, 0u);

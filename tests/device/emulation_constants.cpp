@@ -10,7 +10,8 @@ extern "C" emulation::Room* emulated_room(int blocks) { return new emulation::Ro
 // See emulated_launch of emulation.cpp, which determines at run time what is constant here.
 extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const char*, int, int, int, int, int blocks,
                                int threads, int64_t shared_bytes, void** params, char* const*, uint32_t seed) {
-  using Dims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC>;
+  using Dims = FixedDims<MOE_RT_HIDDEN, MOE_RT_TOPK, Codec::MOE_RT_DISPATCH_CODEC, Codec::MOE_RT_COMBINE_CODEC,
+                         Sums::MOE_RT_SUMS>;
   const World& w = *static_cast<const World*>(params[0]);
   const Control& c = *static_cast<const Control*>(params[1]);
   uint32_t known = 1;

@@ -21,7 +21,8 @@ extern "C" int emulated_launch(emulation::Room* room, const char* kernel, const 
                                void** params, char* const*, uint32_t seed) {
   const World& w = *static_cast<const World*>(params[0]);
   const Control& c = *static_cast<const Control*>(params[1]);
-  const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec)};
+  const RuntimeDims dims{hidden, num_topk, static_cast<Codec>(dispatch_codec), static_cast<Codec>(combine_codec),
+                         w.shape.sums};
   uint32_t known = 1;
   const auto launch_over = [&](const auto& links) {
     const auto body = [&](const auto& m) {

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp64": dict(dtype=torch.float64, hidden=5),
     "coded": dict(dtype=torch.bfloat16, hidden=400, dispatch_dtype=FP8, combine_dtype=INT8),
     "rows of tokens": dict(layout="tokens"),
+    "rows that return one by one": dict(sums="invariant"),
     "aligned to 16": dict(expert_alignment=16),
     "dropped": dict(capacity_factor=0.4, overflow="drop"),
     "every expert": dict(num_topk=9),

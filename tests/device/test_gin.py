@@ -115,9 +115,10 @@ def test_a_signal_after_the_timeout_is_no_signal(remote_apart: EmulatedGpu) -> N
 def test_two_levels(monkeypatch: pytest.MonkeyPatch, name: str, lanes: int) -> None:
     over_gin(monkeypatch, "none")
     nodes = NODES[name]
-    spec = spec_of(nodes, placement=[(8 - e) % len(nodes) for e in range(9)])
     gpu = EmulatedGpu(threads=lanes)
-    ThreadRanks(len(nodes), gpu, nodes=nodes).run(full_round, spec, [12, 0, 7, 5][: len(nodes)], 1, "random")
+    for sums in ("ranked", "invariant"):
+        spec = spec_of(nodes, placement=[(8 - e) % len(nodes) for e in range(9)], sums=sums)
+        ThreadRanks(len(nodes), gpu, nodes=nodes).run(full_round, spec, [12, 0, 7, 5][: len(nodes)], 1, "random")
 
 
 def test_chain_in_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:

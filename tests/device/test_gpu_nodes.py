@@ -73,6 +73,13 @@ def test_rows_of_tokens_and_with_scales() -> None:
     ranks_on(nodes).run(scaled_round, spec_of(nodes, dtype=torch.bfloat16), PLAIN, [12, 0, 7], [1, 2])
 
 
+@pytest.mark.parametrize("changes", [{}, dict(dtype=torch.bfloat16, hidden=272, combine_dtype=FP8)], ids=["raw", "fp8"])
+def test_rows_that_return_one_by_one(changes: dict[str, Any]) -> None:
+    nodes = NODES["3+2, in turns"]
+    spec = spec_of(nodes, sums="invariant", num_topk=6, **changes)
+    ranks_on(nodes, 32).run(rounds_in_a_row, spec, [12, 0, 7, 5, 1], [1, 2], "random")
+
+
 def test_aligned_experts_and_lists_that_take_two_trips() -> None:
     nodes = NODES["3+2, in turns"]
     spec = spec_of(nodes, num_max_tokens_per_rank=100, num_topk=6, expert_alignment=8)

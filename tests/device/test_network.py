@@ -58,6 +58,13 @@ def test_round(gpu: EmulatedGpu, size: int, dtype: torch.dtype) -> None:
     assert gpu.launched.count("dispatch_fetch") == size
 
 
+@pytest.mark.parametrize("codec", [None, torch.int8])
+def test_rows_that_return_one_by_one(gpu: EmulatedGpu, codec: torch.dtype | None) -> None:
+    """A row and its scalar are staged and put together."""
+    spec = make_spec(3, sums="invariant", combine_dtype=codec, placement=[e % 3 for e in range(9)])
+    ThreadRanks(3, gpu).run(full_round, spec, [12, 0, 7], 3, "random")
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_with_scales(gpu: EmulatedGpu, size: int) -> None:
     """Rows with scales, whose size differs from the buffer's rows, use the same staging."""

@@ -89,11 +89,12 @@ enum class Pushed { kNothing, kLists, kRows };
 // Return true if rank 2 believes the lists after `bend` has changed them. With `whole` it acts as a CPU rank, which
 // follows every entry of its plan. With ranks on several nodes, it is rank 1 that checks, as the proxy of rank 2.
 bool believed(const std::function<void(Lists&)>& bend, Pushed what, const std::vector<int32_t>& node_of = {},
-              bool whole = false) {
+              bool whole = false, Sums sums = Sums::kRanked) {
   const bool pushed = what != Pushed::kNothing;
   Shape shape = NodeTables::sized({3, 5, kTokens, 1, kTopk, 4, 4}, node_of);
   if (pushed) shape.num_max_tokens = 2 * kTokens, shape.num_pushed_tokens = kTokens;
   if (what == Pushed::kRows) shape.num_pushed_rows = kTokens;
+  shape.sums = sums;
   const Layout layout = Layout::make(shape);
   const PlacementTables tables = PlacementTables::make({0, 1, 2, 2, 2}, shape.num_ranks);
   std::vector<std::unique_ptr<char[]>> segments;
@@ -240,6 +241,20 @@ const Case kForwarded[] = {
      }},
 };
 
+// Lists of rank 0 for the same ranks, if rows return by entry.
+const Case kForwardedEntries[] = {
+    {"nothing", true, [](Lists&) {}},
+    {"token: T", false, [](Lists& l) { l.pull().token = kTokens; }},
+    {"token: -1", false, [](Lists& l) { l.pull().token = -1; }},
+    {"copies: none", false, [](Lists& l) { l.pull().copies = 0; }},
+    {"copies: K + 1", false, [](Lists& l) { l.pull().copies = kTopk + 1; }},
+    {"first: -1", false, [](Lists& l) { l.pull().first = -1, l.pull().copies = 1; }},
+    {"first: as many as there are", false, [](Lists& l) { l.pull().first = kTokens * kTopk, l.pull().copies = 1; }},
+    {"k: K", false, [](Lists& l) { l.copy().k = kTopk; }},
+    {"k: -1", false, [](Lists& l) { l.copy().k = -1; }},
+    {"k: twice", false, [](Lists& l) { l.copies[l.first_copy + 1].k = l.copy().k; }},
+};
+
 }  // namespace
 
 int main() {
@@ -275,6 +290,11 @@ int main() {
     std::printf("%s, forwarded: got %s\n", c.name, c.expected ? "refused" : "believed");
     ++wrong;
   }
-  std::printf("%zu cases, %d wrong\n", std::size(kCases) + std::size(kShared) + std::size(kForwarded), wrong);
+  for (const Case& c : kForwardedEntries) {
+    if (believed(c.bend, Pushed::kNothing, {0, 1, 1}, false, Sums::kInvariant) == c.expected) continue;
+    std::printf("%s, forwarded by entry: got %s\n", c.name, c.expected ? "refused" : "believed");
+    ++wrong;
+  }
+  std::printf("%d cases were wrong\n", wrong);
   return wrong != 0;
 }

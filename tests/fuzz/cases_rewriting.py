@@ -51,6 +51,7 @@ def chosen(choose: random.Random) -> dict[str, Any]:
         "expert_alignment": 1 if by_token else choose.choice((1, 8)),
         "overflow": choose.choice(("raise", "drop", "retry")),
         "capacity_factor": choose.choice((None, 0.5, 1.5)),
+        "sums": "ranked" if by_token else choose.choice(("ranked", "invariant")),
     }
 
 

@@ -53,7 +53,9 @@ struct Group {
       drop = choices % 2 == 0;
       shape.recv_layout = choices / 2 == 0 ? RecvLayout::kExperts : RecvLayout::kTokens;
     }
-#if defined(MOE_RT_EMULATED_GPU)  // draw nothing new: kept inputs must keep their meaning
+    // Draw nothing new from here on: kept inputs must keep their meaning.
+    if (!shape.by_token() && num_experts % 3 == 0) shape.sums = Sums::kInvariant;
+#if defined(MOE_RT_EMULATED_GPU)
     if (num_experts % 2 == 0) shape.num_pushed_tokens = shape.num_max_tokens;
     if (num_experts % 4 == 0) shape.num_pushed_rows = shape.num_max_tokens;
 #endif

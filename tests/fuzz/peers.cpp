@@ -67,7 +67,7 @@ bool scribble(Group& group, fuzz::Bytes& in) {
   for (const Layout::Window& w : layout.window) {
     for (const int64_t at :
          {w.counts, w.pull_offs, w.copy_offs, w.pulls, w.copies, w.weights, w.tokens, w.partials, w.scalars}) {
-      regions.push_back(at);
+      if (at != w.scalars || !group.shape.returns_entries()) regions.push_back(at);  // else it is empty
     }
     if (layout.pushed.bytes > 0) regions.push_back(w.pushed);
     if (group.shape.num_pushed_rows > 0) regions.push_back(w.pushed_rows);

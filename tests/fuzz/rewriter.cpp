@@ -84,17 +84,18 @@ extern "C" {
 // `sizes` are the fields of Shape that a buffer chooses, in their order; node_of [R], or nullptr.
 void* make_shape(const int32_t* sizes, const int32_t* node_of) {
   const int32_t elem_bytes = sizes[5];
-  const Shape shape{sizes[0],
-                    sizes[1],
-                    sizes[2],
-                    sizes[3],
-                    sizes[4],
-                    elem_bytes,
-                    elem_bytes == 8 ? 8 : 4,
-                    sizes[6] ? RecvLayout::kTokens : RecvLayout::kExperts,
-                    sizes[7],
-                    sizes[8],
-                    sizes[9]};
+  Shape shape{sizes[0],
+              sizes[1],
+              sizes[2],
+              sizes[3],
+              sizes[4],
+              elem_bytes,
+              elem_bytes == 8 ? 8 : 4,
+              sizes[6] ? RecvLayout::kTokens : RecvLayout::kExperts,
+              sizes[7],
+              sizes[8],
+              sizes[9]};
+  shape.sums = sizes[10] ? Sums::kInvariant : Sums::kRanked;
   const std::vector<int32_t> nodes =
       node_of ? std::vector<int32_t>(node_of, node_of + sizes[0]) : std::vector<int32_t>{};
   return new Shape(NodeTables::sized(shape, nodes));

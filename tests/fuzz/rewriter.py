@@ -33,7 +33,7 @@ def shape_of(buffer: Buffer) -> ctypes.c_void_p:
         rows = min(spec.num_max_tokens_per_rank, tuning.pushed_rows, most)
     fields = (
         *(spec.num_ranks, spec.num_experts, spec.num_max_tokens_per_rank, spec.hidden, spec.num_topk),
-        *(spec.dtype.itemsize, spec.by_token, spec.expert_alignment, pushed, rows),
+        *(spec.dtype.itemsize, spec.by_token, spec.expert_alignment, pushed, rows, spec.sums == "invariant"),
     )
     nodes = (ctypes.c_int32 * spec.num_ranks)(*spec.node_of) if spec.node_of else None
     shape = ctypes.c_void_p(library().make_shape((ctypes.c_int32 * len(fields))(*fields), nodes))

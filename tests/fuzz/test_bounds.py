@@ -20,6 +20,7 @@ CHECKED = (
     ("cuda/net/remote_network.h", "get"),
     ("cuda/protocol/two_level/forward.h", "mark_tokens"),
     ("cuda/protocol/two_level/forward.h", "mark_token"),
+    ("cuda/protocol/two_level/forward.h", "mark_entries"),
 )
 
 

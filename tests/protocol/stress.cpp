@@ -201,7 +201,7 @@ void weaken(std::string_view what) {
 struct Run {
   int num_ranks = 3, lanes = 3, rounds = 200;
   uint64_t first_seq = 1;
-  bool by_token = false, with_scales = false;
+  bool by_token = false, invariant = false, with_scales = false;
   int num_nodes = 1;             // rank r is on node r % num_nodes, and maps no other node
   std::vector<int32_t> node_of;  // two levels only
 
@@ -211,7 +211,7 @@ struct Run {
     if (argc > 2) lanes = std::atoi(argv[2]);
     if (argc > 3) rounds = std::atoi(argv[3]);
     if (argc > 4) first_seq = std::strtoull(argv[4], nullptr, 10);
-    by_token = is(5, "tokens");
+    by_token = is(5, "tokens"), invariant = is(5, "invariant");
     with_scales = is(6, "scales");
     if (argc > 7) num_nodes = std::atoi(argv[7]);
     if (argc > 8) most_tokens = std::atoi(argv[8]);
@@ -222,6 +222,7 @@ struct Run {
     Shape shape{num_ranks, kExperts, most_tokens, kHidden,
                 kTopk,     4,        4,           by_token ? RecvLayout::kTokens : RecvLayout::kExperts};
     shape = NodeTables::sized(shape, node_of);
+    if (invariant) shape.sums = Sums::kInvariant;
 #if defined(MOE_RT_EMULATED_GPU)
     // Two ranks read lists from their peers; with four the lists are pushed, and with three also the rows.
     if (num_ranks > 2) shape.num_pushed_tokens = most_tokens;

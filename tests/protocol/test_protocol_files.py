@@ -6,6 +6,7 @@ import re
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,19 @@ def test_segment_bytes_are_the_formula(num_ranks: int, tokens: int, dtype: torch
     expected = documented_bytes(num_ranks, tokens, 500, 8, 64, dtype.itemsize)
     rounding = 2 * (7 * 128 + 2 * 4096) + 4096 + 256
     assert expected <= spec.shape().segment_bytes() <= expected + rounding
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_segment_bytes_of_rows_that_return_one_by_one(num_ranks: int, dtype: torch.dtype) -> None:
+    """The partials and scalars of the formula give way to a row and a scalar for each entry."""
+    sizes: dict[str, Any] = dict(num_max_tokens_per_rank=100, hidden=500, num_topk=8, num_experts=64, dtype=dtype)
+    acc, slots = max(4, dtype.itemsize), min(8, num_ranks)
+    row, returned = (-(-size // 64) * 64 for size in (500 * dtype.itemsize, 500 * dtype.itemsize + acc))
+    expected = documented_bytes(num_ranks, 100, 500, 8, 64, dtype.itemsize)
+    expected += 2 * (100 * 8 * returned - 100 * slots * row - acc * 100 * 8)
+    shape = make_spec(num_ranks, sums="invariant", **sizes).shape()
+    assert expected <= shape.segment_bytes() <= expected + 2 * (7 * 128 + 2 * 4096) + 4096 + 256
 
 
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 1, 1, 1)], ids=str)

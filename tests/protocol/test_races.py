@@ -56,13 +56,14 @@ def test_no_report(machine: list[str], rounds: str, sanitizer: str) -> None:
             ("5", "2", "2", "two_level"),
             ("3", "1", "3", "two_level"),
         ):
-            for rows in ("experts", "tokens"):
+            for rows in ("experts", "tokens", "invariant"):
                 result = run(program, ranks, lanes, FEW_ROUNDS, "1", rows, "", nodes, MOST_TOKENS, route)
                 assert result.returncode == 0, result.stdout + result.stderr
     for first_seq, *rows in (
         (NEAR_A_WRAP[0], "experts", ""),
         (NEAR_A_WRAP[1], "tokens", ""),
         ("1", "experts", "scales"),
+        ("1", "invariant", ""),
         ("1", "experts", "", "1", FEW_TOKENS),
     ):
         result = run(program, RANKS, LANES, FEW_ROUNDS, first_seq, *rows)

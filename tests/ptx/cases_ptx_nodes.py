@@ -19,6 +19,7 @@ POISON, POISON_WORD = 128, ctypes.c_uint64  # address of the poison word, see cu
 # Rank 0 is the proxy for rank 2 and announces to rank 1; rank 2 is the proxy for both. Rank 1 has no clients.
 NODES = (0, 0, 1)
 SPEC = make_spec(3, route="two_level", placement=[(8 - e) % 3 for e in range(9)])
+INVARIANT = make_spec(3, route="two_level", sums="invariant", num_topk=9)
 
 
 def _over_nodes(case: Callable[..., Any], *args: Any) -> Callable[[PtxGpu], None]:
@@ -94,5 +95,6 @@ CASES: dict[str, Callable[[PtxGpu], None]] = {
     "a silent neighbour": _silent(1, "combine"),
     "a silent rank that is served": _silent(2, "backward"),
     "a round of long lists": _long_lists,
+    "a round of rows that return one by one": _over_nodes(full_round, INVARIANT, [12, 9, 8], 1, "random"),
     "rounds in a row": _over_nodes(rounds_in_a_row, SPEC, [12, 7, 12], [5, 6], "random"),
 }

@@ -20,6 +20,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "aligned": dict(expert_alignment=16),
     "rows of tokens": dict(layout="tokens"),
+    "rows that return one by one": dict(sums="invariant"),
     "dropped": dict(capacity_factor=0.4, overflow="drop"),
 }
 

@@ -27,6 +27,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     "bf16, fp8 there and int8 back": dict(
         dtype=torch.bfloat16, hidden=136, dispatch_dtype=torch.float8_e4m3fn, combine_dtype=torch.int8
     ),
+    "rows that return one by one": dict(sums="invariant", hidden=36),
 }
 
 

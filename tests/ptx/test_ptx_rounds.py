@@ -40,6 +40,8 @@ OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
     "dropped": (dict(capacity_factor=0.4, overflow="drop"), "topk"),
     "aligned to 16": (dict(expert_alignment=16), "random"),
     "rows of tokens": (dict(layout="tokens"), "random"),
+    "rows that return one by one": (dict(sums="invariant", dtype=torch.bfloat16, hidden=136), "random"),
+    "coded rows that return one by one": (dict(sums="invariant", hidden=272, combine_dtype=FP8), "random"),
 }
 # Codes and scales in vectors of 16, 4 and 1 bytes; None means the buffer's own codes.
 SCALED = {

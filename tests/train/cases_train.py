@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moe_rt import MoEConfig, MoELayer
 from moe_rt.parallel.clip import clip_grad_norm_
-from moe_rt.train import TrainConfig, checkpoint, train
+from moe_rt.train import TrainConfig, checkpoint, data, train
 from moe_rt.train.loop import make_optimizer, moe_factory
 from moe_rt.train.model import Decoder
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
@@ -113,3 +113,24 @@ def averaged(group: Any, ep: int) -> tuple[float, float]:
         gradients.average()
         (only,) = moe_layers(layer)
         return only.router.weight.grad[0, 0].item(), only.experts.down_proj.grad[0, 0, 0].item()
+
+
+def first_step(group: Any, changes: dict[str, Any]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the logits of this rank's sequences in step 1, and the averaged gradients: its experts' and the others."""
+    config = tiny(**changes)
+    with process_group(config.device, config.timeout_s):
+        ranks = Ranks.make(config.check_world(dist.get_world_size()))
+        torch.manual_seed(config.seed)
+        model = Decoder(config, moe_factory(config, ranks))
+        with open_buffers(model):
+            gradients = Gradients(model, ranks)
+            corpus = data.load(config.data, config.seq_len)
+            share = ranks.share(config.batch_size)
+            x, y = corpus.train_batch(seed=config.seed, step=1, indices=share, seq_len=config.seq_len)
+            gradients.zero()
+            logits = model(x).logits
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
+            gradients.average()
+            grads = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
+            experts = {name: grad for name, grad in grads.items() if ".experts." in name}
+            return logits.detach().numpy(), experts, {n: g for n, g in grads.items() if n not in experts}

@@ -9,6 +9,11 @@ namespace moe_rt {
 
 inline constexpr int kMaxTopk = 128;
 
+// Order of the sums of combine-type ops. Values are those of moe_rt/config/options.py.
+//   kRanked     each rank sums a token's rows and returns one partial; the source adds partials in rank order
+//   kInvariant  every row returns by itself; the source adds them in the order of the token's top-k entries
+enum class Sums : int32_t { kRanked = 0, kInvariant = 1 };
+
 // Codec of each op's rows, from the two that users choose for dispatch and combine. Gradients travel raw.
 MOE_RT_FN constexpr Codec codec_of(Op op, Codec dispatch, Codec combine) {
   switch (op) {
@@ -26,12 +31,15 @@ struct RuntimeDims {
   static constexpr bool kUnrolled = false;
   int hidden_, num_topk_;
   Codec dispatch_codec_ = Codec::kRaw, combine_codec_ = Codec::kRaw;
+  Sums sums_ = Sums::kRanked;
   MOE_RT_FN int hidden() const { return hidden_; }
   MOE_RT_FN int num_topk() const { return num_topk_; }
   MOE_RT_FN Codec codec(Op op) const { return codec_of(op, dispatch_codec_, combine_codec_); }
+  MOE_RT_FN Sums sums() const { return sums_; }
 };
 
-template <int kHidden, int kTopk, Codec kDispatch = Codec::kRaw, Codec kCombine = Codec::kRaw>
+template <int kHidden, int kTopk, Codec kDispatch = Codec::kRaw, Codec kCombine = Codec::kRaw,
+          Sums kSums = Sums::kRanked>
 struct FixedDims {
   static_assert(kTopk > 0 && kTopk <= kMaxTopk, "num_topk outside [1, kMaxTopk]");
   static constexpr int kTopkBound = kTopk;
@@ -39,6 +47,7 @@ struct FixedDims {
   MOE_RT_FN static constexpr int hidden() { return kHidden; }
   MOE_RT_FN static constexpr int num_topk() { return kTopk; }
   MOE_RT_FN static constexpr Codec codec(Op op) { return codec_of(op, kDispatch, kCombine); }
+  MOE_RT_FN static constexpr Sums sums() { return kSums; }
 };
 
 // Calls fn(i) for i in [0, kCount), unrolled: arrays indexed by i then stay in registers; a GPU keeps them in memory

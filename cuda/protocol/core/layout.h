@@ -14,8 +14,12 @@
 // of this rank's clients (remote sources whose proxy it is, see Nodes) has
 //   staged        route lists and tokens [T][H], as in the source's window
 //   2 windows     forwarded partials [min(K, G)][T][H] | forwarded scalars [T][K]
+//
+// With Sums::kInvariant a row returns for each of a token's K entries, followed by its scalar: [K][T][H + 1] in place of
+// partials, of forwarded partials and of all scalars.
 #pragma once
 
+#include "dims.h"
 #include "op_record.h"
 #include "signal.h"
 
@@ -49,16 +53,30 @@ struct Shape {
   int32_t num_nodes = 1;          // nodes between which rows go in two levels; 1 means flat
   int32_t most_node_ranks = 0;    // ranks of the largest node, if there are several nodes
   int32_t num_clients = 0;        // maximum number of clients of a rank
+  Sums sums = Sums::kRanked;
   MOE_RT_FN bool by_token() const { return recv_layout == RecvLayout::kTokens; }
   MOE_RT_FN bool two_level() const { return num_nodes > 1; }
   // Maximum number of ranks that a token visits: of all ranks, and of one node.
   MOE_RT_FN int32_t num_visits() const { return min_of(num_topk, num_ranks); }
   MOE_RT_FN int32_t num_node_slots() const { return two_level() ? min_of(num_topk, most_node_ranks) : num_visits(); }
-  // Maximum number of rows that return to the source for one token.
+  // Number of places to which an entry of the send plan may point: partials of the own node, and sums of the others.
   MOE_RT_FN int32_t num_slots() const { return num_node_slots() + num_nodes - 1; }
+  MOE_RT_FN bool returns_entries() const { return sums == Sums::kInvariant; }
+  // Maximum number of rows that return to the source for one token, and through a proxy.
+  MOE_RT_FN int32_t num_returned() const { return returns_entries() ? num_topk : num_slots(); }
+  MOE_RT_FN int32_t num_forwarded() const { return returns_entries() ? num_topk : num_node_slots(); }
+  // Ints that say what a node returns for one of a client's tokens: a number of ranks, or a set of entries.
+  MOE_RT_FN int32_t forward_ints() const { return returns_entries() ? (num_topk + 31) / 32 : 1; }
   // Rounds up to the next multiple of alignment. Alignment is nearly always 1, and the test is cheaper than a division.
   MOE_RT_FN int64_t aligned(int64_t rows) const { return alignment == 1 ? rows : round_up(rows, alignment); }
   MOE_RT_FN int64_t row_bytes() const { return round_up(int64_t{hidden} * elem_bytes, kRowAlign); }
+  // Bytes between two rows that return, with space for a scalar if each has its own. Coded rows are no longer.
+  MOE_RT_FN int64_t returned_row_bytes() const {
+    return returns_entries() ? round_up(int64_t{hidden} * elem_bytes + acc_bytes, kRowAlign) : row_bytes();
+  }
+  MOE_RT_FN int64_t scalar_bytes() const {
+    return returns_entries() ? 0 : int64_t{num_max_tokens} * num_topk * acc_bytes;
+  }
 };
 
 struct Layout {
@@ -109,12 +127,12 @@ struct Layout {
     for (Window& w : l.window) {
       take_lists(w, tokens);
       w.tokens = take(tokens * s.row_bytes(), kPage);
-      w.partials = take(tokens * s.num_slots() * s.row_bytes(), kPage);
-      w.scalars = take(s.num_nodes * tokens * s.num_topk * s.acc_bytes, kLinePair);
+      w.partials = take(tokens * s.num_returned() * s.returned_row_bytes(), kPage);
+      w.scalars = take(s.num_nodes * s.scalar_bytes(), kLinePair);
       w.pushed = take(s.num_ranks * l.pushed.bytes, kLinePair);
       w.pushed_rows = take(int64_t{s.num_ranks} * s.num_pushed_rows * s.row_bytes(), s.num_pushed_rows ? kPage : 1);
       w.forwarded = take(s.num_clients * forwarded_bytes(s), s.num_clients ? kPage : 1);
-      w.forwarded_scalars = take(s.num_clients * tokens * s.num_topk * s.acc_bytes, s.num_clients ? kLinePair : 1);
+      w.forwarded_scalars = take(s.num_clients * s.scalar_bytes(), s.num_clients ? kLinePair : 1);
     }
     if (s.num_clients > 0) {
       l.staged.rows = round_up(l.window[0].tokens - l.window[0].counts, kPage);
@@ -124,9 +142,9 @@ struct Layout {
     l.bytes = round_up(cursor, kPage);
     return l;
   }
-  // Bytes of the partials of one client's tokens.
+  // Bytes of the rows that return through a proxy to one client.
   MOE_RT_FN static int64_t forwarded_bytes(const Shape& s) {
-    return int64_t{s.num_node_slots()} * s.num_max_tokens * s.row_bytes();
+    return int64_t{s.num_forwarded()} * s.num_max_tokens * s.returned_row_bytes();
   }
 };
 
@@ -214,6 +232,10 @@ struct World {
   MOE_RT_FN int64_t partial_row(int window, int64_t token, int64_t slot) const {
     return layout.window[window].partials + (slot * shape.num_max_tokens + token) * shape.row_bytes();
   }
+  // Row of the token's k-th entry, if rows return by entry.
+  MOE_RT_FN int64_t entry_row(int window, int64_t token, int64_t k) const {
+    return layout.window[window].partials + (k * shape.num_max_tokens + token) * shape.returned_row_bytes();
+  }
   MOE_RT_FN int64_t scalar(int window, int64_t token, int64_t k) const {
     return layout.window[window].scalars + (token * shape.num_topk + k) * shape.acc_bytes;
   }
@@ -223,6 +245,6 @@ struct World {
   }
 };
 // The host fills these bytes and kernels read them, so two compilers must agree on their layout.
-static_assert(sizeof(World) == 512 && sizeof(Header) == 56 && sizeof(Layout) == 336, "the host's layout");
+static_assert(sizeof(World) == 520 && sizeof(Header) == 56 && sizeof(Layout) == 336, "the host's layout");
 
 }  // namespace moe_rt

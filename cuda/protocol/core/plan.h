@@ -38,7 +38,8 @@ struct RecvPlan {
   int32_t* ks;    // index of the copy's entry in the token's top-k
   int32_t* ids;   // kTokens: [capacity][K] local expert of each entry, or kNoExpert
   int32_t* ends;  // kExperts with alignment: [L] end of each expert's rows, without padding
-  // [clients][T]: number of this node's ranks that each client's token visits.
+  // [clients][T][Shape::forward_ints]: number of this node's ranks that each client's token visits, or the set of its
+  // entries that visit this node.
   int32_t* forwards;
   // Set once leads_inside(w) has accepted the whole plan. GPU ranks check each entry when they follow it instead: their
   // host does not check, and since each block reads lists separately, a peer that rewrites them meanwhile can leave
@@ -58,7 +59,10 @@ struct RecvPlan {
     return ids_at(s, num_local_experts) + (s.by_token() ? max_pulled(s) * s.num_topk : ends);
   }
   MOE_RT_FN static int64_t num_ints(const Shape& s, int32_t num_local_experts) {
-    return forwards_at(s, num_local_experts) + int64_t{s.num_clients} * s.num_max_tokens;
+    return forwards_at(s, num_local_experts) + num_forwards(s);
+  }
+  MOE_RT_FN static int64_t num_forwards(const Shape& s) {
+    return int64_t{s.num_clients} * s.num_max_tokens * s.forward_ints();
   }
   MOE_RT_FN static RecvPlan view(int32_t* ints, const Shape& s, int32_t num_local_experts) {
     RecvPlan p;
@@ -112,9 +116,10 @@ struct RecvPlan {
     const auto end_row = uint32_t(head->num_rows) + 1, end_k = uint32_t(s.num_topk);  // dropped rows wrap around to 0
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(rows[c]) - uint32_t(kDropped) >= end_row);
     for (int32_t c = 0; c < num_copies; ++c) bad |= uint32_t(uint32_t(ks[c]) >= end_k);
+    if (s.returns_entries()) return !bad;  // bits of entries that do not exist are never read
     const auto end_slot = uint32_t(s.num_node_slots()) + 1;
-    const int64_t num_forwards = int64_t{w.nodes.num_clients} * s.num_max_tokens;
-    for (int64_t i = 0; i < num_forwards; ++i) bad |= uint32_t(uint32_t(forwards[i]) >= end_slot);
+    const int64_t num_marks = int64_t{w.nodes.num_clients} * s.num_max_tokens;
+    for (int64_t i = 0; i < num_marks; ++i) bad |= uint32_t(uint32_t(forwards[i]) >= end_slot);
     return !bad;
   }
 };

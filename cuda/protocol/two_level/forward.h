@@ -3,6 +3,7 @@
 //   dispatch-type ops   mark_tokens: which tokens of a client this node needs, and for how many ranks
 //                       for_wanted: iterates over these tokens, to stage each once for all ranks of the node
 //   combine-type ops    send_sums: adds up what all ranks of this node have left for a token and sends one row
+//                       send_entries: sends every row that they have left, if rows return by entry
 #pragma once
 
 #include "../core/coop.h"
@@ -23,14 +24,38 @@ MOE_RT_FN bool mark_token(const World& w, const Pull& pull, int32_t* forwards) {
   return true;
 }
 
-// Reads what a client (`source`) lists for each rank of this node, from its staged lists. forwards [T]: number of these
-// ranks that each token visits. False, on a lane that finds an error, if the lists are invalid. Only in invalid lists
+// Marks the entries of a client's token that visit one rank of this node. False if the pull or a copy is invalid, or
+// names an entry that is marked.
+template <class Lists>
+MOE_RT_FN bool mark_entries(const World& w, const Pull& pull, const Lists& lists, int32_t* forwards) {
+  const Shape& s = w.shape;
+  const int64_t most = int64_t{s.num_max_tokens} * s.num_topk;
+  if (!below(pull.token, s.num_max_tokens) || !below(int64_t{pull.copies} - 1, s.num_topk) ||
+      !below(pull.first, most - pull.copies + 1))
+    return false;
+  int32_t* const set = forwards + int64_t{pull.token} * s.forward_ints();
+  for (int32_t c = 0; c < pull.copies; ++c) {
+    const int32_t k = lists.copies[pull.first + c].k;
+    if (!below(k, s.num_topk)) return false;
+    int32_t& word = set[k / 32];
+    const int32_t bits = load_relaxed(word), bit = int32_t(1u << k % 32);
+    if (bits & bit) return false;
+    store_relaxed(word, bits | bit);
+  }
+  return true;
+}
+
+// Reads what a client (`source`) lists for each rank of this node, from its staged lists. forwards
+// [T][Shape::forward_ints]: number of these ranks that each token visits, or set of its entries that visit them. False, on a lane that finds an error, if the lists are invalid. Only in invalid lists
 // do two lanes have the same token of one rank, so their order does not matter.
 template <class Weight, class Coop>
 MOE_RT_FN bool mark_tokens(const Coop& coop, const World& w, int source, int window, int32_t* forwards) {
   const int64_t tokens = w.shape.num_max_tokens, most = tokens * w.shape.num_visits();
   const Range all = strided(coop, tokens);
-  for (int64_t t = all.begin; t < all.end; t += all.step) forwards[t] = 0;
+  const int32_t ints = w.shape.forward_ints();
+  for (int64_t t = all.begin; t < all.end; t += all.step) {
+    for (int32_t i = 0; i < ints; ++i) forwards[t * ints + i] = 0;
+  }
   const auto lists = RouteLists<Weight>::view(w, source, window);
   bool credible = true;
   for (int r = 0; r < w.shape.num_ranks; ++r) {
@@ -44,7 +69,8 @@ MOE_RT_FN bool mark_tokens(const Coop& coop, const World& w, int source, int win
     }
     const Range pulls = strided(coop, end - first);
     for (int64_t i = pulls.begin; i < pulls.end; i += pulls.step) {
-      credible &= mark_token(w, lists.pulls[first + i], forwards);
+      const Pull pull = lists.pulls[first + i];
+      credible &= w.shape.returns_entries() ? mark_entries(w, pull, lists, forwards) : mark_token(w, pull, forwards);
     }
   }
   return credible;
@@ -56,13 +82,22 @@ MOE_RT_FN bool lists_in_one_trip(const World& w) {
   return o.tokens - o.counts <= tuning::kListsInOneTrip;
 }
 
-// Calls fn(i, source, token) for each of the clients' tokens that this node needs: forwards[i] is its mark.
+// True if a token is marked: `forward` is its part of forwards.
+MOE_RT_FN bool is_marked(const World& w, const int32_t* forward) {
+  if (!w.shape.returns_entries()) return *forward > 0;
+  bool any = false;
+  for (int32_t i = 0; i < w.shape.forward_ints(); ++i) any |= forward[i] != 0;
+  return any;
+}
+
+// Calls fn(i, source, token) for each of the clients' tokens that this node needs, the i-th of all.
 template <class Coop, class Fn>
 MOE_RT_FN void for_wanted(const Coop& coop, const World& w, const int32_t* forwards, Fn&& fn) {
   const int32_t tokens = w.shape.num_max_tokens;
   const Range share = coop.share(int64_t{w.nodes.num_clients} * tokens);
   for (int64_t i = share.begin; i < share.end; i += share.step) {
-    if (forwards[i] > 0) fn(i, w.nodes.clients[int32_t(i) / tokens], int32_t(i) % tokens);
+    if (is_marked(w, forwards + i * w.shape.forward_ints()))
+      fn(i, w.nodes.clients[int32_t(i) / tokens], int32_t(i) % tokens);
   }
 }
 
@@ -101,6 +136,22 @@ MOE_RT_FN void send_sums(const Coop& coop, const World& w, int window, const int
     const int64_t bytes = int64_t{s.num_topk} * s.acc_bytes;
     put(to, w.remote_scalar(window, token, 0, remote),
         w.at<const char>(w.rank, w.layout.window[window].forwarded_scalars + i * bytes), bytes);
+  });
+}
+
+// Sends home, unchanged, the rows that this node's ranks have left for the clients' tokens, each with its scalar, of
+// `bytes` bytes in all.
+template <class Coop, class Put>
+MOE_RT_FN void send_entries(const Coop& coop, const World& w, int window, const int32_t* forwards, int64_t bytes,
+                            Put&& put) {
+  const NodeLink link{window};
+  const int32_t ints = w.shape.forward_ints();
+  for_wanted(coop, w, forwards, [&](int64_t i, int to, int32_t token) {
+    for (int32_t k = 0; k < w.shape.num_topk; ++k) {
+      if ((uint32_t(forwards[i * ints + k / 32]) >> k % 32 & 1) == 0) continue;
+      const int64_t home = w.entry_row(window, token, k);
+      put(to, home, link.target_row(w, to, home), bytes);
+    }
   });
 }
 

@@ -39,6 +39,7 @@ def kernel_defines(spec: BufferSpec, threads: int) -> dict[str, str | int]:
         "MOE_RT_THREADS": threads,
         "MOE_RT_DISPATCH_CODEC": Codec.of(spec.dispatch_dtype).enumerator,
         "MOE_RT_COMBINE_CODEC": Codec.of(spec.combine_dtype).enumerator,
+        "MOE_RT_SUMS": {"ranked": "kRanked", "invariant": "kInvariant"}[spec.sums],
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -15,12 +15,12 @@ from vllm.platforms import current_platform
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.pool import BufferPool
 from moe_rt.config.codec import Codec
-from moe_rt.config.options import BufferOptions
+from moe_rt.config.options import BufferOptions, Sums
 from moe_rt.errors import InvalidConfig
 
 KEY = "moe_rt"  # key in --additional-config
 # Options that a server's owner may set. The others follow from the model, or would make requests fail.
-CHOICES = ("combine_dtype", "dispatch_dtype", "init_timeout_s", "num_threads", "timeout_s")
+CHOICES = ("combine_dtype", "dispatch_dtype", "init_timeout_s", "num_threads", "sums", "timeout_s")
 
 
 def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
@@ -70,6 +70,10 @@ def _value(name: str, value: Any) -> Any:
                 f"additional_config {KEY}: {name}: got {value!r}, expected null or one of {list(names)}"
             )
         return None if value is None else names[value]
+    if name == "sums":
+        if value not in get_args(Sums):
+            raise InvalidConfig(f"additional_config {KEY}: sums: got {value!r}, expected one of {list(get_args(Sums))}")
+        return value
     default = next(field.default for field in fields(BufferOptions) if field.name == name)
     if isinstance(value, bool) or not isinstance(value, (int, float) if isinstance(default, float) else int):
         raise InvalidConfig(f"additional_config {KEY}: {name}: got {value!r}, expected a number like {default}")

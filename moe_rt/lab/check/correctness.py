@@ -79,6 +79,7 @@ def cases(size: int, quick: bool) -> list[Case]:
         Case("dropped", "topk", idle=False, changes=drop),
         Case("rows of tokens", changes=tokens),
         Case("aligned experts", changes={"expert_alignment": 16}),
+        Case("rows that return one by one", changes=bf16 | {"sums": "invariant"}),
         Case("a bound of the call", most=7, max_tokens=7, idx_dtype=torch.int32),
         Case("rows with scales", changes=bf16, row=RowFormat(FP8, 20, torch.float32, 2)),
         Case("two codes in a byte", changes=bf16 | tokens, row=RowFormat(torch.uint8, 10, torch.uint8, 5)),
@@ -173,6 +174,7 @@ def _short(dtype: torch.dtype) -> str:
 NODES = (Topology((0, 0, 1)), Topology((0, 0, 1, 1)), Topology((0, 1, 2)), Topology((0, 1, 0, 1, 0)))
 CASES_ON_NODES = (
     Case("random"),
+    Case("rows that return one by one", changes={"sums": "invariant"}),
     Case("all to one expert", "one_expert"),
     Case("rows of tokens", changes={"layout": "tokens"}),
     Case("dropped", "topk", idle=False, changes={"capacity_factor": 0.4, "overflow": "drop"}),

@@ -10,6 +10,7 @@ from moe_rt.lab.bench.contestants.base import Contestant
 NAMES = {
     "moe_rt": "moe_rt.lab.bench.contestants.moe:MoeRt",
     "moe_rt_flat": "moe_rt.lab.bench.contestants.moe:Flat",
+    "moe_rt_invariant": "moe_rt.lab.bench.contestants.moe:Invariant",
     "a2a": "moe_rt.lab.bench.contestants.permuted:AllToAll",
     "transformers": "moe_rt.lab.bench.contestants.transformers_ep:Transformers",
     "mpi": "moe_rt.lab.bench.contestants.permuted:Mpi",

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from moe_rt.buffer.buffer import Buffer
-from moe_rt.config.options import Route
+from moe_rt.config.options import Route, Sums
 from moe_rt.lab.bench.cases import Case
 from moe_rt.lab.bench.contestants.base import Delivery, Exchange
 from moe_rt.lab.bench.crossing import Unit
@@ -24,6 +24,7 @@ class MoeRt(Exchange):
 
     name = "moe_rt"
     route: ClassVar[Route | Literal["auto"]] = "auto"
+    sums: ClassVar[Sums] = "ranked"
 
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
@@ -36,6 +37,7 @@ class MoeRt(Exchange):
             dtype=case.torch_dtype,
             heap=case.heap,
             route=self.route,
+            sums=self.sums,
         )
         self.unit = UNITS[self.buffer.route]
 
@@ -55,8 +57,10 @@ class MoeRt(Exchange):
             num_topk=self.case.topk,
             num_max_tokens_per_rank=self.case.tokens,
             dtype=self.case.torch_dtype,
+            sums=self.sums,
         )
         layer = MoELayer(config, buffer=self.buffer)
+        router.row_wise = experts.row_wise = self.sums == "invariant"
         layer.router, layer.experts = router, experts
         return _OutputOnly(layer)
 
@@ -69,6 +73,17 @@ class Flat(MoeRt):
 
     name = "moe_rt_flat"
     route = "flat"
+
+
+class Invariant(MoeRt):
+    """Sums that do not depend on the number of ranks: combine returns a row for each expert."""
+
+    name = "moe_rt_invariant"
+    sums = "invariant"
+
+    def __init__(self, case: Case, world: World) -> None:
+        super().__init__(case, world)
+        self.unit = None  # rows of combine cross once for each expert, those of dispatch do not
 
 
 class _OutputOnly(nn.Module):

@@ -1,0 +1,84 @@
+"""Layers with sums="invariant": the same bits for any number of ranks, where docs/howto/equal_bits.md promises them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer.cases_equal_layers import part_of_layer
+from support.ranks import ThreadRanks
+from torch import Tensor
+
+from moe_rt import Buffer, MoEConfig, MoELayer
+from moe_rt.errors import InvalidConfig
+from moe_rt.lab.testing.rounds import check_bits
+from moe_rt.ops.grouped import TILE, grouped_linear, row_wise_linear
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared expert": dict(shared_intermediate=20, shared_gate=True),
+    "biases, another activation": dict(biases=True, activation="geglu", intermediate=64),
+    "sigmoid router, other weights": dict(score_func="sigmoid", weight_layout="transposed", router_bias=True),
+    "two nodes": dict(route="two_level"),
+}
+
+
+def whole(counts: list[int], dtype: torch.dtype, changes: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return everything that is promised, joined over the ranks, and the sum of the router's gradients."""
+    nodes = [rank // 2 for rank in range(len(counts))] if changes.get("route") else None
+    parts = ThreadRanks(len(counts), nodes=nodes).run(part_of_layer, counts, dtype, changes)
+    joined = {name: torch.cat([part[kind][name] for part in parts]) for kind in (0, 1) for name in parts[0][kind]}
+    return joined, torch.stack([router.double() for _, _, router in parts]).sum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_bits(kind: str, dtype: torch.dtype) -> None:
+    """Outputs, gradients of inputs and of experts are equal in bits; the router's, a sum over ranks, nearly."""
+    alone, router = whole([23], dtype, KINDS[kind])
+    for counts in ([12, 11], [1, 2, 20], [23, 0, 0, 0], [2, 3, 4, 5, 1, 0, 8]):
+        joined, summed = whole(counts, dtype, KINDS[kind])
+        assert joined.keys() == alone.keys()
+        for name, tensor in joined.items():
+            check_bits(f"{name} of {counts}", tensor, alone[name])
+        torch.testing.assert_close(summed, router, rtol=1e-4 if dtype is torch.float32 else 0.1, atol=1e-2)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_rows_stand_alone(dtype: torch.dtype, threads: int) -> None:
+    """A row's product has the same bits among any number of rows, at any place and address."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for fan_in, fan_out in ((20, 33), (16, 7), (64, 1), (64, 64), (100, 36), (512, 256), (2048, 24)):
+            check_products(fan_in, fan_out, dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_products(fan_in: int, fan_out: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(fan_in)
+    x, weight = torch.randn(300, fan_in, generator=g).to(dtype), torch.randn(fan_out, fan_in, generator=g).to(dtype)
+    expected = row_wise_linear(x, weight)
+    shuffled = torch.randperm(300, generator=g)
+    check_bits("shuffled", row_wise_linear(x[shuffled], weight), expected[shuffled])
+    for count in (*range(1, TILE + 2), 31, 64, 127, 200):
+        for start in (0, 3, 99):
+            rows = slice(start, start + count)
+            check_bits(f"{count} rows of {fan_in} x {fan_out}", row_wise_linear(x[rows], weight), expected[rows])
+    ends = torch.tensor([1, 1, 4, 50, 300], dtype=torch.int32)
+    got = grouped_linear(x, weight.expand(5, -1, -1).contiguous(), ends, row_wise=True)
+    check_bits("in groups", got, expected)
+    transposed = weight.t().expand(5, -1, -1).contiguous()
+    shifted = torch.tensor([7, 7, 21, 100, 300], dtype=torch.int32)
+    one, other = (grouped_linear(x, transposed, e, transposed=True, row_wise=True) for e in (ends, shifted))
+    check_bits("in groups, transposed", one, other)
+
+
+def test_a_buffer_given_to_a_layer_must_add_alike() -> None:
+    config = MoEConfig(hidden=8, intermediate=8, num_experts=4, num_topk=2, num_max_tokens_per_rank=4, sums="invariant")
+    ranked = config.buffer_sizes(torch.float32) | {"sums": "ranked"}
+    with Buffer(None, **ranked) as buffer, pytest.raises(InvalidConfig, match="sums: got ranked, expected inv"):
+        MoELayer(config, buffer=buffer)
