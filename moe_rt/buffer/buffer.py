@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, overload
 
@@ -15,6 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from moe_rt.buffer.handle import Handle
+from moe_rt.buffer.pending import Pending
 from moe_rt.buffer.replicas import refuse_replicated_experts
 from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout, Route
 from moe_rt.config.placement import Placement
@@ -199,6 +201,7 @@ class Buffer:
         max_tokens: int | None = None,
         coded: Literal[True],
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Handle]: ...
+    @overload
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -208,7 +211,19 @@ class Buffer:
         tag: int = 0,
         max_tokens: int | None = None,
         coded: bool = False,
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle]:
+        wait: Literal[False],
+    ) -> Pending[tuple[Any, Tensor, Handle]]: ...
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        tag: int = 0,
+        max_tokens: int | None = None,
+        coded: bool = False,
+        wait: bool = True,
+    ) -> Any:
         """Send every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
 
         A token that names an expert twice visits it once, with the sum of both weights.
@@ -225,6 +240,8 @@ class Buffer:
                 [1, num_max_tokens_per_rank]; it sets the capacity of recv_x. None: num_max_tokens_per_rank.
             coded: with a dispatch_dtype, True returns rows as they travel: (codes [capacity, H], fp32 scales [capacity,
                 ceil(H / 128)]), without gradients. Each rank chooses for itself.
+            wait: False only announces the tokens, and returns a Pending whose `wait()` receives and returns the rest.
+                Each rank chooses for itself.
 
         Returns:
             recv_x [capacity, H], or (codes, scales) with `capacity` rows each, in the order local expert, source rank,
@@ -245,6 +262,8 @@ class Buffer:
         if isinstance(given, Tensor) and given.dtype is not self._acc_dtype and given.is_floating_point():
             topk_weights = given.to(self._acc_dtype)
         recv_scales = None
+        if wait is False:
+            return self._begin_dispatch(x, topk_idx, topk_weights, tag, max_tokens, coded)
         if coded is not False or isinstance(x, tuple):
             codes, scales = self._engine.codes_and_scales(tag, x, coded)
             recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales = ops.dispatch_scaled(
@@ -258,6 +277,24 @@ class Buffer:
         if self._extended_handle:
             self._attach_views(handle, recv_weights)
         return recv_x if recv_scales is None else (recv_x, recv_scales), recv_weights, handle
+
+    def _begin_dispatch(
+        self, x: Any, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None, coded: Any
+    ) -> Pending[tuple[Any, Tensor, Handle]]:
+        routing = topk_idx, topk_weights, self._engine, tag, max_tokens
+        if coded is not False or isinstance(x, tuple):
+            given = *self._engine.codes_and_scales(tag, x, coded), *routing
+            ticket = ops.dispatch_scaled_begin(*given)
+            return Pending(ops.dispatch_scaled_finish, (ticket, *given), partial(self._received, tag))
+        ticket = ops.dispatch_begin(x, *routing)
+        return Pending(ops.dispatch_finish, (ticket, x, *routing), partial(self._received, tag))
+
+    def _received(self, tag: int, outputs: tuple[Tensor, ...]) -> tuple[Any, Tensor, Handle]:
+        recv_x, recv_weights, offs, recv_plan, send_plan, *recv_scales = outputs
+        handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
+        if self._extended_handle:
+            self._attach_views(handle, recv_weights)
+        return (recv_x, *recv_scales) if recv_scales else recv_x, recv_weights, handle
 
     def _attach_views(self, handle: Handle, recv_weights: Tensor) -> None:
         """Set the handle's recv_topk_idx or real_ends: views of the end of recv_plan, where the op has written them."""
@@ -296,7 +333,23 @@ class Buffer:
         finally:
             set_eval_frame(compiler)
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None) -> Tensor:
+    @overload
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None
+    ) -> Tensor: ...
+    @overload
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, wait: Literal[False]
+    ) -> Pending[Tensor]: ...
+    def combine(
+        self,
+        y: Tensor,
+        recv_weights: Tensor | None,
+        handle: Handle,
+        *,
+        out: Tensor | None = None,
+        wait: bool = True,
+    ) -> Tensor | Pending[Tensor]:
         """Return the experts' rows to their tokens: out[t] sums recv_weights * y over the rows of token t. Collective.
 
         Differentiable in y and recv_weights. Each rank first sums its own rows of a token and rounds this partial to
@@ -308,6 +361,7 @@ class Buffer:
             handle: the handle of the dispatch that returned these rows.
             out: contiguous [T, H] of the buffer's dtype, written and returned; it may share memory with y. Allowed only
                 while no gradients are recorded.
+            wait: False only sends the rows, and returns a Pending whose `wait()` returns out; not with `out`.
 
         Returns:
             out [T, H], T as in that dispatch; tokens without experts are zero.
@@ -318,6 +372,11 @@ class Buffer:
         if not isinstance(handle, Handle):
             self._engine.refuse_handle(handle)
         refuse_replicated_experts(self, y)
+        if wait is False:
+            if out is not None:
+                self._engine._refuse_input(Op.COMBINE, handle.tag, "out: got wait=False also, expected one of them")
+            given = y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag
+            return Pending(ops.combine_finish, (ops.combine_begin(*given), *given), _itself)
         if out is not None:
             ops.combine_out(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag, out=out)
             return out
@@ -413,6 +472,10 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank} of {self.num_ranks}, heap={self.heap}, {self.num_bytes} bytes, {self.spec})"
+
+
+def _itself(out: Tensor) -> Tensor:
+    return out
 
 
 @_disable_dynamo  # an explicit graph break: dynamo warns of the breaks that it finds itself
