@@ -261,27 +261,19 @@ class Buffer:
         given = topk_weights  # any other type or dtype is refused below, on every rank
         if isinstance(given, Tensor) and given.dtype is not self._acc_dtype and given.is_floating_point():
             topk_weights = given.to(self._acc_dtype)
-        recv_scales = None
+        routing = topk_idx, topk_weights, self._engine, tag, max_tokens
         if wait is False:
-            return self._begin_dispatch(x, topk_idx, topk_weights, tag, max_tokens, coded)
+            return self._begin_dispatch(x, coded, *routing)
         if coded is not False or isinstance(x, tuple):
-            codes, scales = self._engine.codes_and_scales(tag, x, coded)
-            recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales = ops.dispatch_scaled(
-                codes, scales, topk_idx, topk_weights, self._engine, tag, max_tokens
-            )
-        else:
-            recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(
-                x, topk_idx, topk_weights, self._engine, tag, max_tokens
-            )
+            return self._received(tag, ops.dispatch_scaled(*self._engine.codes_and_scales(tag, x, coded), *routing))
+        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, *routing)
         handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
         if self._extended_handle:
             self._attach_views(handle, recv_weights)
-        return recv_x if recv_scales is None else (recv_x, recv_scales), recv_weights, handle
+        return recv_x, recv_weights, handle
 
-    def _begin_dispatch(
-        self, x: Any, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None, coded: Any
-    ) -> Pending[tuple[Any, Tensor, Handle]]:
-        routing = topk_idx, topk_weights, self._engine, tag, max_tokens
+    def _begin_dispatch(self, x: Any, coded: Any, *routing: Any) -> Pending[tuple[Any, Tensor, Handle]]:
+        tag = routing[3]
         if coded is not False or isinstance(x, tuple):
             given = *self._engine.codes_and_scales(tag, x, coded), *routing
             ticket = ops.dispatch_scaled_begin(*given)

@@ -20,8 +20,8 @@ from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.diagnostics.report import Report, cut, keep, last_words, readable
-from moe_rt.engine.engine import Args, Engine
-from moe_rt.engine.halves import Begun
+from moe_rt.engine.engine import Engine
+from moe_rt.engine.halves import Args, Begun
 from moe_rt.engine.statuses import error_from_status, refusal_code
 from moe_rt.engine.storage import Recycler
 from moe_rt.errors import Code, FaultInjected, GroupClosed, MoeRtError, Op

@@ -19,10 +19,10 @@ from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.tuning import Tuning
 from moe_rt.diagnostics.report import Report
-from moe_rt.engine.engine import Args, Engine
-from moe_rt.engine.halves import Begun
+from moe_rt.engine.engine import Engine
 from moe_rt.engine.gpu.driver import Gpu
 from moe_rt.engine.gpu.launcher import Launcher
+from moe_rt.engine.halves import Args, Begun
 from moe_rt.engine.statuses import error_from_status, refusal_code
 from moe_rt.errors import (
     Code,

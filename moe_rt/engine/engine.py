@@ -279,7 +279,9 @@ class Engine(Halves):
         y, recv_weights = self._input(y), self._input(recv_weights)
         grad_y = blank(self._rows(num_rows, y))
         grad_recv_weights = blank(torch.empty_like(recv_weights))
-        self._run_combine_backward(tag, grad_out, recv_plan, grad_y, capacity, y, recv_weights, grad_recv_weights, start)
+        self._run_combine_backward(
+            tag, grad_out, recv_plan, grad_y, capacity, y, recv_weights, grad_recv_weights, start
+        )
         return grad_y, grad_recv_weights
 
     def combine_tokens_backward(

@@ -77,7 +77,9 @@ class Halves(Requirements):
             raise InvalidInput(f"wait: got an op that was waited for already, or lost ({last}); expected one wait each")
         self._end_begun(begun)
         self._begun = None
-        if isinstance(begun.error, CapacityOverflow) and self._grow(begun.given[-1] or self.spec.num_max_tokens_per_rank):
+        if isinstance(begun.error, CapacityOverflow) and self._grow(
+            begun.given[-1] or self.spec.num_max_tokens_per_rank
+        ):
             return getattr(self, method)(*begun.given)  # every rank repeats the op, as whole ops do
         if begun.error is not None:
             raise begun.error

@@ -18,7 +18,7 @@ NUM_TAGS = 1 << _engine.TAG_BITS  # a layer's tag travels in TAG_BITS bits
 
 
 class Requirements(ABC):
-    """What an engine requires of a call. Every refusal is announced, so that all ranks raise."""
+    """Checks that an engine makes of a call. Every refusal is announced, so that all ranks raise."""
 
     spec: BufferSpec
     device: torch.device

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.nn.overlap import weight_place
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.ops.activations import Activation, activate, apply, swiglu
 from moe_rt.ops.grouped import grouped_linear
@@ -107,7 +108,12 @@ def expert_mlp(x: Tensor, offs: Tensor, weights: Mapping[str, Tensor], config: E
     def linear(rows: Tensor, name: str) -> Tensor:
         bias = weights[f"{name}_bias"].to(x.dtype) if config.biases else None
         return grouped_linear(
-            rows, weights[name].to(x.dtype), offs, bias, transposed=config.weight_layout == "transposed"
+            rows,
+            weights[name].to(x.dtype),
+            offs,
+            bias,
+            transposed=config.weight_layout == "transposed",
+            weight_after=weight_place(),
         )
 
     inputs, down = config.weight_names

@@ -33,7 +33,7 @@ class Gradient(NamedTuple):
     tangents: TangentRule
 
     def after_ticket(self) -> Gradient:
-        """Return the gradient of the op's second half, whose first input is a ticket. Tangents end at the first half."""
+        """Return the gradient of the op's second half, whose first input is a ticket. Tangents were refused before."""
 
         def save(ctx: Any, engine: Engine, tag: int, output: Any, inputs: Args) -> None:
             self.save(ctx, engine, tag, output, inputs[1:])

@@ -120,7 +120,8 @@ def second_op(group: Any, who: list[int], then: str) -> tuple[tuple[str, str], b
     recv_x = None if case.rank in who else pending.wait()[0]
     if then == "collected":
         del pending
-    calls = {"begin": case.begin, "window": lambda: case.buffer.token_window(1)}
+    begins = case.begin if case.rank in who else lambda: case.begin().wait()
+    calls = {"begin": begins, "window": lambda: case.buffer.token_window(1)}
     found = outcome(calls.get(then, case.whole))
     if then == "window":
         found = found if case.rank in who else ("InvalidInput", "while dispatch of layer tag 3")

@@ -1,7 +1,7 @@
 """Turns every op of an engine into its two halves, so that tests of whole ops test halves.
 
-With MOE_RT_TEST_HALVES=1 in the environment every engine of a test run is made so. A number larger than 1 is the seed of
-naps between the halves.
+With MOE_RT_TEST_HALVES=1 in the environment every engine of a test run is made so. A larger number is the seed of naps
+between the halves.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from support.halves import halve_all_engines
 
 from moe_rt.group import thread_ranks

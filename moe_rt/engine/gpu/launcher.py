@@ -14,9 +14,9 @@ import torch
 from moe_rt import _engine
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import BufferSpec
-from moe_rt.engine.engine import Args
 from moe_rt.engine.gpu.driver import Gpu, Kernels, Launches
 from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
+from moe_rt.engine.halves import Args
 from moe_rt.errors import InvalidConfig
 from moe_rt.memory.segments import GinWindow, Segments
 
