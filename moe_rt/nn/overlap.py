@@ -53,8 +53,8 @@ def dispatch(
     """Run buffer.dispatch. Return its results, and the place for the gradients of weights between its halves."""
     exchange = _Exchange(buffer, tag)
     buffer._engine.refuse_recorded_window(tag, rows)
-    rows, topk_weights = _Finish.apply(rows, topk_weights.to(buffer.spec.acc_dtype), exchange)
-    recv_x, recv_weights = _Begin.apply(rows, topk_weights, topk_idx, exchange)
+    rows, topk_weights = _DispatchFinish.apply(rows, topk_weights.to(buffer.spec.acc_dtype), exchange)
+    recv_x, recv_weights = _DispatchBegin.apply(rows, topk_weights, topk_idx, exchange)
     begin = recv_x.grad_fn
     place = begin._sequence_nr()
     begin._set_sequence_nr(place + _MOST_WEIGHTS)
@@ -73,6 +73,7 @@ def weights_at(place: int) -> Iterator[None]:
         _current.places = None
 
 
+# The names say "dispatch", at which walks of the graph from combine's input stop (moe_rt/buffer/replicas.py).
 class _Exchange:
     """A dispatch, and its backward op while that is under way."""
 
@@ -83,7 +84,7 @@ class _Exchange:
         self.buffer, self.tag = buffer, tag
 
 
-class _Finish(torch.autograd.Function):
+class _DispatchFinish(torch.autograd.Function):
     """Identity, whose backward waits for dispatch's backward."""
 
     @staticmethod
@@ -98,7 +99,7 @@ class _Finish(torch.autograd.Function):
         return grad_rows, grad_topk_weights, None
 
 
-class _Begin(torch.autograd.Function):
+class _DispatchBegin(torch.autograd.Function):
     """Dispatch, whose backward begins dispatch's backward and returns gradients that nothing reads."""
 
     @staticmethod
@@ -113,8 +114,9 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_recv_x: Tensor, grad_recv_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
         exchange: _Exchange = ctx.exchange
-        given = grad_recv_x, grad_recv_weights, *ctx.saved_tensors, exchange.buffer._engine, exchange.tag
+        recv_plan, send_plan = ctx.saved_tensors
+        given = grad_recv_x, grad_recv_weights, recv_plan, send_plan, exchange.buffer._engine, exchange.tag
         exchange.begun = (ops.dispatch_backward_begin(*given), *given)
-        num_tokens, num_topk = ctx.saved_tensors[1].shape
+        num_tokens, num_topk = send_plan.shape
         grad_rows = grad_recv_x.new_zeros(()).expand(num_tokens, grad_recv_x.shape[1])
         return grad_rows, grad_recv_weights.new_zeros(()).expand(num_tokens, num_topk), None, None
