@@ -261,7 +261,7 @@ class Buffer:
         given = topk_weights  # any other type or dtype is refused below, on every rank
         if isinstance(given, Tensor) and given.dtype is not self._acc_dtype and given.is_floating_point():
             topk_weights = given.to(self._acc_dtype)
-        routing = topk_idx, topk_weights, self._engine, tag, max_tokens
+        routing: Any = (topk_idx, topk_weights, self._engine, tag, max_tokens)
         if wait is False:
             return self._begin_dispatch(x, coded, *routing)
         if coded is not False or isinstance(x, tuple):

@@ -257,8 +257,8 @@ def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 def _gradient_of_weight(a: Tensor, grad: Tensor, offs: Tensor, contiguous: bool) -> Tensor:
     """Return the gradient in the parameter's memory layout: autograd would copy any other."""
     if contiguous:
-        return torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)  # type: ignore[no-any-return]
-    return torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)  # type: ignore[no-any-return]
+        return torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)
+    return torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)
 
 
 class _Product:
@@ -289,7 +289,7 @@ class _MmWeightLater(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor, product: _Product) -> Tensor:
         ctx.save_for_backward(a, b, offs)
         ctx.product = product
-        return torch.ops.moe_rt.grouped_mm(a, b, offs)  # type: ignore[no-any-return]
+        return torch.ops.moe_rt.grouped_mm(a, b, offs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
