@@ -77,7 +77,7 @@ void Engine::reach_remote() {
   config_.network->keep(remote_, world_.base[world_.rank]);
 }
 
-// Announces the op to all peers. Fails if a fault is injected, or if the wait for the network fails.
+// Announces the op to all peers. Fails if a fault is injected.
 Status Engine::post_all(Pending& op) {
   const Header& header = op.header;
   const int num_ranks = world_.shape.num_ranks;
@@ -95,8 +95,7 @@ Status Engine::post_all(Pending& op) {
     } else {
       for (const int peer : remote_->ranks()) postings.push_back({peer, world_.rank, header});
     }
-    op.idle.resume();
-    if (const Status s = remote_->announce(world_, postings, op.idle); !s.ok()) return s;
+    remote_->announce(world_, postings);
   }
   return fault_point_ == Point::kAfterAllFlags && !config_.fault.strike() ? injected : Status{};
 }
@@ -246,20 +245,22 @@ bool Engine::close() {
 Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {
   const auto nothing = [](const auto&, auto&&...) {};
   const Status refusal{.code = code, .phase = Phase::kPublish, .peer = world_.rank, .got = got, .expected = expected};
-  return run({.op = op, .tag = tag}, nothing, nothing, refusal);
+  return run({.op = op, .tag = tag}, Half::kBoth, nothing, nothing, refusal);
 }
 
-Status Engine::dispatch(const DispatchArgs& args, uint32_t tag) {
-  return config_.elem == rows::Elem::kFloat64 ? typed_dispatch<double>(args, tag) : typed_dispatch<float>(args, tag);
+Status Engine::dispatch(const DispatchArgs& args, uint32_t tag, Half half) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_dispatch<double>(args, tag, half)
+                                              : typed_dispatch<float>(args, tag, half);
 }
 
-Status Engine::combine(const CombineArgs& args, uint32_t tag) {
-  return config_.elem == rows::Elem::kFloat64 ? typed_combine<double>(args, tag) : typed_combine<float>(args, tag);
+Status Engine::combine(const CombineArgs& args, uint32_t tag, Half half) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_combine<double>(args, tag, half)
+                                              : typed_combine<float>(args, tag, half);
 }
 
-Status Engine::combine_backward(const CombineBackwardArgs& args, uint32_t tag) {
-  return config_.elem == rows::Elem::kFloat64 ? typed_combine_backward<double>(args, tag)
-                                              : typed_combine_backward<float>(args, tag);
+Status Engine::combine_backward(const CombineBackwardArgs& args, uint32_t tag, Half half) {
+  return config_.elem == rows::Elem::kFloat64 ? typed_combine_backward<double>(args, tag, half)
+                                              : typed_combine_backward<float>(args, tag, half);
 }
 
 }  // namespace moe_rt

@@ -52,6 +52,9 @@ struct EngineConfig {
   std::shared_ptr<Network> network{};  // network to unmapped peers
 };
 
+// Part of an op that a call runs. Between the halves of an op, the engine accepts no other op.
+enum class Half { kBoth, kFirst, kSecond };
+
 class Engine {
  public:
   explicit Engine(EngineConfig config);
@@ -59,10 +62,11 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Each call returns when this rank's part is done. `tag` names the layer; it must be identical on all ranks.
-  Status dispatch(const DispatchArgs& args, uint32_t tag);
-  Status combine(const CombineArgs& args, uint32_t tag);  // and dispatch backward
-  Status combine_backward(const CombineBackwardArgs& args, uint32_t tag);
+  // Each call returns when this rank's part is done. `tag` names the layer; it must be identical on all ranks. The first
+  // half announces the op and waits for no peer; the second half takes the same arguments.
+  Status dispatch(const DispatchArgs& args, uint32_t tag, Half half = Half::kBoth);
+  Status combine(const CombineArgs& args, uint32_t tag, Half half = Half::kBoth);  // and dispatch backward
+  Status combine_backward(const CombineBackwardArgs& args, uint32_t tag, Half half = Half::kBoth);
 
   // Takes part in an op only to announce that this rank refuses it, so that every rank raises and none waits.
   Status refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag);
@@ -112,7 +116,8 @@ class Engine {
     return {fetch, forward};
   }
   template <class Send, class Receive, class Middle = Between<>>
-  Status run(const Call& call, Send&& send, Receive&& receive, const Status& refusal = {}, const Middle& middle = {});
+  Status run(const Call& call, Half half, Send&& send, Receive&& receive, const Status& refusal = {},
+             const Middle& middle = {});
   Pending open(const Call& call, const Status& refusal);
   template <class Fn>
   void run_lanes(Fn&& fn);
@@ -152,13 +157,13 @@ class Engine {
   template <class Acc>
   struct DispatchSteps;
   template <class Acc>
-  Status typed_dispatch(const DispatchArgs& args, uint32_t tag);
+  Status typed_dispatch(const DispatchArgs& args, uint32_t tag, Half half);
   template <class Acc>
-  Status typed_combine(const CombineArgs& args, uint32_t tag);
+  Status typed_combine(const CombineArgs& args, uint32_t tag, Half half);
   template <class Acc>
-  Status combine_entries(const CombineArgs& args, const Returned<Acc>& in, uint32_t tag);
+  Status combine_entries(const CombineArgs& args, const Returned<Acc>& in, uint32_t tag, Half half);
   template <class Acc>
-  Status typed_combine_backward(const CombineBackwardArgs& args, uint32_t tag);
+  Status typed_combine_backward(const CombineBackwardArgs& args, uint32_t tag, Half half);
 
   EngineConfig config_;
   World world_{};
@@ -181,6 +186,7 @@ class Engine {
   std::unique_ptr<Team> team_;
   uint64_t seq_[kNumKinds];
   WindowSelector windows_{};
+  std::unique_ptr<Pending> pending_;  // the op whose first half has run
   Status failure_;
   Point fault_point_ = Point::kNone;  // fault point of the running op
   OpRecord op_record_{};

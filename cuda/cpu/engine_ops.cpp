@@ -174,12 +174,12 @@ struct Engine::DispatchSteps {
 };
 
 template <class Acc>
-Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag) {
+Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag, Half half) {
   const auto steps = DispatchSteps<Acc>::make(*this, a);
   const auto middle = between([&](int window, HostIdle& idle) { return steps.fetch(window, idle); },
                               by_one_lane([&](int window, HostIdle& idle) { return steps.stage(window, idle); }));
   return run(
-      call_of(a, tag), [&](const auto& coop, int window, Header& header) { steps.send(coop, window, header); },
+      call_of(a, tag), half, [&](const auto& coop, int window, Header& header) { steps.send(coop, window, header); },
       [&](const auto& coop, uint64_t seq, int window, Status& status) { steps.receive(coop, seq, window, status); }, {},
       middle);
 }
@@ -210,16 +210,16 @@ bool Engine::out_overlaps_rows(const CombineArgs& a) const {
 }
 
 template <class Acc>
-Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
+Status Engine::typed_combine(const CombineArgs& a, uint32_t tag, Half half) {
   RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const Status judged = judge(a.op, plan, a.send_plan, a);
-  if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
+  if (half != Half::kSecond && !judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   plan.judged = true;
   const Codec codec = dims_.codec(a.op);
   const Returned<Acc> in{plan, static_cast<const char*>(a.y), static_cast<const Acc*>(a.recv_weights),
                          static_cast<const Acc*>(a.grad_recv_weights)};
   using Own = LocalPartials<RuntimeDims, Acc, rows::HostRows<Acc>>;
-  if (dims_.sums() == Sums::kInvariant) return combine_entries(a, in, tag);
+  if (dims_.sums() == Sums::kInvariant) return combine_entries(a, in, tag, half);
   const bool all_pushed = out_overlaps_rows(a);
   const auto send = [&](const auto& coop, int window, Header&) {
     const auto rows = row_ops<Acc>(plan.head->num_pulled - plan.head->num_own, stream_from_.pushed, codec);
@@ -255,12 +255,12 @@ Status Engine::typed_combine(const CombineArgs& a, uint32_t tag) {
                          scratch_row(coop.rank()));
     return Status{};
   };
-  return run(call_of(a, tag, plan), send, receive, {}, between(kNothing, send_sums));
+  return run(call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_sums));
 }
 
 // The op with Sums::kInvariant, after its plans were judged.
 template <class Acc>
-Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, uint32_t tag) {
+Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, uint32_t tag, Half half) {
   const RecvPlan& plan = in.plan;
   const RecvPlan::Head& head = *plan.head;
   const Codec codec = dims_.codec(a.op);
@@ -295,14 +295,14 @@ Status Engine::combine_entries(const CombineArgs& a, const Returned<Acc>& in, ui
     proxy_of_->send_entries(coop, world_, window, plan.forwards, bytes);
     return Status{};
   };
-  return run(call_of(a, tag, plan), send, receive, {}, between(kNothing, send_home));
+  return run(call_of(a, tag, plan), half, send, receive, {}, between(kNothing, send_home));
 }
 
 template <class Acc>
-Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag) {
+Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag, Half half) {
   RecvPlan plan = RecvPlan::view(a.recv_plan, world_.shape, world_.num_local_experts());
   const Status judged = judge(Op::kCombineBackward, plan, nullptr, a);
-  if (!judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
+  if (half != Half::kSecond && !judged.ok()) return refuse(judged.op, judged.code, judged.got, judged.expected, tag);
   plan.judged = true;
   const Codec codec = dims_.codec(Op::kCombineBackward);
   const auto send = [&](const auto& coop, int window, Header&) {
@@ -325,14 +325,14 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
               by_one_lane([&](int window, HostIdle& idle) {
                 return proxy_of_->stage_rows(world_, window, plan.forwards, row_bytes, idle);
               }));
-  return run(call_of(a, tag, plan), send, receive, {}, middle);
+  return run(call_of(a, tag, plan), half, send, receive, {}, middle);
 }
 
-template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t);
-template Status Engine::typed_dispatch<double>(const DispatchArgs&, uint32_t);
-template Status Engine::typed_combine<float>(const CombineArgs&, uint32_t);
-template Status Engine::typed_combine<double>(const CombineArgs&, uint32_t);
-template Status Engine::typed_combine_backward<float>(const CombineBackwardArgs&, uint32_t);
-template Status Engine::typed_combine_backward<double>(const CombineBackwardArgs&, uint32_t);
+template Status Engine::typed_dispatch<float>(const DispatchArgs&, uint32_t, Half);
+template Status Engine::typed_dispatch<double>(const DispatchArgs&, uint32_t, Half);
+template Status Engine::typed_combine<float>(const CombineArgs&, uint32_t, Half);
+template Status Engine::typed_combine<double>(const CombineArgs&, uint32_t, Half);
+template Status Engine::typed_combine_backward<float>(const CombineBackwardArgs&, uint32_t, Half);
+template Status Engine::typed_combine_backward<double>(const CombineBackwardArgs&, uint32_t, Half);
 
 }  // namespace moe_rt

@@ -1,8 +1,8 @@
 // Frame of every op, in two halves as on a GPU (gpu/exchange.h): `begin` runs what the op sends and announces it,
 // `finish` waits for every peer and runs what the op receives.
 //
-// A lane may run both halves in one pass, as `run` does, or with other work in between: Pending holds everything that
-// the second half needs from the first.
+// `run` runs both halves in one pass of the lanes, or one of them: Pending holds everything that the second half needs
+// from the first.
 #pragma once
 
 #include "engine.h"
@@ -83,8 +83,7 @@ void Engine::forward(const Coop& coop, Pending& op, const Forward& forward) {
   coop.sync();
   if (coop.rank() != 0 || !op.status.ok()) return;
   op.status = s;
-  op.idle.resume();
-  if (s.ok()) op.status = proxy_of_->pass_on(world_, op.header, op.idle);
+  if (s.ok()) proxy_of_->pass_on(world_, op.header);
 }
 
 // `receive(coop, seq, window, status)` reads peers' windows and may report a failure; it does not run if the wait
@@ -155,9 +154,10 @@ void Engine::with_link(int window, Fn&& fn) const {
   }
 }
 
-// Takes the engine for a whole op and runs both halves in one pass of the lanes.
+// Takes the engine for one call: a whole op in one pass of the lanes, or one half of it. Every failure ends the op.
 template <class Send, class Receive, class Middle>
-Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Status& refusal, const Middle& middle) {
+Status Engine::run(const Call& call, Half half, Send&& send, Receive&& receive, const Status& refusal,
+                   const Middle& middle) {
   if (exchange_acquire(busy_, 1u)) {
     if (load_acquire(closed_)) return health();
     return {.code = Code::kConcurrentUse, .op = call.op};
@@ -165,11 +165,21 @@ Status Engine::run(const Call& call, Send&& send, Receive&& receive, const Statu
   Status status = health();
   if (status.code == Code::kPoisoned) status = fail(status);  // peers may wait for this rank and not know of the
                                                               // failure
-  if (status.ok()) {
-    Pending op = open(call, refusal);
+  if (status.ok() && (pending_ != nullptr) != (half == Half::kSecond)) {
+    status = {.code = Code::kConcurrentUse, .op = call.op};
+  } else if (status.ok()) {
+    Pending op = pending_ ? *std::exchange(pending_, nullptr) : open(call, refusal);
+    if (remote_ && half == Half::kSecond) config_.network->begin_driving();
     run_lanes([&](const auto& coop) {
-      if (begin(coop, op, send)) finish(coop, op, receive, middle);
+      if (half != Half::kSecond && !begin(coop, op, send)) return;
+      if (half != Half::kFirst) finish(coop, op, receive, middle);
     });
+    if (half == Half::kFirst && op.status.ok()) {
+      if (remote_) config_.network->end_driving();
+      pending_ = std::make_unique<Pending>(op);
+      store_release(busy_, 0u);
+      return {};
+    }
     if (remote_) settle(op);
     op.status.op = call.op;
     op.status.seq = op.header.seq;

@@ -42,7 +42,7 @@ class Proxy : public RemoteNetwork {
 
   // Passes on announcements: clients' to this node's ranks in a dispatch-type op, this node's ranks' to clients in a
   // combine-type op. Headers are copied unchanged: a refusal must reach all ranks.
-  Status pass_on(const World& w, const Header& own, HostIdle& idle) {
+  void pass_on(const World& w, const Header& own) {
     const Kind kind = kind_of(op_of(own));
     const auto header_of = [&](int source) {
       return source == w.rank ? own : read_once(w.mailbox(w.rank, kind, source).header[own.seq & 1]);
@@ -56,13 +56,13 @@ class Proxy : public RemoteNetwork {
           if (to != w.rank) post(w.mailbox(to, kind, source), header_of(source));
         }
       }
-      return {};
+      return;
     }
     std::vector<Posting> postings;
     for (const int to : tables_.clients()) {
       for (const int source : tables_.neighbours()) postings.push_back({to, source, header_of(source)});
     }
-    return announce(w, postings, idle);
+    announce(w, postings);
   }
 
   // Gets the clients' lists for this node, and each row that it needs, once. Fills `forwards` like mark_tokens.

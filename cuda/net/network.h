@@ -22,12 +22,12 @@ class Network {
   // Puts a word that is stored here; a second word for the same peer is ignored.
   virtual void put_last(int peer, int64_t offset, uint64_t word) = 0;
 
-  // Announces an op in the peer's mailbox at this offset, like `post` in protocol/core/signal.h for a mapped peer. Puts
-  // that belong to it must have been flushed before. The header is copied.
+  // Announces an op in the peer's mailbox at this offset, like `post` in protocol/core/signal.h for a mapped peer, as
+  // soon as all earlier puts are in the peer's memory. The header is copied.
   virtual void post(int peer, int64_t mailbox, const Header& header) = 0;
 
   // Starts to wait for the completion of all earlier requests to the peer: then puts and posts are in its memory, and
-  // gets are here. Only flushes order requests.
+  // gets are here. Only flushes and posts order requests.
   virtual void flush(int peer) = 0;
   // True once all flushes of the peer have ended, which they also do if it is lost.
   virtual bool flushed(int peer) const = 0;

@@ -1,7 +1,7 @@
 // Network steps of an engine in every op, flat or in two levels: announcing, and waiting until requests are complete.
 //
-// Only flushes order requests: a network may deliver requests between two of them in any order. Rows are flushed before
-// the op is posted, and the post before the op ends, so that no signal overtakes an earlier one.
+// A network may deliver requests in any order, except that a post arrives after all earlier puts. Posts are flushed
+// before the op ends, so that no signal overtakes an earlier one.
 #pragma once
 
 #include <string>
@@ -43,28 +43,13 @@ class RemoteNetwork {
     Header header;
   };
 
-  // SYNC POINT signal over a network, writer side. Pairs with wait_signal. Everything that this rank has put for a peer
-  // has arrived before anything is posted to it. Lost peers are skipped: the wait decides what a loss means.
-  Status announce(const World& w, const std::vector<Posting>& postings, HostIdle& idle) {
-    std::vector<int> waiting;
+  // SYNC POINT signal over a network, writer side. Pairs with wait_signal. Lost peers are skipped: the wait decides what
+  // a loss means.
+  void announce(const World& w, const std::vector<Posting>& postings) {
     for (const Posting& p : postings) {
-      if (waiting.empty() || waiting.back() != p.peer) waiting.push_back(p.peer);
+      network_.post(p.peer, mailbox(w, p), p.header);
+      network_.flush(p.peer);
     }
-    for (const int r : waiting) network_.flush(r);
-    while (!waiting.empty()) {
-      std::erase_if(waiting, [&](int r) {
-        if (!network_.flushed(r)) return false;
-        for (const Posting& p : postings) {
-          if (p.peer == r) network_.post(r, mailbox(w, p), p.header);
-        }
-        network_.flush(r);
-        return true;
-      });
-      if (waiting.empty()) break;
-      idle.watch({.peer = waiting[0], .announcer = waiting[0]});
-      if (const Code code = idle.pause(); code != Code::kOk) return failed(code, Phase::kPublish, waiting[0]);
-    }
-    return {};
   }
 
   // Returns once all requests to these ranks are complete; PeerDead if one of them is lost.

@@ -50,21 +50,25 @@ class UcxPeer {
     }
     go_on();
   }
-  // These two do not wait for puts that are not sent yet: put_last's word ends the group, and everything is flushed
-  // before a post.
+  // Does not wait for puts that are not sent yet, and drops posts: its word ends the group.
   void put_last(int64_t offset, uint64_t word) {
     if (last_ != 0) return;
+    puts_ -= posting_.size(), posting_.clear();
     last_ = word, ++puts_;
     send_put({.ask = Ask::kPut, .offset = offset, .bytes = sizeof(last_)}, &last_);
   }
+  // Neighbouring posts do not wait for each other.
   void post(int64_t mailbox, const Header& header) {
-    ++puts_;
-    send_put({.ask = Ask::kPost, .offset = mailbox, .bytes = sizeof(Header)}, nullptr, &header);
+    const bool next = !posting_.empty() && puts_ == posted_;
+    if (posting_.empty()) ask_for_end_of(puts_);
+    posting_.push_back({mailbox, header, next ? posting_.back().after : puts_});
+    posted_ = ++puts_;
+    go_on();
   }
   void flush() {
     gets_to_end_ = gets_, puts_to_end_ = puts_;
     store_relaxed(flushing_, 1u);
-    if (asked_of_ != puts_) send({.ask = Ask::kFlush, .number = asked_of_ = puts_});
+    if (posting_.empty()) ask_for_end_of(puts_);
     look_for_end();
   }
 
@@ -131,6 +135,11 @@ class UcxPeer {
     const char* from;
     int64_t bytes;
   };
+  struct Posting {
+    int64_t mailbox;
+    Header header;
+    uint64_t after;  // number of the last put that must have ended
+  };
   // A message that UCX may still read.
   struct Sending {
     UcxPeer* peer;
@@ -152,6 +161,16 @@ class UcxPeer {
       putting_.pop_front();
       send_put({.ask = Ask::kPut, .offset = put.offset, .bytes = put.bytes}, put.from);
     }
+    while (!posting_.empty() && can_be_asked() && puts_ended_ >= posting_.front().after) {
+      const Posting post = posting_.front();
+      posting_.pop_front();
+      send_put({.ask = Ask::kPost, .offset = post.mailbox, .bytes = sizeof(Header)}, nullptr, &post.header);
+      ask_for_end_of(posting_.empty() ? puts_to_end_ : posting_.front().after);
+    }
+  }
+  // Asks the peer to report when it has done the puts and posts up to this number, all of which are sent or may be sent.
+  void ask_for_end_of(uint64_t number) {
+    if (asked_of_ < number) send({.ask = Ask::kFlush, .number = asked_of_ = number});
   }
   void send_put(const Message& head, const void* data, const Header* header = nullptr) {
     going_.push_back(head.bytes), going_bytes_ += head.bytes;
@@ -200,9 +219,11 @@ class UcxPeer {
   std::map<uint64_t, Getting> getting_;  // keyed by number; gets up to gets_asked_ have been sent
   int64_t coming_bytes_ = 0;             // bytes of gets that have been sent
   std::deque<Putting> putting_;          // not sent yet
+  std::deque<Posting> posting_;          // not sent yet
   std::deque<int64_t> going_;            // bytes of puts and posts that are sent; the first is number puts_ended_ + 1
   int64_t going_bytes_ = 0;
   uint64_t gets_ = 0, gets_asked_ = 0, puts_ = 0;  // totals; puts_ includes posts
+  uint64_t posted_ = 0;                            // number of the last post
   uint64_t gets_to_end_ = 0, puts_to_end_ = 0;     // numbers that must end before the last flush ends
   uint64_t puts_ended_ = 0, asked_of_ = 0;         // ended according to the peer; number of the last flush request
   uint64_t taken_ = 0, flush_of_ = 0;              // the peer's puts: number done, and number that it flushes

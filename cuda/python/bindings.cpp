@@ -214,6 +214,18 @@ void bind_engine_config(nb::class_<Engine>& engine) {
       nb::arg("network").none());
 }
 
+// Binds the two halves of an op by the type of its arguments.
+template <class Args>
+void bind_halves(nb::class_<Engine>& engine, Status (Engine::*op)(const Args&, uint32_t, Half), const char* begin,
+                 const char* finish) {
+  const auto half = [op](Half which) {
+    return [=](Engine& e, const Args& args, uint32_t tag) {
+      return failure_of([&] { return (e.*op)(args, tag, which); });
+    };
+  };
+  engine.def("begin", half(Half::kFirst), nb::sig(begin)).def("finish", half(Half::kSecond), nb::sig(finish));
+}
+
 // Arguments are positional, which nanobind parses fastest; calls with many fields pass them in the args objects.
 void bind_engine_ops(nb::class_<Engine>& engine) {
   engine
@@ -241,6 +253,13 @@ void bind_engine_ops(nb::class_<Engine>& engine) {
             return run([&] { return e.refuse(static_cast<Op>(op), static_cast<Code>(code), got, expected, tag); });
           },
           nb::kw_only(), nb::arg("op"), nb::arg("code"), nb::arg("got"), nb::arg("expected"), nb::arg("tag"));
+  bind_halves(engine, &Engine::dispatch, "def begin(self, args: DispatchArgs, tag: int, /) -> Status | None",
+              "def finish(self, args: DispatchArgs, tag: int, /) -> Status | None");
+  bind_halves(engine, &Engine::combine, "def begin(self, args: CombineArgs, tag: int, /) -> Status | None",
+              "def finish(self, args: CombineArgs, tag: int, /) -> Status | None");
+  bind_halves(engine, &Engine::combine_backward,
+              "def begin(self, args: CombineBackwardArgs, tag: int, /) -> Status | None",
+              "def finish(self, args: CombineBackwardArgs, tag: int, /) -> Status | None");
 }
 
 // The engine's failures, records and measurements.

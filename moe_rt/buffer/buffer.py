@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, overload
 
@@ -15,6 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 
 from moe_rt.buffer.handle import Handle
+from moe_rt.buffer.pending import Pending
 from moe_rt.buffer.replicas import refuse_replicated_experts
 from moe_rt.config.options import BufferOptions, HeapKind, Overflow, RecvLayout, Route, Sums
 from moe_rt.config.placement import Placement
@@ -205,6 +207,7 @@ class Buffer:
         max_tokens: int | None = None,
         coded: Literal[True],
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Handle]: ...
+    @overload
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
@@ -214,7 +217,19 @@ class Buffer:
         tag: int = 0,
         max_tokens: int | None = None,
         coded: bool = False,
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, Handle]:
+        wait: Literal[False],
+    ) -> Pending[tuple[Any, Tensor, Handle]]: ...
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        tag: int = 0,
+        max_tokens: int | None = None,
+        coded: bool = False,
+        wait: bool = True,
+    ) -> Any:
         """Send every token to the ranks of its experts. Differentiable in x and topk_weights. Collective.
 
         A token that names an expert twice visits it once, with the sum of both weights.
@@ -231,6 +246,8 @@ class Buffer:
                 [1, num_max_tokens_per_rank]; it sets the capacity of recv_x. None: num_max_tokens_per_rank.
             coded: with a dispatch_dtype, True returns rows as they travel: (codes [capacity, H], fp32 scales [capacity,
                 ceil(H / 128)]), without gradients. Each rank chooses for itself.
+            wait: False only announces the tokens, and returns a Pending whose `wait()` receives and returns the rest.
+                Each rank chooses for itself.
 
         Returns:
             recv_x [capacity, H], or (codes, scales) with `capacity` rows each, in the order local expert, source rank,
@@ -250,20 +267,32 @@ class Buffer:
         given = topk_weights  # any other type or dtype is refused below, on every rank
         if isinstance(given, Tensor) and given.dtype is not self._acc_dtype and given.is_floating_point():
             topk_weights = given.to(self._acc_dtype)
-        recv_scales = None
+        routing: Any = (topk_idx, topk_weights, self._engine, tag, max_tokens)
+        if wait is False:
+            return self._begin_dispatch(x, coded, *routing)
         if coded is not False or isinstance(x, tuple):
-            codes, scales = self._engine.codes_and_scales(tag, x, coded)
-            recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales = ops.dispatch_scaled(
-                codes, scales, topk_idx, topk_weights, self._engine, tag, max_tokens
-            )
-        else:
-            recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(
-                x, topk_idx, topk_weights, self._engine, tag, max_tokens
-            )
+            return self._received(tag, ops.dispatch_scaled(*self._engine.codes_and_scales(tag, x, coded), *routing))
+        recv_x, recv_weights, offs, recv_plan, send_plan = ops.dispatch(x, *routing)
         handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
         if self._extended_handle:
             self._attach_views(handle, recv_weights)
-        return recv_x if recv_scales is None else (recv_x, recv_scales), recv_weights, handle
+        return recv_x, recv_weights, handle
+
+    def _begin_dispatch(self, x: Any, coded: Any, *routing: Any) -> Pending[tuple[Any, Tensor, Handle]]:
+        tag = routing[3]
+        if coded is not False or isinstance(x, tuple):
+            given = *self._engine.codes_and_scales(tag, x, coded), *routing
+            ticket = ops.dispatch_scaled_begin(*given)
+            return Pending(ops.dispatch_scaled_finish, (ticket, *given), partial(self._received, tag))
+        ticket = ops.dispatch_begin(x, *routing)
+        return Pending(ops.dispatch_finish, (ticket, x, *routing), partial(self._received, tag))
+
+    def _received(self, tag: int, outputs: tuple[Tensor, ...]) -> tuple[Any, Tensor, Handle]:
+        recv_x, recv_weights, offs, recv_plan, send_plan, *recv_scales = outputs
+        handle = Handle(offs=offs, recv_plan=recv_plan, send_plan=send_plan, tag=tag)
+        if self._extended_handle:
+            self._attach_views(handle, recv_weights)
+        return (recv_x, *recv_scales) if recv_scales else recv_x, recv_weights, handle
 
     def _attach_views(self, handle: Handle, recv_weights: Tensor) -> None:
         """Set the handle's recv_topk_idx or real_ends: views of the end of recv_plan, where the op has written them."""
@@ -302,7 +331,23 @@ class Buffer:
         finally:
             set_eval_frame(compiler)
 
-    def combine(self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None) -> Tensor:
+    @overload
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, out: Tensor | None = None
+    ) -> Tensor: ...
+    @overload
+    def combine(
+        self, y: Tensor, recv_weights: Tensor | None, handle: Handle, *, wait: Literal[False]
+    ) -> Pending[Tensor]: ...
+    def combine(
+        self,
+        y: Tensor,
+        recv_weights: Tensor | None,
+        handle: Handle,
+        *,
+        out: Tensor | None = None,
+        wait: bool = True,
+    ) -> Tensor | Pending[Tensor]:
         """Return the experts' rows to their tokens: out[t] sums recv_weights * y over the rows of token t. Collective.
 
         Differentiable in y and recv_weights. Each rank first sums its own rows of a token and rounds this partial to
@@ -314,6 +359,7 @@ class Buffer:
             handle: the handle of the dispatch that returned these rows.
             out: contiguous [T, H] of the buffer's dtype, written and returned; it may share memory with y. Allowed only
                 while no gradients are recorded.
+            wait: False only sends the rows, and returns a Pending whose `wait()` returns out; not with `out`.
 
         Returns:
             out [T, H], T as in that dispatch; tokens without experts are zero.
@@ -324,6 +370,11 @@ class Buffer:
         if not isinstance(handle, Handle):
             self._engine.refuse_handle(handle)
         refuse_replicated_experts(self, y)
+        if wait is False:
+            if out is not None:
+                self._engine._refuse_input(Op.COMBINE, handle.tag, "out: got wait=False also, expected one of them")
+            given = y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag
+            return Pending(ops.combine_finish, (ops.combine_begin(*given), *given), _itself)
         if out is not None:
             ops.combine_out(y, recv_weights, handle.recv_plan, handle.send_plan, self._engine, handle.tag, out=out)
             return out
@@ -419,6 +470,10 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"Buffer(rank {self.rank} of {self.num_ranks}, heap={self.heap}, {self.num_bytes} bytes, {self.spec})"
+
+
+def _itself(out: Tensor) -> Tensor:
+    return out
 
 
 @_disable_dynamo  # an explicit graph break: dynamo warns of the breaks that it finds itself

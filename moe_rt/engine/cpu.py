@@ -20,7 +20,8 @@ from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.collect import report_on
 from moe_rt.diagnostics.elsewhere import elsewhere
 from moe_rt.diagnostics.report import Report, cut, keep, last_words, readable
-from moe_rt.engine.engine import Args, Engine
+from moe_rt.engine.engine import Engine
+from moe_rt.engine.halves import Args, Begun
 from moe_rt.engine.statuses import error_from_status, refusal_code
 from moe_rt.engine.storage import Recycler
 from moe_rt.errors import Code, FaultInjected, GroupClosed, MoeRtError, Op
@@ -107,9 +108,23 @@ class CpuEngine(Engine):
         return self._engine.next_token_window()
 
     def _run(self, op: Op, args: Args, tag: int) -> None:
+        if self._begun is not None:
+            self._refuse_second(op, tag)
         if self._windows is not None:
             self._windows.retire()
         failed = self._ops[op](args, tag)
+        if failed is not None:
+            raise self._error(failed)
+
+    def _run_first(self, begun: Begun) -> None:
+        if self._windows is not None:
+            self._windows.retire()
+        failed = self._engine.begin(begun.args, begun.tag)
+        if failed is not None:
+            raise self._error(failed)
+
+    def _run_second(self, begun: Begun) -> None:
+        failed = self._engine.finish(begun.args, begun.tag)
         if failed is not None:
             raise self._error(failed)
 
@@ -121,6 +136,8 @@ class CpuEngine(Engine):
 
     def _refuse(self, op: Op, tag: int, error: MoeRtError, got: int, expected: int) -> NoReturn:
         """Announce the refusal, then raise `error`. If the group has failed, raise that, caused by `error`."""
+        if self._begun is not None:
+            self._end_begun(self._begun)
         code = refusal_code(error)
         status = self._engine.refuse(op=op, code=code, got=got, expected=expected, tag=tag)
         if status.code >= Code.CONFIG_MISMATCH:

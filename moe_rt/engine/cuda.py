@@ -19,16 +19,19 @@ from moe_rt import _engine
 from moe_rt.config.spec import BufferSpec
 from moe_rt.config.tuning import Tuning
 from moe_rt.diagnostics.report import Report
-from moe_rt.engine.engine import Args, Engine
+from moe_rt.engine.engine import Engine
 from moe_rt.engine.gpu.driver import Gpu
 from moe_rt.engine.gpu.launcher import Launcher
+from moe_rt.engine.halves import Args, Begun
 from moe_rt.engine.statuses import error_from_status, refusal_code
 from moe_rt.errors import (
     Code,
+    CompileError,
     ConcurrentUse,
     GroupClosed,
     GroupPoisoned,
     InvalidConfig,
+    InvalidInput,
     LaunchFailed,
     MoeRtError,
     Op,
@@ -141,25 +144,59 @@ class CudaEngine(Engine):
         return None if self._captured or self._gpu.is_capturing() else self._selector.next(Op.DISPATCH)
 
     def _run(self, op: Op, args: Args, tag: int) -> None:
+        if self._begun is not None:
+            self._refuse_second(op, tag)
         try:
             with self._exclusive(op):
                 self.health()
                 stream = self._stream()
                 self._launcher.set_call(args, tag)
                 self._launcher.launch(self._queue(op, args), stream)
-                self._selector.take(op)
-                self._captured = self._captured or self._gpu.is_capturing()
-                if self._windows is not None:
-                    self._windows.retire()
+                self._has_announced(op)
         except LaunchFailed as error:  # perhaps between two launches: peers must not wait for the second
             self._end(Code.POISONED, error)
             raise
 
+    def _has_announced(self, op: Op) -> None:
+        self._selector.take(op)
+        self._captured = self._captured or self._gpu.is_capturing()
+        if self._windows is not None:
+            self._windows.retire()
+
+    def _run_first(self, begun: Begun) -> None:
+        self._run_half(begun, self._launches(begun.op, begun.args)[:1])
+        begun.stream, begun.captured = self._gpu.current(), self._gpu.is_capturing()
+        self._has_announced(begun.op)
+
+    def _run_second(self, begun: Begun) -> None:
+        if begun.captured is not self._gpu.is_capturing():
+            where = "a captured graph" if begun.captured else "no graph"
+            raise InvalidInput(f"wait: got an op begun in {where}, expected both halves in one graph, or in none")
+        outputs = begun.outputs if isinstance(begun.outputs, tuple) else (begun.outputs,)
+        self._gpu.follow(begun.stream, [t for t in (*begun.used, *outputs) if t is not None])
+        self._run_half(begun, self._launches(begun.op, begun.args)[1:])
+
+    def _run_half(self, begun: Begun, queue: list[tuple[str, int]]) -> None:
+        try:
+            with self._exclusive(begun.op):
+                self.health()
+                stream = self._stream()
+                self._launcher.set_call(begun.args, begun.tag)
+                self._launcher.launch_half(queue, stream)
+        except (LaunchFailed, CompileError) as error:
+            self._end(Code.POISONED, error)
+            raise
+
     def _queue(self, op: Op, args: Args) -> list[tuple[str, int]]:
-        """Return the launches of an op, and the number of blocks of each."""
+        """Return the launches of a whole op, and the number of blocks of each."""
+        whole = _LAUNCHES[op].whole
+        if whole is not None and self._launcher.whole:
+            return [(whole, 1)]
+        return self._launches(op, args)
+
+    def _launches(self, op: Op, args: Args) -> list[tuple[str, int]]:
+        """Return the launches of an op, the first of which is the first half."""
         launches, most = _LAUNCHES[op], self._launcher.max_blocks
-        if launches.whole is not None and self._launcher.whole:
-            return [(launches.whole, 1)]
         tokens, received = args.num_tokens, self.spec.num_ranks * self.spec.num_max_tokens_per_rank
         before, after = (received, tokens) if launches.sends_received else (tokens, received)
         sending = self._blocks(before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, ClassVar, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -22,14 +22,13 @@ from moe_rt.config.codec import RowFormat
 from moe_rt.config.spec import ELEMENTS, BufferSpec
 from moe_rt.diagnostics.report import Report
 from moe_rt.engine import checks
+from moe_rt.engine.halves import Args, Halves, Start
+from moe_rt.engine.requirements import NUM_TAGS
 from moe_rt.engine.storage import blank
 from moe_rt.engine.token_window import TokenWindows, require_window
 from moe_rt.errors import CapacityOverflow, GroupClosed, InvalidInput, MoeRtError, Op, TooManyTokens
 from moe_rt.memory.segments import Segments
 
-NUM_TAGS = 1 << _engine.TAG_BITS  # a layer's tag travels in TAG_BITS bits
-# The op's argument struct in cuda/protocol/core/args.h.
-Args: TypeAlias = _engine.DispatchArgs | _engine.CombineArgs | _engine.CombineBackwardArgs
 # Plain integers: converting an enumerator takes C++ longer than all other fields together.
 _COMBINE, _DISPATCH_BACKWARD = int(Op.COMBINE), int(Op.DISPATCH_BACKWARD)
 _Given: TypeAlias = tuple[Tensor, Any, Tensor, Tensor]  # rows, weights or None, recv_plan, send_plan
@@ -37,7 +36,7 @@ _ids = itertools.count(1)
 _engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
 
-class Engine(ABC):
+class Engine(Halves):
     """One rank's engine. Ops name it by `id`, an integer that a traced graph can hold."""
 
     _segments: Segments
@@ -89,7 +88,7 @@ class Engine(ABC):
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int, max_tokens: int | None = None,
-        *, scaled: bool = False, scales: Tensor | None = None,
+        *, scaled: bool = False, scales: Tensor | None = None, start: Start | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """x [T, H], topk_idx [T, K], topk_weights [T, K] -> recv_x, recv_weights, offs, recv_plan, send_plan.
 
@@ -112,16 +111,18 @@ class Engine(ABC):
             )
             num_tokens = x.shape[0]
         try:
-            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
+            return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales, start)
         except CapacityOverflow:  # every rank sees the same overflow and the same need, so all retry, once
             if not self._grow(most):
                 raise
         x = x.contiguous()  # a token window is now an earlier op's, and its rows may be padded
         return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)
 
-    def dispatch_scaled(self, x: Tensor, scales: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    def dispatch_scaled(
+        self, x: Tensor, scales: Tensor | None, *others: Any, start: Start | None = None
+    ) -> tuple[Tensor, ...]:
         """Run a dispatch with `scaled`; `others` are its arguments from topk_idx to max_tokens."""
-        return self.dispatch(x, *others, scaled=True, scales=scales)
+        return self.dispatch(x, *others, scaled=True, scales=scales, start=start)
 
     def _check_dispatch(
         self, tag: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, scaled: bool, scales: Tensor | None,
@@ -146,7 +147,7 @@ class Engine(ABC):
 
     def _dispatch(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_tokens: int, tag: int, max_tokens: int,
-        row: RowFormat | None, scales: Tensor | None,
+        row: RowFormat | None, scales: Tensor | None, start: Start | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         capacity = self._capacities.get(max_tokens) or self.capacity_for(max_tokens)
         recv_x = self._rows(capacity, x) if row is None else self._matrix(capacity, row.num_codes, row.codes)
@@ -171,7 +172,7 @@ class Engine(ABC):
             send_plan=send_plan.data_ptr(),
         )
         if row is None:
-            self._run(Op.DISPATCH, args, tag)
+            self._run(Op.DISPATCH, args, tag) if start is None else start(args, tag, x, topk_idx, topk_weights)
             return recv_x, recv_weights, offs, recv_plan, send_plan
         recv_scales = blank(self._matrix(capacity, row.num_scales, row.scales))
         args.scaled = _engine.ScaledArgs(
@@ -181,12 +182,12 @@ class Engine(ABC):
             code_bytes=row.code_bytes,
             scale_bytes=row.scale_bytes,
         )
-        self._run(Op.DISPATCH, args, tag)
+        self._run(Op.DISPATCH, args, tag) if start is None else start(args, tag, x, topk_idx, topk_weights, scales)
         return recv_x, recv_weights, offs, recv_plan, send_plan, recv_scales
 
     def combine(
         self, y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, tag: int,
-        out: Tensor | None = None,
+        out: Tensor | None = None, *, start: Start | None = None,
     ) -> Tensor:  # fmt: skip
         """y [N, H], recv_weights [capacity] or None -> out [T, H]; N may be less than capacity."""
         plans = recv_plan, send_plan
@@ -216,7 +217,7 @@ class Engine(ABC):
             out=written.data_ptr(),
             grad_topk_weights=0,
         )
-        self._run(Op.COMBINE, args, tag)
+        self._run(Op.COMBINE, args, tag) if start is None else start(args, tag, *given)
         if out is None:
             return written
         if written is not out:
@@ -226,8 +227,9 @@ class Engine(ABC):
         return out
 
     def dispatch_backward(
-        self, grad_recv_x: Tensor, grad_recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int
-    ) -> tuple[Tensor, Tensor]:
+        self, grad_recv_x: Tensor, grad_recv_weights: Tensor, recv_plan: Tensor, send_plan: Tensor, tag: int,
+        *, start: Start | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Gradients of recv_x [capacity, H] and recv_weights -> grad_x [T, H], grad_topk_weights [T, K]."""
         op, names = Op.DISPATCH_BACKWARD, ("grad_recv_x", "grad_recv_weights")
         given, sizes = self._returned(op, tag, names, (grad_recv_x, grad_recv_weights, recv_plan, send_plan))
@@ -248,7 +250,7 @@ class Engine(ABC):
             out=grad_x.data_ptr(),
             grad_topk_weights=grad_topk_weights.data_ptr(),
         )
-        self._run(op, args, tag)
+        self._run(op, args, tag) if start is None else start(args, tag, *given)
         return grad_x, grad_topk_weights
 
     def _returned(self, op: Op, tag: int, names: tuple[str, str], given: _Given) -> tuple[_Given, tuple[int, int, int]]:
@@ -265,8 +267,9 @@ class Engine(ABC):
         return given, (num_rows, capacity, send_plan.shape[0])
 
     def combine_backward(
-        self, grad_out: Tensor, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, tag: int
-    ) -> tuple[Tensor, Tensor]:
+        self, grad_out: Tensor, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, tag: int,
+        *, start: Start | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """grad_out [T, H], y [N, H], recv_weights [capacity] -> grad_y [N, H], grad_recv_weights [capacity]."""
         op = Op.COMBINE_BACKWARD
         grad_out, recv_plan = self._grad_out(tag, grad_out, recv_plan)
@@ -276,17 +279,21 @@ class Engine(ABC):
         y, recv_weights = self._input(y), self._input(recv_weights)
         grad_y = blank(self._rows(num_rows, y))
         grad_recv_weights = blank(torch.empty_like(recv_weights))
-        pointers = y.data_ptr(), recv_weights.data_ptr(), grad_recv_weights.data_ptr()
-        self._run_combine_backward(tag, grad_out, recv_plan, grad_y, capacity, *pointers)
+        self._run_combine_backward(
+            tag, grad_out, recv_plan, grad_y, capacity, y, recv_weights, grad_recv_weights, start
+        )
         return grad_y, grad_recv_weights
 
-    def combine_tokens_backward(self, grad_out: Tensor, recv_plan: Tensor, num_rows: int, tag: int) -> Tensor:
+    def combine_tokens_backward(
+        self, grad_out: Tensor, recv_plan: Tensor, num_rows: int, tag: int, *, start: Start | None = None
+    ) -> Tensor:
         """grad_out [T, H] -> grad_y [num_rows, H] for rows of tokens: each is its token's row of grad_out."""
         grad_out, recv_plan = self._grad_out(tag, grad_out, recv_plan)
         if not self.by_token:
             self._refuse_input(Op.COMBINE_BACKWARD, tag, checks.weights_problem(self.by_token))
         grad_y = blank(self._rows(num_rows, grad_out))
-        self._run_combine_backward(tag, grad_out, recv_plan, grad_y, _engine.ANY_CAPACITY, 0, 0, 0)
+        none = None, None, None
+        self._run_combine_backward(tag, grad_out, recv_plan, grad_y, _engine.ANY_CAPACITY, *none, start)
         return grad_y
 
     def _grad_out(self, tag: int, grad_out: Tensor, recv_plan: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,25 +305,28 @@ class Engine(ABC):
 
     def _run_combine_backward(
         self, tag: int, grad_out: Tensor, recv_plan: Tensor, grad_y: Tensor, capacity: int,
-        y: int, recv_weights: int, grad_recv_weights: int,
+        y: Tensor | None, recv_weights: Tensor | None, grad_recv_weights: Tensor | None, start: Start | None,
     ) -> None:  # fmt: skip
-        """Run combine's backward. `y`, `recv_weights` and `grad_recv_weights` are addresses, 0 with rows of tokens."""
+        """Run combine's backward. `y`, `recv_weights` and `grad_recv_weights` are None with rows of tokens."""
         args = _engine.CombineBackwardArgs(
             grad_out=grad_out.data_ptr(),
             num_tokens=grad_out.shape[0],
-            y=y,
-            recv_weights=recv_weights,
+            y=0 if y is None else y.data_ptr(),
+            recv_weights=0 if recv_weights is None else recv_weights.data_ptr(),
             num_rows=grad_y.shape[0],
             capacity=capacity,
             recv_plan=recv_plan.data_ptr(),
             grad_y=grad_y.data_ptr(),
-            grad_recv_weights=grad_recv_weights,
+            grad_recv_weights=0 if grad_recv_weights is None else grad_recv_weights.data_ptr(),
         )
-        self._run(Op.COMBINE_BACKWARD, args, tag)
+        if start is None:
+            return self._run(Op.COMBINE_BACKWARD, args, tag)
+        start(args, tag, grad_out, y, recv_weights, recv_plan)
 
     def token_window(self, num_tokens: int, compiled: bool = False) -> Tensor:
         """Return [num_tokens, H] for the next op, or ordinary memory if `compiled`; see moe_rt.Buffer.token_window."""
         self.health()
+        self._require_none_begun()
         window = require_window(self.spec, self.rank, num_tokens, self._next_window())
         if compiled:
             return self._matrix(num_tokens, self.spec.hidden, self.spec.dtype)
@@ -325,56 +335,6 @@ class Engine(ABC):
             self._windows = TokenWindows(self.spec, self.shape, begin, self.device, list(segments.mappings))
             self._reader.avoid(begin=begin, end=begin + self.shape.segment_bytes())
         return self._windows.hand_out(window, num_tokens)
-
-    def require_call(self, op: Op, tag: int, max_tokens: Any = None, **tensors: Any) -> None:
-        """Refuse arguments that torch's dispatcher would reject before the engine sees them: peers would wait."""
-        if not isinstance(tag, int | torch.SymInt) or not 0 <= tag < NUM_TAGS:
-            self._refuse_input(op, 0, checks.tag_problem(tag))
-        if max_tokens is not None and not isinstance(max_tokens, int | torch.SymInt):
-            most = self.spec.num_max_tokens_per_rank
-            self._refuse_input(Op.DISPATCH, tag, checks.bound_problem(max_tokens, most))
-        for name, t in tensors.items():
-            if problem := checks.operand_problem(t, self.device):
-                self._refuse_input(op, tag, f"{name}: {problem}")
-
-    def codes_and_scales(self, tag: int, x: Any, coded: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the codes, or rows to encode, and the scales of a dispatch that delivers codes."""
-        if problem := checks.codes_problem(x, coded):
-            self._refuse_input(Op.DISPATCH, tag, problem)
-        return x if isinstance(x, tuple) else (x, None)
-
-    def refuse_handle(self, handle: Any) -> NoReturn:
-        """Refuse a combine whose handle is not a Handle."""
-        message = f"handle: got a {type(handle).__name__}, expected the Handle that dispatch returned with these rows"
-        self._refuse_input(Op.COMBINE, 0, message)
-
-    def require_no_grad(self, tag: int, *tensors: Any) -> None:
-        """Refuse a combine with out= that would lose a gradient, as torch does; peers may record none."""
-        if checks.is_recorded(*tensors):
-            message = "out: got a combine that gradients are recorded of, expected torch.no_grad(), or no out"
-            self._refuse_input(Op.COMBINE, tag, message)
-
-    def require_no_grad_through_codes(self, tag: int, *tensors: Any) -> None:
-        """Refuse a dispatch of codes that would lose a gradient; peers may record none."""
-        if checks.is_recorded(*tensors):
-            got = "codes, or coded=True, in a dispatch that gradients are recorded of"
-            message = f"x: got {got}, expected torch.no_grad(), as codes have none"
-            self._refuse_input(Op.DISPATCH, tag, message)
-
-    def refuse_recorded_window(self, tag: int, x: Tensor, *_: Tensor) -> None:
-        """Refuse x if it is in a token window, whose rows later ops overwrite. The caller has found that gradients or
-        tangents are wanted."""
-        if self._windows is not None and self._windows.hold(x):
-            got = "a token window in a dispatch that gradients are recorded of"
-            message = f"x: got {got}, expected torch.no_grad(), or rows in memory of their own: windows are overwritten"
-            self._refuse_input(Op.DISPATCH, tag, message)
-
-    def require_window_as_handed_out(self, tag: int, x: Tensor) -> None:
-        """Refuse rows that a graph has copied: it writes its inputs at its end, when peers may read the next op's."""
-        if self._windows is not None and self._windows.beside(x):
-            got = "rows that a graph has copied from a token window, or that are not in it"
-            message = f"x: got {got}, expected token_window to be written and dispatched outside of torch.compile"
-            self._refuse_input(Op.DISPATCH, tag, message)
 
     def _check_scaled(self, tag: int, x: Tensor, scales: Tensor | None) -> RowFormat:
         """Check a dispatch of codes. Return the row format of x and scales or, without scales, of the codec."""
@@ -478,10 +438,6 @@ class Engine(ABC):
     @abstractmethod
     def _run(self, op: Op, args: Args, tag: int) -> None:
         """Run an op."""
-
-    @abstractmethod
-    def _grow(self, max_tokens: int) -> bool:
-        """Increase the capacity for this bound to what the overflowed dispatch needed. False if capacity is fixed."""
 
     def _input(self, t: Tensor) -> Tensor:
         """Return the same values as C++ reads them."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.nn.overlap import weight_place
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.ops.activations import Activation, activate, apply, swiglu
 from moe_rt.ops.grouped import grouped_linear, row_wise_linear
@@ -109,8 +110,15 @@ def expert_mlp(
 
     def linear(rows: Tensor, name: str) -> Tensor:
         bias = weights[f"{name}_bias"].to(x.dtype) if config.biases else None
-        transposed = config.weight_layout == "transposed"
-        return grouped_linear(rows, weights[name].to(x.dtype), offs, bias, transposed=transposed, row_wise=row_wise)
+        return grouped_linear(
+            rows,
+            weights[name].to(x.dtype),
+            offs,
+            bias,
+            transposed=config.weight_layout == "transposed",
+            row_wise=row_wise,
+            weight_after=weight_place(),
+        )
 
     inputs, down = config.weight_names
     h = activate(

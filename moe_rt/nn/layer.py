@@ -20,6 +20,7 @@ from moe_rt.errors import InvalidConfig, InvalidInput, expect
 from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.groups import Group, rendezvous_of
 from moe_rt.group.rendezvous import Rendezvous
+from moe_rt.nn import overlap
 from moe_rt.nn.experts import Experts, ExpertsConfig, SharedExpert
 from moe_rt.nn.metrics import LayerMetrics
 from moe_rt.nn.padding import real_tokens, route, without_padding
@@ -254,9 +255,15 @@ class MoELayer(nn.Module):
         except InvalidInput as error:
             buffer.refuse(error, tag=self.tag)
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
-        recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
+        if overlap.has_gain(buffer, self.experts, rows, weights):
+            recv_x, recv_weights, handle, place = overlap.dispatch(buffer, rows, idx, weights, self.tag)
+            with overlap.weights_at(place):
+                y = self.experts(recv_x, handle.offs)
+        else:
+            recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
+            y = self.experts(recv_x, handle.offs)
         self.metrics.add(aux.tokens_per_expert, handle)
-        y = self.experts(recv_x, handle.offs).to(recv_x.dtype)  # FSDP may have cast it
+        y = y.to(recv_x.dtype)  # FSDP may have cast it
         if self._trained_elsewhere(y):
             y.requires_grad_()
         out = buffer.combine(y, recv_weights, handle)

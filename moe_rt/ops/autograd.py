@@ -32,6 +32,14 @@ class Gradient(NamedTuple):
     differentiate: Callable[..., tuple[Tensor | None, ...]]
     tangents: TangentRule
 
+    def after_ticket(self) -> Gradient:
+        """Return the gradient of the op's second half, whose first input is a ticket. Tangents were refused before."""
+
+        def save(ctx: Any, engine: Engine, tag: int, output: Any, inputs: Args) -> None:
+            self.save(ctx, engine, tag, output, inputs[1:])
+
+        return self._replace(save=save)
+
 
 def gradient_of_dispatch(backward: Call) -> Gradient:
     """Return the gradient of dispatch, whose backward op is `backward`."""

@@ -77,6 +77,7 @@ def op(
     require_no_loss: str = "",
     require_traceable: str = "",
     names: dict[str, str] | None = None,
+    begins: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare an op by a function (inputs, engine, tag, options) -> outputs of the right shapes, as torch's fakes.
 
@@ -89,6 +90,7 @@ def op(
             gradients would be lost; with `gradient`, only called if there are any.
         require_traceable: the engine's method that takes `tag` and the first input, and refuses what no graph can hold.
         names: names of inputs in errors, if no input is None.
+        begins: the op is a first half, so that its second half has the gradients.
 
     Returns:
         A decorator, which returns the function that buffers call: it has the declared signature, and runs the op.
@@ -104,7 +106,7 @@ def op(
         if gradient is not None:
             made.function = made.make_function(gradient, texts)
             register_gradient(_lib, refusals, gradient, made.function.backward)
-        elif require_no_loss:
+        elif require_no_loss or begins:
             template = _LOSSY_CALL
             register_lossy(_lib, refusals, made.caller_of(require_no_loss, differentiable))
         else:
@@ -116,6 +118,50 @@ def op(
     return declare
 
 
+def halves(
+    whole: str,
+    *,
+    gradient: Gradient | None = None,
+    differentiable: tuple[str, ...] = (),
+    require_no_loss: str = "",
+    require_traceable: str = "",
+) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
+    """Declare the halves of an op that is declared: NAME_begin with its arguments, which returns the ticket of the op
+    under way; and NAME_finish, which takes the ticket before them and returns what the op returns.
+
+    Args:
+        whole: name of the op.
+        gradient: that of the op, which the second half has.
+        differentiable: the inputs that may require gradients.
+        require_no_loss, require_traceable: as for `op`, of the first half.
+    """
+    made = OPS[whole]
+    signature, names = made.signature, made.names
+    ticket = inspect.Parameter("ticket", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")
+
+    def begin(*args: Any) -> Tensor:
+        first: Tensor = args[0]
+        return first.new_empty(1, dtype=torch.int32)
+
+    def finish(_: Tensor, *args: Any) -> Any:
+        return made.shapes(*args)
+
+    for half, text in ((begin, "Start it, and return its ticket."), (finish, "Wait for it.")):
+        half.__name__, half.__doc__ = f"{whole}_{half.__name__}", text
+    begin.__signature__ = signature.replace(return_annotation="Tensor")  # type: ignore[attr-defined]
+    finish.__signature__ = signature.replace(parameters=[ticket, *made.parameters])  # type: ignore[attr-defined]
+    call_begin = op(
+        made.kind,
+        differentiable=differentiable,
+        require_no_loss=require_no_loss,
+        require_traceable=require_traceable,
+        names=names,
+        begins=True,
+    )(begin)
+    after = None if gradient is None else gradient.after_ticket()
+    return call_begin, op(made.kind, differentiable=differentiable, gradient=after, names=names)(finish)
+
+
 class TorchOp:
     """A declared op in torch's dispatcher. Its inputs come first, then `engine`, `tag` and options, then an output."""
 
@@ -125,9 +171,9 @@ class TorchOp:
         self, shapes: Callable[..., Any], kind: Op, method: str, require_traceable: str, names: dict[str, str]
     ) -> None:
         self.name, self.kind, self.method = shapes.__name__, kind, method
-        self._shapes, self._require_traceable, self._names = shapes, require_traceable, names
-        self._signature = inspect.signature(shapes)
-        self.parameters = list(self._signature.parameters.values())
+        self.shapes, self._require_traceable, self.names = shapes, require_traceable, names
+        self.signature = inspect.signature(shapes)
+        self.parameters = list(self.signature.parameters.values())
         self.inputs = [p.name for p in self.parameters if p.annotation.startswith("Tensor")]
         self.optional = {p.name for p in self.parameters if "None" in p.annotation}
         self.engine_at = [p.name for p in self.parameters].index("engine")
@@ -144,7 +190,7 @@ class TorchOp:
         for p in self.parameters:
             kind = "*, Tensor(a!)" if p.kind is p.KEYWORD_ONLY else _TYPES[p.annotation]
             texts.append(f"{kind} {p.name}" if p.default is p.empty else f"{kind} {p.name}={p.default}")
-        outputs = self._signature.return_annotation.replace("tuple[", "(").replace("]", ")")
+        outputs = self.signature.return_annotation.replace("tuple[", "(").replace("]", ")")
         return f"{self.name}({', '.join(texts)}) -> {outputs.replace('None', '()')}"
 
     def _run(self, *args: Any, **written: Tensor) -> Any:
@@ -158,7 +204,7 @@ class TorchOp:
 
     def _fake(self, *args: Any, **written: Tensor) -> Any:
         at = self.engine_at
-        return self._shapes(*args[:at], engine_by_id(args[at]), *args[at + 1 :], **written)
+        return self.shapes(*args[:at], engine_by_id(args[at]), *args[at + 1 :], **written)
 
     def watched(self, *args: Any, **written: Tensor) -> Any:
         """Call the op in the dispatcher, unless that would reject an argument before the engine sees it."""
@@ -166,15 +212,18 @@ class TorchOp:
         engine, tag = args[at], args[at + 1]
         given = dict(zip(self.inputs, (*args[: len(self.inputs) - len(written)], *written.values()), strict=True))
         tensors = {name: t for name, t in given.items() if t is not None or name not in self.optional}
-        names = _NAMES | self._names if len(tensors) == len(given) else _NAMES
+        names = _NAMES | self.names if len(tensors) == len(given) else _NAMES
         named = {names.get(name, name): t for name, t in tensors.items()}
         engine.require_call(self.kind, tag, *args[at + 2 :], **named)
         return self.overload(*args[:at], engine.id, *args[at + 1 :], **written)
 
     def caller_of(self, method: str, names: tuple[str, ...]) -> Callable[..., None]:
-        """Return a function of the op's arguments in the dispatcher: it calls the engine's method with these inputs."""
+        """Return a function of the op's arguments in the dispatcher: it calls the engine's method with these inputs, or
+        nothing if `method` is ""."""
 
         def call(*args: Any, **written: Tensor) -> None:
+            if not method:
+                return
             given = dict(zip(self.inputs, args, strict=False)) | written
             getattr(engine_by_id(args[self.engine_at]), method)(args[self.engine_at + 1], *(given[n] for n in names))
 

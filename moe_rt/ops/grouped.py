@@ -38,6 +38,7 @@ def grouped_linear(
     *,
     transposed: bool = False,
     row_wise: bool = False,
+    weight_after: int | None = None,
 ) -> Tensor:
     """Each expert's rows times its own weight: y[rows of e] = x[rows of e] @ weight[e].T + bias[e].
 
@@ -48,11 +49,21 @@ def grouped_linear(
         bias: [L, out]; its gradient sums an expert's rows as a matrix product does.
         row_wise: on the CPU, the bits of a row of y, and of the gradient of x, depend only on that row and its weight.
             Products are filled up to multiples of 16 rows and columns for that.
+        weight_after: autograd's sequence number of the node that computes the weight's gradient; None computes it
+            together with that of x.
 
     Returns:
         [rows, out]; rows past offs[-1] are unspecified.
     """
-    y: Tensor = torch.ops.moe_rt.grouped_mm(x, weight if transposed else weight.transpose(1, 2), offs, row_wise)
+    b = weight if transposed else weight.transpose(1, 2)
+    y: Tensor
+    if weight_after is not None and b.requires_grad and torch.is_grad_enabled():
+        product = _Product()
+        b = _WeightLater.apply(b, product)
+        b.grad_fn._set_sequence_nr(weight_after)
+        y = _MmWeightLater.apply(x, b, offs, row_wise, product)
+    else:
+        y = torch.ops.moe_rt.grouped_mm(x, b, offs, row_wise)
     return y if bias is None else torch.ops.moe_rt.grouped_add(y, bias, offs)
 
 
@@ -277,12 +288,55 @@ def _differentiate_grouped_mm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     if ctx.needs_input_grad[0]:
         grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs, ctx.row_wise)
     if ctx.needs_input_grad[1]:
-        # Use the product whose gradient has the parameter's memory layout: otherwise autograd would copy it.
-        if b.is_contiguous():
-            grad_b = torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)
-        else:
-            grad_b = torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)
+        grad_b = _gradient_of_weight(a, grad, offs, b.is_contiguous())
     return grad_a, grad_b, None, None
+
+
+def _gradient_of_weight(a: Tensor, grad: Tensor, offs: Tensor, contiguous: bool) -> Tensor:
+    """Return the gradient in the parameter's memory layout: autograd would copy any other."""
+    if contiguous:
+        return torch.ops.moe_rt.grouped_mm(a.t(), grad, offs)
+    return torch.ops.moe_rt.grouped_mm(grad.t(), a, offs).transpose(1, 2)
+
+
+class _Product:
+    """Operands of the gradient of a product's weight, from the backward of the product until that of the weight."""
+
+    given: tuple[Tensor, Tensor, Tensor, bool]
+
+
+class _WeightLater(torch.autograd.Function):
+    """Identity, whose backward computes the weight's gradient, as a separate node that can run later."""
+
+    @staticmethod
+    def forward(ctx: Any, b: Tensor, product: _Product) -> Tensor:
+        ctx.product = product
+        return b.view_as(b)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        given = ctx.product.given
+        del ctx.product.given
+        return _gradient_of_weight(*given), None
+
+
+class _MmWeightLater(torch.autograd.Function):
+    """grouped_mm without the gradient of its weight, in place of which it returns one that nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, offs: Tensor, row_wise: bool, product: _Product) -> Tensor:
+        ctx.save_for_backward(a, b, offs)
+        ctx.row_wise, ctx.product = row_wise, product
+        return torch.ops.moe_rt.grouped_mm(a, b, offs, row_wise)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        a, b, offs = ctx.saved_tensors
+        grad, grad_a = grad.contiguous(), None
+        if ctx.needs_input_grad[0]:
+            grad_a = torch.ops.moe_rt.grouped_mm(grad, b.transpose(1, 2), offs, ctx.row_wise)
+        ctx.product.given = a, grad, offs, b.is_contiguous()
+        return grad_a, b.new_zeros(()).expand(b.shape), None, None, None
 
 
 def _tangent_of_grouped_mm(args: Args, tangents: Args) -> Tensor:

@@ -14,7 +14,7 @@ from moe_rt.config.codec import RowFormat
 from moe_rt.engine.engine import Engine
 from moe_rt.errors import Op
 from moe_rt.ops.autograd import gradient_of_combine, gradient_of_dispatch
-from moe_rt.ops.declare import op
+from moe_rt.ops.declare import halves, op
 
 
 @op(Op.DISPATCH_BACKWARD, differentiable=("grad_recv_x", "grad_recv_weights"), names={"grad_recv_x": "grad"})
@@ -41,10 +41,14 @@ def combine_tokens_backward(
     return grad_out.new_empty(num_rows, grad_out.shape[1])
 
 
+_of_dispatch = gradient_of_dispatch(dispatch_backward)
+_of_combine = gradient_of_combine(combine_backward, combine_tokens_backward)
+
+
 @op(
     Op.DISPATCH,
     differentiable=("x", "topk_weights"),
-    gradient=gradient_of_dispatch(dispatch_backward),
+    gradient=_of_dispatch,
     require_no_loss="refuse_recorded_window",
     require_traceable="require_window_as_handed_out",
 )
@@ -93,11 +97,7 @@ def _received(x: Tensor, topk_weights: Tensor, engine: Engine, capacity: int) ->
     )
 
 
-@op(
-    Op.COMBINE,
-    differentiable=("y", "recv_weights"),
-    gradient=gradient_of_combine(combine_backward, combine_tokens_backward),
-)
+@op(Op.COMBINE, differentiable=("y", "recv_weights"), gradient=_of_combine)
 def combine(
     y: Tensor, recv_weights: Tensor | None, recv_plan: Tensor, send_plan: Tensor, engine: Engine, tag: int
 ) -> Tensor:
@@ -117,3 +117,22 @@ def combine_out(
     out: Tensor,
 ) -> None:
     """Write `out` [T, H]."""
+
+
+_window = {"require_no_loss": "require_begin", "require_traceable": "require_window_as_handed_out"}
+dispatch_begin, dispatch_finish = halves(
+    "dispatch", gradient=_of_dispatch, differentiable=("x", "topk_weights"), **_window
+)
+dispatch_scaled_begin, dispatch_scaled_finish = halves(
+    "dispatch_scaled", differentiable=("x", "scales", "topk_weights"), require_no_loss="require_no_grad_through_codes"
+)
+combine_begin, combine_finish = halves("combine", gradient=_of_combine, differentiable=("y", "recv_weights"))
+dispatch_backward_begin, dispatch_backward_finish = halves(
+    "dispatch_backward", differentiable=("grad_recv_x", "grad_recv_weights")
+)
+combine_backward_begin, combine_backward_finish = halves(
+    "combine_backward", differentiable=("grad_out", "y", "recv_weights")
+)
+combine_tokens_backward_begin, combine_tokens_backward_finish = halves(
+    "combine_tokens_backward", differentiable=("grad_out",)
+)

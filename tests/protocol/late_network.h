@@ -40,7 +40,9 @@ class LateNetwork final : public Network {
   }
   void post(int peer, int64_t mailbox, const Header& header) override {
     auto* const to = reinterpret_cast<Mailbox*>(peers_[peer].segment + mailbox);
-    ask(peer, [=, this] { post_from(peer, to, header, 0); });
+    flush(peer);
+    const std::lock_guard lock(mutex_);
+    peers_[peer].posting.push_back([=, this] { post_from(peer, to, header, 0); });
   }
   void flush(int peer) override {
     const std::lock_guard lock(mutex_);
@@ -50,7 +52,7 @@ class LateNetwork final : public Network {
   }
   bool flushed(int peer) const override {
     const std::lock_guard lock(mutex_);
-    return peers_[peer].due.empty();
+    return peers_[peer].due.empty() && peers_[peer].posting.empty();
   }
   bool lost(int) const override { return false; }
   void drive() override {
@@ -62,6 +64,7 @@ class LateNetwork final : public Network {
         p.due.erase(any);
         work();  // may queue more work
       }
+      if (p.due.empty()) std::swap(p.due, p.posting);
     }
   }
   void begin_driving() override {}
@@ -73,6 +76,7 @@ class LateNetwork final : public Network {
   struct Peer {
     char* segment;
     std::vector<std::function<void()>> asked, due;  // asked: since the last flush; due: before it
+    std::vector<std::function<void()>> posting;     // posts, once nothing is due
   };
   // Write the header's bytes from here on, one at a time or, so that signals overtake puts, all together; then the
   // signal.

@@ -114,6 +114,12 @@ class PtxGpu(gpu.Gpu):
 
         return bool(self._checked(driver.cuStreamIsCapturing(self.stream())))
 
+    def current(self) -> None:
+        pass
+
+    def follow(self, stream: None, tensors: Sequence[Tensor]) -> None:
+        pass  # launches are complete
+
     def outlive_stream(self, memory: Tensor) -> None:
         pass  # launches are complete
 

@@ -76,6 +76,12 @@ class EmulatedGpu:
     def stream(self) -> int:
         return threading.get_ident()
 
+    def current(self) -> None:
+        pass
+
+    def follow(self, stream: None, tensors: list[Tensor]) -> None:
+        pass  # launches are complete
+
     def is_capturing(self) -> bool:
         return False
 

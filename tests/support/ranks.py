@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.halves import halve_all_engines
 
 from moe_rt.group import thread_ranks
 from moe_rt.group.groups import rendezvous_of
@@ -28,6 +29,7 @@ from moe_rt.lab.testing.channel import Channel
 CASE_TIMEOUT_S = 2400.0  # for hangs only: on a busy machine a cold compiler takes more than ten minutes
 END_S = 100.0
 TELL_STACKS = signal.SIGUSR1
+halve_all_engines()
 
 
 def named_case(group: Any, module: str, name: str, *args: Any) -> Any:

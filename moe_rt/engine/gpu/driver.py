@@ -85,6 +85,19 @@ class Gpu:
         """Return torch's current stream on this device and thread."""
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
+    def current(self) -> Any:
+        """Return the current stream as `follow` takes it."""
+        return torch.cuda.current_stream(self.device)
+
+    def follow(self, stream: Any, tensors: Sequence[Tensor]) -> None:
+        """Let the current stream wait for what another one has queued, and use these tensors of its."""
+        current = torch.cuda.current_stream(self.device)
+        if stream == current:
+            return
+        current.wait_stream(stream)
+        for t in tensors:
+            t.record_stream(current)
+
     def is_capturing(self) -> bool:
         """True while the current stream is recorded into a graph."""
         return bool(torch.cuda.is_current_stream_capturing())

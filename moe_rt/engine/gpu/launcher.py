@@ -14,9 +14,9 @@ import torch
 from moe_rt import _engine
 from moe_rt.config.codec import Codec
 from moe_rt.config.spec import BufferSpec
-from moe_rt.engine.engine import Args
-from moe_rt.engine.gpu.driver import Gpu, Launches
+from moe_rt.engine.gpu.driver import Gpu, Kernels, Launches
 from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
+from moe_rt.engine.halves import Args
 from moe_rt.errors import InvalidConfig
 from moe_rt.memory.segments import GinWindow, Segments
 
@@ -115,8 +115,9 @@ class Launcher:
             library = None
         else:
             source, library = _over_network(spec, segments)
-        defines = kernel_defines(spec, self._threads)
-        self._kernels = gpu.kernels(source, defines, library=library, own_shared=own_shared)
+        self._defines = kernel_defines(spec, self._threads)
+        self._kernels = gpu.kernels(source, self._defines, library=library, own_shared=own_shared)
+        self._halves: Kernels | None = None if self.whole else self._kernels
 
     def _upload(self, values: Sequence[int], dtype: torch.dtype) -> int:
         """Copy a table to the GPU, where it stays as long as this object, and return its address."""
@@ -188,7 +189,16 @@ class Launcher:
 
     def launch(self, launches: Launches, stream: int) -> None:
         """Queue kernels, in order."""
-        self._kernels.launch(
+        self._launch(self._kernels, launches, stream)
+
+    def launch_half(self, launches: Launches, stream: int) -> None:
+        """Queue the kernels of half an op. A buffer for very few tokens compiles them on first use."""
+        if self._halves is None:
+            self._halves = self._gpu.kernels("kernels.cu", self._defines)
+        self._launch(self._halves, launches, stream)
+
+    def _launch(self, kernels: Kernels, launches: Launches, stream: int) -> None:
+        kernels.launch(
             launches,
             threads=self._threads,
             shared_bytes=self._shared_bytes,

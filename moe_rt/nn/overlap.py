@@ -1,0 +1,122 @@
+"""A layer's exchanges while it computes: dispatch's backward under the gradients of the experts' weights.
+
+Of the nodes that are ready, autograd runs the one with the highest sequence number, the newest. Dispatch is therefore
+recorded as two nodes: in backward the newer one begins, the older one waits. Nodes of the weights' gradients get a
+place between them (moe_rt/ops/grouped.py). Every gradient reaches its parameter by autograd, so its hooks fire once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.distributed.fsdp import FSDPModule
+
+from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.handle import Handle
+from moe_rt.ops import table as ops
+from moe_rt.ops.declare import unwatched
+
+_current = threading.local()
+_MOST_WEIGHTS = 8  # of one layer's experts
+
+
+def weight_place() -> int | None:
+    """Return the next weight's place in backward, as autograd's sequence number; None for the usual one."""
+    if is_dynamo_compiling() or getattr(_current, "places", None) is None:
+        return None
+    return next(_current.places, None)
+
+
+def has_gain(buffer: Buffer, experts: nn.Module, rows: Tensor, topk_weights: Tensor) -> bool:
+    """Return whether dispatch's backward can overlap with gradients of the experts' weights. Ranks may differ.
+
+    False if backward hooks of the experts, as FSDP2 has, may read these gradients when those of the rows are there.
+    """
+    if is_dynamo_compiling() or buffer.num_ranks == 1 or not torch.is_grad_enabled():
+        return False
+    if not (rows.requires_grad or topk_weights.requires_grad):
+        return False
+    if not unwatched(rows, topk_weights) or not any(p.requires_grad for p in experts.parameters()):
+        return False
+    return not any(isinstance(m, FSDPModule) or m._backward_hooks or m._backward_pre_hooks for m in experts.modules())
+
+
+def dispatch(
+    buffer: Buffer, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
+) -> tuple[Tensor, Tensor, Handle, int]:
+    """Run buffer.dispatch. Return its results, and the place for the gradients of weights between its halves."""
+    exchange = _Exchange(buffer, tag)
+    buffer._engine.refuse_recorded_window(tag, rows)
+    rows, topk_weights = _DispatchFinish.apply(rows, topk_weights.to(buffer.spec.acc_dtype), exchange)
+    recv_x, recv_weights = _DispatchBegin.apply(rows, topk_weights, topk_idx, exchange)
+    begin = recv_x.grad_fn
+    place = begin._sequence_nr()
+    begin._set_sequence_nr(place + _MOST_WEIGHTS)
+    handle = exchange.handle
+    del exchange.handle  # the graph has saved what it needs
+    return recv_x, recv_weights, handle, place
+
+
+@contextmanager
+def weights_at(place: int) -> Iterator[None]:
+    """Give the gradients of the weights used in this block their places in backward, the last one first."""
+    _current.places = iter(range(place, place + _MOST_WEIGHTS))
+    try:
+        yield
+    finally:
+        _current.places = None
+
+
+# The names say "dispatch", at which walks of the graph from combine's input stop (moe_rt/buffer/replicas.py).
+class _Exchange:
+    """A dispatch, and its backward op while that is under way."""
+
+    handle: Handle
+    begun: tuple[Any, ...]  # arguments of the second half
+
+    def __init__(self, buffer: Buffer, tag: int) -> None:
+        self.buffer, self.tag = buffer, tag
+
+
+class _DispatchFinish(torch.autograd.Function):
+    """Identity, whose backward waits for dispatch's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, topk_weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        return rows.view_as(rows), topk_weights.view_as(topk_weights)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_rows, grad_topk_weights = ops.dispatch_backward_finish(*ctx.exchange.begun)
+        ctx.exchange.begun = ()
+        return grad_rows, grad_topk_weights, None
+
+
+class _DispatchBegin(torch.autograd.Function):
+    """Dispatch, whose backward begins dispatch's backward and returns gradients that nothing reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, topk_weights: Tensor, topk_idx: Tensor, exchange: _Exchange
+    ) -> tuple[Tensor, Tensor]:
+        recv_x, recv_weights, exchange.handle = exchange.buffer.dispatch(rows, topk_idx, topk_weights, tag=exchange.tag)
+        ctx.exchange = exchange
+        ctx.save_for_backward(exchange.handle.recv_plan, exchange.handle.send_plan)
+        return recv_x, recv_weights
+
+    @staticmethod
+    def backward(ctx: Any, grad_recv_x: Tensor, grad_recv_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        exchange: _Exchange = ctx.exchange
+        recv_plan, send_plan = ctx.saved_tensors
+        given = grad_recv_x, grad_recv_weights, recv_plan, send_plan, exchange.buffer._engine, exchange.tag
+        exchange.begun = (ops.dispatch_backward_begin(*given), *given)
+        num_tokens, num_topk = send_plan.shape
+        grad_rows = grad_recv_x.new_zeros(()).expand(num_tokens, grad_recv_x.shape[1])
+        return grad_rows, grad_recv_weights.new_zeros(()).expand(num_tokens, num_topk), None, None

@@ -1,0 +1,117 @@
+"""Rank functions for faults between the halves of an op; each returns what its rank saw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from faults.cases_faults import good_round, open_buffer
+
+from moe_rt import Buffer
+from moe_rt.buffer.pending import Pending
+from moe_rt.lab.testing.resources import held, left_of
+
+FAULTY_RANK = 1
+
+
+def begin(buffer: Buffer) -> Pending[Any]:
+    x, idx = torch.ones(4, buffer.spec.hidden), torch.zeros(4, buffer.spec.num_topk, dtype=torch.int64)
+    return buffer.dispatch(x, idx, torch.ones(4, buffer.spec.num_topk), wait=False)
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, KeyboardInterrupt, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok"
+
+
+def between(group: Any, fault: str) -> list[str]:
+    """Rank FAULTY_RANK fails after it has begun an op. Return the outcomes of the wait, and of a round after it."""
+    buffer = open_buffer(group)
+    good_round(buffer)
+    pending, faulty = begin(buffer), group.rank() == FAULTY_RANK
+    group.barrier().wait()
+    if faulty and fault == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if faulty and fault == "raises":
+        with buffer:
+            1 / 0  # noqa: B018
+    if faulty and fault == "closes":
+        buffer.close()
+    if faulty and fault == "aborts":
+        buffer.abort(ValueError("a mistake on purpose"))
+    return [outcome(pending.wait), outcome(lambda: good_round(buffer))]
+
+
+def fork_between(group: Any) -> tuple[str, str]:
+    """A forked child waits for its parent's op. Return the errors of the child and of the parent."""
+    buffer = open_buffer(group)
+    pending = begin(buffer)
+    theirs, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ours, outcome(pending.wait).encode())
+        os._exit(0)
+    os.close(ours)
+    with os.fdopen(theirs) as pipe:
+        of_child = pipe.read()
+    os.waitpid(child, 0)
+    of_parent = outcome(pending.wait)
+    good_round(buffer)
+    buffer.close()
+    return of_child, of_parent
+
+
+def interrupted_wait(group: Any) -> list[str]:
+    """Rank 0 is interrupted while it waits for rank 1, which begins its op only after that."""
+    buffer = open_buffer(group)
+    good_round(buffer)
+    if group.rank() == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        pending = begin(buffer)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return [outcome(pending.wait), outcome(lambda: good_round(buffer))]
+    while outcome(buffer.check) == "ok":
+        pass
+    return [outcome(lambda: begin(buffer)), outcome(lambda: good_round(buffer))]
+
+
+def two_waits(group: Any) -> list[str]:
+    """Two threads of rank 0 wait for one op, for which rank 1 arrives when one of them has left."""
+    buffer, seen = open_buffer(group), list[str]()
+    good_round(buffer)
+    if group.rank() == 0:
+        pending = begin(buffer)
+        threads = [threading.Thread(target=lambda: seen.append(outcome(pending.wait))) for _ in range(2)]
+        for t in threads:
+            t.start()
+        while not seen:
+            pass
+        group.barrier().wait()
+        for t in threads:
+            t.join()
+    else:
+        group.barrier().wait()
+        begin(buffer).wait()
+    good_round(buffer)
+    buffer.close()
+    return sorted(seen)
+
+
+def lost_buffers(group: Any, count: int) -> int:
+    """Make buffers whose op is never waited for. Return how much of them is left in this process."""
+    kept = None
+    for i in range(count):
+        buffer = open_buffer(group)
+        begin(buffer)
+        buffer.close()
+        del buffer
+        if i == 1:
+            kept = held()
+    return 0 if kept is None else sum(left_of(kept).values())

@@ -1,0 +1,59 @@
+"""Faults between the halves of an op: every rank raises a typed error in its wait or in its next op, and none hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from faults import cases_halves as cases
+from support.ranks import ProcessRanks, Ranks
+
+MakeRanks = Callable[[str, int], Ranks]
+SIZE = 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [("dies", "PeerDead"), ("raises", "GroupPoisoned"), ("closes", "GroupClosed"), ("aborts", "GroupPoisoned")],
+)
+def test_rank_that_fails_between_the_halves(fault: str, error: str) -> None:
+    """It has announced the op, so peers may receive it; the next op fails on all of them."""
+    ranks = ProcessRanks(SIZE)
+    outcomes = ranks.outcomes(cases.between, fault)
+    ranks.close()
+    failed = outcomes.pop(cases.FAULTY_RANK)
+    if fault == "dies":
+        assert isinstance(failed, ChildProcessError)
+    elif fault == "raises":
+        assert isinstance(failed, ZeroDivisionError)
+    else:
+        assert failed[0].startswith("GroupClosed: "), failed
+    for waited, after in outcomes:
+        assert waited == "ok" or waited.startswith((error, "GroupPoisoned")), outcomes
+        assert after.startswith((error, "GroupPoisoned")), outcomes
+    assert any(after.startswith(error) for _, after in outcomes), outcomes
+
+
+def test_forked_child(make_ranks: MakeRanks) -> None:
+    for of_child, of_parent in make_ranks("shm", 2).run(cases.fork_between):
+        assert of_child.startswith("GroupClosed: ")
+        assert "after fork" in of_child
+        assert of_parent == "ok"
+
+
+def test_interrupted_wait(make_ranks: MakeRanks) -> None:
+    first, second = make_ranks("shm", 2).run(cases.interrupted_wait)
+    assert first[0].startswith("KeyboardInterrupt"), first
+    assert first[1].startswith("GroupPoisoned: "), first
+    assert all(text.startswith("GroupPoisoned: ") for text in second), second
+
+
+def test_two_threads_wait(make_ranks: MakeRanks) -> None:
+    """One of them is refused, and the other receives the op."""
+    seen = make_ranks("shm", 2).run(cases.two_waits)[0]
+    assert seen[0].startswith("ConcurrentUse: "), seen
+    assert seen[1] == "ok"
+
+
+def test_ops_that_are_never_waited_for_leave_nothing(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 2).run(cases.lost_buffers, 6) == [0, 0]

@@ -1,0 +1,56 @@
+"""Dispatch's backward overlaps with the gradients of the experts' weights: same bits, and each hook fires once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from layer import cases_overlap as cases
+from support.ranks import Ranks
+
+MakeRanks = Callable[[str, int], Ranks]
+BITWISE = {"rtol": 0, "atol": 0}
+KINDS = ["plain", "shared", "biases", "split", "transposed", "frozen router", "one frozen weight", "no input gradient"]
+KINDS += ["no tokens", "autocast", "checkpoint", "reentrant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_equal_and_weights_come_between(make_ranks: MakeRanks, kind: str) -> None:
+    for (grads, seen, y), (expected, plain, same) in make_ranks("shm", 2).run(cases.both, kind):
+        torch.testing.assert_close((grads, y), (expected, same), **BITWISE)
+        begin, wait = seen.index("_run_first"), seen.index("_run_second")
+        between = seen[begin + 1 : wait]
+        assert between, seen
+        assert all(name.startswith("experts.") for name in between)
+        assert {name for name in seen if name.startswith("experts.") and "bias" not in name} <= set(between)
+        assert sorted(set(seen)) == sorted(seen), "every hook fires once, and one op is begun"
+        assert sorted(plain) == sorted(set(seen) - {"_run_first", "_run_second"})
+
+
+@pytest.mark.parametrize("kind", ["frozen experts", "hook on the experts"])
+def test_nothing_to_overlap_with(make_ranks: MakeRanks, kind: str) -> None:
+    for (grads, seen, y), (expected, _, same) in make_ranks("shm", 2).run(cases.both, kind):
+        torch.testing.assert_close((grads, y), (expected, same), **BITWISE)
+        assert "_run_first" not in seen
+
+
+def test_low_rank_adapter(make_ranks: MakeRanks) -> None:
+    """Its gradients do not move: they are not the experts' products."""
+    for (grads, seen, y), (expected, plain, same) in make_ranks("shm", 2).run(cases.both, "lora"):
+        torch.testing.assert_close((grads, y), (expected, same), **BITWISE)
+        assert sorted(plain) == sorted(set(seen) - {"_run_first", "_run_second"})
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_data_parallel(make_ranks: MakeRanks, wrap: str) -> None:
+    for grads, expected in make_ranks("shm", 2).run(cases.wrapped, wrap):
+        torch.testing.assert_close(grads, expected, **BITWISE)
+
+
+def test_exception_between_the_halves(make_ranks: MakeRanks) -> None:
+    """Rank 0's hook raises; its next op is refused, on every rank, by an error that names the op under way."""
+    errors = make_ranks("shm", 2).run(cases.raises_between)
+    assert "ValueError" in errors[0][0]
+    assert "while dispatch_backward of layer tag" in errors[0][1]
+    assert "InvalidInput" in errors[1][0]
