@@ -28,6 +28,8 @@ from moe_rt.nn.router import Router, RouterConfig
 from moe_rt.nn.router_losses import RouterAux
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.nn.wrappers import watch_wrappers
+from moe_rt.routes.ops import note_routes, recorded_routes
+from moe_rt.routes.session import RECORDS, REPLAYED, REPLAYS, recomputes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,7 @@ class MoELayer(nn.Module):
     """
 
     holds_experts = True  # parameters in `experts`, adapters included, differ between ranks
+    routing, routes_id = 0, 0  # see moe_rt.routes.session.Routed
 
     def __init__(
         self,
@@ -239,12 +242,16 @@ class MoELayer(nn.Module):
             MoeRtError: see moe_rt.Buffer.dispatch.
         """
         buffer = self._buffer_for(x, buffer)
+        topk_idx = self._replayed(x, topk_idx) if self.routing else topk_idx
         try:
             given = {"x": x, "topk_idx": topk_idx, "mask": mask}
             require_plain(**{name: t for name, t in given.items() if t is not None or name == "x"})
             real = real_tokens(x, topk_idx, mask, self.config.num_topk)
             x = without_padding(x, real)
             idx, weights, aux = route(self.router, x, topk_idx, real)
+            if self.routing & RECORDS:
+                chosen = aux.topk_idx if isinstance(aux, RouterAux) and aux.topk_idx is not None else idx
+                idx = note_routes(idx, chosen, self.routes_id)
         except InvalidInput as error:
             buffer.refuse(error, tag=self.tag)
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
@@ -257,6 +264,25 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             out = out + without_padding(self.shared_expert(rows), None if real is None else real.flatten())
         return out.to(x.dtype).reshape(x.shape), aux
+
+    def _replayed(self, x: Tensor, topk_idx: Tensor | None) -> Tensor | None:
+        """Return the recorded experts of x if routes are replayed, else topk_idx. It refuses on every rank."""
+        if not isinstance(x, Tensor):  # which forward refuses
+            return topk_idx
+        if not self.routing & REPLAYS:
+            late = self.routing & REPLAYED and not torch.compiler.is_compiling() and recomputes(self.routes_id)
+            return recorded_routes(x, self.config.num_topk, self.routes_id) if late else topk_idx
+        if topk_idx is not None:
+            self.refuse_routes(InvalidInput("topk_idx: got a tensor while routes are replayed, expected None"))
+        return recorded_routes(x, self.config.num_topk, self.routes_id)
+
+    def routes_sizes(self) -> tuple[int, int, Group]:
+        """Return E, K and the group of the layer, for `moe_rt.routes`."""
+        return self.config.num_experts, self.config.num_topk, self._shared_buffers.group
+
+    def refuse_routes(self, error: InvalidInput) -> None:
+        """Raise the error on every rank, in place of a forward's dispatch."""
+        self.buffer.refuse(error, tag=self.tag)
 
     def _buffer_for(self, x: Any, given: Buffer | None) -> Buffer:
         """Return the buffer whose dtype nn.Linear would compute in: autocast's if it is on, else the experts' own."""

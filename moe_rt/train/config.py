@@ -53,6 +53,8 @@ class TrainConfig:
     val_every: Annotated[int, "Steps between validations; the first and last step always have one."] = 100
     val_sequences: Annotated[int, "Sequences of the validation set."] = 128
     checkpoint_every: Annotated[int, "Steps between checkpoints; the last step always has one."] = 200
+    record_routes: Annotated[Path | None, "File to write the experts of all training steps to."] = None
+    replay_routes: Annotated[Path | None, "File of routes to train with, in place of the routers' choices."] = None
     prompt: Annotated[str, "Text that the sample starts with."] = "def "
     sample_bytes: Annotated[int, "Length of the text sample; 0 for none."] = 400
     temperature: Annotated[float, "Temperature of the text sample; 0 takes the likeliest byte."] = 0.8
@@ -75,6 +77,8 @@ class TrainConfig:
         self._expect(self.dtype in ("fp32", "bf16"), "dtype", '"fp32" or "bf16"')
         self._expect(self.device in ("cpu", "cuda"), "device", '"cpu" or "cuda"')
         self._expect(self.codec in ("raw", "fp8", "int8"), "codec", '"raw", "fp8" or "int8"')
+        if self.record_routes is not None or self.replay_routes is not None:
+            self._expect(not self.resume, "resume", "a whole run, whose routes are recorded or replayed")
         self._expect(bool(self.prompt), "prompt", "at least one character")
 
     def check_world(self, world_size: int) -> int:
