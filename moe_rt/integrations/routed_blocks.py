@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_rt.errors import InvalidConfig, InvalidInput
-from moe_rt.group.groups import Group, rendezvous_of
+from moe_rt.group.groups import Group
 from moe_rt.routes.ops import note_routes, recorded_routes
 from moe_rt.routes.session import FINDERS, RECORDS, REPLAYED, REPLAYS, recomputes
 

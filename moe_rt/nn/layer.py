@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -125,6 +126,7 @@ class MoELayer(nn.Module):
 
     holds_experts = True  # parameters in `experts`, adapters included, differ between ranks
     routing, routes_id = 0, 0  # see moe_rt.routes.session.Routed
+    watcher: Callable[[], Any] | None = None  # see moe_rt.diagnostics.digests.Watched
 
     def __init__(
         self,
@@ -255,12 +257,17 @@ class MoELayer(nn.Module):
         except InvalidInput as error:
             buffer.refuse(error, tag=self.tag)
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
+        see = _nothing if self.watcher is None else self.watcher()
+        see("route", x=rows, ids=idx, weights=weights)
         recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
         self.metrics.add(aux.tokens_per_expert, handle)
         y = self.experts(recv_x, handle.offs).to(recv_x.dtype)  # FSDP may have cast it
         if self._trained_elsewhere(y):
             y.requires_grad_()
+        see("dispatch", handle.offs, rows=recv_x, weights=recv_weights)
+        see("experts", handle.offs, rows=y)
         out = buffer.combine(y, recv_weights, handle)
+        see("combine", out=out)
         if self.shared_expert is not None:
             out = out + without_padding(self.shared_expert(rows), None if real is None else real.flatten())
         return out.to(x.dtype).reshape(x.shape), aux
@@ -313,6 +320,10 @@ class MoELayer(nn.Module):
         values = ((f, getattr(self.config, f.name)) for f in fields(self.config) if f.repr)
         changed = ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
         return f"{changed}, expert_ids={self.expert_ids}"
+
+
+def _nothing(op: str, offs: Tensor | None = None, **tensors: Tensor) -> None:
+    """Show tensors to no digest."""
 
 
 def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:

@@ -302,7 +302,7 @@ class Router(KeepsFp32):
         return RouterAux(loss, balance, z, load, mean_prob, self._record(idx, real).reshape(-1, c.num_topk))
 
     def _recorded(self, topk_idx: Tensor, chosen: Tensor) -> Tensor:
-        """Return the experts to visit, from a topk_idx that `_record` or the caller made; `chosen` are the live ones."""
+        """Return the experts to visit, from a topk_idx that `_record` or the caller made."""
         idx = topk_idx.to(torch.int64).reshape(chosen.shape)
         idx = torch.where(idx == UNRECORDED, chosen, idx)
         return idx if self.config.expert_choice is None else idx.masked_fill(idx == UNTAKEN, -1)

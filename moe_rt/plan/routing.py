@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from moe_rt.errors import InvalidConfig, expect
+from moe_rt.errors import expect
 from moe_rt.plan.distinct import Array, owners
 from moe_rt.routes.file import ids_of
 

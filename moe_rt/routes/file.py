@@ -139,7 +139,7 @@ def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes
     """Read a file of routes.
 
     Args:
-        path: a file of `Routes.save`, or the ids alone as .npy or .npz.
+        path: a file of `Routes.save`, or only the ids, as .npy or .npz.
         num_experts: E; needed only to check ids of a file without a header.
 
     Raises:
@@ -204,7 +204,7 @@ def _header(arrays: Arrays, where: str) -> dict[str, Any]:
 
 
 def _plain(ids: Any, num_experts: int | None, where: str, layers: tuple[str, ...]) -> Routes:
-    """Return the ids alone, [tokens, layers, K] or [tokens, K], as routes of one rank and one micro-batch."""
+    """Return ids without a header, [tokens, layers, K] or [tokens, K], as routes of one rank and one micro-batch."""
     ids = ids[:, None] if ids.ndim == 2 else ids
     _check_ids(ids, num_experts, where)
     expect(ids.size > 0, where, "no ids", "at least one token")

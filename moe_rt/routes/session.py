@@ -51,9 +51,9 @@ Finder = Callable[[nn.Module], "Routed | None"]
 FINDERS: list[Finder] = [lambda module: module if hasattr(type(module), "routes_sizes") else None]  # type: ignore
 _ids = itertools.count(1)
 _entering = threading.Lock()
-# What runs for a layer now, by (routes_id, RECORDS or REPLAYS): its session, and its place among the session's layers.
+# Running sessions, and a layer's place in each, by (routes_id, RECORDS or REPLAYS).
 _running: dict[tuple[int, int], tuple[Any, int]] = {}
-# The same for the latest replay of a layer, whose backward may come after its block.
+# The latest replay of each layer, whose backward may come after its block, and the layer's place, by routes_id.
 _ended: dict[int, tuple[Any, int]] = {}
 
 
@@ -61,7 +61,7 @@ def routed_layers(model: nn.Module | Sequence[nn.Module]) -> dict[str, Routed]:
     """Return the layers of a model, or of several modules, by name.
 
     Raises:
-        InvalidConfig: there are none.
+        InvalidConfig: none is found.
     """
     roots = [("", model)] if isinstance(model, nn.Module) else [(str(i), one) for i, one in enumerate(model)]
     found: dict[str, Routed] = {}
@@ -98,9 +98,9 @@ class _Session:
             busy = [n for n, r in zip(self.names, self.routed, strict=True) if r.routing & self.bit]
             expect(not busy, ", ".join(busy), "a layer that records or replays already", "one that does not")
             for at, layer in enumerate(self.routed):
-                if layer.routes_id == 0 or any((layer.routes_id, bit) in _running for bit in (RECORDS, REPLAYS)):
-                    if not layer.routing & ~REPLAYED:  # a copy has the id of its original
-                        layer.routes_id = next(_ids)
+                taken = any((layer.routes_id, bit) in _running for bit in (RECORDS, REPLAYS))
+                if layer.routes_id == 0 or (taken and not layer.routing & ~REPLAYED):  # by the layer it is a copy of
+                    layer.routes_id = next(_ids)
                 layer.routing = layer.routing & ~REPLAYED | self.bit
                 _running[layer.routes_id, self.bit] = self, at
         return self

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from moe_rt.errors import InvalidConfig
 from moe_rt.lab.bench.cases import Case
 from moe_rt.lab.bench.contestants import memcpy
 from moe_rt.lab.bench.contestants.base import Unavailable
 from moe_rt.lab.bench.expect import Expectation
 from moe_rt.lab.bench.inputs import make_inputs, num_rotations, route
-from moe_rt.routes.file import Routes
 from moe_rt.lab.bench.traffic import Traffic, bytes_moved, count
 from moe_rt.lab.check.measuring import count_pulled, fewest_bytes
 from moe_rt.lab.testing.rounds import WrongOutput
+from moe_rt.routes.file import Routes
 
 CPU = torch.device("cpu")
 

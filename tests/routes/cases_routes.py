@@ -148,7 +148,7 @@ def saved(group: Any, path: str, tokens: list[int]) -> list[Tensor]:
 
 
 def replayed_elsewhere(group: Any, path: str, size: int) -> list[Tensor]:
-    """Replay what `size` ranks recorded: rank r takes its part of their tokens. Routers differ, so ids must be taken."""
+    """Replay what `size` ranks recorded, with other routers: rank r takes its part of their tokens."""
     model = Mixed(group)
     xs = [torch.cat([batch(r, n) for r in range(size)]).chunk(group.size)[group.rank] for n in range(2)]
     with routes.record(model) as live:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from routes import cases_routes as cases
-from routes.cases_routes import E, H, K, T, Mixed, batch, step
+from routes.cases_routes import E, H, K, Mixed, T, batch, step
 from support.ranks import Ranks
 
 from moe_rt import MoELayer, routes
@@ -67,7 +67,7 @@ def test_a_recorded_expert_outside_the_top_k_learns() -> None:
     with routes.replay(given, layer):
         out, _ = layer(x)
     (got,) = torch.autograd.grad(out.sum(), layer.router.weight)
-    idx, weights, _ = layer.router(x, worst)
+    _, weights, _ = layer.router(x, worst)
     torch.testing.assert_close(weights, scores.gather(1, worst) / scores.gather(1, worst).sum())
     assert got[worst[0]].abs().min() > 0
     layer.buffer.close()

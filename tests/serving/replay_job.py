@@ -1,4 +1,4 @@
-"""Replays requests' routes in a Transformers model, in a process of its own: the file on disk is the only link.
+"""Replays requests' routes in a Transformers model, in a separate process: the file on disk is the only link.
 
     python replay_job.py ORDER.json
 
