@@ -39,13 +39,13 @@ class Run:
         return [token for _, own in sorted(self.tokens.get(key, {}).items()) for token in own]
 
 
-def read(directory: Path) -> Run:
+def read(directory: str | Path) -> Run:
     """Read the files of one run.
 
     Raises:
         InvalidConfig: files are missing, or one is not a file of digests.
     """
-    files = sorted(directory.glob("rank-*.jsonl"))
+    files = sorted(Path(directory).glob("rank-*.jsonl"))
     expect(bool(files), f"digests {directory}", "no file rank-*.jsonl", "one for each rank")
     run: Run | None = None
     for path in files:

@@ -42,7 +42,7 @@ class Watched(Protocol):
 
 def row_digests(t: Tensor) -> Tensor:
     """Return int64 [rows], a digest of the bits of each row of t [rows, ...]."""
-    rows = t.detach().reshape(len(t), -1).contiguous().view(_INTS[t.element_size()])
+    rows = t.detach().reshape(len(t), t.shape[1:].numel()).contiguous().view(_INTS[t.element_size()])
     key = rows.shape[1], t.device
     if key not in _factors:
         drawn = torch.randint(-(1 << 62), 1 << 62, (key[0],), generator=torch.Generator().manual_seed(9))

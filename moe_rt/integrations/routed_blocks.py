@@ -97,7 +97,7 @@ class _Choice(TorchFunctionMode):
         if self._routed.routing & RECORDS:
             flat = idx.reshape(-1, self._sizes[1])
             idx = note_routes(flat, flat, id_).reshape(idx.shape)
-        return torch.return_types.topk((values, idx))  # type: ignore[attr-defined]
+        return torch.return_types.topk((values, idx))
 
 
 def find(module: nn.Module) -> RoutedBlock | None:

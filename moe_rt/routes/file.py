@@ -1,8 +1,9 @@
 """The file of recorded routes: expert ids [tokens, layers, K] and a header, as NumPy's .npz or .npy.
 
 The .npz holds `topk_idx` int16 [tokens, layers, K], `rank` and `micro_batch` int32 [tokens], and `header`, JSON in
-uint8: version, num_experts, num_topk, num_ranks, layers. Tokens are sorted by micro-batch, then rank, then place. An id
-of -1 is no expert, -2 in a whole row is a token that no expert took, and -3 in a whole row is a token without a record.
+uint8: version, num_experts, num_topk, num_ranks, num_micro_batches, layers. Tokens are sorted by micro-batch, then
+rank, then place. An id of -1 is no expert, -2 in a whole row is a token that no expert took, and -3 in a whole row is a
+token without a record.
 A .npy, or an .npz with one array, holds the ids of one rank and one micro-batch, as vLLM and SGLang return them; it may
 be [tokens, K] of one layer.
 """
@@ -40,7 +41,7 @@ class Routes:
         topk_idx: int16 [tokens, layers, K]; see the module for negative ids.
         num_experts: number of experts of each layer (E).
         layers: name of each layer.
-        num_ranks: number of ranks that recorded.
+        num_ranks, num_micro_batches: numbers of ranks that recorded, and of micro-batches; some may have no tokens.
         rank, micro_batch: int32 [tokens], where each token was; micro-batches are numbered from 0.
     """
 
@@ -48,6 +49,7 @@ class Routes:
     num_experts: int
     layers: tuple[str, ...]
     num_ranks: int
+    num_micro_batches: int
     rank: Tensor
     micro_batch: Tensor
 
@@ -55,11 +57,6 @@ class Routes:
     def num_topk(self) -> int:
         """Number of experts per token (K)."""
         return self.topk_idx.shape[2]
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches."""
-        return int(self.micro_batch.max()) + 1 if len(self.micro_batch) else 0
 
     @classmethod
     def from_routed_experts(
@@ -112,10 +109,10 @@ class Routes:
         """
         header = {
             "version": VERSION, "num_experts": self.num_experts, "num_topk": self.num_topk,
-            "num_ranks": self.num_ranks, "layers": list(self.layers),
+            "num_ranks": self.num_ranks, "num_micro_batches": self.num_micro_batches, "layers": list(self.layers),
         }  # fmt: skip
         tensors = {"topk_idx": self.topk_idx, "rank": self.rank, "micro_batch": self.micro_batch}
-        arrays = {name: t.cpu().numpy() for name, t in tensors.items()}
+        arrays: dict[str, Any] = {name: t.cpu().numpy() for name, t in tensors.items()}
         target = Path(path)
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.new")
         try:
@@ -129,10 +126,13 @@ class Routes:
 
 def merge(parts: Sequence[Routes]) -> Routes:
     """Return the routes of all parts, each of one rank, in the order of a file."""
+    most = max(p.num_micro_batches for p in parts)
     ids, rank = torch.cat([p.topk_idx for p in parts]), torch.cat([p.rank for p in parts])
     micro_batch = torch.cat([p.micro_batch for p in parts])
     order = torch.argsort(micro_batch.to(torch.int64) * parts[0].num_ranks + rank, stable=True)
-    return replace(parts[0], topk_idx=ids[order], rank=rank[order], micro_batch=micro_batch[order])
+    return replace(
+        parts[0], topk_idx=ids[order], rank=rank[order], micro_batch=micro_batch[order], num_micro_batches=most
+    )
 
 
 def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes:
@@ -158,11 +158,19 @@ def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes
     expect(list(ids.shape) == shape and len(micro_batch) == len(rank), where, f"ids {list(ids.shape)}", f"{shape}")
     if num_experts is not None:
         expect(header["num_experts"] == num_experts, f"{where}: num_experts", header["num_experts"], f"{num_experts}")
-    fits = not len(rank) or (rank.min() >= 0 and rank.max() < header["num_ranks"] and micro_batch.min() >= 0)
-    expect(bool(fits), f"{where}: rank, micro_batch", "numbers out of range", f"ranks below {header['num_ranks']}")
+    fits = not len(rank) or (rank.min() >= 0 and rank.max() < header["num_ranks"])
+    last = header["num_micro_batches"] - 1
+    fits = fits and (not len(rank) or (micro_batch.min() >= 0 and micro_batch.max() <= last))
+    expect(
+        bool(fits),
+        f"{where}: rank, micro_batch",
+        "numbers out of range",
+        f"{header['num_ranks']} ranks, {last + 1} micro-batches",
+    )
     tensors = (torch.from_numpy(np.ascontiguousarray(t, np.int32)) for t in (rank, micro_batch))
     return Routes(
         torch.from_numpy(ids.astype(np.int16)), header["num_experts"], tuple(header["layers"]), header["num_ranks"],
+        header["num_micro_batches"],
         *tensors,
     )  # fmt: skip
 
@@ -192,11 +200,17 @@ def _read(path: str | os.PathLike[str], where: str) -> Arrays:
 def _header(arrays: Arrays, where: str) -> dict[str, Any]:
     try:
         header = json.loads(arrays["header"].tobytes())
-        kinds = {"version": int, "num_experts": int, "num_topk": int, "num_ranks": int, "layers": list}
+        kinds = dict.fromkeys(("version", "num_experts", "num_topk", "num_ranks", "num_micro_batches"), int)
+        kinds |= {"layers": list}
         fits = all(type(header.get(name)) is kind for name, kind in kinds.items())
     except (ValueError, AttributeError):
         fits = False
-    expect(fits, f"{where}: header", "other fields", "version, num_experts, num_topk, num_ranks and layers")
+    expect(
+        fits,
+        f"{where}: header",
+        "other fields",
+        "version, num_experts, num_topk, num_ranks, num_micro_batches and layers",
+    )
     expect(header["version"] == VERSION, f"{where}: version", header["version"], f"{VERSION}")
     missing = sorted({"topk_idx", "rank", "micro_batch"} - set(arrays))
     expect(not missing, where, f"no array {', '.join(missing)}", "topk_idx, rank and micro_batch")
@@ -212,7 +226,7 @@ def _plain(ids: Any, num_experts: int | None, where: str, layers: tuple[str, ...
     expect(len(names) == ids.shape[1], "layers", f"{len(names)} names", f"one for each of {ids.shape[1]}")
     nowhere = torch.zeros(len(ids), dtype=torch.int32)
     most = int(ids.max()) + 1 if num_experts is None else num_experts
-    return Routes(torch.from_numpy(ids.astype(np.int16)), most, names, 1, nowhere, nowhere.clone())
+    return Routes(torch.from_numpy(ids.astype(np.int16)), most, names, 1, 1, nowhere, nowhere.clone())
 
 
 def _check_ids(ids: npt.NDArray[Any], num_experts: int | None, where: str) -> None:

@@ -149,7 +149,7 @@ class Recording(_Session):
         counts = torch.tensor(shapes[0], dtype=torch.int64)
         micro_batch = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
         rank = torch.full_like(micro_batch, self.rank)
-        return Routes(ids, self.num_experts, self.names, self.num_ranks, rank, micro_batch)
+        return Routes(ids, self.num_experts, self.names, self.num_ranks, len(counts), rank, micro_batch)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the routes of all ranks to one file, which rank 0 puts together. Collective over the group.
@@ -193,6 +193,8 @@ class Replay(_Session):
     ) -> None:
         super().__init__(model, group)
         self._batches: list[Tensor] = []
+        root = model if isinstance(model, nn.Module) else model[0]
+        device = next((p.device for p in root.parameters()), torch.device("cpu"))
 
         def prepare() -> dict[str, Any]:
             source = routes.routes() if isinstance(routes, Recording) else routes
@@ -201,7 +203,7 @@ class Replay(_Session):
                 expect(getattr(source, name) == getattr(self, name), f"routes: {name}", getattr(source, name),
                        f"{getattr(self, name)} as in the model")  # fmt: skip
             source = replace(source, topk_idx=source.topk_idx[:, columns(source.layers, self.names)])
-            self._batches = list(_shares(source, self.rank, self.num_ranks, tokens))
+            self._batches = [ids.to(device) for ids in _shares(source, self.rank, self.num_ranks, tokens)]
             own = isinstance(routes, Recording)
             return {"routes": f"of {source.num_ranks} ranks, {source.num_micro_batches} micro-batches"
                     + ("" if own else f", checksum {_checksum(source)}")}  # fmt: skip
@@ -265,16 +267,15 @@ def _shares(source: Routes, rank: int, num_ranks: int, tokens: Sequence[Tensor] 
     if not same:
         present = len(source.rank.unique())
         expect(present == source.num_ranks, "routes", f"those of {present} ranks", f"all {source.num_ranks}; save them")
-    parts = []
-    for number in range(source.num_micro_batches):
-        batch = source.of(micro_batch=number, rank=rank if same else None).topk_idx
-        if not same:
-            each, left = divmod(len(batch), num_ranks)
-            expected = f"a multiple of {num_ranks} ranks, or tokens="
-            expect(left == 0, f"routes: tokens of micro-batch {number}", len(batch), expected)
-            batch = batch[rank * each : (rank + 1) * each]
-        parts.append(batch)
-    return parts
+    kept = merge([source.of(rank=rank) if same else source])
+    counts = torch.bincount(kept.micro_batch.to(torch.int64), minlength=kept.num_micro_batches).tolist()
+    batches = kept.topk_idx.split(counts)
+    if same:
+        return batches
+    for number, count in enumerate(counts):
+        expected = f"a multiple of {num_ranks} ranks, or tokens="
+        expect(count % num_ranks == 0, f"routes: tokens of micro-batch {number}", count, expected)
+    return [batch.chunk(num_ranks)[rank] if len(batch) else batch for batch in batches]
 
 
 def _checksum(source: Routes) -> int:

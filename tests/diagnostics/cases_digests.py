@@ -23,11 +23,11 @@ def run(group: Any, path: str, changes: dict[str, Any], how: str | None = None) 
         with torch.no_grad():
             p = dict(model.named_parameters())[changes["weight"]]
             p.view(-1)[0] = p.view(-1)[0].nextafter(torch.tensor(9.0))
-    hook: Any = Poke(*changes["at"]) if "at" in changes else nn.Identity()
+    poke = Poke(*changes.get("at", ()))
     with diagnostics.digest(model, Path(path), tokens=changes.get("tokens", False)):
         for number in range(2):
             xs = [torch.cat([batch(r, 2 * number + n).detach() for r in range(RANKS)]) for n in range(2)]
-            own = [hook(x.chunk(size)[rank], number, n, rank).requires_grad_() for n, x in enumerate(xs)]
+            own = [poke(x.chunk(size)[rank], number, n, rank).requires_grad_() for n, x in enumerate(xs)]
             step(model, own)
             optimizer.step()
         model.eval()(own[0])  # after the last step
@@ -42,7 +42,7 @@ class Poke(nn.Module):
         self.at = at
 
     def forward(self, x: torch.Tensor, *where: int) -> torch.Tensor:
-        if where == self.at[:3]:
+        if self.at and where == self.at[:3]:
             x = x.clone()
             token = x[self.at[3]]
             token[H // 2] = token[H // 2].nextafter(torch.tensor(9.0))

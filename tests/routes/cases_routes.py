@@ -6,12 +6,18 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from layer.cases_router import FAMILY
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from moe_rt import MoEConfig, MoELayer, routes
 from moe_rt.errors import MoeRtError
+from moe_rt.parallel import prepare, shard_experts
 from moe_rt.routes.file import Routes
 
 H, F, E, K, T = 16, 24, 8, 2, 12
@@ -34,7 +40,8 @@ class Mixed(nn.Module):
         for name, p in self.named_parameters():
             rows = E if ".experts." in name else len(p)
             own = list(self.moe[0].expert_ids) if ".experts." in name else slice(None)
-            p.data.copy_(torch.randn(rows, *p.shape[1:], generator=drawn)[own] * p.shape[-1] ** -0.5)
+            local = p.data.to_local() if isinstance(p.data, DTensor) else p.data
+            local.copy_(torch.randn(rows, *p.shape[1:], generator=drawn)[own] * p.shape[-1] ** -0.5)
         for layer in self.moe:
             if layer.router.balance_bias is not None:
                 layer.router.balance_bias.copy_(torch.linspace(-0.3, 0.3, E))
@@ -175,3 +182,46 @@ def refused(group: Any, changed: Routes, kind: str, tokens: list[int], forwards:
     finally:
         model.close()
     return ""
+
+
+def wrapped(group: Any, how: str) -> None:
+    """A replayed step under DistributedDataParallel or FSDP2, with activation checkpointing, has the same bits."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    inner = Mixed(mesh if how == "fsdp" else None, "non-reentrant")
+    if how == "fsdp":
+        shard_experts(inner, None)
+        for part in (*inner.dense, inner):
+            fully_shard(part, mesh=mesh)
+        model: nn.Module = inner
+    else:
+        model = DistributedDataParallel(prepare(inner))
+    xs = [batch(dist.get_rank(), n) for n in range(2)]
+    with routes.record(model) as recorded:
+        expected = step(model, xs)
+    assert recorded.names == ("moe.0", "moe.1")
+    with routes.replay(recorded, model):
+        got = step(model, xs)
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (a, b)))
+    with torch.no_grad():
+        for layer in inner.moe:
+            layer.router.weight.neg_()
+    with routes.replay(recorded, model), routes.record(model) as again:
+        step(model, xs)
+    assert torch.equal(again.routes().topk_idx, recorded.routes().topk_idx)
+    inner.close()
+
+
+def frozen(group: Any, tokens: list[int]) -> None:
+    """Routers without gradients replay; a rank without tokens has as many micro-batches as its peers."""
+    model = Mixed(group)
+    for layer in model.moe:
+        layer.router.requires_grad_(False)
+    xs = [batch(group.rank, n, tokens[group.rank]) for n in range(2)]
+    with routes.record(model) as recorded:
+        expected = step(model, xs)
+    with routes.replay(recorded, model):
+        got = step(model, xs)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert recorded.routes().num_micro_batches == 2
+    model.close()

@@ -37,9 +37,17 @@ def test_a_backward_after_the_block(make_ranks: MakeRanks, how: str) -> None:
     make_ranks("threads", 2).run(cases.late_backward, how)
 
 
-def test_frozen_router_and_dropped_rows(make_ranks: MakeRanks) -> None:
-    options = dict(capacity_factor=0.5, overflow="drop")
-    make_ranks("threads", 2).run(cases.same_bits, options, None, None, False)
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_under_wrappers(make_ranks: MakeRanks, how: str) -> None:
+    make_ranks("shm", 2).run(cases.wrapped, how)
+
+
+def test_with_dropped_rows(make_ranks: MakeRanks) -> None:
+    make_ranks("threads", 2).run(cases.same_bits, dict(capacity_factor=0.5, overflow="drop"), None, None, False)
+
+
+def test_with_a_frozen_router_and_a_rank_without_tokens(make_ranks: MakeRanks) -> None:
+    make_ranks("threads", 2).run(cases.frozen, [T, 0])
 
 
 def test_one_changed_id_changes_one_token(tmp_path: Path) -> None:
@@ -162,7 +170,7 @@ def test_uneven_ranks_need_their_own_number_or_tokens(make_ranks: MakeRanks, tmp
 def test_errors_on_every_rank(make_ranks: MakeRanks, kind: str, tokens: list[int], forwards: int, message: str) -> None:
     ids = torch.zeros(2 * T, 2, K, dtype=torch.int16)
     rank = torch.arange(2, dtype=torch.int32).repeat_interleave(T)
-    good = routes.Routes(ids, E, ("moe.0", "moe.1"), 2, rank, torch.zeros_like(rank))
+    good = routes.Routes(ids, E, ("moe.0", "moe.1"), 2, 1, rank, torch.zeros_like(rank))
     ranks = make_ranks("threads", 2)
     changed = {
         "E": replace(good, num_experts=64),
