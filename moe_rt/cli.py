@@ -10,7 +10,7 @@ _ROOMS = {"bench": "bench", "chaos": "chaos", "gpucheck": "check", "nodes": "clu
 _HOMES = {name: f"moe_rt.lab.{room}.cli" for name, room in _ROOMS.items()}
 _HOMES |= {"compile": "moe_rt.lab.check.precompile"}
 _HOMES |= {"calibrate": "moe_rt.lab.bench.calibrate", "docs": "moe_rt.pages", "info": "moe_rt.info"}
-_HOMES |= {"on-cpu": "moe_rt.lab.on_cpu.cli", "plan": "moe_rt.plan.cli"}
+_HOMES |= {"diff": "moe_rt.diagnostics.diff", "on-cpu": "moe_rt.lab.on_cpu.cli", "plan": "moe_rt.plan.cli"}
 
 
 class _Commands(click.Group):

@@ -33,8 +33,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
 
 # Packages and modules of moe_rt, lowest level first. Each imports only from lower levels, not from its own.
 ORDER = (
-    "_engine errors < extras faults config < group < memory < plan < planner < diagnostics elastic < engine < ops"
-    " < buffer < nn < parallel integrations compat < info pages < lab < lab.testing < lab.cluster lab.on_cpu"
+    "_engine errors < extras faults config < group < memory routes < plan < planner < diagnostics elastic < engine"
+    " < ops < buffer < nn < parallel integrations compat < info pages < lab < lab.testing < lab.cluster lab.on_cpu"
     " < lab.bench lab.chaos lab.check < train"
 )
 LEVEL = {name: level for level, names in enumerate(ORDER.split(" < ")) for name in names.split()}

@@ -283,6 +283,11 @@ class LayerBuffers:
         self._by_dtype, self._used, self._warned = {self._dtype: buffer}, False, False
 
     @property
+    def group(self) -> Group:
+        """The ranks, as given or the default group."""
+        return self._group
+
+    @property
     def current(self) -> Buffer:
         """The buffer of the last forward, or the first one. Collective if the layer was unpickled.
 

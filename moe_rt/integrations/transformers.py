@@ -9,7 +9,7 @@ It works for every model whose plan has an `ep_dispatch_experts` rule. docs/howt
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moe_rt.buffer.pool import BufferPool, GrowingBuffer, GrowingOptions
 from moe_rt.config.options import Overflow, Sums
-from moe_rt.errors import InvalidConfig, MissingPackage
+from moe_rt.errors import InvalidConfig, InvalidInput, MissingPackage
 from moe_rt.extras import how_to_install
+from moe_rt.group.groups import rendezvous_of
 
 try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     from moe_rt.integrations.packed_experts import PackedExperts
+    from moe_rt.integrations.routed_blocks import EXCHANGE
+    from moe_rt.integrations.routed_blocks import install as watch_routes
     from moe_rt.integrations.unattended import Attended, watch_new_models
 except ImportError as error:
     try:
@@ -105,6 +108,7 @@ class MoeRtEP(EPImplementation):
         self._buffer_key: tuple[Any, ...] = ()
         self._tag = 0
         self._attended = Attended(experts)
+        setattr(experts, EXCHANGE, self)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_tokens = hidden_states.shape[0]
@@ -121,6 +125,14 @@ class MoeRtEP(EPImplementation):
         self._experts.row_wise = _options.sums == "invariant"
         out = received.combine(self._experts(received.rows, received.handle.offs))
         return _whole_batch(out, self.tp_mesh, num_tokens) if shares_batch else out
+
+    def refuse(self, error: InvalidInput) -> NoReturn:
+        """Raise the error on every rank, in place of a dispatch. Collective."""
+        lease = None if self._buffer is None else self._buffer.lease
+        if lease is not None:
+            lease.buffer.refuse(error, tag=self._tag)
+        with rendezvous_of(self.ep_mesh):  # peers come there to make the first buffer
+            raise error
 
     def _buffer_for(self, x: Tensor, top_k_index: Tensor) -> GrowingBuffer:
         wanted = (_options, x.shape[1], top_k_index.shape[1], x.dtype)
@@ -158,3 +170,4 @@ def _whole_batch(t: Tensor, mesh: DeviceMesh, num_tokens: int) -> Tensor:
 
 EPImplementationInterface.register("moe_rt", MoeRtEP)
 watch_new_models()
+watch_routes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -29,6 +30,8 @@ from moe_rt.nn.router import Router, RouterConfig
 from moe_rt.nn.router_losses import RouterAux
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.nn.wrappers import watch_wrappers
+from moe_rt.routes.ops import note_routes, recorded_routes
+from moe_rt.routes.session import RECORDS, REPLAYED, REPLAYS, recomputes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,8 @@ class MoELayer(nn.Module):
     """
 
     holds_experts = True  # parameters in `experts`, adapters included, differ between ranks
+    routing, routes_id = 0, 0  # see moe_rt.routes.session.Routed
+    watcher: Callable[[], Any] | None = None  # see moe_rt.diagnostics.digests.Watched
 
     def __init__(
         self,
@@ -246,15 +251,21 @@ class MoELayer(nn.Module):
             MoeRtError: see moe_rt.Buffer.dispatch.
         """
         buffer = self._buffer_for(x, buffer)
+        topk_idx = self._replayed(x, topk_idx) if self.routing else topk_idx
         try:
             given = {"x": x, "topk_idx": topk_idx, "mask": mask}
             require_plain(**{name: t for name, t in given.items() if t is not None or name == "x"})
             real = real_tokens(x, topk_idx, mask, self.config.num_topk)
             x = without_padding(x, real)
             idx, weights, aux = route(self.router, x, topk_idx, real)
+            if self.routing & RECORDS:
+                chosen = aux.topk_idx if isinstance(aux, RouterAux) and aux.topk_idx is not None else idx
+                idx = note_routes(idx, chosen, self.routes_id)
         except InvalidInput as error:
             buffer.refuse(error, tag=self.tag)
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
+        see = _nothing if self.watcher is None else self.watcher()
+        see("route", x=rows, ids=idx, weights=weights)
         if overlap.has_gain(buffer, self.experts, rows, weights):
             recv_x, recv_weights, handle, place = overlap.dispatch(buffer, rows, idx, weights, self.tag)
             with overlap.weights_at(place):
@@ -266,10 +277,32 @@ class MoELayer(nn.Module):
         y = y.to(recv_x.dtype)  # FSDP may have cast it
         if self._trained_elsewhere(y):
             y.requires_grad_()
+        see("dispatch", handle.offs, rows=recv_x, weights=recv_weights)
+        see("experts", handle.offs, rows=y)
         out = buffer.combine(y, recv_weights, handle)
+        see("combine", out=out)
         if self.shared_expert is not None:
             out = out + without_padding(self.shared_expert(rows), None if real is None else real.flatten())
         return out.to(x.dtype).reshape(x.shape), aux
+
+    def _replayed(self, x: Tensor, topk_idx: Tensor | None) -> Tensor | None:
+        """Return the recorded experts of x if routes are replayed, else topk_idx. It refuses on every rank."""
+        if not isinstance(x, Tensor):  # which forward refuses
+            return topk_idx
+        if not self.routing & REPLAYS:
+            late = self.routing & REPLAYED and not torch.compiler.is_compiling() and recomputes(self.routes_id)
+            return recorded_routes(x, self.config.num_topk, self.routes_id) if late else topk_idx
+        if topk_idx is not None:
+            self.refuse_routes(InvalidInput("topk_idx: got a tensor while routes are replayed, expected None"))
+        return recorded_routes(x, self.config.num_topk, self.routes_id)
+
+    def routes_sizes(self) -> tuple[int, int, Group]:
+        """Return E, K and the group of the layer, for `moe_rt.routes`."""
+        return self.config.num_experts, self.config.num_topk, self._shared_buffers.group
+
+    def refuse_routes(self, error: InvalidInput) -> None:
+        """Raise the error on every rank, in place of a forward's dispatch."""
+        self.buffer.refuse(error, tag=self.tag)
 
     def _buffer_for(self, x: Any, given: Buffer | None) -> Buffer:
         """Return the buffer whose dtype nn.Linear would compute in: autocast's if it is on, else the experts' own."""
@@ -300,6 +333,10 @@ class MoELayer(nn.Module):
         values = ((f, getattr(self.config, f.name)) for f in fields(self.config) if f.repr)
         changed = ", ".join(f"{f.name}={value}" for f, value in values if value != f.default)
         return f"{changed}, expert_ids={self.expert_ids}"
+
+
+def _nothing(op: str, offs: Tensor | None = None, **tensors: Tensor) -> None:
+    """Show tensors to no digest."""
 
 
 def _check_blocks(spec: BufferSpec, mesh: DeviceMesh) -> None:

@@ -24,6 +24,7 @@ from moe_rt.nn.router_losses import (
     z_loss,
 )
 from moe_rt.ops.grouped import row_wise_linear
+from moe_rt.routes.file import UNRECORDED
 
 __all__ = ["Router", "RouterAux", "RouterConfig", "ScoreFunc"]
 
@@ -198,7 +199,8 @@ class Router(KeepsFp32):
         Args:
             x: floating [..., H]; T is the number of tokens.
             topk_idx: integer [T, K], -1 for no expert: visit these experts instead of choosing, as recorded in
-                `RouterAux.topk_idx`. Weights and their gradients use the current scores.
+                `RouterAux.topk_idx`. Weights and their gradients use the current scores. A row of -3 has no record:
+                its token chooses.
             mask: bool or integer [...], x's leading shape: True or 1 for a real token. The host does not read it.
 
         Returns:
@@ -226,11 +228,12 @@ class Router(KeepsFp32):
             linear = row_wise_linear if self.row_wise and x.device.type == "cpu" else F.linear
             logits = linear(rows, self.weight.to(acc), None if self.bias is None else self.bias.to(acc))
             scores = logits.softmax(-1) if c.score_func == "softmax" else self._sigmoid(logits)
-            idx = self._choose(logits, scores, real) if topk_idx is None else self._recorded(topk_idx, logits)
+            idx = self._choose(logits, scores, real)
+            idx = idx if topk_idx is None else self._recorded(topk_idx, idx)
             idx = without_padding(idx, real, -1)
             may_lack = real is not None or c.expert_choice is not None
             weights = self._weigh(logits, scores, idx, may_lack)
-            aux = self._aux(logits, scores, idx, real, replayed=topk_idx is not None)
+            aux = self._aux(logits, scores, idx, real)
         return idx.reshape(-1, c.num_topk), weights.reshape(-1, c.num_topk), aux
 
     @torch.no_grad()
@@ -289,13 +292,13 @@ class Router(KeepsFp32):
             weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(weights.dtype).tiny)
         return weights * c.route_scale
 
-    def _aux(self, logits: Tensor, scores: Tensor, idx: Tensor, real: Tensor | None, replayed: bool) -> RouterAux:
+    def _aux(self, logits: Tensor, scores: Tensor, idx: Tensor, real: Tensor | None) -> RouterAux:
         """Return the losses and counts of the `real` tokens; `idx` is -1 for padding."""
         c = self.config
         may_lack = real is not None or c.expert_choice is not None
         probs = scores if c.score_func == "softmax" else scores / scores.sum(-1, keepdim=True)
         counted = idx
-        if c.balance_scope == "sequence" and (c.balance_bias or c.num_groups > 1) and not replayed:
+        if c.balance_scope == "sequence" and (c.balance_bias or c.num_groups > 1):
             # DeepSeek-V3's f counts the top-k of the plain scores (eq. 18), without bias and groups.
             counted = without_padding(scores.detach().topk(c.num_topk, dim=-1).indices, real, -1)
         counts = count_tokens(sequence_view(counted, c.balance_scope).flatten(1), c.num_experts, may_lack)
@@ -309,9 +312,10 @@ class Router(KeepsFp32):
         mean_prob = sums.sum(0) / at_least_one(num_tokens)
         return RouterAux(loss, balance, z, load, mean_prob, self._record(idx, real).reshape(-1, c.num_topk))
 
-    def _recorded(self, topk_idx: Tensor, logits: Tensor) -> Tensor:
+    def _recorded(self, topk_idx: Tensor, chosen: Tensor) -> Tensor:
         """Return the experts to visit, from a topk_idx that `_record` or the caller made."""
-        idx = topk_idx.to(torch.int64).reshape(*logits.shape[:-1], self.config.num_topk)
+        idx = topk_idx.to(torch.int64).reshape(chosen.shape)
+        idx = torch.where(idx == UNRECORDED, chosen, idx)
         return idx if self.config.expert_choice is None else idx.masked_fill(idx == UNTAKEN, -1)
 
     def _record(self, idx: Tensor, real: Tensor | None) -> Tensor:

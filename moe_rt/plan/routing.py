@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,8 +12,9 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from moe_rt.errors import InvalidConfig, expect
+from moe_rt.errors import expect
 from moe_rt.plan.distinct import Array, owners
+from moe_rt.routes.file import ids_of
 
 Ids = npt.NDArray[np.int64]
 _NORMAL = NormalDist()
@@ -276,27 +276,12 @@ def factor_for(probability: float, tokens: int, topk: int, ranks: int, shares: A
 
 
 def load_trace(path: Path, experts: int | None = None) -> Ids:
-    """Read recorded routing, integers [tokens, layers, K] in a .npy or .npz file (its only array, or topk_idx).
+    """Return recorded experts, int64 [tokens, layers, K]; see `moe_rt.routes.load`.
 
     Raises:
-        InvalidConfig: the file is not such an array, or holds an expert outside [-1, experts).
+        InvalidConfig: the file holds no routes, or an expert outside [-1, experts).
     """
-    try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.lib.npyio.NpzFile):
-            names = loaded.files
-            name = "topk_idx" if "topk_idx" in names else names[0] if len(names) == 1 else ""
-            expect(bool(name), f"trace {path}", f"arrays {names}", "one array, or one named topk_idx")
-            loaded = loaded[name]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise InvalidConfig(f"trace {path}: got {error}, expected a .npy or .npz file of integers") from error
-    whole = np.issubdtype(loaded.dtype, np.integer) and loaded.ndim == 3 and loaded.size > 0
-    expect(whole, f"trace {path}", f"{loaded.dtype} {list(loaded.shape)}", "integers [tokens, layers, K], not empty")
-    most = int(loaded.max())
-    bound = experts if experts is not None else most + 1
-    fits = int(loaded.min()) >= -1 and most < bound
-    expect(fits, f"trace {path}: experts", f"ids {int(loaded.min())} to {most}", f"-1 to {bound - 1}")
-    return np.asarray(loaded, np.int64)
+    return ids_of(path, experts)
 
 
 def shares_of(topk_idx: Ids, experts: int) -> Array:

@@ -55,6 +55,8 @@ class TrainConfig:
     val_every: Annotated[int, "Steps between validations; the first and last step always have one."] = 100
     val_sequences: Annotated[int, "Sequences of the validation set."] = 128
     checkpoint_every: Annotated[int, "Steps between checkpoints; the last step always has one."] = 200
+    record_routes: Annotated[Path | None, "File to write the experts of all training steps to."] = None
+    replay_routes: Annotated[Path | None, "File of routes to train with, in place of the routers' choices."] = None
     prompt: Annotated[str, "Text that the sample starts with."] = "def "
     sample_bytes: Annotated[int, "Length of the text sample; 0 for none."] = 400
     temperature: Annotated[float, "Temperature of the text sample; 0 takes the likeliest byte."] = 0.8
@@ -78,6 +80,8 @@ class TrainConfig:
         self._expect(self.device in ("cpu", "cuda"), "device", '"cpu" or "cuda"')
         self._expect(self.codec in ("raw", "fp8", "int8"), "codec", '"raw", "fp8" or "int8"')
         self._expect(self.sums in get_args(Sums), "sums", f"one of {get_args(Sums)}")
+        if self.record_routes is not None or self.replay_routes is not None:
+            self._expect(not self.resume, "resume", "a whole run, whose routes are recorded or replayed")
         self._expect(bool(self.prompt), "prompt", "at least one character")
 
     def check_world(self, world_size: int) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_rt import routes
 from moe_rt.config.codec import Codec
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
@@ -76,6 +77,9 @@ class Trainer:
         self.rows = ranks.share(config.batch_size)
         self.gradients = Gradients(model, ranks)
         self.optimizer = make_optimizer(model, config)
+        group, recorded = dist.group.WORLD, config.replay_routes
+        self.recording = None if config.record_routes is None else routes.record(model, group=group)
+        self.replay = None if recorded is None else routes.replay(recorded, model, group=group)
         self.val_batches = corpus.val_batches(
             num_sequences=config.val_sequences, batch_size=config.batch_size, rows=self.rows, seq_len=config.seq_len
         )
@@ -94,6 +98,8 @@ class Trainer:
                     self._validate(step, reporter)
                 if step % config.checkpoint_every == 0 or step == config.steps:
                     checkpoint.save(checkpoints, step, self.model, self.optimizer, config)
+        if self.recording is not None and config.record_routes is not None:
+            self.recording.save(config.record_routes)
         text = generate(
             self._forward,
             config.prompt,
@@ -115,9 +121,10 @@ class Trainer:
         config, began = self.config, time.perf_counter()
         x, y = self.corpus.train_batch(seed=config.seed, step=step, indices=self.rows, seq_len=config.seq_len)
         self.gradients.zero()
-        out = self._forward(x)
-        loss = F.cross_entropy(out.logits.float().flatten(0, 1), y.to(config.device).flatten())
-        (loss + out.aux_loss).backward()
+        with self.recording or contextlib.nullcontext(), self.replay or contextlib.nullcontext():
+            out = self._forward(x)
+            loss = F.cross_entropy(out.logits.float().flatten(0, 1), y.to(config.device).flatten())
+            (loss + out.aux_loss).backward()
         self.gradients.average()
         grad_norm = clip_grad_norm_(self.model, config.grad_clip)
         lr = learning_rate(step, config)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_rt.errors import InvalidConfig
 from moe_rt.lab.bench.cases import Case
 from moe_rt.lab.bench.contestants import memcpy
 from moe_rt.lab.bench.contestants.base import Unavailable
@@ -20,6 +21,7 @@ from moe_rt.lab.bench.inputs import make_inputs, num_rotations, route
 from moe_rt.lab.bench.traffic import Traffic, bytes_moved, count
 from moe_rt.lab.check.measuring import count_pulled, fewest_bytes
 from moe_rt.lab.testing.rounds import WrongOutput
+from moe_rt.routes.file import Routes
 
 CPU = torch.device("cpu")
 
@@ -242,3 +244,12 @@ def test_a_trace_is_read_on_where_the_rank_before_stopped(tmp_path: Path) -> Non
     case = Case(ranks=2, tokens=3, experts=8, topk=2, routing=f"trace:{tmp_path / 'trace.npy'}")
     read = [route(case, 0, rank, rotation)[:, 0].tolist() for rotation in range(2) for rank in range(2)]
     assert read == [[0, 1, 2], [3, 4, 5], [6, 0, 1], [2, 3, 4]]
+
+
+def test_recorded_routes_are_read_layer_after_layer(tmp_path: Path) -> None:
+    ids = torch.arange(8).reshape(2, 2, 2)  # [tokens, layers, K]
+    Routes.from_routed_experts([ids], num_experts=8).save(tmp_path / "a.npz")
+    case = Case(ranks=2, tokens=2, experts=8, topk=2, routing=str(tmp_path / "a.npz"))
+    assert [route(case, 0, rank, 0).tolist() for rank in range(2)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    with pytest.raises(InvalidConfig, match=r"routing: got K = 2 in .*a.npz, expected K = 4"):
+        route(Case(ranks=2, tokens=2, experts=8, topk=4, routing=case.routing), 0, 0, 0)

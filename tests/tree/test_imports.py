@@ -17,7 +17,7 @@ PARTS = {
     part: f"import moe_rt; moe_rt.{part}"
     for part in ("nn.router.RouterConfig", "buffer.buffer.Buffer", "memory.shm", "parallel.prepare", "errors.PeerDead")
 }
-COMMANDS = ["bench", "calibrate", "chaos", "compile", "docs", "gpucheck", "info", "nodes", "on-cpu", "plan"]
+COMMANDS = ["bench", "calibrate", "chaos", "compile", "diff", "docs", "gpucheck", "info", "nodes", "on-cpu", "plan"]
 NAMES = "import moe_rt; missing = {*moe_rt.__all__} - {*dir(moe_rt)}; assert not missing, missing"
 
 

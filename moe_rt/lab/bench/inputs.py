@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moe_rt.errors import InvalidConfig
+from moe_rt.errors import InvalidConfig, expect
 from moe_rt.lab.bench.cases import Case
+from moe_rt.routes.file import load
 
-ROUTING_HELP = "uniform, lognormal:SIGMA, onehot or trace:FILE"
+ROUTING_HELP = "uniform, lognormal:SIGMA, onehot, or a file of routes"
 MOST_ROTATIONS = 8
 
 
@@ -55,8 +56,8 @@ def route(case: Case, seed: int, rank: int, rotation: int) -> Tensor:
     """Return int64 [T, K]: K distinct experts for each token.
 
     uniform: any K. lognormal:SIGMA: expert e is drawn without replacement with probability proportional to exp(SIGMA *
-    z_e), where z is normal and identical on all ranks. onehot: every token takes experts 0 to K - 1. trace:FILE: rows
-    of a .npy array [N, K]; each rank continues after the previous rank's rows, and wraps around at the end.
+    z_e), where z is normal and identical on all ranks. onehot: every token takes experts 0 to K - 1. A file:
+    recorded routes, layer after layer; each rank continues after the previous rank's rows, and wraps around at the end.
     """
     kind, _, argument = case.routing.partition(":")
     shape = (case.tokens, case.experts)
@@ -69,8 +70,8 @@ def route(case: Case, seed: int, rank: int, rotation: int) -> Tensor:
         return (log_popularity + gumbel).topk(case.topk).indices  # Gumbel top-k: drawing without replacement
     if kind == "onehot" and not argument:
         return torch.arange(case.topk).repeat(case.tokens, 1)
-    if kind == "trace" and argument:
-        trace = _read_trace(Path(argument), case)
+    if kind == "trace" or Path(case.routing).suffix in (".npy", ".npz"):
+        trace = _read_trace(case.routing.removeprefix("trace:"), case)
         first = (rotation * case.ranks + rank) * case.tokens
         return trace[(first + torch.arange(case.tokens)) % len(trace)]
     raise InvalidConfig(f"routing: got {case.routing!r}, expected {ROUTING_HELP}")
@@ -83,16 +84,17 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _read_trace(path: Path, case: Case) -> Tensor:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"routing: cannot read {path} as a .npy array: {error}") from error
-    if array.ndim != 2 or array.shape[1] != case.topk or not len(array) or array.dtype.kind not in "iu":
-        got = f"{array.dtype} {list(array.shape)}"
-        raise InvalidConfig(f"routing: got {got} in {path}, expected integers [N, K] with K = {case.topk}")
-    trace = torch.from_numpy(array.astype(np.int64))
+@lru_cache(4)
+def _recorded(path: str, num_experts: int) -> Tensor:
+    """Return int64 [layers * tokens, K], layer after layer, without padding."""
+    rows = load(path, num_experts).topk_idx.transpose(0, 1).flatten(0, 1).to(torch.int64)
+    return rows[(rows >= 0).all(1)]
+
+
+def _read_trace(path: str, case: Case) -> Tensor:
+    trace = _recorded(path, case.experts)
+    expect(trace.shape[1] == case.topk, "routing", f"K = {trace.shape[1]} in {path}", f"K = {case.topk}")
+    expect(len(trace) > 0, "routing", f"only padding in {path}", "at least one token")
     repeats = (trace.sort(dim=1).values.diff(dim=1) == 0).any()
-    if repeats or trace.min() < 0 or trace.max() >= case.experts:
-        raise InvalidConfig(f"routing: got other than distinct experts below {case.experts} in a row of {path}")
+    expect(not repeats, "routing", f"an expert twice in a row of {path}", "distinct experts")
     return trace
