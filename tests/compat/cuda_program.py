@@ -34,6 +34,7 @@ def devices():
     assert x.is_cuda
     assert x.device == torch.device("cuda", 1)
     assert isinstance(x.device, torch.device)
+    assert torch.empty_like(torch.ones(2), device="cuda:1", dtype=torch.float64).is_cuda
     host = x.cpu()
     x.add_(1)
     assert not torch.equal(host, x)  # a copy, as on a GPU

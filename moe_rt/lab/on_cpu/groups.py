@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
+from moe_rt.lab.on_cpu.devices import first_mapped
+
 
 def _backend(name: Any) -> Any:
     return "gloo" if name is None or "nccl" in str(name) else name
@@ -84,18 +86,6 @@ def _barrier(fn: Any) -> Any:
     return barrier
 
 
-def _mesh(fn: Any, place: int) -> Any:
-    @functools.wraps(fn)
-    def make(*arguments: Any, **keywords: Any) -> Any:
-        if len(arguments) > place and arguments[place] == "cuda":
-            arguments = (*arguments[:place], "cpu", *arguments[place + 1 :])
-        if keywords.get("device_type") == "cuda":
-            keywords["device_type"] = "cpu"
-        return fn(*arguments, **keywords)
-
-    return make
-
-
 class ProcessGroupNCCL:
     """nccl's group. Programs set its options, which groups of gloo do not take."""
 
@@ -120,6 +110,6 @@ def change() -> None:
         if not hasattr(home, "ProcessGroupNCCL"):
             home.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     mesh: Any = device_mesh.DeviceMesh
-    mesh.__init__ = _mesh(mesh.__init__, 1)
-    device_mesh.init_device_mesh = _mesh(device_mesh.init_device_mesh, 0)
+    mesh.__init__ = first_mapped(mesh.__init__, "device_type", 1)
+    device_mesh.init_device_mesh = first_mapped(device_mesh.init_device_mesh, "device_type")
     dist.__dict__["init_device_mesh"] = device_mesh.init_device_mesh

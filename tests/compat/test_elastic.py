@@ -1,0 +1,215 @@
+"""deep_ep's ElasticBuffer against the oracle: rows, metadata, the expanded layout, sums in the order of topk_idx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compat.oracle import Job, make_job, received, visits
+
+from moe_rt import ThreadGroup
+from moe_rt.compat import deep_ep
+
+MOST, TOKENS, HIDDEN = 64, [37, 0, 64, 5], 64
+Work = Callable[[deep_ep.ElasticBuffer, int], Any]
+
+
+def on_ranks(job: Job, work: Work, **options: Any) -> list[Any]:
+    """Run work(buffer, rank) on a thread for each rank of the job."""
+
+    def rank(group: ThreadGroup) -> Any:
+        buffer = deep_ep.ElasticBuffer(
+            group, num_max_tokens_per_rank=MOST, hidden=2 * HIDDEN, num_cpu_timeout_secs=60, explicitly_destroy=True,
+            **options,
+        )  # fmt: skip
+        result = work(buffer, group.rank)
+        buffer.destroy()
+        return result
+
+    return ThreadGroup.run(rank, job.num_ranks, timeout_s=120)
+
+
+def dispatch(buffer: deep_ep.ElasticBuffer, job: Job, rank: int, x: Any = None, **options: Any) -> Any:
+    return buffer.dispatch(
+        job.x[rank] if x is None else x, job.topk_idx[rank], job.topk_weights[rank], num_experts=job.num_experts,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=(1, 2, 4), ids=lambda size: f"R{size}")
+def job(request: pytest.FixtureRequest) -> Job:
+    return make_job(request.param, TOKENS, HIDDEN, 3, 8)
+
+
+def sources(job: Job, rank: int) -> list[tuple[int, int]]:
+    """Return (source, token) of each token that a rank receives, in order."""
+    return [(source, int(t)) for source in range(job.num_ranks) for t in visits(job, source)[:, rank].nonzero()]
+
+
+def up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["exact", "worst case"])
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_rows_and_metadata(job: Job, alignment: int, sync: bool) -> None:
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        stats = torch.ones(job.num_local, dtype=torch.int32)
+        recv_x, ids, weights, handle, _ = dispatch(
+            buffer, job, rank, expert_alignment=alignment, do_cpu_sync=sync, cumulative_local_expert_recv_stats=stats
+        )
+        rows, right_ids, right_weights, counts, from_ranks = received(job, rank)
+        n, worst = len(rows), job.num_ranks * MOST
+        assert len(recv_x) == len(ids) == len(weights) == handle.num_recv_tokens == (n if sync else worst)
+        assert torch.equal(recv_x[:n], rows)
+        assert torch.equal(ids[:n], right_ids)
+        assert (ids[n:] == -1).all()
+        assert torch.equal(weights[:n], right_weights)
+        padded = [up(count, alignment) for count in counts]
+        assert handle.num_recv_tokens_per_expert_list == (padded if sync else [])
+        assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == torch.tensor(from_ranks).cumsum(0).tolist()
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == torch.tensor(padded).cumsum(0).tolist()
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == counts == (stats - 1).tolist()
+        for row, (source, token) in enumerate(sources(job, rank)):
+            first = int((right_ids[row] >= 0).int().argmax())
+            assert handle.recv_src_metadata[row, :2].tolist() == [source * MOST + token, source * 3 + first]
+        slots = handle.dst_buffer_slot_idx
+        for token, entries in enumerate(job.topk_idx[rank].tolist()):
+            for k, expert in enumerate(entries):
+                before = visits(job, rank)[:token, expert // job.num_local].sum() if expert >= 0 else -1
+                assert int(slots[token, k]) == int(before)
+
+    on_ranks(job, work)
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["exact", "worst case"])
+@pytest.mark.parametrize("codes", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_the_expanded_layout(job: Job, alignment: int, codes: bool, sync: bool) -> None:
+    def given(source: int) -> Any:
+        scales = (torch.arange(len(job.x[source]) * 3).view(-1, 3) + 1000 * source).float()
+        return (job.x[source].to(torch.float8_e4m3fn), scales) if codes else job.x[source]
+
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        options = {"do_expand": True, "do_zero_padding": True, "use_tma_aligned_col_major_sf": True}
+        recv_x, ids, weights, handle, _ = dispatch(
+            buffer, job, rank, given(rank), expert_alignment=alignment, do_cpu_sync=sync, **options
+        )
+        assert ids is None
+        x, scales = recv_x if codes else (recv_x, None)
+        _, right_ids, right_weights, counts, _ = received(job, rank)
+        wanted = up(sum(up(c, alignment) for c in counts), 1)
+        assert len(x) == len(weights) == handle.num_expanded_tokens
+        assert handle.num_expanded_tokens == wanted if sync else handle.num_expanded_tokens >= wanted
+        if codes:
+            assert scales.stride(0) == 1
+            assert scales.stride(1) % 4 == 0
+        start, used = 0, torch.zeros(len(x), dtype=torch.bool)
+        for expert, count in enumerate(counts):
+            pairs = (right_ids == expert).nonzero().tolist()
+            for place, (row, k) in enumerate(pairs):
+                source, token = sources(job, rank)[row]
+                at = start + place
+                assert int(handle.recv_src_metadata[row, 2 + k]) == at
+                right = given(source)
+                assert torch.equal(x[at].float(), (right[0] if codes else right)[token].float())
+                if codes:
+                    assert torch.equal(scales[at], right[1][token])
+                assert weights[at] == right_weights[row, k]
+                used[at] = True
+            assert int(handle.psum_num_recv_tokens_per_expert[expert]) == start + count
+            start += up(count, alignment)
+        assert not x[:start].float()[~used[:start]].any()
+        assert not weights[:start][~used[:start]].any()
+        again, _, none, same, _ = buffer.dispatch(given(rank), handle=handle, **options)
+        assert (none, same) == (None, handle)
+        for a, b in zip(again, recv_x, strict=True) if codes else [(again, recv_x)]:
+            assert torch.equal(a.float(), b.float())
+        weights_again = buffer.dispatch(given(rank), None, 2 * job.topk_weights[rank], handle=handle, **options)[2]
+        assert torch.equal(weights_again, 2 * weights)
+
+    on_ranks(job, work)
+
+
+def outputs(job: Job, source: int) -> torch.Tensor:
+    """Return bfloat16 [T, K, H]: what the expert of each entry makes of the token; 0 for no expert."""
+    factors = (1 + job.topk_idx[source].float()) / 7
+    y = (job.x[source].float().unsqueeze(1) * factors.unsqueeze(2)).bfloat16()
+    return y.masked_fill((job.topk_idx[source] < 0).unsqueeze(2), 0)
+
+
+def added(job: Job, source: int, bias: tuple[torch.Tensor, ...], on_each_rank: bool) -> torch.Tensor:
+    """Return the contract's sum: the bias, then the entries in order, or each rank's rounded sum at its last entry."""
+    rows = []
+    for token, (entries, y) in enumerate(zip(job.topk_idx[source].tolist(), outputs(job, source), strict=True)):
+        total = torch.zeros(y.shape[1])
+        for part in bias:
+            total += part[token].float()
+        sums: dict[int, torch.Tensor] = {}
+        for k, expert in enumerate(entries):
+            if expert < 0:
+                continue
+            rank = expert // job.num_local
+            if not on_each_rank:
+                total += y[k].float()
+                continue
+            sums[rank] = sums.get(rank, torch.zeros(y.shape[1])) + y[k].float()
+            if not any(e // job.num_local == rank for e in entries[k + 1 :] if e >= 0):
+                total += sums[rank].bfloat16().float()
+        rows.append(total.bfloat16())
+    return torch.stack(rows) if rows else torch.zeros(0, job.x[source].shape[1]).bfloat16()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("several", [True, False], ids=["sums on each rank", "one sum"])
+@pytest.mark.parametrize("expand", [False, True], ids=["tokens", "expanded"])
+@pytest.mark.parametrize("sync", [True, False], ids=["exact", "worst case"])
+def test_combine_adds_in_the_order_of_topk_idx(job: Job, expand: bool, several: bool, number: int, sync: bool) -> None:
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        recv_x, _, weights, handle, _ = dispatch(buffer, job, rank, do_expand=expand, do_cpu_sync=sync)
+        y = torch.full_like(recv_x, torch.nan)
+        slots = handle.recv_src_metadata[:, 2:]
+        _, ids, _, _, _ = received(job, rank)
+        for row, (source, token) in enumerate(sources(job, rank)):
+            local = outputs(job, source)[token]
+            total = torch.zeros(HIDDEN)
+            for k in (ids[row] >= 0).nonzero().flatten().tolist():
+                total += local[k].float()
+                if expand:
+                    y[int(slots[row, k])] = local[k]
+            if not expand:
+                y[row] = total.bfloat16()
+        bias = tuple(torch.randn(job.x[rank].shape).bfloat16() for _ in range(number))
+        given: Any = bias if number == 2 else bias[0] if bias else None
+        sent = None if expand and not several else 3 * weights
+        out, home, _ = buffer.combine(y, handle, topk_weights=sent, bias=given)
+        assert torch.equal(out, added(job, rank, bias, several or not expand))
+        if sent is None:
+            assert home is None
+        else:
+            assert torch.equal(home, 3 * job.topk_weights[rank].masked_fill(job.topk_idx[rank] < 0, 0.0))
+
+    on_ranks(job, work, allow_multiple_reduction=several)
+
+
+def test_a_barrier_and_hints() -> None:
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        buffer.barrier()
+        assert buffer.get_logical_domain_size() == buffer.get_physical_domain_size() == (1, 2)
+        assert buffer.get_theoretical_num_sms(8, 3) % 2 == 0
+        assert buffer.get_theoretical_num_qps(20) == 129
+        event = buffer.capture()
+        recv_x, _, _, handle, done = dispatch(
+            buffer, job, rank, previous_event=event, allocate_on_comm_stream=True, async_with_compute_stream=True
+        )
+        done.current_stream_wait()
+        with buffer.combine(recv_x, handle, async_with_compute_stream=True)[-1]:
+            pass
+        assert buffer.num_bytes == deep_ep.ElasticBuffer.get_buffer_size_hint(buffer.group, MOST, 2 * HIDDEN)
+
+    job = make_job(2, TOKENS, HIDDEN, 3, 8)
+    on_ranks(job, work)
+    group = ThreadGroup.make(8)[0]
+    assert deep_ep.ElasticBuffer.get_buffer_size_hint(group, 4096, 7168, 8) == 8 * 4096 * (14336 + 128)
