@@ -1,7 +1,5 @@
 """A program written for CUDA, with what people use of it; prints "passed" on each rank. It names no CPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -68,6 +66,18 @@ def streams_and_amp():
     assert float(torch.compile(lambda t: (t * 2).sum())(torch.ones(8, device="cuda"))) == 16
 
 
+def operators():
+    torch.library.define("on_cpu_test::double", "(Tensor x) -> Tensor")
+    torch.library.impl("on_cpu_test::double", "cuda", lambda x: 2 * x)
+    assert torch.ops.on_cpu_test.double(torch.ones(1, device="cuda")) == 2
+
+    @torch.library.custom_op("on_cpu_test::triple", mutates_args=(), device_types="cuda")
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    assert triple(torch.ones(1, device="cuda")) == 3
+
+
 def refusals():
     raises("torch.cuda.CUDAGraph", torch.cuda.CUDAGraph)
     raises("torch.cuda.graph:", lambda: torch.cuda.graph(None))
@@ -105,7 +115,7 @@ def groups():
 
 
 if __name__ == "__main__":
-    for part in (devices, streams_and_amp, refusals, *([groups] if "RANK" in os.environ else [])):
+    for part in (devices, streams_and_amp, operators, refusals, *([groups] if "RANK" in os.environ else [])):
         part()
     sys.stdout.write("passed\n")  # one write, so that lines of ranks do not mix
     sys.stdout.flush()

@@ -157,7 +157,7 @@ class ElasticBuffer:
         """
         self._require_open()
         cached = handle is not None
-        error = self._wrong_handle(handle, topk_idx, do_cpu_sync, num_experts, num_max_tokens_per_rank,
+        error: MoeRtError | None = self._wrong_handle(handle, topk_idx, do_cpu_sync, num_experts, num_max_tokens_per_rank,
                                    expert_alignment, do_expand)  # fmt: skip
         if isinstance(handle, EPHandle) and error is None:
             topk_idx, num_experts, align = handle.topk_idx, handle.num_experts, handle.expert_alignment

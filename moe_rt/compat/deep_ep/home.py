@@ -63,4 +63,4 @@ def send_home(exchange: Exchange, rows: Tensor, index: Tensor | None, ranks: Ten
     size = size_of(rows.shape[1], exchange.num_ranks, rows.dtype)
     ones = torch.ones(ranks.shape, device=ranks.device)
     x = rows if index is None else lambda window: torch.index_select(rows, 0, index, out=window)
-    return exchange.dispatch(size, x, ranks, ones).x  # type: ignore[no-any-return]
+    return exchange.dispatch(size, x, ranks, ones).x

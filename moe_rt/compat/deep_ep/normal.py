@@ -12,18 +12,22 @@ from torch import Tensor
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
 from moe_rt.compat.deep_ep import home
-from moe_rt.compat.deep_ep.config import Config
+from moe_rt.compat.deep_ep.config import NVL_PEERS, Config
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows, invalid, spelled
-from moe_rt.compat.deep_ep.layout import KnownLayouts, Layout, layout_of, repeats
+from moe_rt.compat.deep_ep.layout import KnownLayouts, Layout, layout_of, per_domain, repeats
 from moe_rt.errors import InvalidInput, InvalidRouting, MoeRtError
+
+_ITEMS, _ITEMS_OF_DOMAINS = 6, 10  # of DeepEP's handles
 
 
 class DispatchHandle(Sequence[Any]):
-    """Routing of one dispatch. Its six items are those of DeepEP's handle, computed when they are read.
+    """Routing of one dispatch. Its items are those of DeepEP's handle, computed when they are read.
 
-    Items: rank_prefix_matrix int32 [R, R], of which only this rank's column is known and the others are -1; two empty
-    tensors for DeepEP's channels; recv_src_idx int32 [N], the source's token of each row; is_token_in_rank bool [T, R];
-    and an empty tensor for DeepEP's queues.
+    Six items up to 8 ranks: rank_prefix_matrix int32 [R, R], of which only this rank's column is known and the others
+    are -1; two empty tensors for DeepEP's channels; recv_src_idx int32 [N], the source's token of each row;
+    is_token_in_rank bool [T, R]; and an empty tensor for DeepEP's queues. Of its ten items for several domains of 8 ranks, is_token_in_rank,
+    recv_rdma_rank_prefix_sum, recv_gbl_rank_prefix_sum and recv_src_meta (the source's token) are known, the others
+    empty.
     """
 
     def __init__(self, owner: Normal, routing: tuple[Tensor, Tensor], in_rank: Tensor, num_rows: int) -> None:
@@ -38,10 +42,14 @@ class DispatchHandle(Sequence[Any]):
         none, delivered = plan.offs.new_empty(0), int(plan.offs[-1])
         source = plan.offs.new_full((self.num_rows,), -1)
         source[:delivered] = plan.source_tokens[:delivered]
-        yield from (prefix, none, none, source, self.in_rank, none)
+        if len(self) == _ITEMS:
+            yield from (prefix, none, none, source, self.in_rank, none)
+        else:
+            domains = plan.offs[NVL_PEERS - 1 :: NVL_PEERS].clone()
+            yield from (self.in_rank, none, none, none, domains, none, plan.offs, source, none, none)
 
     def __len__(self) -> int:
-        return 6
+        return _ITEMS if per_domain(self.in_rank[:0]) is None else _ITEMS_OF_DOMAINS
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self._items())[index]
@@ -60,11 +68,12 @@ class Normal:
         self._latest: Rows | None = None  # of the last dispatch, through whose buffer peers learn of a refusal
 
     def dispatch(
-        self, x: Any, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: Layout, alignment: int,
-        num_worst: int, config: Config,
+        self, x: Any, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: Layout,
+        domains: Tensor | None, alignment: int, num_worst: int, config: Config,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int], DispatchHandle]:  # fmt: skip
         """Return received rows, their expert ids and weights, the number of rows of each expert, and the handle."""
         error = self._problem(x, topk_idx, topk_weights, layout, num_worst, config)
+        error = error or self._wrong_domains(domains, layout)
         if error is not None:
             self._exchange.refuse(self._latest, error)
         rows = self._latest = self._rows(x, topk_idx, layout)
@@ -264,6 +273,14 @@ class Normal:
         if not num_experts or num_experts % self.num_ranks:
             expected = f"a multiple of {self.num_ranks} ranks"
             return invalid(self.rank, "num_tokens_per_expert", f"{num_experts} experts", expected)
+        return None
+
+    def _wrong_domains(self, given: Tensor | None, layout: Layout) -> InvalidInput | None:
+        """Return the error of counts of domains, which are optional here."""
+        if given is None or (right := per_domain(layout.in_rank)) is None:
+            return None
+        if not isinstance(given, Tensor) or given.shape != right.shape or not torch.equal(given.int(), right):
+            return invalid(self.rank, "num_tokens_per_rdma_rank", spelled(given), f"{right.tolist()}")
         return None
 
     def _wrong_layout(self, topk_idx: Tensor | None, layout: Layout) -> MoeRtError | None:

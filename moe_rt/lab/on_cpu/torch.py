@@ -25,6 +25,7 @@ def change() -> None:
     torch.version.cuda = torch.version.cuda or "12.8"
     _change_tensors()
     _change_autocast()
+    _change_operators()
     _hide_triton()
     cuda.change()
     groups.change()
@@ -88,6 +89,26 @@ def _change_autocast() -> None:
         make(self, module, None, None, *arguments, **keywords)
 
     ddp.__init__ = make_on_cpu
+
+
+def _change_operators() -> None:
+    """Make kernels that are registered for CUDA those of the CPU, unless an operator has one for it."""
+    library: Any = torch.library.Library
+    register = library.impl
+
+    @functools.wraps(register)
+    def on_cpu(self: Any, op_name: Any, fn: Any, dispatch_key: str = "", **keywords: Any) -> Any:
+        if dispatch_key == "CUDA":
+            name = op_name if isinstance(op_name, str) else op_name._schema.name
+            name = name if "::" in name else f"{self.ns}::{name}"
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+                return None
+            dispatch_key = "CPU"
+        return register(self, op_name, fn, dispatch_key, **keywords)
+
+    library.impl = on_cpu
+    custom: Any = torch._library.custom_ops.CustomOpDef
+    custom.register_kernel = first_mapped(custom.register_kernel, "device_types", 1)
 
 
 def _hide_triton() -> None:
