@@ -11,6 +11,8 @@ from compat.oracle import Job, make_job, received, visits
 
 from moe_rt import ThreadGroup
 from moe_rt.compat import deep_ep
+from moe_rt.compat.deep_ep.utils.gate import get_unbalanced_scores
+from moe_rt.errors import GroupClosed, InvalidInput, MoeRtError, TooManyTokens
 
 MOST, TOKENS, HIDDEN = 64, [37, 0, 64, 5], 64
 Work = Callable[[deep_ep.ElasticBuffer, int], Any]
@@ -194,6 +196,25 @@ def test_combine_adds_in_the_order_of_topk_idx(job: Job, expand: bool, several: 
     on_ranks(job, work, allow_multiple_reduction=several)
 
 
+@pytest.mark.parametrize("expand", [False, True], ids=["tokens", "expanded"])
+@pytest.mark.parametrize("several", [True, False], ids=["sums on each rank", "one sum"])
+def test_the_order_of_a_sum_is_seen(expand: bool, several: bool) -> None:
+    """1 vanishes in 2^30 unless 2^30 was cancelled before."""
+    big = 2.0**30
+    parts = {0: 1.0, 1: big, 2: -big}  # of each rank
+    ids = torch.tensor([[1, 2, 0], [0, 1, 2], [2, 0, 1]])
+    job = Job([torch.ones(3, HIDDEN).bfloat16()] * 3, [ids] * 3, [torch.ones(3, 3)] * 3, 3)
+
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        recv_x, _, _, handle, _ = dispatch(buffer, job, rank, do_expand=expand)
+        y = torch.full_like(recv_x, parts[rank])
+        assert buffer.combine(y, handle)[0][:, 0].tolist() == [1.0, 0.0, 0.0]
+        ones = torch.ones(3, HIDDEN).bfloat16()
+        assert buffer.combine(y, handle, bias=ones)[0][:, 0].tolist() == [1.0, 0.0, 0.0]
+
+    on_ranks(job, work, allow_multiple_reduction=several)
+
+
 def test_a_barrier_and_hints() -> None:
     def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
         buffer.barrier()
@@ -213,3 +234,98 @@ def test_a_barrier_and_hints() -> None:
     on_ranks(job, work)
     group = ThreadGroup.make(8)[0]
     assert deep_ep.ElasticBuffer.get_buffer_size_hint(group, 4096, 7168, 8) == 8 * 4096 * (14336 + 128)
+
+
+WRONG = 1  # the rank that calls wrongly
+PAIR = make_job(2, [20, 20], HIDDEN, 3, 4)
+DISPATCHES: dict[str, tuple[dict[str, Any], str, type[MoeRtError]]] = {
+    "float32 rows": ({"x": torch.zeros(20, HIDDEN)}, "x: got", InvalidInput),
+    "fewer ids": ({"topk_idx": PAIR.topk_idx[1][:3]}, "topk_idx: got", InvalidInput),
+    "int32 ids": ({"topk_idx": PAIR.topk_idx[1].int()}, "topk_idx: got", InvalidInput),
+    "double weights": ({"topk_weights": PAIR.topk_weights[1].double()}, "topk_weights: got", InvalidInput),
+    "an expert twice": ({"topk_idx": torch.zeros(20, 3, dtype=torch.int64)}, "expert twice", MoeRtError),
+    "odd experts": ({"num_experts": 5}, "num_experts: got 5", InvalidInput),
+    "more tokens than agreed": ({"num_max_tokens_per_rank": 8}, "20 tokens", TooManyTokens),
+    "padding without expansion": ({"do_zero_padding": True}, "do_zero_padding: got", InvalidInput),
+    "statistics of another size": (
+        {"cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)}, "recv_stats: got", InvalidInput,
+    ),
+    "an event alone": ({"previous_event": object()}, "previous_event: got", InvalidInput),
+    "another buffer's handle": ({"handle": (1, 2)}, "handle: got", InvalidInput),
+    "larger than the buffer": ({"num_max_tokens_per_rank": 1 << 20}, "num_bytes: got", InvalidInput),
+}  # fmt: skip
+
+
+def raised(work: Work) -> list[MoeRtError]:
+    """Run work, which must raise on every rank and leave the buffer usable, and return the errors."""
+
+    def rank(buffer: deep_ep.ElasticBuffer, number: int) -> MoeRtError:
+        with pytest.raises(MoeRtError) as caught:
+            work(buffer, number)
+        recv_x, _, weights, handle, _ = dispatch(buffer, PAIR, number)
+        buffer.combine(recv_x, handle, topk_weights=weights)
+        return caught.value
+
+    return on_ranks(PAIR, rank)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["first op", "later op"])
+@pytest.mark.parametrize("case", DISPATCHES)
+def test_wrong_operands_of_dispatch(case: str, later: bool) -> None:
+    changed, text, kind = DISPATCHES[case]
+
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        if later:
+            recv_x, _, weights, handle, _ = dispatch(buffer, PAIR, rank)
+            buffer.combine(recv_x, handle, topk_weights=weights)
+        arguments = {"x": PAIR.x[rank], "topk_idx": PAIR.topk_idx[rank], "topk_weights": PAIR.topk_weights[rank]}
+        buffer.dispatch(**(arguments | {"num_experts": 4} | (changed if rank == WRONG else {})))
+
+    errors = raised(work)
+    assert isinstance(errors[WRONG], kind)
+    assert text in str(errors[WRONG])
+    assert isinstance(errors[0], InvalidInput | TooManyTokens)
+    assert f"rank {WRONG}" in str(errors[0])
+
+
+@pytest.mark.parametrize("what", ["x", "handle", "topk_weights", "bias"])
+def test_wrong_operands_of_combine(what: str) -> None:
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        recv_x, _, weights, handle, _ = dispatch(buffer, PAIR, rank)
+        wrong = {"x": recv_x.float(), "handle": tuple(recv_x), "topk_weights": weights[1:], "bias": recv_x[:1]}
+        arguments = {"x": recv_x, "handle": handle, "topk_weights": weights, "bias": PAIR.x[rank]}
+        buffer.combine(**(arguments | ({what: wrong[what]} if rank == WRONG else {})))
+
+    errors = raised(work)
+    assert f"{what}: got" in str(errors[WRONG])
+    assert f"rank {WRONG}" in str(errors[0])
+
+
+def test_weights_need_sums_on_each_rank() -> None:
+    def work(buffer: deep_ep.ElasticBuffer, rank: int) -> None:
+        recv_x, _, weights, handle, _ = dispatch(buffer, PAIR, rank, do_expand=True)
+        with pytest.raises(InvalidInput, match="allow_multiple_reduction"):
+            buffer.combine(recv_x, handle, topk_weights=weights)
+
+    on_ranks(PAIR, work, allow_multiple_reduction=False)
+
+
+def test_a_destroyed_buffer() -> None:
+    buffer = deep_ep.ElasticBuffer(ThreadGroup.make(1)[0], num_bytes=1 << 21, explicitly_destroy=True)
+    buffer.destroy()
+    for op in (buffer.barrier, lambda: buffer.dispatch(torch.zeros(1, 8).bfloat16())):
+        with pytest.raises(GroupClosed):
+            op()
+    with pytest.raises(InvalidInput, match="explicitly_destroy"):
+        deep_ep.ElasticBuffer(ThreadGroup.make(1)[0], num_bytes=1 << 21).destroy()
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_scores_send_more_to_the_first_rank(precise: bool) -> None:
+    torch.manual_seed(0)
+    for num_ranks, num_topk, ratio in ((4, 4, 2.0), (8, 2, 3.0), (4, 1, 1.0)):
+        ids = get_unbalanced_scores(2048, 4 * num_ranks, num_ranks, num_topk, ratio, precise).topk(num_topk).indices
+        counts = torch.stack([(ids // 4 == rank).any(1).sum() for rank in range(num_ranks)]).float()
+        assert abs(counts[0] / counts[1:].mean() - ratio) < 0.2 * ratio
+        if precise:
+            assert counts[1:].max() <= counts[1:].min() + 1

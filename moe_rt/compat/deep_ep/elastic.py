@@ -156,15 +156,13 @@ class ElasticBuffer:
             MoeRtError: see moe_rt.Buffer.dispatch. Wrong operands raise InvalidInput on every rank.
         """
         self._require_open()
-        cached = handle is not None
-        error: MoeRtError | None = self._wrong_handle(handle, topk_idx, do_cpu_sync, num_experts, num_max_tokens_per_rank,
-                                   expert_alignment, do_expand)  # fmt: skip
+        sizes = (num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
+        error: MoeRtError | None = self._wrong_handle(handle, topk_idx, do_cpu_sync, sizes)
+        align = 1 if expert_alignment is None else expert_alignment
+        most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         if isinstance(handle, EPHandle) and error is None:
             topk_idx, num_experts, align = handle.topk_idx, handle.num_experts, handle.expert_alignment
             most = handle.num_max_tokens_per_rank
-        else:
-            align = 1 if expert_alignment is None else expert_alignment
-            most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         error = error or self._problem(x, topk_idx, topk_weights, num_experts, most, align)
         error = error or self._wrong_options(cumulative_local_expert_recv_stats, num_experts, do_expand,
                                              do_zero_padding, previous_event, allocate_on_comm_stream)  # fmt: skip
@@ -172,16 +170,14 @@ class ElasticBuffer:
             self._exchange.refuse(self._rows, error, *((len(x), most) if isinstance(error, TooManyTokens) else (0, 0)))
         assert topk_idx is not None
         assert num_experts is not None
-        if not cached:
-            kept = topk_idx.clone() if do_handle_copy else topk_idx
-            handle = EPHandle(self, kept, num_experts, align, most, num_sms or _NUM_SMS, do_expand)
-        assert handle is not None
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
         rows = Rows("tokens", hidden, topk_idx.shape[1], num_experts, torch.bfloat16)
         weights = torch.zeros(topk_idx.shape, device=topk_idx.device) if topk_weights is None else topk_weights
         self._rows = rows
         received = self._exchange.dispatch(rows, x, topk_idx, weights, most)
-        if not cached:
+        if handle is None:
+            kept = topk_idx.clone() if do_handle_copy else topk_idx
+            handle = EPHandle(self, kept, num_experts, align, most, num_sms or _NUM_SMS, do_expand)
             handle.fill(received, self.num_ranks, do_cpu_sync is not False)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats.add_(handle.num_unaligned_recv_tokens_per_expert)
@@ -254,9 +250,8 @@ class ElasticBuffer:
             raise GroupClosed(f"rank {self.rank_idx}: got an op on a destroyed ElasticBuffer, expected a living one")
 
     def _wrong_handle(
-        self, handle: Any, topk_idx: Tensor | None, do_cpu_sync: bool | None, num_experts: int | None,
-        most: int | None, align: int | None, do_expand: bool,
-    ) -> InvalidInput | None:  # fmt: skip
+        self, handle: Any, topk_idx: Tensor | None, do_cpu_sync: bool | None, sizes: tuple[Any, ...]
+    ) -> InvalidInput | None:
         if handle is None:
             return None
         if not isinstance(handle, EPHandle) or handle.owner is not self:
@@ -265,11 +260,10 @@ class ElasticBuffer:
         if topk_idx is not None or do_cpu_sync:
             expected = "neither topk_idx nor do_cpu_sync=True with a handle"
             return invalid(self.rank_idx, "topk_idx", f"{spelled(topk_idx)}, do_cpu_sync={do_cpu_sync}", expected)
-        given = (num_experts, most, align, do_expand)
         own = (handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment, handle.do_expand)
-        if any(a is not None and a != b for a, b in zip(given, own, strict=True)):
+        if any(a is not None and a != b for a, b in zip(sizes, own, strict=True)):
             names = "(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)"
-            return invalid(self.rank_idx, names, given, f"None, or the handle's {own}")
+            return invalid(self.rank_idx, names, sizes, f"None, or the handle's {own}")
         return None
 
     def _problem(

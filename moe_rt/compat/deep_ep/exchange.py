@@ -91,7 +91,7 @@ class Exchange:
         return Received(recv_x, recv_weights, handle, buffer)
 
     def of(self, rows: Rows | None) -> Buffer | None:
-        """Return the buffer of such rows, None if there is none. Local."""
+        """Return the buffer of such rows, or None. Local."""
         return None if rows is None else self._buffers.get(rows)
 
     def refuse(self, rows: Rows | None, error: MoeRtError, got: int = 0, expected: int = 0) -> NoReturn:

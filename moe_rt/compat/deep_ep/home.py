@@ -55,7 +55,7 @@ def size_of(hidden: int, num_ranks: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def send_home(exchange: Exchange, rows: Tensor, index: Tensor | None, ranks: Tensor) -> Tensor:
-    """Send rows [N, H] to ranks int64 [N', 1], -1 for none, and return those that came here. Collective.
+    """Send rows [N, H] to ranks int64 [N', 1], -1 for none, and return the rows that came here. Collective.
 
     Args:
         index: int64 [N'], the row to send for each rank; None: the rows as they are.

@@ -25,9 +25,9 @@ class DispatchHandle(Sequence[Any]):
 
     Six items up to 8 ranks: rank_prefix_matrix int32 [R, R], of which only this rank's column is known and the others
     are -1; two empty tensors for DeepEP's channels; recv_src_idx int32 [N], the source's token of each row;
-    is_token_in_rank bool [T, R]; and an empty tensor for DeepEP's queues. Of its ten items for several domains of 8 ranks, is_token_in_rank,
-    recv_rdma_rank_prefix_sum, recv_gbl_rank_prefix_sum and recv_src_meta (the source's token) are known, the others
-    empty.
+    is_token_in_rank bool [T, R]; and an empty tensor for DeepEP's queues. Ten items for several domains of 8 ranks, of
+    which is_token_in_rank (0), recv_rdma_rank_prefix_sum (4), recv_gbl_rank_prefix_sum (6) and the source's tokens (7)
+    are known and the others empty.
     """
 
     def __init__(self, owner: Normal, routing: tuple[Tensor, Tensor], in_rank: Tensor, num_rows: int) -> None:
