@@ -10,6 +10,8 @@ from torch import Tensor
 from moe_rt import _engine
 from moe_rt.errors import InvalidConfig
 
+_PLAN_HEAD, _PLAN_PULLED = 12, 4  # 32-bit words of RecvPlan::Head and of Pulled, whose first word is the source token
+
 
 @dataclass(kw_only=True, slots=True, repr=False)
 class Handle:
@@ -61,6 +63,21 @@ class Handle:
         if self.recv_topk_idx is not None:
             expected = "recv_topk_idx, which has the experts of each row"
             raise InvalidConfig(f'handle.{name}: got rows of tokens (layout="tokens"), expected {expected}')
+
+    @property
+    def source_tokens(self) -> Tensor:
+        """int32 [capacity] on the device: with layout="tokens", index of each row's token at its source rank.
+
+        Rows past offs[-1] are unspecified.
+
+        Raises:
+            InvalidConfig: the layout is "experts".
+        """
+        if self.recv_topk_idx is None:
+            expected = 'layout="tokens", whose rows are tokens'
+            raise InvalidConfig(f'handle.source_tokens: got rows of experts (layout="experts"), expected {expected}')
+        pulled = self.recv_plan[_PLAN_HEAD : _PLAN_HEAD + _PLAN_PULLED * len(self.recv_topk_idx)]
+        return pulled.view(-1, _PLAN_PULLED)[:, 0]
 
     @property
     def num_recv_tokens_per_expert(self) -> Tensor:

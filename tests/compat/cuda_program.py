@@ -1,7 +1,5 @@
 """A program written for CUDA, with what people use of it; prints "passed" on each rank. It names no CPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -34,6 +32,7 @@ def devices():
     assert x.is_cuda
     assert x.device == torch.device("cuda", 1)
     assert isinstance(x.device, torch.device)
+    assert torch.empty_like(torch.ones(2), device="cuda:1", dtype=torch.float64).is_cuda
     host = x.cpu()
     x.add_(1)
     assert not torch.equal(host, x)  # a copy, as on a GPU
@@ -67,6 +66,18 @@ def streams_and_amp():
     assert float(torch.compile(lambda t: (t * 2).sum())(torch.ones(8, device="cuda"))) == 16
 
 
+def operators():
+    torch.library.define("on_cpu_test::double", "(Tensor x) -> Tensor")
+    torch.library.impl("on_cpu_test::double", "cuda", lambda x: 2 * x)
+    assert torch.ops.on_cpu_test.double(torch.ones(1, device="cuda")) == 2
+
+    @torch.library.custom_op("on_cpu_test::triple", mutates_args=(), device_types="cuda")
+    def triple(x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    assert triple(torch.ones(1, device="cuda")) == 3
+
+
 def refusals():
     raises("torch.cuda.CUDAGraph", torch.cuda.CUDAGraph)
     raises("torch.cuda.graph:", lambda: torch.cuda.graph(None))
@@ -86,6 +97,10 @@ def groups():
     gathered = torch.empty(size, 1, 2, device="cuda")
     dist.all_gather_into_tensor(gathered, torch.full((1, 2), float(rank), device="cuda"))
     assert gathered[:, 0, 0].tolist() == list(range(size))
+    codes = torch.full((size,), float(rank), device="cuda").to(torch.float8_e4m3fn)
+    came = torch.empty_like(codes)
+    dist.all_to_all_single(came, codes)
+    assert came.float().tolist() == list(range(size))
     dist.barrier(device_ids=[rank])
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (size,))
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).cuda(), device_ids=[rank])
@@ -104,7 +119,7 @@ def groups():
 
 
 if __name__ == "__main__":
-    for part in (devices, streams_and_amp, refusals, *([groups] if "RANK" in os.environ else [])):
+    for part in (devices, streams_and_amp, operators, refusals, *([groups] if "RANK" in os.environ else [])):
         part()
     sys.stdout.write("passed\n")  # one write, so that lines of ranks do not mix
     sys.stdout.flush()

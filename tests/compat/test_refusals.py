@@ -127,6 +127,8 @@ def test_wrong_operands_of_combine(what: str) -> None:
     def work(buffer: deep_ep.Buffer, rank: int) -> None:
         recv_x, _, weights, _, handle, _ = dispatch(buffer, JOB, rank)
         arguments: dict[str, Any] = {"x": recv_x, "handle": handle, "topk_weights": weights}
+        if what == "bias":
+            arguments["bias"] = JOB.x[rank]
         changes: dict[str, dict[str, Any]] = {
             "handle": {"handle": tuple(handle)},
             "rows": {"x": recv_x[1:]},
@@ -138,6 +140,17 @@ def test_wrong_operands_of_combine(what: str) -> None:
 
     name = {"rows": "x", "weights": "topk_weights", "dtype": "x"}.get(what, what)
     assert_named(raised(work), f"{name}: got")
+
+
+def test_a_refusal_after_the_weights_went_home() -> None:
+    """Peers learn of it in the buffer of rows, although the last op went through that of weights."""
+
+    def work(buffer: deep_ep.Buffer, rank: int) -> None:
+        recv_x, _, weights, _, handle, _ = dispatch(buffer, JOB, rank)
+        buffer.combine(recv_x, handle, topk_weights=weights)
+        ordinary(buffer, rank, x=torch.zeros(20, 128))
+
+    assert_named(raised(work), "x: got")
 
 
 @pytest.mark.parametrize("op", ["cached dispatch", "combine", "low-latency combine"])
@@ -289,7 +302,13 @@ def test_what_is_not_implemented_says_what_to_do() -> None:
     group = ThreadGroup.make(1)[0]
     for make in (
         lambda: deep_ep.ElasticBuffer(group),
-        lambda: deep_ep.ElasticBuffer.get_buffer_size_hint(),
+        lambda: deep_ep.ElasticBuffer(group, num_bytes=1000),
+        lambda: deep_ep.ElasticBuffer(group, num_bytes=1 << 21, num_cpu_bytes=1 << 21),
+        lambda: deep_ep.ElasticBuffer(group, num_bytes=1 << 21).engram_write(torch.zeros(1)),
+        lambda: deep_ep.ElasticBuffer(group, num_bytes=1 << 21).pp_send(torch.zeros(1), 0),
+        lambda: deep_ep.ElasticBuffer(group, num_bytes=1 << 21).agrs_new_session(),
+        lambda: deep_ep.ElasticBuffer.get_pp_buffer_size_hint(1, 1),
+        lambda: deep_ep.ElasticBuffer(group, num_bytes=1 << 21).get_comm_stream(),
         lambda: deep_ep.Buffer(group, enable_shrink=True),
         lambda: deep_ep.Buffer(group, comm=object()),
         lambda: deep_ep.Buffer(group).get_local_buffer_tensor(torch.int8),

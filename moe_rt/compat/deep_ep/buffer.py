@@ -10,10 +10,10 @@ from torch import Tensor
 
 from moe_rt.compat.deep_ep.config import Config, low_latency_hint, queue_of
 from moe_rt.compat.deep_ep.exchange import Exchange, invalid, spelled
-from moe_rt.compat.deep_ep.layout import Layout, layout_of
+from moe_rt.compat.deep_ep.layout import Layout, layout_of, per_domain
 from moe_rt.compat.deep_ep.low_latency import LowLatency, LowLatencyHandle
 from moe_rt.compat.deep_ep.normal import DispatchHandle, Normal, biases
-from moe_rt.compat.deep_ep.utils.event import EventHandle, EventOverlap
+from moe_rt.compat.deep_ep.utils.event import EventHandle, EventOverlap, event_of
 from moe_rt.errors import GroupClosed, InvalidConfig, InvalidInput
 from moe_rt.group.groups import Group
 
@@ -143,12 +143,12 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """Count a routing int64 [T, K]. Local.
 
         Returns:
-            int32 [R], tokens for each rank; None, since all ranks are in one domain; int32 [E], entries of each
-            expert; bool [T, R], True if the token visits the rank; and the event.
+            int32 [R], tokens for each rank; int32 [R / 8], tokens for each domain of 8 ranks, None up to 8 ranks;
+            int32 [E], entries of each expert; bool [T, R], True if the token visits the rank; and the event.
         """
         if num_experts < 1 or num_experts % self.group_size:
             raise invalid(self.rank, "num_experts", num_experts, f"a multiple of {self.group_size} ranks")
@@ -156,8 +156,8 @@ class Buffer:
             raise invalid(self.rank, "topk_idx", spelled(topk_idx), "int64 [T, K]")
         layout = layout_of(topk_idx, num_experts, self.group_size)
         self._normal.known.remember(topk_idx, layout)
-        event = _event(async_finish, topk_idx)
-        return layout.per_rank, None, layout.per_expert, layout.in_rank, event
+        event = event_of(async_finish, topk_idx)
+        return layout.per_rank, per_domain(layout.in_rank), layout.per_expert, layout.in_rank, event
 
     @torch.no_grad()
     def dispatch(
@@ -182,7 +182,8 @@ class Buffer:
         Args:
             x: bfloat16 [T, H], or fp8 [T, H] with float32 or int32 scales [T, S].
             handle: repeats the dispatch that returned it, for other rows; without topk_idx and topk_weights.
-            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: as get_dispatch_layout returns them.
+            num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert: as
+                get_dispatch_layout returns them.
             topk_idx, topk_weights: int64 and float32 [T, K].
             expert_alignment: rounds the returned counts up.
             num_worst_tokens: returns this number of rows and an empty list, so that the host reads no count.
@@ -201,12 +202,12 @@ class Buffer:
                 expected = "that of a dispatch, without topk_idx and topk_weights"
                 self._exchanges[0].refuse(None, invalid(self.rank, "handle", spelled(handle), expected))
             recv_x = self._normal.again(x, handle, config)
-            return recv_x, None, None, None, None, _event(async_finish, recv_x)
+            return recv_x, None, None, None, None, event_of(async_finish, recv_x)
         layout: Any = Layout(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)  # type: ignore[arg-type]
         recv_x, ids, weights, counts, returned = self._normal.dispatch(
-            x, topk_idx, topk_weights, layout, expert_alignment, num_worst_tokens, config
+            x, topk_idx, topk_weights, layout, num_tokens_per_rdma_rank, expert_alignment, num_worst_tokens, config
         )
-        return recv_x, ids, weights, counts, returned, _event(async_finish, recv_x)
+        return recv_x, ids, weights, counts, returned, event_of(async_finish, recv_x)
 
     @torch.no_grad()
     def combine(
@@ -233,7 +234,7 @@ class Buffer:
         """
         self._require_open()
         out, weights = self._normal.combine(x, handle, topk_weights, biases(bias))
-        return out, weights, _event(async_finish, out)
+        return out, weights, event_of(async_finish, out)
 
     def internode_dispatch(self, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Call `dispatch`, which serves several hosts too (heap "ucx")."""
@@ -285,7 +286,7 @@ class Buffer:
             round_scale, use_ue8m0, return_recv_hook, async_finish,
         )  # fmt: skip
         self._add_waits(dispatch_wait_recv_cost_stats, before)
-        return recv_x, count, handle, _event(async_finish, count), hook
+        return recv_x, count, handle, event_of(async_finish, count), hook
 
     @torch.no_grad()
     def low_latency_combine(
@@ -323,7 +324,7 @@ class Buffer:
             x, topk_idx, topk_weights, handle, zero_copy, return_recv_hook, async_finish, out
         )
         self._add_waits(combine_wait_recv_cost_stats, before)
-        return combined, _event(async_finish, combined), hook
+        return combined, event_of(async_finish, combined), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """Return bfloat16 [L, R * M, H], to be filled for low_latency_combine(..., handle, zero_copy=True)."""
@@ -356,9 +357,3 @@ class Buffer:
         now = self._waited()
         waits = [b - a for a, b in zip(before or [0] * len(now), now, strict=True)]
         stats.add_(torch.tensor(waits, dtype=torch.int64, device=stats.device).view(stats.shape))
-
-
-def _event(wanted: bool, result: Any) -> EventOverlap:
-    if not wanted:
-        return EventOverlap()
-    return EventOverlap(EventHandle((result[0] if isinstance(result, tuple) else result).device))

@@ -90,6 +90,10 @@ class Exchange:
         recv_x, recv_weights, handle = buffer.dispatch(x, topk_idx, weights, max_tokens=most)
         return Received(recv_x, recv_weights, handle, buffer)
 
+    def of(self, rows: Rows | None) -> Buffer | None:
+        """Return the buffer of such rows, or None. Local."""
+        return None if rows is None else self._buffers.get(rows)
+
     def refuse(self, rows: Rows | None, error: MoeRtError, got: int = 0, expected: int = 0) -> NoReturn:
         """Raise `error` here, and the same kind of error on every peer, in place of a dispatch of such rows."""
         buffer = self._buffers.get(rows, self._latest) if rows is not None else self._latest

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_rt.compat.deep_ep.config import NVL_PEERS
+
 
 class Layout(NamedTuple):
     """Counts of one routing [T, K] over E experts.
@@ -30,6 +32,14 @@ def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     visited = ranks.new_zeros(len(ranks), num_ranks + 1, dtype=torch.bool).scatter_(1, ranks + 1, True)
     in_rank = visited[:, 1:].contiguous()
     return Layout(in_rank.sum(0, dtype=torch.int32), per_expert, in_rank)
+
+
+def per_domain(in_rank: Tensor) -> Tensor | None:
+    """Return int32 [R / 8], tokens that visit each domain of 8 ranks, as DeepEP groups them; None for one domain."""
+    num_tokens, num_ranks = in_rank.shape
+    if num_ranks <= NVL_PEERS or num_ranks % NVL_PEERS:
+        return None
+    return in_rank.view(num_tokens, num_ranks // NVL_PEERS, NVL_PEERS).any(2).sum(0, dtype=torch.int32)
 
 
 def repeats(topk_idx: Tensor) -> bool:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
-from moe_rt.compat.deep_ep.config import Config
+from moe_rt.compat.deep_ep import home
+from moe_rt.compat.deep_ep.config import NVL_PEERS, Config
 from moe_rt.compat.deep_ep.exchange import Exchange, Rows, invalid, spelled
-from moe_rt.compat.deep_ep.layout import KnownLayouts, Layout, layout_of, repeats
+from moe_rt.compat.deep_ep.layout import KnownLayouts, Layout, layout_of, per_domain, repeats
 from moe_rt.errors import InvalidInput, InvalidRouting, MoeRtError
 
-_PLAN_HEAD, _PLAN_PULLED = 12, 4  # 32-bit words of RecvPlan::Head and of Pulled, whose first word is the source token
+_ITEMS, _ITEMS_OF_DOMAINS = 6, 10  # of DeepEP's handles
 
 
 class DispatchHandle(Sequence[Any]):
-    """Routing of one dispatch. Its six items are those of DeepEP's handle, computed when they are read.
+    """Routing of one dispatch. Its items are those of DeepEP's handle, computed when they are read.
 
-    Items: rank_prefix_matrix int32 [R, R], of which only this rank's column is known and the others are -1; two empty
-    tensors for DeepEP's channels; recv_src_idx int32 [N], the source's token of each row; is_token_in_rank bool [T, R];
-    and an empty tensor for DeepEP's queues.
+    Six items up to 8 ranks: rank_prefix_matrix int32 [R, R], of which only this rank's column is known and the others
+    are -1; two empty tensors for DeepEP's channels; recv_src_idx int32 [N], the source's token of each row;
+    is_token_in_rank bool [T, R]; and an empty tensor for DeepEP's queues. Ten items for several domains of 8 ranks, of
+    which is_token_in_rank (0), recv_rdma_rank_prefix_sum (4), recv_gbl_rank_prefix_sum (6) and the source's tokens (7)
+    are known and the others empty.
     """
 
     def __init__(self, owner: Normal, routing: tuple[Tensor, Tensor], in_rank: Tensor, num_rows: int) -> None:
@@ -38,12 +41,15 @@ class DispatchHandle(Sequence[Any]):
         prefix[:, rank] = plan.offs
         none, delivered = plan.offs.new_empty(0), int(plan.offs[-1])
         source = plan.offs.new_full((self.num_rows,), -1)
-        pulled = plan.recv_plan[_PLAN_HEAD : _PLAN_HEAD + _PLAN_PULLED * delivered]
-        source[:delivered] = pulled.view(-1, _PLAN_PULLED)[:, 0]
-        yield from (prefix, none, none, source, self.in_rank, none)
+        source[:delivered] = plan.source_tokens[:delivered]
+        if len(self) == _ITEMS:
+            yield from (prefix, none, none, source, self.in_rank, none)
+        else:
+            domains = plan.offs[NVL_PEERS - 1 :: NVL_PEERS].clone()
+            yield from (self.in_rank, none, none, none, domains, none, plan.offs, source, none, none)
 
     def __len__(self) -> int:
-        return 6
+        return _ITEMS if per_domain(self.in_rank[:0]) is None else _ITEMS_OF_DOMAINS
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self._items())[index]
@@ -59,17 +65,18 @@ class Normal:
         self._exchange, self._num_nvl_bytes = exchange, num_nvl_bytes
         self.rank, self.num_ranks = exchange.rank, exchange.num_ranks
         self.known = KnownLayouts()
+        self._latest: Rows | None = None  # of the last dispatch, through whose buffer peers learn of a refusal
 
     def dispatch(
-        self, x: Any, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: Layout, alignment: int,
-        num_worst: int, config: Config,
+        self, x: Any, topk_idx: Tensor | None, topk_weights: Tensor | None, layout: Layout,
+        domains: Tensor | None, alignment: int, num_worst: int, config: Config,
     ) -> tuple[Any, Tensor | None, Tensor | None, list[int], DispatchHandle]:  # fmt: skip
         """Return received rows, their expert ids and weights, the number of rows of each expert, and the handle."""
         error = self._problem(x, topk_idx, topk_weights, layout, num_worst, config)
-        rows = None if error is not None else self._rows(x, topk_idx, layout)
+        error = error or self._wrong_domains(domains, layout)
         if error is not None:
-            self._exchange.refuse(rows, error)
-        assert rows is not None
+            self._exchange.refuse(self._latest, error)
+        rows = self._latest = self._rows(x, topk_idx, layout)
         if topk_idx is None:
             routing = self._routing_by_rank(layout.in_rank)
         else:
@@ -101,7 +108,9 @@ class Normal:
         handle.plans[rows] = received.buffer, received.handle
         num_rows = handle.num_rows
         return (
-            tuple(_first(part, num_rows) for part in received.x) if type(x) is tuple else _first(received.x, num_rows)
+            tuple(first_rows(part, num_rows) for part in received.x)
+            if type(x) is tuple
+            else first_rows(received.x, num_rows)
         )
 
     def combine(
@@ -110,31 +119,49 @@ class Normal:
         """Return the sum of x over the ranks of each token, plus the biases, and the same sum of topk_weights."""
         error = self._unfit(x, handle, topk_weights, bias)
         if error is not None:
-            owner = handle.owner if isinstance(handle, DispatchHandle) else None
-            buffer = next(iter(handle.plans.values()))[0] if owner is self else self._exchange.buffers[-1]
-            self._exchange.refuse_combine(buffer, error)
-        like = self._like(handle, x)
-        buffer, plan = self._plan(handle, like._replace(dtype=torch.float32) if bias else like)
-        capacity = len(plan.recv_topk_idx) if plan.recv_topk_idx is not None else 0
-        if bias:  # DeepEP rounds once, after all sums
-            sums = buffer.combine(x[:capacity].float(), None, plan)
-            out = sum((part.float() for part in bias), sums).to(x.dtype)
+            self._refuse_combine(handle, bool(bias), error)
+        buffer, plan = handle.plans.get(self._like(handle, x), (None, None))
+        sources = None
+        if bias or buffer is None or plan is None:
+            sources = self._sources(handle)
+            first = sum((part.float() for part in bias[1:]), bias[0].float()) if bias else None
+            rows = home.send_home(self._exchange, x, None, sources)
+            out = home.add_in_order(rows, self._places(handle), first).to(x.dtype)
         else:
+            capacity = len(plan.recv_topk_idx) if plan.recv_topk_idx is not None else 0
             out = buffer.combine(x if len(x) <= capacity else x[:capacity], None, plan)
         if topk_weights is None:
             return out, None
-        wide = -(-topk_weights.shape[1] // 4) * 4  # rows of a multiple of 16 bytes
-        buffer, plan = self._plan(handle, like._replace(hidden=wide, dtype=torch.float32))
-        padded = torch.nn.functional.pad(topk_weights[:capacity], (0, wide - topk_weights.shape[1]))
-        return out, buffer.combine(padded, None, plan)[:, : topk_weights.shape[1]].contiguous()
+        num_topk = topk_weights.shape[1]
+        wide = -(-num_topk // 4) * 4  # rows of a multiple of 16 bytes
+        padded = torch.nn.functional.pad(topk_weights, (0, wide - num_topk))
+        rows = home.send_home(self._exchange, padded, None, self._sources(handle) if sources is None else sources)
+        return out, home.add_in_order(rows, self._places(handle))[:, :num_topk].contiguous()
 
-    def _plan(self, handle: DispatchHandle, rows: Rows) -> tuple[Buffer, Handle]:
-        """Return a buffer for such rows, and the handle of a dispatch with the same routing through it. Collective."""
-        if rows not in handle.plans:
-            blank = torch.zeros(len(handle.in_rank), rows.hidden, dtype=rows.dtype, device=handle.in_rank.device)
-            received = self._exchange.dispatch(rows, blank, *handle.routing)
-            handle.plans[rows] = received.buffer, received.handle
-        return handle.plans[rows]
+    def _refuse_combine(self, handle: Any, bias: bool, error: MoeRtError) -> NoReturn:
+        """Raise the error on every rank, in the buffer through which peers combine."""
+        own = isinstance(handle, DispatchHandle) and handle.owner is self
+        rows = next(iter(handle.plans)) if own else self._latest
+        buffer = self._exchange.of(rows)
+        if bias and rows is not None:
+            self._exchange.refuse(home.size_of(rows.hidden, self.num_ranks), error)
+        if buffer is None:
+            raise error
+        self._exchange.refuse_combine(buffer, error)
+
+    def _sources(self, handle: DispatchHandle) -> Tensor:
+        """Return int64 [N, 1]: the source rank of each received row; -1 for rows of the worst case."""
+        _, plan = next(iter(handle.plans.values()))
+        rows = torch.arange(handle.num_rows, dtype=torch.int32, device=plan.offs.device)
+        sources = torch.searchsorted(plan.offs, rows, right=True)
+        return sources.where(rows < plan.offs[-1], -1).unsqueeze(1)
+
+    def _places(self, handle: DispatchHandle) -> Tensor:
+        """Return int64 [T, J]: where the rows of each token arrive at home, in rank order."""
+        ranks = torch.arange(self.num_ranks, device=handle.in_rank.device)
+        return home.in_front(
+            home.places_at_home(torch.where(handle.in_rank, ranks, -1)), next(iter(handle.plans)).num_topk
+        )
 
     def _rows(self, x: Any, topk_idx: Tensor | None, layout: Layout) -> Rows:
         hidden = (x[0] if type(x) is tuple else x).shape[1]
@@ -143,8 +170,7 @@ class Normal:
         return Rows("tokens", hidden, topk_idx.shape[1], len(layout.per_expert), torch.bfloat16)
 
     def _like(self, handle: DispatchHandle, x: Any) -> Rows:
-        first = next(iter(handle.plans))
-        return first._replace(hidden=(x[0] if type(x) is tuple else x).shape[1], dtype=torch.bfloat16)
+        return next(iter(handle.plans))._replace(hidden=(x[0] if type(x) is tuple else x).shape[1])
 
     def _routing_by_rank(self, in_rank: Tensor) -> tuple[Tensor, Tensor]:
         """Return a routing over one expert per rank that visits the same ranks, and its weights."""
@@ -170,8 +196,8 @@ class Normal:
         recv_ids = ids.new_full((num_worst, ids.shape[1]), -1, dtype=torch.int64)
         recv_ids[: len(there)] = ids[: len(there)].where(there.unsqueeze(1), -1)
         parts = received.x if isinstance(received.x, tuple) else (received.x,)
-        recv = tuple(_first(part, num_worst) for part in parts)
-        return recv if len(recv) > 1 else recv[0], recv_ids, _first(received.weights, num_worst)
+        recv = tuple(first_rows(part, num_worst) for part in parts)
+        return recv if len(recv) > 1 else recv[0], recv_ids, first_rows(received.weights, num_worst)
 
     def _foreign(self) -> InvalidInput:
         return invalid(
@@ -249,6 +275,14 @@ class Normal:
             return invalid(self.rank, "num_tokens_per_expert", f"{num_experts} experts", expected)
         return None
 
+    def _wrong_domains(self, given: Tensor | None, layout: Layout) -> InvalidInput | None:
+        """Return the error of counts of domains, which are optional here."""
+        if given is None or (right := per_domain(layout.in_rank)) is None:
+            return None
+        if not isinstance(given, Tensor) or given.shape != right.shape or not torch.equal(given.int(), right):
+            return invalid(self.rank, "num_tokens_per_rdma_rank", spelled(given), f"{right.tolist()}")
+        return None
+
     def _wrong_layout(self, topk_idx: Tensor | None, layout: Layout) -> MoeRtError | None:
         """Return the error of counts that do not belong to the routing. It reads them on the host."""
         num_experts = len(layout.per_expert)
@@ -287,7 +321,7 @@ class Normal:
         return None
 
 
-def _first(t: Tensor, num_rows: int) -> Tensor:
+def first_rows(t: Tensor, num_rows: int) -> Tensor:
     """Return the first rows; if there are fewer, they are followed by unspecified ones."""
     if len(t) >= num_rows:
         return t[:num_rows]

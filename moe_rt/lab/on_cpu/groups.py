@@ -6,8 +6,11 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
+
+from moe_rt.lab.on_cpu.devices import first_mapped
 
 
 def _backend(name: Any) -> Any:
@@ -40,9 +43,30 @@ def _gathered(fn: Any) -> Any:
 
     @functools.wraps(fn)
     def gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        return fn(output_tensor.view(-1), input_tensor.contiguous().view(-1), group, async_op)
+        return fn(_bits(output_tensor.view(-1)), _bits(input_tensor.contiguous().view(-1)), group, async_op)
 
     return gather
+
+
+_MOVES = ("all_to_all_single", "all_to_all", "all_gather", "broadcast", "scatter", "gather", "send", "recv", "isend",
+          "irecv")  # fmt: skip
+
+
+def _bits(value: Any) -> Any:
+    """Return tensors of 8-bit floats, in lists too, as the bytes that gloo can move."""
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.uint8) if value.is_floating_point() and value.itemsize == 1 else value
+    return [_bits(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _of_bits(fn: Any) -> Any:
+    """Return a function that moves 8-bit floats as bytes."""
+
+    @functools.wraps(fn)
+    def move(*arguments: Any, **keywords: Any) -> Any:
+        return fn(*map(_bits, arguments), **{name: _bits(value) for name, value in keywords.items()})
+
+    return move
 
 
 class _Done:
@@ -84,18 +108,6 @@ def _barrier(fn: Any) -> Any:
     return barrier
 
 
-def _mesh(fn: Any, place: int) -> Any:
-    @functools.wraps(fn)
-    def make(*arguments: Any, **keywords: Any) -> Any:
-        if len(arguments) > place and arguments[place] == "cuda":
-            arguments = (*arguments[:place], "cpu", *arguments[place + 1 :])
-        if keywords.get("device_type") == "cuda":
-            keywords["device_type"] = "cpu"
-        return fn(*arguments, **keywords)
-
-    return make
-
-
 class ProcessGroupNCCL:
     """nccl's group. Programs set its options, which groups of gloo do not take."""
 
@@ -111,6 +123,7 @@ def change() -> None:
     replaced: dict[str, Any] = {name: _with_gloo(getattr(dist, name)) for name in ("init_process_group", "new_group")}
     replaced |= {name: _averaged(getattr(dist, name)) for name in ("all_reduce", "reduce_scatter_tensor")}
     replaced["all_gather_into_tensor"] = _gathered(dist.all_gather_into_tensor)
+    replaced |= {name: _of_bits(getattr(dist, name)) for name in _MOVES}
     replaced["barrier"] = _barrier(dist.barrier)
     for name, value in replaced.items():
         setattr(dist, name, value)
@@ -120,6 +133,6 @@ def change() -> None:
         if not hasattr(home, "ProcessGroupNCCL"):
             home.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
     mesh: Any = device_mesh.DeviceMesh
-    mesh.__init__ = _mesh(mesh.__init__, 1)
-    device_mesh.init_device_mesh = _mesh(device_mesh.init_device_mesh, 0)
+    mesh.__init__ = first_mapped(mesh.__init__, "device_type", 1)
+    device_mesh.init_device_mesh = first_mapped(device_mesh.init_device_mesh, "device_type")
     dist.__dict__["init_device_mesh"] = device_mesh.init_device_mesh

@@ -3,55 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
 
 from moe_rt.lab.on_cpu import cuda, groups
-
-_Device, _Generator = torch.device, torch.Generator
-
-
-def cpu_of(device: Any) -> Any:
-    """Return the CPU for a CUDA device, however it is named, and anything else unchanged."""
-    if type(device) is int:
-        return "cpu"
-    if isinstance(device, str):
-        return "cpu" if device.partition(":")[0] == "cuda" else device
-    return _Device("cpu") if isinstance(device, _Device) and device.type == "cuda" else device
-
-
-class _Real(type):
-    """Makes isinstance and issubclass ask another class."""
-
-    real: type
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, cls.real)
-
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, cls.real)
-
-
-class device(metaclass=_Real):
-    """torch.device, whose CUDA devices are the CPU."""
-
-    real = _Device
-
-    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
-        made = _Device(*arguments, **keywords) if arguments or keywords else _Device("cpu")
-        return cpu_of(made)
-
-
-class Generator(metaclass=_Real):
-    """torch.Generator, of which those of CUDA devices are the CPU's."""
-
-    real = _Generator
-
-    def __new__(cls, device: Any = "cpu") -> Any:
-        return _Generator(cpu_of(device))
+from moe_rt.lab.on_cpu.devices import REAL_DEVICE, Generator, cpu_of, device, first_mapped, mapped
 
 
 def change() -> None:
@@ -59,7 +17,7 @@ def change() -> None:
     constructors = _device_constructors()  # a cached set, which torch.set_default_device needs with the real functions
     for name in dir(torch):
         fn = getattr(torch, name)
-        if callable(fn) and _hashable(fn) and fn in constructors:
+        if callable(fn) and (name.endswith("_like") or (_hashable(fn) and fn in constructors)):
             setattr(torch, name, mapped(fn))
     torch.device, torch.Generator = device, Generator  # type: ignore[misc]
     torch.load = mapped(torch.load, "map_location")
@@ -67,36 +25,10 @@ def change() -> None:
     torch.version.cuda = torch.version.cuda or "12.8"
     _change_tensors()
     _change_autocast()
+    _change_operators()
     _hide_triton()
     cuda.change()
     groups.change()
-
-
-def mapped(fn: Callable[..., Any], keyword: str = "device") -> Callable[..., Any]:
-    """Return a function whose keyword argument is mapped to the CPU, and which pins no memory."""
-
-    @functools.wraps(fn)
-    def on_cpu(*arguments: Any, **keywords: Any) -> Any:
-        if keywords.get(keyword) is not None:
-            keywords[keyword] = cpu_of(keywords[keyword])
-        keywords.pop("pin_memory", None)
-        return fn(*arguments, **keywords)
-
-    return on_cpu
-
-
-def first_mapped(fn: Callable[..., Any], keyword: str = "device", place: int = 0) -> Callable[..., Any]:
-    """Return a function whose argument at a place, or keyword, is mapped to the CPU."""
-
-    @functools.wraps(fn)
-    def on_cpu(*arguments: Any, **keywords: Any) -> Any:
-        if len(arguments) > place:
-            arguments = (*arguments[:place], cpu_of(arguments[place]), *arguments[place + 1 :])
-        elif keyword in keywords:
-            keywords[keyword] = cpu_of(keywords[keyword])
-        return fn(*arguments, **keywords)
-
-    return on_cpu
 
 
 def _change_tensors() -> None:
@@ -106,7 +38,7 @@ def _change_tensors() -> None:
     @functools.wraps(to)
     def moved(self: Any, *arguments: Any, **keywords: Any) -> Any:
         given = keywords.get("device", arguments[0] if arguments else None)
-        if type(given) is not int and not isinstance(given, str | _Device):
+        if type(given) is not int and not isinstance(given, str | REAL_DEVICE):
             return to(self, *arguments, **keywords)
         if "device" in keywords:
             keywords["device"] = cpu_of(given)
@@ -157,6 +89,26 @@ def _change_autocast() -> None:
         make(self, module, None, None, *arguments, **keywords)
 
     ddp.__init__ = make_on_cpu
+
+
+def _change_operators() -> None:
+    """Make kernels that are registered for CUDA those of the CPU, unless an operator has one for it."""
+    library: Any = torch.library.Library
+    register = library.impl
+
+    @functools.wraps(register)
+    def on_cpu(self: Any, op_name: Any, fn: Any, dispatch_key: str = "", **keywords: Any) -> Any:
+        if dispatch_key == "CUDA":
+            name = op_name if isinstance(op_name, str) else op_name._schema.name
+            name = name if "::" in name else f"{self.ns}::{name}"
+            if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+                return None
+            dispatch_key = "CPU"
+        return register(self, op_name, fn, dispatch_key, **keywords)
+
+    library.impl = on_cpu
+    custom: Any = torch._library.custom_ops.CustomOpDef
+    custom.register_kernel = first_mapped(custom.register_kernel, "device_types", 1)
 
 
 def _hide_triton() -> None:

@@ -65,3 +65,28 @@ def check_nvlink_connections(group: object) -> None:
 
 def check_torch_deterministic() -> None:
     """Do nothing: no op depends on torch's mode."""
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return 1 and the number of ranks: all are in one domain."""
+    return 1, group.size()
+
+
+def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Return 1 and the number of ranks: all are in one domain."""
+    return 1, group.size()
+
+
+def get_nvlink_gbs(factor: float = 0.9) -> float:
+    """Return 0, as DeepEP does where it finds no NVLink."""
+    return 0.0
+
+
+def get_rdma_gbs(nic_name: str = "") -> float:
+    """Return 0, as DeepEP does where it finds no network card for RDMA."""
+    return 0.0
+
+
+def check_fast_rdma_atomic_support(nic_name: str = "") -> bool:
+    """Return False, as DeepEP does where it finds no network card for RDMA."""
+    return False

@@ -68,3 +68,10 @@ class EventOverlap:
         release, self._release = self._release, False
         if self.event is not None:
             self.current_stream_wait(release_handle=release)
+
+
+def event_of(wanted: bool, result: Any) -> EventOverlap:
+    """Return the event of an op that gave this result, a tensor or a tuple of them; without an event if unwanted."""
+    if not wanted:
+        return EventOverlap()
+    return EventOverlap(EventHandle((result[0] if isinstance(result, tuple) else result).device))

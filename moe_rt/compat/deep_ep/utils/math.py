@@ -17,6 +17,11 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
     return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
 
 
+def safe_div(a: float, b: float) -> float:
+    """Return a / b, and 0 for 0 / 0."""
+    return 0.0 if a == 0 and b == 0 else a / b
+
+
 def ceil_div(x: int, y: int) -> int:
     """Return x / y, rounded up."""
     return -(-x // y)
@@ -62,6 +67,23 @@ def inplace_unique(x: Tensor, num_slots: int) -> None:
 def hash_tensor(t: Tensor) -> int:
     """Return the sum of a tensor's bits, read as int32."""
     return int(t.view(torch.int32).sum())
+
+
+def hash_tensors(*tensors: Any) -> int:
+    """Return the exclusive or of the hashes of tensors, in tuples and lists too."""
+    value = 0
+    for t in tensors:
+        if isinstance(t, Tensor):
+            value ^= hash_tensor(t)
+        elif isinstance(t, (tuple, list)):
+            value ^= hash_tensors(*t)
+    return value
+
+
+def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) -> Tensor:
+    """Return scores [T, E] with 0 for experts of groups that group_idx [T, G] does not name."""
+    named = torch.zeros(len(scores), num_groups, dtype=torch.bool, device=scores.device).scatter_(1, group_idx, True)
+    return (scores.view(len(scores), num_groups, -1) * named.unsqueeze(2)).view(scores.shape)
 
 
 def count_bytes(*tensors: Any) -> int:

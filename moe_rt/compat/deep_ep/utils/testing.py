@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 # Bounds of calls: a time on the host needs few, and no kernel has to warm up.
-MOST_WARMUPS, MOST_TESTS, MOST_PROFILED = 3, 10, 3
+MOST_WARMUPS, MOST_TESTS = 3, 10
 
 
 def bench(
@@ -44,8 +44,9 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return mean seconds of the whole function in place of each kernel's: a number, or a list for each period."""
-    wait = (barrier or dist.barrier) if barrier_comm_profiling else None
-    mean = bench(fn, 1, min(num_tests, MOST_PROFILED), wait)[0]
-    each: Any = mean if num_kernels_per_period == 1 else [mean] * num_kernels_per_period
+    """Return seconds of one call in place of each kernel's: a number, or a list for each period."""
+    if barrier_comm_profiling:
+        (barrier or dist.barrier)()
+    seconds = bench(fn, 0, 1)[0]
+    each: Any = seconds if num_kernels_per_period == 1 else [seconds] * num_kernels_per_period
     return each if isinstance(kernel_names, str) else [each] * len(kernel_names)

@@ -1,0 +1,78 @@
+"""CUDA devices that are the CPU, however a program names them, and functions whose argument is such a device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+REAL_DEVICE, _Generator = torch.device, torch.Generator
+
+
+def cpu_of(device: Any) -> Any:
+    """Return the CPU for a CUDA device, however it is named, and anything else unchanged."""
+    if type(device) is int:
+        return "cpu"
+    if isinstance(device, str):
+        return "cpu" if device.partition(":")[0] == "cuda" else device
+    return REAL_DEVICE("cpu") if isinstance(device, REAL_DEVICE) and device.type == "cuda" else device
+
+
+class _Real(type):
+    """Makes isinstance and issubclass ask another class."""
+
+    real: type
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.real)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, cls.real)
+
+
+class device(metaclass=_Real):
+    """torch.device, whose CUDA devices are the CPU."""
+
+    real = REAL_DEVICE
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Any:
+        made = REAL_DEVICE(*arguments, **keywords) if arguments or keywords else REAL_DEVICE("cpu")
+        return cpu_of(made)
+
+
+class Generator(metaclass=_Real):
+    """torch.Generator, of which those of CUDA devices are the CPU's."""
+
+    real = _Generator
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator(cpu_of(device))
+
+
+def mapped(fn: Callable[..., Any], keyword: str = "device") -> Callable[..., Any]:
+    """Return a function whose keyword argument is mapped to the CPU, and which pins no memory."""
+
+    @functools.wraps(fn)
+    def on_cpu(*arguments: Any, **keywords: Any) -> Any:
+        if keywords.get(keyword) is not None:
+            keywords[keyword] = cpu_of(keywords[keyword])
+        keywords.pop("pin_memory", None)
+        return fn(*arguments, **keywords)
+
+    return on_cpu
+
+
+def first_mapped(fn: Callable[..., Any], keyword: str = "device", place: int = 0) -> Callable[..., Any]:
+    """Return a function whose argument at a place, or keyword, is mapped to the CPU."""
+
+    @functools.wraps(fn)
+    def on_cpu(*arguments: Any, **keywords: Any) -> Any:
+        if len(arguments) > place:
+            arguments = (*arguments[:place], cpu_of(arguments[place]), *arguments[place + 1 :])
+        elif keyword in keywords:
+            keywords[keyword] = cpu_of(keywords[keyword])
+        return fn(*arguments, **keywords)
+
+    return on_cpu
