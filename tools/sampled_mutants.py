@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from executed import KEPT, Executed, blocks_of, test_files
+from executed import KEPT, Executed, blocks_of
 from generated import CPP, Change, generate
 from scratch_tree import ScratchTree
 from switches import CHOSEN, compiled_here, compiling, with_switches
@@ -44,7 +44,7 @@ HERE = "tests/mutants"
 # Only `make serve-test` runs these, in a separate environment.
 LEFT_OUT = ("moe_rt/integrations/vllm/", "moe_rt/integrations/sglang/", "moe_rt/lab/testing/serving/")
 LEFT_OUT += ("moe_rt/lab/bench/serving/", "moe_rt/_engine.pyi", "moe_rt/lab/check/serving.py")
-TEST_LIMIT = "--timeout=60"
+TEST_LIMIT, COMPILED_LIMIT = "--timeout=60", "--timeout=300"  # a C++ mutant's first test may compile its program
 AS_GIVEN = {"MOE_RT_TEST_ORDER": "as given"}  # see tests/conftest.py
 LEAST_LIMIT_S = 90.0  # a run of tests that lasts this long, and five times as long as usual, hangs
 MOST_TESTS, FILES_AT_LEAST = 40, 3  # tests of one file, and files that share what time is left
@@ -140,8 +140,8 @@ class Judge:
                   if first <= change.line <= last]  # fmt: skip
         _, block = min(around, default=(0, (change.file, "", 0)))
         found = self.executed.tests(*block)
-        if not found and not self.executed:
-            found = mentioning(self.root, change)
+        if not found:
+            found = mentioning(self.root, change, self.executed.lacks())
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in sorted(found, key=self._seconds):
             by_file[test.split("::")[0]].append(test)
@@ -157,7 +157,7 @@ class Judge:
         return chosen
 
     def _seconds(self, test: str) -> float:
-        return self.executed.seconds.get(test, 5.0)
+        return self.executed.seconds.get(test, 5.0 if "::" in test else self.seconds / FILES_AT_LEAST)
 
     def judge(self, tree: ScratchTree, change: Change, number: int) -> tuple[str, str]:
         """Return the verdict on a mutant, and what led to it."""
@@ -169,8 +169,8 @@ class Judge:
             if status == 0:
                 return SURVIVED, f"{len(tests)} tests of {len({t.split('::')[0] for t in tests})} files passed"
             failed = next(iter(FAILED.findall(output)), "")
-            proof = [failed] if failed in tests else tests[:1]  # without a name, what is run at all
-            if self._pass_without(tree, proof):
+            asked = failed in tests or failed.split("::")[0] in tests
+            if self._pass_without(tree, [failed] if asked else tests[:1]):  # without a name, what is run at all
                 return KILLED, failed or ("it hangs" if status is None else f"pytest ended with {status}")
             if not failed:
                 break
@@ -178,10 +178,12 @@ class Judge:
 
     def _run(self, tree: ScratchTree, tests: list[str], change: Change, number: int) -> tuple[int | None, str]:
         limit = max(LEAST_LIMIT_S, 5 * sum(map(self._seconds, tests)))
+        left_out = [f"--deselect={test}" for test in self.fails_anyway if test.split("::")[0] in tests]
         if change.file.endswith(CPP):
-            return tree.run_tests([TEST_LIMIT, *tests], limit, **AS_GIVEN, **{CHOSEN: str(number)})
+            limit += LEAST_LIMIT_S
+            return tree.run_tests([COMPILED_LIMIT, *left_out, *tests], limit, **AS_GIVEN, **{CHOSEN: str(number)})
         with tree.changed({change.file: change.apply((tree.root / change.file).read_text())}):
-            return tree.run_tests([TEST_LIMIT, *tests], limit, **AS_GIVEN)
+            return tree.run_tests([TEST_LIMIT, *left_out, *tests], limit, **AS_GIVEN)
 
     def _pass_without(self, tree: ScratchTree, tests: list[str]) -> bool:
         """True if tests pass without a mutant: one that always fails proves nothing."""
@@ -195,10 +197,10 @@ class Judge:
         return status == 0
 
 
-def mentioning(root: Path, change: Change) -> list[str]:
-    """Return files of tests that name a changed function or its module most often, for want of a record."""
+def mentioning(root: Path, change: Change, files: Iterable[str]) -> list[str]:
+    """Return those of `files` that name a changed function or its module most often, for want of a record."""
     words = {Path(change.file).stem, *change.function.split(".")} - {"", "__init__"}
-    counted = {file: (root / file).read_text() for file in test_files(root)}
+    counted = {file: (root / file).read_text() for file in files}
     counts = {file: sum(len(re.findall(rf"\b{re.escape(w)}\b", text)) for w in words) for file, text in counted.items()}
     return sorted((file for file in counts if counts[file]), key=lambda file: -counts[file])[:3]
 

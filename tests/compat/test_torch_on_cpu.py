@@ -65,7 +65,8 @@ import torch
 from moe_rt.lab.on_cpu import torch as on_cpu
 on_cpu.change()
 x = torch.ones(2)
-for moved in (x.to("cuda"), x.to(device="cuda:0"), x.to(0), x.to("cuda", torch.float64), x.cuda(), x.cpu(), x.pin_memory()):
+moves = [x.to("cuda"), x.to(device="cuda:0"), x.to(0), x.to("cuda", torch.float64), x.cuda(), x.cpu(), x.pin_memory()]
+for moved in moves:
     assert moved.device.type == "cpu" and moved.data_ptr() != x.data_ptr(), "a move copies"
 assert x.to("cuda", torch.float64).dtype == torch.float64
 assert x.to(torch.float32) is x and x.to(x) is x and x.to(torch.float64).dtype == torch.float64
