@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from support.forked_python import run_python
 
 from moe_rt.lab.on_cpu.torch import cpu_of, first_mapped, mapped
 
@@ -93,5 +92,78 @@ print("passed")
 
 
 def test_what_programs_do_with_devices() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600)
+    done = run_python("-c", PROGRAM)
+    assert done.stdout == "passed\n", done.stderr[-3000:]
+
+
+CUDA_PROGRAM = """
+import os, subprocess, sys, time
+import torch
+from moe_rt.lab.on_cpu import hooks
+os.environ[hooks.DEVICES] = "3"
+for _ in range(2):  # the second call changes nothing
+    hooks.activate()
+assert sum(isinstance(finder, hooks._Finder) for finder in sys.meta_path) == 1
+cuda = torch.cuda
+def refused(what, fn):
+    try:
+        fn()
+    except hooks.NotOnCpu as error:
+        assert what in str(error), error
+    else:
+        raise AssertionError(what)
+assert cuda.is_available() and cuda.device_count() == 3 and len(cuda.default_generators) == 3
+assert cuda.current_device() == 0
+for device, index in ((2, 2), ("cuda:1", 1), ("cuda", 1), (None, 1), (-1, 0)):
+    cuda.set_device(device)
+    assert cuda.current_device() == index, device
+cuda.set_device(1)
+with cuda.device(2) as _:
+    assert cuda.current_device() == 2
+    with cuda.device("cuda:0"):
+        assert cuda.current_device() == 0
+    assert cuda.current_device() == 2 and torch.ones(1).get_device() == 2
+assert cuda.current_device() == 1
+refused("got device 3, expected one of 3", lambda: cuda.set_device(3))
+assert cuda.get_device_properties(2).pci_bus_id == 2 and cuda.get_device_properties().pci_bus_id == 1
+stream = cuda.Stream(2, priority=-1)
+assert (stream.device_index, stream.priority, stream.query()) == (2, -1, True)
+assert cuda.current_stream() is cuda.default_stream() and stream is not cuda.current_stream()
+assert isinstance(stream.record_event(), cuda.Event)
+given = cuda.Event(enable_timing=True)
+assert stream.record_event(given) is given and given.query()
+end = cuda.Event()
+time.sleep(0.002)
+end.record()
+assert 1.9 < given.elapsed_time(end) < 60_000 and end.elapsed_time(given) < 0
+refused("interprocess=True", lambda: cuda.Event(interprocess=True))
+with stream as inside, cuda.stream(stream), cuda.nvtx.range("a range"):
+    assert inside is stream
+page, limit = os.sysconf("SC_PAGE_SIZE"), 1 << 40
+free, total = cuda.mem_get_info()
+assert 1 << 20 < free < total < limit and total == cuda.get_device_properties().total_memory
+assert 1 << 20 < cuda.memory_allocated() <= cuda.max_memory_allocated() < limit
+before = cuda.memory_allocated()
+large = torch.ones(1 << 23)
+assert cuda.memory_allocated() - before > 1 << 24
+cuda.manual_seed(5)
+state, first = cuda.get_rng_state(), torch.rand(3)
+cuda.set_rng_state(state)
+assert torch.equal(first, torch.rand(3))
+torch.manual_seed(5)
+assert torch.equal(first, torch.rand(3))
+cuda.set_rng_state_all(cuda.get_rng_state_all()); cuda.set_rng_state_all([])
+for name in ("CUDAGraph", "graph", "make_graphed_callables", "MemPool"):
+    refused(f"torch.cuda.{name}", getattr(cuda, name))
+refused("cudart().cudaMemcpy", lambda: cuda.cudart().cudaMemcpy)
+cuda.cudart().cudaProfilerStart()
+code = "import torch, deep_ep; print(torch.ones(1, device='cuda').device, torch.cuda.device_count())"
+done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+assert done.stdout == "cpu 3\\n", done.stderr
+print("passed")
+"""
+
+
+def test_torch_cuda_once_torch_is_imported() -> None:
+    done = run_python("-c", CUDA_PROGRAM)
     assert done.stdout == "passed\n", done.stderr[-3000:]
