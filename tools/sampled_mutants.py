@@ -173,7 +173,7 @@ class Judge:
                 return SURVIVED, f"{len(tests)} tests of {len({t.split('::')[0] for t in tests})} files passed"
             failed = next(iter(FAILED.findall(output)), "")
             asked = failed in tests or failed.split("::")[0] in tests
-            # On a busy machine all of them may take as long without the mutant.
+            # A hang is compared with all tests, which may take as long on a busy machine.
             if self._pass_without(tree, [failed] if asked else tests if status is None else tests[:1]):
                 return KILLED, failed or ("it hangs" if status is None else f"pytest ended with {status}")
             if not failed:

@@ -9,7 +9,7 @@ import torch
 
 from moe_rt.lab.bench.cases import CASES, DTYPES, NAMED, OPS, Case
 
-# From the models' published configurations: hidden size, experts a token, experts, inner size of an expert.
+# The models' published configurations have these: hidden size, experts a token, experts, inner size of an expert.
 MODELS = {
     "deepseek-v3": (7168, 8, 256, 2048),
     "qwen3-moe": (2048, 8, 128, 768),

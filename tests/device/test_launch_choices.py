@@ -1,4 +1,4 @@
-"""Which kernels a rank launches and what it reaches its peers by, for every kind of heap and of topology."""
+"""A rank launches the kernels of its heap and topology, and reaches its peers by the addresses of that heap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of reports, from states that are made up: each state has words of its own, and lists end at their edges."""
+"""Reports describe each state, from states that are made up, and their lists end where they must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `moe-rt chaos` draws, and what it makes of its rounds: all of the ranges, and nothing outside of them."""
+"""`moe-rt chaos` draws from all of its ranges and nothing outside of them, and reports every complaint of a round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What heaps wait for, and in which order: work of the GPU before memory is read or reused, and peers over UCX."""
+"""Heaps wait in the right order: for work of the GPU before memory is read or reused, and for peers over UCX."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def load_whole(group: Any, path: str, changes: dict[str, Any]) -> list[float]:
 
 
 def whole_of_pairs(group: Any) -> bool:
-    """Two groups side by side, each with experts of its own, gather theirs only."""
+    """Two groups side by side, each with its own experts, gather only these."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     pair = group.rank() // 2
     with net(group) as of_all, net(pairs[pair]) as model:

@@ -1,6 +1,6 @@
-"""Callers that need a number of all ranks are told from those that must not wait for other ranks.
+"""Callers that need a number of all ranks are distinguished from callers that must not wait for other ranks.
 
-Each caller stands here as a stack of calls, so that every part of the decision is met, whatever torch calls today.
+Each caller is a stack of calls here, so that every part of the decision is met, whatever torch calls today.
 """
 
 from __future__ import annotations
