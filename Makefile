@@ -25,7 +25,7 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
 
 # Tests that take half of all the time: models, races, fuzzing, compilers, documents, whole programs.
 LONG := bench $(addprefix tests/,docs fuzz gpucheck install model mutants nodes soak device/test_lanes.py elastic \
-  compat/test_trainers.py compat/test_on_cpu.py \
+  compat/test_trainers.py compat/test_on_cpu.py compat/test_torch_on_cpu.py \
   faults/test_matrix.py faults/test_chaos_on_nodes.py heap/test_ucx_messages.py layer/test_compiled.py \
   protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py train/test_parity.py)
 

@@ -282,8 +282,9 @@ class Executed:
         counts = self._breadth.get(test_file, Counter())
         return counts[file] ** 2 / max(1, counts.total())
 
-    def __bool__(self) -> bool:
-        return bool(self.seconds)
+    def lacks(self) -> list[str]:
+        """Return files of tests that are not recorded."""
+        return [file for file in test_files(self.root) if file not in self._breadth]
 
     def tests(self, file: str, function: str, place: int) -> list[str]:
         """Return tests that execute a block; for what is executed at import, tests that execute any of the file."""
@@ -317,8 +318,8 @@ def keep(path: Path, test_file: str, tests: dict[str, tuple[float, list[Block]]]
 def test_files(root: Path) -> Iterator[str]:
     """Yield files that a mutant may run: all except tests of servers and tests that compile kernels for minutes."""
     left_out = ("ptx", "serving", "serving_sglang", "docs", "install", "model", "mutants", "tree", "soak")
-    for path in sorted((root / "tests").rglob("test_*.py")):
-        if path.relative_to(root / "tests").parts[0] not in left_out:
+    for path in sorted([*(root / "tests").rglob("test_*.py"), *(root / "bench").glob("test_*.py")]):
+        if path.relative_to(root).parts[1] not in left_out:
             yield path.relative_to(root).as_posix()
 
 

@@ -1,7 +1,8 @@
 """Generates small wrong changes of Python and C++ sources, from their syntax trees.
 
 A change replaces a range of a file's text. tree-sitter parses both languages, so that a change is of an expression or a
-statement and nearly always compiles. Skipped are types, texts, decorators, assertions and what only compilers read.
+statement and nearly always compiles. Skipped are types, texts, decorators, assertions, what only compilers read, and
+constants in seconds.
 """
 
 from __future__ import annotations
@@ -239,6 +240,9 @@ class _Python(_Language):
     statements = "block"
 
     def skips(self, node: Node) -> bool:
+        if node.type == "assignment":  # no verdict depends on how long something may take
+            left = node.child_by_field_name("left")
+            return left is not None and re.fullmatch(r"(_?[A-Z][A-Z\d_]*_S(, )?)+", self.said(left)) is not None
         condition = node.child_by_field_name("condition")
         return node.type == "if_statement" and condition is not None and "TYPE_CHECKING" in self.said(condition)
 

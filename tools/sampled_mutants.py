@@ -13,18 +13,21 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import hashlib
 import json
 import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +37,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from executed import KEPT, Executed, blocks_of, test_files
+from executed import KEPT, Executed, blocks_of, sources
 from generated import CPP, Change, generate
 from scratch_tree import ScratchTree
 from switches import CHOSEN, compiled_here, compiling, with_switches
@@ -44,7 +47,7 @@ HERE = "tests/mutants"
 # Only `make serve-test` runs these, in a separate environment.
 LEFT_OUT = ("moe_rt/integrations/vllm/", "moe_rt/integrations/sglang/", "moe_rt/lab/testing/serving/")
 LEFT_OUT += ("moe_rt/lab/bench/serving/", "moe_rt/_engine.pyi", "moe_rt/lab/check/serving.py")
-TEST_LIMIT = "--timeout=60"
+TEST_LIMIT, COMPILED_LIMIT = "--timeout=60", "--timeout=300"  # a C++ mutant's first test may compile its program
 AS_GIVEN = {"MOE_RT_TEST_ORDER": "as given"}  # see tests/conftest.py
 LEAST_LIMIT_S = 90.0  # a run of tests that lasts this long, and five times as long as usual, hangs
 MOST_TESTS, FILES_AT_LEAST = 40, 3  # tests of one file, and files that share what time is left
@@ -140,8 +143,8 @@ class Judge:
                   if first <= change.line <= last]  # fmt: skip
         _, block = min(around, default=(0, (change.file, "", 0)))
         found = self.executed.tests(*block)
-        if not found and not self.executed:
-            found = mentioning(self.root, change)
+        if not found:
+            found = mentioning(self.root, change, self.executed.lacks())
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in sorted(found, key=self._seconds):
             by_file[test.split("::")[0]].append(test)
@@ -157,7 +160,7 @@ class Judge:
         return chosen
 
     def _seconds(self, test: str) -> float:
-        return self.executed.seconds.get(test, 5.0)
+        return self.executed.seconds.get(test, 5.0 if "::" in test else self.seconds / FILES_AT_LEAST)
 
     def judge(self, tree: ScratchTree, change: Change, number: int) -> tuple[str, str]:
         """Return the verdict on a mutant, and what led to it."""
@@ -169,8 +172,9 @@ class Judge:
             if status == 0:
                 return SURVIVED, f"{len(tests)} tests of {len({t.split('::')[0] for t in tests})} files passed"
             failed = next(iter(FAILED.findall(output)), "")
-            proof = [failed] if failed in tests else tests[:1]  # without a name, what is run at all
-            if self._pass_without(tree, proof):
+            asked = failed in tests or failed.split("::")[0] in tests
+            # A hang is compared with all tests, which may take as long on a busy machine.
+            if self._pass_without(tree, [failed] if asked else tests if status is None else tests[:1]):
                 return KILLED, failed or ("it hangs" if status is None else f"pytest ended with {status}")
             if not failed:
                 break
@@ -178,10 +182,12 @@ class Judge:
 
     def _run(self, tree: ScratchTree, tests: list[str], change: Change, number: int) -> tuple[int | None, str]:
         limit = max(LEAST_LIMIT_S, 5 * sum(map(self._seconds, tests)))
+        left_out = [f"--deselect={test}" for test in self.fails_anyway if test.split("::")[0] in tests]
         if change.file.endswith(CPP):
-            return tree.run_tests([TEST_LIMIT, *tests], limit, **AS_GIVEN, **{CHOSEN: str(number)})
+            limit += LEAST_LIMIT_S
+            return tree.run_tests([COMPILED_LIMIT, *left_out, *tests], limit, **AS_GIVEN, **{CHOSEN: str(number)})
         with tree.changed({change.file: change.apply((tree.root / change.file).read_text())}):
-            return tree.run_tests([TEST_LIMIT, *tests], limit, **AS_GIVEN)
+            return tree.run_tests([TEST_LIMIT, *left_out, *tests], limit, **AS_GIVEN)
 
     def _pass_without(self, tree: ScratchTree, tests: list[str]) -> bool:
         """True if tests pass without a mutant: one that always fails proves nothing."""
@@ -195,10 +201,10 @@ class Judge:
         return status == 0
 
 
-def mentioning(root: Path, change: Change) -> list[str]:
-    """Return files of tests that name a changed function or its module most often, for want of a record."""
+def mentioning(root: Path, change: Change, files: Iterable[str]) -> list[str]:
+    """Return those of `files` that name a changed function or its module most often, for want of a record."""
     words = {Path(change.file).stem, *change.function.split(".")} - {"", "__init__"}
-    counted = {file: (root / file).read_text() for file in test_files(root)}
+    counted = {file: (root / file).read_text() for file in files}
     counts = {file: sum(len(re.findall(rf"\b{re.escape(w)}\b", text)) for w in words) for file, text in counted.items()}
     return sorted((file for file in counts if counts[file]), key=lambda file: -counts[file])[:3]
 
@@ -258,61 +264,87 @@ def choose(asked: argparse.Namespace) -> list[Change]:
     return chosen
 
 
+class Trees:
+    """Scratch trees of the chosen mutants, one for each worker.
+
+    The engine of C++ mutants is built when the first of them is judged, and kept: the same seed is drawn again once a
+    test has been written.
+    """
+
+    def __init__(self, chosen: list[Change], asked: argparse.Namespace, opened: ExitStack) -> None:
+        self._texts = with_switches(chosen, asked.root)
+        self._asked, self._opened = asked, opened
+        self._building = threading.Lock()
+
+    def make(self) -> ScratchTree:
+        """Return a tree with the unchanged engine, which suffices for mutants of Python."""
+        scratch = self._opened.enter_context(tempfile.TemporaryDirectory(prefix="moe_rt_mutants_"))
+        tree = ScratchTree(self._asked.root, Path(scratch), self._asked.root / "build/mutants/tests")
+        self._opened.enter_context(closing(tree)).take_engine()
+        return tree
+
+    def add_switches(self, tree: ScratchTree) -> None:
+        """Give a tree the C++ sources with a switch for each mutant, and their engine."""
+        for file, text in self._texts.items():
+            (tree.root / file).write_text(text)
+        unchanged = {file: text for file, text in sources(self._asked.root).items() if file.endswith(CPP)}
+        digest = hashlib.sha256(json.dumps({**unchanged, **self._texts}).encode()).hexdigest()[:16]
+        kept = self._asked.root / f"build/mutants/engine.{digest}.so"
+        with self._building:
+            if not kept.is_file():
+                tree.build_engine("")
+                for old in kept.parent.glob("engine.*"):
+                    old.unlink()
+                shutil.copy2(tree.engine, kept)
+            tree.take_engine_from(kept)
+
+
 def run(chosen: list[Change], asked: argparse.Namespace) -> list[tuple[Change, str, str]]:
-    """Return each mutant with its verdict and what led to it, in the order in which they ended."""
+    """Return each mutant with its verdict and what led to it, in the order in which they ended.
+
+    The last worker begins with mutants of C++, whose engine takes minutes to build, and the others with Python.
+    """
     end = time.monotonic() + 60 * asked.minutes
     judge = Judge(asked.root, Executed(asked.root, asked.root / KEPT).load(), asked.seconds)
     listed = {(e.file, e.function, e.operator, e.line) for e in equivalents(asked.root)}
     results: list[tuple[Change, str, str]] = []
     lock = threading.Lock()
-    queue: list[tuple[int, Change]] = []
+    queues: dict[bool, list[tuple[int, Change]]] = {False: [], True: []}
     for number, change in enumerate(chosen):
         text = (asked.root / change.file).read_text().splitlines()[change.line - 1].strip()
         if (change.file, change.function, change.operator, text) in listed:
             results.append((change, EQUIVALENT, "listed"))
         else:
-            queue.append((number, change))
+            queues[change.file.endswith(CPP)].append((number, change))
 
-    def work(tree: ScratchTree) -> None:
-        while True:
-            with lock:
-                if not queue or time.monotonic() > end:
-                    return
-                number, change = queue.pop(0)
-            start = time.monotonic()
-            verdict, why = judge.judge(tree, change, number)
-            with lock:
-                results.append((change, verdict, why))
-                place = f"{change.file}:{change.line}"
-                print(f"{time.monotonic() - start:5.0f} s  {verdict:10}  {place}  {change.operator}  {why}", flush=True)
+    def take(cpp: bool) -> tuple[int, Change] | None:
+        with lock:
+            return queues[cpp].pop(0) if queues[cpp] and time.monotonic() < end else None
+
+    def work(trees: Trees, last: bool) -> None:
+        tree, has_switches = trees.make(), False
+        for cpp in (True, False) if last and asked.jobs > 1 else (False, True):
+            while given := take(cpp):
+                start = time.monotonic()
+                if cpp and not has_switches:
+                    trees.add_switches(tree)
+                    has_switches = True
+                number, change = given
+                verdict, why = judge.judge(tree, change, number)
+                with lock:
+                    results.append((change, verdict, why))
+                    place = f"{change.file}:{change.line}"
+                    print(
+                        f"{time.monotonic() - start:5.0f} s  {verdict:10}  {place}  {change.operator}  {why}",
+                        flush=True,
+                    )
 
     with ExitStack() as opened:
-        trees = make_trees(chosen, asked, opened)
-        threads = [threading.Thread(target=work, args=(tree,)) for tree in trees]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return results + [(change, NO_VERDICT, "the time was up") for _, change in queue]
-
-
-def make_trees(chosen: list[Change], asked: argparse.Namespace, opened: ExitStack) -> list[ScratchTree]:
-    texts = with_switches(chosen, asked.root)
-    trees: list[ScratchTree] = []
-    programs = asked.root / "build/mutants/tests"
-    for _ in range(min(asked.jobs, len(chosen))):
-        scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix="moe_rt_mutants_"))
-        tree = opened.enter_context(closing(ScratchTree(asked.root, Path(scratch), programs)))
-        for file, text in texts.items():
-            (tree.root / file).write_text(text)
-        if not texts:
-            tree.take_engine()
-        elif trees:
-            tree.take_engine_of(trees[0])
-        else:
-            tree.build_engine("")
-        trees.append(tree)
-    return trees
+        trees = Trees(chosen, asked, opened)
+        count = max(1, min(asked.jobs, len(chosen)))
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda number: work(trees, number == count - 1), range(count)))
+    return results + [(change, NO_VERDICT, "the time was up") for queue in queues.values() for _, change in queue]
 
 
 def main(report: Callable[[str], None] = print) -> int:

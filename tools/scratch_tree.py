@@ -62,9 +62,9 @@ class ScratchTree:
         places = package.submodule_search_locations if package and package.submodule_search_locations else ()
         self._take_engine(engine for place in places for engine in Path(place).glob("_engine*.so"))
 
-    def take_engine_of(self, other: ScratchTree) -> None:
-        """Copy the engine of another tree, which has the same sources."""
-        self._take_engine([other.engine])
+    def take_engine_from(self, engine: Path) -> None:
+        """Copy an engine that was built from the same sources."""
+        self._take_engine([engine])
 
     def build_engine(self, header: str) -> None:
         """Build the engine from this tree's current sources; every source includes `header` first."""

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from faults.cases_faults import good_round, open_buffer
 
 from moe_rt import Buffer, ThreadGroup
@@ -149,6 +150,22 @@ def crossed_buffers(group: Any) -> str:
         with open_buffer(group, timeout_s=60.0 if rank else 1.0) as one, open_buffer(group, timeout_s=60.0) as two:
             for buffer in (two, one) if rank else (one, two):
                 good_round(buffer)
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def crossed_with_some(group: Any) -> str:
+    """Rank 1 uses a buffer of ranks 1 and 2 first, ranks 0 and 2 that of all three; rank 0, then rank 2 times out."""
+    rank, some = group.rank(), dist.new_group([1, 2])
+    try:
+        with open_buffer(group, timeout_s={0: 1.0, 1: 60.0, 2: 60.0}[rank]) as all_three:
+            if rank == 0:
+                good_round(all_three)
+                return "no error"
+            with open_buffer(some, timeout_s=60.0) as pair:
+                for buffer in (pair, all_three) if rank == 1 else (all_three, pair):
+                    good_round(buffer)
     except MoeRtError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -97,6 +97,13 @@ def test_buffers_in_crossed_order(make_ranks: MakeRanks, heap: str) -> None:
         assert f"{said}: all ranks must use their buffers in the same order" in text.splitlines()[0], text
 
 
+def test_a_buffer_of_some_ranks_that_the_waiting_rank_has_no_part_in(make_ranks: MakeRanks) -> None:
+    """Ranks are named as they are counted there, and rank 0 is not taken for one that rank 1 waits for."""
+    first = make_ranks("shm", SIZE).run(cases.crossed_with_some)[0].splitlines()[0]
+    assert first.startswith("PeerTimeout:"), first
+    assert "rank 1 waits in dispatch #1 of another buffer of 2 ranks, for rank 1 there" in first
+
+
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_a_rank_that_is_only_late_is_in_no_other_buffer(make_ranks: MakeRanks, heap: str) -> None:
     for text in make_ranks(heap, 2).run(cases.late_beside_a_used_buffer)[:1]:

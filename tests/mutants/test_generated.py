@@ -78,6 +78,12 @@ def test_operators_of_python() -> None:
         ast.parse(change.apply(PYTHON))
 
 
+def test_constants_in_seconds_are_left_alone() -> None:
+    assert changes("a.py", "_WAIT_S, LONGEST_2_S = 1.0, 2.0\nTIMEOUT_S = 2\n") == set()
+    assert changes("a.py", "WAITS, TIMEOUT_S = 1, 2\n") == {("constant", "1", "2"), ("constant", "2", "3")}
+    assert changes("a.py", "x.timeout_s = 2\n") == {("constant", "2", "3"), ("left out", "x.timeout_s = 2", "pass")}
+
+
 def test_operators_of_cpp_are_of_whole_expressions() -> None:
     found = changes("a.h", CPP)
     assert {

@@ -199,4 +199,18 @@ def load_whole(group: Any, path: str, changes: dict[str, Any]) -> list[float]:
         state = torch.load(path)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        torch.testing.assert_close(whole_state_dict(optimizer)["state"], state["optimizer"]["state"], rtol=0, atol=0)
         return steps(wrapped, optimizer, group, (2, 3))
+
+
+def whole_of_pairs(group: Any) -> bool:
+    """Two groups side by side, each with its own experts, gather only these."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    pair = group.rank() // 2
+    with net(group) as of_all, net(pairs[pair]) as model:
+        with torch.no_grad():
+            for p in model.experts.parameters():
+                p.mul_(pair + 1)
+        expected, got = whole(of_all), whole(model)
+        experts = [name for name in got if ".experts." in name]
+        return len(experts) == 2 and all(torch.equal(got[name], expected[name] * (pair + 1)) for name in experts)

@@ -102,6 +102,10 @@ def test_whole_experts_go_on_with_any_number_of_ranks(make_ranks: MakeRanks, tmp
     assert cases.load_whole(None, path, alone) == pytest.approx(expected, rel=1e-5)
 
 
+def test_experts_are_gathered_from_their_group_only(make_ranks: MakeRanks) -> None:
+    assert make_ranks("shm", 4).run(cases.whole_of_pairs) == [True] * 4
+
+
 def test_a_file_of_one_process_spreads_over_ranks(make_ranks: MakeRanks, tmp_path: Path) -> None:
     path = tmp_path / "alone"
     with net(None, prepared=False) as model:

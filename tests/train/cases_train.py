@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_rt import MoEConfig, MoELayer
 from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import TrainConfig, checkpoint, data, train
-from moe_rt.train.loop import make_optimizer, moe_factory
+from moe_rt.train.loop import Trainer, make_optimizer, moe_factory
 from moe_rt.train.model import Decoder
 from moe_rt.train.parallel import Gradients, Ranks, moe_layers, open_buffers, process_group
 
@@ -42,6 +42,29 @@ def tiny(**changes: Any) -> TrainConfig:
 
 def run(group: Any, changes: dict[str, Any]) -> None:
     train(tiny(**changes))
+
+
+def rows_of_steps(group: Any, changes: dict[str, Any]) -> list[tuple[dict[str, Any], list[list[int]]]]:
+    """Return what each of two steps reports, and how many tokens of this rank chose each expert, by layer."""
+    config = tiny(**changes)
+    with process_group(config.device, config.timeout_s):
+        ranks = Ranks.make(config.check_world(dist.get_world_size()))
+        torch.manual_seed(config.seed)
+        model = Decoder(config, moe_factory(config, ranks))
+        counts: list[list[int]] = []
+
+        def count(router: Any, given: Any, chosen: tuple[torch.Tensor, ...]) -> None:
+            counts.append(chosen[0].flatten().bincount(minlength=config.num_experts).tolist())
+
+        with open_buffers(model):
+            for layer in moe_layers(model):
+                layer.router.register_forward_hook(count)
+            trainer, rows = Trainer(config, ranks, data.load(config.data, config.seq_len), model), []
+            for step in (1, 2):
+                row = trainer._train_step(step)
+                rows.append((row, counts.copy()))
+                counts.clear()
+            return rows
 
 
 def loaded(group: Any, changes: dict[str, Any]) -> dict[str, np.ndarray]:

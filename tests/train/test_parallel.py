@@ -38,6 +38,21 @@ def test_average(make_ranks: MakeRanks, ep: int, experts: list[float]) -> None:
     assert [expert for _, expert in results] == experts
 
 
+def test_what_a_step_reports_is_of_all_ranks(make_ranks: MakeRanks) -> None:
+    """Every rank reports the same means over ranks; the load of an expert is its share of what all tokens chose."""
+    of_ranks = make_ranks("shm", 4).run(cases.rows_of_steps, {"ep": 4})
+    alone = cases.rows_of_steps(None, {})
+    for steps in zip(*of_ranks, alone, strict=True):
+        *rows, one = [row for row, _ in steps]
+        chosen = sum(torch.tensor(counts) for _, counts in steps[:-1])
+        assert chosen.tolist() == steps[-1][1], "the routing is that of one process"
+        assert int(chosen.max()) > int(chosen.min())
+        for row in (*rows, one):
+            torch.testing.assert_close(torch.tensor(row["expert_load"]), (chosen / chosen.sum(1, keepdim=True)))
+            for name in ("loss", "grad_norm", "aux_loss", "lr", "step"):
+                assert row[name] == pytest.approx(one[name], rel=1e-4), name
+
+
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing GPU is reported with torch's reason."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
