@@ -37,6 +37,7 @@ GPUS = (
     Gpu("B300", 148, 900.0, "nvlink", 2250.0, 8000.0, 288.0),
     Gpu("B200", 148, 900.0, "nvlink", 2250.0, 8000.0, 180.0),
     Gpu("H100", 132, 450.0, "nvlink", 989.0, 3350.0, 80.0),
+    Gpu("GH200", 132, 450.0, "nvlink", 989.0, 4000.0, 96.0),
     Gpu("H200", 132, 450.0, "nvlink", 989.0, 4800.0, 141.0),
     Gpu("H800", 132, 200.0, "nvlink", 989.0, 3350.0, 80.0),
     Gpu("H20", 78, 450.0, "nvlink", 148.0, 4000.0, 96.0),
@@ -44,6 +45,7 @@ GPUS = (
     Gpu("MI355X", 256, 537.6, "xgmi", 2500.0, 8000.0, 288.0),
     Gpu("MI350X", 256, 537.6, "xgmi", 2300.0, 8000.0, 288.0),
     Gpu("MI325X", 304, 448.0, "xgmi", 1307.0, 6000.0, 256.0),
+    Gpu("MI308X", 80, 448.0, "xgmi", 330.0, 5300.0, 192.0),
     Gpu("MI300X", 304, 448.0, "xgmi", 1307.0, 5300.0, 192.0),
 )
 CPU = "cpu: "  # starts the name of a machine without GPUs, whose ranks share memory
@@ -128,10 +130,15 @@ def system_of(library: str, hardware: str, mode: str, domain: float) -> System:
 def row_bytes(system: System, op: str, dtype: str, hidden: float) -> float:
     """Return the bytes of a row on a link, with scales and headers, for a payload type as tables spell it.
 
+    A type such as "fp8/bf16" names those of dispatch and combine. Without one, DeepEP dispatches fp8, others bf16.
+
     Raises:
         InvalidConfig: the type is unknown.
     """
-    name = dtype.lower()
+    parts = re.split("[/,+]", dtype.lower())
+    name = parts[0 if op == "dispatch" else -1].strip()
+    if name in ("", "raw", "unknown"):
+        name = "fp8" if op == "dispatch" and system.family in ("direct", "channels") else "bf16"
     if op == "combine" and "trtllm" in system.library.lower():
         name = "bf16"  # the column is the experts' type; combine returns bf16
     found = next((sizes for pattern, *sizes in DTYPES if re.search(pattern, name)), None)
