@@ -331,8 +331,12 @@ class Library:
 
 def _sum(first: Estimate, second: Estimate) -> Estimate:
     """Return the time of two ops that follow each other; their errors come from the same causes, so they add."""
-    parts = zip((first.us, first.p5_us, first.p95_us), (second.us, second.p5_us, second.p95_us), strict=True)
-    return Estimate(*(a + b for a, b in parts), f"{first.basis} + {second.basis}")
+    return Estimate(
+        us=first.us + second.us,
+        p5_us=first.p5_us + second.p5_us,
+        p95_us=first.p95_us + second.p95_us,
+        basis=f"{first.basis} + {second.basis}",
+    )
 
 
 @cache

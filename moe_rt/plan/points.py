@@ -182,7 +182,7 @@ def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
         ranks=ranks,
         nodes=nodes,
         domain=domain,
-        row_bytes=row_bytes(system, text["op"], text["dtype"], hidden),
+        row_bytes=row_bytes(system, "dispatch" if text["op"] == "pair" else text["op"], text["dtype"], hidden),
         sms=_note(text["notes"], "sms", _counted_sms(text["notes"], system.usual_sms)),
         sms_of_gpu=system.sms,
         to_ranks=to_ranks,

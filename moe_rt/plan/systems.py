@@ -45,7 +45,6 @@ GPUS = (
     Gpu("MI355X", 256, 537.6, "xgmi", 2500.0, 8000.0, 288.0),
     Gpu("MI350X", 256, 537.6, "xgmi", 2300.0, 8000.0, 288.0),
     Gpu("MI325X", 304, 448.0, "xgmi", 1307.0, 6000.0, 256.0),
-    Gpu("MI308X", 80, 448.0, "xgmi", 330.0, 5300.0, 192.0),
     Gpu("MI300X", 304, 448.0, "xgmi", 1307.0, 5300.0, 192.0),
 )
 CPU = "cpu: "  # starts the name of a machine without GPUs, whose ranks share memory

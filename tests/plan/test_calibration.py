@@ -159,7 +159,7 @@ def test_a_pair_takes_as_long_as_its_two_ops() -> None:
 def test_similar_systems_lend_what_few_measurements_leave_open() -> None:
     full = [parse(line) for line in measured("normal", library="MORI-EP", noise=0.0)]
     poor = [parse(line | {"mode": "low_latency"}) for line in measured("normal", library="MORI-EP", noise=0.0)[:3]]
-    target = parse(measured("normal", library="MORI-EP", noise=0.0)[17] | {"mode": "low_latency"})
+    target = parse(measured("normal", library="MORI-EP", noise=0.0)[4] | {"mode": "low_latency"})
 
     def error(rows: list[Row]) -> float:
         library = Library([one for one in calibrate(rows, date="x") if one.mode == "low_latency"])
@@ -224,7 +224,7 @@ def test_scoring_prints_one_json_line_and_fails_if_it_refuses_too_much(tmp_path:
     assert scored.exit_code == 0, scored.output
     assert (figures["rows"], figures["refused"], figures["failed"]) == (21, 1, False)
     assert figures["median_absolute_error"] < 0.5
-    assert "refused 1: op: got prepare, expected dispatch or combine (lines 22)" in scored.output
+    assert "refused 1: op: got prepare, expected dispatch, combine or pair (lines 22)" in scored.output
     scored = CliRunner().invoke(main, [write(tmp_path / "b.csv", [*known[:4], LINE | {"op": "prepare"}])])
     assert scored.exit_code == 1
     assert json.loads(scored.output.splitlines()[-1])["failed"]
