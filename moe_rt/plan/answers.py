@@ -14,12 +14,12 @@ from moe_rt.plan.memory import deepep_low_latency_bytes
 from moe_rt.plan.models import Model
 from moe_rt.plan.points import Shape
 from moe_rt.plan.routing import Overflow, factor_for, overflow, popularity, rank_loads
-from moe_rt.plan.systems import System, gpu_of, row_bytes, system_of
+from moe_rt.plan.systems import CPU, System, gpu_of, row_bytes, system_of
 
 EFFICIENCY = 0.5  # share of a GPU's peak that grouped products reach, unless stated
 CONTENTION = 1.5  # communication under products takes 1.3 to 1.9 times as long in DeepSeek's published trace
 KEPT = 0.9  # share of a GPU's memory that weights and buffers may take
-LIBRARIES = {"nvlink": "DeepEP-V1", "xgmi": "MORI-EP"}
+LIBRARIES = {"nvlink": "DeepEP-V1", "xgmi": "MORI-EP", "shared memory": "moe_rt"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,16 @@ class Cluster:
         expect(self.domain > 0, "domain", self.domain, "a positive number")
         expect(0 < self.efficiency <= 1, "efficiency", self.efficiency, "a number above 0, at most 1")
         gpu_of(self.hardware)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Modes that the library has on this hardware."""
+        return ("copies",) if self.hardware.startswith(CPU) else ("low_latency", "normal")
+
+    @property
+    def payloads(self) -> tuple[str, ...]:
+        """Types of dispatched rows whose times are calibrated."""
+        return ("bf16",) if self.hardware.startswith(CPU) else ("fp8", "bf16")
 
     def system(self, mode: str) -> System:
         """Return the library on this hardware in one of its modes."""
@@ -249,8 +259,8 @@ def configurations(model: Model, cluster: Cluster, tokens: int) -> Iterator[Conf
     """Yield the configurations that are worth a prediction."""
     sizes = [n for n in range(2, cluster.gpus + 1) if cluster.gpus % n == 0 and model.experts % n == 0]
     for ep_size in sizes:
-        for mode in ("low_latency", "normal"):
-            for payload in ("fp8", "bf16"):
+        for mode in cluster.modes:
+            for payload in cluster.payloads:
                 for chunks in (1, 2) if mode == "normal" and tokens >= 512 else (1,):
                     yield Configuration(ep_size, mode, payload, tokens, chunks)
 

@@ -34,8 +34,8 @@ class Setting:
         shares = popularity(self.model.experts) if even else self.shares
         cluster = replace(self.cluster, gpus=max(self.cluster.gpus, ep_size))
         chosen, refusal = [], InvalidConfig("mode: got none, expected one")
-        for mode in ("low_latency", "normal"):
-            one = Configuration(ep_size, mode, "fp8", tokens or self.tokens)
+        for mode in cluster.modes:
+            one = Configuration(ep_size, mode, cluster.payloads[0], tokens or self.tokens)
             try:
                 chosen.append(layer_of(self.model, cluster, replace(one, **changes), shares))  # type: ignore[arg-type]
             except InvalidConfig as error:  # a batch outside one mode's range may be within the other's

@@ -2,7 +2,7 @@
 
 A calibration states its source, device, date, units and residuals. `Library.predict` looks for the calibration of the
 same system; without one it takes a system with the same links and scales their rate by data sheets, with a wider
-interval; without that it refuses.
+interval; without that it refuses, or guesses if asked.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import numpy as np
 from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array
 from moe_rt.plan.families import FAMILIES
-from moe_rt.plan.fit import Correction, fit
+from moe_rt.plan.fit import P95, Correction, fit, slopes_of, uncertainty
 from moe_rt.plan.points import Points, Row, Shape
-from moe_rt.plan.systems import System, gpu_of
+from moe_rt.plan.systems import System, gpu_of, row_bytes
 
-VERSION = 1
-P95 = 1.645  # standard deviations from the median to the 95th percentile
-AWAY, TRANSFER = 0.12, 0.2  # log errors seen away from calibrated shapes, and on another GPU or library
+VERSION = 2
+# Log errors seen in folds left out: between calibrated shapes, for each doubling beyond them, and on another GPU or
+# library.
+AWAY, OUTSIDE, TRANSFER = 0.05, 0.08, 0.33
+GUESS = 0.67  # log error that is assumed where no calibration has the links or the algorithm
 BEYOND = 16.0  # factor beyond the calibrated range up to which a formula may be used
 
 
@@ -54,6 +56,7 @@ class Calibration:
         link, network: classes of its links within and between domains.
         most_nodes: domains that the largest measured group spans; 1 leaves the network's parameters unmeasured.
         parameters: fitted values by name; families.py has units.
+        covariance: of the parameters' logarithms, lower triangle by rows.
         features, residuals: shapes of the measurements [n][6], and log(measured / formula), [n].
         source, device, date: origin of the measurements.
     """
@@ -71,6 +74,7 @@ class Calibration:
     parameters: dict[str, float]
     median_error: float
     p95_error: float
+    covariance: list[float]
     features: list[list[float]]
     residuals: list[float]
     source: str
@@ -87,6 +91,14 @@ class Calibration:
         """The correction of the formula near measured shapes."""
         return Correction.of(np.array(self.features), np.array(self.residuals))
 
+    @cached_property
+    def doubt(self) -> Array:
+        """The covariance of the parameters' logarithms, as a matrix."""
+        size = len(self.parameters)
+        below = np.zeros((size, size))
+        below[np.tril_indices(size)] = self.covariance
+        return below + np.tril(below, -1).T
+
     def times(self, x: Points, link_scale: float = 1.0) -> tuple[Array, Array]:
         """Return medians in us and their log standard deviations, both [n].
 
@@ -96,12 +108,17 @@ class Calibration:
         values = dict(self.parameters)
         if "B_link" in values:
             values["B_link"] *= link_scale
-        formula = FAMILIES[self.family].seconds(values, x)
-        mean, spread = self.correction.at(x.features())
-        near = np.clip(1 - (spread / max(self.correction.spread, 1e-6)) ** 2, 0, 1)
+        family = FAMILIES[self.family]
+        formula, slopes = family.seconds(values, x), slopes_of(family, values, x)
+        unsure = np.einsum("ij,jk,ik->i", slopes, self.doubt, slopes)
+        measured, asked = np.array(self.features), x.features()
+        beyond = np.maximum(np.maximum(measured.min(0) - asked, asked - measured.max(0)), 0)
+        unsure = unsure + AWAY**2 + (OUTSIDE**2 * beyond**2).sum(1)
         if link_scale != 1:
-            return formula, np.hypot(spread, AWAY)
-        return formula * np.exp(mean), np.sqrt(spread**2 + AWAY**2 * (1 - near))
+            return formula, np.sqrt(unsure)
+        mean, spread = self.correction.at(asked)
+        far = 1 - self.correction.near(asked)
+        return formula * np.exp(mean), np.sqrt(spread**2 + far * unsure)
 
     def check_range(self, shape: Shape) -> None:
         """Raise InvalidConfig, naming the field, if a shape is too far from every calibrated one."""
@@ -114,8 +131,14 @@ class Calibration:
             expect(bool(fits), name, f"{2**at:.4g}", bounds)
 
 
-def calibrate(rows: Sequence[Row], *, source: str, device: str, date: str) -> list[Calibration]:
+def calibrate(rows: Sequence[Row], *, date: str, source: str = "", device: str = "") -> list[Calibration]:
     """Fit one calibration for each system and op among measurements.
+
+    A second fit starts from what the first one found for similar systems: measurements of one seldom decide all
+    parameters.
+
+    Args:
+        source, device: origin of the measurements; what the rows state, unless given.
 
     Raises:
         InvalidConfig: `rows` is empty.
@@ -124,31 +147,67 @@ def calibrate(rows: Sequence[Row], *, source: str, device: str, date: str) -> li
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.system.key, row.op), []).append(row)
-    made = []
-    for members in groups.values():
-        system, op = members[0].system, members[0].op
-        family = FAMILIES[system.family]
-        x, measured = Points.of(row.shape for row in members), np.array([row.latency_us for row in members])
-        parameters = fit(family, x, measured, usual_of(system, op))
-        left = np.log(measured / family.seconds(parameters, x))
-        features, residuals = _merged(x.features(), left)
-        error = np.abs(np.exp(-left) - 1)
-        made.append(
-            Calibration(
-                VERSION, system.library, system.hardware, system.mode, op, system.family, system.gpu.link,
-                system.network, int(x.nodes.min()), int(x.nodes.max()),
-                {name: float(f"{value:.6g}") for name, value in parameters.items()},
-                round(float(np.median(error)), 4), round(float(np.quantile(error, 0.95)), 4),
-                np.round(features, 4).tolist(), np.round(residuals, 4).tolist(), source, device, date,
-            )
-        )  # fmt: skip
-    return made
+    members = list(groups.values())
+    alone = [_fit(group, usual_of(group[0].system, group[0].op)) for group in members]
+    return [_calibration(group, _fit(group, _pooled(group, members, alone)), source, device, date) for group in members]
+
+
+def _fit(group: Sequence[Row], usual: dict[str, float]) -> dict[str, float]:
+    measured = np.array([row.latency_us for row in group])
+    return fit(FAMILIES[group[0].system.family], Points.of(row.shape for row in group), measured, usual)
+
+
+def _pooled(
+    group: Sequence[Row], members: Sequence[Sequence[Row]], alone: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Return centres of the priors: geometric means of what other systems of the family have, those of the GPU first.
+
+    Systems that measured one node only and others do not inform each other: SMs forward rows between nodes. Rates of
+    links are scaled by data sheets.
+    """
+    system, op = group[0].system, group[0].op
+    found: list[tuple[bool, dict[str, float]]] = []
+    for other, values in zip(members, alone, strict=True):
+        far = {max(row.shape.nodes for row in rows) > 1 for rows in (group, other)}
+        names = [(s.family, s.gpu.link, rows[0].op) for s, rows in ((system, group), (other[0].system, other))]
+        alike = names[0] == names[1] and len(far) == 1
+        if other is not group and alike:
+            scale = system.gpu.link_gbs / other[0].system.gpu.link_gbs
+            scaled = {name: value * (scale if name == "B_link" else 1.0) for name, value in values.items()}
+            found.append((other[0].system.hardware == system.hardware, scaled))
+    near = [values for same, values in found if same] or [values for _, values in found]
+    if not near:
+        return usual_of(system, op)
+    return {name: math.exp(sum(math.log(values[name]) for values in near) / len(near)) for name in near[0]}
+
+
+def _calibration(
+    members: Sequence[Row], parameters: dict[str, float], source: str, device: str, date: str
+) -> Calibration:
+    """Return the calibration of one system and op with its residuals."""
+    system, op = members[0].system, members[0].op
+    x, measured = Points.of(row.shape for row in members), np.array([row.latency_us for row in members])
+    left = np.log(measured / FAMILIES[system.family].seconds(parameters, x))
+    features, residuals = _merged(x.features(), left)
+    error = np.abs(np.exp(-left) - 1)
+    doubt = uncertainty(FAMILIES[system.family], parameters, x, measured)
+    below = doubt[np.tril_indices(len(doubt))]
+    return Calibration(
+        VERSION, system.library, system.hardware, system.mode, op, system.family, system.gpu.link,
+        system.network, int(x.nodes.min()), int(x.nodes.max()),
+        {name: float(f"{value:.6g}") for name, value in parameters.items()},
+        round(float(np.median(error)), 4), round(float(np.quantile(error, 0.95)), 4),
+        [float(f"{value:.3g}") for value in below], np.round(features, 4).tolist(), np.round(residuals, 4).tolist(),
+        source or ", ".join(sorted({row.source for row in members})), device or system.hardware, date,
+    )  # fmt: skip
 
 
 def usual_of(system: System, op: str) -> dict[str, float]:
     """Return centres of the priors that the data sheet or the op decide."""
     share = 0.8 if system.family == "channels" else 0.7
     usual = {} if system.family == "copies" else {"B_link": share * system.gpu.link_gbs}
+    if op == "combine" and system.family == "direct":
+        usual |= {"c_round": 0.4, "c_byte": 0.015}  # nothing is cast, unlike in dispatch
     if op == "combine" and system.family == "channels":
         usual |= {"c_token": 50.0, "sharp_work": 7.0, "c_first": 0.25, "fill": 100.0, "knee": 200.0, "sharp": 0.1}
     return usual
@@ -185,30 +244,34 @@ def load(path: Path | Traversable) -> list[Calibration]:
 
 
 class Library:
-    """A set of calibrations to predict with."""
+    """A set of calibrations to predict with.
 
-    def __init__(self, calibrations: Sequence[Calibration]) -> None:
-        self.calibrations = list(calibrations)
+    Args:
+        guess: True to let the most similar calibration stand for links, families and ranges that none covers, with an
+            interval of a factor of three in both directions; False to refuse them.
+    """
+
+    def __init__(self, calibrations: Sequence[Calibration], guess: bool = False) -> None:
+        self.calibrations, self.guess = list(calibrations), guess
 
     def choose(self, system: System, op: str, nodes: float) -> Calibration:
         """Return the most similar calibration.
 
         Raises:
-            InvalidConfig: no calibration has the same links and algorithm family.
+            InvalidConfig: no calibration has the same links and algorithm family, and none may be guessed.
         """
-        fitting = [
-            one
-            for one in self.calibrations
-            if one.op == op and one.family == system.family and one.link == system.gpu.link
-            and (system.family != "copies" or one.hardware == system.hardware)
-        ]  # fmt: skip
+        same = [one for one in self.calibrations if one.op == op and ("copies" in {one.family, system.family}) == (
+            one.family == system.family == "copies" and one.hardware == system.hardware)]  # fmt: skip
+        fitting = [one for one in same if one.family == system.family and one.link == system.gpu.link]
         known = sorted({f"{one.family} over {one.link}" for one in self.calibrations})
         text = f"{op} of {system.family} over {system.gpu.link} ({system.hardware})"
-        expect(bool(fitting), "link class", text, f"a calibrated one: {', '.join(known)}")
+        expect(bool(same if self.guess else fitting), "link class", text, f"a calibrated one: {', '.join(known)}")
 
-        def unlike(one: Calibration) -> tuple[float, bool, bool, bool, bool, str]:
+        def unlike(one: Calibration) -> tuple[bool, bool, float, bool, bool, bool, bool, str]:
             spans = one.least_nodes == 1 if nodes <= 1 else one.most_nodes > 1
             return (
+                one.family != system.family,
+                one.link != system.gpu.link,
                 abs(math.log(self.link_scale(one, system))),
                 not spans,
                 one.library != system.library,
@@ -217,7 +280,7 @@ class Library:
                 one.name,
             )
 
-        return min(fitting, key=unlike)
+        return min(fitting or same, key=unlike)
 
     @staticmethod
     def link_scale(one: Calibration, system: System) -> float:
@@ -228,31 +291,52 @@ class Library:
         """Return a calibration that measured the system's network: the given one, or the most similar other.
 
         Raises:
-            InvalidConfig: no calibration of this op crossed such a network.
+            InvalidConfig: no calibration of this op crossed such a network, and none may be guessed.
         """
-        crossed = [c for c in self.calibrations if c.most_nodes > 1 and c.network == system.network and c.op == one.op]
+        some = [c for c in self.calibrations if c.most_nodes > 1 and c.op == one.op]
+        crossed = [c for c in some if c.network == system.network]
         known = sorted({c.network for c in self.calibrations if c.most_nodes > 1})
         got = f"{system.network} between nodes ({system.hardware})"
-        expect(bool(crossed), "link class", got, f"a calibrated network: {', '.join(known) or 'none'}")
-        return one if one in crossed else min(crossed, key=lambda c: (c.family == "direct", c.name))
+        wanted = f"a calibrated network: {', '.join(known) or 'none'}"
+        expect(bool(some if self.guess else crossed), "link class", got, wanted)
+        return one if one in crossed else min(crossed or some, key=lambda c: (c.family == "direct", c.name))
 
     def predict(self, system: System, op: str, shape: Shape) -> Estimate:
-        """Predict the time of one op.
+        """Predict the time of one op; of a pair, as the sum of dispatch and combine unless pairs are calibrated.
 
         Raises:
             InvalidConfig: nothing with such links is calibrated, or the shape is far outside the calibrated range.
         """
+        if op == "pair" and system.family != "copies":
+            back = replace(shape, row_bytes=row_bytes(system, "combine", "bf16", shape.hidden))
+            return _sum(self.predict(system, "dispatch", shape), self.predict(system, "combine", back))
         best = self.choose(system, op, shape.nodes)
-        best.check_range(shape)
+        if not self.guess:
+            best.check_range(shape)
         scale, basis = self.link_scale(best, system), best.name
-        own = best.library == system.library and best.hardware == system.hardware
+        unlike = 0.0 if best.library == system.library and best.hardware == system.hardware else TRANSFER
+        if (best.family, best.link) != (system.family, system.gpu.link):
+            unlike, basis = GUESS, f"guessed from {basis}"
         if shape.nodes > 1 and (over := self.network(best, system)) is not best:
             crossing = {name: over.parameters[name] for name in ("B_net", "t_net")}
-            best, own, basis = replace(best, parameters=best.parameters | crossing), False, f"{basis}; {over.name}"
+            best, basis = replace(best, parameters=best.parameters | crossing), f"{basis}; {over.name}"
+            unlike = max(unlike, TRANSFER)
+            if over.network != system.network:
+                unlike, basis = GUESS, f"{basis} guessed for {system.network}"
         median, spread = best.times(Points.of([shape]), scale)
-        wide = float(np.exp(P95 * np.hypot(spread[0], 0.0 if own else TRANSFER)))
+        wide = float(np.exp(P95 * np.hypot(spread[0], unlike)))
         us = float(median[0])
         return Estimate(us, us / wide, us * wide, basis + (f"; links scaled by {scale:.2f}" if scale != 1 else ""))
+
+
+def _sum(first: Estimate, second: Estimate) -> Estimate:
+    """Return the time of two ops that follow each other; their errors come from the same causes, so they add."""
+    return Estimate(
+        us=first.us + second.us,
+        p5_us=first.p5_us + second.p5_us,
+        p95_us=first.p95_us + second.p95_us,
+        basis=f"{first.basis} + {second.basis}",
+    )
 
 
 @cache

@@ -12,12 +12,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from moe_rt.errors import MoeRtError
+from moe_rt.errors import InvalidConfig, MoeRtError, expect
 from moe_rt.plan.answers import EFFICIENCY, Cluster, Layer, Plan, capacity_advice, make_plan
 from moe_rt.plan.ask import QUESTIONS, Answer, Setting
 from moe_rt.plan.calibration import Library, load, published
 from moe_rt.plan.models import MODELS, find_model
 from moe_rt.plan.routing import load_trace, popularity, shares_of
+from moe_rt.plan.systems import CPU
 
 ABOUT = """Predict the time, memory and overflow risk of expert parallelism, and choose a configuration.
 
@@ -27,6 +28,8 @@ ABOUT = """Predict the time, memory and overflow risk of expert parallelism, and
   moe-rt plan --model qwen3-30b-a3b --gpus 8 --tokens 4096 --tune   search with a learned predictor
   moe-rt plan --model deepseek-v3 --gpus 64 --tokens 64 --measured dispatch=350   why is it slower?
   moe-rt plan ask ep --model deepseek-v3 --gpus 16 --tokens 128     a question, by name
+  moe-rt plan compare A.json B.json                                 two plans next to each other
+  moe-rt plan --hardware cpu --calibration calibration.json ...     CPU ranks of this machine
   moe-rt plan systems                                               what is calibrated, from which source
   moe-rt calibrate                                                  calibrate this machine
 """
@@ -67,6 +70,7 @@ def _subject(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Recorded topk_idx.")
 @click.option("--capacity-factor", type=float, help="State the risk of this capacity factor.")
 @click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="More calibrations.")
+@click.option("--guess", is_flag=True, help="Predict links that no calibration covers, with a very wide interval.")
 @click.option("--measured", multiple=True, metavar="OP=US", help="Say what can explain a measured time.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw times and memory: .svg or .png.")
 @click.option("--tune", is_flag=True, help="Search the knobs with a learned predictor, on the simulator.")
@@ -87,6 +91,7 @@ def plan(
     trace: Path | None,
     capacity_factor: float | None,
     calibration: Path | None,
+    guess: bool,
     measured: tuple[str, ...],
     plot: Path | None,
     tune: bool,
@@ -100,6 +105,10 @@ def plan(
         return
     if gpus is None or tokens is None:
         raise click.UsageError("--model needs --gpus and --tokens")
+    known = published() if calibration is None else Library([*load(calibration), *published().calibrations])
+    known = Library(known.calibrations, guess)
+    if hardware == "cpu":
+        hardware, domain = _own_machine(known), gpus
     sizes, cluster = find_model(model), Cluster(gpus, hardware, domain, library, efficiency)
     shares = popularity(sizes.experts, sigma)
     if trace is not None:
@@ -108,7 +117,6 @@ def plan(
         from moe_rt.plan.tune import tune_plan  # loads the learned predictor
 
         return tune_plan(sizes, cluster, tokens, shares, trials=trials, as_json=as_json)
-    known = published() if calibration is None else Library([*load(calibration), *published().calibrations])
     made = make_plan(sizes, cluster, tokens, shares=shares, capacity_factor=capacity_factor, library=known)
     if plot is not None:
         from moe_rt.plan.plots import draw_plan  # matplotlib takes a second
@@ -123,6 +131,41 @@ def plan(
         click.echo(capacity_advice(capacity_factor, tokens, sizes.topk, ep_size, shares))
     for text in measured:
         click.echo(explain(made.layers[0], text))
+
+
+def _own_machine(known: Library) -> str:
+    """Return the name of the machine whose CPU ranks are calibrated."""
+    names = sorted({one.hardware for one in known.calibrations if one.hardware.startswith(CPU)})
+    expect(len(names) == 1, "hardware", f"cpu and {len(names)} calibrated machines", "one in --calibration FILE")
+    return names[0]
+
+
+@plan.command()
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_reporting
+def compare(files: tuple[Path, ...]) -> None:
+    """Show the best configurations of plans that --json wrote, next to each other."""
+    expect(len(files) > 1, "files", len(files), "at least two documents of moe-rt plan --json")
+    table = Table(title="best configuration of each plan: one layer, us")
+    for name in ("plan", "model", "hardware", "EP", "mode", "payload", "dispatch", "experts", "combine", "step", "GB"):
+        table.add_column(name)
+    steps = {}
+    for path in files:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            best = document["layers"][0]
+            one, where = best["configuration"], document["cluster"]
+            steps[path.stem] = best["step_us"] / one["tokens"]
+            times = (best["dispatch"]["us"], best["experts_us"], best["combine"]["us"], best["step_us"])
+            table.add_row(
+                path.stem, document["model"]["name"], f"{where['gpus']} x {where['hardware']}", str(one["ep_size"]),
+                one["mode"], one["payload"], *(f"{us:.1f}" for us in times), f"{best['memory_bytes'] / 1e9:.1f}",
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise InvalidConfig(f"plan {path}: got {error!r}, expected a document of moe-rt plan --json") from error
+    Console(width=140).print(table)
+    fastest, slowest = min(steps, key=steps.__getitem__), max(steps, key=steps.__getitem__)
+    click.echo(f"{fastest} takes least per token: {steps[fastest]:.3g} us; {slowest} {steps[slowest]:.3g} us")
 
 
 def _show(made: Plan) -> None:

@@ -58,9 +58,10 @@ def _whole(p: Values, latency: Array, work: Array) -> Array:
     return join(latency, filled, 1 + p["sharp"])
 
 
-def blocks_of(x: Points) -> Array:
-    """Return the thread blocks that DeepEP's low-latency kernels start: one for each group of whole experts."""
-    return np.ceil(x.experts / np.ceil(x.experts / x.sms_of_gpu))
+def blocks_of(x: Points) -> tuple[Array, Array]:
+    """Return the thread blocks that DeepEP's low-latency kernels start, and the experts that share a block."""
+    share = np.ceil(x.experts / x.sms_of_gpu)
+    return np.ceil(x.experts / share), share
 
 
 def _direct(p: Values, x: Points) -> Array:
@@ -69,8 +70,10 @@ def _direct(p: Values, x: Points) -> Array:
     domain = np.minimum(x.domain, x.ranks)
     near = messages * np.where(x.nodes > 1, (domain - 1) / x.ranks, 1 - 1 / x.ranks) / p["B_link"] / 1e3
     far = messages * (1 - domain / x.ranks) / p["B_net"] / 1e3
-    rounds = x.tokens / blocks_of(x) * (p["c_round"] + p["c_byte"] * x.row_bytes / 1e3)
-    latency = p["t0"] + p["c_expert"] * x.experts
+    blocks, share = blocks_of(x)
+    copied = messages / blocks / p["b_block"] / 1e3
+    rounds = x.tokens / blocks * (p["c_round"] + p["c_byte"] * x.row_bytes / 1e3) + copied
+    latency = p["t0"] + p["c_expert"] * x.experts + p["c_share"] * (share - 1)
     beyond = np.log2(np.maximum(x.nodes, 2) / 2)
     latency = latency + np.where(x.nodes > 1, p["t_net"] + p["t_doubling"] * beyond, 0.0)
     return _whole(p, latency, join(rounds, join(near, far, SHARPNESS), 1 + p["sharp_work"]))
@@ -141,6 +144,8 @@ FAMILIES = {
                 Parameter("c_expert", "us", 0.013, 0.5),
                 Parameter("c_round", "us", 1.5, 0.5),
                 Parameter("c_byte", "ns/B", 0.06, 1.0),
+                Parameter("b_block", "GB/s", 25.0, 0.5),
+                Parameter("c_share", "us", 1.0, 1.0),
                 Parameter("sharp_work", "1", 1.0, 0.8),
                 _LINK,
                 _NET,

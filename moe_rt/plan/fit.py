@@ -16,6 +16,7 @@ from moe_rt.plan.distinct import Array
 from moe_rt.plan.families import FAMILIES, Family, Values
 from moe_rt.plan.points import Points
 
+P95 = 1.645  # standard deviations from the median to the 95th percentile
 NOISE = 0.03  # assumed scatter of a measurement, in log units
 STEPS = 150
 HUBER = 2.5  # residuals beyond this many NOISE count linearly
@@ -23,9 +24,7 @@ HUBER = 2.5  # residuals beyond this many NOISE count linearly
 LENGTHS = np.array([2.0, 1.0, 1.0, 1.5, 1.0, 0.5])
 
 
-def fit(
-    family: Family, x: Points, measured_us: Array, usual: Values | None = None, steps: int = 150
-) -> dict[str, float]:
+def fit(family: Family, x: Points, measured_us: Array, usual: Values | None = None) -> dict[str, float]:
     """Fit a family's parameters to measured times.
 
     Args:
@@ -67,6 +66,28 @@ def fit(
     return dict(zip(family.names, np.exp(theta).tolist(), strict=True))
 
 
+def uncertainty(family: Family, values: Values, x: Points, measured_us: Array) -> Array:
+    """Return the covariance of the logarithms of fitted parameters, [parameters, parameters].
+
+    It is that of a normal law at the fit (Laplace). What the formula leaves over is alike for similar shapes, so it
+    counts as if it were twice as large.
+
+    Args:
+        x, measured_us: shapes and times of the fit, n points.
+    """
+    left = np.log(measured_us / family.seconds(values, x))
+    scatter = 2 * max(float(np.sqrt(np.mean(np.minimum(left**2, 0.3**2)))), NOISE)
+    slopes = slopes_of(family, values, x) / scatter
+    return np.linalg.inv(slopes.T @ slopes + np.diag([p.spread**-2 for p in family.parameters]))
+
+
+def slopes_of(family: Family, values: Values, x: Points, step: float = 1e-4) -> Array:
+    """Return how the logarithm of each time changes with the logarithm of each parameter, [n, parameters]."""
+    at = np.log(family.seconds(values, x))
+    moved = (np.log(family.seconds(dict(values) | {n: values[n] * math.exp(step)}, x)) for n in family.names)
+    return np.stack([(other - at) / step for other in moved], axis=1)
+
+
 def _loss(residual: Array, prior: int) -> float:
     far = np.abs(residual)
     each = np.where(far < HUBER, residual**2 / 2, HUBER * (far - HUBER / 2))
@@ -84,6 +105,8 @@ class Correction:
         inverse: the inverse of their covariance, [n, n].
         spread: standard deviation of residuals away from measurements.
         noise: scatter that no shape explains.
+        trust: factor of the deviations with which nine of ten measurements, each left out in turn, are inside p5 to
+            p95.
     """
 
     features: Array
@@ -91,6 +114,7 @@ class Correction:
     inverse: Array
     spread: float
     noise: float
+    trust: float
 
     @classmethod
     def of(cls, features: Array, residuals: Array, spread: float | None = None) -> Correction:
@@ -98,13 +122,22 @@ class Correction:
         usual = spread or float(max(np.sqrt(np.mean(np.minimum(residuals**2, 0.3**2))), 0.02))
         noise = max(0.015, 0.25 * usual)
         inverse = np.linalg.inv(usual**2 * _alike(features, features) + noise**2 * np.eye(len(features)))
-        return cls(features, np.asarray(inverse @ residuals, float), np.asarray(inverse, float), usual, noise)
+        weights = np.asarray(inverse @ residuals, float)
+        left_out = np.abs(weights) / np.sqrt(np.diag(inverse))  # in deviations, for each measurement without itself
+        trust = float(np.clip(np.quantile(left_out, 0.9) / P95, 0.4, 3.0))
+        return cls(features, weights, np.asarray(inverse, float), usual, noise, trust)
 
     def at(self, features: Array) -> tuple[Array, Array]:
         """Return mean and standard deviation of the residual at shapes, both [m]."""
         across = self.spread**2 * _alike(features, self.features)
         known = np.einsum("ij,jk,ik->i", across, self.inverse, across)
-        return across @ self.weights, np.sqrt(np.maximum(self.spread**2 - known, 0) + self.noise**2)
+        deviation = np.sqrt(np.maximum(self.spread**2 - known, 0) + self.noise**2)
+        return across @ self.weights, self.trust * deviation
+
+    def near(self, features: Array) -> Array:
+        """Return how much of each shape's residual the measurements decide, 0 to 1, [m]."""
+        across = _alike(features, self.features) * self.spread
+        return np.clip(np.einsum("ij,jk,ik->i", across, self.inverse, across), 0, 1)
 
 
 def _alike(first: Array, second: Array) -> Array:

@@ -94,7 +94,9 @@ def find_model(name: str) -> Model:
         return read_config(path)
     near = get_close_matches(name.lower(), MODELS, 3, 0.3)
     known = f"did you mean {' or '.join(near)}? " if near else ""
-    raise InvalidConfig(f"model: got {name}, expected a path of a config.json or a known name; {known}{list(MODELS)}")
+    raise InvalidConfig(
+        f"model: got {name}, expected a path of a config.json or a known name; {known}known are {', '.join(MODELS)}"
+    )
 
 
 def read_config(path: Path) -> Model:

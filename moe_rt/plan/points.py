@@ -20,6 +20,12 @@ COLUMNS = (
     *("experts", "dtype", "latency_us", "bandwidth_gbs", "notes"),
 )
 MODES = ("low_latency", "normal", "raw_alltoall", "copies")
+MODE_NAMES = (("low|ll$|decode", "low_latency"), ("normal|high|ht$|prefill", "normal"), ("raw", "raw_alltoall"))
+OP_NAMES = (
+    (r"pair|both|total|round.?trip|dispatch ?[+&] ?combine", "pair"),
+    ("dispatch", "dispatch"),
+    ("combine", "combine"),
+)
 OPS = ("dispatch", "combine", "pair", "layer")  # pair is dispatch and combine; +backward may follow
 
 
@@ -107,7 +113,7 @@ def read_rows(path: Path) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]
     """
     rows: list[tuple[int, Row]] = []
     refused: list[tuple[int, str]] = []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
         expect(not missing, str(path), f"no column {', '.join(missing)}", f"the columns {', '.join(COLUMNS)}")
@@ -122,29 +128,41 @@ def read_rows(path: Path) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]
 def parse(fields_of: Mapping[str, str | None]) -> Row:
     """Return one measurement from the fields of a line.
 
+    Empty sizes are those that libraries test with: 128 tokens in low-latency mode, 4096 in normal mode, 7168 elements,
+    and 8 of 256 experts.
+
     Raises:
         InvalidConfig: a field is missing, negative or senseless; names the field, what was got and what is expected.
     """
     text = {name: (fields_of.get(name) or "").strip() for name in COLUMNS}
+    text["mode"] = _known(text["mode"], MODE_NAMES)
     expect(text["mode"] in MODES, "mode", text["mode"] or "nothing", f"one of {MODES}")
-    system = system_of(text["library"], text["hardware"], text["mode"], _number(text, "nvlink_domain", 8.0))
+    usual = 72.0 if re.search("NVL72|GB[23]00", text["hardware"]) else 8.0
+    system = system_of(text["library"], text["hardware"], text["mode"], _number(text, "nvlink_domain", usual))
     ranks = _number(text, "ep_size")
     if text["mode"] == "raw_alltoall":
         found = re.search(r"(\d+) bytes per pair", text["notes"])
         size = float(found[1]) if found else 0.0
         shape = Shape(1, size, 1, ranks, ranks, 1, ranks, size, 0, system.sms, ranks, 1)
-        return Row(text["source"], system, text["op"], shape, _number(text, "latency_us"))
-    op = next((op for op in OPS[:2] if text["op"].startswith(op)), "")
+        return Row(text["source"], system, "alltoall", shape, _number(text, "latency_us"))
+    op = _known(text["op"], OP_NAMES)
     if text["mode"] == "copies" and text["op"].removesuffix("+backward") in OPS:
         op = text["op"]
-    expect(bool(op), "op", text["op"] or "nothing", "dispatch or combine")
+    fits = op in OPS[:3] or text["mode"] == "copies"
+    expect(fits and bool(op), "op", text["op"] or "nothing", "dispatch, combine or pair")
     shape = _shape(text | {"op": op}, system, ranks)
     return Row(text["source"], system, op, shape, _latency(text, shape))
 
 
+def _known(name: str, names: Sequence[tuple[str, str]]) -> str:
+    """Return the project's word for one that a table uses; the word itself if no pattern matches."""
+    return next((word for pattern, word in names if re.match(pattern, name.lower())), name)
+
+
 def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
-    tokens, hidden = _number(text, "tokens_per_rank"), _number(text, "hidden")
-    topk, experts = _number(text, "topk", 8.0), _number(text, "experts", 256.0)
+    tokens = _number(text, "tokens_per_rank", 128.0 if text["mode"] == "low_latency" else 4096.0)
+    hidden, topk = _number(text, "hidden", 7168.0), _number(text, "topk", 8.0)
+    experts = max(ranks, _number(text, "experts", 256.0))  # a rank without an expert has a copy of one
     nodes = _note(text["notes"], "nodes", max(1.0, math.ceil(ranks / system.domain)))
     domain = max(1.0, ranks / nodes)
     units, whole = (int(experts), int(topk)), int(ranks)
@@ -164,8 +182,8 @@ def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
         ranks=ranks,
         nodes=nodes,
         domain=domain,
-        row_bytes=row_bytes(system, text["op"], text["dtype"], hidden),
-        sms=_note(text["notes"], "sms", system.usual_sms),
+        row_bytes=row_bytes(system, "dispatch" if text["op"] == "pair" else text["op"], text["dtype"], hidden),
+        sms=_note(text["notes"], "sms", _counted_sms(text["notes"], system.usual_sms)),
         sms_of_gpu=system.sms,
         to_ranks=to_ranks,
         to_nodes=to_nodes,
@@ -177,6 +195,7 @@ def _latency(text: Mapping[str, str], shape: Shape) -> float:
     """Return the time; where a table has only a bandwidth, from the logical bytes that such tables count."""
     if text["latency_us"] or not text["bandwidth_gbs"]:
         return _number(text, "latency_us")
+    expect(text["op"] != "pair", "latency_us", "nothing for a pair", "a time: bandwidths count the bytes of one op")
     visits = shape.to_nodes if shape.nodes > 1 else shape.to_ranks
     rows = shape.topk if text["mode"] == "low_latency" else visits
     return shape.tokens * rows * shape.row_bytes / _number(text, "bandwidth_gbs") / 1e3
@@ -184,6 +203,11 @@ def _latency(text: Mapping[str, str], shape: Shape) -> float:
 
 def _note(notes: str, name: str, otherwise: float) -> float:
     found = re.search(rf"\b{name}=(\d+(?:\.\d+)?)", notes)
+    return float(found[1]) if found else otherwise
+
+
+def _counted_sms(notes: str, otherwise: float) -> float:
+    found = re.search(r"\b(\d+) ?SMs?\b", notes)
     return float(found[1]) if found else otherwise
 
 

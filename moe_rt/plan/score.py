@@ -26,11 +26,18 @@ MOST_REFUSED = 0.1
 
 @dataclass(frozen=True)
 class Scored:
-    """One predicted row: relative error of the median, and True if the measurement is within p5 and p95."""
+    """One predicted row.
+
+    Attributes:
+        error: relative error of the median.
+        inside: the measurement is within p5 and p95.
+        guessed: nothing with such links or such an algorithm is calibrated.
+    """
 
     row: Row
     error: float
     inside: bool
+    guessed: bool
 
 
 def score(path: Path, library: Library | None = None) -> tuple[list[Scored], list[tuple[int, str]]]:
@@ -42,7 +49,7 @@ def score(path: Path, library: Library | None = None) -> tuple[list[Scored], lis
     Raises:
         InvalidConfig: the file lacks a column.
     """
-    known = library or published()
+    known = library or Library(published().calibrations, guess=True)
     rows, refused = read_rows(path)
     scored = []
     for line, row in rows:
@@ -52,7 +59,7 @@ def score(path: Path, library: Library | None = None) -> tuple[list[Scored], lis
             refused.append((line, error.args[0]))
             continue
         inside = estimate.p5_us <= row.latency_us <= estimate.p95_us
-        scored.append(Scored(row, abs(estimate.us / row.latency_us - 1), inside))
+        scored.append(Scored(row, abs(estimate.us / row.latency_us - 1), inside, "guessed" in estimate.basis))
     return scored, sorted(refused)
 
 
@@ -65,6 +72,7 @@ def summary(scored: list[Scored], refused: list[tuple[int, str]]) -> dict[str, A
         "rows": total,
         "predicted": len(scored),
         "refused": len(refused),
+        "guessed": sum(one.guessed for one in scored),
         "refused_share": round(share, 4),
         "median_absolute_error": _quantile(errors, 0.5),
         "p95_absolute_error": _quantile(errors, 0.95),
@@ -92,7 +100,7 @@ def table(scored: list[Scored]) -> list[str]:
         errors = np.array([one.error for one in members])
         inside = np.mean([one.inside for one in members])
         figures = f"{len(members):6} {np.median(errors):8.1%} {np.quantile(errors, 0.95):8.1%} {inside:9.0%}"
-        lines.append(f"{figures}  {name}")
+        lines.append(f"{figures}  {name}{', guessed' if members[0].guessed else ''}")
     return lines
 
 

@@ -37,6 +37,7 @@ GPUS = (
     Gpu("B300", 148, 900.0, "nvlink", 2250.0, 8000.0, 288.0),
     Gpu("B200", 148, 900.0, "nvlink", 2250.0, 8000.0, 180.0),
     Gpu("H100", 132, 450.0, "nvlink", 989.0, 3350.0, 80.0),
+    Gpu("GH200", 132, 450.0, "nvlink", 989.0, 4000.0, 96.0),
     Gpu("H200", 132, 450.0, "nvlink", 989.0, 4800.0, 141.0),
     Gpu("H800", 132, 200.0, "nvlink", 989.0, 3350.0, 80.0),
     Gpu("H20", 78, 450.0, "nvlink", 148.0, 4000.0, 96.0),
@@ -128,10 +129,15 @@ def system_of(library: str, hardware: str, mode: str, domain: float) -> System:
 def row_bytes(system: System, op: str, dtype: str, hidden: float) -> float:
     """Return the bytes of a row on a link, with scales and headers, for a payload type as tables spell it.
 
+    A type such as "fp8/bf16" names those of dispatch and combine. Without one, DeepEP dispatches fp8, others bf16.
+
     Raises:
         InvalidConfig: the type is unknown.
     """
-    name = dtype.lower()
+    parts = re.split("[/,+]", dtype.lower())
+    name = parts[0 if op == "dispatch" else -1].strip()
+    if name in ("", "raw", "unknown"):
+        name = "fp8" if op == "dispatch" and system.family in ("direct", "channels") else "bf16"
     if op == "combine" and "trtllm" in system.library.lower():
         name = "bf16"  # the column is the experts' type; combine returns bf16
     found = next((sizes for pattern, *sizes in DTYPES if re.search(pattern, name)), None)

@@ -16,7 +16,9 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.plan import simulate, tune
 from moe_rt.plan.answers import Cluster, Configuration, capacity_advice, layer_of, make_plan, overlapped
 from moe_rt.plan.ask import QUESTIONS, Setting
+from moe_rt.plan.calibration import calibrate, save
 from moe_rt.plan.models import MODELS, find_model, read_config
+from moe_rt.plan.points import COLUMNS, parse
 from moe_rt.plan.routing import popularity
 
 QWEN = MODELS["qwen3-30b-a3b"]
@@ -81,12 +83,43 @@ def test_the_command_line_answers_in_json_and_tables() -> None:
     assert json.loads(asked.output)["question"] == "payload"
 
 
+def test_plans_are_compared_and_other_files_are_refused(tmp_path: Path) -> None:
+    words = ("--model", "qwen3-30b-a3b", "--gpus", "4", "--json", "--tokens")
+    for name, tokens in (("low", "64"), ("high", "4096")):
+        (tmp_path / f"{name}.json").write_text(invoke(*words, tokens).output)
+    (tmp_path / "bad.json").write_text("{}")
+    low, high, bad = (str(tmp_path / f"{name}.json") for name in ("low", "high", "bad"))
+    assert "high takes least per token" in invoke("compare", low, high).output
+    assert "expected a document of moe-rt plan --json" in invoke("compare", low, bad).output
+    assert "files: got 1, expected at least two" in invoke("compare", low).output
+
+
+def test_cpu_ranks_are_planned_from_a_calibration_of_their_machine(tmp_path: Path) -> None:
+    shapes = [(t, h, k, r) for t in (16, 256, 2048) for h in (512, 2048) for k, r in ((2, 2), (8, 4))]
+    lines = [
+        dict.fromkeys(COLUMNS, "")
+        | dict(library="moe_rt", hardware="cpu: chip, 2 cores", nvlink_domain=str(r), mode="copies", op=op)
+        | dict(ep_size=str(r), tokens_per_rank=str(t), hidden=str(h), topk=str(k), experts="128", dtype="bf16")
+        | dict(latency_us=str(50 + t * h * k / 4e3))
+        for t, h, k, r in shapes
+        for op in ("dispatch", "combine")
+    ]
+    save(calibrate([parse(line) for line in lines], date="2026-01-01"), tmp_path / "own.json")
+    config = dict(hidden_size=512, moe_intermediate_size=64, num_experts=128, num_experts_per_tok=8)
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(num_hidden_layers=2)))
+    model = str(tmp_path / "config.json")
+    words = ("--model", model, "--gpus", "2", "--tokens", "128", "--hardware", "cpu", "--json")
+    document = json.loads(invoke(*words, "--calibration", str(tmp_path / "own.json")).output)
+    assert {layer["configuration"]["mode"] for layer in document["layers"]} == {"copies"}
+    assert "hardware: got cpu and 0 calibrated machines" in invoke(*words).output
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
             ("--model", "deepseek-v4", "--gpus", "8", "--tokens", "1"),
-            "model: got deepseek-v4.*did you mean deepseek-v3",
+            "model: got deepseek-v4.*did you mean deepseek-v3.*known are deepseek-v3, deepseek-v2,",
         ),
         (("--model", "gpt-oss-120b", "--gpus", "12", "--tokens", "1"), "gpus: got 12 for 128 experts, expected"),
         (("--model", "mixtral-8x7b", "--gpus", "8", "--tokens", "-1"), "tokens: got -1, expected a positive number"),

@@ -14,7 +14,7 @@ from moe_rt.errors import InvalidConfig
 from moe_rt.plan.calibration import Library, calibrate, load, published, save
 from moe_rt.plan.families import FAMILIES
 from moe_rt.plan.fit import Correction, fit
-from moe_rt.plan.points import COLUMNS, Points, parse
+from moe_rt.plan.points import COLUMNS, Points, Row, parse
 from moe_rt.plan.score import main
 
 VALUES = "here|DeepEP-V1|H100 + IB|8|low_latency|dispatch|8|64|7168|8|256|fp8|25.0||"
@@ -109,13 +109,74 @@ def test_what_was_not_calibrated_is_refused(changes: dict[str, str], field: str)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tokens_per_rank", "-4"), ("hidden", ""), ("mode", "fast"), ("op", "prepare"), ("dtype", "q3"),
+        ("tokens_per_rank", "-4"), ("hidden", "wide"), ("mode", "fast"), ("op", "prepare"), ("dtype", "q3"),
         ("hardware", "abacus"), ("latency_us", "nan"), ("ep_size", "zero"), ("topk", "999"),
     ],
 )  # fmt: skip
 def test_senseless_measurements_are_refused_by_name(field: str, value: str) -> None:
     with pytest.raises(InvalidConfig, match=f"^{field}: got .*expected"):
         parse(LINE | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "same_as"),
+    [
+        ({"mode": "decode"}, {}),
+        ({"hidden": "", "topk": "", "experts": "", "dtype": ""}, {}),
+        ({"dtype": "fp8/bf16"}, {}),
+        ({"op": "combine", "dtype": "fp8/bf16"}, {"op": "combine", "dtype": "bf16"}),
+        ({"op": "combine_low_precision", "dtype": ""}, {"op": "combine", "dtype": "bf16"}),
+        ({"tokens_per_rank": ""}, {"tokens_per_rank": "128"}),
+        ({"mode": "high_throughput", "notes": "16 SMs"}, {"mode": "normal", "notes": "sms=16"}),
+        ({"ep_size": "320", "experts": ""}, {"ep_size": "320", "experts": "320"}),
+        ({"hardware": "GB200", "nvlink_domain": ""}, {"hardware": "GB200", "nvlink_domain": "72"}),
+    ],
+)
+def test_empty_columns_and_other_words_are_understood(changes: dict[str, str], same_as: dict[str, str]) -> None:
+    assert parse(LINE | changes) == parse(LINE | same_as)
+
+
+def test_what_nothing_covers_is_guessed_on_request_with_a_wide_interval() -> None:
+    made = calibrate([parse(line) for line in measured("low_latency")], date="2026-01-01")
+    known = parse(LINE)
+    certain = Library(made, guess=True).predict(known.system, known.op, known.shape)
+    assert "guessed" not in certain.basis
+    other = parse(LINE | {"hardware": "MI300X"})
+    guess = Library(made, guess=True).predict(other.system, other.op, other.shape)
+    assert guess.basis.startswith("guessed from")
+    assert guess.p95_us / guess.p5_us > 8 > certain.p95_us / certain.p5_us
+
+
+def test_a_pair_takes_as_long_as_its_two_ops() -> None:
+    lines_of_both = [*measured("low_latency"), *measured("low_latency", "combine")]
+    library = Library(calibrate([parse(line) for line in lines_of_both], date="2026-01-01"))
+    both = parse(LINE | {"op": "dispatch+combine"})
+    parts = [parse(LINE | {"op": "dispatch"}), parse(LINE | {"op": "combine", "dtype": "bf16"})]
+    each = sum(library.predict(row.system, row.op, row.shape).us for row in parts)
+    assert library.predict(both.system, both.op, both.shape).us == pytest.approx(each)
+
+
+def test_similar_systems_lend_what_few_measurements_leave_open() -> None:
+    full = [parse(line) for line in measured("normal", library="MORI-EP", noise=0.0)]
+    poor = [parse(line | {"mode": "low_latency"}) for line in measured("normal", library="MORI-EP", noise=0.0)[:3]]
+    target = parse(measured("normal", library="MORI-EP", noise=0.0)[4] | {"mode": "low_latency"})
+
+    def error(rows: list[Row]) -> float:
+        library = Library([one for one in calibrate(rows, date="x") if one.mode == "low_latency"])
+        return abs(library.predict(target.system, target.op, target.shape).us / target.latency_us - 1)
+
+    assert error([*full, *poor]) < error(poor) / 2
+
+
+def test_an_interval_grows_beyond_the_measured_shapes() -> None:
+    library = Library(calibrate([parse(line) for line in measured("normal")], date="x"))
+    widths = []
+    for tokens in (64, 4096, 16384, 65536):
+        row = parse(measured("normal")[0] | {"tokens_per_rank": str(tokens)})
+        found = library.predict(row.system, row.op, row.shape)
+        widths.append(found.p95_us / found.p5_us)
+    assert widths[1] < widths[2] < widths[3]
+    assert widths[0] < 1.3
 
 
 def test_a_bandwidth_stands_for_a_missing_time() -> None:
@@ -129,7 +190,7 @@ def test_calibrations_are_kept_and_checked(tmp_path: Path) -> None:
     assert load(tmp_path / "a.json") == made
     document = json.loads((tmp_path / "a.json").read_text())
     for spoil, message in (
-        ({"version": 99}, r"version: got \['99'\], expected 1"),
+        ({"version": 99}, r"version: got \['99'\], expected 2"),
         ({"colour": "red"}, "unexpected keyword argument 'colour'"),
     ):
         (tmp_path / "b.json").write_text(json.dumps([document[0] | spoil]))
@@ -163,7 +224,7 @@ def test_scoring_prints_one_json_line_and_fails_if_it_refuses_too_much(tmp_path:
     assert scored.exit_code == 0, scored.output
     assert (figures["rows"], figures["refused"], figures["failed"]) == (21, 1, False)
     assert figures["median_absolute_error"] < 0.5
-    assert "refused 1: op: got prepare, expected dispatch or combine (lines 22)" in scored.output
+    assert "refused 1: op: got prepare, expected dispatch, combine or pair (lines 22)" in scored.output
     scored = CliRunner().invoke(main, [write(tmp_path / "b.csv", [*known[:4], LINE | {"op": "prepare"}])])
     assert scored.exit_code == 1
     assert json.loads(scored.output.splitlines()[-1])["failed"]

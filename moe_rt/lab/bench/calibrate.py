@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,8 +99,7 @@ def _fitted(csv_file: Path | None, iters: int | None, keep: Path | None) -> tupl
         rows: list[Row] = [row for _, row in read]
         for line, reason in refused:
             click.echo(f"line {line} refused: {reason}", err=True)
-        source, device = csv_file.name, ", ".join(sorted({row.system.hardware for row in rows}))
-        return fit_all(rows, source=source, device=device, date=card["date"][:10]), len(refused)
+        return fit_all(rows, date=card["date"][:10]), len(refused)
     lines = measure_with_progress(cases_of(SHAPES), iters)
     if keep is not None:
         write_lines(keep, lines)
@@ -108,23 +108,31 @@ def _fitted(csv_file: Path | None, iters: int | None, keep: Path | None) -> tupl
     return fit_all(rows, source=source, device=machine_name(card), date=card["date"][:10]), 0
 
 
+def _write(fitted: list[Calibration], out: Path) -> None:
+    files: dict[Path, list[Calibration]] = {}
+    for one in fitted:
+        name = re.sub(r"[^a-z0-9]+", "_", f"{one.library} {one.hardware}".lower()).strip("_")
+        files.setdefault(out / f"{name}.json" if out.is_dir() else out, []).append(one)
+    for path, members in files.items():
+        save(members, path)
+
+
 @click.command()
 @click.option("--csv", "csv_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Fit this table.")
 @click.option("--iters", type=click.IntRange(min=1), help="Iterations of each op; default: as moe-rt bench.")
 @click.option("--keep", type=click.Path(dir_okay=False, path_type=Path), help="Write the measurements there, as CSV.")
-@click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("calibration.json"), show_default=True
-)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
 def calibrate(csv_file: Path | None, iters: int | None, keep: Path | None, out: Path) -> None:
     """Fit the planner's formulas to twelve shapes of this machine, or to a table of measurements.
 
-    The file is read by `moe-rt plan --calibration FILE`. Residuals, device and date stand in it.
+    The file is read by `moe-rt plan --calibration FILE`. Residuals, device and date stand in it. If --out names a
+    directory, each library and device has a file of its own there.
     """
     try:
         fitted, refused = _fitted(csv_file, iters, keep)
     except (MoeRtError, RankFailed) as error:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
-    save(fitted, out)
+    _write(fitted, out)
     for one in fitted:
         click.echo(f"{one.median_error:7.1%} median, {one.p95_error:7.1%} p95 of the fit: {one.name}")
     click.echo(f"{out}: {len(fitted)} calibrations, {refused} lines refused")
