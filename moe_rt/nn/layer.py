@@ -12,6 +12,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_rt.buffer.buffer import Buffer
+from moe_rt.buffer.handle import Handle
 from moe_rt.buffer.pool import LayerBuffers
 from moe_rt.config.options import BufferOptions
 from moe_rt.config.placement import Placement
@@ -266,13 +267,7 @@ class MoELayer(nn.Module):
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
         see = _nothing if self.watcher is None else self.watcher()
         see("route", x=rows, ids=idx, weights=weights)
-        if overlap.has_gain(buffer, self.experts, rows, weights):
-            recv_x, recv_weights, handle, place = overlap.dispatch(buffer, rows, idx, weights, self.tag)
-            with overlap.weights_at(place):
-                y = self.experts(recv_x, handle.offs)
-        else:
-            recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
-            y = self.experts(recv_x, handle.offs)
+        recv_x, recv_weights, handle, y = self._computed(buffer, rows, idx, weights)
         self.metrics.add(aux.tokens_per_expert, handle)
         y = y.to(recv_x.dtype)  # FSDP may have cast it
         if self._trained_elsewhere(y):
@@ -284,6 +279,17 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             out = out + without_padding(self.shared_expert(rows), None if real is None else real.flatten())
         return out.to(x.dtype).reshape(x.shape), aux
+
+    def _computed(
+        self, buffer: Buffer, rows: Tensor, idx: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Handle, Tensor]:
+        """Dispatch rows, and return what dispatch returns and the experts' outputs."""
+        if not overlap.has_gain(buffer, self.experts, rows, weights):
+            recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
+            return recv_x, recv_weights, handle, self.experts(recv_x, handle.offs)
+        recv_x, recv_weights, handle, place = overlap.dispatch(buffer, rows, idx, weights, self.tag)
+        with overlap.weights_at(place):
+            return recv_x, recv_weights, handle, self.experts(recv_x, handle.offs)
 
     def _replayed(self, x: Tensor, topk_idx: Tensor | None) -> Tensor | None:
         """Return the recorded experts of x if routes are replayed, else topk_idx. It refuses on every rank."""

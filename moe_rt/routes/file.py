@@ -200,8 +200,8 @@ def _read(path: str | os.PathLike[str], where: str) -> Arrays:
 def _header(arrays: Arrays, where: str) -> dict[str, Any]:
     try:
         header = json.loads(arrays["header"].tobytes())
-        kinds = dict.fromkeys(("version", "num_experts", "num_topk", "num_ranks", "num_micro_batches"), int)
-        kinds |= {"layers": list}
+        numbers = ("version", "num_experts", "num_topk", "num_ranks", "num_micro_batches")
+        kinds: dict[str, type] = {**dict.fromkeys(numbers, int), "layers": list}
         fits = all(type(header.get(name)) is kind for name, kind in kinds.items())
     except (ValueError, AttributeError):
         fits = False
