@@ -171,7 +171,7 @@ def test_a_layer_passes_it_on() -> None:
 
 # Numbers that are facts: of the protocol, of the hardware, of other libraries, or limits of failures.
 FACTS = """
-kPullsOfLine kShortest kScratchRows kNoFault kEnds kMostRanks kLooks kCacheLine kFloats kDoubles kDeinterleaved
+TILE WHOLE_VECTORS kPullsOfLine kShortest kScratchRows kNoFault kEnds kMostRanks kLooks kCacheLine kFloats kDoubles kDeinterleaved
 kPatience kCodesAtOnce kNoBadEntry kTeamLanes kRingAlign kRingFrame kScratchBytes kWordsWithin kOne kPollMs
 kPollLeavingMs kClosingSteps kLastWords kCodecBlock kInfinity kTiny kMaxTopk kLinePair kPage kRowAlign
 kSegmentHeaderMagic kSegmentHeaderVersion kNumOpRecords kDropped kAnyCapacity kNoExpert kNowhere kTagBits kNumKinds
