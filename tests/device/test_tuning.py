@@ -171,13 +171,14 @@ def test_a_layer_passes_it_on() -> None:
 
 # Numbers that are facts: of the protocol, of the hardware, of other libraries, or limits of failures.
 FACTS = """
-TILE WHOLE_VECTORS kPullsOfLine kShortest kScratchRows kNoFault kEnds kMostRanks kLooks kCacheLine kFloats kDoubles kDeinterleaved
+kPullsOfLine kShortest kScratchRows kNoFault kEnds kMostRanks kLooks kCacheLine kFloats kDoubles kDeinterleaved
 kPatience kCodesAtOnce kNoBadEntry kTeamLanes kRingAlign kRingFrame kScratchBytes kWordsWithin kOne kPollMs
 kPollLeavingMs kClosingSteps kLastWords kCodecBlock kInfinity kTiny kMaxTopk kLinePair kPage kRowAlign
 kSegmentHeaderMagic kSegmentHeaderVersion kNumOpRecords kDropped kAnyCapacity kNoExpert kNowhere kTagBits kNumKinds
 kRepeats kLeads kMaxPlaces kNone kMajor _FOREVER_S _LEVEL FORMAT LOCK_SECONDS _POLL_SECONDS
 _DRIVER_VERSION _DEPENDENT_DRIVER _DEPENDENT_ARCH _BULK_ARCH _WARP _UNIT _GRANULE ALIGNMENTS _COUNT_BITS _DTYPE_BITS
 _ALIGN PROTOCOL_VERSION _VECTOR_BYTES
+TILE WHOLE_VECTORS
 """
 NUMBER = re.compile(r"\b(k[A-Z]\w*)\s*(?:=|\{)\s*-?\d")
 
