@@ -17,7 +17,7 @@ from moe_rt.errors import InvalidConfig, InvalidInput
 from moe_rt.nn.overlap import weight_place
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.ops.activations import Activation, activate, apply, swiglu
-from moe_rt.ops.grouped import grouped_linear, row_wise_linear
+from moe_rt.ops.grouped import grouped_linear, row_wise_linear, row_wise_sigmoid
 
 __all__ = ["Experts", "ExpertsConfig", "SharedExpert", "SwiGLUExperts", "expert_mlp", "grouped_linear", "swiglu"]
 
@@ -250,7 +250,8 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [T, H] -> [T, H] in x's dtype, like the other experts, even under autocast; parameters are cast."""
         c = self.config
-        linear = row_wise_linear if self.row_wise and x.device.type == "cpu" else F.linear
+        row_wise = self.row_wise and x.device.type == "cpu"
+        linear, sigmoid = (row_wise_linear, row_wise_sigmoid) if row_wise else (F.linear, torch.sigmoid)
         with torch.autocast(x.device.type, enabled=False):
             up = linear(x, self.up_proj.weight.to(x.dtype))
             gate = None if self.gate_proj is None else linear(x, self.gate_proj.weight.to(x.dtype))
@@ -258,5 +259,5 @@ class SharedExpert(nn.Module):
             h = apply(c.activation, first, second, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
             out = linear(h, self.down_proj.weight.to(x.dtype))
             if self.output_gate is not None:
-                out = out * linear(x, self.output_gate.weight.to(x.dtype)).sigmoid()
+                out = out * sigmoid(linear(x, self.output_gate.weight.to(x.dtype)))
             return out

@@ -23,12 +23,10 @@ from moe_rt.nn.router_losses import (
     sequence_view,
     z_loss,
 )
-from moe_rt.ops.grouped import row_wise_linear
+from moe_rt.ops.grouped import row_wise_linear, row_wise_sigmoid
 from moe_rt.routes.file import UNRECORDED
 
 __all__ = ["Router", "RouterAux", "RouterConfig", "ScoreFunc"]
-
-WHOLE_VECTORS = 64  # elements: a multiple of what torch's loops take at once, of any type
 
 ScoreFunc = Literal["softmax", "sigmoid"]
 
@@ -225,9 +223,10 @@ class Router(KeepsFp32):
             rows = without_padding(x, real).to(acc)
             if self.training and c.jitter:
                 rows = rows * torch.empty_like(rows).uniform_(1 - c.jitter, 1 + c.jitter)
-            linear = row_wise_linear if self.row_wise and x.device.type == "cpu" else F.linear
+            row_wise = self.row_wise and x.device.type == "cpu"
+            linear, sigmoid = (row_wise_linear, row_wise_sigmoid) if row_wise else (F.linear, torch.sigmoid)
             logits = linear(rows, self.weight.to(acc), None if self.bias is None else self.bias.to(acc))
-            scores = logits.softmax(-1) if c.score_func == "softmax" else self._sigmoid(logits)
+            scores = logits.softmax(-1) if c.score_func == "softmax" else sigmoid(logits)
             idx = self._choose(logits, scores, real)
             idx = idx if topk_idx is None else self._recorded(topk_idx, idx)
             idx = without_padding(idx, real, -1)
@@ -257,12 +256,6 @@ class Router(KeepsFp32):
         # mean - load, times E, which is exact in integers.
         lack = tokens_per_expert.sum() - tokens_per_expert * self.config.num_experts
         self.balance_bias.add_(lack.sign().to(torch.float32), alpha=self.config.balance_bias_rate)
-
-    def _sigmoid(self, logits: Tensor) -> Tensor:
-        """Return sigmoids; if row_wise, of rows filled up to whole vectors, because torch rounds the rest otherwise."""
-        num_experts = logits.shape[-1]
-        fill = -num_experts % WHOLE_VECTORS if self.row_wise else 0
-        return F.pad(logits, (0, fill)).sigmoid()[..., :num_experts] if fill else logits.sigmoid()
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor, real: Tensor | None) -> Tensor:

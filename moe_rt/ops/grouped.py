@@ -28,6 +28,7 @@ _lib.define("grouped_sum(Tensor rows, Tensor offs) -> Tensor")
 # Rows and columns of a product are filled up to multiples of this, if a row's bits must not depend on the other rows:
 # MKL sums the rest of either in another order.
 TILE = 16
+WHOLE_VECTORS = 64  # elements: a multiple of what torch's element-wise loops take at once, of any type
 
 
 def grouped_linear(
@@ -73,6 +74,13 @@ def row_wise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     end = torch.tensor([len(rows)], dtype=torch.int32)
     y = grouped_linear(rows, weight[None], end, None if bias is None else bias[None], row_wise=True)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def row_wise_sigmoid(x: Tensor) -> Tensor:
+    """Return x.sigmoid(); each row's bits depend only on that row, as rows are filled up to whole vectors."""
+    num_columns = x.shape[-1]
+    fill = -num_columns % WHOLE_VECTORS
+    return F.pad(x, (0, fill)).sigmoid()[..., :num_columns] if fill else x.sigmoid()
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> Tensor:

@@ -178,6 +178,7 @@ kSegmentHeaderMagic kSegmentHeaderVersion kNumOpRecords kDropped kAnyCapacity kN
 kRepeats kLeads kMaxPlaces kNone kMajor _FOREVER_S _LEVEL FORMAT LOCK_SECONDS _POLL_SECONDS
 _DRIVER_VERSION _DEPENDENT_DRIVER _DEPENDENT_ARCH _BULK_ARCH _WARP _UNIT _GRANULE ALIGNMENTS _COUNT_BITS _DTYPE_BITS
 _ALIGN PROTOCOL_VERSION _VECTOR_BYTES
+TILE WHOLE_VECTORS
 """
 NUMBER = re.compile(r"\b(k[A-Z]\w*)\s*(?:=|\{)\s*-?\d")
 
