@@ -27,6 +27,7 @@ from torch import Tensor
 from moe_rt.errors import InvalidConfig, WriteFailed, expect
 
 VERSION = 1
+FIELDS = ("version", "num_experts", "num_topk", "num_ranks", "num_micro_batches")  # integers of the header
 MOST_EXPERTS = 1 << 15  # ids are int16
 UNRECORDED = -3
 Ids = npt.NDArray[np.int64]
@@ -158,15 +159,9 @@ def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes
     expect(list(ids.shape) == shape and len(micro_batch) == len(rank), where, f"ids {list(ids.shape)}", f"{shape}")
     if num_experts is not None:
         expect(header["num_experts"] == num_experts, f"{where}: num_experts", header["num_experts"], f"{num_experts}")
-    fits = not len(rank) or (rank.min() >= 0 and rank.max() < header["num_ranks"])
-    last = header["num_micro_batches"] - 1
-    fits = fits and (not len(rank) or (micro_batch.min() >= 0 and micro_batch.max() <= last))
-    expect(
-        bool(fits),
-        f"{where}: rank, micro_batch",
-        "numbers out of range",
-        f"{header['num_ranks']} ranks, {last + 1} micro-batches",
-    )
+    for name, bound in (("rank", header["num_ranks"]), ("micro_batch", header["num_micro_batches"])):
+        fits = not len(rank) or (arrays[name].min() >= 0 and arrays[name].max() < bound)
+        expect(bool(fits), f"{where}: {name}", "a number out of range", f"0 to {bound - 1}")
     tensors = (torch.from_numpy(np.ascontiguousarray(t, np.int32)) for t in (rank, micro_batch))
     return Routes(
         torch.from_numpy(ids.astype(np.int16)), header["num_experts"], tuple(header["layers"]), header["num_ranks"],
@@ -200,17 +195,11 @@ def _read(path: str | os.PathLike[str], where: str) -> Arrays:
 def _header(arrays: Arrays, where: str) -> dict[str, Any]:
     try:
         header = json.loads(arrays["header"].tobytes())
-        numbers = ("version", "num_experts", "num_topk", "num_ranks", "num_micro_batches")
-        kinds: dict[str, type] = {**dict.fromkeys(numbers, int), "layers": list}
+        kinds: dict[str, type] = {**dict.fromkeys(FIELDS, int), "layers": list}
         fits = all(type(header.get(name)) is kind for name, kind in kinds.items())
     except (ValueError, AttributeError):
         fits = False
-    expect(
-        fits,
-        f"{where}: header",
-        "other fields",
-        "version, num_experts, num_topk, num_ranks, num_micro_batches and layers",
-    )
+    expect(fits, f"{where}: header", "other fields", f"{', '.join(FIELDS)} and layers")
     expect(header["version"] == VERSION, f"{where}: version", header["version"], f"{VERSION}")
     missing = sorted({"topk_idx", "rank", "micro_batch"} - set(arrays))
     expect(not missing, where, f"no array {', '.join(missing)}", "topk_idx, rank and micro_batch")

@@ -26,8 +26,9 @@ def compare(a: Path, b: Path) -> Result:
     return CliRunner().invoke(main, ["diff", str(a), str(b)])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run's digests. Its products have as many threads as a test's, on which bits depend."""
     path = tmp_path_factory.mktemp("reference")
     cases.run(None, str(path), {"tokens": True})
     return path
@@ -72,12 +73,14 @@ def test_the_first_op_that_differs(tmp_path: Path, reference: Path, changes: dic
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_runs_of_other_numbers_of_ranks(make_ranks: MakeRanks, tmp_path: Path, reference: Path, size: int) -> None:
-    """Up to the first combine the bits of all numbers of ranks agree; a changed element is found before it."""
+    """Forwards agree, as does the last layer's backward. Balance losses are per sequence, here a rank's batch, so the
+    gradient that the first layer gets is the first to differ. A changed element is found before it.
+    """
     ranks = make_ranks("threads", size)
     ranks.run(cases.run, str(tmp_path / "same"), {"tokens": True})
     result = compare(reference, tmp_path / "same")
     assert result.exit_code == 1
-    assert "step 0, micro-batch 0, layer moe.0, combine forward: out" in result.output
+    assert "step 0, micro-batch 0, layer moe.0, combine backward: gradient of out" in result.output
     ranks.run(cases.run, str(tmp_path / "poked"), {"at": (0, 0, 1, 2), "tokens": True})
     place = "step 0, micro-batch 0, layer moe.0, route forward: x: "
     result = compare(reference, tmp_path / "poked")

@@ -53,7 +53,7 @@ OF_OTHERS = {
             "--gpu-memory-utilization",
             "--model",
         ),
-        *("--tensor-parallel-size", "--ubatch-size"),
+        *("--tensor-parallel-size", "--ubatch-size", "--enable-return-routed-experts"),
     ),
     "vllm",
 )

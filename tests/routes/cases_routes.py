@@ -186,10 +186,11 @@ def refused(group: Any, changed: Routes, kind: str, tokens: list[int], forwards:
 
 def wrapped(group: Any, how: str) -> None:
     """A replayed step under DistributedDataParallel or FSDP2, with activation checkpointing, has the same bits."""
+    experts = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("efsdp", "ep"))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    inner = Mixed(mesh if how == "fsdp" else None, "non-reentrant")
+    inner = Mixed(experts["ep"] if how == "fsdp" else None, "non-reentrant")
     if how == "fsdp":
-        shard_experts(inner, None)
+        shard_experts(inner, experts["efsdp"])
         for part in (*inner.dense, inner):
             fully_shard(part, mesh=mesh)
         model: nn.Module = inner

@@ -61,7 +61,8 @@ def test_one_changed_id_changes_one_token(tmp_path: Path) -> None:
     loaded.save(tmp_path / "b.npz")
     with torch.no_grad(), routes.replay(tmp_path / "b.npz", model):
         out, _ = model(x)
-    assert (out != expected).any(1).nonzero().flatten().tolist() == [token]
+    moved = (out - expected).abs().amax(1) > 1e-5  # a product's rows may round by their number
+    assert moved.nonzero().flatten().tolist() == [token]
     model.close()
 
 
