@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 bench/overlap.py --late-ms 20
 
-In every step one rank, drawn anew, is late by `--late-ms` in the experts of a layer, drawn anew. *Exposed* is the time
-that a rank spends inside dispatch's backward ops, in all layers of a step; the last line is one JSON document.
+In every step one rank, drawn anew, is late by `--late-ms` in the experts of a layer, drawn anew. Of the backward of a
+step, *exposed* is the time that a rank spends inside dispatch's backward ops, and *waited* that in which it waits for
+its peers in any op. The last line is one JSON document.
 Between emulated nodes, in two shells (and `moe-rt nodes down` afterwards):
 
     moe-rt nodes up 2 --rate 1gbit
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import click
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_rt import MoEConfig, MoELayer
+from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.engine.engine import Engine
 from moe_rt.nn import overlap
 
@@ -66,15 +67,16 @@ def _be_late(grad: Tensor) -> Tensor:
     return grad
 
 
-def step(layers: nn.ModuleList, x: Tensor, stopwatch: Stopwatch) -> dict[str, float]:
+def step(layers: nn.ModuleList, x: Tensor, stopwatch: Stopwatch, buffer: Buffer) -> dict[str, float]:
     """Run forward and backward, and return their times in milliseconds."""
     for layer in layers:
         x = x + layer(x)[0]
     dist.barrier()
+    waited = sum(buffer.waited_ns())
     stopwatch.seconds, before = 0.0, time.perf_counter()
     x.square().mean().backward()
-    backward = time.perf_counter() - before
-    return {"backward_ms": 1e3 * backward, "exposed_ms": 1e3 * stopwatch.seconds}
+    backward, waited = time.perf_counter() - before, sum(buffer.waited_ns()) - waited
+    return {"backward_ms": 1e3 * backward, "exposed_ms": 1e3 * stopwatch.seconds, "waited_ms": 1e-6 * waited}
 
 
 @click.command()
@@ -104,11 +106,12 @@ def main(late_ms: float, steps: int, num_layers: int, tokens: int, hidden: int, 
         for name, found in seen.items():
             overlap.has_gain = has_gain if name == "halves" else lambda *_: False
             late[:] = [late_ms / 1e3 if (rank, n) == (who, where) else 0.0 for n in range(num_layers)]
-            found.append(step(layers, x, stopwatch))
+            found.append(step(layers, x, stopwatch, layers[0].buffer))
     result: dict[str, float] = {}
     for name, found in seen.items():
         for what in found[0]:
-            mine = torch.tensor(median(one[what] for one in found[2:]) if what != "exposed_ms" else _mean(found))
+            each = [one[what] for one in found[2:]]
+            mine = torch.tensor(median(each) if what == "backward_ms" else fmean(each))
             dist.all_reduce(mine)
             result[f"{name}_{what}"] = round(float(mine) / size, 2)
     result["hidden_share"] = round(1 - result["halves_exposed_ms"] / result["whole_exposed_ms"], 3)
@@ -117,10 +120,6 @@ def main(late_ms: float, steps: int, num_layers: int, tokens: int, hidden: int, 
     for layer in layers:
         layer.buffer.close()
     dist.destroy_process_group()
-
-
-def _mean(found: list[dict[str, float]]) -> float:
-    return sum(one["exposed_ms"] for one in found[2:]) / (len(found) - 2)
 
 
 if __name__ == "__main__":
