@@ -80,7 +80,8 @@ class Halves(Requirements):
         if isinstance(begun.error, CapacityOverflow) and self._grow(
             begun.given[-1] or self.spec.num_max_tokens_per_rank
         ):
-            return getattr(self, method)(*begun.given)  # every rank repeats the op, as whole ops do
+            x, *others = begun.given
+            return getattr(self, method)(x.clone(), *others)  # all ranks repeat it; x may be an earlier op's window
         if begun.error is not None:
             raise begun.error
         return begun.outputs

@@ -114,6 +114,7 @@ void keep_promises(unsigned seed) {
     peer.get(rows + half, here.data(), bytes);
     if (random() % 2) peer.flush();  // an earlier flush does not end this one
     peer.put(rows + bytes, &round, sizeof(round));
+    const Mailbox& mailbox = b.mailbox(Kind::kCombine, 0);
     Header header{};
     header.seq = round, header.config = random();
     peer.post(kLayout.mailboxes + int64_t{sizeof(Mailbox)} * 2, header);
@@ -125,8 +126,9 @@ void keep_promises(unsigned seed) {
       expect(moved, "a flush does not end");
       expect(bytes_coming(b, Ask::kGet) + bytes_coming(a, Ask::kGot) <= tuning::kBytesInFlight,
              "too much is got at once");
+      expect(mailbox.signal != round || !std::memcmp(b.segment + rows, rows_here.data(), bytes),
+             "a post was there before the puts");
     }
-    const Mailbox& mailbox = b.mailbox(Kind::kCombine, 0);
     expect(mailbox.signal == round && mailbox.header[round & 1].config == config, "a post was not there when flushed");
     expect(!std::memcmp(b.segment + rows, rows_here.data(), bytes), "what was put was not there when flushed");
     expect(!std::memcmp(b.segment + rows + bytes, &round, sizeof(round)), "a word was not there when flushed");
