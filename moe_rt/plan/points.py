@@ -128,7 +128,7 @@ def read_rows(path: Path) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]
 def parse(fields_of: Mapping[str, str | None]) -> Row:
     """Return one measurement from the fields of a line.
 
-    Empty sizes are those that libraries test with: 128 tokens in low-latency mode, 4096 in normal mode, 7168 elements,
+    Libraries test with the sizes that replace empty ones: 128 tokens (low latency) or 4096 (normal), 7168 elements,
     and 8 of 256 experts.
 
     Raises:
