@@ -247,7 +247,7 @@ class Library:
     """A set of calibrations to predict with.
 
     Args:
-        guess: True to use the most similar calibration for links, families and ranges that none covers, with an
+        guess: True to predict links, families and ranges that no calibration covers from the most similar one, with an
             interval of a factor of three in both directions; False to refuse them.
     """
 

@@ -128,8 +128,8 @@ def read_rows(path: Path) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]
 def parse(fields_of: Mapping[str, str | None]) -> Row:
     """Return one measurement from the fields of a line.
 
-    Empty sizes are the defaults of libraries' tests: 128 tokens in low-latency mode, 4096 in normal mode, 7168
-    elements, and 8 of 256 experts.
+    Libraries test with the sizes that replace empty ones: 128 tokens (low latency) or 4096 (normal), 7168 elements,
+    and 8 of 256 experts.
 
     Raises:
         InvalidConfig: a field is missing, negative or senseless; names the field, what was got and what is expected.

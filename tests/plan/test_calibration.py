@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.lab.bench.calibrate import cases_of, measure
 from moe_rt.plan.calibration import Library, calibrate, load, published, save
 from moe_rt.plan.families import FAMILIES
 from moe_rt.plan.fit import Correction, fit
@@ -199,6 +200,14 @@ def test_calibrations_are_kept_and_checked(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(InvalidConfig, match="expected a JSON list of calibrations"):
         load(tmp_path / "c.json")
+
+
+def test_a_benchmark_of_this_machine_gives_a_line_for_each_phase() -> None:
+    measured_lines = measure(cases_of([(1, 4, 8, 2, 4, "uniform")], ("layer",)), 2, lambda part: None)
+    assert [line["op"] for line in measured_lines] == ["layer", "layer+backward"]
+    rows = [parse(line) for line in measured_lines]
+    assert all(row.latency_us > 0 and row.system.family == "copies" for row in rows)
+    assert {one.op for one in calibrate(rows, date="x")} == {"layer", "layer+backward"}
 
 
 def test_published_calibrations_name_their_source() -> None:

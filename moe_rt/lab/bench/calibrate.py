@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,17 @@ SHAPES = (
 OPS = ("dispatch", "combine", "pair")
 
 
-def cases_of(shapes: Sequence[tuple[int, int, int, int, int, str]], ops: Sequence[str] = OPS) -> list[Case]:
-    """Return a case for each shape and op."""
+def cases_of(
+    shapes: Sequence[tuple[int, int, int, int, int, str]], ops: Sequence[str] = OPS, nodes: int = 0
+) -> list[Case]:
+    """Return a case for each shape and op; with `nodes`, ranks are spread over that number of emulated ones."""
     names = ("ranks", "tokens", "hidden", "topk", "experts", "routing")
-    return [Case(name="plan", op=op, **dict(zip(names, shape, strict=True))) for op in ops for shape in shapes]  # type: ignore[arg-type]
+    where = {"nodes": nodes, "heap": "ucx"} if nodes else {}
+    return [
+        Case(name="plan", op=op, **where, **dict(zip(names, shape, strict=True)))  # type: ignore[arg-type]
+        for op in ops
+        for shape in shapes
+    ]
 
 
 def machine_name(card: dict[str, Any]) -> str:
@@ -56,24 +62,32 @@ def machine_name(card: dict[str, Any]) -> str:
 
 
 def measure(cases: list[Case], iters: int | None, progress: Any, seed: int = 0) -> list[dict[str, str]]:
-    """Benchmark moe_rt on cases, and return a line of measurements for each, in the columns of COLUMNS."""
+    """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS, one for each phase."""
     settings = Settings(contestants=("moe_rt",), iters=iters, warmup=3, seed=seed, malloc="recycle", cold=False)
     document = run(cases, settings, False, progress)
-    card = document["machine"]
     lines = []
     for case, measured in zip(cases, document["runs"], strict=True):
-        owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
-        ids = np.concatenate([route(replace(case), seed, rank, 0).numpy() for rank in range(case.ranks)])
-        loads = np.bincount(owner[ids].reshape(-1), minlength=case.ranks)
-        values = dict(
-            source=f"moe-rt bench, commit {card['commit']}", library="moe_rt", hardware=machine_name(card),
-            nvlink_domain=case.ranks, mode="copies", op=case.op, ep_size=case.ranks, tokens_per_rank=case.tokens,
-            hidden=case.hidden, topk=case.topk, experts=case.experts, dtype=case.dtype,
-            latency_us=measured["results"][0]["isolated_us"]["p50"], bandwidth_gbs="",
-            notes=f"busiest={loads.max() / loads.mean():.3f}; {card['date'][:10]}; load {card['load_average']}",
-        )  # fmt: skip
-        lines.append({name: str(value) for name, value in values.items()})
+        for result in measured["results"]:
+            lines.append(_line(case, result, document["machine"], seed))
     return lines
+
+
+def _line(case: Case, result: dict[str, Any], card: dict[str, Any], seed: int) -> dict[str, str]:
+    """Return one measurement; the library's name says that nodes are emulated, as their links are others."""
+    owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
+    ids = np.concatenate([route(case, seed, rank, 0).numpy() for rank in range(case.ranks)])
+    loads = np.bincount(owner[ids].reshape(-1), minlength=case.ranks)
+    nodes = case.nodes or 1
+    values = dict(
+        source=f"moe-rt bench, commit {card['commit']}",
+        library="moe_rt" if nodes == 1 else f"moe_rt, {nodes} emulated nodes",
+        hardware=machine_name(card), nvlink_domain=case.ranks, mode="copies",
+        op=case.op + ("+backward" if "backward" in result["phase"] else ""), ep_size=case.ranks,
+        tokens_per_rank=case.tokens, hidden=case.hidden, topk=case.topk, experts=case.experts, dtype=case.dtype,
+        latency_us=result["isolated_us"]["p50"], bandwidth_gbs="",
+        notes=f"busiest={loads.max() / loads.mean():.3f}; {card['date'][:10]}; load {card['load_average']}",
+    )  # fmt: skip
+    return {name: str(value) for name, value in values.items()}
 
 
 def measure_with_progress(cases: list[Case], iters: int | None) -> list[dict[str, str]]:
