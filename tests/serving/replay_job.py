@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-import moe_rt.integrations.transformers  # noqa: F401  # makes routes find the blocks
 from moe_rt import routes
+from moe_rt.integrations.routed_blocks import install
 
+install()  # the whole integration needs a newer Transformers than vLLM's
 order = json.loads(Path(sys.argv[1]).read_text())
 requests = order["requests"]
 model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=torch.float32)
