@@ -99,14 +99,13 @@ def main(late_ms: float, steps: int, num_layers: int, tokens: int, hidden: int, 
     )
     stopwatch = Stopwatch(layers[0].buffer._engine)
     x, draw = torch.randn(tokens, hidden, requires_grad=True), random.Random(1)
-    has_gain = overlap.has_gain
     seen: dict[str, list[dict[str, float]]] = {"whole": [], "halves": []}
-    for _ in range(steps + 2):
+    for i in range(steps + 2):
         who, where = draw.randrange(size), draw.randrange(num_layers)
-        for name, found in seen.items():
-            overlap.has_gain = has_gain if name == "halves" else lambda *_: False
+        for name in sorted(seen, reverse=i % 2 == 0):
+            overlap.over_network = lambda _, on=name == "halves": on
             late[:] = [late_ms / 1e3 if (rank, n) == (who, where) else 0.0 for n in range(num_layers)]
-            found.append(step(layers, x, stopwatch, layers[0].buffer))
+            seen[name].append(step(layers, x, stopwatch, layers[0].buffer))
     result: dict[str, float] = {}
     for name, found in seen.items():
         for what in found[0]:

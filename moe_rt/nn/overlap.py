@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_rt.buffer.buffer import Buffer
 from moe_rt.buffer.handle import Handle
+from moe_rt.memory.heaps import HEAPS
 from moe_rt.ops import table as ops
 from moe_rt.ops.declare import unwatched
 
@@ -36,15 +37,22 @@ def weight_place() -> int | None:
 def has_gain(buffer: Buffer, experts: nn.Module, rows: Tensor, topk_weights: Tensor) -> bool:
     """Return whether dispatch's backward can overlap with gradients of the experts' weights. Ranks may differ.
 
-    False if backward hooks of the experts, as FSDP2 has, may read these gradients when those of the rows are there.
+    False on one host: the wait for a late rank would only move to the next op. False also if backward hooks of the
+    experts, as FSDP2 has, may read these gradients when those of the rows are there.
     """
-    if is_dynamo_compiling() or buffer.num_ranks == 1 or not torch.is_grad_enabled():
+    if is_dynamo_compiling() or not over_network(buffer) or not torch.is_grad_enabled():
         return False
     if not (rows.requires_grad or topk_weights.requires_grad):
         return False
     if not unwatched(rows, topk_weights) or not any(p.requires_grad for p in experts.parameters()):
         return False
     return not any(isinstance(m, FSDPModule) or m._backward_hooks or m._backward_pre_hooks for m in experts.modules())
+
+
+def over_network(buffer: Buffer) -> bool:
+    """Return whether rows travel between the halves."""
+    traits = HEAPS[buffer.heap]
+    return buffer.num_ranks > 1 and traits.network and not traits.gpu  # on GPUs nothing was measured
 
 
 def dispatch(

@@ -81,12 +81,13 @@ def run(layer: MoELayer, kind: str, x: Tensor) -> Tensor:
 
 @contextmanager
 def whole(really: bool) -> Iterator[None]:
-    """Run dispatch's backward whole in this process, if `really`."""
-    before = overlap.has_gain
-    if really:
-        overlap.has_gain = lambda *_: False
-    yield
-    overlap.has_gain = before
+    """Run dispatch's backward whole in this process if `really`, else in halves, as over a network."""
+    before = overlap.over_network
+    overlap.over_network = lambda _: not really
+    try:
+        yield
+    finally:
+        overlap.over_network = before
 
 
 def gradients(group: Any, kind: str, in_halves: bool) -> tuple[Grads, list[str], Tensor]:
@@ -144,7 +145,8 @@ def raises_between(group: Any) -> list[str]:
         layer.experts.down_proj.register_hook(_raise)
     for _ in range(2):
         try:
-            y, _ = layer(inputs_for(group.rank(), 9).requires_grad_())
+            with whole(False):
+                y, _ = layer(inputs_for(group.rank(), 9).requires_grad_())
             (y * y).sum().backward()
         except (ValueError, RuntimeError) as error:
             errors.append(f"{type(error).__name__}: {error}")

@@ -67,6 +67,7 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
     }
     # These are tested in test_calls_compiled.py, test_rows_of_tokens_compiled.py and test_scaled_rows_compiled.py.
     elsewhere = {"combine_out", "combine_tokens_backward", "dispatch_scaled"}
+    defined = {name for name in defined if not name.endswith(("_begin", "_finish"))}  # test_halves_compiled.py
     assert defined == {*ops, "dispatch", *elsewhere}, "every op of the library is checked"
 
 
