@@ -348,10 +348,10 @@ class _MmWeightLater(torch.autograd.Function):
 
 
 def _tangent_of_grouped_mm(args: Args, tangents: Args) -> Tensor:
-    a, b, offs, row_wise = args
+    a, b, offs, *row_wise = args  # torch leaves out what has its default
     parts = [(tangents[0], b), (a, tangents[1])]
     products = [
-        torch.ops.moe_rt.grouped_mm(*part, offs, row_wise)
+        torch.ops.moe_rt.grouped_mm(*part, offs, *row_wise)
         for part in parts
         if part[0] is not None and part[1] is not None
     ]

@@ -137,7 +137,7 @@ def test_options_that_say_where() -> None:
         (4, 8, "1gbit"),
         (4, 8, ""),
     ]
-    assert {*ON_ONE_HOST, *ON_NODES} == set(NAMES)
+    assert {*ON_ONE_HOST, *ON_NODES, "moe_rt_invariant"} == set(NAMES), "that one is compared only where asked for"
 
 
 def test_what_tables_show_of_links() -> None:

@@ -55,6 +55,7 @@ def test_options_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         tuning=Tuning(threads=64),
         overflow="drop",
         route="flat",
+        sums="invariant",
         dispatch_dtype=torch.int8,
         combine_dtype=torch.float8_e5m2,
     )
