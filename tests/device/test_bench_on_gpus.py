@@ -154,6 +154,7 @@ def test_mpirun_is_not_asked_to_start_ranks_with_gpus(monkeypatch: pytest.Monkey
         raise RankFailed(f"started by {mpirun}")
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
     monkeypatch.setattr("moe_rt.lab.bench.run.find_mpirun", lambda: "mpirun")
     monkeypatch.setattr("moe_rt.lab.bench.run.launch", launched)
     for heap, starter in {"nvshmem": None, "loopback": None, "shm": "mpirun"}.items():
@@ -178,3 +179,13 @@ def test_how_ranks_are_started(heap: Any, processes: int, monkeypatch: pytest.Mo
         assert list(program.command[1:3]) == ["-m", "moe_rt.lab.bench.rank"]
         assert program.environment.get("RANK", "0") == str(rank)
         assert ("CUDA_DEVICE_MAX_CONNECTIONS" in program.environment) == (heap == "loopback")
+
+
+def test_more_rows_than_a_shared_gpu_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks' rows are on one GPU, which is said before any rank starts."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 2**30, 80 * 2**30))
+    words = ["bench", "--heap", "loopback", "--case", "deepseek-v3-prefill", "--contestants", "moe_rt"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "8 ranks on one GPU that need 168.0 GiB for rows, expected at most the 80.0 GiB" in result.output

@@ -65,8 +65,8 @@ def test_opcheck_of_every_op(buffer: Buffer) -> None:
     defined = {
         n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if n.startswith("moe_rt::")
     }
-    # These are tested in test_calls_compiled.py, test_rows_of_tokens_compiled.py and test_scaled_rows_compiled.py.
-    elsewhere = {"combine_out", "combine_tokens_backward", "dispatch_scaled"}
+    # Tested in test_calls_compiled.py, test_rows_of_tokens_compiled.py, test_scaled_rows_compiled.py and tests/routes.
+    elsewhere = {"combine_out", "combine_tokens_backward", "dispatch_scaled", "note_routes", "recorded_routes"}
     defined = {name for name in defined if not name.endswith(("_begin", "_finish"))}  # test_halves_compiled.py
     assert defined == {*ops, "dispatch", *elsewhere}, "every op of the library is checked"
 
