@@ -38,6 +38,7 @@ OF_OTHERS = {
     "--nproc-per-node": "torchrun",
     "--training.disable_cuda_graphs": "torchtitan",
     "--compile.enable": "torchtitan",
+    "--late-ms": "bench/overlap.py",
 } | dict.fromkeys(
     (
         *("--additional-config", "--all2all-backend", "--data-parallel-size", "--enable-dbo", "--enable-eplb"),

@@ -323,7 +323,7 @@ def test_ptx_is_read_by_entry() -> None:
 def test_step_in_a_process_of_its_own() -> None:
     record = child.run_in_child(STEPS["correctness"], Check("cpu", quick=True, seconds=100))
     assert (record["result"], record["error"]) == ("ok", "")
-    assert len(record["tables"][0]["rows"]) == 32
+    assert len(record["tables"][0]["rows"]) == 34
 
 
 def test_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from moe_rt import _engine
 from moe_rt.config.codec import Codec
+from moe_rt.config.options import Sums
 from moe_rt.config.spec import BufferSpec
 from moe_rt.engine.gpu.driver import Gpu, Kernels, Launches
 from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
@@ -30,6 +31,9 @@ RING_KERNELS = ("dispatch_send", "dispatch_receive", "combine_backward_send")
 _UNIT = 16  # a bulk copy moves a multiple of this, in bytes
 
 
+SUMS_ENUMERATORS: dict[Sums, str] = {"ranked": "kRanked", "invariant": "kInvariant"}
+
+
 def kernel_defines(spec: BufferSpec, threads: int) -> dict[str, str | int]:
     """Macros that the kernels are compiled with."""
     return {
@@ -39,7 +43,7 @@ def kernel_defines(spec: BufferSpec, threads: int) -> dict[str, str | int]:
         "MOE_RT_THREADS": threads,
         "MOE_RT_DISPATCH_CODEC": Codec.of(spec.dispatch_dtype).enumerator,
         "MOE_RT_COMBINE_CODEC": Codec.of(spec.combine_dtype).enumerator,
-        "MOE_RT_SUMS": {"ranked": "kRanked", "invariant": "kInvariant"}[spec.sums],
+        "MOE_RT_SUMS": SUMS_ENUMERATORS[spec.sums],
     }
 
 

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_rt.config.codec import Codec
+from moe_rt.config.options import Sums
 from moe_rt.config.tuning import ACTIVATION_THREADS, Tuning
 from moe_rt.engine.gpu.driver import Gpu, has_bulk_copies
 from moe_rt.engine.gpu.jit import Binary, compile_kernels, compile_ptx, source_dir
-from moe_rt.engine.gpu.launcher import RING_SOURCE
+from moe_rt.engine.gpu.launcher import RING_SOURCE, SUMS_ENUMERATORS
 from moe_rt.engine.gpu.libraries import NCCL, NVSHMEM, Library
 from moe_rt.engine.gpu.nvrtc import find_toolkit
 from moe_rt.errors import CompileError
@@ -50,21 +51,20 @@ class Variant:
     hidden: int = 0
     topk: int = 0
     codec: Codec = Codec.RAW  # encoding of rows in both directions
+    sums: Sums = "ranked"
 
     def defines(self) -> dict[str, str | int]:
         sizes: dict[str, str | int] = {}
         if self.hidden:
             sizes = {"MOE_RT_HIDDEN": self.hidden, "MOE_RT_TOPK": self.topk}
             sizes |= {f"MOE_RT_{way}_CODEC": self.codec.enumerator for way in ("DISPATCH", "COMBINE")}
+            sizes["MOE_RT_SUMS"] = SUMS_ENUMERATORS[self.sums]
         return {"MOE_RT_ELEM": self.elem, **sizes, "MOE_RT_THREADS": _THREADS[self.source]}
 
     def limited(self) -> bool:
         """True if limits are defined for its machine code: variants for the largest rows."""
-        return self.source in ("kernels.cu", WHOLE, RING_SOURCE, REHEARSED) and (self.elem, self.hidden, self.topk) == (
-            "Bf16",
-            7168,
-            8,
-        )
+        sizes = (self.elem, self.hidden, self.topk, self.sums)
+        return self.source in ("kernels.cu", WHOLE, RING_SOURCE, REHEARSED) and sizes == ("Bf16", 7168, 8, "ranked")
 
     def limits(self, arch: str) -> dict[str, Limits]:
         """Limits of the kernels that only this source defines."""
@@ -84,6 +84,7 @@ class Variant:
 
     def cells(self) -> list[Any]:
         elem = self.elem if self.codec is Codec.RAW else f"{self.elem} {self.codec.name}"
+        elem = elem if self.sums == "ranked" else f"{elem} {self.sums}"
         return [self.source, elem, self.hidden or "any", self.topk or "any"]
 
 
@@ -96,6 +97,7 @@ VARIANTS = (
     *(Variant("kernels.cu", elem, 2048, 4) for elem in ("F32", "F16", "F64")),
     *(Variant("kernels.cu", "Bf16", 7168, 8, codec) for codec in (Codec.FP8, Codec.INT8)),
     *(Variant(WHOLE, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
+    Variant("kernels.cu", "Bf16", 7168, 8, sums="invariant"),
     Variant(RING_SOURCE, "Bf16", 7168, 8),
     *(Variant(source, "Bf16", 7168, 8) for source in OVER_NETWORK),
     *(Variant(REHEARSED, "Bf16", 7168, 8, codec) for codec in (Codec.RAW, Codec.FP8)),
@@ -113,6 +115,8 @@ NEEDED = (
     *(Variant("kernels.cu", elem, 1024, 4) for elem in ("F32", "Bf16")),
     *(Variant(source, "F32", 20, 3) for source in (WHOLE, RING_SOURCE, *OVER_NETWORK, REHEARSED)),
     Variant(REHEARSED, "Bf16", 20, 3, Codec.FP8),
+    Variant("kernels.cu", "Bf16", 20, 3, sums="invariant"),
+    Variant(REHEARSED, "F32", 20, 3, sums="invariant"),
 )
 
 
