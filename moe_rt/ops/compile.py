@@ -21,16 +21,16 @@ _kept: set[OpOverload] = set()
 _latest: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # graph being lowered -> its last op so far
 
 
-def tells_inductor(ops: Sequence[OpOverload], fake: Callable[..., Any]) -> Callable[..., Any]:
+def kept_in_order(ops: Sequence[OpOverload], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `fake`, the fake implementation of one of `ops`: it is called in tracing, before Inductor compiles."""
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: Any, **kwargs: Any) -> Any:
         # Importing Inductor takes seconds, so it is not imported here; if Inductor compiles, it is loaded by now.
         if "torch._inductor.lowering" in sys.modules and not _kept.issuperset(ops):
             _keep_in_order(ops)
         return fake(*args, **kwargs)
 
-    return told
+    return traced
 
 
 def _keep_in_order(ops: Sequence[OpOverload]) -> None:
@@ -38,11 +38,11 @@ def _keep_in_order(ops: Sequence[OpOverload]) -> None:
     for op in ops:  # first register the fallback that Inductor uses for unknown ops
         tag = lowering.get_layout_constraint_tag(op, with_default=True)
         lowering.make_fallback(op, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
-        lowering.lowerings[op] = _behind_the_latest(lowering.lowerings[op])
+        lowering.lowerings[op] = _after_previous_op(lowering.lowerings[op])
     _kept.update(ops)
 
 
-def _behind_the_latest(lower: Callable[..., Any]) -> Callable[..., Any]:
+def _after_previous_op(lower: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor.virtualized import V
 
     def lower_in_order(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from moe_rt.engine.engine import engine_by_id
 from moe_rt.errors import Op
 from moe_rt.ops.autograd import Gradient, Refusals, register_gradient, register_lossy, register_once
-from moe_rt.ops.compile import tells_inductor
+from moe_rt.ops.compile import kept_in_order
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -182,7 +182,7 @@ class TorchOp:
             _lib.impl(self.name, self._run, key)
         self.overload: OpOverload = getattr(torch.ops.moe_rt, self.name).default
         _overloads.append(self.overload)
-        torch.library.register_fake(f"moe_rt::{self.name}", tells_inductor(_overloads, self._fake), lib=_lib)
+        torch.library.register_fake(f"moe_rt::{self.name}", kept_in_order(_overloads, self._fake), lib=_lib)
 
     def schema(self) -> str:
         """Return the op's schema for torch.library."""
