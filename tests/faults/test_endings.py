@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,9 +83,11 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
         stderr=subprocess.DEVNULL,
     )
     children: list[int] = []
+    folders: set[str] = set()
     try:
         wait_until(lambda: len(programs_of(process.pid, argument)) >= count)
         children = programs_of(process.pid, argument)
+        folders = {word for child in children for word in arguments_of(str(child)) if word.startswith("/dev/shm/")}
         process.send_signal(number)
         status = process.wait(PATIENCE_S)
         assert status in (128 + number, -number, 1)  # click exits with 1 at Ctrl-C
@@ -92,7 +95,11 @@ def test_nothing_outlives_who_started_it(starter: str, number: signal.Signals) -
     finally:
         process.kill()
         process.wait()
+        left = [folder for folder in folders if Path(folder).exists()]
+        for folder in left:
+            shutil.rmtree(folder)
     assert len(children) == count
+    assert not left or number == KILL, "only a killed program leaves its files"
 
 
 @pytest.mark.parametrize(

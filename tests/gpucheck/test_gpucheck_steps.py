@@ -64,6 +64,11 @@ def test_small_steps(small: None, name: str) -> None:
     assert len(record["tables"][0]["rows"]) == rows[name]
 
 
+def test_scale_tries_the_given_numbers_of_ranks(small: None) -> None:
+    record = perform(STEPS["scale"], Check(EmulatedGpu(), quick=True, seconds=600.0, sizes=(2,)))
+    assert {row[0] for row in record["tables"][0]["rows"]} == {2}
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

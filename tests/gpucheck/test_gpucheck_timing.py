@@ -45,6 +45,16 @@ def test_the_ceiling_counts_bytes_read_and_written(gpu: TimedGpu, monkeypatch: p
     assert ceiling.of(1000) == 4 * 1000, "it is measured once"
 
 
+def test_streams_are_held_until_hosts_have_queued_what_is_timed(gpu: TimedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time in which hosts issue an op is not part of its span."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("hold"))
+    monkeypatch.setattr(torch.cuda.Event, "record", lambda event: seen.append("time"))
+    load = timing.Load(1, tokens=4, hidden=64, topk=2, experts=4)
+    timing.run_pairs(gpu, load, 1, HANG_S)
+    assert seen == ["hold", "time", "time"] * 2 * (timing.WARM_UP + 1)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bandwidth_table(gpu: TimedGpu, ranks: int) -> None:
     load = timing.Load(ranks, tokens=64, hidden=64, topk=2, experts=4)

@@ -8,6 +8,7 @@ import sys
 import deep_ep
 import torch
 import torch.distributed as dist
+from support.deepep_sums import EXPERTS, HIDDEN, TOPK, check, inputs
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
 from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
@@ -17,21 +18,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceNoOP,
 )
 
-HIDDEN, EXPERTS, TOPK, TOKENS = 2048, 8, 2, (11, 16)
 MOST, BYTES = 16, int(1e9)
-
-
-def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(rank)
-    weights, ids = torch.rand(TOKENS[rank], EXPERTS, generator=draw).topk(TOPK)
-    return torch.randn(TOKENS[rank], HIDDEN, generator=draw).bfloat16(), weights, ids
-
-
-def check(rank: int, out: torch.Tensor) -> None:
-    """Compare with the sum over a token's experts, of which e multiplies by 1 + e."""
-    x, weights, ids = inputs(rank)
-    right = x.float() * (weights * (1 + ids)).sum(1, keepdim=True)
-    assert torch.allclose(out.float(), right, rtol=2**-5, atol=2**-3)
 
 
 def sums(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int, local: int) -> torch.Tensor:

@@ -13,21 +13,7 @@ from sglang.srt import runtime_context
 from sglang.srt.layers.moe.token_dispatcher import deepep, deepep_v2
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import DeepEPMode
-
-HIDDEN, EXPERTS, TOPK, TOKENS = 2048, 8, 2, (11, 16)
-
-
-def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(rank)
-    weights, ids = torch.rand(TOKENS[rank], EXPERTS, generator=draw).topk(TOPK)
-    return torch.randn(TOKENS[rank], HIDDEN, generator=draw).bfloat16(), weights, ids
-
-
-def check(rank: int, out: torch.Tensor) -> None:
-    """Compare with the sum over a token's experts, of which e multiplies by 1 + e."""
-    x, weights, ids = inputs(rank)
-    right = x.float() * (weights * (1 + ids)).sum(1, keepdim=True)
-    assert torch.allclose(out.float(), right, rtol=2**-5, atol=2**-3)
+from support.deepep_sums import EXPERTS, HIDDEN, TOPK, check, inputs
 
 
 def v1(rank: int, local: int, mode: DeepEPMode) -> None:

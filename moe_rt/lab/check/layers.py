@@ -85,8 +85,10 @@ def with_idle_experts(device: Any, sizes: LayerSizes, rows: list[list[Any]]) -> 
     layer.buffer.close()
 
 
-def make_layer(device: Any, dtype: torch.dtype, sizes: LayerSizes) -> tuple[MoELayer, Tensor]:
-    """Return a seeded layer of one rank and its input."""
+def make_layer(
+    device: Any, dtype: torch.dtype, sizes: LayerSizes, group: ThreadGroup | None = None
+) -> tuple[MoELayer, Tensor]:
+    """Return a seeded layer of a rank of the group, or of one rank, and an input."""
     where = torch_device(device)
     config = MoEConfig(
         hidden=sizes.hidden,
@@ -98,7 +100,7 @@ def make_layer(device: Any, dtype: torch.dtype, sizes: LayerSizes) -> tuple[MoEL
         timeout_s=20.0,
     )
     torch.manual_seed(5)
-    layer = MoELayer(config, ThreadGroup.make(1, device)[0]).to(where)
+    layer = MoELayer(config, group or ThreadGroup.make(1, device)[0]).to(where)
     return layer, torch.randn(sizes.tokens, sizes.hidden, device="cpu").to(dtype).to(where)
 
 

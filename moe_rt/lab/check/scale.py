@@ -59,7 +59,8 @@ RING_SMS = 8
 def check(check: Check) -> None:
     """Compare whole rounds at each load, then each transport at a small one."""
     rows = check.begin("Bits at scale", ["ranks", "tokens", "through", "rows", "result"])
-    for size, tokens in QUICK_LOADS if check.quick else LOADS:
+    loads = QUICK_LOADS if check.quick else LOADS
+    for size, tokens in [load for load in loads if load[0] in (check.sizes or (1, 2, 4, 8))]:
         for num_sms in (None, RING_SMS) if size == 1 and tokens >= ROWS_IN_RINGS else (None,):
             with check.part(f"{size} ranks, {tokens} tokens, num_sms {num_sms}"):
                 load = Load(size, tokens, HIDDEN, TOPK, EXPERTS, num_sms=num_sms)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_rt.group.rendezvous import ThreadGroup
-from moe_rt.group.thread_ranks import ThreadRanks, torch_device
+from moe_rt.group.thread_ranks import ThreadRanks
 from moe_rt.lab.check.layers import TOLERANCE, LayerSizes, compare, dense_results, forward_backward, make_layer
 from moe_rt.lab.check.steps import Check
 from moe_rt.lab.testing.rounds import WrongOutput
-from moe_rt.nn.layer import MoEConfig, MoELayer
 
 STEPS, QUICK_STEPS = 20, 2
 LEARNING_RATE = 1e-3
@@ -74,20 +73,9 @@ def on_virtual_ranks(device: Any, sizes: LayerSizes, rows: list[list[Any]], *, s
 
     def work(group: ThreadGroup) -> dict[str, Tensor]:
         tokens = x.tensor_split(VIRTUAL)[group.rank]
-        config = MoEConfig(
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            num_experts=sizes.experts,
-            num_topk=sizes.topk,
-            num_max_tokens_per_rank=sizes.tokens,
-            dtype=torch.bfloat16,
-            timeout_s=20.0,
-        )
-        part = MoELayer(config, group).to(torch_device(device))
+        part, _ = make_layer(device, torch.bfloat16, sizes, group)
         own = {name: value.shape for name, value in part.state_dict().items()}
-        part.load_state_dict(
-            {name: _share(whole[name], shape, group.rank) for name, shape in own.items()},
-        )
+        part.load_state_dict({name: _share(whole[name], shape, group.rank) for name, shape in own.items()})
         got = forward_backward(part, part, tokens)
         part.buffer.check()
         part.buffer.close()
