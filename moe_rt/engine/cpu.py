@@ -182,7 +182,6 @@ class CpuEngine(Engine):
         try:
             self.reach(Point.IN_DESTROY)
         finally:
-            self._abandon_begun()
             if why and self._segments.mappings:
                 self._engine.leave_words(cut(why))
             if self._engine.close():

@@ -298,7 +298,6 @@ class CudaEngine(Engine):
             for memory in (*self._launcher.memory, self._launcher.record, *regions):
                 self._gpu.outlive_stream(memory)
         self._closed = True
-        self._abandon_begun()
         self._segments.release()
         if self._network is not None:
             self._network.release()

@@ -47,12 +47,7 @@ class Begun:
     ended = False
 
     def __init__(self, op: Op, method: str, given: tuple[Any, ...], ticket: Tensor) -> None:
-        self.op, self.method, self.given = op, method, given
-        self.ticket = ticket.detach()  # autograd's node of the caller's ticket keeps the engine, which keeps this
-
-    def let_go(self) -> None:
-        """Let go of the tensors, whose autograd nodes may lead back to the engine, when no second half can follow."""
-        self.given, self.used, self.outputs = (), (), None
+        self.op, self.method, self.given, self.ticket = op, method, given, ticket
 
     def __str__(self) -> str:
         return f"{self.op.name.lower()} of layer tag {self.tag}"
@@ -65,9 +60,11 @@ class Halves(Requirements):
 
     def begin(self, op: Op, method: str, *given: Any) -> Tensor:
         """Run the first half of an op, whose whole is `method` with the arguments `given`. Return its ticket."""
+        # Autograd's nodes of the caller's tensors keep the engine, which keeps these: a circle that nothing collects.
+        kept = tuple(each.detach() if isinstance(each, Tensor) else each for each in given)
         ticket = torch.empty(1, dtype=torch.int32, device=self.device)
-        begun = Begun(op, method, given, ticket)
-        begun.outputs = getattr(self, method)(*given, start=partial(self._start, begun))
+        begun = Begun(op, method, kept, ticket)
+        begun.outputs = getattr(self, method)(*kept, start=partial(self._start, begun))
         return ticket
 
     def finish(self, method: str, ticket: Tensor, *_: Any) -> Any:
@@ -91,11 +88,6 @@ class Halves(Requirements):
             raise begun.error
         return begun.outputs
 
-    def _abandon_begun(self) -> None:
-        """Let go of the op under way, since the engine is closed."""
-        if self._begun is not None:
-            self._begun.let_go()
-
     def _start(self, begun: Begun, args: Args, tag: int, *used: Tensor | None) -> None:
         begun.args, begun.tag, begun.used = args, tag, used
         if self._begun is not None:
@@ -112,10 +104,7 @@ class Halves(Requirements):
         except ConcurrentUse:  # another thread waits for it
             raise
         except MoeRtError as error:
-            begun.error = error
-        except BaseException:  # an interrupt has ended the op
-            begun.let_go()
-            raise
+            begun.error = error.with_traceback(None)  # whose frames would keep this engine
         begun.ended = True
 
     def _refuse_second(self, op: Op, tag: int) -> None:

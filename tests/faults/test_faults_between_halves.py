@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
 from faults import cases_halves as cases
+from faults.cases_faults import open_buffer
 from support.ranks import ProcessRanks, Ranks
+
+from moe_rt import ThreadGroup
+from moe_rt.engine.engine import Engine
+from moe_rt.errors import MoeRtError
 
 MakeRanks = Callable[[str, int], Ranks]
 SIZE = 3
@@ -57,3 +65,23 @@ def test_two_threads_wait(make_ranks: MakeRanks) -> None:
 
 def test_ops_that_are_never_waited_for_leave_nothing(make_ranks: MakeRanks) -> None:
     assert make_ranks("shm", 2).run(cases.lost_buffers, 6) == [0, 0]
+
+
+def failed_by_the_next_call() -> weakref.ref[Engine]:
+    """Begin an op of rows that an earlier op computed. The next call ends it, and fails. Return the buffer's engine."""
+    buffer = open_buffer(ThreadGroup.make(1)[0], heap="threads")
+    x = torch.ones(4, buffer.spec.hidden, requires_grad=True)
+    idx, weights = torch.zeros(4, buffer.spec.num_topk).long(), torch.ones(4, buffer.spec.num_topk)
+    out = buffer.combine(*buffer.dispatch(x, idx, weights))
+    buffer.dispatch(out, idx, weights, wait=False)
+    buffer.abort(ValueError("a mistake on purpose"))
+    with pytest.raises(MoeRtError):
+        buffer.dispatch(out, idx, weights)
+    return weakref.ref(buffer._engine)
+
+
+def test_a_failed_op_keeps_no_engine() -> None:
+    """Neither its error's frames nor the graph of its rows lead back to the engine."""
+    engine = failed_by_the_next_call()
+    gc.collect()
+    assert engine() is None
