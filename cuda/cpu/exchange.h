@@ -98,7 +98,7 @@ void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Midd
       op.status = middle.fetch(op.window, op.idle);
     }
     if (remote_) config_.network->end_driving();  // lanes may compute for a long time now
-    record(&OpRecord::heard_ns, Clock::now());
+    record(&OpRecord::arrived_ns, Clock::now());
     if (op.status.ok() && op.call.op == Op::kDispatch && cache_locality_.look(world_, op.window)) set_stream_from();
   }
   coop.sync();

@@ -51,7 +51,7 @@ void bind_op_record(nb::module_& m) {
       .def_ro("num_tokens", &OpRecord::num_tokens)
       .def_ro("start_ns", &OpRecord::start_ns)
       .def_ro("announced_ns", &OpRecord::announced_ns)
-      .def_ro("heard_ns", &OpRecord::heard_ns)
+      .def_ro("arrived_ns", &OpRecord::arrived_ns)
       .def_ro("end_ns", &OpRecord::end_ns)
       .def_ro("longest_ns", &OpRecord::longest_ns)
       .def_ro("longest_peer", &OpRecord::longest_peer)

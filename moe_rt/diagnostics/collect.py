@@ -127,7 +127,7 @@ def _rank_report(rank: int, view: _View, segments: Sequence[_engine.SegmentRepor
 
 def _op_record(f: _engine.OpRecord) -> OpRecord:
     first, last = ("publish", "gather") if _kind(f.op) == 0 else ("push", "reduce")
-    phase = "" if f.end_ns else last if f.heard_ns else "wait" if f.announced_ns else first
+    phase = "" if f.end_ns else last if f.arrived_ns else "wait" if f.announced_ns else first
     return OpRecord(
         number=f.number,
         op=_name(Op, f.op),
@@ -138,7 +138,7 @@ def _op_record(f: _engine.OpRecord) -> OpRecord:
         status=_name(Code, f.code) if f.end_ns else "",
         start_ns=f.start_ns,
         announced_ns=f.announced_ns,
-        heard_ns=f.heard_ns,
+        arrived_ns=f.arrived_ns,
         end_ns=f.end_ns,
         longest_peer=f.longest_peer,
         longest_ns=f.longest_ns,
@@ -151,11 +151,11 @@ def _missing(segment: _engine.SegmentReport) -> list[int]:
     if not segment.op_records:
         return []
     last = segment.op_records[-1]
-    waiting = last.announced_ns > 0 and last.heard_ns == 0
+    waiting = last.announced_ns > 0 and last.arrived_ns == 0
     failed = last.end_ns > 0 and last.code >= Code.CONFIG_MISMATCH
     kind = _kind(last.op)
-    told = zip(segment.announced[kind], segment.announcers[kind], strict=True)
-    return sorted({announcer for seq, announcer in told if seq < last.seq}) if waiting or failed else []
+    announcements = zip(segment.announced[kind], segment.announcers[kind], strict=True)
+    return sorted({announcer for seq, announcer in announcements if seq < last.seq}) if waiting or failed else []
 
 
 def _kind(op: int) -> int:

@@ -37,7 +37,7 @@ class OpRecord:
     status: str
     start_ns: int
     announced_ns: int
-    heard_ns: int
+    arrived_ns: int
     end_ns: int
     longest_peer: int
     longest_ns: int

@@ -154,8 +154,8 @@ class CpuEngine(Engine):
         return {
             "op": Op(last.op).name.lower(),
             "before_ns": last.announced_ns - last.start_ns,
-            "wait_ns": last.heard_ns - last.announced_ns,
-            "after_ns": last.end_ns - last.heard_ns,
+            "wait_ns": last.arrived_ns - last.announced_ns,
+            "after_ns": last.end_ns - last.arrived_ns,
             "arrival_ns": self._engine.arrival_ns(),
             "line_latency_ns": self._engine.line_latency_ns(),
         }

@@ -78,7 +78,7 @@ class Requirements(ABC):
 
     def require_window_as_handed_out(self, tag: int, x: Tensor) -> None:
         """Refuse rows that a graph has copied: it writes its inputs at its end, when peers may read the next op's."""
-        if self._windows is not None and self._windows.beside(x):
+        if self._windows is not None and self._windows.is_elsewhere(x):
             got = "rows that a graph has copied from a token window, or that are not in it"
             message = f"x: got {got}, expected token_window to be written and dispatched outside of torch.compile"
             self._refuse_input(Op.DISPATCH, tag, message)

@@ -94,7 +94,7 @@ class TokenWindows:
         expected = "all rows of the tensor that token_window gave since the last op, or memory of their own"
         return f"x: got {got}, expected {expected}"
 
-    def beside(self, x: Tensor) -> bool:
+    def is_elsewhere(self, x: Tensor) -> bool:
         """True if rows are elsewhere although a window was handed out for them."""
         return self._handed is not None and x.numel() > 0 and not self.hold(x)
 

@@ -64,12 +64,12 @@ def watch_attention(model: nn.Module) -> None:
     modules = dict(model.named_modules())
     for name, experts in modules.items():
         attended = getattr(experts, _NAME, None)
-        attention = None if attended is None else _attention_beside(name, modules)
+        attention = None if attended is None else _attention_around(name, modules)
         if attended is not None and attention is not None:
             attention.register_forward_pre_hook(attended.see, with_kwargs=True)
 
 
-def _attention_beside(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
+def _attention_around(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
     """Return the one child that takes a mask, in the nearest module around the experts that has such children."""
     while name:
         name = name.rpartition(".")[0]

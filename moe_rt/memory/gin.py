@@ -207,9 +207,9 @@ class World:
             return {}
         with _current(gpu):
             made = group.comm.create_dev_comm(self._core.NCCLDevCommRequirements(gin_connection_type=every))
-            told = ctypes.string_at(made.ptr, known.dev_comm_runtime_version_size)
-            group.device_comm = gpu.zeros(len(told))
-            group.device_comm.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
+            image = ctypes.string_at(made.ptr, known.dev_comm_runtime_version_size)
+            group.device_comm = gpu.zeros(len(image))
+            group.device_comm.copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
             gpu.synchronize()
         return {}
 

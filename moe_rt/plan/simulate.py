@@ -123,8 +123,8 @@ def _events(lasts: Array, near: Array, began: Array, ports: Ports) -> Step:
         sender[port, source] = np.where(last > 0, np.maximum(start + last, end - last), start)
         receiver[port, to] = np.maximum(receiver[port, to], end)
     own = began + ports.start_us
-    heard = np.where(np.eye(ranks, dtype=bool), own[:, None], ends + ports.signal_us)
-    return Step(began, begins, ends, np.maximum(heard.max(0), sender.max(0)))
+    received = np.where(np.eye(ranks, dtype=bool), own[:, None], ends + ports.signal_us)
+    return Step(began, begins, ends, np.maximum(received.max(0), sender.max(0)))
 
 
 def _rotation(near: Array) -> Iterator[npt.NDArray[np.int64]]:

@@ -71,7 +71,7 @@ def test_rows_that_dispatch_brought(ranks: int, rank: int, dtype: str) -> None:
             expect.rows(NUMBER, wrong_rows, wrong_experts)
 
 
-def test_a_row_of_another_type_is_told() -> None:
+def test_a_row_of_another_type_is_reported() -> None:
     """A row of another dtype is rejected, even if all values are equal and a single row leaves no order."""
     case = case_of(1, "bf16", tokens=1, topk=1, experts=1)
     rows, experts = delivered(case, 0, NUMBER)

@@ -31,7 +31,7 @@ class TestBoundOfTheCall:
     def test_handles_of_several_bounds(self, make_ranks: MakeRanks, heap: str) -> None:
         make_ranks(heap, 3).run(cases.handles_of_several_bounds, make_spec(3, placement=UNEVEN))
 
-    def test_ranks_that_disagree_are_told(self, make_ranks: MakeRanks, heap: str) -> None:
+    def test_ranks_that_disagree_are_refused(self, make_ranks: MakeRanks, heap: str) -> None:
         for rank, text in enumerate(make_ranks(heap, 3).run(cases.disagreeing, 1)):
             assert text.startswith("ConfigMismatch: "), text
             assert "max_tokens: got 5 on rank 1, expected 4" in text or rank == 1 or "concerning rank" in text

@@ -117,7 +117,7 @@ def test_fewer_rows_than_came(make_ranks: MakeRanks, heap: str) -> None:
     assert all(text != "no error" for text in texts)
 
 
-def test_ranks_that_disagree_are_told(make_ranks: MakeRanks) -> None:
+def test_ranks_that_disagree_are_refused(make_ranks: MakeRanks) -> None:
     for text in make_ranks("threads", 2).run(cases.other_layouts):
         assert text.startswith("ConfigMismatch: layout: got tokens on rank 1, expected experts as on rank 0")
 

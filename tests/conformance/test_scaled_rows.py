@@ -107,7 +107,7 @@ class TestHeap:
         ids=str,
     )
     @pytest.mark.parametrize("num_tokens", [4, 0])
-    def test_ranks_that_disagree_are_told(
+    def test_ranks_that_disagree_are_refused(
         self, make_ranks: MakeRanks, heap: str, row: RowFormat | None, got: str, num_tokens: int
     ) -> None:
         """Every rank, also one without tokens, names a rank that it differs from."""

@@ -61,7 +61,7 @@ int measure() {
     for (int op = 0; op < kOps; ++op) {
       ++op_record.number;
       for (int64_t OpRecord::* step :
-           {&OpRecord::start_ns, &OpRecord::announced_ns, &OpRecord::heard_ns, &OpRecord::end_ns}) {
+           {&OpRecord::start_ns, &OpRecord::announced_ns, &OpRecord::arrived_ns, &OpRecord::end_ns}) {
         op_record.*step = op;
         write_op_record(ring[op_record.number % kNumOpRecords], op_record);
       }

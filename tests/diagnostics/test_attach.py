@@ -140,7 +140,7 @@ def test_other_users_are_refused(ranks: ProcessRanks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pid", "got"), [(os.getpid(), "without a buffer"), (2**30, "which is no process")], ids=["self", "nobody"]
 )
-def test_processes_without_a_group_are_told(pid: int, got: str) -> None:
+def test_processes_without_a_group_are_refused(pid: int, got: str) -> None:
     with pytest.raises(InvalidConfig, match=got):
         attach(pid)
 

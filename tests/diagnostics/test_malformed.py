@@ -112,7 +112,7 @@ def test_cut_segment(length: int) -> None:
     assert (made.ranks[0].problem == "") == (length >= END)
 
 
-def test_torn_op_record_is_told() -> None:
+def test_torn_op_record_is_reported() -> None:
     """A record with an odd stamp, left by a rank that was killed while it wrote, is counted as torn."""
     last = header_field("op_records") + 6 * SLOT_BYTES
     made = report(patched(last, struct.pack("<Q", 7)))

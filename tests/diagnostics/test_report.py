@@ -86,7 +86,7 @@ def test_last_ops_of_a_dead_rank() -> None:
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
-def test_closed_rank_is_told(make_ranks: MakeRanks, heap: str) -> None:
+def test_closed_rank_is_reported(make_ranks: MakeRanks, heap: str) -> None:
     states = make_ranks(heap, SIZE).run(cases.closing_rank, FAULTY_RANK)
     assert states[FAULTY_RANK].startswith(GroupClosed.__name__)
     assert states[0].startswith("has closed its buffer, last finished combine #1")
@@ -104,7 +104,7 @@ def test_ring_keeps_the_last_ops() -> None:
     ops = cases.good_rounds(ThreadGroup.make(1)[0], 50).ranks[0].last_ops
     assert [(op.op, op.seq) for op in ops] == [(kind, n) for n in range(19, 51) for kind in ("dispatch", "combine")]
     for op, then in itertools.pairwise(ops):
-        assert op.start_ns <= op.announced_ns <= op.heard_ns <= op.end_ns <= then.start_ns
+        assert op.start_ns <= op.announced_ns <= op.arrived_ns <= op.end_ns <= then.start_ns
     assert ops[-1].num_tokens > 0
 
 

@@ -15,7 +15,7 @@ def op(start: int, waits: int, end: int, peer: int = 1, longest: int = 0) -> OpR
     """Return an op that is announced one nanosecond after its start and then waits; times in nanoseconds."""
     return OpRecord(
         number=1, op="dispatch", seq=1, tag=0, num_tokens=4, phase="" if end else "wait", status="ok" if end else "",
-        start_ns=start, announced_ns=start + 1, heard_ns=start + 1 + waits if end else 0, end_ns=end,
+        start_ns=start, announced_ns=start + 1, arrived_ns=start + 1 + waits if end else 0, end_ns=end,
         longest_peer=peer, longest_ns=longest, handle_seq=0,
     )  # fmt: skip
 
@@ -41,7 +41,7 @@ def test_times_that_a_peer_made_up_are_left_out() -> None:
 
 
 def test_timings_are_differences_of_the_times_recorded() -> None:
-    last = SimpleNamespace(op=Op.COMBINE, start_ns=1000, announced_ns=1020, heard_ns=1300, end_ns=5300)
+    last = SimpleNamespace(op=Op.COMBINE, start_ns=1000, announced_ns=1020, arrived_ns=1300, end_ns=5300)
     engine: Any = SimpleNamespace(op_record=lambda: last, arrival_ns=lambda: [7, 8], line_latency_ns=lambda: 9.5)
     assert CpuEngine.timings(SimpleNamespace(_engine=engine)) == dict(  # type: ignore[arg-type]
         op="combine", before_ns=20, wait_ns=280, after_ns=4000, arrival_ns=[7, 8], line_latency_ns=9.5

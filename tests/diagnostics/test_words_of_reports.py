@@ -17,7 +17,7 @@ S = 1_000_000_000
 def op(number: int = 1, name: str = "dispatch", **changes: Any) -> OpRecord:
     fields = dict(
         number=number, op=name, seq=number, tag=0, num_tokens=4, phase="", status="ok", start_ns=1 * S,
-        announced_ns=2 * S, heard_ns=3 * S, end_ns=4 * S, longest_peer=-1, longest_ns=0, handle_seq=0,
+        announced_ns=2 * S, arrived_ns=3 * S, end_ns=4 * S, longest_peer=-1, longest_ns=0, handle_seq=0,
     )  # fmt: skip
     return OpRecord(**{**fields, **changes})
 
@@ -138,7 +138,7 @@ def test_phases_follow_from_times(times: tuple[int, int, int], phase: str) -> No
     announced, heard, end = times
     found: Any = SimpleNamespace(**vars(op()), code=int(Code.POISONED))
     del found.phase, found.status
-    found.op, found.announced_ns, found.heard_ns, found.end_ns = int(Op.DISPATCH), announced, heard, end
+    found.op, found.announced_ns, found.arrived_ns, found.end_ns = int(Op.DISPATCH), announced, heard, end
     record = collect._op_record(found)
     assert (record.op, record.phase) == ("dispatch", phase)
     assert record.status == ("poisoned" if end else "")
@@ -151,7 +151,7 @@ def test_phases_follow_from_times(times: tuple[int, int, int], phase: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("code", "announced_ns", "heard_ns", "end_ns", "expected"),
+    ("code", "announced_ns", "arrived_ns", "end_ns", "expected"),
     [
         (Code.OK, 1, 0, 0, [0, 3]),  # it waits
         (Code.OK, 0, 0, 0, []),  # it has not announced
@@ -162,9 +162,9 @@ def test_phases_follow_from_times(times: tuple[int, int, int], phase: str) -> No
         (Code.INVALID_ROUTING, 1, 2, 3, []),  # a refusal, after which the group goes on
     ],
 )
-def test_who_is_missing(code: Code, announced_ns: int, heard_ns: int, end_ns: int, expected: list[int]) -> None:
+def test_who_is_missing(code: Code, announced_ns: int, arrived_ns: int, end_ns: int, expected: list[int]) -> None:
     last = SimpleNamespace(
-        op=int(Op.DISPATCH), seq=5, code=int(code), announced_ns=announced_ns, heard_ns=heard_ns, end_ns=end_ns
+        op=int(Op.DISPATCH), seq=5, code=int(code), announced_ns=announced_ns, arrived_ns=arrived_ns, end_ns=end_ns
     )
     segment: Any = SimpleNamespace(
         op_records=[SimpleNamespace(), last],

@@ -47,21 +47,21 @@ def rounds_until_failure(group: Any, begun: str, timeout_s: float, absent_rank: 
     return "no error", 0.0
 
 
-def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, told: str) -> str:
+def stop_for_a_while(group: Any, faulty_rank: int, timeout_s: float, marker: str) -> str:
     """The faulty rank is stopped and resumes when the others have timed out, which a file of each announces."""
     buffer = open_buffer(group, timeout_s=timeout_s)
     good_round(buffer)
     if buffer.rank == faulty_rank:
         stopped, others = os.getpid(), [rank for rank in range(buffer.num_ranks) if rank != faulty_rank]
         if os.fork() == 0:
-            await_files(told, others)
+            await_files(marker, others)
             os.kill(stopped, signal.SIGCONT)
             os._exit(0)
         os.kill(stopped, signal.SIGSTOP)
     try:
         good_round(buffer)
     except RuntimeError as error:
-        Path(f"{told}.{buffer.rank}").touch()
+        Path(f"{marker}.{buffer.rank}").touch()
         return f"{type(error).__name__}: {error}"
     finally:
         buffer.close()
@@ -96,16 +96,18 @@ def large_rounds(group: Any, route: Route, faulty_rank: int, seed: int, pause_s:
     return end_of_rounds(buffer)
 
 
-def large_rounds_with_a_stop(group: Any, route: Route, faulty_rank: int, seed: int, timeout_s: float, told: str) -> str:
+def large_rounds_with_a_stop(
+    group: Any, route: Route, faulty_rank: int, seed: int, timeout_s: float, marker: str
+) -> str:
     """The faulty rank is stopped at a random moment, and resumes when all others have timed out."""
     buffer = open_large_buffer(group, route, timeout_s)
     if buffer.rank == faulty_rank:
         others = [rank for rank in range(buffer.num_ranks) if rank != faulty_rank]
-        stop_this_process(random.Random(seed).random() * _ROUNDS_S, lambda: await_files(told, others))
+        stop_this_process(random.Random(seed).random() * _ROUNDS_S, lambda: await_files(marker, others))
     try:
         return end_of_rounds(buffer)
     finally:
-        Path(f"{told}.{buffer.rank}").touch()
+        Path(f"{marker}.{buffer.rank}").touch()
 
 
 def open_large_buffer(group: Any, route: Route, timeout_s: float) -> Buffer:

@@ -19,8 +19,8 @@ def main() -> None:
     with ProcessRanks() as ranks:
         ranks.start(0, go_on)
         os.kill(os.getpid(), signal.SIGHUP)
-        ranks.tell(0, b"go on")
-        print(ranks.hear(0).decode())
+        ranks.send(0, b"go on")
+        print(ranks.receive(0).decode())
 
 
 main()

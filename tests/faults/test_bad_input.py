@@ -113,7 +113,7 @@ def test_views_and_narrow_types_are_accepted(make_ranks: MakeRanks, heap: str) -
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_ranks_that_disagree_are_told(make_ranks: MakeRanks, heap: str, changes: dict[str, Any]) -> None:
+def test_ranks_that_disagree_are_refused(make_ranks: MakeRanks, heap: str, changes: dict[str, Any]) -> None:
     field = next(iter(changes))
     for text in make_ranks(heap, SIZE).run(cases.make_differing, FAULTY_RANK, changes):
         assert text.startswith(f"ConfigMismatch: {field}: got"), text
@@ -167,12 +167,12 @@ def test_second_thread_is_refused(make_ranks: MakeRanks) -> None:
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
-def test_close_during_an_op_is_told(make_ranks: MakeRanks, heap: str) -> None:
+def test_close_during_an_op_is_reported(make_ranks: MakeRanks, heap: str) -> None:
     """An op that waits while its buffer closes raises GroupClosed, and its memory exists until it ends."""
     assert make_ranks(heap, 2).run(cases.close_during_op) == ["GroupClosed"] * 2
 
 
-def test_gone_buffer_is_told() -> None:
+def test_gone_buffer_is_reported() -> None:
     kwargs: dict[str, Any] = dict(num_max_tokens_per_rank=4, hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
     with Buffer(None, **kwargs) as buffer:
         recv_x, recv_weights, handle = buffer.dispatch(

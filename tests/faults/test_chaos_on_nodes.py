@@ -112,12 +112,12 @@ def test_what_is_complained_of(of_rank_0: dict[str, Any], complaint: str) -> Non
 @pytest.mark.parametrize(("named", "complaint"), [(2, ""), (1, "no rank names rank 2"), (0, "rank 0 blames none of")])
 def test_who_is_blamed_for_a_stop(named: int, complaint: str) -> None:
     """A stop must be blamed on rank 2, or by some rank on a rank that waits for it; no rank blames itself."""
-    told = {rank: report("PeerTimeout", f"combine #1: rank {named} is late") for rank in (0, 1)}
+    late_reports = {rank: report("PeerTimeout", f"combine #1: rank {named} is late") for rank in (0, 1)}
     if named == 0:
-        told[1] = report("PeerTimeout", "combine #1: rank 2 is late")
-    pool = Mock(size=3, **{"has_news.return_value": False, "reports.return_value": told})
+        late_reports[1] = report("PeerTimeout", "combine #1: rank 2 is late")
+    pool = Mock(size=3, **{"has_news.return_value": False, "reports.return_value": late_reports})
     again = {rank: report("nothing", steps=5) for rank in (0, 1)}
-    pool.reports.side_effect = lambda ranks, _: told if pool.kill.call_count == 0 else again
+    pool.reports.side_effect = lambda ranks, _: late_reports if pool.kill.call_count == 0 else again
     found = Stop("stop", 2, Moment(Size(1, 32, 1, "flat"), 1, 0.0), 0.0, wakes=False).run(pool).complaints
     assert any(text.startswith(complaint) for text in found) if complaint else found == [], found
 
@@ -140,7 +140,9 @@ def test_a_blink_that_has_lasted_too_long_is_judged_as_a_flap_and_tried_again(mo
     ("act", "right", "wrong"),
     [("input", InvalidRouting, CapacityOverflow), ("overflow", CapacityOverflow, InvalidRouting)],
 )
-def test_what_is_not_refused_as_it_must_be_is_told(act: str, right: type[MoeRtError], wrong: type[MoeRtError]) -> None:
+def test_what_is_not_refused_as_it_must_be_is_reported(
+    act: str, right: type[MoeRtError], wrong: type[MoeRtError]
+) -> None:
     spec = SimpleNamespace(num_max_tokens_per_rank=4, num_experts=2, num_topk=1, hidden=8)
 
     def dispatch_that(raises: MoeRtError | None) -> Any:

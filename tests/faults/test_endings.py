@@ -123,19 +123,19 @@ def test_messages_and_ends_of_ranks() -> None:
             pool.start(rank, echo, f"rank {rank} got ")
         pids = [pool.pid(rank) for rank in range(3)]
         large = b"x" * (3 << 20)
-        pool.tell(0, large)
-        assert pool.hear(0, PATIENCE_S) == b"rank 0 got " + large
+        pool.send(0, large)
+        assert pool.receive(0, PATIENCE_S) == b"rank 0 got " + large
         with pytest.raises(EOFError):
-            pool.hear(0, PATIENCE_S)
+            pool.receive(0, PATIENCE_S)
         assert pool.await_end(0, PATIENCE_S)
         with pytest.raises(TimeoutError):
-            pool.hear(1, 0.01)
+            pool.receive(1, 0.01)
         pool.send_signal(1, signal.SIGSTOP)
         pool.kill(1)
         assert 1 not in pool
         pool.start(1, echo, "again ")
-        pool.tell(1, b"x")
-        assert pool.hear(1, PATIENCE_S) == b"again x"
+        pool.send(1, b"x")
+        assert pool.receive(1, PATIENCE_S) == b"again x"
         pids.append(pool.pid(1))
     wait_until(lambda: not any(map(is_alive, pids)))
 

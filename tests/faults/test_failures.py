@@ -48,8 +48,8 @@ def test_silent_peer_times_out(make_ranks: MakeRanks, heap: str) -> None:
 def test_peer_that_closed_first(make_ranks: MakeRanks, heap: str) -> None:
     texts = make_ranks(heap, SIZE).run(cases.peer_closes_first, FAULTY_RANK)
     assert texts[FAULTY_RANK] == "closed"
-    told = "rank 1 closed its buffer: it announced op 1, expected 2; a rank without tokens must call, too"
-    assert any(text.startswith("GroupClosed: dispatch #2 on rank") and told in text for text in texts), texts
+    expected = "rank 1 closed its buffer: it announced op 1, expected 2; a rank without tokens must call, too"
+    assert any(text.startswith("GroupClosed: dispatch #2 on rank") and expected in text for text in texts), texts
     assert all(text.startswith(("GroupClosed", "GroupPoisoned", "closed")) for text in texts), texts
 
 

@@ -142,7 +142,7 @@ def test_torchrun_shows_the_first_failure(tmp_path: Path) -> None:
     assert any("rank 1 failed first: ValueError: bad batch" in line for line in survivor), done.stderr
 
 
-def test_a_buffer_that_became_garbage_is_told(make_ranks: MakeRanks) -> None:
+def test_a_buffer_that_became_garbage_is_reported(make_ranks: MakeRanks) -> None:
     texts = make_ranks("threads", 2).run(cases.let_go, FAULTY_RANK)
     assert "rank 1 closed its buffer (its buffer became garbage)" in texts[0], texts
 

@@ -107,7 +107,7 @@ def test_no_field_of_the_configuration_is_new() -> None:
     assert sorted(make_spec(2).record()) == sorted(FIELDS), "and compared above"
 
 
-def test_ranks_on_another_host_are_told_apart() -> None:
+def test_ranks_on_another_host_are_distinguished() -> None:
     with pytest.raises(InvalidConfig, match="got rank 1 on another host than rank 0, expected one host"):
         shm.allocate(Scripted(honest, changed(host="x"), honest), NUM_BYTES, 1.0)
 

@@ -11,7 +11,7 @@ MakeRanks = Callable[[str, int], Ranks]
 SIZE = 3
 
 
-def test_descriptor_limit_of_one_rank_is_told_to_all() -> None:
+def test_descriptor_limit_of_one_rank_is_reported_to_all() -> None:
     """All ranks raise wherever the descriptors run out; once a buffer is made, a death is noticed."""
     ranks = ProcessRanks(SIZE)
     outcomes = ranks.outcomes(cases.at_the_descriptor_limit, 20)
@@ -33,7 +33,7 @@ def test_buffers_of_a_group_share_the_watches_of_its_processes(make_ranks: MakeR
         assert closed == none
 
 
-def test_lane_that_cannot_start_is_told_to_all(make_ranks: MakeRanks) -> None:
+def test_lane_that_cannot_start_is_reported_to_all(make_ranks: MakeRanks) -> None:
     for text, left in make_ranks("shm", SIZE).run(cases.without_address_space):
         assert text.startswith("LimitReached: rank 1 could not make its engine"), text
         assert "threads (ulimit -u" in text

@@ -16,7 +16,7 @@ FAULTY_RANK, SIZE = cases.FAULTY_RANK, 3
 AT_ONCE_S = 150.0  # init_timeout_s is 300: waiting for it takes longer
 
 
-def told(outcomes: list[Any], kind: str, words: str) -> None:
+def check_outcomes(outcomes: list[Any], kind: str, words: str) -> None:
     """Check that every rank raised `kind` with these words, and none waited."""
     for text, seconds in outcomes:
         assert text.startswith(f"{kind}: "), outcomes
@@ -54,12 +54,12 @@ def outcomes_of_others(case: Callable[..., Any], faulty_rank: int) -> list[Any]:
 )
 def test_a_wrong_argument_of_one_rank(make_ranks: MakeRanks, heap: str, name: str, value: Any) -> None:
     outcomes = make_ranks(heap, SIZE).run(cases.wrong_argument, name, value)
-    told(outcomes, "InvalidConfig", "")
+    check_outcomes(outcomes, "InvalidConfig", "")
     assert all("rank 1" in text for rank, (text, _) in enumerate(outcomes) if rank != FAULTY_RANK), outcomes
 
 
 def test_an_engine_that_one_rank_cannot_make(make_ranks: MakeRanks) -> None:
-    told(make_ranks("shm", SIZE).run(cases.wrong_isa), "InvalidConfig", "rank 1 could not make its engine")
+    check_outcomes(make_ranks("shm", SIZE).run(cases.wrong_isa), "InvalidConfig", "rank 1 could not make its engine")
 
 
 def test_an_error_that_is_kept_keeps_no_memory(make_ranks: MakeRanks) -> None:
@@ -68,25 +68,29 @@ def test_an_error_that_is_kept_keeps_no_memory(make_ranks: MakeRanks) -> None:
 
 
 def test_address_space_ends_while_peers_are_mapped(make_ranks: MakeRanks) -> None:
-    told(make_ranks("shm", SIZE).run(cases.no_room_for_peers), "OutOfSharedMemory", "rank 1 could not reserve")
+    check_outcomes(
+        make_ranks("shm", SIZE).run(cases.no_room_for_peers), "OutOfSharedMemory", "rank 1 could not reserve"
+    )
 
 
 def test_address_space_of_threads_ends(make_ranks: MakeRanks) -> None:
-    told(make_ranks("threads", SIZE).run(cases.too_large), "OutOfSharedMemory", "could not reserve a segment of")
+    check_outcomes(
+        make_ranks("threads", SIZE).run(cases.too_large), "OutOfSharedMemory", "could not reserve a segment of"
+    )
 
 
 @pytest.mark.parametrize("heap", CPU_HEAPS)
 def test_an_interrupt_while_working(make_ranks: MakeRanks, heap: str) -> None:
     outcomes = make_ranks(heap, SIZE).run(cases.interrupted)
     assert outcomes.pop(FAULTY_RANK)[0] == "KeyboardInterrupt: "
-    told(outcomes, "GroupPoisoned", "rank 1 gave up: KeyboardInterrupt")
+    check_outcomes(outcomes, "GroupPoisoned", "rank 1 gave up: KeyboardInterrupt")
 
 
 def test_an_interrupt_while_waiting(make_ranks: MakeRanks) -> None:
     outcomes = make_ranks("shm", SIZE).run(cases.interrupted_in_a_wait)
     assert outcomes[FAULTY_RANK][0] == "KeyboardInterrupt: "
     assert outcomes.pop(FAULTY_RANK)[1] < AT_ONCE_S
-    told(outcomes, "GroupPoisoned", "rank 1 gave up: KeyboardInterrupt")
+    check_outcomes(outcomes, "GroupPoisoned", "rank 1 gave up: KeyboardInterrupt")
 
 
 def gave_up(outcomes: list[Any]) -> None:
@@ -111,7 +115,7 @@ def test_a_rank_that_stays_away_from_a_layer(make_ranks: MakeRanks) -> None:
 
 def test_a_rank_of_two_groups_that_stays_away_from_one(make_ranks: MakeRanks) -> None:
     first, *others = make_ranks("shm", SIZE).run(cases.overlapping_groups)
-    told(first, "PeerTimeout", "ranks [1] did not come")
+    check_outcomes(first, "PeerTimeout", "ranks [1] did not come")
     assert others == [[], []]
 
 
@@ -119,11 +123,11 @@ def test_a_rank_of_two_groups_that_stays_away_from_one(make_ranks: MakeRanks) ->
     "case", [cases.killed_while_making, cases.killed_while_mapping, cases.killed_before_the_second]
 )
 def test_a_rank_that_is_killed(case: Callable[..., Any]) -> None:
-    told(outcomes_of_others(case, FAULTY_RANK), "PeerDead", "the process of rank 1 ended")
+    check_outcomes(outcomes_of_others(case, FAULTY_RANK), "PeerDead", "the process of rank 1 ended")
 
 
 def test_a_store_that_ends() -> None:
-    told(outcomes_of_others(cases.store_ends, 0), "StoreLost", "cannot reach the group's store any more")
+    check_outcomes(outcomes_of_others(cases.store_ends, 0), "StoreLost", "cannot reach the group's store any more")
 
 
 def test_threads_that_cross(make_ranks: MakeRanks) -> None:

@@ -35,7 +35,7 @@ def test_every_survivor_raises_what_it_must(matrix: dict[str, Any]) -> None:
     assert set(matrix["classes"]) == set(POINTS_OF_ONE_HOST)
 
 
-def test_how_soon_deaths_are_noticed_is_told(matrix: dict[str, Any]) -> None:
+def test_how_soon_deaths_are_noticed_is_reported(matrix: dict[str, Any]) -> None:
     """Print how soon deaths are noticed, which depends on the machine. The errors show that no rank waits for its
     timeout."""
     noticed = matrix["kill_ms"]

@@ -67,7 +67,7 @@ def test_a_link_that_goes_down(ranks: NodeRanks, tmp_path: Path) -> None:
 
 def test_a_stopped_rank(ranks: NodeRanks, tmp_path: Path) -> None:
     """A stopped rank that resumes after its peers have left raises."""
-    first, *texts = ranks.run(cases.stop_for_a_while, 0, TIMEOUT_S, str(tmp_path / "told"))
+    first, *texts = ranks.run(cases.stop_for_a_while, 0, TIMEOUT_S, str(tmp_path / "marker"))
     ranks.restart()
     assert any(text.startswith("PeerTimeout:") for text in texts), texts
     assert all(text.startswith(("PeerTimeout:", "GroupPoisoned:")) for text in texts), texts

@@ -44,7 +44,7 @@ def test_a_kill_among_gets_and_puts(ranks: NodeRanks, route: Route, seed: int) -
 def test_a_stop_among_gets_and_puts(ranks: NodeRanks, route: Route, seed: int, tmp_path: Path) -> None:
     """A rank that resumes after its peers timed out raises."""
     outcomes = ranks.outcomes(
-        cases.large_rounds_with_a_stop, route, seed % ranks.size, seed, TIMEOUT_S, str(tmp_path / "told")
+        cases.large_rounds_with_a_stop, route, seed % ranks.size, seed, TIMEOUT_S, str(tmp_path / "marker")
     )
     ranks.restart()
     assert [text for text in outcomes if not str(text).startswith(FAILURES_OF_A_STOP)] == []

@@ -51,7 +51,7 @@ if rank == 0 and os.waitpid(child, 0)[1] == 0:
 
 
 @pytest.mark.parametrize(("limit", "num_bytes"), [("RLIMIT_AS", 2**30), ("RLIMIT_FSIZE", 2**20)])
-def test_limit_of_one_rank_is_told_to_all(make_ranks: MakeRanks, limit: str, num_bytes: int) -> None:
+def test_limit_of_one_rank_is_reported_to_all(make_ranks: MakeRanks, limit: str, num_bytes: int) -> None:
     for text in make_ranks("shm", 3).run(cases.open_within_limit, limit, num_bytes):
         assert text.startswith("OutOfSharedMemory: rank 1 could not reserve a segment"), text
 

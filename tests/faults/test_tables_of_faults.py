@@ -113,7 +113,7 @@ def test_over_nodes(
 
 def test_every_route_runs_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row runs on each route, but those of forwarders, which the flat route does not have."""
-    pools, told = [], []
+    pools, progress = [], []
 
     class Pool:
         def __init__(self, nodes: tuple[int, ...]) -> None:
@@ -136,10 +136,10 @@ def test_every_route_runs_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_matrix, "NodePool", Pool)
     monkeypatch.setattr(InjectedFault, "run", lambda fault, pool: ("two_level", pool))
     monkeypatch.setattr(node_matrix, "ROWS", {"any": Row, "proxy": lambda moment: of_a_forwarder})
-    found = node_matrix.measure(told.append, ("two_level", "flat"))
+    found = node_matrix.measure(progress.append, ("two_level", "flat"))
     assert found == {
         "any": {"two_level": ("two_level", "pool"), "flat": ("flat", "pool")},
         "proxy": {"two_level": ("two_level", "pool")},
     }
-    assert told == ["two_level: any", "two_level: proxy", "flat: any"]
+    assert progress == ["two_level: any", "two_level: proxy", "flat: any"]
     assert pools == [(2, 1), "closed"]

@@ -92,8 +92,8 @@ def test_a_forwarder_that_raises_before_it_passes_on(
     outcomes = ThreadRanks(4, nodes=NODES).run(after_a_good_round, good_round, threading.Barrier(4))
     assert outcomes[1].startswith(f"FaultInjected: {name} on rank 1"), outcomes
     for rank in (0, 2, 3):
-        told = "GroupPoisoned" in outcomes[rank] and "rank 1 failed first: FaultInjected" in outcomes[rank]
-        assert told or (rank not in waiting and outcomes[rank] == "no error"), outcomes
+        informed = "GroupPoisoned" in outcomes[rank] and "rank 1 failed first: FaultInjected" in outcomes[rank]
+        assert informed or (rank not in waiting and outcomes[rank] == "no error"), outcomes
 
 
 def rank_1_closes(group: ThreadGroup) -> str:

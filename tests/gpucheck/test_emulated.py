@@ -18,13 +18,13 @@ from moe_rt.lab.check.report import EMULATED, show, write_report
 
 def test_a_rehearsal_says_so_everywhere(tmp_path: Path) -> None:
     """The terminal, the page and the document all say so; with a GPU none does."""
-    for told in (False, True):
-        document = run.document([], {}, emulated=told)
+    for expected in (False, True):
+        document = run.document([], {}, emulated=expected)
         write_report(document, tmp_path)
         texts = [(tmp_path / "report.md").read_text(), as_text(show(document))]
-        assert json.loads((tmp_path / "report.json").read_text())["emulated"] is told
-        assert [EMULATED in " ".join(text.split()) for text in texts] == [told, told]
-        assert ["gpucheck, emulated" in text for text in texts] == [told, told]
+        assert json.loads((tmp_path / "report.json").read_text())["emulated"] is expected
+        assert [EMULATED in " ".join(text.split()) for text in texts] == [expected, expected]
+        assert ["gpucheck, emulated" in text for text in texts] == [expected, expected]
 
 
 def as_text(shown: RenderableType) -> str:

@@ -110,7 +110,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040). Pl
 
 
 @pytest.mark.parametrize("visible", ["", "7", "MIG-c7384736-a75d-5afc-978f-d2f1294409fd"])
-def test_hidden_gpus_are_told(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_are_refused(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: refuse("No CUDA GPUs are available"))
@@ -120,7 +120,7 @@ def test_hidden_gpus_are_told(visible: str, monkeypatch: pytest.MonkeyPatch) -> 
         Gpu()
 
 
-def test_a_driver_that_torch_finds_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_torch_finds_too_old_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that torch finds too old is reported, although its GPUs are counted."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

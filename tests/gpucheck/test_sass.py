@@ -79,7 +79,7 @@ def test_bulk_copies() -> None:
     ]
 
 
-def test_kernels_are_told_apart() -> None:
+def test_kernels_are_distinguished() -> None:
     text = HEAD.format("first") + AHEAD + HEAD.format("second") + "/*0000*/ EXIT ;\n"
     found = read_machine_code(text)
     assert {name: code.instructions for name, code in found.items()} == {"first": 9, "second": 1}

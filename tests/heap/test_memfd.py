@@ -54,7 +54,7 @@ def test_what_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, refuses: str) 
     allocate()
 
 
-def test_another_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(name: str, flags: int) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 

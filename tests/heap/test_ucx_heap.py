@@ -131,7 +131,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install" in ucx.describe()
 
 
-def test_another_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ucx, "_LIBRARY", "libc.so.6")
     with pytest.raises(MissingPackage, match=r"libc\.so\.6 has no function ucp_get_version"):

@@ -73,7 +73,7 @@ def test_a_pickle_of_another_rank_is_refused_by_all(make_ranks: MakeRanks) -> No
     assert here.startswith("GroupPoisoned: ")
 
 
-def test_a_process_without_the_group_is_told(make_ranks: MakeRanks) -> None:
+def test_a_process_without_the_group_is_reported(make_ranks: MakeRanks) -> None:
     data = make_ranks("shm", 2).run(cases.given_away)[1]
     assert "rank 1 of 2" in cases.without_a_group(data)
     assert "init_process_group" in cases.without_a_group(data)

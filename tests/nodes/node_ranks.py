@@ -42,7 +42,7 @@ class NodeRanks(ProcessRanks):
     def _start(self) -> None:
         if self.size not in self._ranks:  # first start, or all processes were killed after a hang
             self._ranks.start(self.size, _enter, self.cluster.name, 0, _serve_store, self.cluster.address(0))
-            self._port = int(self._ranks.hear(self.size, _START_S))
+            self._port = int(self._ranks.receive(self.size, _START_S))
         for rank, node in enumerate(self.node_of):
             serve = (rank, self.size, self._port, str(self._lives), self.cluster.address(0))
             self._ranks.start(rank, _enter, self.cluster.name, node, _serve_rank, self._environment, *serve)

@@ -48,8 +48,8 @@ def boot_id(cluster: Cluster, node: int) -> str:
 
 
 def link_address(cluster: Cluster, node: int) -> str:
-    told = subprocess.check_output(["ip", "-n", f"{cluster.name}-node{node}", "link", "show", "eth0"], text=True)
-    return told.split("link/ether ")[1].split()[0]
+    shown = subprocess.check_output(["ip", "-n", f"{cluster.name}-node{node}", "link", "show", "eth0"], text=True)
+    return shown.split("link/ether ")[1].split()[0]
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -63,7 +63,7 @@ def _wound(buffer: Any, gpu: PtxGpu) -> str:
             return type(error).__name__
         if POISON_WORD.from_address(buffer._engine._segments.addresses[buffer.rank] + POISON).value:
             return "poisoned"
-    return "never told"
+    return "never announced"
 
 
 def _silent(who: int, op: str) -> Callable[[PtxGpu], None]:

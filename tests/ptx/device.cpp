@@ -49,7 +49,7 @@ bool Device::hosts_are_gone() {
 void Device::tell_hosts() {
   woken_ += asleep_;
   asleep_ = 0;
-  ++told_;
+  ++num_wakeups_;
   done_.notify_all();
 }
 

@@ -21,10 +21,10 @@ class Device::Host {
 
   // Return when further launches have ended or the device has died.
   void await_news() {
-    const uint64_t told = device_.told_;
+    const uint64_t num_wakeups = device_.num_wakeups_;
     ++device_.asleep_;
     device_.hosts_gone_.notify_one();
-    device_.done_.wait(lock_, [&] { return device_.told_ != told; });
+    device_.done_.wait(lock_, [&] { return device_.num_wakeups_ != num_wakeups; });
     --device_.woken_;
   }
 

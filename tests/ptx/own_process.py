@@ -23,7 +23,7 @@ def isolated(case: Callable[..., Any], *args: Any) -> Any:
     with ProcessRanks(in_server=True) as processes:
         processes.start(0, _serve, case, args)
         try:
-            outcome = pickle.loads(processes.hear(0, CASE_TIMEOUT_S))
+            outcome = pickle.loads(processes.receive(0, CASE_TIMEOUT_S))
         except TimeoutError:
             processes.send_signal(0, TELL_STACKS)
             processes.await_end(0, 2.0)

@@ -17,7 +17,7 @@ from moe_rt.lab.testing import forking
 support.ranks.CASE_TIMEOUT_S = 900  # every rank imports all of a package, which takes minutes on a loaded machine
 
 
-def told(outcome: Any) -> Any:
+def readable(outcome: Any) -> Any:
     return f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else outcome
 
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
         try:
             alone = getattr(cases, f"{case}_alone", None)
             ranks = ProcessRanks(2)
-            results = [told(outcome) for outcome in ranks.outcomes(getattr(cases, case), *arguments)]
+            results = [readable(outcome) for outcome in ranks.outcomes(getattr(cases, case), *arguments)]
             ranks.close()
             outcomes.append([[*results, alone(*arguments) if alone else None], None])
         except Exception:

@@ -47,5 +47,5 @@ def test_a_lightning_checkpoint_is_refused_elsewhere(real: Callable[[str], Any])
 
 
 def test_lightning_saves_whole_experts(real: Callable[[str], Any]) -> None:
-    for told in real("recipe")[:2]:
-        assert told == [3, True, True, True]
+    for answer in real("recipe")[:2]:
+        assert answer == [3, True, True, True]

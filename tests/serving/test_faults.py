@@ -28,10 +28,10 @@ def survivors(model: Callable[[str], Path], fault: str, **engine: Any) -> list[A
 
 
 @pytest.mark.parametrize(
-    ("does", "raised", "told"),
+    ("does", "raised", "words"),
     [("kill", "PeerDead: ", "rank 1"), ("raise", "GroupPoisoned: ", "rank 1"), ("stop", "PeerTimeout: ", "rank 1")],
 )
-def test_survivors_name_it(model: Callable[[str], Path], does: str, raised: str, told: str) -> None:
+def test_survivors_name_it(model: Callable[[str], Path], does: str, raised: str, words: str) -> None:
     options = {"additional_config": {"moe_rt": {"timeout_s": 5.0}}} if does == "stop" else {}
     fault = f"rank=1,op={BEYOND_THE_START},at=mid_payload,do={does}"
     answers = survivors(model, fault, **options)
@@ -39,7 +39,7 @@ def test_survivors_name_it(model: Callable[[str], Path], does: str, raised: str,
     assert all(isinstance(answer, Failed) for answer in answers)
     assert any(raised in error for error in errors)
     for error in errors:
-        assert told in error
+        assert words in error
         assert "moe_rt.errors." in error
 
 

@@ -129,7 +129,7 @@ def test_a_killed_coordinator(start: Start) -> None:
 
 
 @pytest.mark.parametrize("interrupt", [False, True])
-def test_told_to_end_amid_requests(start: Start, interrupt: bool) -> None:
+def test_asked_to_end_amid_requests(start: Start, interrupt: bool) -> None:
     """Ranks end on SIGTERM, which stops containers and reaches the first process, and on Ctrl-C, which reaches all.
 
     vLLM's front end may wait for requests whose ranks have ended, until their clients hang up. The ranks must end.

@@ -89,8 +89,8 @@ def test_random_requests(server: Server, engines: Callable[..., Any], tell: Call
             list(threads.map(lambda client: [client.ask() for _ in range(REQUESTS // CLIENTS)], clients))
             time.sleep(PAUSE_S)  # all ranks are idle, and cut-off requests are gone
             counts.append(held(server))
-    told = f"{sum(c.finished for c in clients)} finished, {sum(c.given_up for c in clients)} given up"
-    tell(f"soak, seed {SEED}: {told}, {time.monotonic() - start:.0f} s; held at last: {counts[-1]}")
+    summary = f"{sum(c.finished for c in clients)} finished, {sum(c.given_up for c in clients)} given up"
+    tell(f"soak, seed {SEED}: {summary}, {time.monotonic() - start:.0f} s; held at last: {counts[-1]}")
     tell(f"MiB of the largest process after each batch: {[max(count['resident MiB']) for count in counts]}")
     for name, margin in MARGINS.items():
         grown = [last - first for first, last in zip(counts[0][name], counts[-1][name], strict=True)]

@@ -147,9 +147,9 @@ def test_scales_of_whole_batches_are_refused() -> None:
 
 def test_the_bound_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert token_rows.most_tokens() is None, "no step runs"
-    told = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([4, 7]))
+    metadata = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([4, 7]))
     monkeypatch.setattr(token_rows, "is_forward_context_available", lambda: True)
-    monkeypatch.setattr(token_rows, "get_forward_context", lambda: SimpleNamespace(dp_metadata=told))
+    monkeypatch.setattr(token_rows, "get_forward_context", lambda: SimpleNamespace(dp_metadata=metadata))
     assert token_rows.most_tokens() == 7
     monkeypatch.setattr(token_rows, "get_forward_context", lambda: SimpleNamespace(dp_metadata=None))
     assert token_rows.most_tokens() is None

@@ -99,13 +99,13 @@ class ProcessRanks(Ranks):
             self._start()
         message = pickle.dumps((case, args))
         for rank in range(self.size):
-            self._ranks.tell(rank, message)
+            self._ranks.send(rank, message)
         deadline = time.monotonic() + CASE_TIMEOUT_S  # shared: the last rank to hang must not hide why the first failed
         return [self._outcome(rank, deadline) for rank in range(self.size)]
 
     def _outcome(self, rank: int, deadline: float) -> Any:
         try:
-            return pickle.loads(self._ranks.hear(rank, max(0.0, deadline - time.monotonic())))
+            return pickle.loads(self._ranks.receive(rank, max(0.0, deadline - time.monotonic())))
         except TimeoutError:
             self._ranks.send_signal(rank, TELL_STACKS)
             self._hang = True

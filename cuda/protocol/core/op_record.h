@@ -42,7 +42,7 @@ struct OpRecord {
   Code code = Code::kOk;
   uint32_t tag = 0;  // number of the layer
   int32_t num_tokens = 0;
-  int64_t start_ns = 0, announced_ns = 0, heard_ns = 0, end_ns = 0;  // heard_ns: all peers' signals have arrived
+  int64_t start_ns = 0, announced_ns = 0, arrived_ns = 0, end_ns = 0;  // arrived_ns: all peers' signals have arrived
   int64_t longest_ns = 0;  // longest wait for a single peer; peers are awaited in rank order
   int64_t longest_peer = -1;
   uint64_t handle_seq = 0;  // seq of the dispatch whose handle is used; 0 for a dispatch

@@ -59,8 +59,8 @@ class Library:
         if include is None:
             raise CompileError(f"got no headers of {self.name}, expected them; {install}")
         if self.since is not None:
-            told = _VERSION_CODE.search((Path(include) / f"{self.name.lower()}.h").read_text())
-            version = divmod(int(told[1]) // 100, 100) if told else (0, 0)
+            header_version = _VERSION_CODE.search((Path(include) / f"{self.name.lower()}.h").read_text())
+            version = divmod(int(header_version[1]) // 100, 100) if header_version else (0, 0)
             if version < self.since:
                 expected = f"{_shown(self.since)} or newer"
                 raise CompileError(f"got {self.name} {_shown(version)} in {include}, expected {expected}; {install}")

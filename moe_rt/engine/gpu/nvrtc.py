@@ -158,9 +158,9 @@ def link_program(toolkit: Toolkit, code: bytes, name: str, options: Sequence[str
     nvjitlink, library = toolkit.nvjitlink, toolkit.library
     assert library is not None
     kinds = nvjitlink.InputType
-    told = ["-verbose"] if nvjitlink.version()[0] >= 13 else []
+    verbose = ["-verbose"] if nvjitlink.version()[0] >= 13 else []
     try:
-        linker = nvjitlink.create(len(options) + len(told), [*options, *told])
+        linker = nvjitlink.create(len(options) + len(verbose), [*options, *verbose])
     except nvjitlink.nvJitLinkError as error:
         raise CompileError(f"nvJitLink: {error}") from error
 

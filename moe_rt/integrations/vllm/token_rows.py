@@ -104,5 +104,5 @@ class TokenRowsPrepareAndFinalize(MoeRtPrepareAndFinalize):
 
 def most_tokens() -> int | None:
     """Return the largest token count of any rank in this step, which vLLM shares between hosts; None if unknown."""
-    told = get_forward_context().dp_metadata if is_forward_context_available() else None
-    return None if told is None else int(told.num_tokens_across_dp_cpu.max())
+    metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
+    return None if metadata is None else int(metadata.num_tokens_across_dp_cpu.max())

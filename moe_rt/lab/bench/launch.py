@@ -96,8 +96,8 @@ class RankFailed(Exception):
 def find_mpirun() -> str | None:
     """Path of mpirun in this environment or on the system; None if it is missing or mpi4py does not find its
     library."""
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    own = Path(sys.executable).with_name("mpirun")
+    mpirun = str(own) if own.exists() else shutil.which("mpirun")
     if mpirun is None:
         return None
     probe = [mpirun, *MPIRUN_FLAGS, "-n", "1", sys.executable, "-c", "import mpi4py.MPI"]
@@ -179,7 +179,7 @@ def listen(processes: list[subprocess.Popen[str]], progress: Callable[[float], N
             for key, _ in selector.select():
                 line = key.fileobj.readline()  # type: ignore[union-attr]
                 if line:
-                    _hear(line, records, progress)
+                    _take_line(line, records, progress)
                     continue
                 selector.unregister(key.fileobj)
                 status = wait(key.data)
@@ -188,7 +188,7 @@ def listen(processes: list[subprocess.Popen[str]], progress: Callable[[float], N
     return records
 
 
-def _hear(line: str, records: list[dict[str, Any]], progress: Callable[[float], None]) -> None:
+def _take_line(line: str, records: list[dict[str, Any]], progress: Callable[[float], None]) -> None:
     try:
         message = json.loads(line)
         advanced, record = message.get("progress"), message.get("record")

@@ -217,9 +217,9 @@ def _page(document: dict[str, Any], directory: Path) -> str:
     )
 
 
-def _section(title: str, figure: Figure, beside: Path) -> str:
+def _section(title: str, figure: Figure, image: Path) -> str:
     """Return the figure for the page, and save it as a separate scalable file."""
-    figure.savefig(beside, metadata={"Date": None})
+    figure.savefig(image, metadata={"Date": None})
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
     data = base64.b64encode(png.getvalue()).decode()

@@ -50,13 +50,13 @@ def kill_one(gib: float, pace: random.Random) -> Death:
         for rank in range(2):
             pool.start(rank, _live, rank, f"{directory}/store", gib if rank == VICTIM else 0.0)
         for rank in range(2):
-            _hear(pool, rank)  # ready
+            _receive(pool, rank)  # ready
         time.sleep(pace.uniform(*WAITED_S))
         start = time.monotonic()
         pool.send_signal(VICTIM, signal.SIGKILL)
         pool.await_end(VICTIM, PATIENCE_S)
         end = time.monotonic()
-        report = json.loads(_hear(pool, 1 - VICTIM))
+        report = json.loads(_receive(pool, 1 - VICTIM))
     return Death(gib, report["raised"], 1e3 * (report["at"] - start), 1e3 * (end - start))
 
 
@@ -82,9 +82,9 @@ def _live(channel: Channel, rank: int, store: str, gib: float) -> None:
     time.sleep(PATIENCE_S)  # until killed
 
 
-def _hear(pool: ProcessRanks, rank: int) -> bytes:
+def _receive(pool: ProcessRanks, rank: int) -> bytes:
     try:
-        return pool.hear(rank, 2 * PATIENCE_S)
+        return pool.receive(rank, 2 * PATIENCE_S)
     except (EOFError, TimeoutError) as error:
         why = "its end" if isinstance(error, EOFError) else f"nothing for {2 * PATIENCE_S:g} s"
         raise click.ClickException(f"rank {rank}: got {why}, expected a message") from error

@@ -121,8 +121,8 @@ def _afterlife(pool: RankPool, survivors: list[int], stopped: int) -> list[str]:
 
 
 def _judge(fault: InjectedFault, reports: dict[int, dict[str, Any]], survivors: list[int]) -> list[str]:
-    told = {"GroupPoisoned"} if fault.raised in ("PeerTimeout", "CorruptPeer", "GroupClosed") else set()
-    complaints = not_raised(reports, survivors, {fault.raised} | told)
+    of_peers = {"GroupPoisoned"} if fault.raised in ("PeerTimeout", "CorruptPeer", "GroupClosed") else set()
+    complaints = not_raised(reports, survivors, {fault.raised} | of_peers)
     complaints += not_raised(reports, [fault.rank], _of_faulty_rank(fault))
     if fault.raised not in {report["raised"] for report in reports.values()}:
         complaints.append(f"no rank raised {fault.raised}")

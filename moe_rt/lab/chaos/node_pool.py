@@ -85,8 +85,8 @@ class NodePool(RankPool):
 
     def kept(self) -> dict[str, int]:
         """Count the store keys left over, beyond the permanent keys of a session's name."""
-        self.tell(STORE, b"")
-        return {"store keys": int(self.hear(STORE)) - _KEYS * self._num_meetings}
+        self.send(STORE, b"")
+        return {"store keys": int(self.receive(STORE)) - _KEYS * self._num_meetings}
 
     def kill_node(self, node: int) -> None:
         """Kill the node's init process, and with it all processes of the node."""

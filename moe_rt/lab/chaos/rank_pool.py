@@ -34,7 +34,7 @@ class RankPool(ProcessRanks):
         self.size, self.board = size, Board(size)
         self._sessions, self._host = 0, host
         self.start(STORE, _serve_store, host)
-        self._port = int(self.hear(STORE))
+        self._port = int(self.receive(STORE))
 
     def session(
         self, ranks: Sequence[int], steps: int, only: Mapping[int, dict[str, Any]] | None = None, **orders: Any
@@ -51,12 +51,12 @@ class RankPool(ProcessRanks):
             if rank not in self:
                 self.start(rank, worker.serve, self.board, rank, self.remote)
             self.board.began[rank], self.board.step[rank], self.board.steps[rank] = 0.0, -1, steps
-            self.tell(rank, json.dumps({**common, "rank": new_rank, **(only or {}).get(rank, {})}).encode())
+            self.send(rank, json.dumps({**common, "rank": new_rank, **(only or {}).get(rank, {})}).encode())
 
     def report(self, rank: int, timeout_s: float) -> dict[str, Any]:
         """Return the rank's report at the end of its session, or {"raised": "killed"} or {"raised": "hung"}."""
         try:
-            return dict(json.loads(self.hear(rank, timeout_s)))
+            return dict(json.loads(self.receive(rank, timeout_s)))
         except (EOFError, TimeoutError) as error:
             self.kill(rank)
             return {"raised": "killed" if isinstance(error, EOFError) else "hung"}

@@ -42,7 +42,7 @@ def check(check: Check) -> None:
     deadline = time.monotonic() + check.seconds
     for name in PARTS:
         with check.part(name):
-            report = _measured if name == "speed" else _told
+            report = _measured if name == "speed" else _say
             report(check, name, run_part(name, str(check.device), size, deadline - time.monotonic()))
 
 
@@ -53,7 +53,7 @@ def run_part(name: str, device: str, size: int, seconds: float) -> Any:
     return json.loads(run_programs(MODULE, job, size, seconds, killed)[0].splitlines()[-1])
 
 
-def _told(check: Check, name: str, found: Any) -> None:
+def _say(check: Check, name: str, found: Any) -> None:
     check.say(f"{name}: {found}")
 
 

@@ -187,7 +187,7 @@ def overlap_seconds(device: Any, blocks: int, runs: int, seconds: float) -> tupl
         a, b = (torch.randn(SIDE, SIDE, device=where).bfloat16() for _ in range(2))
         out = torch.empty_like(a)
         with Buffer(group, **load.buffer_kwargs()) as buffer, torch.no_grad():
-            beside = torch.cuda.Stream(where)
+            side_stream = torch.cuda.Stream(where)
 
             def pair() -> None:
                 buffer.combine(*buffer.dispatch(x, idx, weights))
@@ -197,15 +197,15 @@ def overlap_seconds(device: Any, blocks: int, runs: int, seconds: float) -> tupl
 
             def both() -> None:
                 main = torch.cuda.current_stream(where)
-                beside.wait_stream(main)
-                with torch.cuda.stream(beside):
+                side_stream.wait_stream(main)
+                with torch.cuda.stream(side_stream):
                     product()
                 pair()
-                main.wait_stream(beside)
+                main.wait_stream(side_stream)
 
-            alone, beside_it, together = (_median(call, where, runs) for call in (pair, product, both))
+            of_pair, of_product, together = (_median(call, where, runs) for call in (pair, product, both))
             buffer.check()
-        return alone, beside_it, together
+        return of_pair, of_product, together
 
     (found,) = ThreadRanks(1, device, reserve_bytes=5 * Load(1, OVERLAP_TOKENS).capacity_bytes()).run(
         work, seconds=seconds

@@ -45,8 +45,8 @@ def run(cluster: Cluster, node: int, command: Sequence[str]) -> int:
         raise SystemExit(128 + number)
 
     inside = _entering(init, f"--uts=/proc/{os.getpid()}/fd/{mark}")
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, hand_on) for number in heard}  # nohup has SIGHUP ignored
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, hand_on) for number in handled}  # nohup has SIGHUP ignored
     process = None
     try:
         process = subprocess.Popen([*inside, *command], text=True)

@@ -48,14 +48,14 @@ class ProcessRanks:
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
 
-    def tell(self, rank: int, message: bytes) -> None:
-        """Send a message. A dead rank does not receive it; `hear` then raises."""
+    def send(self, rank: int, message: bytes) -> None:
+        """Send a message. A dead rank does not receive it; `receive` then raises."""
         try:
             self._channels[rank].send(message)
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def hear(self, rank: int, timeout_s: float | None = None) -> bytes:
+    def receive(self, rank: int, timeout_s: float | None = None) -> bytes:
         """Return the rank's next message.
 
         Raises:

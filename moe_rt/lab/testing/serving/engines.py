@@ -79,7 +79,7 @@ class EngineRanks:
             limit = AFTER_FAILURE_S if any(said.values()) else START_S
             self._ranks.has_news(missing, limit)
             ready = [rank for rank in missing if self._ranks.has_news([rank])]
-            said |= {rank: self._hear(rank, ANSWER_S if ready else 0.0) for rank in ready or missing}
+            said |= {rank: self._receive(rank, ANSWER_S if ready else 0.0) for rank in ready or missing}
         return [said[rank] for rank in range(self.size)]
 
     def generate(
@@ -92,10 +92,10 @@ class EngineRanks:
     def ask(self, prompts: Sequence[Sequence[list[int]]], lengths: Sequence[Sequence[int]], **more: Any) -> None:
         for rank in range(self.size):
             order = {"prompts": prompts[rank], "lengths": lengths[rank], "more": more}
-            self._ranks.tell(rank, json.dumps(order).encode())
+            self._ranks.send(rank, json.dumps(order).encode())
 
     def answer(self, rank: int) -> Any:
-        return self._hear(rank, ANSWER_S)
+        return self._receive(rank, ANSWER_S)
 
     def send_signal(self, rank: int, number: int) -> None:
         self._ranks.send_signal(rank, number)
@@ -113,9 +113,9 @@ class EngineRanks:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _hear(self, rank: int, timeout_s: float) -> Any:
+    def _receive(self, rank: int, timeout_s: float) -> Any:
         try:
-            answer = json.loads(self._ranks.hear(rank, timeout_s))
+            answer = json.loads(self._ranks.receive(rank, timeout_s))
         except (EOFError, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 self._ranks.send_signal(rank, signal.SIGUSR1)
