@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
+from types import SimpleNamespace
 
 import torch
 from cuda.bindings import driver
 
-from moe_rt.engine.gpu.driver import CudaModule
+from moe_rt.engine.gpu import jit
+from moe_rt.engine.gpu.driver import CudaModule, Gpu, may_depend
+from moe_rt.engine.gpu.libraries import NCCL
 from moe_rt.errors import LaunchFailed
+
+DEPENDENT = may_depend("sm_90a")
 
 
 def launch_early(params: ctypes.Array[ctypes.c_void_p]) -> None:
     """Launch three kernels, two of which may begin early, and one through cuda-python, which uses cuda.h's structs."""
-    module = CudaModule(b"\x7fELF and so on", ["ab", "cdef"], torch.device("cuda", 0), nvshmem=False, dependent=True)
+    module = CudaModule(
+        b"\x7fELF and so on", ["ab", "cdef"], torch.device("cuda", 0), nvshmem=False, dependent=DEPENDENT
+    )
     early = [("ab", 1), ("cdef", 2), ("ab", 3)]
     module.launch(early, threads=32, shared_bytes=7, stream=5, params=params)
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
@@ -27,10 +35,23 @@ def launch_early(params: ctypes.Array[ctypes.c_void_p]) -> None:
     driver.cuLaunchKernelEx(config, driver.CUfunction(0x1004), ctypes.addressof(params), 0)
 
 
-def main() -> None:
-    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
-    torch._C._cuda_getDevice = lambda: 0
+def share() -> None:
+    """Print which kernels share one loaded module with the first ones."""
+    gpu = Gpu.__new__(Gpu)  # there is no device
+    gpu.device, gpu.arch = torch.device("cuda", 0), "sm_90a"
+    jit.compile_kernels = lambda source, arch, defines, library: SimpleNamespace(  # type: ignore[assignment]
+        cubin=b"\x7fELF" + source.encode(), resources={"abc": None}
+    )
+    first = gpu.kernels("a.cu", {})
+    how = {"same": {}, "shared": {"own_shared": {"abc": 1}}, "network": {"library": NCCL}}
+    found = {name: gpu.kernels("a.cu", {}, **given) is first for name, given in how.items()}
+    gpu.device = torch.device("cuda", 1)
+    found |= {"device": gpu.kernels("a.cu", {}) is first}
+    gpu.device = torch.device("cuda", 0)
+    print(found | {"source": gpu.kernels("b.cu", {}) is first, "again": gpu.kernels("a.cu", {}) is first})
+
+
+def launch() -> None:
     module = CudaModule(b"\x7fELF and so on", ["abc", "defgh"], torch.device("cuda", 0), nvshmem=False)
     words = [ctypes.c_uint64(41), ctypes.c_uint64(42)]
     params = (ctypes.c_void_p * 2)(*(ctypes.addressof(w) for w in words))
@@ -49,7 +70,7 @@ def main() -> None:
     launch_early(params)
     roomy = {"roomy": 200 << 10}
     module = CudaModule(
-        b"\x7fELF", ["abc", "roomy"], torch.device("cuda", 0), nvshmem=False, dependent=True, own_shared=roomy
+        b"\x7fELF", ["abc", "roomy"], torch.device("cuda", 0), nvshmem=False, dependent=DEPENDENT, own_shared=roomy
     )
     module.launch([("abc", 1), ("roomy", 2)], threads=32, shared_bytes=7, stream=5, params=params)
     try:
@@ -59,4 +80,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+    torch._C._cuda_getDevice = lambda: 0
+    {"launch": launch, "share": share}[sys.argv[1]]()

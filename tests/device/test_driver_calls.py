@@ -29,8 +29,19 @@ def stub(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
 
 
+def test_buffers_share_loaded_code(stub: dict[str, str]) -> None:
+    """Code is loaded once for each device and use, except that of network libraries."""
+    command = [sys.executable, str(HERE / "launch_on_stub_job.py"), "share"]
+    result = subprocess.run(command, env=stub, capture_output=True, text=True, timeout=3000)
+    assert result.returncode == 0, result.stderr
+    *_, found = result.stdout.splitlines()
+    shares = {"same": True, "shared": False, "network": False, "device": False, "source": False, "again": True}
+    assert found == str(shares)
+    assert result.stdout.count("function abc") == 5
+
+
 def test_loading_and_launching(stub: dict[str, str]) -> None:
-    command = [sys.executable, str(HERE / "launch_on_stub_job.py")]
+    command = [sys.executable, str(HERE / "launch_on_stub_job.py"), "launch"]
     result = subprocess.run(command, env=stub, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -101,7 +112,7 @@ def test_which_kernels_wait_by_themselves(tmp_path: Path, arch: str, waits: bool
     "how", [{"MOE_RT_DEPENDENT_LAUNCHES": "0"}, {"STUB_DRIVER": "12020"}], ids=["off", "old driver"]
 )
 def test_launches_that_must_not_begin_early(stub: dict[str, str], how: dict[str, str]) -> None:
-    command = [sys.executable, str(HERE / "launch_on_stub_job.py")]
+    command = [sys.executable, str(HERE / "launch_on_stub_job.py"), "launch"]
     result = subprocess.run(command, env={**stub, **how}, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("launch with attribute") == 1, "cuda-python's own"
@@ -111,7 +122,7 @@ def test_launches_that_must_not_begin_early(stub: dict[str, str], how: dict[str,
 def test_a_driver_older_than_the_compiler(stub: dict[str, str], version: int, package: str) -> None:
     """The error names what to install: a newer driver, or which compiler."""
     require_compiler()
-    command = [sys.executable, str(HERE / "launch_on_stub_job.py")]
+    command = [sys.executable, str(HERE / "launch_on_stub_job.py"), "launch"]
     environment = {**stub, "STUB_DRIVER": str(version)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr
@@ -123,7 +134,7 @@ def test_a_driver_older_than_the_compiler(stub: dict[str, str], version: int, pa
 def test_a_driver_as_new_as_the_compiler_is_not_called_old(stub: dict[str, str]) -> None:
     require_compiler()
     major, minor = nvrtc_version()
-    command = [sys.executable, str(HERE / "launch_on_stub_job.py")]
+    command = [sys.executable, str(HERE / "launch_on_stub_job.py"), "launch"]
     environment = {**stub, "STUB_DRIVER": str(1000 * major + 10 * minor)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr

@@ -124,6 +124,7 @@ class PtxGpu(gpu.Gpu):
         pass  # launches are complete
 
     def kernels(self, source: str, defines: Mapping[str, str | int], **how: Any) -> PtxKernels:
+        gpu.modules.clear()  # each engine's code has marks of its own
         return PtxKernels(self, super().kernels(source, defines, **how))
 
     def drain(self) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
@@ -22,6 +23,9 @@ _DRIVER_VERSION = 12000  # version of the cuLaunchKernel to look up, encoded as 
 _DEPENDENT_DRIVER, _DEPENDENT_ARCH = 12030, 90
 _BULK_ARCH = 90  # oldest GPUs with bulk copies between global and shared memory
 _DEPENDENT_OFF = "0"  # value of MOE_RT_DEPENDENT_LAUNCHES
+# Loaded code, which all buffers of this process share: loading takes milliseconds, and device memory for good.
+modules: dict[tuple[Any, ...], CudaModule] = {}
+_modules_lock = threading.Lock()
 # The kernels to launch: each one's name and its number of blocks.
 Launches: TypeAlias = Sequence[tuple[str, int]]
 
@@ -120,7 +124,7 @@ class Gpu:
         library: Library | None = None,
         own_shared: Mapping[str, int] | None = None,
     ) -> Kernels:
-        """Compile cuda/gpu/<source> for this device, or take it from the cache, and load it.
+        """Compile cuda/gpu/<source> for this device, or take it from the cache, and load it once for this process.
 
         `library` is the network library that the kernels call, if any.
         `own_shared` gives the shared memory of a block of some kernels, by name, instead of the launch's.
@@ -128,14 +132,22 @@ class Gpu:
         from moe_rt.engine.gpu.jit import compile_kernels  # not needed by CPU ranks
 
         binary = compile_kernels(source, self.arch, defines, library=library)
-        return CudaModule(
+        load = partial(
+            CudaModule,
             binary.cubin,
             list(binary.resources),
             self.device,
             nvshmem=library is NVSHMEM,
-            dependent=waits_for_launches(self.arch),
+            dependent=may_depend(self.arch),
             own_shared=own_shared or {},
         )
+        if library is not None:  # a module of a network library belongs to one initialisation of it
+            return load()
+        key = (binary.cubin, self.device, may_depend(self.arch), tuple((own_shared or {}).items()))
+        with _modules_lock:
+            if key not in modules:
+                modules[key] = load()
+            return modules[key]
 
 
 def why_there_is_none() -> str:
@@ -154,6 +166,11 @@ def why_there_is_none() -> str:
 def waits_for_launches(arch: str) -> bool:
     """True if kernels for such a GPU wait for the previous launch by themselves, and may start before it ends."""
     return int(arch.removeprefix("sm_").rstrip("af")) >= _DEPENDENT_ARCH
+
+
+def may_depend(arch: str) -> bool:
+    """True if kernels launched together may overlap on such a GPU; MOE_RT_DEPENDENT_LAUNCHES=0 forbids it."""
+    return waits_for_launches(arch) and os.environ.get("MOE_RT_DEPENDENT_LAUNCHES") != _DEPENDENT_OFF
 
 
 def has_bulk_copies(arch: str) -> bool:
@@ -177,11 +194,11 @@ def _driver_too_old(error: str, driver: tuple[int, int], compiler: tuple[int, in
 
 
 class CudaModule:
-    """A loaded cubin. Modules stay loaded: kernels of a buffer may still be queued after the buffer is freed.
+    """A loaded cubin. It stays loaded: kernels of a buffer may still be queued after the buffer is freed.
 
     Args:
         dependent: all but the first of the kernels launched together may start before the previous one ends; they wait
-            for its end by themselves. Ignored if the driver cannot do it, or if MOE_RT_DEPENDENT_LAUNCHES=0.
+            for its end by themselves. Ignored if the driver cannot do it.
         own_shared: see Gpu.kernels.
     """
 
@@ -219,7 +236,8 @@ class CudaModule:
             )
             # An op's launches are one call of C++, which has only this address of the driver.
             self._launch_kernel = self._address_of(b"cuLaunchKernel")
-            self._launch_kernel_ex = self._address_of(b"cuLaunchKernelEx") if dependent and self._may_depend() else 0
+            dependent = dependent and self._driver_knows_dependent()
+            self._launch_kernel_ex = self._address_of(b"cuLaunchKernelEx") if dependent else 0
             if nvshmem:
                 from moe_rt.memory.nvshmem import register_module
 
@@ -232,9 +250,7 @@ class CudaModule:
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._checked("cuFuncSetAttribute", self._driver.cuFuncSetAttribute(function, attribute, num_bytes))
 
-    def _may_depend(self) -> bool:
-        if os.environ.get("MOE_RT_DEPENDENT_LAUNCHES") == _DEPENDENT_OFF:
-            return False
+    def _driver_knows_dependent(self) -> bool:
         return int(self._checked("cuDriverGetVersion", self._driver.cuDriverGetVersion())) >= _DEPENDENT_DRIVER
 
     def _loaded(self, cubin: bytes) -> Any:
