@@ -92,14 +92,12 @@ def counted(steps: Steps) -> str:
 
 
 def few_table() -> str:
-    """Launches of many rows on few multiprocessors: through registers, and through rings for kernels that have them."""
+    """Launches of many rows on few multiprocessors, for kernels that have rings: through registers and through rings."""
     numbers = " | ".join(f"{n} SMs" for n in FEW)
     lines = [f"| Launch | rows go through | {numbers} |", "|---|---|" + "---|" * len(FEW)]
     load = Load(TOKENS[-1])
-    for kernel in (kernel for launches in OPS.values() for kernel in launches):
+    for kernel in RING_KERNELS:
         for how, of in (("registers", estimate), ("rings", estimate_ring)):
-            if of is estimate_ring and kernel not in RING_KERNELS:
-                continue
             every = [[of(kernel, load, machine, n) for machine in MACHINES] for n in FEW]
             times = " | ".join(" / ".join(us(each.seconds) for each in of_few) for of_few in every)
             lines.append(f"| `{kernel}` | {how} | {times} |")
