@@ -92,7 +92,7 @@ def counted(steps: Steps) -> str:
 
 
 def few_table() -> str:
-    """Launches of many rows on few multiprocessors, for kernels that have rings: through registers and through rings."""
+    """Launches of many rows on few multiprocessors, for kernels with rings: through registers and through rings."""
     numbers = " | ".join(f"{n} SMs" for n in FEW)
     lines = [f"| Launch | rows go through | {numbers} |", "|---|---|" + "---|" * len(FEW)]
     load = Load(TOKENS[-1])
