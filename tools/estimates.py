@@ -1,4 +1,4 @@
-"""Compute the estimates in docs/cuda.md from sizes and from the limits on machine code; no GPU is needed.
+"""Compute the estimates in docs/cuda_estimates.md from sizes and from the limits on machine code; no GPU is needed.
 
 python tools/estimates.py          # exits with 1 if the document differs from the kernels
 python tools/estimates.py --write  # updates the document
@@ -35,7 +35,7 @@ from moe_rt.lab.check.kernel_code import INSTALL, MachineCode, disassemble, find
 from moe_rt.lab.check.ring_estimate import estimate_ring
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT = "docs/cuda.md"
+DOCUMENT = "docs/cuda_estimates.md"
 ARCH = "sm_90a"
 TOKENS = (1, 128, 4096)
 FEW = (8, 16, 24)  # multiprocessors
@@ -92,14 +92,12 @@ def counted(steps: Steps) -> str:
 
 
 def few_table() -> str:
-    """Launches of many rows on few multiprocessors: through registers, and through rings for kernels that have them."""
+    """Launches of many rows on few multiprocessors, for kernels with rings: through registers and through rings."""
     numbers = " | ".join(f"{n} SMs" for n in FEW)
     lines = [f"| Launch | rows go through | {numbers} |", "|---|---|" + "---|" * len(FEW)]
     load = Load(TOKENS[-1])
-    for kernel in (kernel for launches in OPS.values() for kernel in launches):
+    for kernel in RING_KERNELS:
         for how, of in (("registers", estimate), ("rings", estimate_ring)):
-            if of is estimate_ring and kernel not in RING_KERNELS:
-                continue
             every = [[of(kernel, load, machine, n) for machine in MACHINES] for n in FEW]
             times = " | ".join(" / ".join(us(each.seconds) for each in of_few) for of_few in every)
             lines.append(f"| `{kernel}` | {how} | {times} |")
@@ -142,7 +140,7 @@ def generated(root: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Estimates of docs/cuda.md, from the machine code of today's kernels.")
+    parser = argparse.ArgumentParser(description=f"Estimates of {DOCUMENT}, from the machine code of today's kernels.")
     parser.add_argument("--write", action="store_true", help="write what differs")
     write = parser.parse_args().write
     text = generated(ROOT)

@@ -1,4 +1,4 @@
-"""The tool that writes estimates into docs/cuda.md."""
+"""The tool that writes estimates into docs/cuda_estimates.md."""
 
 from __future__ import annotations
 
