@@ -277,7 +277,9 @@ class MoELayer(nn.Module):
         out = buffer.combine(y, recv_weights, handle)
         see("combine", out=out)
         if self.shared_expert is not None:
-            out = out + without_padding(self.shared_expert(rows), None if real is None else real.flatten())
+            by_sequence = isinstance(self.shared_expert, SharedExpert) and self.shared_expert.row_wise
+            y = self.shared_expert(rows.view(x.shape) if by_sequence else rows).view_as(out)
+            out = out + without_padding(y, None if real is None else real.flatten())
         return out.to(x.dtype).reshape(x.shape), aux
 
     def _computed(
