@@ -1,6 +1,6 @@
 """torch's Linear, RMSNorm and Embedding for batches [B, S, ...] on CPUs, with the same bits on any number of ranks.
 
-Outputs and gradients of a row depend on that row alone. Gradients of weights are summed for each sequence, then by the
+Outputs and gradients of a row depend only on that row. Gradients of weights are summed for each sequence, then by the
 tree of `moe_rt.ops.tree_sums`.
 """
 

@@ -1,7 +1,7 @@
 """Sums over a batch's sequences by one binary tree, so that their bits do not depend on how ranks share the sequences.
 
-Halves of the sequences are summed separately, down to an odd number of them, which is summed in order. A rank of 2, 4,
-8, ... that hold equal contiguous parts has a whole subtree; `tree_all_reduce` adds up the ranks by the rest of the tree.
+Halves of the sequences are summed separately, down to an odd number of them, which is summed in order. Each of 2, 4,
+8, ... ranks that hold equal contiguous parts has a whole subtree; `tree_all_reduce` adds up the ranks by the rest.
 """
 
 from __future__ import annotations

@@ -197,7 +197,9 @@ def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes
         expect(bool(fits), f"{where}: {name}", "a number out of range", f"0 to {bound - 1}")
     of_rank = header.get("of_rank")
     fits = of_rank is None or (type(of_rank) is int and 0 <= of_rank < header["num_ranks"])
-    expect(fits and (of_rank is None or bool((rank == of_rank).all())), f"{where}: of_rank", of_rank, "its tokens' rank")
+    expect(
+        fits and (of_rank is None or bool((rank == of_rank).all())), f"{where}: of_rank", of_rank, "its tokens' rank"
+    )
     tensors = (torch.from_numpy(np.ascontiguousarray(t, np.int32)) for t in (rank, micro_batch))
     return Routes(
         torch.from_numpy(ids.astype(np.int16)), header["num_experts"], tuple(header["layers"]), header["num_ranks"],

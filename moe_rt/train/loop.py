@@ -47,8 +47,7 @@ def train(config: TrainConfig, make_moe: MakeMoE | None = None) -> None:
         dist.barrier()  # no rank writes before all ranks have found their inputs, and no earlier run in the way
         torch.manual_seed(config.seed)
         model = Decoder(config, make_moe or moe_factory(config, ranks)).to(config.device)
-        watch = contextlib.nullcontext() if config.digests is None else diagnostics.digest(model, config.digests)
-        with open_buffers(model), watch:
+        with open_buffers(model):
             Trainer(config, ranks, corpus, model).run()
 
 
@@ -89,7 +88,8 @@ class Trainer:
     def run(self) -> None:
         config, checkpoints = self.config, self.config.out / "checkpoints"
         first = checkpoint.load(checkpoints, self.model, self.optimizer, config) if config.resume else 0
-        with self._reporter(first) as reporter:
+        digests = contextlib.nullcontext() if config.digests is None else diagnostics.digest(self.model, config.digests)
+        with self._reporter(first) as reporter, digests:
             if first == 0:
                 self._validate(0, reporter)
             for step in range(first + 1, config.steps + 1):

@@ -31,8 +31,8 @@ class DecoderOutput(NamedTuple):
 class Decoder(nn.Module):
     """A language model over bytes. Ranks with the same seed start with the same weights however experts are spread.
 
-    With sums="invariant" on CPUs its outputs, and the gradients of ranks that are summed by the tree, have the same bits
-    on 1, 2, 4, 8, ... ranks.
+    With sums="invariant" on CPUs, outputs and gradients that are added up by `tree_all_reduce` have the same bits on 1,
+    2, 4, 8, ... ranks.
     """
 
     def __init__(self, config: TrainConfig, make_moe: MakeMoE) -> None:
@@ -65,7 +65,9 @@ class Decoder(nn.Module):
             x, aux = layer(x)
             auxes.append(aux)
         aux_loss = torch.stack([aux.loss for aux in auxes]).sum()
-        return DecoderOutput(self.head(self.norm(x), *tied), aux_loss, torch.stack([aux.tokens_per_expert for aux in auxes]))
+        return DecoderOutput(
+            self.head(self.norm(x), *tied), aux_loss, torch.stack([aux.tokens_per_expert for aux in auxes])
+        )
 
 
 def kinds_of(config: TrainConfig) -> Any:

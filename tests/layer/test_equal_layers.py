@@ -49,14 +49,16 @@ def test_equal_bits(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "two nodes"])
 def test_replicated_modules_over_sequences(kind: str, dtype: torch.dtype) -> None:
-    """Gradients of the router and the shared expert, also of balance losses, added up by the tree, are equal in bits."""
+    """Gradients of the router and the shared expert, balance losses included, are equal if the tree adds them up."""
     expected = ThreadRanks(1).run(sequences_of_layer, dtype, KINDS[kind])[0]
     for size in (2, 4):
         parts = ThreadRanks(size).run(sequences_of_layer, dtype, KINDS[kind])
         for name, wanted in expected.items():
             of_ranks = [part[name] for part in parts]
             experts = name.startswith("experts.")
-            check_bits(f"{name}, {size} ranks", torch.cat(of_ranks) if experts else tree_sum(torch.stack(of_ranks)), wanted)
+            check_bits(
+                f"{name}, {size} ranks", torch.cat(of_ranks) if experts else tree_sum(torch.stack(of_ranks)), wanted
+            )
 
 
 def test_the_tree() -> None:

@@ -52,7 +52,7 @@ def test_with_a_frozen_router_and_a_rank_without_tokens(make_ranks: MakeRanks) -
 
 @pytest.mark.parametrize("at", [0, 1], ids=["first layer", "last layer"])
 def test_one_changed_id_changes_one_token(tmp_path: Path, at: int) -> None:
-    """Not a bit of another token changes, also of its gradient: with sums="invariant" a row's products stand alone."""
+    """No bit of another token or its gradient changes: with sums="invariant" a row's products depend on no other."""
     model, x = Mixed(None, sums="invariant"), batch(0)
     with routes.record(model) as recorded:
         expected, _ = model(x)
@@ -166,7 +166,7 @@ def test_a_ranks_own_routes(make_ranks: MakeRanks, tmp_path: Path) -> None:
     own[1].save(tmp_path / "own.npz")
     assert routes.load(tmp_path / "own.npz").of_rank == 1
     make_ranks("threads", 4).run(cases.replayed_elsewhere, path, 1)  # though one rank had no tokens
-    for parts, said in ((own[:1], "those of ranks \\[0\\]"), ([own[0]] * 2, "ranks \\[0, 0\\]"), ([], "none")):
+    for parts, said in ((own[:1], "those of ranks \\[0\\]"), ([own[0]] * 2, "those of ranks \\[0, 0\\]"), ([], "none")):
         with pytest.raises(InvalidConfig, match=f"parts: got {said}"):
             routes.merge(parts)
     with pytest.raises(InvalidConfig, match="parts: num_experts: got \\[8, 9\\], expected equal ones"):
@@ -236,6 +236,23 @@ def test_layers_that_ran_differently() -> None:
     with pytest.raises(InvalidConfig, match=r"moe.1: tokens of each forward: got \[\], expected \[12\] as in moe.0"):
         recorded.routes()
     model.close()
+
+
+def test_opcheck() -> None:
+    """The ops by which layers record and replay keep torch's contract of custom ops."""
+    layer, x = Mixed(None).moe[0], batch(0)
+    with routes.record(layer) as recorded:
+        layer(x)
+    many = torch.zeros(20, T, dtype=torch.int32) + torch.arange(20, dtype=torch.int32)[:, None]
+    ids = recorded.routes().topk_idx.repeat(20, 1, 1)
+    given = replace(
+        recorded.routes(), topk_idx=ids, rank=0 * many.flatten(), micro_batch=many.flatten(), num_micro_batches=20
+    )
+    with routes.replay(given, layer), routes.record(layer):
+        ops = torch.ops.moe_rt
+        torch.library.opcheck(ops.recorded_routes, (x.detach(), K, layer.routes_id))
+        torch.library.opcheck(ops.note_routes, (ids[:T, 0].long(), ids[:T, 0].long(), layer.routes_id))
+    layer.buffer.close()
 
 
 def test_evaluation_between_steps_is_left_out() -> None:

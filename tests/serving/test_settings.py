@@ -47,8 +47,8 @@ def test_each_device_has_its_group_and_its_rows(
     monkeypatch.setattr(settings.BufferPool, "fixed", fixed)
     monkeypatch.setattr(settings, "get_current_vllm_config", lambda: SimpleNamespace(additional_config={}))
     layer = SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(ep_size=2, tp_size=1, use_ep=True), num_experts=8, max_num_tokens=5, hidden_dim=16,
-        experts_per_token=2, in_dtype=torch.bfloat16,
+        moe_parallel_config=SimpleNamespace(ep_size=2, tp_size=1, use_ep=True), num_experts=8, max_num_tokens=5,
+        hidden_dim=16, experts_per_token=2, in_dtype=torch.bfloat16,
     )  # fmt: skip
     manager = SimpleNamespace(cpu_group="cpu")
     ours = factory.wrap(all2all_utils.maybe_make_prepare_finalize)(
