@@ -248,16 +248,23 @@ class SharedExpert(nn.Module):
             weight.copy_(drawn.normal_(std=weight.shape[1] ** -0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute x [T, H] -> [T, H] in x's dtype, like the other experts, even under autocast; parameters are cast."""
+        """Compute x [..., H] -> [..., H] in x's dtype, as other experts do, also under autocast; parameters are cast.
+
+        With `row_wise`, gradients are summed as `moe_rt.ops.grouped.row_wise_linear` says.
+        """
         c = self.config
         row_wise = self.row_wise and x.device.type == "cpu"
-        linear, sigmoid = (row_wise_linear, row_wise_sigmoid) if row_wise else (F.linear, torch.sigmoid)
+        linear, sigmoid = (row_wise_linear, row_wise_sigmoid) if row_wise else (_linear, torch.sigmoid)
         with torch.autocast(x.device.type, enabled=False):
-            up = linear(x, self.up_proj.weight.to(x.dtype))
-            gate = None if self.gate_proj is None else linear(x, self.gate_proj.weight.to(x.dtype))
+            up = linear(x, self.up_proj.weight)
+            gate = None if self.gate_proj is None else linear(x, self.gate_proj.weight)
             first, second = (up, None) if gate is None else (gate, up)
             h = apply(c.activation, first, second, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
-            out = linear(h, self.down_proj.weight.to(x.dtype))
+            out = linear(h, self.down_proj.weight)
             if self.output_gate is not None:
-                out = out * sigmoid(linear(x, self.output_gate.weight.to(x.dtype)))
+                out = out * sigmoid(linear(x, self.output_gate.weight))
             return out
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))

@@ -277,7 +277,7 @@ class MoELayer(nn.Module):
         out = buffer.combine(y, recv_weights, handle)
         see("combine", out=out)
         if self.shared_expert is not None:
-            out = out + without_padding(self.shared_expert(rows), None if real is None else real.flatten())
+            out = out + without_padding(self._shared(rows, x.shape), None if real is None else real.flatten())
         return out.to(x.dtype).reshape(x.shape), aux
 
     def _computed(
@@ -290,6 +290,13 @@ class MoELayer(nn.Module):
         recv_x, recv_weights, handle, place = overlap.dispatch(buffer, rows, idx, weights, self.tag)
         with overlap.weights_at(place):
             return recv_x, recv_weights, handle, self.experts(recv_x, handle.offs)
+
+    def _shared(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """Return the shared expert's outputs [T, H]. A row-wise one gets sequences, by which it sums gradients."""
+        assert self.shared_expert is not None
+        by_sequence = isinstance(self.shared_expert, SharedExpert) and self.shared_expert.row_wise
+        out: Tensor = self.shared_expert(rows.view(shape) if by_sequence else rows)
+        return out.view_as(rows)
 
     def _replayed(self, x: Tensor, topk_idx: Tensor | None) -> Tensor | None:
         """Return the recorded experts of x if routes are replayed, else topk_idx. It refuses on every rank."""

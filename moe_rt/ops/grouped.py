@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moe_rt.engine.differentiation import SECOND_DERIVATIVE, Args, differentiate, refuse_call
 from moe_rt.engine.storage import blank
+from moe_rt.ops.tree_sums import for_each_sequence
 
 _lib = torch.library.Library("moe_rt", "FRAGMENT")
 _lib.define("grouped_mm(Tensor a, Tensor b, Tensor offs, bool row_wise=False) -> Tensor")
@@ -69,11 +70,24 @@ def grouped_linear(
 
 
 def row_wise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias like F.linear; each row's bits depend only on that row. x: [..., in] on the CPU."""
-    rows = x.flatten(0, -2)
-    end = torch.tensor([len(rows)], dtype=torch.int32)
-    y = grouped_linear(rows, weight[None], end, None if bias is None else bias[None], row_wise=True)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    """Return x @ weight.T + bias like F.linear; each row's bits depend only on that row.
+
+    Gradients of weight and bias are summed for each sequence, then by `moe_rt.ops.tree_sums.tree_sum`, in the wider of
+    their own dtype and x's.
+
+    Args:
+        x: [..., sequence, in] on the CPU; [in] and [sequence, in] are one sequence.
+        weight, bias: [out, in] and [out], or those of `for_each_sequence`; they are cast to x's dtype.
+    """
+    num_sequences = max(1, x.shape[:-2].numel())
+    rows = x.reshape(-1, x.shape[-1])
+    ends = torch.arange(1, num_sequences + 1, dtype=torch.int32) * (len(rows) // num_sequences)
+
+    def copied(t: Tensor, dim: int) -> Tensor:
+        return (for_each_sequence(t, num_sequences, x.dtype) if t.dim() == dim else t).to(x.dtype)
+
+    y = grouped_linear(rows, copied(weight, 2), ends, None if bias is None else copied(bias, 1), row_wise=True)
+    return y.view(*x.shape[:-1], weight.shape[-2])
 
 
 def row_wise_sigmoid(x: Tensor) -> Tensor:
@@ -93,6 +107,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, row_wise: bool = False) -> T
     product = _mm_in_fp32 if widen else torch.mm
     if b.dim() == 2:
         return torch.stack([product(a[:, i:j], b[i:j]) for i, j in spans])
+    if b.stride(0) == 0:  # copies of one weight
+        spans = [(0, spans[-1][1])]
     out = blank(a.new_empty(a.shape[0], b.shape[2]))
     for e, (i, j) in enumerate(spans):
         if row_wise and i < j:

@@ -1,5 +1,6 @@
-"""Support for models with MoELayers under DistributedDataParallel and FSDP2: sharding, clipping, checkpoints."""
+"""Support for models with MoELayers under DistributedDataParallel and FSDP2: sharding, sums, clipping, checkpoints."""
 
+from moe_rt.ops.tree_sums import tree_all_reduce
 from moe_rt.parallel.checkpoint import check_checkpoint
 from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.parallel.own_experts import own_experts
@@ -13,5 +14,6 @@ __all__ = [
     "own_experts",
     "prepare",
     "shard_experts",
+    "tree_all_reduce",
     "whole_state_dict",
 ]

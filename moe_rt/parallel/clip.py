@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_rt.errors import InvalidConfig
 from moe_rt.nn.part import Part
-from moe_rt.nn.spread import SpreadModule, spread_parameters
+from moe_rt.nn.spread import SpreadModule, spread_modules
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -19,7 +19,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients of `model` in place to a norm of at most `max_norm`. Collective; the host does not wait.
 
     Every parameter counts once: parts of a DTensor are summed over the ranks that share it, and plain experts of a
-    MoELayer over the layer's group. All other plain parameters are assumed to be equal on all ranks.
+    MoELayer over the layer's group. All other plain parameters are assumed to be equal on all ranks. Squares are summed
+    by expert first, so that gradients with equal bits have a norm with equal bits on any number of ranks.
 
     Returns:
         The norm before scaling, an fp64 scalar, equal on all ranks.
@@ -27,31 +28,44 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Raises:
         InvalidConfig: a layer's ranks are threads, which torch.distributed does not support.
     """
-    ep_groups = {id(p): _ep_group(p, experts) for p, experts in spread_parameters(model).values()}
+    holders = {id(p): experts for _, module, experts in spread_modules(model) for p in module.parameters()}
     # Gradients by the groups to sum over. Parameters without a gradient count also: ranks must call equal collectives.
-    spread: dict[Groups, list[Tensor]] = {}
+    spread: dict[Groups, list[tuple[Tensor, SpreadModule | None]]] = {}
     for p in model.parameters():
-        groups = ep_groups.get(id(p), ())
+        experts = holders.get(id(p))
+        groups = () if experts is None or experts.num_ranks == 1 else _ep_group(p, experts)
         if isinstance(p, DTensor):
             groups += tuple(p.device_mesh.get_group(i) for i, at in enumerate(p.placements) if not at.is_replicate())
         grads = spread.setdefault(groups, [])
         if p.grad is not None:
-            grads.append(_local_part(p, p.grad))
+            by_expert = experts is not None and not isinstance(p, DTensor) and p.shape[:1] == (len(experts.expert_ids),)
+            grads.append((_local_part(p, p.grad), experts if by_expert else None))
 
-    squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    most_experts = max((experts.num_experts for experts in holders.values()), default=0)
+    squares = torch.zeros(most_experts + 1, dtype=torch.float64, device=next(model.parameters()).device)
     for groups, grads in spread.items():
-        part = torch.zeros_like(squares)
-        if grads:
-            part = torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum()
+        part = _squares(grads, torch.zeros_like(squares))
         for group in groups:
             dist.all_reduce(part, group=group)
         squares += part
-    norm = squares.sqrt()
+    norm = squares.sum().sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in spread.values():
         if grads:
-            torch._foreach_mul_(grads, scale)
+            torch._foreach_mul_([grad for grad, _ in grads], scale)
     return norm
+
+
+def _squares(grads: list[tuple[Tensor, SpreadModule | None]], squares: Tensor) -> Tensor:
+    """Add to squares [E + 1] those of each expert's gradients, in place, and at the end those of all others."""
+    others = [grad for grad, experts in grads if experts is None]
+    if others:
+        squares[-1] += torch.stack(torch._foreach_norm(others, 2, torch.float64)).square().sum()
+    for grad, experts in grads:
+        if experts is not None and grad.numel():
+            ids = torch.tensor(experts.expert_ids, device="cpu").to(squares.device, non_blocking=True)
+            squares[ids] += torch.linalg.vector_norm(grad.flatten(1), dim=1, dtype=torch.float64).square()
+    return squares
 
 
 def _local_part(p: nn.Parameter, grad: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from moe_rt.group.groups import Group
-from moe_rt.routes.file import UNRECORDED, Routes, load
+from moe_rt.routes.file import UNRECORDED, Routes, load, merge
 from moe_rt.routes.session import Recording, Replay
 
-__all__ = ["UNRECORDED", "Recording", "Replay", "Routes", "load", "record", "replay"]
+__all__ = ["UNRECORDED", "Recording", "Replay", "Routes", "load", "merge", "record", "replay"]
 
 
 def record(model: nn.Module | Sequence[nn.Module], *, group: Group = None) -> Recording:
@@ -48,8 +48,9 @@ def replay(
     each rank takes its own tokens; else a micro-batch's tokens, in the order of ranks, are divided into equal parts.
 
     Args:
-        routes: recorded routes, or the path of their file, identical on every rank. A recording that was not saved
-            holds only this rank's tokens, so it needs as many ranks as recorded.
+        routes: recorded routes, or the path of their file. Either those of all ranks, identical on every rank, or on
+            each rank its own: a recording, its `routes()`, or `Routes.of(rank=...)`. A rank's own need as many ranks as
+            recorded.
         model, group: see `record`.
         tokens: for each micro-batch int64 [T], the number in the file of each of this rank's tokens, in place of the
             division above; -1 for a token without a record, which chooses its experts anew.

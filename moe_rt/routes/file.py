@@ -1,15 +1,17 @@
 """The file of recorded routes: expert ids [tokens, layers, K] and a header, as NumPy's .npz or .npy.
 
 The .npz holds `topk_idx` int16 [tokens, layers, K], `rank` and `micro_batch` int32 [tokens], and `header`, JSON in
-uint8: version, num_experts, num_topk, num_ranks, num_micro_batches, layers. Tokens are sorted by micro-batch, then
-rank, then place. An id of -1 is no expert, -2 in a whole row is a token that no expert took, and -3 in a whole row is a
-token without a record.
+uint8: version, num_experts, num_topk, num_ranks, num_micro_batches, layers, and of_rank if it is one rank's part.
+Tokens are sorted by micro-batch, then rank, then place. An id of -1 is no expert, -2 in a whole row is a token that no
+expert took, and -3 in a whole row is a token without a record.
 A .npy, or an .npz with one array, holds the ids of one rank and one micro-batch, as vLLM and SGLang return them; it may
 be [tokens, K] of one layer.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import re
@@ -44,6 +46,7 @@ class Routes:
         layers: name of each layer.
         num_ranks, num_micro_batches: numbers of ranks that recorded, and of micro-batches; some may have no tokens.
         rank, micro_batch: int32 [tokens], where each token was; micro-batches are numbered from 0.
+        of_rank: the rank whose tokens these are; None for the tokens of all ranks.
     """
 
     topk_idx: Tensor
@@ -53,6 +56,7 @@ class Routes:
     num_micro_batches: int
     rank: Tensor
     micro_batch: Tensor
+    of_rank: int | None = None
 
     @property
     def num_topk(self) -> int:
@@ -61,7 +65,14 @@ class Routes:
 
     @classmethod
     def from_routed_experts(
-        cls, requests: Sequence[Any], *, num_experts: int, layers: Sequence[str] = (), length: int | None = None
+        cls,
+        requests: Sequence[Any],
+        *,
+        num_experts: int,
+        layers: Sequence[str] = (),
+        length: int | None = None,
+        starts: Sequence[int] | None = None,
+        shape: tuple[int, int] | None = None,
     ) -> Routes:
         """Make the routes of one micro-batch from what servers return, one request after the other.
 
@@ -69,26 +80,31 @@ class Routes:
         layers are all the model's layers, with zeros in those without experts.
 
         Args:
-            requests: integers [tokens, layers, K] of each request.
+            requests: for each request integers [tokens, layers, K], or base64 text: of a .npy, as vLLM's HTTP API
+                returns it, or of int32 without a shape, as SGLang does.
             num_experts: E.
             layers: name of each layer; default "0", "1", ...
             length: pad each request to this many tokens, as in a batch [requests, length]. Tokens without a record
                 choose their experts anew in a replay.
+            starts: number of tokens before the first recorded one of each request: vLLM's routed_experts_prompt_start
+                or SGLang's routed_experts_start_len. They have no record. Default: 0.
+            shape: (layers, K) of texts without a shape.
 
         Raises:
-            InvalidConfig: an array has another shape or type, is longer than `length`, or has an id out of range.
+            InvalidConfig: an array has another shape or type, is longer than `length`, or has an id out of range; or a
+                text is not such base64.
         """
-        arrays = [np.asarray(request) for request in requests]
+        arrays = [_decoded(request, shape, f"requests[{i}]") for i, request in enumerate(requests)]
         shapes = [list(array.shape) for array in arrays]
         fits = bool(arrays) and all(a.ndim == 3 and a.shape[1:] == arrays[0].shape[1:] for a in arrays)
         expect(fits, "requests", f"shapes {shapes}", "arrays [tokens, layers, K] that differ in tokens only")
-        if length is not None:
-            longest = max(map(len, arrays))
-            expect(longest <= length, "length", length, f"at least the {longest} tokens of a request")
-            pads = [((0, length - len(a)), (0, 0), (0, 0)) for a in arrays]
-            arrays = [
-                np.pad(a.astype(np.int64), pad, constant_values=UNRECORDED) for a, pad in zip(arrays, pads, strict=True)
-            ]
+        before = [0] * len(arrays) if starts is None else list(starts)
+        fits = len(before) == len(arrays) and min(before) >= 0
+        expect(fits, "starts", before, f"numbers >= 0, one for each of {len(arrays)} requests")
+        longest = max(n + len(a) for n, a in zip(before, arrays, strict=True))
+        expect(length is None or longest <= length, "length", length, f"at least the {longest} tokens of a request")
+        if length is not None or any(before):
+            arrays = [_padded(a, n, length) for n, a in zip(before, arrays, strict=True)]
         return _plain(np.concatenate(arrays), num_experts, "requests", tuple(layers))
 
     def of(self, *, rank: int | None = None, micro_batch: int | None = None) -> Routes:
@@ -98,12 +114,14 @@ class Routes:
             kept &= self.rank == rank
         if micro_batch is not None:
             kept &= self.micro_batch == micro_batch
+        of_rank = self.of_rank if rank is None or self.num_ranks == 1 else rank
         return replace(
-            self, topk_idx=self.topk_idx[kept], rank=self.rank[kept], micro_batch=self.micro_batch[kept]
+            self, topk_idx=self.topk_idx[kept], rank=self.rank[kept], micro_batch=self.micro_batch[kept],
+            of_rank=of_rank,
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file. Local; `Recording.save` writes the tokens of all ranks.
+        """Write these tokens' file. Local; `Recording.save` writes the tokens of all ranks.
 
         Raises:
             WriteFailed: the file cannot be written.
@@ -112,6 +130,7 @@ class Routes:
             "version": VERSION, "num_experts": self.num_experts, "num_topk": self.num_topk,
             "num_ranks": self.num_ranks, "num_micro_batches": self.num_micro_batches, "layers": list(self.layers),
         }  # fmt: skip
+        header |= {} if self.of_rank is None else {"of_rank": self.of_rank}
         tensors = {"topk_idx": self.topk_idx, "rank": self.rank, "micro_batch": self.micro_batch}
         arrays: dict[str, Any] = {name: t.cpu().numpy() for name, t in tensors.items()}
         target = Path(path)
@@ -126,14 +145,28 @@ class Routes:
 
 
 def merge(parts: Sequence[Routes]) -> Routes:
-    """Return the routes of all parts, each of one rank, in the order of a file."""
-    most = max(p.num_micro_batches for p in parts)
-    ids, rank = torch.cat([p.topk_idx for p in parts]), torch.cat([p.rank for p in parts])
-    micro_batch = torch.cat([p.micro_batch for p in parts])
-    order = torch.argsort(micro_batch.to(torch.int64) * parts[0].num_ranks + rank, stable=True)
-    return replace(
-        parts[0], topk_idx=ids[order], rank=rank[order], micro_batch=micro_batch[order], num_micro_batches=most
+    """Return the routes of all ranks from each rank's own, in any order.
+
+    Raises:
+        InvalidConfig: a rank is missing or there twice, or parts differ in E, K, layers or the number of ranks.
+    """
+    expect(bool(parts), "parts", "none", "one of each rank")
+    first = parts[0]
+    for name in ("num_experts", "num_topk", "layers", "num_ranks"):
+        got = [getattr(part, name) for part in parts]
+        expect(all(one == got[0] for one in got), f"parts: {name}", got, "equal ones")
+    ranks = [0 if first.num_ranks == 1 else part.of_rank for part in parts]
+    whole = len(ranks) == first.num_ranks and {*ranks} == {*range(first.num_ranks)}
+    expect(whole, "parts", f"those of ranks {ranks}", f"one of each of {first.num_ranks} ranks")
+    most = max(part.num_micro_batches for part in parts)
+    ids, rank, micro_batch = (
+        torch.cat([getattr(part, name).cpu() for part in parts]) for name in ("topk_idx", "rank", "micro_batch")
     )
+    order = torch.argsort(micro_batch.to(torch.int64) * first.num_ranks + rank, stable=True)
+    return replace(
+        first, topk_idx=ids[order], rank=rank[order], micro_batch=micro_batch[order], num_micro_batches=most,
+        of_rank=None,
+    )  # fmt: skip
 
 
 def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes:
@@ -162,11 +195,17 @@ def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes
     for name, bound in (("rank", header["num_ranks"]), ("micro_batch", header["num_micro_batches"])):
         fits = not len(rank) or (arrays[name].min() >= 0 and arrays[name].max() < bound)
         expect(bool(fits), f"{where}: {name}", "a number out of range", f"0 to {bound - 1}")
+    of_rank = header.get("of_rank")
+    fits = of_rank is None or (type(of_rank) is int and 0 <= of_rank < header["num_ranks"])
+    expect(
+        fits and (of_rank is None or bool((rank == of_rank).all())), f"{where}: of_rank", of_rank, "its tokens' rank"
+    )
     tensors = (torch.from_numpy(np.ascontiguousarray(t, np.int32)) for t in (rank, micro_batch))
     return Routes(
         torch.from_numpy(ids.astype(np.int16)), header["num_experts"], tuple(header["layers"]), header["num_ranks"],
         header["num_micro_batches"],
         *tensors,
+        of_rank,
     )  # fmt: skip
 
 
@@ -179,6 +218,30 @@ def layer_number(name: str) -> int | None:
     """Return the first number in a layer's path, as 3 in "model.layers.3.mlp"; None without one."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
+
+
+def _decoded(request: Any, shape: tuple[int, int] | None, where: str) -> npt.NDArray[Any]:
+    """Return a request's ids, also from base64 text; see `Routes.from_routed_experts`."""
+    if not isinstance(request, str | bytes):
+        return np.asarray(request)
+    try:
+        raw = base64.b64decode(request, validate=True)
+        if raw.startswith(np.lib.format.MAGIC_PREFIX):
+            return np.asarray(np.load(io.BytesIO(raw), allow_pickle=False))
+        expect(shape is not None, "shape", None, "(layers, K) for texts without a shape")
+        assert shape is not None
+        return np.frombuffer(raw, "<i4").reshape(-1, *shape)
+    except (ValueError, EOFError) as error:  # binascii's error is a ValueError
+        if isinstance(error, InvalidConfig):
+            raise
+        expected = f"base64 of a .npy, or of int32 [tokens, {', '.join(map(str, shape or ('layers', 'K')))}]"
+        raise InvalidConfig(f"{where}: got {error}, expected {expected}") from error
+
+
+def _padded(ids: npt.NDArray[Any], before: int, length: int | None) -> Ids:
+    """Return ids after `before` tokens without a record, and with more of them up to `length` tokens."""
+    after = 0 if length is None else length - before - len(ids)
+    return np.pad(ids.astype(np.int64), [(before, after), (0, 0), (0, 0)], constant_values=UNRECORDED)
 
 
 def _read(path: str | os.PathLike[str], where: str) -> Arrays:

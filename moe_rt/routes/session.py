@@ -134,7 +134,7 @@ class Recording(_Session):
             self._noted[at].append(topk_idx.detach().to(torch.int16, copy=True))
 
     def routes(self) -> Routes:
-        """Return what this rank has recorded so far.
+        """Return what this rank has recorded so far. `moe_rt.routes.merge` joins the ranks' own, as `save` does.
 
         Raises:
             InvalidConfig: layers ran different numbers of times, or with different numbers of tokens.
@@ -148,8 +148,8 @@ class Recording(_Session):
         ids = torch.cat(calls) if calls else empty
         counts = torch.tensor(shapes[0], dtype=torch.int64)
         micro_batch = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
-        rank = torch.full_like(micro_batch, self.rank)
-        return Routes(ids, self.num_experts, self.names, self.num_ranks, len(counts), rank, micro_batch)
+        rank, of_rank = torch.full_like(micro_batch, self.rank), None if self.num_ranks == 1 else self.rank
+        return Routes(ids, self.num_experts, self.names, self.num_ranks, len(counts), rank, micro_batch, of_rank)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the routes of all ranks to one file, which rank 0 puts together. Collective over the group.
@@ -204,9 +204,8 @@ class Replay(_Session):
                        f"{getattr(self, name)} as in the model")  # fmt: skip
             source = replace(source, topk_idx=source.topk_idx[:, columns(source.layers, self.names)])
             self._batches = [ids.to(device) for ids in _shares(source, self.rank, self.num_ranks, tokens)]
-            own = isinstance(routes, Recording)
-            return {"routes": f"of {source.num_ranks} ranks, {source.num_micro_batches} micro-batches"
-                    + ("" if own else f", checksum {_checksum(source)}")}  # fmt: skip
+            which = f"checksum {_checksum(source)}" if source.of_rank is None else "each rank's own"
+            return {"routes": f"of {source.num_ranks} ranks, {source.num_micro_batches} micro-batches, {which}"}
 
         record = all_or_none(self.rendezvous, prepare, "replay routes", TIMEOUT_S)[self.rank]
         agree(self.rendezvous, record, TIMEOUT_S, "compare the routes to replay")
@@ -264,12 +263,14 @@ def _shares(source: Routes, rank: int, num_ranks: int, tokens: Sequence[Tensor] 
             )
         return [ids[numbers.cpu().to(torch.int64)] for numbers in tokens]
     same = source.num_ranks == num_ranks
-    if not same:
-        present = len(source.rank.unique())
-        expect(present == source.num_ranks, "routes", f"those of {present} ranks", f"all {source.num_ranks}; save them")
-    kept = merge([source.of(rank=rank) if same else source])
+    if source.of_rank is not None:
+        got = f"those of rank {source.of_rank} of {source.num_ranks}"
+        others = "those of all ranks, from Recording.save or moe_rt.routes.merge, or tokens="
+        expect(same and source.of_rank == rank, "routes", got, f"those of rank {rank} of {num_ranks}, {others}")
+    kept = source.of(rank=rank) if same else source
+    order = torch.argsort(kept.micro_batch.to(torch.int64) * kept.num_ranks + kept.rank, stable=True)
     counts = torch.bincount(kept.micro_batch.to(torch.int64), minlength=kept.num_micro_batches).tolist()
-    batches = kept.topk_idx.split(counts)
+    batches = kept.topk_idx[order].split(counts)
     if same:
         return batches
     for number, count in enumerate(counts):

@@ -57,6 +57,7 @@ class TrainConfig:
     checkpoint_every: Annotated[int, "Steps between checkpoints; the last step always has one."] = 200
     record_routes: Annotated[Path | None, "File to write the experts of all training steps to."] = None
     replay_routes: Annotated[Path | None, "File of routes to train with, in place of the routers' choices."] = None
+    digests: Annotated[Path | None, "Directory to write digests of all ops to; moe-rt diff compares two runs."] = None
     prompt: Annotated[str, "Text that the sample starts with."] = "def "
     sample_bytes: Annotated[int, "Length of the text sample; 0 for none."] = 400
     temperature: Annotated[float, "Temperature of the text sample; 0 takes the likeliest byte."] = 0.8

@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_rt import routes
+from moe_rt import diagnostics, routes
 from moe_rt.config.codec import Codec
 from moe_rt.errors import MoeRtError
 from moe_rt.extras import require
 from moe_rt.nn.layer import MoEConfig, MoELayer
+from moe_rt.ops.tree_sums import tree_all_reduce, tree_sum
 from moe_rt.parallel.clip import clip_grad_norm_
 from moe_rt.train import checkpoint, data
 from moe_rt.train.config import TrainConfig
@@ -87,7 +88,8 @@ class Trainer:
     def run(self) -> None:
         config, checkpoints = self.config, self.config.out / "checkpoints"
         first = checkpoint.load(checkpoints, self.model, self.optimizer, config) if config.resume else 0
-        with self._reporter(first) as reporter:
+        digests = contextlib.nullcontext() if config.digests is None else diagnostics.digest(self.model, config.digests)
+        with self._reporter(first) as reporter, digests:
             if first == 0:
                 self._validate(0, reporter)
             for step in range(first + 1, config.steps + 1):
@@ -119,13 +121,15 @@ class Trainer:
 
     def _train_step(self, step: int) -> Row:
         config, began = self.config, time.perf_counter()
+        num_tokens, num_ranks = config.batch_size * config.seq_len, self.ranks.world_size
         x, y = self.corpus.train_batch(seed=config.seed, step=step, indices=self.rows, seq_len=config.seq_len)
         self.gradients.zero()
         with self.recording or contextlib.nullcontext(), self.replay or contextlib.nullcontext():
             out = self._forward(x)
-            loss = F.cross_entropy(out.logits.float().flatten(0, 1), y.to(config.device).flatten())
-            (loss + out.aux_loss).backward()
-        self.gradients.average()
+            losses = _losses(out.logits, y.to(config.device))
+            # This rank's part of the means over all ranks: gradients have one scale on any number of ranks.
+            (losses.sum() / num_tokens + out.aux_loss / num_ranks).backward()
+        self.gradients.add_up()
         grad_norm = clip_grad_norm_(self.model, config.grad_clip)
         lr = learning_rate(step, config)
         for group in self.optimizer.param_groups:
@@ -134,31 +138,34 @@ class Trainer:
 
         # The only place where a step's numbers are read on the host.
         counts = out.tokens_per_expert.double()
-        sums = torch.cat([torch.stack([loss.detach(), out.aux_loss.detach()]).double(), counts.flatten()])
-        dist.all_reduce(sums)
-        mean_loss, mean_aux_loss = (sums[:2] / self.ranks.world_size).tolist()
+        own = torch.stack([tree_sum(losses.detach().double().sum(1)), out.aux_loss.detach().double()])
+        sums = torch.cat([own, counts.flatten()])
+        tree_all_reduce(sums)
+        loss, aux_loss = (sums[:2] / sums.new_tensor([num_tokens, num_ranks])).tolist()
         norm, load = grad_norm.item(), sums[2:].view_as(counts)
-        if not math.isfinite(mean_loss + norm):
-            raise MoeRtError(f"step {step}: got loss {mean_loss} and gradient norm {norm}, expected finite numbers")
+        if not math.isfinite(loss + norm):
+            raise MoeRtError(f"step {step}: got loss {loss} and gradient norm {norm}, expected finite numbers")
         return {
             "step": step,
-            "loss": mean_loss,
+            "loss": loss,
             "lr": lr,
             "grad_norm": norm,
-            "tokens_per_s": config.batch_size * config.seq_len / (time.perf_counter() - began),
-            "aux_loss": mean_aux_loss,
+            "tokens_per_s": num_tokens / (time.perf_counter() - began),
+            "aux_loss": aux_loss,
             "expert_load": (load / load.sum(1, keepdim=True)).tolist(),
         }
 
     @torch.no_grad()
     def _validate(self, step: int, reporter: Reporter | None) -> None:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.config.device)  # loss, bytes
+        sums = []  # for each batch: loss, bytes
         for x, targets in self.val_batches:
-            y, logits = targets.to(self.config.device), self._forward(x).logits.float().flatten(0, 1)
-            sums[0] += F.cross_entropy(logits, y.flatten(), ignore_index=data.IGNORE, reduction="sum")
-            sums[1] += (y != data.IGNORE).sum()
-        dist.all_reduce(sums)
-        val_loss = (sums[0] / sums[1]).item()
+            y = targets.to(self.config.device)
+            losses = _losses(self._forward(x).logits, y)
+            sums.append(tree_sum(torch.stack([losses.double().sum(1), (y != data.IGNORE).double().sum(1)], 1)))
+        of_batches = torch.stack(sums)
+        tree_all_reduce(of_batches)
+        loss, num_bytes = of_batches.sum(0).tolist()
+        val_loss = loss / num_bytes
         if reporter:
             reporter.validation({"step": step, "val_loss": val_loss, "val_bpb": val_loss / math.log(2)})
 
@@ -181,6 +188,14 @@ class Trainer:
             f"{total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active: {config.num_layers} layers, "
             f"{config.num_experts} experts, top-{config.num_topk}"
         )
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return each token's loss, fp32 [B, S], from logits [B, S, V]; zero where the target is IGNORE."""
+    of_tokens = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=data.IGNORE, reduction="none"
+    )
+    return of_tokens.view_as(targets)
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

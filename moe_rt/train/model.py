@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_rt.nn import by_sequence
 from moe_rt.nn.router import RouterAux
+from moe_rt.ops.tree_sums import for_each_sequence
 from moe_rt.train.config import VOCAB_SIZE, TrainConfig
 
 # Layer index -> a module whose forward takes [B, S, H] and returns the same shape and a RouterAux.
@@ -27,14 +29,19 @@ class DecoderOutput(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A language model over bytes. Ranks with the same seed start with the same weights however experts are spread."""
+    """A language model over bytes. Ranks with the same seed start with the same weights however experts are spread.
+
+    With sums="invariant" on CPUs, outputs and gradients that are added up by `tree_all_reduce` have the same bits on 1,
+    2, 4, 8, ... ranks.
+    """
 
     def __init__(self, config: TrainConfig, make_moe: MakeMoE) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB_SIZE, config.hidden)
+        kinds = kinds_of(config)
+        self.embedding = kinds.Embedding(VOCAB_SIZE, config.hidden)
         self.layers = nn.ModuleList(Block(config, make_moe(i)) for i in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden)
-        self.head = nn.Linear(config.hidden, VOCAB_SIZE, bias=False)
+        self.norm = kinds.RMSNorm(config.hidden)
+        self.head = kinds.Linear(config.hidden, VOCAB_SIZE, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.reset_parameters()
@@ -49,13 +56,23 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> DecoderOutput:
         """Run the model on tokens int64 [B, S], S <= seq_len."""
-        x = self.embedding(tokens)
+        # A tied weight's gradient of a sequence is that of both uses, so the tree comes after both.
+        by_sequence_and_tied = self.head.weight is self.embedding.weight and isinstance(self.head, by_sequence.Linear)
+        tied = (for_each_sequence(self.head.weight, len(tokens)),) if by_sequence_and_tied else ()
+        x = self.embedding(tokens, *tied)
         auxes = []
         for layer in self.layers:
             x, aux = layer(x)
             auxes.append(aux)
         aux_loss = torch.stack([aux.loss for aux in auxes]).sum()
-        return DecoderOutput(self.head(self.norm(x)), aux_loss, torch.stack([aux.tokens_per_expert for aux in auxes]))
+        return DecoderOutput(
+            self.head(self.norm(x), *tied), aux_loss, torch.stack([aux.tokens_per_expert for aux in auxes])
+        )
+
+
+def kinds_of(config: TrainConfig) -> Any:
+    """Return the module that has the classes Linear, RMSNorm and Embedding of the model."""
+    return by_sequence if config.sums == "invariant" and config.device == "cpu" else nn
 
 
 class Block(nn.Module):
@@ -63,9 +80,10 @@ class Block(nn.Module):
 
     def __init__(self, config: TrainConfig, moe: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden)
+        kinds = kinds_of(config)
+        self.attention_norm = kinds.RMSNorm(config.hidden)
         self.attention = Attention(config)
-        self.moe_norm = nn.RMSNorm(config.hidden)
+        self.moe_norm = kinds.RMSNorm(config.hidden)
         self.moe = moe
 
     def forward(self, x: Tensor) -> tuple[Tensor, RouterAux]:
@@ -83,8 +101,9 @@ class Attention(nn.Module):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
-        self.out = nn.Linear(config.hidden, config.hidden, bias=False)
+        kinds = kinds_of(config)
+        self.qkv = kinds.Linear(config.hidden, 3 * config.hidden, bias=False)
+        self.out = kinds.Linear(config.hidden, config.hidden, bias=False)
         half = config.hidden // config.num_heads // 2
         angles = torch.outer(torch.arange(config.seq_len), ROPE_BASE ** -(torch.arange(half) / half))
         self.register_buffer("cos", angles.cos(), persistent=False)

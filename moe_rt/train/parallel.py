@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_rt.engine.gpu.driver import why_there_is_none
 from moe_rt.errors import InvalidConfig
 from moe_rt.nn.layer import MoELayer
+from moe_rt.ops.tree_sums import tree_all_reduce
 
 
 @contextmanager
@@ -86,7 +87,7 @@ class Ranks:
 
 
 class Gradients:
-    """Gradients of a model for a loss that is the mean, over all ranks, of each rank's own mean.
+    """Gradients of a model for a loss that is the sum of all ranks' parts.
 
     They are stored in two flat tensors, of which every parameter's `grad` is a view: one for parameters that all ranks
     hold, and one for this rank's experts. The experts' gradients arrive as sums over the tokens of the ep group.
@@ -104,12 +105,10 @@ class Gradients:
         self._shared.zero_()
         self._experts.zero_()
 
-    def average(self) -> None:
+    def add_up(self) -> None:
         """Turn them into the gradients of the global loss. Collective over the world."""
-        dist.all_reduce(self._shared)
-        dist.all_reduce(self._experts, group=self._ranks.edp_group)
-        self._shared /= self._ranks.world_size
-        self._experts /= self._ranks.world_size
+        tree_all_reduce(self._shared)
+        tree_all_reduce(self._experts, self._ranks.edp_group)
 
 
 def _flat_gradient(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:

@@ -73,8 +73,9 @@ def test_the_first_op_that_differs(tmp_path: Path, reference: Path, changes: dic
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_runs_of_other_numbers_of_ranks(make_ranks: MakeRanks, tmp_path: Path, reference: Path, size: int) -> None:
-    """Forwards agree, as does the last layer's backward. Balance losses are per sequence, here a rank's batch, so the
-    gradient that the first layer gets is the first to differ. A changed element is found before it.
+    """Forwards agree, as does the last layer's backward. A batch [T, H] is one sequence, so each rank's balance loss is
+    another function of its tokens: the gradient that the first layer gets is the first to differ. See the next test for
+    runs without it. A changed element is found before it.
     """
     ranks = make_ranks("threads", size)
     ranks.run(cases.run, str(tmp_path / "same"), {"tokens": True})
@@ -89,6 +90,23 @@ def test_runs_of_other_numbers_of_ranks(make_ranks: MakeRanks, tmp_path: Path, r
     result = compare(tmp_path / "same", tmp_path / "poked")
     assert place in result.output
     assert "on ranks 1" in result.output
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [{"options": dict(aux_loss_coef=0.0, z_loss_coef=0.0)}, {"sequences": True}],
+    ids=["no losses", "sequences"],
+)
+def test_equal_runs_of_other_numbers_of_ranks(
+    make_ranks: MakeRanks, tmp_path: Path, size: int, changes: dict[str, Any]
+) -> None:
+    """All digests agree without balance losses, and with those of whole sequences."""
+    changes = {**changes, "options": {"sums": "invariant", **changes.get("options", {})}}
+    make_ranks("threads", 1).run(cases.run, str(tmp_path / "one"), changes)
+    make_ranks("threads", size).run(cases.run, str(tmp_path / "many"), changes)
+    result = compare(tmp_path / "one", tmp_path / "many")
+    assert (result.exit_code, result.output.split(":")[0]) == (0, "equal"), result.output
 
 
 def test_a_forward_that_only_one_run_has(tmp_path: Path) -> None:

@@ -50,3 +50,17 @@ def part_of_layer(
     assert layer.router.weight.grad is not None
     experts = {name: p.grad for name, p in layer.experts.named_parameters() if p.grad is not None}
     return {"out": out.detach(), "grad_x": grad_x}, experts, layer.router.weight.grad
+
+
+def sequences_of_layer(group: Any, dtype: torch.dtype, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """Run this rank's part of 4 sequences of 16 tokens with balance losses; return gradients by name.
+
+    They are of the sum over ranks of the outputs' product with a fixed gradient, and of the mean of the losses.
+    """
+    options = dict(sums="invariant", aux_loss_coef=0.1, z_loss_coef=0.01, num_max_tokens_per_rank=64)
+    layer = MoELayer(config(**options, **changes), group)
+    set_weights(layer)
+    x, grad = (t.view(4, 16, HIDDEN).chunk(group.size)[group.rank] for t in make_batch(64, dtype))
+    out, aux = layer(x)
+    ((out * grad).sum() + aux.loss / group.size).backward()
+    return {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}

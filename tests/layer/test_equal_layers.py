@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer.cases_equal_layers import part_of_layer
+from layer.cases_equal_layers import part_of_layer, sequences_of_layer
 from support.ranks import ThreadRanks
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from moe_rt import Buffer, MoEConfig, MoELayer
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.testing.rounds import check_bits
 from moe_rt.ops.grouped import TILE, grouped_linear, row_wise_linear
+from moe_rt.ops.tree_sums import tree_sum
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -43,6 +44,34 @@ def test_equal_bits(kind: str, dtype: torch.dtype) -> None:
         for name, tensor in joined.items():
             check_bits(f"{name} of {counts}", tensor, alone[name])
         torch.testing.assert_close(summed, router, rtol=1e-4 if dtype is torch.float32 else 0.1, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "two nodes"])
+def test_replicated_modules_over_sequences(kind: str, dtype: torch.dtype) -> None:
+    """Gradients of the router and the shared expert, balance losses included, are equal if the tree adds them up."""
+    expected = ThreadRanks(1).run(sequences_of_layer, dtype, KINDS[kind])[0]
+    for size in (2, 4):
+        parts = ThreadRanks(size).run(sequences_of_layer, dtype, KINDS[kind])
+        for name, wanted in expected.items():
+            of_ranks = [part[name] for part in parts]
+            experts = name.startswith("experts.")
+            check_bits(
+                f"{name}, {size} ranks", torch.cat(of_ranks) if experts else tree_sum(torch.stack(of_ranks)), wanted
+            )
+
+
+def test_the_tree() -> None:
+    """Ranks that hold equal parts, a power of two of them, have whole subtrees; the order shows in the bits."""
+    parts = torch.randn(24, 5, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 5)
+    for num_parts in (1, 2, 3, 4, 5, 6, 8, 12, 24):
+        some = parts[:num_parts]
+        torch.testing.assert_close(tree_sum(some), some.sum(0))
+        for num_ranks in (1, 2, 4, 8):
+            if num_parts % num_ranks == 0:
+                check_bits("ranks", tree_sum(torch.stack([tree_sum(t) for t in some.chunk(num_ranks)])), tree_sum(some))
+    assert not torch.equal(tree_sum(torch.stack([tree_sum(t) for t in parts.chunk(3)])), tree_sum(parts))
+    assert tree_sum(parts[:0]).tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -154,6 +154,24 @@ def saved(group: Any, path: str, tokens: list[int]) -> list[Tensor]:
     return out
 
 
+def own_parts(group: Any, path: str, tokens: list[int]) -> Routes:
+    """Replay a recording's routes, and this rank's part of a file, with other routers; return the former."""
+    model = Mixed(group)
+    xs = [batch(group.rank, n, tokens[group.rank]) for n in range(2)]
+    with routes.record(model) as recorded:
+        for x in xs:
+            model(x)
+    rerouted(model)
+    for given in (recorded.routes(), routes.load(path).of(rank=group.rank)):
+        assert given.of_rank == group.rank
+        with routes.replay(given, model), routes.record(model) as again:
+            for x in xs:
+                model(x)
+        assert torch.equal(again.routes().topk_idx, recorded.routes().topk_idx)
+    model.close()
+    return recorded.routes()
+
+
 def replayed_elsewhere(group: Any, path: str, size: int) -> list[Tensor]:
     """Replay what `size` ranks recorded, with other routers: rank r takes its part of their tokens."""
     model = Mixed(group)

@@ -50,19 +50,23 @@ def test_with_a_frozen_router_and_a_rank_without_tokens(make_ranks: MakeRanks) -
     make_ranks("threads", 2).run(cases.frozen, [T, 0])
 
 
-def test_one_changed_id_changes_one_token(tmp_path: Path) -> None:
-    model, x = Mixed(None), batch(0)
-    with torch.no_grad(), routes.record(model.eval()) as recorded:
+@pytest.mark.parametrize("at", [0, 1], ids=["first layer", "last layer"])
+def test_one_changed_id_changes_one_token(tmp_path: Path, at: int) -> None:
+    """No bit of another token or its gradient changes: with sums="invariant" a row's products depend on no other."""
+    model, x = Mixed(None, sums="invariant"), batch(0)
+    with routes.record(model) as recorded:
         expected, _ = model(x)
+    (grad,) = torch.autograd.grad(expected.square().sum(), x)
     recorded.save(tmp_path / "a.npz")
     loaded = routes.load(tmp_path / "a.npz")
-    token, taken = 7, loaded.topk_idx[7, 1].tolist()
-    loaded.topk_idx[token, 1, 1] = next(e for e in range(E) if e not in taken)
+    token, taken = 7, loaded.topk_idx[7, at].tolist()
+    loaded.topk_idx[token, at, 1] = next(e for e in range(E) if e not in taken)
     loaded.save(tmp_path / "b.npz")
-    with torch.no_grad(), routes.replay(tmp_path / "b.npz", model):
+    with routes.replay(tmp_path / "b.npz", model):
         out, _ = model(x)
-    moved = (out - expected).abs().amax(1) > 1e-5  # a product's rows may round by their number
-    assert moved.nonzero().flatten().tolist() == [token]
+    (moved,) = torch.autograd.grad(out.square().sum(), x)
+    assert (out != expected).any(1).nonzero().flatten().tolist() == [token]
+    assert (moved != grad).any(1).nonzero().flatten().tolist() == [token]
     model.close()
 
 
@@ -150,6 +154,25 @@ def test_saved_by_ranks_and_replayed_by_others(make_ranks: MakeRanks, tmp_path: 
         assert torch.equal(torch.cat([torch.cat(one) for one in batches]), loaded.topk_idx)
 
 
+def test_a_ranks_own_routes(make_ranks: MakeRanks, tmp_path: Path) -> None:
+    """Each rank replays what it recorded, what a file has of it, or all ranks' after `merge`."""
+    ranks, path = make_ranks("threads", 2), str(tmp_path / "routes.npz")
+    ranks.run(cases.saved, path, [T, 0])
+    own = ranks.run(cases.own_parts, path, [T, 0])
+    whole, merged = routes.load(path), routes.merge(own[::-1])
+    for name in ("topk_idx", "rank", "micro_batch"):
+        assert torch.equal(getattr(merged, name), getattr(whole, name))
+    assert (merged.of_rank, merged.num_micro_batches) == (None, 2)
+    own[1].save(tmp_path / "own.npz")
+    assert routes.load(tmp_path / "own.npz").of_rank == 1
+    make_ranks("threads", 4).run(cases.replayed_elsewhere, path, 1)  # though one rank had no tokens
+    for parts, said in ((own[:1], "those of ranks \\[0\\]"), ([own[0]] * 2, "those of ranks \\[0, 0\\]"), ([], "none")):
+        with pytest.raises(InvalidConfig, match=f"parts: got {said}"):
+            routes.merge(parts)
+    with pytest.raises(InvalidConfig, match="parts: num_experts: got \\[8, 9\\], expected equal ones"):
+        routes.merge([own[0], replace(own[1], num_experts=9)])
+
+
 def test_uneven_ranks_need_their_own_number_or_tokens(make_ranks: MakeRanks, tmp_path: Path) -> None:
     path = str(tmp_path / "routes.npz")
     make_ranks("threads", 2).run(cases.saved, path, [3, 2])
@@ -164,6 +187,9 @@ def test_uneven_ranks_need_their_own_number_or_tokens(make_ranks: MakeRanks, tmp
         ("K", [T, T], 1, "InvalidConfig: routes: num_topk: got 2, expected 3 as in the model"),
         ("layers", [T, T], 1, "InvalidConfig: routes: layers: got ['a', 'b', 'c']"),
         ("differs", [T, T], 1, "ConfigMismatch: routes: got of 2 ranks, 1 micro-batches, checksum"),
+        ("own", [T, T], 1, "ConfigMismatch: routes: got of 2 ranks, 1 micro-batches, each rank's own"),
+        ("another's", [T, T], 1, "InvalidConfig: routes: got those of rank 0 of 2, expected those of rank 1 of 2, "),
+        ("fewer", [T, T], 1, "InvalidConfig: routes: got those of rank 0 of 3, expected those of rank 0 of 2, "),
         ("", [T, T - 1], 1, "InvalidInput: moe.0: got 11 tokens in micro-batch 0, expected 12 on rank 1 of 2"),
         ("", [T, T], 2, "InvalidInput: moe.0: got micro-batch 1, expected only 1, as recorded"),
     ],
@@ -177,8 +203,11 @@ def test_errors_on_every_rank(make_ranks: MakeRanks, kind: str, tokens: list[int
         "E": replace(good, num_experts=64),
         "layers": replace(good, topk_idx=ids[:, [0, 1, 1]], layers=("a", "b", "c")),
         "differs": replace(good, topk_idx=ids + 1),
+        "own": good.of(rank=1),
+        "another's": good.of(rank=0),
+        "fewer": replace(good, num_ranks=3).of(rank=0),
     }
-    one, two = good if kind == "differs" else changed.get(kind, good), changed.get(kind, good)
+    one, two = good if kind in ("differs", "own") else changed.get(kind, good), changed.get(kind, good)
 
     said = ranks.run(refused_by_rank, one, two, kind, tokens, forwards)
     kinds = [text.partition(":")[0] for text in said]
@@ -207,6 +236,23 @@ def test_layers_that_ran_differently() -> None:
     with pytest.raises(InvalidConfig, match=r"moe.1: tokens of each forward: got \[\], expected \[12\] as in moe.0"):
         recorded.routes()
     model.close()
+
+
+def test_opcheck() -> None:
+    """The ops by which layers record and replay keep torch's contract of custom ops."""
+    layer, x = Mixed(None).moe[0], batch(0)
+    with routes.record(layer) as recorded:
+        layer(x)
+    many = torch.zeros(20, T, dtype=torch.int32) + torch.arange(20, dtype=torch.int32)[:, None]
+    ids = recorded.routes().topk_idx.repeat(20, 1, 1)
+    given = replace(
+        recorded.routes(), topk_idx=ids, rank=0 * many.flatten(), micro_batch=many.flatten(), num_micro_batches=20
+    )
+    with routes.replay(given, layer), routes.record(layer):
+        ops = torch.ops.moe_rt
+        torch.library.opcheck(ops.recorded_routes, (x.detach(), K, layer.routes_id))
+        torch.library.opcheck(ops.note_routes, (ids[:T, 0].long(), ids[:T, 0].long(), layer.routes_id))
+    layer.buffer.close()
 
 
 def test_evaluation_between_steps_is_left_out() -> None:

@@ -47,8 +47,8 @@ def test_each_device_has_its_group_and_its_rows(
     monkeypatch.setattr(settings.BufferPool, "fixed", fixed)
     monkeypatch.setattr(settings, "get_current_vllm_config", lambda: SimpleNamespace(additional_config={}))
     layer = SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(ep_size=2, use_ep=True), num_experts=8, max_num_tokens=5, hidden_dim=16,
-        experts_per_token=2, in_dtype=torch.bfloat16,
+        moe_parallel_config=SimpleNamespace(ep_size=2, tp_size=1, use_ep=True), num_experts=8, max_num_tokens=5,
+        hidden_dim=16, experts_per_token=2, in_dtype=torch.bfloat16,
     )  # fmt: skip
     manager = SimpleNamespace(cpu_group="cpu")
     ours = factory.wrap(all2all_utils.maybe_make_prepare_finalize)(
@@ -127,7 +127,7 @@ def test_layers_without_expert_parallelism_are_left_to_vllm() -> None:
         given.append((moe, quant_config, allow_new_interface, more))
         return "vLLM's own"
 
-    layer = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_ep=False))
+    layer = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_ep=False, tp_size=2))
     assert factory.wrap(original)(layer, None, allow_new_interface=True, use_monolithic=False) == "vLLM's own"
     assert given == [(layer, None, True, {"use_monolithic": False})]
 

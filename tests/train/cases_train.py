@@ -124,8 +124,8 @@ def clipped_norm(group: Any, squares: list[float]) -> tuple[float, float]:
         return norm, sum(p.grad.square().sum().item() for p in experts)
 
 
-def averaged(group: Any, ep: int) -> tuple[float, float]:
-    """Average gradients of r for shared parameters and of 10 r for experts on rank r; return one element of each."""
+def added_up(group: Any, ep: int) -> tuple[float, float]:
+    """Add up gradients of r for shared parameters and of 10 r for experts on rank r; return one element of each."""
     ranks = Ranks.make(ep)
     layer = _one_layer(ranks)
     with open_buffers(layer):
@@ -133,27 +133,6 @@ def averaged(group: Any, ep: int) -> tuple[float, float]:
         layer.router.weight.grad.fill_(ranks.rank)
         for p in layer.experts.parameters():
             p.grad.fill_(10 * ranks.rank)
-        gradients.average()
+        gradients.add_up()
         (only,) = moe_layers(layer)
         return only.router.weight.grad[0, 0].item(), only.experts.down_proj.grad[0, 0, 0].item()
-
-
-def first_step(group: Any, changes: dict[str, Any]) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the logits of this rank's sequences in step 1, and the averaged gradients: its experts' and the others."""
-    config = tiny(**changes)
-    with process_group(config.device, config.timeout_s):
-        ranks = Ranks.make(config.check_world(dist.get_world_size()))
-        torch.manual_seed(config.seed)
-        model = Decoder(config, moe_factory(config, ranks))
-        with open_buffers(model):
-            gradients = Gradients(model, ranks)
-            corpus = data.load(config.data, config.seq_len)
-            share = ranks.share(config.batch_size)
-            x, y = corpus.train_batch(seed=config.seed, step=1, indices=share, seq_len=config.seq_len)
-            gradients.zero()
-            logits = model(x).logits
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
-            gradients.average()
-            grads = {name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None}
-            experts = {name: grad for name, grad in grads.items() if ".experts." in name}
-            return logits.detach().numpy(), experts, {n: g for n, g in grads.items() if n not in experts}

@@ -15,7 +15,7 @@ from moe_rt.train.parallel import Gradients
 
 
 def main(out: Path, how: str) -> None:
-    owner, name = (Gradients, "average") if how == "before the all-reduce" else (Corpus, "train_batch")
+    owner, name = (Gradients, "add_up") if how == "before the all-reduce" else (Corpus, "train_batch")
     original, calls = getattr(owner, name), []
 
     def failing(*args: object, **kwargs: object) -> object:

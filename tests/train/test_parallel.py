@@ -1,4 +1,4 @@
-"""Gradients over ranks are averaged over all ranks, and clipped by one norm that counts every expert once."""
+"""Gradients are added up over all ranks, and clipped by one norm that counts every expert once."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_norm_sums_over_the_experts_of_all_ranks(make_ranks: MakeRanks) -> None:
 @pytest.mark.parametrize(
     ("ep", "experts"),
     [
-        (4, [0, 2.5, 5, 7.5]),  # each expert is on one rank
-        (2, [5, 10, 5, 10]),  # (0 + 20) / 4 and (10 + 30) / 4
-        (1, [15, 15, 15, 15]),
+        (4, [0, 10, 20, 30]),  # each expert is on one rank
+        (2, [20, 40, 20, 40]),  # 0 + 20 and 10 + 30
+        (1, [60, 60, 60, 60]),
     ],
 )
-def test_average(make_ranks: MakeRanks, ep: int, experts: list[float]) -> None:
-    results = make_ranks("shm", 4).run(cases.averaged, ep)
-    assert [shared for shared, _ in results] == [1.5] * 4
+def test_sums(make_ranks: MakeRanks, ep: int, experts: list[float]) -> None:
+    results = make_ranks("shm", 4).run(cases.added_up, ep)
+    assert [shared for shared, _ in results] == [6] * 4
     assert [expert for _, expert in results] == experts
 
 

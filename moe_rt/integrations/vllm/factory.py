@@ -20,6 +20,7 @@ from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe import all2all_utils
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEPrepareAndFinalizeModular
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
@@ -27,7 +28,7 @@ from vllm.platforms import current_platform
 from moe_rt.integrations.vllm import PLUGIN, orphans
 from moe_rt.integrations.vllm.prepare_finalize import MoeRtPrepareAndFinalize
 from moe_rt.integrations.vllm.refusals import FIELDS, early, refuse_layer
-from moe_rt.integrations.vllm.settings import make_buffer
+from moe_rt.integrations.vllm.settings import chosen, make_buffer
 from moe_rt.integrations.vllm.token_rows import TokenRowsPrepareAndFinalize
 
 _NAME = "maybe_make_prepare_finalize"
@@ -55,7 +56,7 @@ def install() -> None:
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory that uses moe_rt for layers with expert parallelism, and `original` for other layers."""
+    """Return a factory that uses moe_rt for the layers of `runs_over`, and `original` for other layers."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -63,7 +64,7 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         moe = given.arguments["moe"]
-        if not moe.moe_parallel_config.use_ep:
+        if not runs_over(moe):
             return original(*args, **kwargs)
         refuse_layer(
             moe,
@@ -71,6 +72,8 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
             monolithic=given.arguments["use_monolithic"],
             modular=given.arguments["allow_new_interface"],
         )
+        if not moe.moe_parallel_config.use_ep:
+            return MoeRtPrepareAndFinalize(make_buffer(moe, None))
         if current_platform.is_cpu():
             manager = given.arguments["all2all_manager"] or all2all_utils.get_ep_all2all_manager()
             return MoeRtPrepareAndFinalize(make_buffer(moe, manager.cpu_group))
@@ -80,13 +83,22 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def runs_over(moe: FusedMoEConfig) -> bool:
+    """True if a layer runs over moe_rt: its experts are spread, or one CPU rank must add up as several do."""
+    parallel = moe.moe_parallel_config
+    alone = parallel.tp_size == 1  # without expert parallelism it counts all ranks
+    return parallel.use_ep or (
+        alone and current_platform.is_cpu() and chosen(get_current_vllm_config()).sums == "invariant"
+    )
+
+
 def opaque(original: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
     """Return MoERunner._select_forward that picks vLLM's opaque op if a compiler runs and experts are spread."""
 
     @functools.wraps(original)
     def select(runner: Any) -> Callable[..., Any]:
         mode = get_current_vllm_config().compilation_config.mode
-        if mode == CompilationMode.NONE or not runner.moe_config.moe_parallel_config.use_ep:
+        if mode == CompilationMode.NONE or not runs_over(runner.moe_config):
             return original(runner)
         ops = torch.ops.vllm
         return ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared

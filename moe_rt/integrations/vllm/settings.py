@@ -23,16 +23,16 @@ KEY = "moe_rt"  # key in --additional-config
 CHOICES = ("combine_dtype", "dispatch_dtype", "init_timeout_s", "num_threads", "sums", "timeout_s")
 
 
-def make_buffer(moe: FusedMoEConfig, group: ProcessGroup) -> Buffer:
+def make_buffer(moe: FusedMoEConfig, group: ProcessGroup | None) -> Buffer:
     """Return the buffer that all layers with equal sizes share. Collective.
 
     Args:
         moe: config of the layer.
-        group: the ranks that share its experts; its back end is gloo on CPUs, NCCL on GPUs.
+        group: the ranks that share its experts; its back end is gloo on CPUs, NCCL on GPUs. None: a single rank.
     """
     num_ranks = moe.moe_parallel_config.ep_size
-    ranks = torch.empty(moe.num_experts, dtype=torch.int64)
-    for rank in range(num_ranks):
+    ranks = torch.zeros(moe.num_experts, dtype=torch.int64)
+    for rank in range(num_ranks) if num_ranks > 1 else ():
         expert_map = determine_expert_map(num_ranks, rank, moe.num_experts)[1]
         assert expert_map is not None
         ranks[expert_map >= 0] = rank
