@@ -26,12 +26,16 @@ from moe_rt.lab.bench.cases import CASES
 from moe_rt.lab.bench.contestants import ON_ONE_HOST
 from moe_rt.lab.bench.rank import Job
 from moe_rt.lab.bench.results import slopes
+from moe_rt.lab.bench.trace import STEPS
 from moe_rt.lab.testing import programs
 
 HERE = Path(__file__).parent
 BASELINE = HERE / "baseline.json"
 IN_MEMORY = Path("/dev/shm")
 QUICK = ("--iters", "2", "--warmup", "1")
+
+
+OPS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 
 
 def bench(*arguments: str) -> Result:
@@ -91,6 +95,34 @@ def test_a_trace_of_routing_on_thread_ranks_with_another_payload(tmp_path: Path)
     assert refused.exit_code == 1
     assert "got K = 2 in " in refused.stderr
     assert "expected K = 3" in refused.stderr
+
+
+def test_a_trace_of_a_layer(tmp_path: Path) -> None:
+    """Lanes of each rank show its ops. In chunks a rank computes between the halves of some ops of each kind."""
+    sizes = ["--tokens", "16", "--hidden", "32", "--iters", "1", "--warmup", "0"]
+    names = ["--contestants", "moe_rt,moe_rt_chunks"]
+    path = tmp_path / "trace.json"
+    result = bench("--case", "layer-qwen3-small", *sizes, *names, "--trace", str(path))
+    assert result.exit_code == 0, result.output
+    assert "trace" not in json.loads(result.output.splitlines()[-1])["runs"][0]
+    events = json.loads(path.read_text())["traceEvents"]
+    shown = {each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert shown == {f"rank {rank}, {name}" for rank in (0, 1) for name in ("moe_rt", "moe_rt_chunks")}
+    for rank in (0, 1):
+        for name, num_chunks in (("moe_rt", 1), ("moe_rt_chunks", 4)):
+            seen = [each for each in events if each["pid"] == f"{name} {rank}" and each["ph"] == "X"]
+            assert all(each["dur"] >= 0 for each in seen)
+            ops = {op: [each for each in seen if (each["tid"], each["name"]) == ("send", op)] for op in OPS}
+            assert {op: len(sent) for op, sent in ops.items()} == dict.fromkeys(OPS, STEPS * num_chunks)
+            for op, sent in ops.items():
+                ends = [each for each in seen if (each["tid"], each["name"]) == ("receive", op)]
+                between = [
+                    each
+                    for a, b in zip(sent, ends, strict=True)
+                    for each in seen
+                    if each["tid"] == "compute" and a["ts"] + a["dur"] <= each["ts"] <= b["ts"]
+                ]
+                assert bool(between) == (num_chunks > 1), op
 
 
 def test_wrong_outputs_fail_the_benchmark() -> None:

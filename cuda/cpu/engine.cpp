@@ -185,6 +185,7 @@ Status Engine::fail(Status status) {
     const uint64_t word = load_acquire(world_.poison(world_.rank));  // pairs with poison: last words come before it
     if (word != 0) status = poisoned(word, status);
   }
+  if (remote_) remote_->stop();  // the caller may free the op's tensors
   // Failures that other ranks found are passed on as well: their authors may have died before they reached every rank.
   poison(status.code, status.peer);
   return failure_ = status;
@@ -237,9 +238,11 @@ bool Engine::close() {
       post_closed(world_.mailbox(peer, kind, world_.rank));
     }
   }
-  if (remote_) config_.network->leave(seq_);
   // Takes the engine permanently: a later op finds it busy and closed, and touches no segment.
-  return exchange_acquire(busy_, 1u) == 0;
+  const bool taken = exchange_acquire(busy_, 1u) == 0;
+  if (remote_ && taken) remote_->stop();
+  if (remote_) config_.network->leave(seq_);
+  return taken;
 }
 
 Status Engine::refuse(Op op, Code code, int64_t got, int64_t expected, uint32_t tag) {

@@ -108,7 +108,7 @@ class Engine {
   static constexpr auto kNothing = [](auto&&...) { return Status{}; };
   template <class Fetch = decltype(kNothing), class Forward = decltype(kNothing)>
   struct Between {
-    Fetch fetch{};      // (window, idle), by one lane: fetches data of unmapped peers
+    Fetch fetch{};      // (window, header), by one lane: starts to fetch data of unmapped peers
     Forward forward{};  // (coop, window, idle): serves clients as their proxy
   };
   template <class Fetch, class Forward>
@@ -121,8 +121,8 @@ class Engine {
   Pending open(const Call& call, const Status& refusal);
   template <class Fn>
   void run_lanes(Fn&& fn);
-  template <class Coop, class Send>
-  bool begin(const Coop& coop, Pending& op, Send&& send);
+  template <class Coop, class Send, class Middle>
+  bool begin(const Coop& coop, Pending& op, Send&& send, const Middle& middle);
   template <class Coop, class Receive, class Middle>
   void finish(const Coop& coop, Pending& op, Receive&& receive, const Middle& middle);
   template <class Coop, class Forward>

@@ -107,9 +107,11 @@ struct Engine::DispatchSteps {
     publish_rows(coop, w, window, static_cast<const char*>(a.x), a.num_tokens, rows);
   }
 
-  // One lane runs one of these between the halves: fetches the rows of unmapped peers, or stages the rows of clients.
-  Status fetch(int window, HostIdle& idle) const {
-    return engine.remote_peers_->fetch<Acc>(w, window, encoded_row_bytes(), idle);
+  // One lane runs one of these: starts to fetch the rows of unmapped peers, or stages the rows of clients.
+  void fetch(int window, const Header& header) const {
+    constexpr bool kWide = sizeof(Acc) > sizeof(float);
+    engine.remote_peers_->begin(w,
+                                {.window = window, .header = header, .row_bytes = encoded_row_bytes(), .wide = kWide});
   }
   Status stage(int window, HostIdle& idle) const {
     return engine.proxy_of_->stage<Acc>(w, window, out.plan.forwards, encoded_row_bytes(), idle);
@@ -176,7 +178,7 @@ struct Engine::DispatchSteps {
 template <class Acc>
 Status Engine::typed_dispatch(const DispatchArgs& a, uint32_t tag, Half half) {
   const auto steps = DispatchSteps<Acc>::make(*this, a);
-  const auto middle = between([&](int window, HostIdle& idle) { return steps.fetch(window, idle); },
+  const auto middle = between([&](int window, const Header& header) { steps.fetch(window, header); },
                               by_one_lane([&](int window, HostIdle& idle) { return steps.stage(window, idle); }));
   return run(
       call_of(a, tag), half, [&](const auto& coop, int window, Header& header) { steps.send(coop, window, header); },
@@ -320,11 +322,13 @@ Status Engine::typed_combine_backward(const CombineBackwardArgs& a, uint32_t tag
     clear_padding(coop, world_, plan.ends, plan.head->num_rows, grad_y, grad_recv_weights, rows);
   };
   const int64_t row_bytes = row_ops<Acc>(0, 0, codec).encoded_row_bytes();
-  const auto middle =
-      between([&](int window, HostIdle& idle) { return remote_peers_->fetch(world_, window, plan, row_bytes, idle); },
-              by_one_lane([&](int window, HostIdle& idle) {
-                return proxy_of_->stage_rows(world_, window, plan.forwards, row_bytes, idle);
-              }));
+  const auto middle = between(
+      [&](int window, const Header& header) {
+        remote_peers_->begin(world_, {.window = window, .header = header, .row_bytes = row_bytes, .plan = plan});
+      },
+      by_one_lane([&](int window, HostIdle& idle) {
+        return proxy_of_->stage_rows(world_, window, plan.forwards, row_bytes, idle);
+      }));
   return run(call_of(a, tag, plan), half, send, receive, {}, middle);
 }
 

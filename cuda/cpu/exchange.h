@@ -51,8 +51,8 @@ bool Engine::fault_continues(const Coop& coop, Point point, Pending& op) {
 
 // `send(coop, window, header)` writes the window and may turn the header into a refusal. False, on every lane, if the
 // op ends without an announcement. After the sync no lane touches the window.
-template <class Coop, class Send>
-bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
+template <class Coop, class Send, class Middle>
+bool Engine::begin(const Coop& coop, Pending& op, Send&& send, const Middle& middle) {
   if (!fault_continues(coop, Point::kBetweenDispatchAndCombine, op) || !fault_continues(coop, Point::kInBackward, op))
     return false;
   const bool refused = !op.refusal.ok();
@@ -64,6 +64,7 @@ bool Engine::begin(const Coop& coop, Pending& op, Send&& send) {
   if (!fault_continues(coop, Point::kAfterPayload, op)) return false;
   if (coop.rank() == 0) {
     op.status = post_all(op);
+    if (remote_peers_ && op.status.ok() && op.header.status == Code::kOk) middle.fetch(op.window, op.header);
     record(&OpRecord::announced_ns, Clock::now());
   }
   return true;
@@ -93,9 +94,9 @@ void Engine::finish(const Coop& coop, Pending& op, Receive&& receive, const Midd
   if (proxy_of_) forward(coop, op, middle.forward);
   if (coop.rank() == 0) {
     if (op.status.ok()) op.status = wait_all(op);
-    if (remote_peers_ && op.status.ok()) {
+    if (remote_peers_ && op.status.ok() && kind_of(op.call.op) == Kind::kDispatch) {
       op.idle.resume();
-      op.status = middle.fetch(op.window, op.idle);
+      op.status = remote_peers_->end(op.idle);
     }
     if (remote_) config_.network->end_driving();  // lanes may compute for a long time now
     record(&OpRecord::arrived_ns, Clock::now());
@@ -133,6 +134,7 @@ inline Engine::Pending Engine::open(const Call& call, const Status& refusal) {
 // Afterwards send buffers may be reused, and the op's signals have arrived before those of the next op. A peer that is
 // lost by now has announced this op, so the next op reports it.
 inline void Engine::settle(Pending& op) {
+  remote_->stop();
   if (op.status.ok() || is_refusal(op.status.code)) {
     config_.network->begin_driving();
     op.idle.resume();
@@ -171,7 +173,7 @@ Status Engine::run(const Call& call, Half half, Send&& send, Receive&& receive, 
     Pending op = pending_ ? *std::exchange(pending_, nullptr) : open(call, refusal);
     if (remote_ && half == Half::kSecond) config_.network->begin_driving();
     run_lanes([&](const auto& coop) {
-      if (half != Half::kSecond && !begin(coop, op, send)) return;
+      if (half != Half::kSecond && !begin(coop, op, send, middle)) return;
       if (half != Half::kFirst) finish(coop, op, receive, middle);
     });
     if (half == Half::kFirst && op.status.ok()) {

@@ -39,7 +39,7 @@ class MappedNetwork : public Network {
   void drive() override {}
   void begin_driving() override {}
   void end_driving() override {}
-  void keep(std::shared_ptr<const void>, const char*) override {}
+  void keep(std::shared_ptr<Background>, const char*) override {}
   void leave(const uint64_t (&)[2]) override {
     const auto num_ranks = static_cast<int>(segments_.size());
     for (char* const segment : segments_) {

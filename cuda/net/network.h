@@ -11,6 +11,13 @@
 
 namespace moe_rt {
 
+// Work that goes on while the network is driven, such as asking for rows once lists are here. Any thread may call it.
+class Background {
+ public:
+  virtual ~Background() = default;
+  virtual void go_on() = 0;
+};
+
 // Any thread may call it. Memory passed to `get` and `put` must stay unchanged until a flush of that peer has ended. No
 // call waits: callers poll for completion between calls of `drive` (HostIdle in waiting.h).
 class Network {
@@ -34,15 +41,16 @@ class Network {
   // True if the peer's process has ended, or the link to it is down, as far as the network reports. Permanent.
   virtual bool lost(int peer) const = 0;
 
-  // Makes progress on pending requests, for this rank and for peers that read its segment.
+  // Makes progress on pending requests, for this rank and for peers that read its segment; then `background` goes on.
   virtual void drive() = 0;
-  // The caller drives between the two calls; at any other time the network does so by itself, and sleeps in between.
+  // The caller drives between the two calls; at any other time the network does so by itself, in a thread that sleeps
+  // in between.
   virtual void begin_driving() = 0;
   virtual void end_driving() = 0;
 
-  // Memory that `get` writes and `put` reads is part of `memory`, or of this rank's segment, which the caller has
+  // Memory that `get` writes and `put` reads is part of `background`, or of this rank's segment, which the caller has
   // mapped at `segment`. The network keeps either alive while requests may be pending, whatever the caller unmaps.
-  virtual void keep(std::shared_ptr<const void> memory, const char* segment) = 0;
+  virtual void keep(std::shared_ptr<Background> background, const char* segment) = 0;
   // This rank makes no more requests. Peers that have not received `last_seq` from every rank may still read its
   // segment.
   virtual void leave(const uint64_t (&last_seq)[2]) = 0;

@@ -22,7 +22,7 @@ void get_entries(Net& network, int peer, int64_t there, T* here, int64_t first, 
   network.get(peer, there + first * int64_t{sizeof(T)}, here + first, (end - first) * int64_t{sizeof(T)});
 }
 
-class RemoteNetwork {
+class RemoteNetwork : public Background {
  public:
   // Ranks whose `base` is nullptr are unmapped.
   RemoteNetwork(const std::vector<char*>& base, Network& network) : network_(network) {
@@ -30,7 +30,6 @@ class RemoteNetwork {
       if (!base[r]) ranks_.push_back(int(r));
     }
   }
-  virtual ~RemoteNetwork() = default;
   RemoteNetwork(const RemoteNetwork&) = delete;
   RemoteNetwork& operator=(const RemoteNetwork&) = delete;
 
@@ -76,6 +75,10 @@ class RemoteNetwork {
     }
     return {};
   }
+
+  void go_on() override {}
+  // Forgets what goes on in the background. Afterwards nothing but a request that is pending refers to the op.
+  virtual void stop() {}
 
   // Sends the first cause of a failure to all unmapped ranks: see Engine::poison.
   void poison(const World& w, uint64_t word) {

@@ -51,6 +51,10 @@ class UcxInbox {
         write(m, data);
         p.count_taken(m.bytes);
         return true;
+      case Ask::kPutAll:
+        if (!write_all(static_cast<const char*>(data), m.bytes)) return false;
+        p.count_taken(m.bytes);
+        return true;
       case Ask::kPost:
         announce(m, data);
         p.count_taken(m.bytes);
@@ -82,6 +86,22 @@ class UcxInbox {
     } else {
       store_release(target, word);
     }
+  }
+  // False, and nothing is written, if a place is not in the segment.
+  bool write_all(const char* data, int64_t bytes) {
+    const auto each = [&](auto&& act) {
+      for (int64_t i = 0; i < bytes; i += sizeof(SmallPut)) {
+        SmallPut put;
+        std::memcpy(&put, data + i, sizeof(put));
+        if (!act(put)) return false;
+      }
+      return true;
+    };
+    return each([&](const SmallPut& put) { return lies_within(put.offset, sizeof(put.value), layout_.bytes); }) &&
+           each([&](const SmallPut& put) {
+             std::memcpy(segment_ + put.offset, &put.value, sizeof(put.value));
+             return true;
+           });
   }
   // SYNC POINT signal over a network, writer side. Pairs with wait_signal, like `post` of a mapped peer. The rows of
   // the op were written before, under the worker's lock: the peer has flushed them, or it would not announce.

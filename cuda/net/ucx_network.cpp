@@ -51,8 +51,8 @@ bool UcxNetwork::lost(int peer) const { return worker_->peer(peer).lost(); }
 void UcxNetwork::drive() { worker_->drive(); }
 void UcxNetwork::begin_driving() { worker_->set_driven(true); }
 void UcxNetwork::end_driving() { worker_->set_driven(false); }
-void UcxNetwork::keep(std::shared_ptr<const void> memory, const char* segment) {
-  worker_->keep(std::move(memory), segment);
+void UcxNetwork::keep(std::shared_ptr<Background> background, const char* segment) {
+  worker_->keep(std::move(background), segment);
 }
 void UcxNetwork::leave(const uint64_t (&last_seq)[2]) { worker_->leave(last_seq); }
 

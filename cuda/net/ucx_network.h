@@ -45,7 +45,7 @@ class UcxNetwork final : public Network {
   void drive() override;
   void begin_driving() override;
   void end_driving() override;
-  void keep(std::shared_ptr<const void> memory, const char* segment) override;
+  void keep(std::shared_ptr<Background> memory, const char* segment) override;
   void leave(const uint64_t (&last_seq)[2]) override;
 
   // Version of a library, "1.22.0". Throws like Api::open.

@@ -11,6 +11,8 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <utility>
+#include <vector>
 
 #include "../protocol/core/atomics.h"
 #include "ucx_api.h"
@@ -44,9 +46,12 @@ class UcxPeer {
     go_on();
   }
   void put(int64_t offset, const void* from, int64_t bytes) {
+    if (bytes == sizeof(SmallPut::value)) return put_small(offset, from);
+    if (extends_last(offset, from, bytes)) return;
     for (int64_t i = 0; i < bytes; i += tuning::kMessageBytes) {
       ++puts_;
-      putting_.push_back({offset + i, static_cast<const char*>(from) + i, std::min(tuning::kMessageBytes, bytes - i)});
+      const int64_t part = std::min(tuning::kMessageBytes, bytes - i);
+      putting_.push_back({offset + i, static_cast<const char*>(from) + i, part, {}});
     }
     go_on();
   }
@@ -59,6 +64,7 @@ class UcxPeer {
   }
   // Neighbouring posts do not wait for each other.
   void post(int64_t mailbox, const Header& header) {
+    put_collected();
     const bool next = !posting_.empty() && puts_ == posted_;
     if (posting_.empty()) ask_for_end_of(puts_);
     posting_.push_back({mailbox, header, next ? posting_.back().after : puts_});
@@ -66,6 +72,7 @@ class UcxPeer {
     go_on();
   }
   void flush() {
+    put_collected();
     gets_to_end_ = gets_, puts_to_end_ = puts_;
     store_relaxed(flushing_, 1u);
     if (posting_.empty()) ask_for_end_of(puts_);
@@ -134,6 +141,7 @@ class UcxPeer {
     int64_t offset;
     const char* from;
     int64_t bytes;
+    std::vector<SmallPut> all;  // instead, if there are any
   };
   struct Posting {
     int64_t mailbox;
@@ -144,8 +152,33 @@ class UcxPeer {
   struct Sending {
     UcxPeer* peer;
     Message head;
-    Header header;  // data of a post
+    Header header;              // data of a post
+    std::vector<SmallPut> all;  // data of small puts
   };
+
+  // Makes a put part of the one before, if their data is adjacent and that one is not sent yet: rows of neighbouring
+  // tokens then take one message.
+  bool extends_last(int64_t offset, const void* from, int64_t bytes) {
+    if (putting_.empty()) return false;
+    Putting& last = putting_.back();
+    const bool adjacent = last.from && last.offset + last.bytes == offset && last.from + last.bytes == from;
+    if (!adjacent || last.bytes + bytes > tuning::kMessageBytes) return false;
+    last.bytes += bytes;
+    return true;
+  }
+  // Small puts are collected until a message is full, or something must come after them.
+  void put_small(int64_t offset, const void* from) {
+    SmallPut& put = collected_.emplace_back(SmallPut{.offset = offset});
+    std::memcpy(&put.value, from, sizeof(put.value));
+    if (int64_t(collected_.size()) == tuning::kMessageBytes / int64_t{sizeof(SmallPut)}) put_collected();
+  }
+  void put_collected() {
+    if (collected_.empty()) return;
+    ++puts_;
+    const int64_t bytes = int64_t(collected_.size()) * int64_t{sizeof(SmallPut)};
+    putting_.push_back({0, nullptr, bytes, std::exchange(collected_, {})});
+    go_on();
+  }
 
   // Sends requests up to the bounds on bytes in flight.
   void go_on() {
@@ -156,10 +189,11 @@ class UcxPeer {
       send({.ask = Ask::kGet, .offset = get.offset, .bytes = get.bytes, .number = gets_asked_});
     }
     while (!putting_.empty() && can_be_asked()) {
-      const Putting put = putting_.front();
-      if (going_bytes_ + put.bytes > tuning::kBytesInFlight) break;
+      if (going_bytes_ + putting_.front().bytes > tuning::kBytesInFlight) break;
+      Putting put = std::move(putting_.front());
       putting_.pop_front();
-      send_put({.ask = Ask::kPut, .offset = put.offset, .bytes = put.bytes}, put.from);
+      const Ask ask = put.all.empty() ? Ask::kPut : Ask::kPutAll;
+      send_put({.ask = ask, .offset = put.offset, .bytes = put.bytes}, put.from, nullptr, std::move(put.all));
     }
     while (!posting_.empty() && can_be_asked() && puts_ended_ >= posting_.front().after) {
       const Posting post = posting_.front();
@@ -172,27 +206,29 @@ class UcxPeer {
   void ask_for_end_of(uint64_t number) {
     if (asked_of_ < number) send({.ask = Ask::kFlush, .number = asked_of_ = number});
   }
-  void send_put(const Message& head, const void* data, const Header* header = nullptr) {
+  void send_put(const Message& head, const void* data, const Header* header = nullptr, std::vector<SmallPut> all = {}) {
     going_.push_back(head.bytes), going_bytes_ += head.bytes;
-    send(head, data, header);
+    send(head, data, header, std::move(all));
   }
   void tell_taken() {
     untold_bytes_ = 0;
     send({.ask = Ask::kFlushed, .number = taken_});
   }
 
-  void send(Message head, const void* data = nullptr, const Header* header = nullptr) {
+  void send(Message head, const void* data = nullptr, const Header* header = nullptr, std::vector<SmallPut> all = {}) {
     if (!can_be_asked()) return;
     head.secret = secret_, head.source = self_;
-    auto* const sending = new Sending{this, head, header ? *header : Header{}};
-    const int64_t bytes = data || header ? head.bytes : 0;
+    auto* const sending = new Sending{this, head, header ? *header : Header{}, std::move(all)};
+    if (header) data = &sending->header;
+    if (!sending->all.empty()) data = sending->all.data();
+    const int64_t bytes = data ? head.bytes : 0;
     ucx::RequestParams given{};
     given.mask = given.kCallback | given.kUserData | given.kFlags;
     given.flags = given.kEager;  // otherwise UCX fetches the data with messages of its protocol
     given.on_end = end;
     given.user_data = sending;
-    const void* const answer = api_->am_send_nbx(endpoint_, ucx::kMessageId, &sending->head, sizeof(Message),
-                                                 header ? &sending->header : data, bytes, &given);
+    const void* const answer =
+        api_->am_send_nbx(endpoint_, ucx::kMessageId, &sending->head, sizeof(Message), data, bytes, &given);
     if (!ucx::is_request(answer)) sent(sending, ucx::status_of(answer));
   }
   static void end(void* request, ucx::Status status, void* sending) {
@@ -220,6 +256,7 @@ class UcxPeer {
   int64_t coming_bytes_ = 0;             // bytes of gets that have been sent
   std::deque<Putting> putting_;          // not sent yet
   std::deque<Posting> posting_;          // not sent yet
+  std::vector<SmallPut> collected_;      // not in putting_ yet
   std::deque<int64_t> going_;            // bytes of puts and posts that are sent; the first is number puts_ended_ + 1
   int64_t going_bytes_ = 0;
   uint64_t gets_ = 0, gets_asked_ = 0, puts_ = 0;  // totals; puts_ includes posts

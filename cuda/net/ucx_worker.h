@@ -77,9 +77,9 @@ class UcxWorker {
     const std::lock_guard lock(mutex_);
     if (peers_[peer].can_be_asked()) act(peers_[peer]);
   }
-  void keep(std::shared_ptr<const void> memory, const char* segment) {
+  void keep(std::shared_ptr<Background> background, const char* segment) {
     const std::lock_guard lock(mutex_);
-    if (!stop_) kept_ = std::move(memory), callers_segment_ = segment;
+    if (!stop_) kept_ = std::move(background), callers_segment_ = segment;
   }
   // Returns the same place in the mapping that lasts: a failed rank unmaps its segment while replies to it may be
   // pending.
@@ -89,8 +89,13 @@ class UcxWorker {
     return callers_segment_ && at < uint64_t(layout_.bytes) ? reinterpret_cast<T*>(segment_ + at) : place;
   }
   void drive() {
-    const std::lock_guard lock(mutex_);
-    if (worker_) api_.worker_progress(worker_);
+    std::shared_ptr<Background> kept;
+    {
+      const std::lock_guard lock(mutex_);
+      if (worker_) api_.worker_progress(worker_);
+      kept = kept_;
+    }
+    if (kept) kept->go_on();  // it asks for more
   }
   void set_driven(bool driven) {
     const std::lock_guard lock(mutex_);
@@ -212,7 +217,12 @@ class UcxWorker {
           changed_.wait(lock);
           continue;
         }
-        const bool sleeps = api_.worker_progress(worker_) == 0 && api_.worker_arm(worker_) != ucx::kBusy;
+        const bool idle = api_.worker_progress(worker_) == 0;
+        const std::shared_ptr<Background> kept = kept_;
+        lock.unlock();
+        if (kept) kept->go_on();
+        lock.lock();
+        const bool sleeps = idle && api_.worker_arm(worker_) != ucx::kBusy;
         pollfd events{descriptor_, POLLIN, 0};
         const int timeout_ms = leaving_ ? kPollLeavingMs : kPollMs;
         lock.unlock();
@@ -279,7 +289,7 @@ class UcxWorker {
   char* segment_ = nullptr;
   const char* callers_segment_ = nullptr;  // the caller's mapping of the same memory
   std::string address_;
-  std::shared_ptr<const void> kept_;
+  std::shared_ptr<Background> kept_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool driven_ = false, leaving_ = false, stop_ = false;

@@ -58,6 +58,11 @@ class Topology:
     def num_nodes(self) -> int:
         return max(self.nodes) + 1
 
+    @property
+    def shares_nodes(self) -> bool:
+        """True if there are several nodes, and one of them has several ranks."""
+        return 1 < self.num_nodes < self.num_ranks
+
     def node_of(self, rank: int) -> int:
         """Return the node of a rank."""
         return self.nodes[rank]

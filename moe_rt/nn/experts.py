@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_rt.errors import InvalidConfig, InvalidInput
+from moe_rt.nn.chunks import half_way
 from moe_rt.nn.overlap import weight_place
 from moe_rt.nn.spread import SpreadModule
 from moe_rt.ops.activations import Activation, activate, apply, swiglu
@@ -129,6 +130,7 @@ def expert_mlp(
         alpha=config.swiglu_alpha,
         limit=config.swiglu_limit,
     )
+    half_way()
     return linear(h, down)
 
 

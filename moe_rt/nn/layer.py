@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from moe_rt.errors import InvalidConfig, InvalidInput, expect
 from moe_rt.group.all_or_none import all_or_none
 from moe_rt.group.groups import Group, rendezvous_of
 from moe_rt.group.rendezvous import Rendezvous
-from moe_rt.nn import overlap
+from moe_rt.nn import chunks, overlap
 from moe_rt.nn.experts import Experts, ExpertsConfig, SharedExpert
 from moe_rt.nn.metrics import LayerMetrics
 from moe_rt.nn.padding import real_tokens, route, without_padding
@@ -53,6 +53,8 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
         shared_intermediate: width of a shared expert, which every token visits on its own rank, without biases; None
             for no shared expert. See `moe_rt.nn.experts.SharedExpert`.
         shared_gate: scale the shared expert's output by a sigmoid gate (Qwen2-MoE).
+        num_chunks: chunks of a batch that are exchanged by themselves, so that the experts compute one while another is
+            under way (docs/howto/overlap.md); "auto" for the number that this group gains by.
         heap, capacity_factor, overflow, dispatch_dtype, combine_dtype, route, sums, placement, timeout_s,
             init_timeout_s, num_threads, num_sms, tuning: see `moe_rt.Buffer`. With sums="invariant" the modules that
             the layer makes also compute each row by itself on the CPU (docs/howto/equal_bits.md).
@@ -67,8 +69,11 @@ class MoEConfig(RouterConfig, ExpertsConfig, BufferOptions):
     dtype: torch.dtype | None = None
     shared_intermediate: int | None = None
     shared_gate: bool = False
+    num_chunks: int | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
+        if self.num_chunks != "auto" and (type(self.num_chunks) is not int or self.num_chunks < 1):
+            raise InvalidConfig(f'num_chunks: got {self.num_chunks!r}, expected a positive integer, or "auto"')
         for name in ("intermediate", "shared_intermediate"):
             got = getattr(self, name)
             if got is not None and got < 1:
@@ -267,14 +272,15 @@ class MoELayer(nn.Module):
         rows = x.reshape(-1, self.config.hidden).to(buffer.spec.dtype)
         see = _nothing if self.watcher is None else self.watcher()
         see("route", x=rows, ids=idx, weights=weights)
-        recv_x, recv_weights, handle, y = self._computed(buffer, rows, idx, weights)
-        self.metrics.add(aux.tokens_per_expert, handle)
-        y = y.to(recv_x.dtype)  # FSDP may have cast it
-        if self._trained_elsewhere(y):
-            y.requires_grad_()
-        see("dispatch", handle.offs, rows=recv_x, weights=recv_weights)
-        see("experts", handle.offs, rows=y)
-        out = buffer.combine(y, recv_weights, handle)
+        num_chunks = chunks.number(self.config.num_chunks, buffer)
+        if num_chunks > 1:
+            out = self._in_chunks(buffer, num_chunks, (rows, idx, weights), aux, see)
+        else:
+            recv_x, recv_weights, handle, y = self._computed(buffer, rows, idx, weights)
+            self.metrics.add(aux.tokens_per_expert, handle)
+            see("dispatch", handle.offs, rows=recv_x, weights=recv_weights)
+            see("experts", handle.offs, rows=y)
+            out = buffer.combine(y, recv_weights, handle)
         see("combine", out=out)
         if self.shared_expert is not None:
             out = out + without_padding(self._shared(rows, x.shape), None if real is None else real.flatten())
@@ -286,10 +292,42 @@ class MoELayer(nn.Module):
         """Dispatch rows, and return what dispatch returns and the experts' outputs."""
         if not overlap.has_gain(buffer, self.experts, rows, weights):
             recv_x, recv_weights, handle = buffer.dispatch(rows, idx, weights, tag=self.tag)
-            return recv_x, recv_weights, handle, self.experts(recv_x, handle.offs)
+            return recv_x, recv_weights, handle, self._expert_rows(recv_x, handle.offs)
         recv_x, recv_weights, handle, place = overlap.dispatch(buffer, rows, idx, weights, self.tag)
         with overlap.weights_at(place):
-            return recv_x, recv_weights, handle, self.experts(recv_x, handle.offs)
+            return recv_x, recv_weights, handle, self._expert_rows(recv_x, handle.offs)
+
+    def _expert_rows(self, recv_x: Tensor, offs: Tensor) -> Tensor:
+        y = self.experts(recv_x, offs).to(recv_x.dtype)  # FSDP may have cast it
+        return y.requires_grad_() if self._trained_elsewhere(y) else y
+
+    def _in_chunks(
+        self,
+        buffer: Buffer,
+        num_chunks: int,
+        batch: tuple[Tensor, Tensor, Tensor],
+        aux: RouterAux,
+        see: Callable[..., None],
+    ) -> Tensor:
+        """Run dispatch, experts and combine in chunks, and return combine's output."""
+        self.metrics.add(aux.tokens_per_expert)
+
+        def compute(chunk: chunks.Chunk) -> Tensor:
+            self.metrics.add_dropped(chunk.handle)
+            return self._expert_rows(chunk.recv_x, chunk.handle.offs)
+
+        once = isinstance(self.experts, Experts) and chunks.runs_once(self.experts)
+        done = chunks.run(buffer, self.tag, batch, num_chunks, compute, calls_half_way=once)
+        if see is not _nothing:
+            real = [int(chunk.handle.offs[-1]) for chunk in done]
+            offs = torch.tensor([sum(real)], device=buffer.device)
+            rows, weights, y = (
+                torch.cat([t[:n] for t, n in zip(each, real, strict=True)])
+                for each in zip(*((c.recv_x, c.recv_weights, c.y) for c in done), strict=True)
+            )
+            see("dispatch", offs, rows=rows, weights=weights)
+            see("experts", offs, rows=y)
+        return torch.cat([chunk.out for chunk in done])
 
     def _shared(self, rows: Tensor, shape: torch.Size) -> Tensor:
         """Return the shared expert's outputs [T, H]. A row-wise one gets sequences, by which it sums gradients."""

@@ -47,7 +47,7 @@ class LayerMetrics:
             self._dropped = torch.zeros((), dtype=torch.int64, device=device)
             self._forwards = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, tokens_per_expert: Tensor, handle: Handle) -> None:
+    def add(self, tokens_per_expert: Tensor, handle: Handle | None = None) -> None:
         """Count a forward: its router's tokens_per_expert, int64 [E], and its dropped rows. The host does not wait."""
         # Fake tensors have no values to count, and tensors of a functorch transform must not leave it.
         if isinstance(tokens_per_expert, FakeTensor) or _are_functorch_transforms_active():
@@ -55,8 +55,15 @@ class LayerMetrics:
         with contextlib.nullcontext() if torch.compiler.is_compiling() else _adding:
             self._tokens += tokens_per_expert
             self._forwards += 1
-            if self._drops:
-                self._dropped += handle.num_dropped
+        if handle is not None:
+            self.add_dropped(handle)
+
+    def add_dropped(self, handle: Handle) -> None:
+        """Count the dropped rows of one of a forward's dispatches."""
+        if not self._drops or isinstance(handle.offs, FakeTensor) or _are_functorch_transforms_active():
+            return
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else _adding:
+            self._dropped += handle.num_dropped
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the counts so far. The host reads them, so on a GPU it waits for the stream."""

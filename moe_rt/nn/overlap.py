@@ -8,7 +8,7 @@ place between them (moe_rt/ops/grouped.py). Every gradient reaches its parameter
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,10 +59,11 @@ def dispatch(
     buffer: Buffer, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, tag: int
 ) -> tuple[Tensor, Tensor, Handle, int]:
     """Run buffer.dispatch. Return its results, and the place for the gradients of weights between its halves."""
-    exchange = _Exchange(buffer, tag)
+    exchange = Exchange(buffer, tag)
     buffer._engine.refuse_recorded_window(tag, rows)
-    rows, topk_weights = _DispatchFinish.apply(rows, topk_weights.to(buffer.spec.acc_dtype), exchange)
-    recv_x, recv_weights = _DispatchBegin.apply(rows, topk_weights, topk_idx, exchange)
+    rows, topk_weights = DispatchFinish.apply(rows, topk_weights.to(buffer.spec.acc_dtype), exchange)
+    exchange.receive = lambda: buffer.dispatch(rows, topk_idx, topk_weights, tag=tag)
+    recv_x, recv_weights = DispatchBegin.apply(rows, topk_weights, exchange)
     begin = recv_x.grad_fn
     place = begin._sequence_nr()
     begin._set_sequence_nr(place + _MOST_WEIGHTS)
@@ -81,50 +82,101 @@ def weights_at(place: int) -> Iterator[None]:
         _current.places = None
 
 
-# The names say "dispatch", at which walks of the graph from combine's input stop (moe_rt/buffer/replicas.py).
-class _Exchange:
-    """A dispatch, and its backward op while that is under way."""
+class Exchange:
+    """A dispatch or combine, and its backward op while that is under way.
 
+    Attributes:
+        receive: runs the op, or its second half; called once.
+        handle: that of the dispatch.
+        begun: arguments of the second half of the backward op.
+    """
+
+    receive: Callable[[], Any]
     handle: Handle
-    begun: tuple[Any, ...]  # arguments of the second half
+    begun: tuple[Any, ...]
 
     def __init__(self, buffer: Buffer, tag: int) -> None:
         self.buffer, self.tag = buffer, tag
 
+    def received(self) -> Any:
+        """Return what `receive` returns, and forget it: it holds tensors of the graph."""
+        receive = self.receive
+        del self.receive
+        return receive()
 
-class _DispatchFinish(torch.autograd.Function):
+    def waited_for(self, finish: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return what the second half of the backward op returns."""
+        grads = finish(*self.begun)
+        self.begun = ()
+        return grads
+
+
+# The names say "dispatch", at which walks of the graph from combine's input stop (moe_rt/buffer/replicas.py).
+class DispatchFinish(torch.autograd.Function):
     """Identity, whose backward waits for dispatch's backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, topk_weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: Tensor, topk_weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         return rows.view_as(rows), topk_weights.view_as(topk_weights)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_rows, grad_topk_weights = ops.dispatch_backward_finish(*ctx.exchange.begun)
-        ctx.exchange.begun = ()
-        return grad_rows, grad_topk_weights, None
+        return *ctx.exchange.waited_for(ops.dispatch_backward_finish), None
 
 
-class _DispatchBegin(torch.autograd.Function):
+class DispatchBegin(torch.autograd.Function):
     """Dispatch, whose backward begins dispatch's backward and returns gradients that nothing reads."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, topk_weights: Tensor, topk_idx: Tensor, exchange: _Exchange
-    ) -> tuple[Tensor, Tensor]:
-        recv_x, recv_weights, exchange.handle = exchange.buffer.dispatch(rows, topk_idx, topk_weights, tag=exchange.tag)
+    def forward(ctx: Any, rows: Tensor, topk_weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        recv_x, recv_weights, exchange.handle = exchange.received()
         ctx.exchange = exchange
         ctx.save_for_backward(exchange.handle.recv_plan, exchange.handle.send_plan)
         return recv_x, recv_weights
 
     @staticmethod
-    def backward(ctx: Any, grad_recv_x: Tensor, grad_recv_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        exchange: _Exchange = ctx.exchange
+    def backward(ctx: Any, grad_recv_x: Tensor, grad_recv_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+        exchange: Exchange = ctx.exchange
         recv_plan, send_plan = ctx.saved_tensors
         given = grad_recv_x, grad_recv_weights, recv_plan, send_plan, exchange.buffer._engine, exchange.tag
         exchange.begun = (ops.dispatch_backward_begin(*given), *given)
         num_tokens, num_topk = send_plan.shape
-        grad_rows = grad_recv_x.new_zeros(()).expand(num_tokens, grad_recv_x.shape[1])
-        return grad_rows, grad_recv_weights.new_zeros(()).expand(num_tokens, num_topk), None, None
+        grad_rows = _unread(grad_recv_x, num_tokens, grad_recv_x.shape[1])
+        return grad_rows, _unread(grad_recv_weights, num_tokens, num_topk), None
+
+
+class CombineFinish(torch.autograd.Function):
+    """Identity, whose backward waits for combine's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, recv_weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        return y.view_as(y), recv_weights.view_as(recv_weights)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.exchange.waited_for(ops.combine_backward_finish), None
+
+
+class CombineBegin(torch.autograd.Function):
+    """Combine, whose backward begins combine's backward and returns gradients that nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, recv_weights: Tensor, recv_plan: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(y, recv_weights, recv_plan)
+        out: Tensor = exchange.received()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        exchange: Exchange = ctx.exchange
+        y, recv_weights, recv_plan = ctx.saved_tensors
+        given = grad_out, y, recv_weights, recv_plan, exchange.buffer._engine, exchange.tag
+        exchange.begun = (ops.combine_backward_begin(*given), *given)
+        return _unread(y, *y.shape), _unread(recv_weights, *recv_weights.shape), None, None
+
+
+def _unread(like: Tensor, *shape: int) -> Tensor:
+    return like.new_zeros(()).expand(shape)

@@ -54,8 +54,8 @@ def buffer_memory(
     expect(0 <= rank < topology.num_ranks, "rank", rank, f"0 to {topology.num_ranks - 1}")
     spec = BufferSpec.make(topology, options or BufferOptions(), **sizes)
     if spec.route == "auto":  # as moe_rt.engine.backend.choose_route decides
-        several = HEAPS[heap].network and topology.num_nodes > 1
-        spec = replace(spec, route="two_level" if several else "flat")
+        gains = topology.num_nodes > 1 if HEAPS[heap].gpu else topology.shares_nodes
+        spec = replace(spec, route="two_level" if HEAPS[heap].network and gains else "flat")
     shape = spec.gpu_shape() if HEAPS[heap].gpu else spec.shape()
     local, capacity = spec.placement.num_local(rank), spec.capacity(rank)
     weight = spec.acc_dtype.itemsize

@@ -3,8 +3,11 @@ route."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,10 @@ from test_conformance import tokens_for
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_rt import Buffer
+from moe_rt.buffer.pending import Pending
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.testing.rounds import check_bits
+from moe_rt.ops import table as ops
 
 LAYOUTS = {"2x2": (2, 2), "3x1": (1, 1, 1), "1+2": (1, 2)}
 # tests/faults/test_remote_failures.py also uses these nodes.
@@ -54,6 +59,43 @@ def test_equal_bits(ranks: NodeRanks, route: str, dtype: torch.dtype) -> None:
         check_bits(name, torch.cat(got), expected)
     spec = make_spec(ranks.size, route=route, dtype=dtype, sums="invariant", num_topk=9, combine_dtype=torch.int8)
     ranks.run(rounds_in_a_row, spec, tokens_for(ranks.size), [1, 2, 3], "random")
+
+
+def rows_between_the_halves(group: Any, op: str) -> bool:
+    """Begin an op, and return True if rows of another node come before the wait for it."""
+    size, rank, tokens = group.size(), group.rank(), 64
+    sizes = dict(num_max_tokens_per_rank=tokens, hidden=4096, num_topk=1, num_experts=size, dtype=torch.float32)
+    with Buffer(group, route="flat", timeout_s=300.0, **sizes) as buffer:
+        x, weights = torch.ones(tokens, 4096), torch.ones(tokens, 1)
+        idx = torch.full((tokens, 1), (rank + (size + 1) // 2) % size)
+        before, until, expected = bytes_received(), time.monotonic() + 60, x.nbytes
+        if op != "dispatch":
+            rows, recv_weights, handle = buffer.dispatch(x, idx, weights)
+            expected *= 2
+        if op == "dispatch":
+            pending: Any = buffer.dispatch(x, idx, weights, wait=False)
+        elif op == "combine":
+            pending = buffer.combine(rows, recv_weights, handle, wait=False)
+        else:
+            given = x, rows, recv_weights, handle.recv_plan, buffer._engine, 0
+            pending = Pending(ops.combine_backward_finish, (ops.combine_backward_begin(*given), *given), lambda _: None)
+        while bytes_received() - before < expected and time.monotonic() < until:
+            time.sleep(0.001)
+        came = bytes_received() - before >= expected
+        pending.wait()
+        return came
+
+
+def bytes_received() -> int:
+    """Return the bytes that this node's interfaces have received."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split()[1]) for line in lines if not line.strip().startswith("lo:"))
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine", "combine_backward"])
+def test_rows_come_between_the_halves(ranks: NodeRanks, op: str) -> None:
+    """The thread that serves peers asks for rows, or sends them, while the rank computes."""
+    assert ranks.run(rows_between_the_halves, op) == [True] * ranks.size
 
 
 @pytest.mark.parametrize("kind", ["topk", "one_expert"])
@@ -101,8 +143,9 @@ def choice_of_auto(group: object) -> tuple[str, str, tuple[int, ...]]:
 
 
 def test_auto_takes_both(ranks: NodeRanks) -> None:
-    """The defaults are the heap of several hosts, and two levels between the hosts that ranks are found on."""
-    assert ranks.run(choice_of_auto) == [("ucx", "two_level", tuple(ranks.node_of))] * ranks.size
+    """The defaults are the heap of several hosts, and two levels between hosts of which one has several ranks."""
+    route = "flat" if ranks.node_of == [0, 1, 2] else "two_level"
+    assert ranks.run(choice_of_auto) == [("ucx", route, tuple(ranks.node_of))] * ranks.size
 
 
 def over_mesh(group: object, shape: tuple[int, int], route: str) -> str:

@@ -31,9 +31,9 @@ def outcome(call: Callable[[], Any]) -> str:
     return "ok"
 
 
-def between(group: Any, fault: str) -> list[str]:
+def between(group: Any, fault: str, **options: Any) -> list[str]:
     """Rank FAULTY_RANK fails after it has begun an op. Return the outcomes of the wait, and of a round after it."""
-    buffer = open_buffer(group)
+    buffer = open_buffer(group, **options)
     good_round(buffer)
     pending, faulty = begin(buffer), group.rank() == FAULTY_RANK
     group.barrier().wait()
@@ -104,11 +104,11 @@ def two_waits(group: Any) -> list[str]:
     return sorted(seen)
 
 
-def lost_buffers(group: Any, count: int) -> int:
+def lost_buffers(group: Any, count: int, **options: Any) -> int:
     """Make buffers whose op is never waited for. Return how much of them is left in this process."""
     kept = None
     for i in range(count):
-        buffer = open_buffer(group)
+        buffer = open_buffer(group, **options)
         begin(buffer)
         buffer.close()
         del buffer

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
-from faults import cases_failures
+from faults import cases_failures, cases_halves
 from faults import cases_remote as cases
 from nodes.node_ranks import NodeRanks
 
@@ -113,3 +114,21 @@ def test_a_node_that_dies(tmp_path: Path) -> None:
         assert isinstance(outcomes[2], ChildProcessError)
         assert all(text.startswith("PeerDead:") for text, _ in outcomes[:2]), outcomes
     assert [path.name for path in Path("/run/netns").glob(f"{made.cluster.name}-*")] == []
+
+
+@pytest.mark.parametrize("route", ["flat", "two_level"])
+@pytest.mark.parametrize(("fault", "error"), [("dies", "PeerDead"), ("closes", "GroupClosed")])
+def test_a_rank_that_fails_between_the_halves(ranks: NodeRanks, route: str, fault: str, error: str) -> None:
+    """The thread that serves peers fetches from it meanwhile, or has asked it for rows already."""
+    outcomes = ranks.outcomes(partial(cases_halves.between, route=route), fault)
+    ranks.restart()
+    failed = outcomes.pop(cases_halves.FAULTY_RANK)
+    assert isinstance(failed, ChildProcessError) if fault == "dies" else failed[0].startswith("GroupClosed: "), failed
+    for waited, after in outcomes:
+        assert waited == "ok" or waited.startswith((error, "GroupPoisoned")), outcomes
+        assert after.startswith((error, "GroupPoisoned")), outcomes
+
+
+def test_ops_that_are_never_waited_for(ranks: NodeRanks) -> None:
+    """A buffer that is closed meanwhile asks for nothing more, and its memory lasts until all answers have come."""
+    ranks.run(partial(cases_halves.lost_buffers, route="flat"), 20)

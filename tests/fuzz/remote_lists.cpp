@@ -25,6 +25,7 @@ struct Copying final : Network {
   std::vector<std::unique_ptr<char[]>>& segments;
   int64_t rows_from;
   std::set<int> asked;
+  Background* kept = nullptr;
   Copying(std::vector<std::unique_ptr<char[]>>& all, int64_t rows) : segments(all), rows_from(rows) {}
   void get(int peer, int64_t offset, void* to, int64_t bytes) override {
     if (offset >= rows_from) asked.insert(peer);
@@ -36,10 +37,10 @@ struct Copying final : Network {
   void flush(int) override {}
   bool flushed(int) const override { return true; }
   bool lost(int) const override { return false; }
-  void drive() override {}
+  void drive() override { kept->go_on(); }
   void begin_driving() override {}
   void end_driving() override {}
-  void keep(std::shared_ptr<const void>, const char*) override {}
+  void keep(std::shared_ptr<Background>, const char*) override {}
   void leave(const uint64_t (&)[2]) override {}
 };
 
@@ -84,16 +85,37 @@ struct Group {
 
 const uint64_t kNoSeq[2] = {0, 0};
 
+// Rank 0 in a dispatch that ranks 1 and 2 may have announced.
+struct Fetching {
+  Copying network;
+  std::vector<char*> mapped;
+  RemotePeers peers;
+  World w;
+  Header header;
+
+  explicit Fetching(Group& group)
+      : network{group.segments, group.layout.window[kWindow].tokens},
+        mapped{group.base[kMe], nullptr, nullptr},
+        peers{group.shape, group.layout, mapped, network},
+        w{group.world(kMe)} {
+    w.base = mapped.data(), w.mirror = peers.mirrors();
+    header = w.header(1, {.op = Op::kDispatch, .tag = 1});
+    network.kept = &peers;
+    for (const int peer : {1, 2}) w.mailbox(kMe, Kind::kDispatch, peer).signal = 0;
+    peers.begin(w, {.window = kWindow, .header = header, .row_bytes = 4});
+  }
+  void announce(int peer, const Header& theirs) {
+    post(w.mailbox(kMe, Kind::kDispatch, peer), theirs);
+    network.drive();
+  }
+};
+
 // Returns the peers that rows are requested of.
 std::set<int> asked_for_rows(Group& group) {
-  Copying network{group.segments, group.layout.window[kWindow].tokens};
-  std::vector<char*> mapped = group.base;
-  mapped[1] = mapped[2] = nullptr;
-  RemotePeers peers{group.shape, group.layout, mapped, network};
-  World w = group.world(kMe);
-  w.base = mapped.data(), w.mirror = peers.mirrors();
-  HostIdle idle{w, Op::kDispatch, kNoSeq, 10.0, true, nullptr};
-  return peers.fetch<float>(w, kWindow, 4, idle).ok() ? network.asked : std::set<int>{-1};
+  Fetching f{group};
+  for (const int peer : {1, 2}) f.announce(peer, f.header);
+  HostIdle idle{f.w, Op::kDispatch, kNoSeq, 10.0, true, nullptr, &f.network};
+  return f.peers.end(idle).ok() ? f.network.asked : std::set<int>{-1};
 }
 
 int wrong = 0;
@@ -119,6 +141,26 @@ void far_lists() {
     expect(asked_for_rows(group) == std::set<int>{other}, "an end before the begin: rows were requested", peer);
     offs[kMe] = most - 1, offs[kMe + 1] = most;
     expect(asked_for_rows(group).count(peer) == 1, "the last entry of the list: no row was requested", peer);
+  }
+}
+
+// Rows are requested of each peer when it announces, before rank 0 waits; of no other peer, and not once the op is over.
+void before_the_wait() {
+  for (const int peer : {1, 2}) {
+    Group group{{}};
+    Fetching f{group};
+    f.network.drive();
+    expect(f.network.asked.empty(), "nobody has announced: rows were requested", peer);
+    f.announce(peer, f.header);
+    expect(f.network.asked == std::set<int>{peer}, "its rows are not requested when it announces", peer);
+    Header refusal = f.header;
+    refusal.refuse(Code::kInvalidInput, 0, 0);
+    f.announce(3 - peer, refusal);
+    expect(f.network.asked == std::set<int>{peer}, "rows of a peer that refuses were requested", 3 - peer);
+    Fetching stopped{group};
+    stopped.peers.stop();
+    stopped.announce(peer, f.header);
+    expect(stopped.network.asked.empty(), "the op is over: rows were requested", peer);
   }
 }
 
@@ -150,6 +192,7 @@ void clients() {
 
 int main() {
   far_lists();
+  before_the_wait();
   clients();
   return wrong != 0;
 }

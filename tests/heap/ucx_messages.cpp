@@ -87,6 +87,15 @@ int64_t bytes_coming(const Rank& at, Ask ask) {
   return bytes;
 }
 
+bool has_small(const Rank& at, int64_t place, int64_t count, uint32_t first) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t value;
+    std::memcpy(&value, at.segment + place + 8 * i, sizeof(value));
+    if (value != first + uint32_t(i)) return false;
+  }
+  return true;
+}
+
 // Run rounds of puts, gets and a post, with sizes from nothing to several messages; check them when the flush has
 // ended.
 void keep_promises(unsigned seed) {
@@ -114,6 +123,12 @@ void keep_promises(unsigned seed) {
     peer.get(rows + half, here.data(), bytes);
     if (random() % 2) peer.flush();  // an earlier flush does not end this one
     peer.put(rows + bytes, &round, sizeof(round));
+    const auto small = uint32_t(random());
+    const int64_t place = kLayout.window[1].tokens, few = round % 7 == 0 ? 5000 : 3;  // more than one message has
+    for (int64_t i = 0; i < few; ++i) {
+      const uint32_t value = small + uint32_t(i);
+      peer.put(place + 8 * i, &value, sizeof(value));  // it is copied
+    }
     const Mailbox& mailbox = b.mailbox(Kind::kCombine, 0);
     Header header{};
     header.seq = round, header.config = random();
@@ -128,6 +143,7 @@ void keep_promises(unsigned seed) {
              "too much is got at once");
       expect(mailbox.signal != round || !std::memcmp(b.segment + rows, rows_here.data(), bytes),
              "a post was there before the puts");
+      expect(mailbox.signal != round || has_small(b, place, few, small), "a post was there before small puts");
     }
     expect(mailbox.signal == round && mailbox.header[round & 1].config == config, "a post was not there when flushed");
     expect(!std::memcmp(b.segment + rows, rows_here.data(), bytes), "what was put was not there when flushed");
@@ -171,6 +187,23 @@ void send_many_rows() {
   expect(answers <= num_rows * int64_t(row.size()) / tuning::kReportAfter + 1,
          "it is told again and again how much has come");
 
+  const std::vector<char> rows(num_rows * row.size(), char{1});
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const auto at = i * int64_t(row.size());
+    peer.put(kLayout.window[0].tokens + at, rows.data() + at, int64_t(row.size()));
+  }
+  peer.flush();
+  int64_t messages = 0;
+  while (!b.coming.empty()) {
+    for (const Rank::Coming& c : b.coming) messages += c.head.ask == Ask::kPut;
+    while (arrives(b, random)) {
+    }
+    while (arrives(a, random)) {
+    }
+  }
+  expect(!std::memcmp(b.segment + kLayout.window[0].tokens, rows.data(), rows.size()), "a row is not where it was put");
+  expect(messages < num_rows / 2, "rows that wait next to each other take a message each");
+
   for (int64_t i = 0; i < num_rows; ++i) peer.put(kLayout.window[0].tokens, row.data(), int64_t(row.size()));
   peer.put_last(kLayout.poison, kCause);
   const auto is_poison = [](const Rank::Coming& c) { return c.head.offset == kLayout.poison; };
@@ -193,7 +226,7 @@ void refuse(const std::string& what, Message m, uint64_t bytes, bool loses = tru
   const std::vector<char> before(a.segment, a.segment + kLayout.bytes);
   const size_t sent = b.coming.size();
   m.secret ^= a.inbox.secret();
-  const std::vector<char> data(bytes, char{1});
+  const std::vector<char> data(bytes, char{1});  // as places of small puts these are outside
   a.inbox.take(&m, sizeof(m), data.data(), bytes, is_here);
   expect(a.peers[1].lost() == loses, what + (loses ? ": its sender is not lost" : ": its sender is lost"));
   expect(a.peers[1].flushed() == loses, what + ": a flush of who is lost goes on, or another one ended");
@@ -225,6 +258,10 @@ int main() {
     refuse(name + "of the least length", from1(ask, 64, INT64_MIN), 0);
     refuse(name + "of another length", from1(ask, 64, 16), 8);
   }
+  refuse("half a small put", from1(Ask::kPutAll, 0, 8), 8);
+  refuse("small puts of another length", from1(Ask::kPutAll, 0, 32), 16);
+  refuse("small puts past the end", from1(Ask::kPutAll, 0, 32), 32);
+  refuse("too many small puts", from1(Ask::kPutAll, 0, most + 16), uint64_t(most + 16));
   refuse("get of too much at once", from1(Ask::kGet, 0, most + 1), 0);
   refuse("get with data", from1(Ask::kGet, 0, 8), 8);
   refuse("post before the mailboxes", from1(Ask::kPost, boxes - 128, sizeof(Header)), sizeof(Header));
@@ -238,7 +275,7 @@ int main() {
   refuse("answer without its data", from1(Ask::kGot, 0, 8, 1), 0);
   refuse("flush of more than was put", from1(Ask::kFlushed, 0, 0, 2), 0);
   refuse("flush with data", from1(Ask::kFlush, 0, 0, 0), 8);
-  refuse("nothing that there is", from1(Ask(7), 0, 0), 0);
+  refuse("nothing that there is", from1(Ask(8), 0, 0), 0);
   refuse("data that is kept back", from1(Ask::kPut, 0, 8), 8, true, false);
   Message other = from1(Ask::kPut, 0, 8);
   other.secret = 1;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from moe_rt.ops import declare
 
 MakeRanks = Callable[[str, int], Ranks]
 T, H, K, E = 6, 8, 2, 4
+BACKWARD = ("dispatch_backward", "combine_backward")
 SIZES: dict[str, Any] = {"num_max_tokens_per_rank": T, "hidden": H, "num_topk": K, "num_experts": E}
 
 
@@ -73,6 +75,45 @@ def test_schemas() -> None:
         given, returned = whole.removeprefix(name).split(" -> ")
         assert begin == f"{name}_begin{given} -> Tensor"
         assert finish == f"{name}_finish(Tensor ticket, {given[1:]} -> {returned}"
+
+
+def let_repeat(buffer: Buffer) -> None:
+    """Let torch call each half alone, and again: the first is ended at once, and the second runs the whole op."""
+    engine: Any = buffer._engine
+
+    def begin(name: str, *given: Any) -> Tensor:
+        first, second = (getattr(type(engine), name + half) for half in ("_begin", "_finish"))
+        ticket: Tensor = first(engine, *given)
+        second(engine, ticket)
+        return ticket.zero_()  # its value is unspecified
+
+    for name in ("dispatch", "dispatch_scaled", "combine", *BACKWARD):
+        setattr(engine, f"{name}_begin", partial(begin, name))
+        setattr(engine, f"{name}_finish", lambda ticket, *given, name=name: getattr(engine, name)(*given))
+
+
+def test_opcheck(buffer: Buffer) -> None:
+    """Each half's schema, fakes, gradients or their refusal, and dynamic shapes through AOT dispatch."""
+    x, _, weights = (t.detach() for t in inputs(0))
+    idx = torch.tensor([[t % E, (t + 1) % E] for t in range(T)])  # every row of recv_x is then specified
+    engine = buffer._engine.id
+    recv_x, recv_weights, handle = buffer.dispatch(x, idx, weights)
+    codes, scales = torch.randint(-9, 9, (T, H), dtype=torch.int8), torch.rand(T, 1)
+    plans = handle.recv_plan, handle.send_plan
+    given: dict[str, tuple[Any, ...]] = {
+        "dispatch": (x.requires_grad_(), idx, weights.requires_grad_(), engine, 0),
+        "dispatch_scaled": (codes, scales, idx, weights.detach(), engine, 0),
+        "combine": (recv_x.requires_grad_(), recv_weights.requires_grad_(), *plans, engine, 0),
+        "dispatch_backward": (recv_x.detach(), recv_weights.detach(), *plans, engine, 0),
+        "combine_backward": (x.detach(), recv_x.detach(), recv_weights.detach(), plans[0], engine, 0),
+    }
+    let_repeat(buffer)
+    structure = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for name, args in given.items():
+        begin, finish = (getattr(torch.ops.moe_rt, name + half).default for half in ("_begin", "_finish"))
+        torch.library.opcheck(begin, args)
+        values = {} if "dispatch" not in name or name in BACKWARD else {"test_utils": structure}
+        torch.library.opcheck(finish, (torch.zeros(1, dtype=torch.int32), *args), **values)
 
 
 def test_out_is_not_for_halves(buffer: Buffer) -> None:

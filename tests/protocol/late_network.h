@@ -2,14 +2,17 @@
 //
 // A request is executed only once a flush asks for it, in random order, a piece at a time whenever its rank drives. A
 // word of eight bytes arrives whole, longer data byte by byte. A posted header arrives in several pieces, and its
-// signal last.
+// signal last. A thread drives now and then while no caller does.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <mutex>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "../../cuda/net/network.h"
@@ -22,6 +25,10 @@ class LateNetwork final : public Network {
   // `segments`[r] is rank r's segment, as the network addresses it.
   LateNetwork(const std::vector<uint64_t>& segments, unsigned seed) : peers_(segments.size()), random_(seed) {
     for (size_t r = 0; r < segments.size(); ++r) peers_[r].segment = reinterpret_cast<char*>(segments[r]);
+  }
+  ~LateNetwork() override {
+    ends_ = true;
+    if (thread_.joinable()) thread_.join();
   }
 
   void get(int peer, int64_t offset, void* to, int64_t bytes) override {
@@ -56,6 +63,23 @@ class LateNetwork final : public Network {
   }
   bool lost(int) const override { return false; }
   void drive() override {
+    move();
+    kept_->go_on();
+  }
+  void begin_driving() override { driven_ = true; }
+  void end_driving() override { driven_ = false; }
+  void keep(std::shared_ptr<Background> background, const char*) override {
+    kept_ = std::move(background);
+    thread_ = std::thread([this] {
+      for (; !ends_; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+        if (!driven_) drive();
+      }
+    });
+  }
+  void leave(const uint64_t (&)[2]) override {}
+
+ private:
+  void move() {
     const std::lock_guard lock(mutex_);
     for (Peer& p : peers_) {
       for (unsigned n = random_() % 8; n > 0 && !p.due.empty(); --n) {
@@ -67,12 +91,6 @@ class LateNetwork final : public Network {
       if (p.due.empty()) std::swap(p.due, p.posting);
     }
   }
-  void begin_driving() override {}
-  void end_driving() override {}
-  void keep(std::shared_ptr<const void> memory, const char*) override { kept_ = std::move(memory); }
-  void leave(const uint64_t (&)[2]) override {}
-
- private:
   struct Peer {
     char* segment;
     std::vector<std::function<void()>> asked, due;  // asked: since the last flush; due: before it
@@ -93,8 +111,10 @@ class LateNetwork final : public Network {
   }
   std::vector<Peer> peers_;
   std::mt19937 random_;
-  std::shared_ptr<const void> kept_;
+  std::shared_ptr<Background> kept_;
   mutable std::mutex mutex_;
+  std::atomic<bool> driven_ = false, ends_ = false;
+  std::thread thread_;
 };
 
 }  // namespace moe_rt

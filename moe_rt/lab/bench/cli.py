@@ -24,6 +24,7 @@ from moe_rt.lab.bench.launch import RankFailed
 from moe_rt.lab.bench.run import Settings, run, sweep_tokens
 from moe_rt.lab.bench.serving import command as serving
 from moe_rt.lab.bench.table import show_machine, show_run
+from moe_rt.lab.bench.trace import write_traces
 
 
 class Numbers(click.ParamType):
@@ -117,6 +118,11 @@ _measurement_options = _together(
         "--kills", type=click.IntRange(min=1), help="serve: instead, kill one rank in each of this many servers."
     ),
     click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write a page with plots there."),
+    click.option(
+        "--trace",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="layer: write a trace of moe_rt's steps there, which https://ui.perfetto.dev opens.",
+    ),
 )
 
 
@@ -136,6 +142,7 @@ def bench(
     malloc: Any,
     cold: bool,
     report: Path | None,
+    trace: Path | None,
     sequences: tuple[int, ...] | None,
     prompts: tuple[int, ...] | None,
     kills: int | None,
@@ -156,13 +163,25 @@ def bench(
         raise click.UsageError("--rate needs --nodes")
     changed = {name: value for name, value in sizes.items() if value is not None}
     taking_part = tuple(contestants.split(",")) if contestants is not None else ON_NODES if nodes else ON_ONE_HOST
-    settings = Settings(contestants=taking_part, iters=iters, warmup=warmup, seed=seed, malloc=malloc, cold=cold)
+    settings = Settings(
+        contestants=taking_part,
+        iters=iters,
+        warmup=warmup,
+        seed=seed,
+        malloc=malloc,
+        cold=cold,
+        trace=trace is not None,
+    )
     try:
         write_page = None if report is None else _prepare_report(report)
         cases = [CASES[name].changed(**places, **changed) for name in names for places in _places(nodes, rate, changed)]
         if sweep is not None:
             cases = [point for case in cases for point in sweep_tokens(case, max_tokens)]
+        if trace is not None and any(case.op != "layer" or case.on_gpu for case in cases):
+            raise click.UsageError("--trace needs --op layer and CPU ranks")
         document = _run_with_progress(cases, settings, sweep is not None)
+        if trace is not None:
+            write_traces(document["runs"], trace)
     except (MoeRtError, RankFailed) as error:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
     _show(document, write_page)

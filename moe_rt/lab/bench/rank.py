@@ -24,6 +24,7 @@ from moe_rt.lab.bench.inputs import Inputs, make_inputs, num_rotations
 from moe_rt.lab.bench.links import Links, round_trip_us
 from moe_rt.lab.bench.measure import measure
 from moe_rt.lab.bench.observe import observe_layer, observe_pair
+from moe_rt.lab.bench.trace import trace_layer
 from moe_rt.lab.bench.traffic import bytes_moved
 from moe_rt.lab.bench.world import World, join_processes, run_threads
 from moe_rt.lab.testing.programs import end_with_starter
@@ -40,6 +41,7 @@ class Job:
     warmup: int
     seed: int
     cold: bool
+    trace: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -79,6 +81,9 @@ def run_case(world: World, job: Job, case: Case, progress: Callable[[float], Non
             own = [step for c, step in entries if c is contestant]
             record["moe_rt"] = {"heap_bytes": contestant.buffer.num_bytes, "route": contestant.buffer.route}
             record["moe_rt"] |= _observe(world, job, contestant, own, inputs)
+        if job.trace and isinstance(contestant, MoeRt) and case.op == "layer":
+            own = [step for c, step in entries if c is contestant]
+            record.setdefault("trace", []).extend(trace_layer(world, contestant.buffer, own, contestant.name))
         contestant.close()
     return record
 

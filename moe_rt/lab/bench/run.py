@@ -32,6 +32,7 @@ class Settings:
         seed: seed of inputs and routing.
         malloc: "recycle" freed memory in every rank, or leave that to the "system".
         cold: True if caches are filled with other data before each isolated iteration.
+        trace: True if moe_rt's layers are traced; each run then has its events as `trace`.
     """
 
     contestants: tuple[str, ...]
@@ -40,6 +41,7 @@ class Settings:
     seed: int
     malloc: Literal["recycle", "system"]
     cold: bool
+    trace: bool = False
 
 
 def sweep_tokens(case: Case, max_tokens: int) -> list[Case]:
@@ -83,6 +85,7 @@ def run(cases: list[Case], settings: Settings, sweep: bool, progress: Callable[[
             warmup=settings.warmup,
             seed=settings.seed,
             cold=settings.cold,
+            trace=settings.trace,
         )
         records = launch(job, mpirun, settings.malloc == "recycle", progress)
         measured.update(zip(group, map(summarise, records), strict=True))

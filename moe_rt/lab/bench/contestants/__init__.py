@@ -11,6 +11,7 @@ NAMES = {
     "moe_rt": "moe_rt.lab.bench.contestants.moe:MoeRt",
     "moe_rt_flat": "moe_rt.lab.bench.contestants.moe:Flat",
     "moe_rt_invariant": "moe_rt.lab.bench.contestants.moe:Invariant",
+    "moe_rt_chunks": "moe_rt.lab.bench.contestants.moe:Chunked",
     "a2a": "moe_rt.lab.bench.contestants.permuted:AllToAll",
     "transformers": "moe_rt.lab.bench.contestants.transformers_ep:Transformers",
     "mpi": "moe_rt.lab.bench.contestants.permuted:Mpi",

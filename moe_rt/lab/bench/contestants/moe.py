@@ -25,6 +25,7 @@ class MoeRt(Exchange):
     name = "moe_rt"
     route: ClassVar[Route | Literal["auto"]] = "auto"
     sums: ClassVar[Sums] = "ranked"
+    num_chunks: ClassVar[int] = 1  # of the layer
 
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
@@ -58,6 +59,7 @@ class MoeRt(Exchange):
             num_max_tokens_per_rank=self.case.tokens,
             dtype=self.case.torch_dtype,
             sums=self.sums,
+            num_chunks=self.num_chunks,
         )
         layer = MoELayer(config, buffer=self.buffer)
         router.row_wise = experts.row_wise = self.sums == "invariant"
@@ -84,6 +86,13 @@ class Invariant(MoeRt):
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
         self.unit = None  # rows of combine cross once for each expert, those of dispatch do not
+
+
+class Chunked(MoeRt):
+    """A layer in chunks: exchanges are under way while the experts compute."""
+
+    name = "moe_rt_chunks"
+    num_chunks = 4
 
 
 class _OutputOnly(nn.Module):

@@ -1,0 +1,174 @@
+"""A layer's forward and backward in chunks, next to the same layer in one; each case returns what its rank saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from layer.cases_layer import config, inputs_for
+from layer.cases_overlap import Grads, LowRank, run
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_rt import MoELayer
+from moe_rt.engine.cpu import CpuEngine
+from moe_rt.errors import MoeRtError
+from moe_rt.nn import experts
+from moe_rt.parallel import prepare
+
+
+def make_layer(group: Any, num_chunks: int, **changes: Any) -> MoELayer:
+    """Return a layer whose rows have the same bits in any number of chunks."""
+    layer = MoELayer(config(num_chunks=num_chunks, **{"sums": "invariant"} | changes), group)
+    with torch.no_grad():
+        for i, p in enumerate(layer.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.3)
+    return layer
+
+
+@contextmanager
+def seen_ops() -> Iterator[list[str]]:
+    """Yield the list in which halves of ops are noted, and the experts at half and all of the way."""
+    seen: list[str] = []
+    halves = {name: getattr(CpuEngine, name) for name in ("_run_first", "_run_second")}
+    for name, half in halves.items():
+
+        def noted(engine: CpuEngine, begun: Any, half: Callable[..., None] = half, name: str = name) -> None:
+            seen.append(f"{'begin' if name == '_run_first' else 'end'} {begun.op.name.lower()}")
+            half(engine, begun)
+
+        setattr(CpuEngine, name, noted)
+    activate = experts.activate
+
+    def activated(*given: Any, **named: Any) -> Tensor:
+        seen.append("half-way")
+        return activate(*given, **named)
+
+    def computed(*given: Any, **named: Any) -> Tensor:
+        y = compute(*given, **named)
+        seen.append("experts")
+        return y
+
+    compute = experts.expert_mlp
+    experts.activate, experts.expert_mlp = activated, computed
+    yield seen
+    experts.activate, experts.expert_mlp = activate, compute
+    for name, half in halves.items():
+        setattr(CpuEngine, name, half)
+
+
+class Twice(nn.Module):
+    """Experts that compute in another dtype, and know nothing of chunks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.inner(x, offs).double() * 2
+
+
+def gradients(group: Any, kind: str, num_chunks: int) -> tuple[Tensor, Grads, list[str], list[str], Any]:
+    """Return the output and gradients of two accumulated passes, ops of the last forward and backward, and metrics."""
+    changes: dict[str, Any] = {"shared_intermediate": 8} if kind == "shared" else {}
+    if kind in ("biases", "split", "transposed"):
+        changes = {"biases": kind == "biases", "weight_layout": "hf" if kind == "biases" else kind}
+    layer = make_layer(group, num_chunks, **changes)
+    if kind == "frozen experts" or (kind == "frozen on one rank" and group.rank() == 0):
+        layer.experts.requires_grad_(False)
+    elif kind == "frozen router":
+        layer.router.requires_grad_(False)
+    elif kind == "lora":
+        layer.experts = LowRank(layer.experts)  # type: ignore[assignment]
+    elif kind == "other experts":
+        layer.experts = Twice(layer.experts)  # type: ignore[assignment]
+    elif kind == "hooks":
+        layer.experts.register_forward_hook(lambda _, __, y: y * 2)
+        layer.experts.register_full_backward_hook(lambda *_: None)
+    tokens = {"no tokens": [0, 9], "one token": [1, 1], "one per chunk": [2, 4]}.get(kind, [9, 7])[group.rank()]
+    x = inputs_for(group.rank(), tokens).requires_grad_(kind != "no input gradient")
+    with seen_ops() as seen, torch.no_grad() if kind == "no_grad" else nullcontext():
+        for _ in range(2):
+            seen.clear()
+            y = run(layer, kind, x)
+            forward = list(seen)
+            if kind != "no_grad":
+                seen.clear()
+                (y * y).sum().backward()
+    grads: Grads = {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    counted = layer.metrics.snapshot()
+    layer.buffer.close()
+    return y.detach(), grads, forward, seen, (counted.tokens_per_expert, counted.forwards)
+
+
+def one_and_many(group: Any, kind: str, num_chunks: int) -> tuple[Any, Any]:
+    return gradients(group, kind, 1), gradients(group, kind, num_chunks)
+
+
+def wrapped(group: Any, wrap: str) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Return the output and gradients under a wrapper of data parallelism, in one chunk and in three."""
+    results = []
+    for num_chunks in (1, 3):
+        layer = prepare(make_layer(group, num_chunks))
+        if wrap == "fsdp of experts":
+            fully_shard(layer.experts)
+        model = DistributedDataParallel(layer) if wrap == "ddp" else fully_shard(layer)
+        for _ in range(2):
+            y, _ = model(inputs_for(group.rank(), 9))
+            (y * y).sum().backward()
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        results.append((y.detach(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}))
+        layer.buffer.close()
+    return results
+
+
+def ranks_differ(group: Any, how: str) -> list[Any]:
+    """Rank 0 runs its ops whole. Return the outputs and gradients of x, in one chunk and in three."""
+    results: list[Any] = []
+    for num_chunks in (1, 3):
+        layer = make_layer(group, num_chunks)
+        x = inputs_for(group.rank(), 9).requires_grad_()
+        with torch.profiler.profile() if how == "profiler" and group.rank() == 0 else nullcontext():
+            if how == "compiled" and (group.rank() == 0 or num_chunks == 1):
+                y = torch.compile(lambda x, layer=layer: layer(x)[0], fullgraph=True, backend="aot_eager")(x)
+            else:
+                y = layer(x)[0]
+            y.square().sum().backward()
+        results += [y.detach(), x.grad]
+        layer.buffer.close()
+    return results
+
+
+def different_numbers(group: Any) -> str:
+    """Return the error of ranks that were given different numbers of chunks."""
+    layer = make_layer(group, 2 + group.rank())
+    try:
+        layer(inputs_for(group.rank(), 9))
+    except MoeRtError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        layer.buffer.close()
+    return ""
+
+
+def raises_between(group: Any) -> list[str]:
+    """Rank 0's experts raise in their first call, while an op is under way. Return the errors of three forwards."""
+    layer, errors = make_layer(group, 3), []
+    for i in range(3):
+        if group.rank() == 0 and i == 0:
+            layer.experts.forward = _raise  # type: ignore[method-assign]
+        try:
+            layer(inputs_for(group.rank(), 9))
+            errors.append("")
+        except (ValueError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        vars(layer.experts).pop("forward", None)
+    layer.buffer.close()
+    return errors
+
+
+def _raise(*_: Tensor) -> Tensor:
+    raise ValueError("a mistake on purpose")

@@ -1,0 +1,105 @@
+"""A layer in chunks: rows and their gradients have the bits of one chunk, and ops overlap with the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from layer import cases_chunks as cases
+from layer.cases_layer import config
+from support.ranks import Ranks
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.nn import chunks
+
+MakeRanks = Callable[[str, int], Ranks]
+BITWISE = {"rtol": 0, "atol": 0}
+KINDS = ["plain", "shared", "biases", "split", "transposed", "frozen experts", "frozen on one rank", "frozen router"]
+KINDS += ["no input gradient", "no tokens", "one token", "one per chunk", "autocast", "checkpoint", "reentrant", "lora"]
+KINDS += ["other experts", "hooks", "no_grad"]
+DEPENDENT = {"autocast", "lora", "split"}  # whose rows depend on each other's number
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_one_chunk(make_ranks: MakeRanks, kind: str) -> None:
+    for one, many in make_ranks("shm", 2).run(cases.one_and_many, kind, 4):
+        sums: dict[str, float] = {"rtol": 0.05, "atol": 0.2} if kind == "autocast" else {}
+        rows = sums if kind in DEPENDENT else BITWISE
+        torch.testing.assert_close(many[0], one[0], **rows)
+        torch.testing.assert_close(many[1].pop("x"), one[1].pop("x"), **rows)
+        torch.testing.assert_close(many[1], one[1], **sums)  # sums over rows are in parts
+        assert many[4] == one[4]
+        begun = [text for text in many[2] if text.startswith("begin")]
+        ops = "dispatch", "dispatch", "dispatch", "combine", "dispatch", "combine", "combine", "combine"
+        assert begun == [f"begin {op}" for op in ops]
+
+
+def overlapped(num_chunks: int) -> list[str]:
+    """Return the order of a forward."""
+    seen = ["begin dispatch", "end dispatch"]
+    for i in range(num_chunks):
+        ops = ["dispatch"] * (i + 1 < num_chunks) + ["combine"] * (i > 0)
+        during = [f"{half} {op}" for op in ops for half in ("begin", "end")]
+        seen += [*during[:1], "half-way", *during[1:-1], "experts", *during[-1:]]
+    return [*seen, "begin combine", "end combine"]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 5])
+def test_order(make_ranks: MakeRanks, num_chunks: int) -> None:
+    """Between an op's halves are the experts of another chunk; the order of backward is the reverse one."""
+    for _, _, forward, backward, _ in make_ranks("shm", 2).run(cases.gradients, "plain", num_chunks):
+        if num_chunks == 1:
+            assert forward == ["half-way", "experts"]
+            continue
+        assert forward == overlapped(num_chunks)
+        swapped = {"begin": "end", "end": "begin"}
+        expected = [" ".join((swapped[half], op + "_backward")) for half, op in
+                    (text.split() for text in reversed(forward) if " " in text)]  # fmt: skip
+        assert backward == expected
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "fsdp of experts"])
+def test_data_parallel(make_ranks: MakeRanks, wrap: str) -> None:
+    for (y, grads), (same, expected) in make_ranks("shm", 2).run(cases.wrapped, wrap):
+        torch.testing.assert_close(same, y, **BITWISE)
+        torch.testing.assert_close(expected, grads)
+
+
+@pytest.mark.parametrize("how", ["profiler", "compiled"])
+def test_a_rank_with_whole_ops(make_ranks: MakeRanks, how: str) -> None:
+    """It runs them in the order of the ranks that overlap."""
+    for y, grad, same, same_grad in make_ranks("shm", 2).run(cases.ranks_differ, how):
+        torch.testing.assert_close((same, same_grad), (y, grad))
+
+
+def test_numbers_that_differ(make_ranks: MakeRanks) -> None:
+    assert {text.split(":")[0] for text in make_ranks("shm", 2).run(cases.different_numbers)} == {"ConfigMismatch"}
+
+
+def test_exception_while_an_op_is_under_way(make_ranks: MakeRanks) -> None:
+    """The next op of that rank is refused on every rank, by an error that names the op under way."""
+    first, second = make_ranks("shm", 2).run(cases.raises_between)
+    assert first[0].startswith("ValueError"), first
+    assert "while dispatch of layer tag" in first[1]
+    assert any(text.startswith("InvalidInput") for text in second), second
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "many"])
+def test_wrong_numbers(wrong: Any) -> None:
+    with pytest.raises(InvalidConfig, match="num_chunks: got"):
+        config(num_chunks=wrong)
+
+
+def test_auto_depends_on_what_all_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is 1 unless rows travel between the halves and are many."""
+    spec = SimpleNamespace(hidden=1024, dtype=torch.float32, num_max_tokens_per_rank=2048)
+    buffer: Any = SimpleNamespace(num_ranks=2, heap="ucx", spec=spec)
+    assert chunks.number(7, buffer) == 7
+    assert chunks.number("auto", buffer) > 1
+    spec.num_max_tokens_per_rank = 512
+    assert chunks.number("auto", buffer) == 1
+    spec.num_max_tokens_per_rank, buffer.heap = 2048, "shm"
+    assert chunks.number("auto", buffer) == 1
