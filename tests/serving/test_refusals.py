@@ -69,7 +69,7 @@ def asked(model: Callable[[str], Path]) -> Callable[..., str]:
             one.start(
                 0, configure, {"model": str(model(family)), "max_model_len": 512, "dtype": "float32", **arguments}
             )
-            return json.loads(one.hear(0, HANG_S))
+            return json.loads(one.receive(0, HANG_S))
 
     return ask
 

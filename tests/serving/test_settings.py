@@ -147,7 +147,7 @@ def load_plugins(channel: Channel, chosen: str) -> None:
 def test_vllm_loads_it_where_it_is_chosen_and_is_untouched_elsewhere(chosen: str) -> None:
     with ProcessRanks() as one:
         one.start(0, load_plugins, chosen)
-        assert json.loads(one.hear(0, HANG_S)) == [chosen == "1"]
+        assert json.loads(one.receive(0, HANG_S)) == [chosen == "1"]
 
 
 def test_a_second_call_wraps_nothing() -> None:
