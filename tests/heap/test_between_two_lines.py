@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from moe_rt import errors
 from moe_rt.errors import InvalidConfig, MoeRtError, PeerDead, PeerTimeout, StoreLost
-from moe_rt.group import meeting
+from moe_rt.group import attendance, meeting
 from moe_rt.group.attendance import Attendance
 
 MOST_USES = 30  # the wait is polling by then
@@ -254,12 +256,7 @@ def test_a_timeout_names_the_first_rank_that_did_not_come(came: list[int]) -> No
 
 def test_a_timeout_of_a_later_round_names_the_rank_that_did_not_go_on() -> None:
     store = dist.HashStore()
-    ranks = [meeting.Meeting(store, r, 3) for r in range(3)]
-    for rank in ranks:
-        rank._find_name("")
-    for rank in ranks:
-        rank._begin()
-        rank._round = 1
+    ranks = met(store, 3)
     store.set(ranks[1]._keys(1)[1], "")
     with pytest.raises(PeerTimeout, match=r"ranks \[2\] came, and did not go on") as raised:
         ranks[0].gather("", 0.001)
@@ -278,12 +275,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_an_error_of_one_rank_on_the_others(kind: type[MoeRtError], took_place: bool) -> None:
     store = dist.HashStore()
-    ranks = [meeting.Meeting(store, r, 3) for r in range(3)]
-    for rank in ranks * took_place:
-        rank._find_name("")
-    for rank in ranks * took_place:
-        rank._begin()
-        rank._round = 1
+    ranks = met(store, 3) if took_place else [meeting.Meeting(store, r, 3) for r in range(3)]
     ranks[1].fail(kind("what rank 1 got", rank=1))
     expected = errors.GroupPoisoned if kind.__name__ in OWN else kind
     for rank in (ranks[0], ranks[2]):
@@ -292,3 +284,140 @@ def test_an_error_of_one_rank_on_the_others(kind: type[MoeRtError], took_place: 
         assert (type(raised.value), raised.value.rank, raised.value.peer) == (expected, rank._rank, 1)
         assert (f"rank 1 gave up: {kind.__name__}: " in str(raised.value)) is (kind.__name__ in OWN)
         rank.fail(raised.value)  # which is not another failure
+
+
+def met(store: Any, size: int) -> list[meeting.Meeting]:
+    """Return the meetings of all ranks, each before its second round."""
+    ranks = [meeting.Meeting(store, r, size) for r in range(size)]
+    for rank in ranks:
+        rank._find_name("")
+    for rank in ranks:
+        rank._begin()
+        rank._round = 1
+    return ranks
+
+
+def test_a_rank_that_gives_up_and_a_peer_that_completes_agree() -> None:
+    """At a timeout either both have the texts of a round, or neither has."""
+    kinds = set()
+    for when in range(1, MOST_USES):
+        store = dist.HashStore()
+        peer, got = meeting.Meeting(store, 1, 2), list[Any]()
+
+        def look(peer: meeting.Meeting = peer, got: list[Any] = got) -> bool:
+            with contextlib.suppress(PeerTimeout):
+                texts = peer._look("1")
+                got.extend([texts] * (texts is not None))
+            return bool(got)
+
+        rank = meeting.Meeting(Acting(store, when, look), 0, 2)  # type: ignore[arg-type]
+        mine = list[Any]()
+        try:
+            mine.append(rank.gather("0", 0.0))
+        except PeerTimeout as error:
+            rank.fail(error)
+            rank.leave()
+        look()
+        assert got[:1] == mine, f"it looked first before use {when}"
+        kinds.add(len(mine))
+    assert kinds == {0, 1}
+
+
+def test_a_rank_that_leaves_a_round_that_took_place_ends_the_next() -> None:
+    store = dist.HashStore()
+    ranks = met(store, 2)
+    for rank in ranks:
+        store.set(rank._keys(1)[rank._rank], "")
+    assert ranks[0].gather("", 60.0) == ["", ""]
+    ranks[1].fail(KeyboardInterrupt())  # after it has written its text, before it has read the other
+    with pytest.raises(errors.GroupPoisoned, match="rank 1 gave up: KeyboardInterrupt") as raised:
+        ranks[0].gather("", 60.0)
+    ranks[0].fail(raised.value)
+    for rank in reversed(ranks):
+        rank.leave()
+    assert store.num_keys() == 2 + (store.check(["moe_rt/meetings/changes"])), "a place for each rank, and the counter"
+
+
+def test_another_process_that_has_become_a_rank_is_waited_for() -> None:
+    rank, before, after = meeting.Meeting(dist.HashStore(), 0, 2), Process(), Process()
+    before.ended = True
+    rank._watches[1] = (5, before)  # type: ignore[assignment]
+    rank._me.watch_of = lambda _: (6, after)  # type: ignore
+    rank._raise_dead()
+    assert rank._watches[1] == (6, after)
+    after.ended = True
+    with pytest.raises(PeerDead, match="the process of rank 1 ended"):
+        rank._raise_dead()
+
+
+def test_words_that_are_no_failure_end_a_round() -> None:
+    store = dist.HashStore()
+    rank, _ = met(store, 2)
+    store.set(meeting._word(rank._name, 1), '{"rank": 1}')
+    with pytest.raises(errors.CorruptPeer, match="failure of a rank: got"):
+        rank.gather("", 60.0)
+
+
+def test_a_failure_after_a_meeting_counts_though_one_rank_had_timed_out_before() -> None:
+    store = dist.HashStore()
+    mine = [Attendance(store, r, 2) for r in range(2)]
+    alone = meeting.Meeting(store, 0, 2, mine[0])
+    with pytest.raises(PeerTimeout) as late:
+        alone.gather("", 0.001)
+    alone.fail(late.value)
+    alone.leave()
+    ranks = [meeting.Meeting(store, r, 2, mine[r]) for r in range(2)]
+    for rank in ranks:
+        rank._find_name("")
+    for rank in ranks:
+        rank._begin()
+        rank.leave()
+    waits = meeting.Meeting(store, 0, 2, mine[0])
+    meeting.Meeting(store, 1, 2, mine[1]).fail(InvalidConfig("what rank 1 got"))
+    with pytest.raises(InvalidConfig, match="what rank 1 got"):
+        waits.raise_first_failure()
+
+
+def test_a_warning_counts_the_waits_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, warned = itertools.count(0.0, 1.0), []
+    monkeypatch.setattr(meeting, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda s: None))
+    monkeypatch.setattr(meeting, "warn", lambda *given: warned.append(given))
+    store = dist.HashStore()
+    rank, peer = met(store, 2)
+    for number in (1, 2):
+        keys = rank._keys(number)
+        writes = Acting(store, 8, lambda keys=keys: store.set(keys[1], ""))  # type: ignore[misc]
+        rank._store = writes  # type: ignore[assignment]
+        assert rank.gather("", 40.0) == ["", ""]
+        peer._round += 1
+    ((who, waited, missing, timeout_s),) = warned
+    assert (who, missing, timeout_s) == (0, [1], 40.0)
+    assert 4.0 < waited < 8.0, "over both rounds"
+
+
+@pytest.mark.parametrize(
+    ("changes", "watched"),
+    [({}, True), ({"where": "another host"}, False), ({"pid": 1 << 31}, False), ({"pid": 0}, False)],
+    ids=str,
+)
+def test_only_processes_of_this_host_are_watched(changes: dict[str, Any], watched: bool) -> None:
+    """A number of another host may be a dead process's here."""
+    store = dist.HashStore()
+    peer = Attendance(store, 1, 2)
+    peer._here = {**peer._here, "pid": 1 << 30, **changes}
+    peer.come()
+    found = Attendance(store, 0, 2).watch_of(1)
+    assert found is not None
+    assert (found[0], found[1] is not None) == (peer._here["pid"], watched)
+
+
+def test_a_process_that_cannot_be_watched_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> None:
+        raise PermissionError("another user's")
+
+    store = dist.HashStore()
+    peer = Attendance(store, 1, 2)
+    peer._here = {**peer._here, "pid": 1 << 30}
+    peer.come()
+    monkeypatch.setattr(attendance, "watch", refuse)
+    assert Attendance(store, 0, 2).watch_of(1) == (1 << 30, None)
