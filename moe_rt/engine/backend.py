@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -27,7 +28,6 @@ from moe_rt.group.all_or_none import agree, own_part
 from moe_rt.group.processes import UNKNOWN, place
 from moe_rt.group.rendezvous import Rendezvous, StoreRendezvous, ThreadGroup, all_gather_records
 from moe_rt.memory.heaps import HEAPS, heaps_for
-from moe_rt.memory.segments import Segments
 from moe_rt.memory.ucx import await_peers
 
 _FOREVER_S = 1e9  # 31 years; a 64-bit clock of nanoseconds ends at 292
@@ -179,7 +179,10 @@ def _make_cpu_engine(
             fault=fault,
         )
 
-    engine = _make_all_or_none(rendezvous, make, segments, init_timeout_s)
+    with ExitStack() as on_error:
+        on_error.callback(segments.release)
+        engine = _make_all_or_none(rendezvous, make, init_timeout_s)
+        on_error.pop_all()
     engine.reach(Point.POST_RENDEZVOUS)
     return engine
 
@@ -188,48 +191,52 @@ def _make_cuda_engine(
     backend: Backend, gpu: Gpu, rendezvous: Rendezvous, spec: BufferSpec, options: BufferOptions
 ) -> CudaEngine:
     allocate, shape, init_timeout_s = HEAPS[backend.heap].module.allocate, spec.gpu_shape(), options.init_timeout_s
-    segments = allocate(rendezvous, shape.segment_bytes(), init_timeout_s, gpu)
-    segments.marks.extend(_engine.closed_marks(shape, rendezvous.rank))
-    with own_part(rendezvous, "use its GPU"):
-        if spec.overflow == "retry":
-            raise InvalidConfig(
-                'overflow: got "retry" on CUDA, where the host sees no overflow; expected "raise" or "drop"'
+    with ExitStack() as on_error:  # the error keeps this frame and its objects alive
+        segments = allocate(rendezvous, shape.segment_bytes(), init_timeout_s, gpu)
+        on_error.callback(segments.release)
+        segments.marks.extend(_engine.closed_marks(shape, rendezvous.rank))
+        with own_part(rendezvous, "use its GPU"):
+            if spec.overflow == "retry":
+                raise InvalidConfig(
+                    'overflow: got "retry" on CUDA, where the host sees no overflow; expected "raise" or "drop"'
+                )
+            shared, sending_part = segments.streams is not None, spec.tuning.sending_part
+            blocks = blocks_of_a_wait(spec.num_ranks, gpu, options.num_sms, shared=shared, sending_part=sending_part)
+        own = {"blocks": blocks, "unmapped": 0 in segments.addresses}
+        seen = all_gather_records(rendezvous, own, init_timeout_s, "use its GPU")
+        network = None
+        if spec.node_of or any(r["unmapped"] for r in seen):
+            most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
+            network = allocate(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)
+            on_error.callback(network.release)
+
+        def make() -> CudaEngine:
+            return CudaEngine(
+                spec,
+                rendezvous.rank,
+                segments,
+                gpu,
+                network=network,
+                timeout_s=min(options.timeout_s, _FOREVER_S),
+                max_blocks=blocks,
+                num_sms=options.num_sms,
             )
-        shared, sending_part = segments.streams is not None, spec.tuning.sending_part
-        blocks = blocks_of_a_wait(spec.num_ranks, gpu, options.num_sms, shared=shared, sending_part=sending_part)
-    own = {"blocks": blocks, "unmapped": 0 in segments.addresses}
-    seen = all_gather_records(rendezvous, own, init_timeout_s, "use its GPU")
-    network = None
-    if spec.node_of or any(r["unmapped"] for r in seen):
-        most = max(r["blocks"] for r in seen)  # symmetric memory has one size on every rank
-        network = allocate(rendezvous, network_bytes(spec, most), init_timeout_s, gpu)
 
-    def make() -> CudaEngine:
-        return CudaEngine(
-            spec,
-            rendezvous.rank,
-            segments,
-            gpu,
-            network=network,
-            timeout_s=min(options.timeout_s, _FOREVER_S),
-            max_blocks=blocks,
-            num_sms=options.num_sms,
-        )
-
-    return _make_all_or_none(rendezvous, make, segments, init_timeout_s)
+        engine = _make_all_or_none(rendezvous, make, init_timeout_s)
+        on_error.pop_all()
+    return engine
 
 
-def _make_all_or_none(
-    rendezvous: Rendezvous, make: Callable[[], AnyEngine], segments: Segments, timeout_s: float
-) -> AnyEngine:
+def _make_all_or_none(rendezvous: Rendezvous, make: Callable[[], AnyEngine], timeout_s: float) -> AnyEngine:
     """Return the engine from `make` once every rank has one, so that no rank has a buffer that a peer never joins."""
     engine: AnyEngine | None = None
     try:
         with own_part(rendezvous, "make its engine"):
             engine = make()
         all_gather_records(rendezvous, {}, timeout_s, "make its engine")
-    except BaseException:  # the error keeps this frame and its objects alive
-        segments.release() if engine is None else engine.close()
+    except BaseException:
+        if engine is not None:
+            engine.close()
         raise
     return engine
 

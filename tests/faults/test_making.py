@@ -7,9 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from conftest import CPU_HEAPS
 from faults import cases_construction as cases
-from support.ranks import ProcessRanks, Ranks
+from support.emulated_gpu import EmulatedGpu
+from support.ranks import ProcessRanks, Ranks, ThreadRanks
+
+from moe_rt import Buffer
+from moe_rt.engine import backend
+from moe_rt.errors import InvalidConfig
+from moe_rt.memory import loopback
+from moe_rt.memory.segments import Segments
 
 MakeRanks = Callable[[str, int], Ranks]
 FAULTY_RANK, SIZE = cases.FAULTY_RANK, 3
@@ -65,6 +73,30 @@ def test_an_engine_that_one_rank_cannot_make(make_ranks: MakeRanks) -> None:
 def test_an_error_that_is_kept_keeps_no_memory(make_ranks: MakeRanks) -> None:
     """The rank without an engine releases its segments, and the ranks with one close it."""
     assert make_ranks("shm", SIZE).run(cases.mapped_after_wrong_isa) == [0] * SIZE
+
+
+@pytest.mark.parametrize("options", [{"overflow": "retry"}, {}, {"route": "two_level"}], ids=str)
+def test_an_error_that_is_kept_keeps_no_memory_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    made: list[Segments] = []
+
+    def allocate(*arguments: Any) -> Segments:
+        made.append(real(*arguments))
+        return made[-1]
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise InvalidConfig("no engine")
+
+    real = loopback.allocate
+    monkeypatch.setattr(loopback, "allocate", allocate)
+    monkeypatch.setattr(backend, "CudaEngine", refuse)
+    sizes = dict(num_max_tokens_per_rank=4, hidden=8, num_topk=1, num_experts=2, dtype=torch.float32)
+    ranks = ThreadRanks(2, EmulatedGpu(), nodes=[0, 1])
+    outcomes = ranks.outcomes(lambda group: Buffer(group, **sizes, **options))  # type: ignore[arg-type]
+    assert all(isinstance(error, InvalidConfig) for error in outcomes), outcomes
+    assert len(made) == (4 if "route" in options else 2), "between nodes there is memory for the network also"
+    assert all(segments.mappings == [] for segments in made)
 
 
 def test_address_space_ends_while_peers_are_mapped(make_ranks: MakeRanks) -> None:

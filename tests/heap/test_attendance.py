@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import signal
 import threading
@@ -15,8 +17,18 @@ import pytest
 import torch.distributed as dist
 from test_meeting import SIZE, clients, on_threads
 
-from moe_rt.errors import CallOrderMismatch, GroupPoisoned, InvalidConfig, MoeRtError, PeerTimeout
-from moe_rt.group.all_or_none import all_or_none
+from moe_rt.errors import (
+    CallOrderMismatch,
+    ConfigMismatch,
+    GroupPoisoned,
+    InvalidConfig,
+    LimitReached,
+    MoeRtError,
+    PeerDead,
+    PeerTimeout,
+    SegmentPermission,
+)
+from moe_rt.group.all_or_none import agree, all_or_none, own_part, take_all_or_none
 from moe_rt.group.attendance import Attendance
 from moe_rt.group.meeting import Meeting
 from moe_rt.group.rendezvous import Rendezvous, all_gather_records
@@ -311,3 +323,106 @@ def test_a_failure_ends_the_attempt_to_which_its_rank_came() -> None:
     Meeting(store, 1, 2).fail(InvalidConfig("what rank 1 got"))
     with pytest.raises(InvalidConfig, match="what rank 1 got"):
         second.raise_first_failure()
+
+
+@pytest.mark.parametrize("values", list(itertools.product("ab", repeat=SIZE)), ids="".join)
+def test_all_ranks_name_the_first_that_differs_from_rank_0(values: tuple[str, ...]) -> None:
+    ranks, seen = seats(), {}
+
+    def work(rank: int) -> None:
+        record = {"same": 1, "hidden": values[rank], "topk": values[rank]}
+        seen[rank] = error_of(lambda: agree(ranks[rank], record, LONG_S, "make its configuration"))
+
+    on_threads(work)
+    faulty = next((rank for rank in range(SIZE) if values[rank] != values[0]), None)
+    for rank, error in seen.items():
+        if faulty is None:
+            assert error is None
+            continue
+        assert (type(error), error.rank, error.peer) == (ConfigMismatch, rank, faulty)
+        said = f"hidden: got {values[faulty]} on rank {faulty}, expected {values[0]} as on rank 0 "
+        assert str(error).startswith(said)
+
+
+@pytest.mark.parametrize("faulty", range(SIZE))
+def test_a_rank_that_refuses_its_own_configuration_is_named(faulty: int) -> None:
+    ranks, seen = seats(), {}
+
+    def configure(rank: int) -> None:
+        with ranks[rank]:
+            with own_part(ranks[rank], "make its configuration"):
+                if rank == faulty:
+                    raise InvalidConfig("hidden: got 0", rank=rank)
+            agree(ranks[rank], {}, LONG_S, "make its configuration")
+
+    on_threads(lambda rank: seen.__setitem__(rank, error_of(lambda: configure(rank))))
+    assert str(seen.pop(faulty)).startswith("hidden: got 0")
+    for rank, error in seen.items():
+        assert (type(error), error.rank, error.peer) == (InvalidConfig, rank, faulty)
+        assert str(error).startswith(f"rank {faulty} refused its own configuration: hidden: got 0")
+
+
+class FailsLater:
+    """A rendezvous that knows from the look with this number on why another rank failed."""
+
+    rank = 0
+
+    def __init__(self, when: int) -> None:
+        self.looks, self._when = 0, when
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def raise_first_failure(self) -> None:
+        self.looks += 1
+        if self.looks >= self._when:
+            raise PeerDead("the process of rank 1 ended", peer=1)
+
+
+@pytest.mark.parametrize(
+    ("error", "when", "expected"),
+    [
+        (ValueError("no such segment"), 1, PeerDead),
+        (ValueError("no such segment"), 2, InvalidConfig),
+        (SegmentPermission("no such process"), 1, PeerDead),
+        (SegmentPermission("no such process"), 3, PeerDead),
+    ],
+    ids=str,
+)
+def test_work_that_fails_because_of_a_peer(error: Exception, when: int, expected: type[MoeRtError]) -> None:
+    """A killed process loses its descriptors before it is known to have ended, so a refusal waits for that."""
+    rendezvous: Any = FailsLater(when)
+    found = error_of(lambda: take_all_or_none(rendezvous, raising(error), "map", LONG_S))  # type: ignore[arg-type]
+    assert type(found) is expected
+    assert rendezvous.looks == (when if expected is PeerDead else 1)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(
+    ("number", "limit"),
+    [(errno.EMFILE, "descriptors (ulimit -n)"), (errno.ENFILE, "descriptors on this host"), (errno.EAGAIN, "threads")],
+)
+def test_limits_of_the_system_are_named(number: int, limit: str, ours: bool) -> None:
+    def work() -> None:
+        error = OSError(number, os.strerror(number))
+        with own_part(Rendezvous(dist.HashStore(), 1, 2), "make its segment"):
+            if ours:
+                raise SegmentPermission("could not make a segment") from error
+            raise error
+
+    found = error_of(work)
+    assert (type(found), found.rank) == (LimitReached, 1)
+    said = f"rank 1 could not make its segment: got {os.strerror(number)}, expected room for more {limit}"
+    assert str(found).startswith(said)
+
+
+def error_of(work: Callable[[], Any]) -> Any:
+    """Return the error, or None."""
+    try:
+        work()
+    except MoeRtError as error:
+        return error
+    return None

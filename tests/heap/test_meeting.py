@@ -108,7 +108,16 @@ def test_one_thread_makes_a_buffer_as_a_rank() -> None:
     with group:
         thread.start()
         thread.join()
-    assert len(raised) == 1
+        another = threading.Thread(target=lambda: raised.append(refused(group)))
+        another.start()
+        another.join()
+    assert [type(error) for error in raised] == [ConcurrentUse, ConcurrentUse]
+
+
+def refused(group: ThreadGroup) -> BaseException:
+    with pytest.raises(ConcurrentUse) as raised, group:  # before it takes part in the other thread's meeting
+        pass
+    return raised.value
 
 
 def test_a_process_that_ended_before_it_was_watched() -> None:

@@ -13,6 +13,7 @@ import pytest
 from moe_rt import ThreadGroup
 from moe_rt.errors import SegmentPermission
 from moe_rt.memory import shm
+from moe_rt.memory.segments import Segments, no_memory
 
 NOEXEC_SEAL, F_SEAL_EXEC = 8, 0x20
 
@@ -61,3 +62,42 @@ def test_another_refusal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", refusing)
     with pytest.raises(SegmentPermission, match=r"rank 0 could not make a segment: .*Permission denied"):
         allocate()
+
+
+DIFFERENCES = {
+    "another size": {"size": 8192},
+    "another inode": {"ino": 1 << 40},
+    "another device": {"dev": 1 << 40},
+    "no seal against shrinking": {"seals": fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL},
+    "no seal against growing": {"seals": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL},
+    "no seal against seals": {"seals": fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, *DIFFERENCES.values()], ids=["as announced", *DIFFERENCES])
+def test_a_segment_that_is_not_what_its_rank_announced(changes: dict[str, int]) -> None:
+    fd = os.memfd_create("segment", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, changes.get("size", 4096))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, changes.get("seals", shm._SEALS))
+    stat = os.fstat(fd)
+    record = {"pid": os.getpid(), "fd": fd, "dev": stat.st_dev, "ino": stat.st_ino, "host": "here"}
+    record |= {name: value for name, value in changes.items() if name in record}
+    segments, opened = Segments([], [], []), [fd]
+    try:
+        if not changes:
+            shm.attach_segment(0, 1, record, 4096, opened, segments)
+            assert segments.members == [(os.getpid(), stat.st_ino)]
+            return
+        with pytest.raises(SegmentPermission, match="segment of rank 1: got device, inode, size") as raised:
+            shm.attach_segment(0, 1, record, 4096, opened, segments)
+        assert (raised.value.rank, raised.value.peer) == (0, 1)
+    finally:
+        segments.release()
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "ENOMEM", "EFAULT", "EFBIG", "EACCES"])
+def test_only_a_lack_of_memory_is_one(name: str) -> None:
+    assert no_memory(OSError(getattr(errno, name), name)) is (name != "EACCES")
+    assert no_memory(OverflowError())

@@ -9,7 +9,8 @@ import torch
 from support.emulated_gpu import EmulatedGpu
 
 from moe_rt import Buffer, ThreadGroup
-from moe_rt.errors import GroupPoisoned, InvalidConfig
+from moe_rt.errors import GroupClosed, GroupPoisoned, InvalidConfig
+from moe_rt.group import thread_ranks
 
 SIZE = 3
 SIZES = dict(num_max_tokens_per_rank=2, hidden=8, num_topk=1, num_experts=SIZE, dtype=torch.float32)
@@ -65,3 +66,61 @@ def test_ranks_that_do_not_end_are_shown() -> None:
             ThreadGroup.run(lambda group: group.rank == 1 and end.wait(), 2, timeout_s=0.5)
     finally:
         end.set()
+
+
+def test_every_option_of_a_run_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[object] = []
+
+    class Noting:
+        def __init__(self, *given: object, **named: object) -> None:
+            arrived.extend([given, named])
+
+        def run(self, *given: object, **named: object) -> None:
+            arrived.extend([given, named])
+
+    monkeypatch.setattr(thread_ranks, "ThreadRanks", Noting)
+    gpu = EmulatedGpu()
+    ThreadGroup.run(exchange, 2, 3.0, "more", device=gpu, nodes=[0, 1], timeout_s=7.5)
+    assert arrived == [(2, gpu), {"nodes": [0, 1]}, (exchange, 3.0, "more"), {"seconds": 7.5}]
+    made = ThreadGroup.make(3, gpu, nodes=[0, 1, 1])
+    assert [(g.rank, g.size, g.device, g.topology.nodes) for g in made] == [(r, 3, gpu, (0, 1, 1)) for r in range(3)]
+
+
+@pytest.mark.parametrize("first", [GroupPoisoned, GroupClosed, threading.BrokenBarrierError])
+def test_a_cause_that_comes_second_is_raised(first: type[Exception]) -> None:
+    failed = threading.Event()
+
+    def fails(group: ThreadGroup) -> None:
+        if group.rank == 1:
+            try:
+                raise first("a consequence")
+            finally:
+                threading.Timer(0.05, failed.set).start()
+        failed.wait(60.0)
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        ThreadGroup.run(fails, 2)
+    with pytest.raises(first, match="alone"):
+        ThreadGroup.run(raises, 1, first("alone"))
+
+
+def raises(group: ThreadGroup, error: Exception) -> None:
+    raise error
+
+
+def test_after_a_failure_the_time_of_the_run_is_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may have ten seconds to end, but not beyond the limit of the run."""
+    monkeypatch.setattr(thread_ranks, "_GRACE_S", 30.0)
+    end, ended = threading.Event(), []
+
+    def work(group: ThreadGroup) -> None:
+        if group.rank == 0:
+            raise ValueError("bad batch")
+        end.wait(20.0)
+        ended.append(group.rank)
+
+    with pytest.raises(ValueError, match="bad batch"):
+        ThreadGroup.run(work, 2, timeout_s=0.3)
+    assert ended == []
+    end.set()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,13 +80,20 @@ def test_addresses_are_checked(remote: Any) -> None:
 
 
 def test_an_address_is_taken() -> None:
-    assert ucx._checked(dict(ADDRESS), 0, 1) == (b"\0\0\0", 4096)
+    for secret in (0, 4096, 2**64 - 1):
+        assert ucx._checked({**ADDRESS, "secret": secret}, 0, 1) == (b"\0\0\0", secret)
 
 
 @pytest.mark.parametrize("changes", [{"version": "0.0.1"}, {"ucx": "1.13.1"}])
 def test_versions_must_agree(changes: dict[str, str]) -> None:
-    with pytest.raises(InvalidConfig, match="on rank 1, expected what rank 0 has"):
+    with pytest.raises(InvalidConfig, match="on rank 1, expected what rank 0 has") as raised:
         ucx.allocate(Told(**changes), make_spec(2).shape(), 1.0)  # type: ignore[arg-type]
+    assert (raised.value.rank, raised.value.peer) == (0, 1)
+
+
+def test_releases_of_one_version_of_ucx_work_together() -> None:
+    ours = {"where": "here", "version": "1.0.0", "ucx": "1.18.0"}
+    assert ucx._agree([ours, {**ours, "where": "there", "ucx": "1.18.1"}], 1) == "there"
 
 
 @pytest.mark.parametrize(("changes", "segments"), [({}, 2), ({"where": "another host"}, 1)])
@@ -142,6 +150,41 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx, "OLDEST", (9, 0))
     with pytest.raises(InvalidConfig, match=r"got UCX 1\.\d+\.\d+, expected 9.0 or later"):
         ucx.library()
+
+
+@pytest.mark.parametrize("version", ["1.9.0", "1.12.1", "0.99.0"])
+def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(ucx._engine, "ucx_version", lambda name: version)
+    with pytest.raises(InvalidConfig, match=f"got UCX {version}, expected 1.13 or later"):
+        ucx.library()
+    assert f"got UCX {version}" in ucx.describe()
+
+
+def test_settings_are_there_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its package may also lack the file; then the system's loader looks for it."""
+    seen: dict[str, str] = {}
+    for name in ucx._SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ucx._engine, "ucx_version", lambda name: seen.update(os.environ, loaded=name) or "1.18.0")
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(ucx.importlib.util, "find_spec", lambda name: package)
+    assert ucx.library() == seen["loaded"] == "libucp.so.0"
+    assert {name: seen.get(name) for name in ucx._SETTINGS} == ucx._SETTINGS
+
+
+def test_a_dead_link_is_noticed_as_soon_as_documented() -> None:
+    def seconds(setting: str) -> float:
+        value = ucx._SETTINGS[setting]
+        return float(value[:-2]) / 1000 if value.endswith("ms") else float(value.removesuffix("s"))
+
+    idle, interval = seconds("UCX_TCP_KEEPIDLE"), seconds("UCX_TCP_KEEPINTVL")
+    assert seconds("UCX_TCP_USER_TIMEOUT") <= 2.0
+    assert idle + interval * int(ucx._SETTINGS["UCX_TCP_KEEPCNT"]) <= 3.0
+    assert seconds("UCX_KEEPALIVE_INTERVAL") + seconds("UCX_TCP_USER_TIMEOUT") <= 3.0
+    table = (Path(__file__).parents[2] / "docs/howto/cluster.md").read_text()
+    assert (
+        "`UCX_KEEPALIVE_INTERVAL` | 2s, 1s, 1s, 2, 500ms unless set: a lost link is `PeerDead` after 2 to 3 s" in table
+    )
 
 
 def test_the_oldest_version_is_the_documented_one() -> None:

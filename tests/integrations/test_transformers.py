@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +139,49 @@ def test_every_option_of_configure_arrives() -> None:
     finally:
         configure()
     assert adapter._options == GrowingOptions()
+
+
+@pytest.mark.parametrize("name", sorted(unlike_defaults(configure)))
+def test_an_option_that_is_left_out_has_its_default_again(name: str) -> None:
+    try:
+        configure(**{name: unlike_defaults(configure)[name]})
+        configure()
+        assert {**vars(adapter._options), "send_padding": adapter._send_padding} == {
+            **vars(GrowingOptions()),
+            "send_padding": False,
+        }
+    finally:
+        configure()
+
+
+def test_what_changes_between_two_forwards_takes_effect() -> None:
+    """Each size, the dtype and the options lead to their own buffer, with a new tag; the same ones to the same."""
+    asked: list[dict[str, Any]] = []
+
+    def growing(options: GrowingOptions, **sizes: Any) -> Any:
+        asked.append({"options": options, **sizes})
+        return SimpleNamespace(new_tag=partial(int, len(asked)))
+
+    layer: Any = adapter.MoeRtEP.__new__(adapter.MoeRtEP)
+    layer.num_experts, layer._pool = 8, SimpleNamespace(growing=growing)
+    layer._buffer, layer._buffer_key, layer._tag = None, (), 0
+    x, idx = torch.zeros(3, 16), torch.zeros(3, 2, dtype=torch.int64)
+    options = unlike_defaults(configure, leave_out=["send_padding"])
+    given = [(x, idx), (x.bfloat16(), idx), (torch.zeros(3, 32), idx), (x, idx[:, :1]), (x, idx)]
+    try:
+        for number, (rows, ids) in enumerate(given, 1):
+            for _ in range(2):
+                layer._buffer_for(rows[:number], ids[:number])
+                assert (len(asked), layer._tag) == (number, number)
+            sizes = {"hidden": rows.shape[1], "num_topk": ids.shape[1], "num_experts": 8, "dtype": rows.dtype}
+            assert asked[-1] == {"options": GrowingOptions(), **sizes}
+        for number, (name, value) in enumerate(options.items(), 1 + len(given)):
+            configure(**{name: value})
+            layer._buffer_for(x, idx)
+            assert (len(asked), layer._tag) == (number, number), name
+            assert getattr(asked[-1]["options"], name) == value
+    finally:
+        configure()
 
 
 def test_a_model_without_a_plan(make_ranks: MakeRanks, saved: Callable[..., str]) -> None:

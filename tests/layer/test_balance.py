@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -198,3 +199,94 @@ def test_global_batch_loss_from_summed_counts() -> None:
     loss = torch.stack(losses).mean()
     torch.testing.assert_close(loss, router(x)[2].load_balancing_loss)
     torch.testing.assert_close(torch.autograd.grad(loss, router.weight)[0], whole)
+
+
+ONE_BY_ONE: dict[str, tuple[Any, ...]] = {
+    "score_func": ("softmax", "sigmoid"),
+    "balance_scope": ("sequence", "batch"),
+    "balance_bias": (False, True),
+    "groups": (False, True),
+    "norm_topk": (True, False),
+    "route_scale": (1.0, 2.5),
+    "topk_before_softmax": (False, True),
+    "router_bias": (False, True),
+    "padding": (False, True),
+}
+# Every pair of values of two options, in a few combinations of all.
+COMBINATIONS = [
+    dict(zip(ONE_BY_ONE, values, strict=True))
+    for values in itertools.product(*ONE_BY_ONE.values())
+    if values[6] is False or values[0] == "softmax"
+][::5]
+
+
+def by_loops(router: Router, x: Tensor, real: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Return ids, weights, losses and counts of x [B, S, H], token by token; docs of RouterConfig and RouterAux."""
+    logits = F.linear(x, router.weight, router.bias)
+    scores = logits.softmax(-1) if given["score_func"] == "softmax" else logits.sigmoid()
+    normed = scores / scores.sum(-1, keepdim=True)
+    found: dict[str, Any] = {"ids": [], "weights": [], "load": [0] * E}
+    counts, sums, lengths = torch.zeros(len(x), E), torch.zeros(len(x), E), [0] * len(x)
+    for b, t in itertools.product(range(len(x)), range(x.shape[1])):
+        if not real[b, t]:
+            found["ids"].append([-1] * K)
+            found["weights"].append(torch.zeros(K))
+            continue
+        by = logits[b, t] if given["topk_before_softmax"] else scores[b, t]
+        by = by if router.balance_bias is None else by + router.balance_bias
+        if given["groups"]:
+            by = by.clone()
+            in_groups = by.unflatten(0, (GROUPS["num_groups"], -1)).topk(2).values.sum(1)
+            for group in set(range(GROUPS["num_groups"])) - set(in_groups.topk(GROUPS["topk_groups"]).indices.tolist()):
+                by.unflatten(0, (GROUPS["num_groups"], -1))[group] = -torch.inf
+        ids = by.topk(K).indices
+        weights = logits[b, t][ids].softmax(-1) if given["topk_before_softmax"] else scores[b, t][ids]
+        if given["norm_topk"] and not given["topk_before_softmax"]:
+            weights = weights / weights.sum()
+        found["ids"].append(ids.tolist())
+        found["weights"].append(weights * given["route_scale"])
+        for e in ids.tolist():
+            found["load"][e] += 1
+        as_plain = given["balance_scope"] == "sequence" and (given["groups"] or given["balance_bias"])
+        counts[b] += F.one_hot(scores[b, t].topk(K).indices if as_plain else ids, E).sum(0)
+        sums[b] += normed[b, t]
+        lengths[b] += 1
+    if given["balance_scope"] == "batch":
+        balance = E * (counts.sum(0) / (K * sum(lengths)) * sums.sum(0) / sum(lengths)).sum()
+    else:
+        each = [E * (counts[b] / (K * n) * sums[b] / n).sum() for b, n in enumerate(lengths) if n]
+        balance = torch.stack(each).mean()
+    found["balance"], found["mean_prob"] = balance, sums.sum(0) / sum(lengths)
+    found["z"] = logits.logsumexp(-1).square()[real].mean()
+    return found
+
+
+@pytest.mark.parametrize("given", COMBINATIONS, ids=lambda given: "-".join(map(str, given.values())))
+def test_options_together_against_loops(given: dict[str, Any]) -> None:
+    options = {name: given[name] for name in given if name not in ("groups", "padding")}
+    router = make_router(**options, **(GROUPS if given["groups"] else {}), aux_loss_coef=0.3, z_loss_coef=0.02)
+    with torch.no_grad():
+        if router.bias is not None:
+            router.bias.normal_(generator=torch.Generator().manual_seed(1))
+        if router.balance_bias is not None:
+            router.balance_bias.copy_(torch.linspace(1, -1, E))
+    x, real = tokens(3, 7), torch.ones(3, 7, dtype=torch.bool)
+    if given["padding"]:
+        real[0, 4:], real[2] = False, False
+    idx, weights, aux = router(x, mask=real if given["padding"] else None)
+    expected = by_loops(router, x, real, given)
+    assert idx.tolist() == expected["ids"]
+    torch.testing.assert_close(weights, torch.stack(expected["weights"]))
+    torch.testing.assert_close(aux.load_balancing_loss, expected["balance"])
+    torch.testing.assert_close(aux.z_loss, expected["z"])
+    torch.testing.assert_close(aux.loss, 0.3 * expected["balance"] + 0.02 * expected["z"])
+    assert aux.tokens_per_expert.tolist() == expected["load"]
+    torch.testing.assert_close(aux.mean_prob, expected["mean_prob"])
+
+
+def test_each_pair_of_options_is_among_the_combinations() -> None:
+    allowed = {("sigmoid", True)}  # topk_before_softmax
+    for (one, ours), (other, theirs) in itertools.combinations(ONE_BY_ONE.items(), 2):
+        found = {(given[one], given[other]) for given in COMBINATIONS}
+        missing = set(itertools.product(ours, theirs)) - found
+        assert missing == (allowed if (one, other) == ("score_func", "topk_before_softmax") else set())

@@ -106,6 +106,8 @@ def test_jitter_is_on_the_input_and_in_training_only() -> None:
     noise = router(x, topk_idx=torch.arange(K).expand(T, K))[1].logit()
     assert 0.8 - 1e-5 <= noise.min() < 0.85
     assert 1.15 < noise.max() <= 1.2 + 1e-5
+    assert (noise.std(0) > 0).all()
+    assert (noise.std(1) > 0).all(), "each element has its own"
     torch.testing.assert_close(router.eval()(x)[1].logit(), torch.ones(T, K))
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from mesh import cases_mesh as cases
 from support.ranks import Ranks, ThreadRanks
+from torch import nn
 
 from moe_rt.errors import InvalidConfig
+from moe_rt.parallel import clip_grad_norm_
 
 MakeRanks = Callable[[str, int], Ranks]
 
@@ -41,3 +44,30 @@ def test_threads_are_refused() -> None:
     for outcome in ThreadRanks(2).outcomes(cases.clipped_threads):
         with pytest.raises(InvalidConfig, match="got 2 ranks that are threads, expected a ProcessGroup"):
             raise outcome
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("norm", [1e-3, 0.5, 2.0, 1e4])
+def test_gradients_are_scaled_as_torch_scales_them(norm: float, max_norm: float) -> None:
+    models = [nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 3)) for _ in range(2)]
+    drawn = [torch.randn(p.shape) for p in models[0].parameters()]
+    whole = torch.cat([g.flatten() for g in drawn]).norm()
+    for model in models:
+        for p, grad in zip(model.parameters(), drawn, strict=True):
+            p.grad = grad * norm / whole
+        model[2].bias.grad = None
+    got, expected = (
+        clip_grad_norm_(models[0], max_norm),
+        torch.nn.utils.clip_grad_norm_(models[1].parameters(), max_norm),
+    )
+    assert float(got) == pytest.approx(float(expected), rel=1e-5)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert (ours.grad is None) is (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=0.0)
+
+
+def test_a_norm_of_bf16_gradients_is_not_rounded() -> None:
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    model.weight.grad = torch.randn(64, 64).bfloat16()
+    assert float(clip_grad_norm_(model, 1e9)) == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-12)

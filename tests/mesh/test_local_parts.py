@@ -1,0 +1,174 @@
+"""What ranks agree on about their experts, and how parts become whole, with collectives between threads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import ThreadRanks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_rt.errors import InvalidConfig
+from moe_rt.nn import spread
+from moe_rt.nn.part import Part, Whole
+from moe_rt.parallel import whole as whole_module
+from moe_rt.parallel import wrapping
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+class Collectives:
+    """torch.distributed of ranks that are threads; a group is a tuple of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._barrier = size, threading.Barrier(size)
+        self._given: list[Any] = [None] * size
+
+    def get_rank(self) -> int:
+        return int(threading.current_thread().name.split()[-1])
+
+    def get_world_size(self, group: Any = None) -> int:
+        return self._size if group is None else len(group)
+
+    def get_process_group_ranks(self, group: tuple[int, ...]) -> list[int]:
+        return list(group)
+
+    def get_backend(self, group: Any) -> str:
+        return "gloo"
+
+    def all_gather(self, received: list[Tensor], given: Tensor, group: tuple[int, ...]) -> None:
+        """All ranks call it at the same time, perhaps each in a group of its own."""
+        self._given[self.get_rank()] = given
+        self._barrier.wait(60.0)
+        for place, rank in enumerate(group):
+            assert self._given[rank].shape == received[place].shape, "as gloo requires"
+            received[place].copy_(self._given[rank])
+        self._barrier.wait(60.0)
+
+
+def agreed(monkeypatch: pytest.MonkeyPatch, groups: list[tuple[int, ...]], trains: tuple[bool, ...]) -> list[Any]:
+    """Return what `prepare` finds on each rank; groups[r] holds the ranks that share experts with rank r."""
+    size = len(groups)
+    monkeypatch.setattr(wrapping, "dist", collectives := Collectives(size))
+
+    def case(_: Any) -> Any:
+        rank = collectives.get_rank()
+        experts = nn.Linear(2, 2).requires_grad_(trains[rank])
+        inner: Any = SimpleNamespace(process_group=groups[rank] if len(groups[rank]) > 1 else None)
+        everyone: Any = tuple(range(size))
+        return wrapping._agree(experts, inner, everyone)
+
+    return ThreadRanks(size).outcomes(case)
+
+
+@pytest.mark.parametrize(
+    ("groups", "copies"),
+    [
+        ([(0, 1, 2, 3)] * 4, [(0,), (1,), (2,), (3,)]),
+        ([(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 2), (1, 3), (0, 2), (1, 3)]),
+        ([(0, 2), (1, 3), (0, 2), (1, 3)], [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ([(0,), (1,), (2,), (3,)], [(0, 1, 2, 3)] * 4),
+    ],
+    ids=str,
+)
+def test_ranks_with_the_same_experts_find_each_other(
+    monkeypatch: pytest.MonkeyPatch, groups: list[tuple[int, ...]], copies: list[tuple[int, ...]]
+) -> None:
+    assert [same for same, _ in agreed(monkeypatch, groups, (True,) * 4)] == copies
+
+
+@pytest.mark.parametrize("trains", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_experts_that_are_frozen_on_some_ranks_train_somewhere(
+    monkeypatch: pytest.MonkeyPatch, trains: tuple[bool, ...]
+) -> None:
+    """One rank with a gradient is enough for all to take part in the backward."""
+    assert [found for _, found in agreed(monkeypatch, [(0, 1, 2)] * 3, trains)] == [any(trains)] * 3
+
+
+@pytest.mark.parametrize("groups", [[(0, 1), (0, 1), (2,)], [(0,), (1, 2), (1, 2)]], ids=str)
+def test_groups_of_different_sizes_are_refused_everywhere(
+    monkeypatch: pytest.MonkeyPatch, groups: list[tuple[int, ...]]
+) -> None:
+    for outcome in agreed(monkeypatch, groups, (True,) * 3):
+        assert isinstance(outcome, InvalidConfig)
+        assert "group: got an expert-parallel group" in str(outcome)
+
+
+def test_ddp_ignores_experts_of_every_module_and_what_it_ignored_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    names = {model: {"1.0.weight"}, model[1]: {"0.weight"}, model[1][0]: {"weight"}}
+    monkeypatch.setattr(wrapping, "spread_names", lambda module: names.get(module, set()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    wrapping._name_to_ddp(model)
+    wrapping._name_to_ddp(model)
+    ignored = {path: set(getattr(module, IGNORED, ())) for path, module in model.named_modules()}
+    assert ignored == {"": {"1.0.weight", "0.bias"}, "0": set(), "1": {"0.weight"}, "1.0": {"weight"}}
+
+
+PLACEMENTS = [
+    [(0, 1), (2, 3), (4, 5)],
+    [(3, 0), (2,), (5, 1, 4)],
+    [(1,), (5, 4, 3, 2), (0,)],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_whole_tensors_of_several_placements(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(whole_module, "dist", Collectives(3))
+    monkeypatch.setattr(whole_module, "group_named", lambda name: (0, 1, 2))
+    values = [torch.arange(6 * 4).reshape(6, 2, 2).to(dtype) + 100 * number for number in range(len(PLACEMENTS))]
+
+    def case(group: Any) -> dict[str, Any]:
+        parts = {}
+        for number, (placement, value) in enumerate(zip(PLACEMENTS, values, strict=True)):
+            own = placement[group.rank]
+            part = Part(value[list(own)], False, Whole("experts", own, 6))
+            parts[str(number)] = {"weight": part, "again": part + 1, "replica": value}
+        source: Any = SimpleNamespace(state_dict=lambda: parts)
+        return whole_module.whole_state_dict(source)
+
+    for state in ThreadRanks(3).run(case):
+        for number, value in enumerate(values):
+            found = state[str(number)]
+            assert {tensor.dtype for tensor in found.values()} == {dtype}
+            assert torch.equal(found["weight"], value)
+            assert torch.equal(found["again"], value + 1)
+            assert torch.equal(found["replica"], value)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 2), (1, 2)], ids=str)
+def test_a_tensor_without_an_entry_for_each_expert_is_refused(shape: tuple[int, ...]) -> None:
+    part = Part(torch.zeros(shape), False, Whole("experts", (0, 1), 4))
+    source: Any = SimpleNamespace(state_dict=lambda: {"state": {"weight": part}})
+    expected = rf"state\.weight: got a tensor \[{', '.join(map(str, shape))}\], expected one entry for each of 2"
+    with pytest.raises(InvalidConfig, match=expected):
+        whole_module.whole_state_dict(source)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["swapped", "held by a weak reference"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_a_marked_parameter_is_as_before(requires_grad: bool, has_grad: bool, held: bool) -> None:
+    module = nn.Linear(2, 3)
+    p = module.weight.requires_grad_(requires_grad)
+    value, grad = p.detach().clone(), torch.randn(3, 2)
+    p.note = "of the user"  # type: ignore[attr-defined]
+    p.grad = grad.clone() if has_grad else None
+    reference = weakref.ref(p) if held else None
+    spread.mark_parameter(module, "weight", p, Whole("experts", (0, 1, 2), 6))
+    marked: Any = module.weight
+    assert isinstance(marked, Part)
+    assert (marked is p) or held
+    assert torch.equal(marked.to_local(), value)
+    assert (marked.requires_grad, marked.note) == (requires_grad, "of the user")
+    assert (marked.grad is not None) == has_grad
+    if has_grad:
+        assert isinstance(marked.grad, Part)
+        assert torch.equal(marked.grad.to_local(), grad)
+    del reference
