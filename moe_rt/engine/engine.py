@@ -112,8 +112,9 @@ class Engine(Halves):
             num_tokens = x.shape[0]
         try:
             return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales, start)
-        except CapacityOverflow:  # every rank sees the same overflow and the same need, so all retry, once
+        except CapacityOverflow as error:  # every rank sees the same overflow and the same need, so all retry, once
             if not self._grow(most):
+                self._advise(error, topk_idx)
                 raise
         x = x.contiguous()  # a token window is now an earlier op's, and its rows may be padded
         return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)

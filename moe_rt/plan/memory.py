@@ -53,9 +53,9 @@ def buffer_memory(
     expect(heap in HEAPS, "heap", heap, f"one of {list(HEAPS)}")
     expect(0 <= rank < topology.num_ranks, "rank", rank, f"0 to {topology.num_ranks - 1}")
     spec = BufferSpec.make(topology, options or BufferOptions(), **sizes)
-    if spec.route == "auto":  # as moe_rt.engine.backend.choose_route decides
-        several = HEAPS[heap].network and topology.num_nodes > 1
-        spec = replace(spec, route="two_level" if several else "flat")
+    # As moe_rt.engine.backend.choose_route decides: one node has one level, and "auto" is for networks.
+    two_level = spec.route == "two_level" or (spec.route == "auto" and HEAPS[heap].network)
+    spec = replace(spec, route="two_level" if two_level and topology.num_nodes > 1 else "flat")
     shape = spec.gpu_shape() if HEAPS[heap].gpu else spec.shape()
     local, capacity = spec.placement.num_local(rank), spec.capacity(rank)
     weight = spec.acc_dtype.itemsize

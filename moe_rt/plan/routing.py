@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ import numpy.typing as npt
 from moe_rt.errors import expect
 from moe_rt.plan.distinct import Array, owners
 from moe_rt.routes.file import ids_of
+
+if TYPE_CHECKING:
+    from moe_rt.config.spec import BufferSpec
 
 Ids = npt.NDArray[np.int64]
 _NORMAL = NormalDist()
@@ -145,9 +149,7 @@ def overflow(factor: float, tokens: int, topk: int, ranks: int, shares: Array) -
         InvalidConfig: a number makes no sense.
     """
     loads = rank_loads(tokens, topk, ranks, shares)
-    rows = np.array([capacity_rows(factor, tokens, topk, len(shares), ranks, r) for r in range(ranks)])
-    worst = np.array([ranks * tokens * min(topk, int(n)) for n in np.bincount(owners(len(shares), ranks))])
-    tails = np.where(rows >= worst, 0.0, loads.tails(rows))
+    rows, tails = _tails(loads, factor, tokens, topk, ranks, len(shares))
     if (total := float(tails.sum())) < RARE:
         return Overflow(total, float(tails.max()), total, int(rows.min()))
     most = np.array([_NORMAL.inv_cdf(min(max(1 - tail, 1e-12), 1 - 1e-12)) for tail in tails])
@@ -155,6 +157,13 @@ def overflow(factor: float, tokens: int, topk: int, ranks: int, shares: Array) -
     normal = np.random.default_rng(0).standard_normal((draws, ranks)) @ loads.mixing
     low, high = wilson(hits := int((normal > most).any(axis=1).sum()), draws)
     return Overflow(hits / draws, low, high, int(rows.min()))
+
+
+def _tails(loads: Loads, factor: float, tokens: int, topk: int, ranks: int, experts: int) -> tuple[Array, Array]:
+    """Return each rank's rows by a capacity factor, and the chance that it receives more, both [ranks]."""
+    rows = np.array([capacity_rows(factor, tokens, topk, experts, ranks, r) for r in range(ranks)])
+    worst = np.array([ranks * tokens * min(topk, int(n)) for n in np.bincount(owners(experts, ranks))])
+    return rows, np.where(rows >= worst, 0.0, loads.tails(rows))
 
 
 @dataclass(frozen=True)
@@ -265,14 +274,44 @@ def factor_for(probability: float, tokens: int, topk: int, ranks: int, shares: A
         InvalidConfig: the probability is not between 0 and 1.
     """
     expect(0 < probability < 1, "probability", probability, "a number between 0 and 1")
+    if probability < RARE:  # the sum of the tails, without draws
+        loads = rank_loads(tokens, topk, ranks, shares)
+
+    def fits(factor: float) -> bool:
+        if probability >= RARE:
+            return overflow(factor, tokens, topk, ranks, shares).probability <= probability
+        return float(_tails(loads, factor, tokens, topk, ranks, len(shares))[1].sum()) <= probability
+
     low, high = 0.0, 1.0
-    while overflow(high, tokens, topk, ranks, shares).probability > probability and high < len(shares):
+    while not fits(high) and high < len(shares):
         high *= 2
     while high - low > 0.0005:
         middle = (low + high) / 2
-        fits = overflow(middle, tokens, topk, ranks, shares).probability <= probability
-        low, high = (low, middle) if fits else (middle, high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return math.ceil(high * 1000) / 1000
+
+
+def capacity_advice(factor: float, tokens: int, topk: int, ranks: int, shares: Array, risk: float = 1e-4) -> str:
+    """Return the risk of a capacity factor in words, and the factor for a small risk."""
+    now = overflow(factor, tokens, topk, ranks, shares).probability
+    enough = factor_for(risk, tokens, topk, ranks, shares)
+    return f"factor {factor:g} overflows with probability {now:.2g} a step; {enough:.3g} for one in {round(1 / risk):,}"
+
+
+def advice_of(spec: BufferSpec, topk_idx: Ids) -> str:
+    """Return the capacity advice for a buffer whose routing is as that of one rank, or "" where no formula holds.
+
+    Args:
+        topk_idx: int64 [T, K]; each expert counts one choice more, so that few tokens do not exclude one.
+    """
+    held = np.bincount(np.array(spec.placement.ranks), minlength=spec.num_ranks)
+    even = np.bincount(owners(spec.num_experts, spec.num_ranks))
+    if spec.capacity_factor is None or spec.by_token or topk_idx.size == 0 or (held != even).any():
+        return ""
+    counts = 1.0 + np.bincount(topk_idx[topk_idx >= 0].reshape(-1), minlength=spec.num_experts)
+    shares = counts[np.argsort(np.array(spec.placement.ranks), kind="stable")] / counts.sum()
+    sizes = (spec.num_max_tokens_per_rank, spec.num_topk, spec.num_ranks)
+    return f"with routing as on this rank, {capacity_advice(spec.capacity_factor, *sizes, shares)}"
 
 
 def load_trace(path: Path, experts: int | None = None) -> Ids:

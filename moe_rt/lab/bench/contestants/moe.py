@@ -25,6 +25,7 @@ class MoeRt(Exchange):
     name = "moe_rt"
     route: ClassVar[Route | Literal["auto"]] = "auto"
     sums: ClassVar[Sums] = "ranked"
+    num_threads: ClassVar[int] = 1
 
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
@@ -38,6 +39,7 @@ class MoeRt(Exchange):
             heap=case.heap,
             route=self.route,
             sums=self.sums,
+            num_threads=self.num_threads,
         )
         self.unit = UNITS[self.buffer.route]
 
