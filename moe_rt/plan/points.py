@@ -180,7 +180,7 @@ def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
     domain = max(1.0, ranks / nodes)
     units, whole = (int(experts), int(topk)), int(ranks)
     to_nodes, to_ranks = distinct(int(nodes), *units), distinct(whole, *units)
-    if "round-robin" in text["notes"]:
+    if "round-robin" in text["notes"] or "trtllm" in text["library"].lower():  # as its benchmark routes
         to_ranks = float(distinct_balanced(whole, int(topk)))
     groups = re.search(r"group-limited top-min\(nodes,(\d+)\)", text["notes"])
     if groups and nodes > 1:

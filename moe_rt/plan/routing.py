@@ -138,12 +138,12 @@ def capacity_rows(factor: float, tokens: int, topk: int, experts: int, ranks: in
     return min(worst, max(1, math.ceil(factor * (ranks * tokens * topk * local / experts))))
 
 
-def overflow(factor: float, tokens: int, topk: int, ranks: int, shares: Array) -> Overflow:
+def overflow(factor: float, tokens: int, topk: int, ranks: int, shares: Array, most_draws: int = 100_000) -> Overflow:
     """Return the probability that a capacity factor overflows, from the moments of the ranks' loads.
 
     The rows of a rank are a sum over R*T independent tokens. Ranks share exactly K choices a token, so their loads are
-    negatively correlated. Small risks are the sum of the ranks' tails; others come from 100,000 draws of correlated
-    normals whose marginal risks are those of the ranks, and the interval states the draws' uncertainty.
+    negatively correlated. Small risks are the sum of the ranks' tails; others come from draws of correlated normals
+    whose marginal risks are those of the ranks, and the interval states the draws' uncertainty.
 
     Raises:
         InvalidConfig: a number makes no sense.
@@ -153,7 +153,7 @@ def overflow(factor: float, tokens: int, topk: int, ranks: int, shares: Array) -
     if (total := float(tails.sum())) < RARE:
         return Overflow(total, float(tails.max()), total, int(rows.min()))
     most = np.array([_NORMAL.inv_cdf(min(max(1 - tail, 1e-12), 1 - 1e-12)) for tail in tails])
-    draws = min(100_000, 8_000_000 // ranks)
+    draws = min(most_draws, 8_000_000 // ranks)
     normal = np.random.default_rng(0).standard_normal((draws, ranks)) @ loads.mixing
     low, high = wilson(hits := int((normal > most).any(axis=1).sum()), draws)
     return Overflow(hits / draws, low, high, int(rows.min()))
@@ -293,7 +293,7 @@ def factor_for(probability: float, tokens: int, topk: int, ranks: int, shares: A
 
 def capacity_advice(factor: float, tokens: int, topk: int, ranks: int, shares: Array, risk: float = 1e-4) -> str:
     """Return the risk of a capacity factor in words, and the factor for a small risk."""
-    now = overflow(factor, tokens, topk, ranks, shares).probability
+    now = overflow(factor, tokens, topk, ranks, shares, most_draws=10_000).probability
     enough = factor_for(risk, tokens, topk, ranks, shares)
     return f"factor {factor:g} overflows with probability {now:.2g} a step; {enough:.3g} for one in {round(1 / risk):,}"
 
