@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 Ids = npt.NDArray[np.int64]
 _NORMAL = NormalDist()
-LARGE = 4000.0  # mean rows above which the normal law replaces the binomial one
 RARE = 0.02  # risks below it are sums of tails: two ranks hardly overflow together
 
 
@@ -92,9 +92,8 @@ def _inclusion(shares_bytes: bytes, topk: int) -> Array:
     shares = np.frombuffer(shares_bytes)
     if topk == len(shares):
         return np.ones(len(shares))
-    rate = np.maximum(shares, 1e-12)
-    log_t = np.linspace(math.log(1e-5 / rate.max()), math.log(60 / rate.min()), 400)
-    rung = -np.expm1(-rate[:, None] * np.exp(log_t))  # [experts, times]
+    rate, log_t = np.maximum(shares, 1e-12), _log_times(shares, 400)
+    rung = _rung(shares, 400)
     before, after = _counts_before(rung, topk), _counts_before(rung[::-1], topk)[::-1]
     fewer = np.zeros_like(rung)
     for i in range(topk):  # the others: i among those before e, and at most topk - 1 - i among those after
@@ -102,6 +101,17 @@ def _inclusion(shares_bytes: bytes, topk: int) -> Array:
     density = rate[:, None] * np.exp(log_t) * (1 - rung) * fewer
     chance = density.sum(1) * (log_t[1] - log_t[0])
     return np.asarray(chance * topk / chance.sum(), float)
+
+
+def _log_times(shares: Array, steps: int) -> Array:
+    rate = np.maximum(shares, 1e-12)
+    return np.linspace(math.log(1e-5 / rate.max()), math.log(60 / rate.min()), steps)
+
+
+def _rung(shares: Array, steps: int) -> Array:
+    """Return the chance that each expert's clock has rung by a time, [experts, steps]."""
+    rate = np.maximum(shares, 1e-12)
+    return np.asarray(-np.expm1(-rate[:, None] * np.exp(_log_times(shares, steps))), float)
 
 
 def _counts_before(rung: Array, most: int) -> Array:
@@ -168,28 +178,35 @@ def _tails(loads: Loads, factor: float, tokens: int, topk: int, ranks: int, expe
 
 @dataclass(frozen=True)
 class Loads:
-    """Moments of the rows that each rank receives in one dispatch: mean, deviation and skewness, each [ranks].
+    """Rows that each rank receives in one dispatch: a sum over tokens that are independent of each other.
 
     Attributes:
+        tokens: tokens of all ranks.
+        laws: chance that a token has k of its experts on a rank, [ranks, K + 1].
+        mean, deviation, skewness: moments of the sums, each [ranks].
         mixing: turns independent standard normals [n, ranks] into correlated ones.
     """
 
+    tokens: int
+    laws: Array
     mean: Array
     deviation: Array
     skewness: Array
     mixing: Array
 
     def tails(self, rows: Array) -> Array:
-        """Return the chance that each rank receives more than `rows`, [ranks].
+        """Return the chance that each rank receives more than `rows`, [ranks]."""
+        return np.array([self._tail(r, int(most)) for r, most in enumerate(rows)])
 
-        Loads are binomial with the same mean and variance (exact for K = 1), or normal with the same skewness if large.
-        """
-        x = (rows + 0.5 - self.mean) / self.deviation
-        z = x - self.skewness / 6 * (x * x - 1)
-        normal = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in z])
-        for r in np.flatnonzero(self.mean < LARGE):
-            normal[r] = _binomial_tail(int(rows[r]), float(self.mean[r]), float(self.deviation[r] ** 2))
-        return normal
+    def _tail(self, rank: int, rows: int) -> float:
+        """Return P(X > rows) by the characteristic function, on a window in which all but 1e-30 of the law is."""
+        middle, reach = round(float(self.mean[rank])), 14 * float(self.deviation[rank]) + 14
+        if abs(rows - middle) > reach:
+            return float(rows < middle)
+        size = 1 << math.ceil(math.log2(2 * reach + 2))
+        law = np.fft.ifft(np.fft.fft(self.laws[rank], size) ** self.tokens).real
+        above = np.arange(rows + 1, middle + size // 2)
+        return min(1.0, max(0.0, float(law[above % size].sum())))
 
     def quantile(self, probability: float) -> Array:
         """Return a quantile of each rank's rows."""
@@ -197,41 +214,73 @@ class Loads:
         return np.asarray(self.mean + self.deviation * (z + self.skewness / 6 * (z * z - 1)), float)
 
 
-def _binomial_tail(rows: int, mean: float, variance: float) -> float:
-    """Return P(X > rows) of a binomial X with this mean and variance; its number of trials need not be whole."""
-    chance = min(max(1 - variance / mean, 1e-9), 1 - 1e-9)
-    trials = mean / chance
-    last = min(math.floor(trials), math.ceil(mean + 12 * math.sqrt(variance) + 12))
-    k = np.arange(last)
-    logs = np.concatenate([[0.0], np.cumsum(np.log((trials - k) / (k + 1)) + math.log(chance / (1 - chance)))])
-    terms = np.exp(logs - logs.max())
-    return float(terms[rows + 1 :].sum() / terms.sum())
-
-
 def rank_loads(tokens: int, topk: int, ranks: int, shares: Array) -> Loads:
-    """Return the moments of the rows that each rank receives in one dispatch of T tokens on each of R ranks.
+    """Return the law of the rows that each rank receives in one dispatch of T tokens on each of R ranks.
 
-    Chances of inclusion are exact; covariances are those of nearly independent choices held to K per token (Hajek).
+    The law of each rank is exact; correlations are those of nearly independent choices held to K per token (Hajek).
     """
     for name, value in (("tokens", tokens), ("ranks", ranks)):
         expect(value > 0, name, value, "a positive number")
     experts = len(shares)
     expect(experts >= ranks, "experts", experts, f"at least one for each of {ranks} ranks")
     chance, owner = inclusion(shares, topk), owners(experts, ranks)
-    spread = chance * (1 - chance)
-    own, all_tokens = np.bincount(owner, spread, ranks), ranks * tokens
-    scale = experts / max(experts - 1, 1)
-    covariance = scale * (np.diag(own) - np.outer(own, own) / max(float(own.sum()), 1e-12))
-    variance = np.maximum(np.diag(covariance), 1e-15)
-    third = np.bincount(owner, spread * (1 - 2 * chance), ranks) * (variance / np.maximum(own, 1e-15)) ** 1.5
-    correlation = covariance / np.sqrt(np.outer(variance, variance))
-    values, vectors = np.linalg.eigh(correlation)
+    own, all_tokens = np.bincount(owner, chance * (1 - chance), ranks), ranks * tokens
+    covariance = np.diag(own) - np.outer(own, own) / max(float(own.sum()), 1e-12)
+    spread = np.sqrt(np.maximum(np.diag(covariance), 1e-15))
+    values, vectors = np.linalg.eigh(covariance / np.outer(spread, spread))
+    laws = _token_laws(np.asarray(shares, float).tobytes(), topk, ranks)
+    held = np.arange(topk + 1)
+    mean = laws @ held
+    central = held - mean[:, None]
+    variance = np.maximum((laws * central**2).sum(1), 1e-15)
     return Loads(
-        mean=np.asarray(all_tokens * np.bincount(owner, chance, ranks), float),
+        tokens=all_tokens,
+        laws=laws,
+        mean=np.asarray(all_tokens * mean, float),
         deviation=np.sqrt(all_tokens * variance),
-        skewness=np.asarray(third / variance**1.5 / math.sqrt(all_tokens), float),
+        skewness=np.asarray((laws * central**3).sum(1) / variance**1.5 / math.sqrt(all_tokens), float),
         mixing=(vectors * np.sqrt(np.maximum(values, 0))).T,
     )
+
+
+@lru_cache(64)
+def _token_laws(shares_bytes: bytes, topk: int, ranks: int) -> Array:
+    """Return the chance that k of a token's distinct experts are on a rank, [ranks, K + 1].
+
+    In the race of clocks, let A of the rank's experts and B of the others have rung at a time. They are independent and
+    only grow, so the K-th ring leaves A = k at the rate of A's step to k while B = K - k, or of B's step to K - k while
+    A = k. The integral over that time is a sum over 800 steps.
+    """
+    rung = _rung(np.frombuffer(shares_bytes), 800)
+    owner = owners(len(rung), ranks)
+    none = np.zeros((topk + 1, rung.shape[1]))
+    none[0] = 1
+    own = [none] * ranks
+    for expert, rank in enumerate(owner):
+        own[rank] = _together(own[rank], np.stack([1 - rung[expert], rung[expert]]))
+    before = list(accumulate(own[:-1], _together, initial=none))
+    after = list(accumulate(own[:0:-1], _together, initial=none))[::-1]
+    laws = np.zeros((ranks, topk + 1))
+    for rank in range(ranks):
+        here, there = own[rank], _together(before[rank], after[rank])[::-1]  # there[k] is P(B = K - k)
+        steps = (_steps_to(here), _steps_to(there[::-1])[::-1])
+        middles = ((here[:, 1:] + here[:, :-1]) / 2, (there[:, 1:] + there[:, :-1]) / 2)
+        laws[rank] = (steps[0] * middles[1]).sum(1) + (steps[1] * middles[0]).sum(1)
+    return np.asarray(laws / laws.sum(1, keepdims=True), float)
+
+
+def _together(first: Array, second: Array) -> Array:
+    """Return the law of the sum of two independent counts, up to the first one's most, [most + 1, times]."""
+    total = np.zeros_like(first)
+    for count, chance in enumerate(second):
+        total[count:] += first[: len(first) - count] * chance
+    return total
+
+
+def _steps_to(law: Array) -> Array:
+    """Return the chance that a growing count steps to each value between two times, [most + 1, times - 1]."""
+    at_least = 1 - np.concatenate([np.zeros((1, law.shape[1])), np.cumsum(law[:-1], axis=0)])
+    return np.asarray(np.diff(at_least, axis=1), float)
 
 
 def simulate_overflow(
