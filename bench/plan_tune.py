@@ -39,7 +39,7 @@ def simulated() -> tuple[Space, Array]:
 
 
 def measured(path: Path) -> tuple[Space, Array]:
-    """Return a layer's knobs and the measured cost of each configuration; measure those that the file lacks."""
+    """Return a layer's knobs and the measured cost of each configuration; measure what the file lacks."""
     space = real_space(LAYER, RANKS, TOKENS)
     judge = real_judge(LAYER, RANKS, TOKENS, space)
     known = json.loads(path.read_text()) if path.exists() else {"machine": machine_card(), "costs": {}}

@@ -30,7 +30,7 @@ VERSION = 3
 # Log errors seen in folds left out: between calibrated shapes, for each doubling beyond them, and on another GPU or
 # library.
 AWAY, OUTSIDE, TRANSFER = 0.05, 0.08, 0.33
-# What a calibration on one node takes from one that crossed the network; other families share only the rate.
+# Parameters that a calibration on one node takes from one that crossed the network; of another family only the rate.
 _CROSSING = ("B_net", "t_net", "t_doubling", "c_signal", "chunk", "c_notify")
 LEAST_LATENCY = 0.4  # part of a calibrated latency that remains on a faster GPU
 GUESS = 0.67  # log error that is assumed where no calibration has the links or the algorithm

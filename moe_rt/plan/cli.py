@@ -17,6 +17,8 @@ from moe_rt.errors import InvalidConfig, MoeRtError, expect
 from moe_rt.plan.answers import EFFICIENCY, Cluster, Layer, Plan, make_plan
 from moe_rt.plan.ask import QUESTIONS, Answer, Setting
 from moe_rt.plan.calibration import Library, load, published
+from moe_rt.plan.distinct import Array
+from moe_rt.plan.export import export as write_export
 from moe_rt.plan.models import MODELS, Model, find_model
 from moe_rt.plan.routing import capacity_advice, load_trace, popularity, shares_of
 from moe_rt.plan.systems import CPU
@@ -122,19 +124,13 @@ def plan(
     if trace is not None:
         shares = shares_of(load_trace(trace, sizes.experts), sizes.experts)
     if tune:
-        from moe_rt.plan.tune import plan_judge, plan_space
-        from moe_rt.plan.tune import tune as search
-
-        space = plan_space(sizes, cluster, tokens)
-        return search(space, plan_judge(sizes, cluster, tokens, shares, space), trials=trials, as_json=as_json)
+        return _tune(sizes, cluster, tokens, shares, trials=trials, as_json=as_json)
     made = make_plan(sizes, cluster, tokens, shares=shares, capacity_factor=capacity_factor, library=known)
     if plot is not None:
         from moe_rt.plan.plots import draw_plan  # matplotlib takes a second
 
         draw_plan(made, shares, plot, known)
     if export is not None:
-        from moe_rt.plan.export import export as write_export
-
         click.echo(write_export(made, export, known), err=True)
     if as_json:
         click.echo(json.dumps(made.document()))
@@ -145,6 +141,14 @@ def plan(
         click.echo(capacity_advice(capacity_factor, tokens, sizes.topk, ep_size, shares))
     for text in measured:
         click.echo(explain(made.layers[0], text))
+
+
+def _tune(model: Model, cluster: Cluster, tokens: int, shares: Array, *, trials: int, as_json: bool) -> None:
+    """Search the knobs by predictions."""
+    from moe_rt.plan.tune import plan_judge, plan_space, tune
+
+    space = plan_space(model, cluster, tokens)
+    tune(space, plan_judge(model, cluster, tokens, shares, space), trials=trials, as_json=as_json)
 
 
 def _tune_real(model: Model, ranks: int, tokens: int, *, trials: int, as_json: bool) -> None:

@@ -20,11 +20,15 @@ WIDE = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CODES = [None, torch.float8_e4m3fn, torch.int8]
 
 
+Drawn = tuple[Topology, dict[str, Any], dict[str, Any]]
+NODES = st.lists(st.integers(1, 2), min_size=1, max_size=2)  # ranks of each
+ANY_NODES = NODES.map(lambda nodes: Topology(tuple(n for n, ranks in enumerate(nodes) for _ in range(ranks))))
+
+
 @st.composite
-def configurations(draw: st.DrawFn, most_ranks: int) -> tuple[Topology, dict[str, Any], dict[str, Any]]:
+def configurations(draw: st.DrawFn, topologies: st.SearchStrategy[Topology] = ANY_NODES) -> Drawn:
     """Draw a topology, sizes and options that fit together."""
-    nodes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=2)) if most_ranks > 1 else [1]
-    topology = Topology(tuple(node for node, ranks in enumerate(nodes) for _ in range(ranks)))
+    topology = draw(topologies)
     experts, layout = draw(st.integers(4, 70)), draw(st.sampled_from(["experts", "tokens"]))
     sizes = dict(
         num_max_tokens_per_rank=draw(st.integers(1, 200)),
@@ -72,34 +76,39 @@ def planned(topology: Topology, sizes: dict[str, Any], options: dict[str, Any], 
     return [[memory.symmetric, memory.received, memory.handle] for memory in made]
 
 
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def real_many(group: Any, drawn: list[Drawn], heap: str) -> list[list[int]]:
+    return [real(group, sizes, options, heap, "cpu") for _, sizes, options in drawn]
+
+
+MANY = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @MANY
-@given(drawn=configurations(4))
-def test_threads(drawn: tuple[Topology, dict[str, Any], dict[str, Any]]) -> None:
+@given(drawn=configurations())
+def test_threads(drawn: Drawn) -> None:
     topology, sizes, options = drawn
     ranks = ThreadRanks(topology.num_ranks, nodes=topology.nodes)
     assert ranks.run(real, sizes, options, "threads", "cpu") == planned(topology, sizes, options, "threads")
 
 
 @settings(MANY, max_examples=40)
-@given(drawn=configurations(4))
-def test_ranks_of_a_gpu(drawn: tuple[Topology, dict[str, Any], dict[str, Any]]) -> None:
+@given(drawn=configurations())
+def test_ranks_of_a_gpu(drawn: Drawn) -> None:
     topology, sizes, options = drawn
     ranks = ThreadRanks(topology.num_ranks, EmulatedGpu(), nodes=topology.nodes)
     assert ranks.run(real, sizes, options, "loopback", "cpu") == planned(topology, sizes, options, "loopback")
 
 
 @pytest.mark.parametrize("heap", ["shm", "ucx"])
-def test_heaps_of_processes(heap: str) -> None:
+def test_processes(make_ranks: Any, heap: Any) -> None:
     if heap == "ucx":
         pytest.importorskip("libucx")
+    ranks = make_ranks("shm", 2)
 
-    @settings(MANY, max_examples=100)
-    @given(drawn=configurations(1))
-    def check(drawn: tuple[Topology, dict[str, Any], dict[str, Any]]) -> None:
-        topology, sizes, options = drawn
-        assert [real(None, sizes, options, heap, "cpu")] == planned(topology, sizes, options, heap)
+    @settings(MANY, max_examples=3)
+    @given(drawn=st.lists(configurations(st.just(Topology.one_node(2))), min_size=30, max_size=30))
+    def check(drawn: list[Drawn]) -> None:
+        expected = [planned(topology, sizes, options, heap) for topology, sizes, options in drawn]
+        assert ranks.run(real_many, drawn, heap) == [list(each) for each in zip(*expected, strict=True)]
 
     check()

@@ -1,4 +1,4 @@
-"""Real tuning judges configurations of equal work by the benchmark, and leaves out those that cannot run."""
+"""Real tuning judges configurations of equal work by the benchmark, and refuses what cannot run."""
 
 from __future__ import annotations
 

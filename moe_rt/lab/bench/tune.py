@@ -57,7 +57,6 @@ def real_judge(model: Model, ranks: int, tokens: int, space: Space, iters: int =
 
     A configuration whose ranks end early, for lack of memory for example, cannot run.
     """
-    settings = dict(iters=iters, warmup=1, seed=0, malloc="recycle", cold=False)
 
     def judge(number: int) -> float:
         knobs: dict[str, Any] = space.at(number)
@@ -67,9 +66,12 @@ def real_judge(model: Model, ranks: int, tokens: int, space: Space, iters: int =
             tokens=ranks * tokens // int(knobs["ep_size"]) // batches, hidden=model.hidden, topk=model.topk,
             experts=model.experts, intermediate=model.intermediate,
         )  # fmt: skip
-        contestant = CONTESTANTS[int(knobs["num_threads"])]
+        settings = Settings(
+            contestants=(CONTESTANTS[int(knobs["num_threads"])],), iters=iters, warmup=1, seed=0, malloc="recycle",
+            cold=False,
+        )  # fmt: skip
         try:
-            document = run([case], Settings(contestants=(contestant,), **settings), False, lambda part: None)
+            document = run([case], settings, False, lambda part: None)
         except (MoeRtError, RankFailed):
             return math.inf
         forward = next(r for r in document["runs"][0]["results"] if r["phase"] == "forward")
