@@ -34,12 +34,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Family:
-    """One algorithm family: its parameters, and the formula in microseconds."""
+    """One algorithm family: its parameters, and the formula in microseconds.
+
+    Attributes:
+        noise: scatter of a measurement, in log units.
+    """
 
     name: str
     about: str
     parameters: tuple[Parameter, ...]
     seconds: Callable[[Values, Points], Array]
+    noise: float = 0.03
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -215,6 +220,7 @@ FAMILIES = {
                 *_COMMON,
             ),
             _copies,
+            noise=0.1,  # of medians on CPUs that other programs use too
         ),
         Family(
             "pairs",

@@ -53,7 +53,7 @@ def buffer_memory(
     expect(heap in HEAPS, "heap", heap, f"one of {list(HEAPS)}")
     expect(0 <= rank < topology.num_ranks, "rank", rank, f"0 to {topology.num_ranks - 1}")
     spec = BufferSpec.make(topology, options or BufferOptions(), **sizes)
-    # The same decision as moe_rt.engine.backend.choose_route: one node has one level, and "auto" is for networks.
+    # This repeats what moe_rt.engine.backend.choose_route decides: one node has one level, "auto" is for networks.
     two_level = spec.route == "two_level" or (spec.route == "auto" and HEAPS[heap].network)
     spec = replace(spec, route="two_level" if two_level and topology.num_nodes > 1 else "flat")
     shape = spec.gpu_shape() if HEAPS[heap].gpu else spec.shape()
