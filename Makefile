@@ -27,7 +27,8 @@ QUICK := $(addprefix tests/,conformance/test_conformance.py conformance/test_cap
 LONG := bench $(addprefix tests/,docs fuzz gpucheck install model mutants nodes soak device/test_lanes.py elastic \
   compat/test_trainers.py compat/test_on_cpu.py compat/test_torch_on_cpu.py \
   faults/test_matrix.py faults/test_chaos_on_nodes.py heap/test_ucx_messages.py layer/test_compiled.py \
-  protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py train/test_parity.py)
+  plan/test_many_overflows.py protocol/test_engine_sources.py protocol/test_races.py protocol/test_remote_peers.py \
+  train/test_parity.py)
 
 .PHONY: demo quick test long-test pytest test-alone ptx-test ptx-conformance serve-test serve-forked serve-anew sweep mutants coverage lint format stubs install tools docs wheel clean
 

@@ -8,7 +8,7 @@ measurements between p5 and p95. No time is measured.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import click
@@ -25,7 +25,12 @@ def fold_of(kind: str, rows: list[Row], seed: int) -> list[Hashable]:
     """Return the fold of each row; rows of fold None are never left out."""
     counts = sorted({row.shape.tokens for row in rows})
     random = np.random.default_rng(seed).integers(0, 5, len(rows)).tolist()
-    several = {"ep": several_of(rows, lambda row: row.shape.ranks), "sms": several_of(rows, lambda row: row.shape.sms)}
+    values: dict[str, Callable[[Row], float]] = {
+        "bytes": lambda row: row.shape.row_bytes,
+        "ep": lambda row: row.shape.ranks,
+        "sms": lambda row: row.shape.sms,
+    }
+    several = {name: several_of(rows, value) for name, value in values.items()}
 
     def one(number: int, row: Row) -> Hashable:
         shape, name = row.shape, (row.system.key, row.op)
@@ -38,21 +43,21 @@ def fold_of(kind: str, rows: list[Row], seed: int) -> list[Hashable]:
             return key if row.system.family in ("direct", "channels") and shape.hidden != 7168 else None
         if kind == "source":
             return row.source
-        value = shape.ranks if kind == "ep" else shape.sms
+        value = values[kind](row)
         return (*name, value) if name in several[kind] and row.system.family != "pairs" else None
 
     return [one(number, row) for number, row in enumerate(rows)]
 
 
-def several_of(rows: list[Row], value: object) -> set[tuple[str, str]]:
+def several_of(rows: list[Row], value: Callable[[Row], float]) -> set[tuple[str, str]]:
     """Return the systems and ops that were measured at several values."""
     seen: dict[tuple[str, str], set[object]] = {}
     for row in rows:
-        seen.setdefault((row.system.key, row.op), set()).add(value(row))  # type: ignore[operator]
+        seen.setdefault((row.system.key, row.op), set()).add(value(row))
     return {name for name, values in seen.items() if len(values) > 1}
 
 
-KINDS = ("random", "tokens", "shapes", "ep", "sms", "source")
+KINDS = ("random", "tokens", "shapes", "bytes", "ep", "sms", "source")
 
 
 @click.command()

@@ -47,7 +47,7 @@ class Engine(Halves):
         self.spec, self.rank, self.device, self.timeout_s = spec, rank, device, timeout_s
         self.num_local_experts = spec.placement.num_local(rank)
         self._capacities = {spec.num_max_tokens_per_rank: spec.capacity(rank)}  # rows of recv_x, by max_tokens
-        self.shape = spec.shape(pushes=self.pushes)  # sizes of the segments
+        self.shape = spec.gpu_shape() if self.pushes else spec.shape()  # sizes of the segments
         self.plan_ints = self.shape.recv_plan_ints(self.num_local_experts)
         self.ids_at = self.shape.recv_ids_at(self.num_local_experts)
         self.by_token = spec.by_token
@@ -112,8 +112,9 @@ class Engine(Halves):
             num_tokens = x.shape[0]
         try:
             return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales, start)
-        except CapacityOverflow:  # every rank sees the same overflow and the same need, so all retry, once
+        except CapacityOverflow as error:  # every rank sees the same overflow and the same need, so all retry, once
             if not self._grow(most):
+                self._advise(error, topk_idx)
                 raise
         x = x.contiguous()  # a token window is now an earlier op's, and its rows may be padded
         return self._dispatch(x, topk_idx, topk_weights, num_tokens, tag, most, row, scales)

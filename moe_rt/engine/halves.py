@@ -84,6 +84,8 @@ class Halves(Requirements):
         ):
             x, *others = begun.given
             return getattr(self, method)(x.clone(), *others)  # all ranks repeat it; x may be an earlier op's window
+        if isinstance(begun.error, CapacityOverflow):
+            self._advise(begun.error, begun.given[2 if begun.method == "dispatch_scaled" else 1])
         if begun.error is not None:
             raise begun.error
         return begun.outputs
@@ -127,6 +129,14 @@ class Halves(Requirements):
     @abstractmethod
     def _run_second(self, begun: Begun) -> None:
         """Run the second half: wait and receive."""
+
+    def _advise(self, error: CapacityOverflow, topk_idx: Tensor) -> None:
+        """Add what the capacity risks to an overflow; GPUs are not asked for their routing."""
+        if topk_idx.device.type == "cpu":
+            from moe_rt.plan.routing import advice_of  # programs without an overflow do not load it
+
+            if advice := advice_of(self.spec, topk_idx.numpy()):
+                error.args = (f"{error.args[0]}; {advice}",)
 
     @abstractmethod
     def _grow(self, max_tokens: int) -> bool:

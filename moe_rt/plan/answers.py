@@ -13,7 +13,7 @@ from moe_rt.plan.distinct import Array, distinct, distinct_limited
 from moe_rt.plan.memory import deepep_low_latency_bytes
 from moe_rt.plan.models import Model
 from moe_rt.plan.points import Shape
-from moe_rt.plan.routing import Overflow, factor_for, overflow, popularity, rank_loads
+from moe_rt.plan.routing import Overflow, overflow, popularity, rank_loads
 from moe_rt.plan.systems import CPU, System, gpu_of, row_bytes, system_of
 
 EFFICIENCY = 0.5  # share of a GPU's peak that grouped products reach, unless stated
@@ -325,10 +325,3 @@ def _different(layers: list[Layer]) -> list[Layer]:
         (later if key in seen else first).append(layer)
         seen.add(key)
     return first + later
-
-
-def capacity_advice(factor: float, tokens: int, topk: int, ranks: int, shares: Array, risk: float = 1e-4) -> str:
-    """Return the risk of a capacity factor in words, and the factor for a small risk."""
-    now = overflow(factor, tokens, topk, ranks, shares).probability
-    enough = factor_for(risk, tokens, topk, ranks, shares)
-    return f"factor {factor:g} overflows with probability {now:.2g} a step; {enough:.3g} for one in {round(1 / risk):,}"

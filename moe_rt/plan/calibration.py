@@ -26,10 +26,13 @@ from moe_rt.plan.fit import P95, Correction, fit, slopes_of, uncertainty
 from moe_rt.plan.points import Points, Row, Shape
 from moe_rt.plan.systems import System, gpu_of, row_bytes
 
-VERSION = 2
+VERSION = 3
 # Log errors seen in folds left out: between calibrated shapes, for each doubling beyond them, and on another GPU or
 # library.
 AWAY, OUTSIDE, TRANSFER = 0.05, 0.08, 0.33
+# Parameters that a calibration on one node takes from one that crossed the network; of another family only the rate.
+_CROSSING = ("B_net", "t_net", "t_doubling", "c_signal", "chunk", "c_notify")
+LEAST_LATENCY = 0.4  # part of a calibrated latency that remains on a faster GPU
 GUESS = 0.67  # log error that is assumed where no calibration has the links or the algorithm
 BEYOND = 16.0  # factor beyond the calibrated range up to which a formula may be used
 
@@ -99,15 +102,17 @@ class Calibration:
         below[np.tril_indices(size)] = self.covariance
         return below + np.tril(below, -1).T
 
-    def times(self, x: Points, link_scale: float = 1.0) -> tuple[Array, Array]:
+    def times(self, x: Points, link_scale: float = 1.0, later_us: float = 0.0) -> tuple[Array, Array]:
         """Return medians in us and their log standard deviations, both [n].
 
         Args:
             link_scale: rate of another GPU's links relative to this one's; other than 1 drops the correction.
+            later_us: latency of another GPU's kernels less this one's.
         """
         values = dict(self.parameters)
         if "B_link" in values:
             values["B_link"] *= link_scale
+        values["t0"] = max(values["t0"] + later_us, LEAST_LATENCY * values["t0"])
         family = FAMILIES[self.family]
         formula, slopes = family.seconds(values, x), slopes_of(family, values, x)
         unsure = np.einsum("ij,jk,ik->i", slopes, self.doubt, slopes)
@@ -267,14 +272,14 @@ class Library:
         text = f"{op} of {system.family} over {system.gpu.link} ({system.hardware})"
         expect(bool(same if self.guess else fitting), "link class", text, f"a calibrated one: {', '.join(known)}")
 
-        def unlike(one: Calibration) -> tuple[bool, bool, float, bool, bool, bool, bool, str]:
+        def unlike(one: Calibration) -> tuple[bool, bool, bool, bool, float, bool, bool, str]:
             spans = one.least_nodes == 1 if nodes <= 1 else one.most_nodes > 1
             return (
                 one.family != system.family,
                 one.link != system.gpu.link,
-                abs(math.log(self.link_scale(one, system))),
                 not spans,
                 one.library != system.library,
+                abs(math.log(self.link_scale(one, system))),
                 one.mode != system.mode,
                 one.hardware != system.hardware,
                 one.name,
@@ -286,6 +291,22 @@ class Library:
     def link_scale(one: Calibration, system: System) -> float:
         """Return the rate of a system's links, by data sheets, relative to those of a calibration."""
         return system.gpu.link_gbs / gpu_of(one.hardware).link_gbs
+
+    def later_us(self, one: Calibration, system: System) -> float:
+        """Return how much longer the system's GPU takes to start an op and to signal than that of a calibration.
+
+        It is the mean difference of the latencies of libraries that are calibrated on both GPUs, in the same mode and
+        op. A launch, and the way to a peer and back, cost every kernel alike; 0 if no library was measured on both.
+        """
+        own, other = gpu_of(one.hardware).name, system.gpu.name
+        if own == other:
+            return 0.0
+        latency: dict[str, dict[tuple[str, str, str], float]] = {own: {}, other: {}}
+        for each in self.calibrations:
+            if each.family != "copies" and (name := gpu_of(each.hardware).name) in latency:
+                latency[name][each.library, each.mode, each.op] = each.parameters["t0"]
+        both = latency[own].keys() & latency[other].keys()
+        return sum(latency[other][key] - latency[own][key] for key in both) / max(len(both), 1)
 
     def network(self, one: Calibration, system: System) -> Calibration:
         """Return a calibration that measured the system's network: the given one, or the most similar other.
@@ -318,12 +339,13 @@ class Library:
         if (best.family, best.link) != (system.family, system.gpu.link):
             unlike, basis = GUESS, f"guessed from {basis}"
         if shape.nodes > 1 and (over := self.network(best, system)) is not best:
-            crossing = {name: over.parameters[name] for name in ("B_net", "t_net")}
+            names = _CROSSING if over.family == best.family else _CROSSING[:1]
+            crossing = {name: over.parameters[name] for name in names if name in over.parameters}
             best, basis = replace(best, parameters=best.parameters | crossing), f"{basis}; {over.name}"
             unlike = max(unlike, TRANSFER)
             if over.network != system.network:
                 unlike, basis = GUESS, f"{basis} guessed for {system.network}"
-        median, spread = best.times(Points.of([shape]), scale)
+        median, spread = best.times(Points.of([shape]), scale, self.later_us(best, system))
         wide = float(np.exp(P95 * np.hypot(spread[0], unlike)))
         us = float(median[0])
         return Estimate(us, us / wide, us * wide, basis + (f"; links scaled by {scale:.2f}" if scale != 1 else ""))

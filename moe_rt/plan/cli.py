@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_rt.errors import InvalidConfig, MoeRtError, expect
-from moe_rt.plan.answers import EFFICIENCY, Cluster, Layer, Plan, capacity_advice, make_plan
+from moe_rt.plan.answers import EFFICIENCY, Cluster, Layer, Plan, make_plan
 from moe_rt.plan.ask import QUESTIONS, Answer, Setting
 from moe_rt.plan.calibration import Library, load, published
-from moe_rt.plan.models import MODELS, find_model
-from moe_rt.plan.routing import load_trace, popularity, shares_of
+from moe_rt.plan.distinct import Array
+from moe_rt.plan.export import export as write_export
+from moe_rt.plan.models import MODELS, Model, find_model
+from moe_rt.plan.routing import capacity_advice, load_trace, popularity, shares_of
 from moe_rt.plan.systems import CPU
 
 ABOUT = """Predict the time, memory and overflow risk of expert parallelism, and choose a configuration.
@@ -26,6 +29,7 @@ ABOUT = """Predict the time, memory and overflow risk of expert parallelism, and
   moe-rt plan --model deepseek-v3 --gpus 64 --tokens 4096           one plan
   moe-rt plan --model config.json --gpus 16 --tokens 128 --json     of a Hugging Face model, for scripts
   moe-rt plan --model qwen3-30b-a3b --gpus 8 --tokens 4096 --tune   search with a learned predictor
+  moe-rt plan --model config.json --gpus 2 --tokens 256 --real      search by runs on this machine
   moe-rt plan --model deepseek-v3 --gpus 64 --tokens 64 --measured dispatch=350   why is it slower?
   moe-rt plan ask ep --model deepseek-v3 --gpus 16 --tokens 128     a question, by name
   moe-rt plan compare A.json B.json                                 two plans next to each other
@@ -73,7 +77,9 @@ def _subject(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--guess", is_flag=True, help="Predict links that no calibration covers, with a very wide interval.")
 @click.option("--measured", multiple=True, metavar="OP=US", help="Say what can explain a measured time.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw times and memory: .svg or .png.")
+@click.option("--export", type=click.Path(path_type=Path), help="AIConfigurator: FILE.csv|parquet. CollectiveX: DIR.")
 @click.option("--tune", is_flag=True, help="Search the knobs with a learned predictor, on the simulator.")
+@click.option("--real", is_flag=True, help="Search by running moe-rt bench on this machine; --gpus are its CPU ranks.")
 @click.option("--trials", default=40, show_default=True, help="With --tune: trials.")
 @click.pass_context
 @_reporting
@@ -94,7 +100,9 @@ def plan(
     guess: bool,
     measured: tuple[str, ...],
     plot: Path | None,
+    export: Path | None,
     tune: bool,
+    real: bool,
     trials: int,
 ) -> None:
     """Predict one plan; see ABOUT."""
@@ -107,6 +115,8 @@ def plan(
         raise click.UsageError("--model needs --gpus and --tokens")
     known = published() if calibration is None else Library([*load(calibration), *published().calibrations])
     known = Library(known.calibrations, guess)
+    if real:
+        return _tune_real(find_model(model), gpus, tokens, trials=trials, as_json=as_json)
     if hardware == "cpu":
         hardware, domain = _own_machine(known), gpus
     sizes, cluster = find_model(model), Cluster(gpus, hardware, domain, library, efficiency)
@@ -114,14 +124,14 @@ def plan(
     if trace is not None:
         shares = shares_of(load_trace(trace, sizes.experts), sizes.experts)
     if tune:
-        from moe_rt.plan.tune import tune_plan  # loads the learned predictor
-
-        return tune_plan(sizes, cluster, tokens, shares, trials=trials, as_json=as_json)
+        return _tune(sizes, cluster, tokens, shares, trials=trials, as_json=as_json)
     made = make_plan(sizes, cluster, tokens, shares=shares, capacity_factor=capacity_factor, library=known)
     if plot is not None:
         from moe_rt.plan.plots import draw_plan  # matplotlib takes a second
 
         draw_plan(made, shares, plot, known)
+    if export is not None:
+        click.echo(write_export(made, export, known), err=True)
     if as_json:
         click.echo(json.dumps(made.document()))
         return
@@ -131,6 +141,23 @@ def plan(
         click.echo(capacity_advice(capacity_factor, tokens, sizes.topk, ep_size, shares))
     for text in measured:
         click.echo(explain(made.layers[0], text))
+
+
+def _tune(model: Model, cluster: Cluster, tokens: int, shares: Array, *, trials: int, as_json: bool) -> None:
+    """Search the knobs by predictions."""
+    from moe_rt.plan.tune import plan_judge, plan_space, tune
+
+    space = plan_space(model, cluster, tokens)
+    tune(space, plan_judge(model, cluster, tokens, shares, space), trials=trials, as_json=as_json)
+
+
+def _tune_real(model: Model, ranks: int, tokens: int, *, trials: int, as_json: bool) -> None:
+    """Search the knobs of CPU ranks by runs on this machine."""
+    from moe_rt.plan.tune import tune
+
+    bench = import_module("moe_rt.lab.bench.tune")  # by name: the benchmark's package is above this one
+    space = bench.real_space(model, ranks, tokens)
+    tune(space, bench.real_judge(model, ranks, tokens, space), trials=trials, as_json=as_json)
 
 
 def _own_machine(known: Library) -> str:

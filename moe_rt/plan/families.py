@@ -18,8 +18,8 @@ from moe_rt.plan.points import Points
 
 Values = Mapping[str, float]
 SMS_OF_CHANNELS = 24.0  # SM count at which per-token costs of channels are stated
-NET_SHARPNESS = 12.0  # the same for SMs and networks, which overlap almost fully
 SHARPNESS = 4.0  # exponent by which the limits of SMs and of links meet
+NET_SHARPNESS = 12.0  # the same for SMs and networks, which overlap almost fully
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Family:
-    """One algorithm family: its parameters, and the formula in microseconds."""
+    """One algorithm family: its parameters, and the formula in microseconds.
+
+    Attributes:
+        noise: scatter of a measurement, in log units.
+    """
 
     name: str
     about: str
     parameters: tuple[Parameter, ...]
     seconds: Callable[[Values, Points], Array]
+    noise: float = 0.03
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,6 +61,11 @@ def join(first: Array, second: Array, q: float) -> Array:
 def _whole(p: Values, latency: Array, work: Array) -> Array:
     filled = work + p["fill"] * work / (work + p["knee"])
     return join(latency, filled, 1 + p["sharp"])
+
+
+def pipelined(first: Array, second: Array, parts: Array) -> Array:
+    """Return the time of two stages that pass on a batch in `parts` equal parts: one part in both, then the slower."""
+    return np.maximum(first, second) + np.minimum(first, second) / parts
 
 
 def blocks_of(x: Points) -> tuple[Array, Array]:
@@ -75,12 +85,16 @@ def _direct(p: Values, x: Points) -> Array:
     rounds = x.tokens / blocks * (p["c_round"] + p["c_byte"] * x.row_bytes / 1e3) + copied
     latency = p["t0"] + p["c_expert"] * x.experts + p["c_share"] * (share - 1)
     beyond = np.log2(np.maximum(x.nodes, 2) / 2)
-    latency = latency + np.where(x.nodes > 1, p["t_net"] + p["t_doubling"] * beyond, 0.0)
+    signals = x.experts * (1 - domain / x.ranks)  # counts, or flags, that each rank sends over the network
+    latency = latency + np.where(x.nodes > 1, p["t_net"] + p["t_doubling"] * beyond, 0.0) + p["c_signal"] * signals
     return _whole(p, latency, join(rounds, join(near, far, SHARPNESS), 1 + p["sharp_work"]))
 
 
 def _channels(p: Values, x: Points) -> Array:
-    """One row for each (token, distinct rank), copied by pairs of SMs; between nodes one for each distinct node."""
+    """One row for each (token, distinct rank), copied by pairs of SMs; between nodes one for each distinct node.
+
+    Rows that come over the network are passed on in chunks, so a batch of few chunks takes both times in turn.
+    """
     share = x.sms / SMS_OF_CHANNELS
     one_node = x.nodes <= 1
     moved = x.tokens * x.to_ranks * x.row_bytes * x.busiest
@@ -90,7 +104,8 @@ def _channels(p: Values, x: Points) -> Array:
     beyond = np.log2(np.maximum(x.nodes, 2) / 2)
     latency = p["t0"] + p["c_first"] * x.to_ranks * x.row_bytes / 1e3
     latency = latency + np.where(one_node, 0.0, p["t_net"] + p["t_doubling"] * beyond)
-    work = join(join(each, near, 1 + p["sharp_work"]), _far(p, x), NET_SHARPNESS)
+    parts = 1 + x.tokens / (x.sms / 2) / p["chunk"]
+    work = pipelined(join(each, near, 1 + p["sharp_work"]), _far(p, x), parts)
     return _whole(p, latency, work + np.where(one_node, 0.0, x.tokens * p["c_notify"] / 1e3 / share))
 
 
@@ -151,6 +166,7 @@ FAMILIES = {
                 _NET,
                 Parameter("t_net", "us", 8.0, 0.6),
                 _DOUBLING,
+                Parameter("c_signal", "us", 0.03, 0.8),
                 *_COMMON,
             ),
             _direct,
@@ -169,7 +185,8 @@ FAMILIES = {
                 _NET,
                 Parameter("t_net", "us", 30.0, 0.6),
                 Parameter("c_notify", "ns", 5.0, 1.0),
-                _DOUBLING,
+                Parameter("chunk", "1", 16.0, 0.7),
+                Parameter("t_doubling", "us", 15.0, 0.8),
                 *_COMMON,
             ),
             _channels,
@@ -203,6 +220,7 @@ FAMILIES = {
                 *_COMMON,
             ),
             _copies,
+            noise=0.1,  # of medians on CPUs that other programs use too
         ),
         Family(
             "pairs",

@@ -17,9 +17,8 @@ from moe_rt.plan.families import FAMILIES, Family, Values
 from moe_rt.plan.points import Points
 
 P95 = 1.645  # standard deviations from the median to the 95th percentile
-NOISE = 0.03  # assumed scatter of a measurement, in log units
 STEPS = 150
-HUBER = 2.5  # residuals beyond this many NOISE count linearly
+HUBER = 2.5  # residuals beyond this many times the family's noise count linearly
 # Distances, in powers of two, over which residuals are alike: tokens, row bytes, topk, experts, ranks, SMs.
 LENGTHS = np.array([2.0, 1.0, 1.0, 1.5, 1.0, 0.5])
 
@@ -42,7 +41,9 @@ def fit(family: Family, x: Points, measured_us: Array, usual: Values | None = No
     def residuals(theta: Array) -> Array:
         with np.errstate(all="ignore"):
             predicted = family.seconds(dict(zip(family.names, np.exp(theta), strict=True)), x)
-        return np.concatenate([(np.log(np.maximum(predicted, 1e-9)) - target) / NOISE, (theta - centre) / spread])
+        return np.concatenate(
+            [(np.log(np.maximum(predicted, 1e-9)) - target) / family.noise, (theta - centre) / spread]
+        )
 
     theta, prior = centre.copy(), len(centre)
     residual, damping = residuals(theta), 1e-2
@@ -76,7 +77,7 @@ def uncertainty(family: Family, values: Values, x: Points, measured_us: Array) -
         x, measured_us: shapes and times of the fit, n points.
     """
     left = np.log(measured_us / family.seconds(values, x))
-    scatter = 2 * max(float(np.sqrt(np.mean(np.minimum(left**2, 0.3**2)))), NOISE)
+    scatter = 2 * max(float(np.sqrt(np.mean(np.minimum(left**2, 0.3**2)))), family.noise)
     slopes = slopes_of(family, values, x) / scatter
     return np.linalg.inv(slopes.T @ slopes + np.diag([p.spread**-2 for p in family.parameters]))
 

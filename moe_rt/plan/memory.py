@@ -53,9 +53,11 @@ def buffer_memory(
     expect(heap in HEAPS, "heap", heap, f"one of {list(HEAPS)}")
     expect(0 <= rank < topology.num_ranks, "rank", rank, f"0 to {topology.num_ranks - 1}")
     spec = BufferSpec.make(topology, options or BufferOptions(), **sizes)
-    if spec.route == "auto":  # as moe_rt.engine.backend.choose_route decides
-        gains = topology.num_nodes > 1 if HEAPS[heap].gpu else topology.shares_nodes
-        spec = replace(spec, route="two_level" if HEAPS[heap].network and gains else "flat")
+    # This repeats what moe_rt.engine.backend.choose_route decides.
+    asked, traits = spec.route == "two_level", HEAPS[heap]
+    gains = topology.num_nodes > 1 if asked or traits.gpu else topology.shares_nodes
+    two_level = gains and (asked or (spec.route == "auto" and traits.network))
+    spec = replace(spec, route="two_level" if two_level else "flat")
     shape = spec.gpu_shape() if HEAPS[heap].gpu else spec.shape()
     local, capacity = spec.placement.num_local(rank), spec.capacity(rank)
     weight = spec.acc_dtype.itemsize

@@ -21,6 +21,7 @@ class Model:
         layers: layers with experts.
         groups, topk_groups: groups of experts, and the number that a token may choose from; 1 and 1 without a limit.
         shared: inner size of the shared experts together; 0 without.
+        source: the public config.json of these sizes.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Model:
     groups: int = 1
     topk_groups: int = 1
     shared: int = 0
+    source: str = ""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts", "topk", "layers", "groups", "topk_groups"):
@@ -46,26 +48,37 @@ class Model:
         return 3 * self.hidden * self.intermediate * 2
 
 
-# Sizes of the models' published config.json.
+# Sizes from config.json of the repositories on Hugging Face that each row names.
 MODELS = {
     model.name: model
     for model in (
-        Model("deepseek-v3", 7168, 2048, 256, 8, 58, 8, 4, 2048),
-        Model("deepseek-v2", 5120, 1536, 160, 6, 59, 8, 3, 3072),
-        Model("deepseek-v2-lite", 2048, 1408, 64, 6, 26, 1, 1, 2816),
-        Model("kimi-k2", 7168, 2048, 384, 8, 60, 1, 1, 2048),
-        Model("qwen3-30b-a3b", 2048, 768, 128, 8, 48),
-        Model("qwen3-235b-a22b", 4096, 1536, 128, 8, 94),
-        Model("qwen3-next-80b-a3b", 2048, 512, 512, 10, 48, 1, 1, 512),
-        Model("glm-4.5", 5120, 1536, 160, 8, 89, 1, 1, 1536),
-        Model("glm-4.5-air", 4096, 1408, 128, 8, 45, 1, 1, 1408),
-        Model("gpt-oss-120b", 2880, 2880, 128, 4, 36),
-        Model("gpt-oss-20b", 2880, 2880, 32, 4, 24),
-        Model("mixtral-8x7b", 4096, 14336, 8, 2, 32),
-        Model("mixtral-8x22b", 6144, 16384, 8, 2, 56),
-        Model("llama4-maverick", 5120, 8192, 128, 1, 24, 1, 1, 8192),
-        Model("llama4-scout", 5120, 8192, 16, 1, 48, 1, 1, 8192),
-        Model("minimax-m2", 3072, 1536, 256, 8, 62),
+        Model("deepseek-v3", 7168, 2048, 256, 8, 58, 8, 4, 2048, source="deepseek-ai/DeepSeek-V3"),
+        Model("deepseek-v2", 5120, 1536, 160, 6, 59, 8, 3, 3072, source="deepseek-ai/DeepSeek-V2"),
+        Model("deepseek-v2-lite", 2048, 1408, 64, 6, 26, 1, 1, 2816, source="deepseek-ai/DeepSeek-V2-Lite"),
+        Model("kimi-k2", 7168, 2048, 384, 8, 60, 1, 1, 2048, source="moonshotai/Kimi-K2-Instruct"),
+        Model("qwen3-30b-a3b", 2048, 768, 128, 8, 48, source="Qwen/Qwen3-30B-A3B"),
+        Model("qwen3-235b-a22b", 4096, 1536, 128, 8, 94, source="Qwen/Qwen3-235B-A22B"),
+        Model("qwen3-next-80b-a3b", 2048, 512, 512, 10, 48, 1, 1, 512, source="Qwen/Qwen3-Next-80B-A3B-Instruct"),
+        Model("glm-4.5", 5120, 1536, 160, 8, 89, 1, 1, 1536, source="zai-org/GLM-4.5"),
+        Model("glm-4.5-air", 4096, 1408, 128, 8, 45, 1, 1, 1408, source="zai-org/GLM-4.5-Air"),
+        Model("gpt-oss-120b", 2880, 2880, 128, 4, 36, source="openai/gpt-oss-120b"),
+        Model("gpt-oss-20b", 2880, 2880, 32, 4, 24, source="openai/gpt-oss-20b"),
+        Model("mixtral-8x7b", 4096, 14336, 8, 2, 32, source="mistralai/Mixtral-8x7B-v0.1"),
+        Model("mixtral-8x22b", 6144, 16384, 8, 2, 56, source="mistralai/Mixtral-8x22B-v0.1"),
+        Model(
+            "llama4-maverick",
+            5120,
+            8192,
+            128,
+            1,
+            24,
+            1,
+            1,
+            8192,
+            source="meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+        ),
+        Model("llama4-scout", 5120, 8192, 16, 1, 48, 1, 1, 8192, source="meta-llama/Llama-4-Scout-17B-16E-Instruct"),
+        Model("minimax-m2", 3072, 1536, 256, 8, 62, source="MiniMaxAI/MiniMax-M2"),
     )
 }
 # Field of Model -> names of it in config.json, by model family.

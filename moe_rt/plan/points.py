@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_rt.errors import InvalidConfig, expect
 from moe_rt.plan.distinct import Array, distinct, distinct_balanced, distinct_limited
-from moe_rt.plan.systems import System, row_bytes, system_of
+from moe_rt.plan.systems import System, known_dtype, row_bytes, system_of
 
 COLUMNS = (
     *("source", "library", "hardware", "nvlink_domain", "mode", "op", "ep_size", "tokens_per_rank", "hidden", "topk"),
@@ -26,6 +26,7 @@ OP_NAMES = (
     ("dispatch", "dispatch"),
     ("combine", "combine"),
 )
+MOST_LOW_LATENCY = 256  # tokens up to which a row of no mode is guessed to be of low latency
 OPS = ("dispatch", "combine", "pair", "layer")  # pair is dispatch and combine; +backward may follow
 
 
@@ -102,8 +103,11 @@ class Row:
     latency_us: float
 
 
-def read_rows(path: Path) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]:
+def read_rows(path: Path, guess: bool = False) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]:
     """Read a table of measurements.
+
+    Args:
+        guess: True to guess unknown GPUs, modes and types, as `parse` does.
 
     Returns:
         (line, row) for each row that can be understood, and (line, reason) for each other one.
@@ -119,27 +123,36 @@ def read_rows(path: Path) -> tuple[list[tuple[int, Row]], list[tuple[int, str]]]
         expect(not missing, str(path), f"no column {', '.join(missing)}", f"the columns {', '.join(COLUMNS)}")
         for number, fields_of in enumerate(reader, 2):
             try:
-                rows.append((number, parse(fields_of)))
+                rows.append((number, parse(fields_of, guess)))
             except InvalidConfig as error:
                 refused.append((number, error.args[0]))
     return rows, refused
 
 
-def parse(fields_of: Mapping[str, str | None]) -> Row:
+def parse(fields_of: Mapping[str, str | None], guess: bool = False) -> Row:
     """Return one measurement from the fields of a line.
 
     Libraries test with the sizes that replace empty ones: 128 tokens (low latency) or 4096 (normal), 7168 elements,
     and 8 of 256 experts.
+
+    Args:
+        guess: True to guess what else is unknown: the GPU (`gpu_of`), the mode by the number of tokens, one domain of
+            ranks, and bf16 rows.
 
     Raises:
         InvalidConfig: a field is missing, negative or senseless; names the field, what was got and what is expected.
     """
     text = {name: (fields_of.get(name) or "").strip() for name in COLUMNS}
     text["mode"] = _known(text["mode"], MODE_NAMES)
+    if guess and text["mode"] not in MODES:
+        text["mode"] = "low_latency" if _number(text, "tokens_per_rank", 128.0) <= MOST_LOW_LATENCY else "normal"
     expect(text["mode"] in MODES, "mode", text["mode"] or "nothing", f"one of {MODES}")
     usual = 72.0 if re.search("NVL72|GB[23]00", text["hardware"]) else 8.0
-    system = system_of(text["library"], text["hardware"], text["mode"], _number(text, "nvlink_domain", usual))
-    ranks = _number(text, "ep_size")
+    domain = _number(text, "nvlink_domain", usual)
+    system = system_of(text["library"], text["hardware"], text["mode"], domain, guess)
+    ranks = _number(text, "ep_size", domain if guess else None)
+    if guess and not known_dtype(text["dtype"]):
+        text["dtype"] = "bf16"
     if text["mode"] == "raw_alltoall":
         found = re.search(r"(\d+) bytes per pair", text["notes"])
         size = float(found[1]) if found else 0.0
@@ -167,7 +180,7 @@ def _shape(text: Mapping[str, str], system: System, ranks: float) -> Shape:
     domain = max(1.0, ranks / nodes)
     units, whole = (int(experts), int(topk)), int(ranks)
     to_nodes, to_ranks = distinct(int(nodes), *units), distinct(whole, *units)
-    if "round-robin" in text["notes"]:
+    if "round-robin" in text["notes"] or "trtllm" in text["library"].lower():  # as its benchmark routes
         to_ranks = float(distinct_balanced(whole, int(topk)))
     groups = re.search(r"group-limited top-min\(nodes,(\d+)\)", text["notes"])
     if groups and nodes > 1:

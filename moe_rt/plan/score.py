@@ -50,7 +50,7 @@ def score(path: Path, library: Library | None = None) -> tuple[list[Scored], lis
         InvalidConfig: the file lacks a column.
     """
     known = library or Library(published().calibrations, guess=True)
-    rows, refused = read_rows(path)
+    rows, refused = read_rows(path, guess=True)
     scored = []
     for line, row in rows:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_rt.errors import expect
 
@@ -18,6 +18,7 @@ class Gpu:
         link: class of these links.
         tflops: dense bf16 products, TFLOP/s.
         memory_gbs, memory_gb: rate and size of memory.
+        source: public document of these values.
     """
 
     name: str
@@ -27,26 +28,29 @@ class Gpu:
     tflops: float
     memory_gbs: float
     memory_gb: float
+    source: str = ""
 
 
-# NVIDIA's and AMD's data sheets: NVLink 4 900, NVLink 5 1800 GB/s in both directions; H800 400; Infinity Fabric 7 x 128
-# (MI300X) and 7 x 153.6 (MI355X).
+_GB_NVL72 = "NVIDIA {0} NVL72 data sheet, divided by 72 GPUs"
+# NVLink 4 carries 900 and NVLink 5 1800 GB/s in both directions; Infinity Fabric 7 x 128 or 7 x 153.6.
 GPUS = (
-    Gpu("GB300", 148, 900.0, "nvlink", 2500.0, 8000.0, 288.0),
-    Gpu("GB200", 148, 900.0, "nvlink", 2500.0, 8000.0, 186.0),
-    Gpu("B300", 148, 900.0, "nvlink", 2250.0, 8000.0, 288.0),
-    Gpu("B200", 148, 900.0, "nvlink", 2250.0, 8000.0, 180.0),
-    Gpu("H100", 132, 450.0, "nvlink", 989.0, 3350.0, 80.0),
-    Gpu("GH200", 132, 450.0, "nvlink", 989.0, 4000.0, 96.0),
-    Gpu("H200", 132, 450.0, "nvlink", 989.0, 4800.0, 141.0),
-    Gpu("H800", 132, 200.0, "nvlink", 989.0, 3350.0, 80.0),
-    Gpu("H20", 78, 450.0, "nvlink", 148.0, 4000.0, 96.0),
-    Gpu("A100", 108, 300.0, "nvlink", 312.0, 2039.0, 80.0),
-    Gpu("MI355X", 256, 537.6, "xgmi", 2500.0, 8000.0, 288.0),
-    Gpu("MI350X", 256, 537.6, "xgmi", 2300.0, 8000.0, 288.0),
-    Gpu("MI325X", 304, 448.0, "xgmi", 1307.0, 6000.0, 256.0),
-    Gpu("MI300X", 304, 448.0, "xgmi", 1307.0, 5300.0, 192.0),
+    Gpu("GB300", 148, 900.0, "nvlink", 2500.0, 8000.0, 288.0, _GB_NVL72.format("GB300")),
+    Gpu("GB200", 148, 900.0, "nvlink", 2500.0, 8000.0, 186.0, _GB_NVL72.format("GB200")),
+    Gpu("B300", 148, 900.0, "nvlink", 2250.0, 8000.0, 288.0, "NVIDIA HGX data sheet: B300"),
+    Gpu("B200", 148, 900.0, "nvlink", 2250.0, 8000.0, 180.0, "NVIDIA HGX data sheet: B200"),
+    Gpu("H100", 132, 450.0, "nvlink", 989.0, 3350.0, 80.0, "NVIDIA H100 data sheet: SXM"),
+    Gpu("H200", 132, 450.0, "nvlink", 989.0, 4800.0, 141.0, "NVIDIA H200 data sheet: SXM"),
+    Gpu(
+        "H800", 132, 200.0, "nvlink", 989.0, 3350.0, 80.0, "DeepSeek-V3 technical report: NVLink of 400 GB/s; else H100"
+    ),
+    Gpu("H20", 78, 450.0, "nvlink", 148.0, 4000.0, 96.0, "NVIDIA H20 data sheet, as resellers publish it"),
+    Gpu("A100", 108, 300.0, "nvlink", 312.0, 2039.0, 80.0, "NVIDIA A100 data sheet: 80 GB SXM"),
+    Gpu("MI355X", 256, 537.6, "xgmi", 2500.0, 8000.0, 288.0, "AMD Instinct MI355X data sheet"),
+    Gpu("MI350X", 256, 537.6, "xgmi", 2300.0, 8000.0, 288.0, "AMD Instinct MI350X data sheet"),
+    Gpu("MI325X", 304, 448.0, "xgmi", 1307.0, 6000.0, 256.0, "AMD Instinct MI325X data sheet"),
+    Gpu("MI300X", 304, 448.0, "xgmi", 1307.0, 5300.0, 192.0, "AMD Instinct MI300X data sheet"),
 )
+UNKNOWN = "unknown"  # link class of a GPU that no row describes
 CPU = "cpu: "  # starts the name of a machine without GPUs, whose ranks share memory
 # Networks by the words that name them; a GPU of NVIDIA's on several nodes without such a word is taken to use IB.
 NETWORKS = (("efa", "efa"), ("roce", "roce"), ("ainic", "roce"), ("thor", "roce"), ("pollara", "roce"))
@@ -61,6 +65,7 @@ DTYPES = (
     ("mxfp4", 0.5, 32, 1),
     ("fp4", 0.5, 0, 0),
 )
+_UNSTATED = ("", "raw", "unknown")
 # Libraries that send one row per distinct rank and have enough bytes in flight with few SMs (bulk copies, or all SMs).
 ONE_SIDED = ("onesided", "trtllm", "flashinfer", "mori", "hybridep", "hybrid-ep", "deepep-v2", "deepep v2")
 
@@ -95,8 +100,11 @@ class System:
         return self.gpu.sms
 
 
-def gpu_of(hardware: str) -> Gpu:
+def gpu_of(hardware: str, guess: bool = False) -> Gpu:
     """Return the GPU that a name contains.
+
+    Args:
+        guess: True to take an H100 with links of an unknown class, or an MI300X for AMD, where a name contains none.
 
     Raises:
         InvalidConfig: it contains no known one.
@@ -107,23 +115,35 @@ def gpu_of(hardware: str) -> Gpu:
         assert cores is not None
         return Gpu(hardware, int(cores[1]), 1.0, "shared memory", 0.1 * int(cores[1]), 10.0, 16.0)
     found = next((gpu for gpu in GPUS if re.search(rf"\b{gpu.name}(?![0-9])", hardware, re.IGNORECASE)), None)
+    if found is None and guess:
+        if re.search(r"AMD|Instinct|\bMI\d", hardware, re.IGNORECASE):
+            return replace(gpu_of("MI300X"), name=hardware)
+        return replace(gpu_of("H100"), name=hardware, link=UNKNOWN)
     expect(found is not None, "hardware", hardware or "nothing", f"a name with {', '.join(gpu.name for gpu in GPUS)}")
     assert found is not None
     return found
 
 
-def system_of(library: str, hardware: str, mode: str, domain: float) -> System:
+def system_of(library: str, hardware: str, mode: str, domain: float, guess: bool = False) -> System:
     """Return the system that a table's names describe.
 
     Raises:
-        InvalidConfig: the GPU is unknown.
+        InvalidConfig: the GPU is unknown, and none may be guessed.
     """
-    gpu, words = gpu_of(hardware), f"{hardware} {library}".lower()
-    network = next((kind for word, kind in NETWORKS if word in words), "ib" if gpu.link == "nvlink" else "roce")
+    gpu, words = gpu_of(hardware, guess), f"{hardware} {library}".lower()
+    network = next(
+        (kind for word, kind in NETWORKS if word in words), "ib" if gpu.link in ("nvlink", UNKNOWN) else "roce"
+    )
     network = "tcp" if gpu.link == "shared memory" else network
     deduplicates = mode != "copies" and any(word in library.lower() for word in ONE_SIDED)
     family = {"raw_alltoall": "pairs", "low_latency": "direct", "normal": "channels", "copies": "copies"}[mode]
     return System(library, hardware, gpu, mode, network, "one_sided" if deduplicates else family, domain, 24.0)
+
+
+def known_dtype(dtype: str) -> bool:
+    """Return True if `row_bytes` understands a payload type, or it is empty."""
+    parts = [part.strip() for part in re.split("[/,+]", dtype.lower())]
+    return all(part in _UNSTATED or any(re.search(pattern, part) for pattern, *_ in DTYPES) for part in parts)
 
 
 def row_bytes(system: System, op: str, dtype: str, hidden: float) -> float:
@@ -136,7 +156,7 @@ def row_bytes(system: System, op: str, dtype: str, hidden: float) -> float:
     """
     parts = re.split("[/,+]", dtype.lower())
     name = parts[0 if op == "dispatch" else -1].strip()
-    if name in ("", "raw", "unknown"):
+    if name in _UNSTATED:
         name = "fp8" if op == "dispatch" and system.family in ("direct", "channels") else "bf16"
     if op == "combine" and "trtllm" in system.library.lower():
         name = "bf16"  # the column is the experts' type; combine returns bf16

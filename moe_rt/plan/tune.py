@@ -25,6 +25,7 @@ from moe_rt.plan.models import Model
 
 Judge = Callable[[int], float]  # number of a configuration -> its cost; infinite if it cannot run
 MEMBERS, FEATURES, RIDGE = 12, 32, 0.01
+LEAST_START, MOST_START = 4, 8  # random trials before the first prediction
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class Trial:
     cost: float
 
 
-def cubic(space: Space, judge: Judge, trials: int, seed: int = 0, start: int = 8) -> Iterator[Trial]:
-    """Yield trials: `start` random ones, then each the configuration with the best expected improvement."""
+def cubic(space: Space, judge: Judge, trials: int, seed: int = 0) -> Iterator[Trial]:
+    """Yield trials: a few random ones, then each the configuration with the best expected improvement."""
+    start = max(LEAST_START, min(MOST_START, space.size // 16))
     rng = np.random.default_rng(seed)
     predictor, tried, costs = Predictor(space.features(), rng), list[int](), list[float]()
     for number in rng.permutation(space.size)[: min(start, trials)].tolist():
@@ -193,12 +195,20 @@ def plan_judge(model: Model, cluster: Cluster, tokens: int, shares: Array, space
     return judge
 
 
-def tune_plan(model: Model, cluster: Cluster, tokens: int, shares: Array, *, trials: int, as_json: bool) -> None:
-    """Search a plan's knobs and print the best configurations that were tried."""
+def tune(space: Space, judge: Judge, *, trials: int, as_json: bool) -> None:
+    """Search a space and print the best configurations that were tried.
+
+    Raises:
+        InvalidConfig: no trial found a configuration that runs.
+    """
     expect(trials > 0, "trials", trials, "a positive number")
-    space = plan_space(model, cluster, tokens)
-    search = cubic(space, plan_judge(model, cluster, tokens, shares, space), trials)
-    steps = track(search, "tuning", total=min(trials, space.size), console=Console(stderr=True), transient=True)
+    steps = track(
+        cubic(space, judge, trials),
+        "tuning",
+        total=min(trials, space.size),
+        console=Console(stderr=True),
+        transient=True,
+    )
     tried = sorted(steps, key=lambda trial: trial.cost)
     best = [trial for trial in tried if math.isfinite(trial.cost)][:3]
     if not best:

@@ -111,6 +111,24 @@ def test_rings_are_for_as_many_blocks_as_leave_links_idle() -> None:
     assert max(map(most_blocks, MACHINES)) == Tuning.ring_blocks
 
 
+def test_rows_are_pushed_up_to_where_pulling_them_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed rows save a wait for a peer, but every visit writes a row: U of them for each token, not one."""
+
+    def longer(machine: estimate.Machine, tokens: int, coded: bool) -> float:
+        times = []
+        for rows in (tokens, 0):
+            monkeypatch.setattr(Tuning, "pushed_rows", rows)
+            times.append(op_us("dispatch", Load(tokens, coded=coded), machine))
+        return times[0] / times[1]
+
+    most = Tuning.pushed_rows
+    for machine in MACHINES:
+        for coded in (False, True):
+            assert longer(machine, most // 2, coded) < 1
+            assert longer(machine, most, coded) < 1.01
+        assert longer(machine, 4 * most, coded=False) > 1.01
+
+
 def test_routing_counts_all_tokens_and_writes_its_own() -> None:
     long = estimate.routing_s(Load(4096), H200, 132, 3)
     counted, written = (4096 - 128) / 32 * (12 * 8 + 2 * 8 * 7 + 2 * 8), 256 * 8 / 32 * 300

@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from moe_rt.cli import main
 from moe_rt.errors import InvalidConfig
 from moe_rt.plan import simulate, tune
-from moe_rt.plan.answers import Cluster, Configuration, capacity_advice, layer_of, make_plan, overlapped
+from moe_rt.plan.answers import Cluster, Configuration, layer_of, make_plan, overlapped
 from moe_rt.plan.ask import QUESTIONS, Setting
 from moe_rt.plan.calibration import calibrate, save
 from moe_rt.plan.models import MODELS, find_model, read_config
 from moe_rt.plan.points import COLUMNS, parse
-from moe_rt.plan.routing import popularity
+from moe_rt.plan.routing import capacity_advice, popularity
 
 QWEN = MODELS["qwen3-30b-a3b"]
 UNIFORM = popularity(QWEN.experts)

@@ -13,10 +13,12 @@ from click.testing import CliRunner
 from moe_rt.errors import InvalidConfig
 from moe_rt.lab.bench.calibrate import cases_of, measure
 from moe_rt.plan.calibration import Library, calibrate, load, published, save
-from moe_rt.plan.families import FAMILIES
+from moe_rt.plan.families import FAMILIES, pipelined
 from moe_rt.plan.fit import Correction, fit
+from moe_rt.plan.models import MODELS
 from moe_rt.plan.points import COLUMNS, Points, Row, parse
 from moe_rt.plan.score import main
+from moe_rt.plan.systems import GPUS
 
 VALUES = "here|DeepEP-V1|H100 + IB|8|low_latency|dispatch|8|64|7168|8|256|fp8|25.0||"
 LINE = dict(zip(COLUMNS, VALUES.split("|"), strict=True))
@@ -148,6 +150,65 @@ def test_what_nothing_covers_is_guessed_on_request_with_a_wide_interval() -> Non
     assert guess.p95_us / guess.p5_us > 8 > certain.p95_us / certain.p5_us
 
 
+@pytest.mark.parametrize(
+    ("changes", "link"),
+    [
+        ({"hardware": "GH200 pod"}, "unknown"),
+        ({"hardware": "Ascend 910C"}, "unknown"),
+        ({"hardware": "AMD Instinct MI308X"}, "xgmi"),
+        ({"mode": "", "tokens_per_rank": "4096"}, "nvlink"),
+        ({"dtype": "posit8"}, "nvlink"),
+        ({"ep_size": ""}, "nvlink"),
+    ],
+)
+def test_unknown_words_are_guessed_on_request_only(changes: dict[str, str], link: str) -> None:
+    with pytest.raises(InvalidConfig):
+        parse(LINE | changes)
+    row = parse(LINE | changes, guess=True)
+    assert row.system.gpu.link == link
+    made = calibrate([parse(line) for mode in ("low_latency", "normal") for line in measured(mode)], date="2026-01-01")
+    found = Library(made, guess=True).predict(row.system, row.op, row.shape)
+    assert ("guessed" in found.basis) is (link != "nvlink")
+
+
+def test_another_gpu_starts_as_much_later_as_in_other_ops() -> None:
+    """Both GPUs have a normal mode; the low-latency mode of one is missing."""
+
+    def rows(hardware: str, mode: str, later: float) -> list[Row]:
+        lines_of = measured(mode, noise=0.0, hardware=hardware)
+        return [parse(line | {"latency_us": str(float(line["latency_us"]) + later)}) for line in lines_of]
+
+    known = [*rows("H200", "low_latency", 0), *rows("H200", "normal", 0), *rows("H100", "normal", 8)]
+    library, target = Library(calibrate(known, date="x")), rows("H100", "low_latency", 8)[0]
+    own = next(one for one in library.calibrations if one.mode == "low_latency")
+    assert library.later_us(own, target.system) == pytest.approx(8, abs=2)
+    assert library.predict(target.system, "dispatch", target.shape).us == pytest.approx(target.latency_us, rel=0.12)
+    assert library.later_us(own, parse(LINE | {"hardware": "B200"}).system) == 0, "measured with no library of both"
+
+
+def test_a_network_lends_other_families_only_its_rate() -> None:
+    crossed = [parse(line) for line in measured("low_latency", ep_size="16")]
+    library = Library(calibrate([*crossed, *(parse(line) for line in measured("normal"))], date="x"))
+    row = parse(LINE | {"mode": "normal", "ep_size": "16", "tokens_per_rank": "8"})
+    one = next(one for one in library.calibrations if one.mode == "normal")
+    other = next(one for one in library.calibrations if one.mode == "low_latency")
+    assert library.network(one, row.system) is other
+    assert other.parameters["t_net"] < one.parameters["t_net"] / 2, "else the test would show nothing"
+    t0, t_net = one.parameters["t0"], one.parameters["t_net"]
+    assert library.predict(row.system, "dispatch", row.shape).us > 0.8 * (t0 + t_net)
+
+
+def test_a_batch_of_one_chunk_takes_both_stages_in_turn() -> None:
+    first, second = np.array([10.0, 10.0]), np.array([4.0, 40.0])
+    assert pipelined(first, second, np.array([1.0, 1.0])).tolist() == [14, 50]
+    assert pipelined(first, second, np.array([10.0, 10.0])).tolist() == [10.4, 41]
+
+
+def test_every_gpu_and_model_names_its_public_source() -> None:
+    assert all("data sheet" in gpu.source or "report" in gpu.source for gpu in GPUS)
+    assert all(model.source.count("/") == 1 for model in MODELS.values())
+
+
 def test_a_pair_takes_as_long_as_its_two_ops() -> None:
     lines_of_both = [*measured("low_latency"), *measured("low_latency", "combine")]
     library = Library(calibrate([parse(line) for line in lines_of_both], date="2026-01-01"))
@@ -191,7 +252,7 @@ def test_calibrations_are_kept_and_checked(tmp_path: Path) -> None:
     assert load(tmp_path / "a.json") == made
     document = json.loads((tmp_path / "a.json").read_text())
     for spoil, message in (
-        ({"version": 99}, r"version: got \['99'\], expected 2"),
+        ({"version": 99}, r"version: got \['99'\], expected 3"),
         ({"colour": "red"}, "unexpected keyword argument 'colour'"),
     ):
         (tmp_path / "b.json").write_text(json.dumps([document[0] | spoil]))

@@ -41,6 +41,7 @@ SHAPES = (
     (3, 1024, 1024, 2, 12, "uniform"),
 )
 OPS = ("dispatch", "combine", "pair")
+ROUNDS = 3  # that calibrations measure all shapes
 
 
 def cases_of(
@@ -61,18 +62,26 @@ def machine_name(card: dict[str, Any]) -> str:
     return f"{CPU}{card['cpu']}, {card['cores']} cores"
 
 
-def measure(cases: list[Case], iters: int | None, progress: Any, seed: int = 0) -> list[dict[str, str]]:
-    """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS, one for each phase."""
+def measure(
+    cases: list[Case], iters: int | None, progress: Any, seed: int = 0, rounds: int = 1
+) -> list[dict[str, str]]:
+    """Benchmark moe_rt on cases, and return lines of measurements in the columns of COLUMNS, one for each phase.
+
+    Args:
+        rounds: times that all cases are measured, each in new processes. A line has the median, because a process keeps
+            for its life the memory that it was given, and other programs come and go.
+    """
     settings = Settings(contestants=("moe_rt",), iters=iters, warmup=3, seed=seed, malloc="recycle", cold=False)
-    document = run(cases, settings, False, progress)
+    documents = [run(cases, settings, False, progress) for _ in range(rounds)]
     lines = []
-    for case, measured in zip(cases, document["runs"], strict=True):
-        for result in measured["results"]:
-            lines.append(_line(case, result, document["machine"], seed))
+    for place, case in enumerate(cases):
+        for turn, result in enumerate(documents[0]["runs"][place]["results"]):
+            found = [document["runs"][place]["results"][turn]["isolated_us"]["p50"] for document in documents]
+            lines.append(_line(case, result["phase"], float(np.median(found)), documents[0]["machine"], seed))
     return lines
 
 
-def _line(case: Case, result: dict[str, Any], card: dict[str, Any], seed: int) -> dict[str, str]:
+def _line(case: Case, phase: str, us: float, card: dict[str, Any], seed: int) -> dict[str, str]:
     """Return one measurement; the library's name says that nodes are emulated, as their links are others."""
     owner = np.array(Placement.contiguous(case.experts, case.ranks).ranks)
     ids = np.concatenate([route(case, seed, rank, 0).numpy() for rank in range(case.ranks)])
@@ -82,19 +91,19 @@ def _line(case: Case, result: dict[str, Any], card: dict[str, Any], seed: int) -
         source=f"moe-rt bench, commit {card['commit']}",
         library="moe_rt" if nodes == 1 else f"moe_rt, {nodes} emulated nodes",
         hardware=machine_name(card), nvlink_domain=case.ranks, mode="copies",
-        op=case.op + ("+backward" if "backward" in result["phase"] else ""), ep_size=case.ranks,
+        op=case.op + ("+backward" if "backward" in phase else ""), ep_size=case.ranks,
         tokens_per_rank=case.tokens, hidden=case.hidden, topk=case.topk, experts=case.experts, dtype=case.dtype,
-        latency_us=result["isolated_us"]["p50"], bandwidth_gbs="",
+        latency_us=f"{us:.5g}", bandwidth_gbs="",
         notes=f"busiest={loads.max() / loads.mean():.3f}; {card['date'][:10]}; load {card['load_average']}",
     )  # fmt: skip
     return {name: str(value) for name, value in values.items()}
 
 
-def measure_with_progress(cases: list[Case], iters: int | None) -> list[dict[str, str]]:
+def measure_with_progress(cases: list[Case], iters: int | None, rounds: int = ROUNDS) -> list[dict[str, str]]:
     """Measure while a bar shows how far it is."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=len(cases))
-        return measure(cases, iters, lambda part: bar.advance(task, part))
+        task = bar.add_task("measuring", total=len(cases) * rounds)
+        return measure(cases, iters, lambda part: bar.advance(task, part), rounds=rounds)
 
 
 def write_lines(path: Path, lines: list[dict[str, str]]) -> None:

@@ -14,6 +14,8 @@ from moe_rt import _engine
 from moe_rt.config.codec import Codec
 from moe_rt.config.tuning import Tuning
 from moe_rt.lab.check.code_limits import LIMITS
+from moe_rt.plan.distinct import distinct
+from moe_rt.plan.systems import gpu_of
 
 WARP, INDEX_BYTES, THREADS = 32, 8, Tuning.threads
 LAUNCH_S = 2e-6  # from the end of one kernel of a stream to the first load of the next
@@ -37,12 +39,18 @@ class Machine:
     arch: str
 
 
-# Memory: NVIDIA's data sheets. Links: rates that kernels were seen to reach, 340 to 370 GB/s of 450 on Hopper and 726
-# to 753 of 900 on Blackwell. A load from a peer: 1.5 to 2 us on Hopper; Blackwell is assumed to take as long.
+def _machine(name: str, link: float, from_memory_s: float, from_peer_s: float, clock: float, arch: str) -> Machine:
+    gpu = gpu_of(name)
+    return Machine(name, gpu.sms, 1e9 * gpu.memory_gbs, link, from_memory_s, from_peer_s, clock, arch)
+
+
+# SMs and memory: the planner's data sheets. Links: rates that kernels were seen to reach, 340 to 370 GB/s of 450 on
+# Hopper and 726 to 753 of 900 on Blackwell. A load from a peer: 1.5 to 2 us on Hopper; Blackwell is assumed to take as
+# long.
 MACHINES = (
-    Machine("H100", 132, 3.35e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
-    Machine("H200", 132, 4.8e12, 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
-    Machine("B200", 148, 8.0e12, 735e9, 0.75e-6, 1.75e-6, 1.8e9, "sm_100a"),
+    _machine("H100", 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
+    _machine("H200", 355e9, 0.65e-6, 1.75e-6, 1.7e9, "sm_90a"),
+    _machine("B200", 735e9, 0.75e-6, 1.75e-6, 1.8e9, "sm_100a"),
 )
 
 
@@ -74,9 +82,7 @@ class Load:
     @property
     def ranks_of_a_token(self) -> float:
         """Mean number of distinct ranks that hold a token's experts."""
-        here = self.experts // self.ranks
-        none_here = math.comb(self.experts - here, self.topk) / math.comb(self.experts, self.topk)
-        return self.ranks * (1 - none_here)
+        return distinct(self.ranks, self.experts, self.topk)
 
     @property
     def pulled(self) -> float:

@@ -26,6 +26,7 @@ class MoeRt(Exchange):
     route: ClassVar[Route | Literal["auto"]] = "auto"
     sums: ClassVar[Sums] = "ranked"
     num_chunks: ClassVar[int] = 1  # of the layer
+    num_threads: ClassVar[int] = 1
 
     def __init__(self, case: Case, world: World) -> None:
         super().__init__(case, world)
@@ -39,6 +40,7 @@ class MoeRt(Exchange):
             heap=case.heap,
             route=self.route,
             sums=self.sums,
+            num_threads=self.num_threads,
         )
         self.unit = UNITS[self.buffer.route]
 
