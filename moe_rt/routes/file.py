@@ -200,12 +200,10 @@ def load(path: str | os.PathLike[str], num_experts: int | None = None) -> Routes
     expect(
         fits and (of_rank is None or bool((rank == of_rank).all())), f"{where}: of_rank", of_rank, "its tokens' rank"
     )
-    tensors = (torch.from_numpy(np.ascontiguousarray(t, np.int32)) for t in (rank, micro_batch))
+    ranks, numbers = (torch.from_numpy(np.ascontiguousarray(t, np.int32)) for t in (rank, micro_batch))
     return Routes(
         torch.from_numpy(ids.astype(np.int16)), header["num_experts"], tuple(header["layers"]), header["num_ranks"],
-        header["num_micro_batches"],
-        *tensors,
-        of_rank,
+        header["num_micro_batches"], ranks, numbers, of_rank,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
     python replay_job.py ORDER.json
 
-It prints for each request the log-probabilities of its tokens and whether each layer visited the recorded experts, also
-with routers that would choose others.
+It prints for each request the log-probabilities of its tokens and whether each layer visited the recorded experts, as
+it does by itself, and also with routers that would choose others.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def run() -> tuple[torch.Tensor, torch.Tensor]:
 
 with routes.replay(order["file"], model):
     logprobs, _ = run()
+_, live = run()
 with torch.no_grad():
     for name, p in model.named_parameters():
         if name.endswith("gate.weight"):
@@ -59,6 +60,7 @@ for at, request in enumerate(requests):
         {
             "logprobs": [float(logprobs[at, i - 1, request["tokens"][i]]) for i in range(begin, end)],
             "took the recorded experts": torch.equal(ids[at, : end - 1], wanted),
+            "chose them by itself": torch.equal(live[at, : end - 1].sort(-1).values, wanted.sort(-1).values),
             "chose others without the file": not torch.equal(others[at, : end - 1], wanted),
         }
     )
