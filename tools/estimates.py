@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_rt.config.codec import Codec
-from moe_rt.config.tuning import Tuning
 from moe_rt.engine.gpu.jit import compile_kernels
 from moe_rt.engine.gpu.launcher import RING_KERNELS
 from moe_rt.lab.check.compiling import LARGEST, WHOLE
@@ -25,11 +24,9 @@ from moe_rt.lab.check.estimate import (
     Estimate,
     Load,
     Machine,
-    Steps,
     estimate,
     launches_of,
     op_us,
-    steps_of,
 )
 from moe_rt.lab.check.kernel_code import INSTALL, MachineCode, disassemble, find_disassembler, read_machine_code
 from moe_rt.lab.check.ring_estimate import estimate_ring
@@ -60,10 +57,8 @@ def read_kernels(codec: Codec) -> dict[str, MachineCode]:
 def launches_table() -> str:
     """Every launch: bytes moved at its largest token count, and its least time for each token count and GPU."""
     lines = [
-        "| Launch | moved | of which by links | steps: memory, peers | "
-        + " | ".join(f"T = {t}" for t in TOKENS)
-        + " |",
-        "|---|---|---|---|" + "---|" * len(TOKENS),
+        "| Launch | moved | of which by links | " + " | ".join(f"T = {t}" for t in TOKENS) + " |",
+        "|---|---|---|" + "---|" * len(TOKENS),
     ]
     for coded in (False, True):
         for kernel in STEPS:
@@ -74,10 +69,7 @@ def launches_table() -> str:
             times = " | ".join(" / ".join(us(each.seconds) for each in of if each) or "-" for of in every)
             name = f"`{kernel}`, rows as fp8" if coded else f"`{kernel}`"
             moved = " | ".join(mb(n) for n in (most.memory_bytes, most.link_bytes))
-            few, many = (steps_of(kernel, Load(t)) for t in (Tuning.pushed_tokens, TOKENS[-1]))
-            steps = counted(many)
-            steps = steps if few == many else f"{counted(few)} up to {Tuning.pushed_tokens} tokens; {steps}"
-            lines.append(f"| {name} | {moved} | {steps} | {times} |")
+            lines.append(f"| {name} | {moved} | {times} |")
     return "\n".join(lines)
 
 
@@ -85,10 +77,6 @@ def estimated(kernel: str, load: Load, machine: Machine) -> Estimate | None:
     """Estimate of a launch, or None if the op has other launches at this load."""
     op = next(op for op, launches in OPS.items() if kernel in launches or WHOLE_OPS.get(kernel) == launches)
     return estimate(kernel, load, machine) if kernel in launches_of(op, load) else None
-
-
-def counted(steps: Steps) -> str:
-    return f"{len(steps.memory)}, {len(steps.peers)}"
 
 
 def few_table() -> str:
